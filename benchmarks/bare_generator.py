@@ -6,12 +6,7 @@ from grpo_components.rollout import generator
 
 
 def bare_generator(folder: str, weight_transfer: str | None = None) -> generator.Generator:
-    """Return a generator on the CPU that has no data, environment or rewards.
-
-    Args:
-        folder: of the model.
-        weight_transfer: vLLM's engine through which weights arrive; None: they are in memory.
-    """
+    """Return a generator on the CPU that has no data, environment or rewards."""
     return generator.Generator(
         build_tokenizer=lambda: None,  # nothing is decoded here
         engine=generator.EngineOptions(

@@ -89,11 +89,7 @@ def config_of(folder: Path, given: argparse.Namespace) -> Any:
 
 
 def whole_driver(folder: Path, given: argparse.Namespace) -> dict[str, float]:
-    """Run the recipe with instant roles.
-
-    Returns:
-        Groups per second, milliseconds of the driver's CPU per group, and its share of a core.
-    """
+    """Run the recipe with instant roles."""
     start_roles.GENERATOR = "instant_roles.InstantGenerator"
     start_roles.TRAINER = "instant_roles.InstantTrainer"
     recipe = load_recipe().AsyncGRPOFullFinetuneRecipeDistributed()

@@ -37,15 +37,7 @@ class Measured:
 
 
 def run(folder: Path, staleness: int, seed: int, budget_s: float, every: int) -> Measured:
-    """Run the demo until its budget is used up.
-
-    Args:
-        folder: folder of the run.
-        staleness: `max_staleness`.
-        seed: seed of the run.
-        budget_s: seconds from the end of the evaluation before the first step.
-        every: steps between evaluations.
-    """
+    """Run the demo until its budget is used up."""
     command = [TUNE, "run", RECIPE, "--config", "tiny_async_grpo", f"output_dir={folder}"]
     keys = [f"max_staleness={staleness}", f"seed={seed}", f"eval_every_n_steps={every}"]
     keys += ["num_steps=100000", "save_every_n_steps=100000", "rollouts_in_flight=8"]

@@ -26,13 +26,7 @@ PROMPT_TOKENS, RESPONSE_TOKENS = 20, 10
 
 
 class InstantGenerator:
-    """Answers every prompt at once with the same tokens.
-
-    Args:
-        sampling: options of sampling; only `group_size` is used.
-        rollouts_in_flight: number of groups whose responses have room at once.
-        others: not used.
-    """
+    """Answers every prompt at once with the same tokens."""
 
     def __init__(self, *, sampling: Any, rollouts_in_flight: int, **others: Any) -> None:
         self._size = sampling.group_size
@@ -97,11 +91,7 @@ class InstantGenerator:
 
 
 class InstantTrainer:
-    """Trains nothing, at once.
-
-    Args:
-        others: not used.
-    """
+    """Trains nothing, at once."""
 
     def __init__(self, **others: Any) -> None:
         self._version = 0

@@ -31,12 +31,7 @@ def slope(points: list[tuple[float, float]]) -> float:
 
 
 def rows(heartbeats: list[dict[str, Any]], num_steps: int) -> list[list[str]]:
-    """One table row per role: final resource use and growth of memory.
-
-    Args:
-        heartbeats: of a complete run.
-        num_steps: of the run, assumed to be spread evenly over its time.
-    """
+    """One table row per role: final resource use and growth of memory."""
     roles = defaultdict(list)
     for beat in heartbeats:
         roles[beat["role"]].append(beat)

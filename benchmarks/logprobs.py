@@ -85,15 +85,7 @@ def random_batch(setting: Setting) -> TokenBatch:
 
 
 def build_pass(setting: Setting, chunk: int | None) -> Callable[[TokenBatch], tuple[float, float]]:
-    """Build a model (always with the same weights) and a forward and backward pass of it.
-
-    Args:
-        setting: sizes of the model.
-        chunk: positions projected at a time; None for full logits.
-
-    Returns:
-        A function: batch -> (sum of the logprobs, norm of its gradient).
-    """
+    """Build a model (always with the same weights) and a forward and backward pass of it."""
     torch.manual_seed(0)
     with torch.device(setting.device):
         model = qwen2(

@@ -46,13 +46,7 @@ class Timing:
 def interleaved(
     cases: Mapping[str, Callable[[], object]], repeats: int, device: str = "cpu"
 ) -> dict[str, Timing]:
-    """Time cases in alternation, so that temporary load affects all of them.
-
-    Args:
-        cases: functions by name; each is run once before, untimed.
-        repeats: timed runs of each case; every second round is in reverse order.
-        device: cpu or cuda; cuda is synchronized before and after each run.
-    """
+    """Time cases in alternation, so that temporary load affects all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for run in cases.values():
         run()
@@ -96,18 +90,7 @@ def in_lean_child(
 
 
 def peak_memory_gib(run: Callable[[], object], device: str = "cpu") -> float:
-    """Peak increase of memory while a function runs.
-
-    Args:
-        run: the function. Call it, or a smaller case, once before: a first call also loads
-            libraries and creates state that stays.
-        device: on cuda, tensors are counted; on cpu, resident pages of this process. If Linux does
-            not allow resetting the peak of the latter, the peak since the start of the process
-            counts, so measure in a fresh one (`in_lean_child`).
-
-    Returns:
-        The increase in GiB.
-    """
+    """Peak increase of memory while a function runs."""
     gc.collect()
     if device == "cuda":
         _synchronize(device)
@@ -136,11 +119,7 @@ def _resident(name: str) -> int:
 
 
 def machine_line(device: str = "cpu") -> str:
-    """Processor or GPU, PyTorch version, threads and date, in one line.
-
-    Args:
-        device: cpu or cuda.
-    """
+    """Processor or GPU, PyTorch version, threads and date, in one line."""
     processor = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -156,12 +135,7 @@ def machine_line(device: str = "cpu") -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; the first column is aligned left, the others right.
-
-    Args:
-        header: heading of each column.
-        rows: cells; floats are rounded to three significant digits.
-    """
+    """A Markdown table; the first column is aligned left, the others right."""
 
     def line(cells: Iterable[object]) -> str:
         texts = [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells]

@@ -101,16 +101,7 @@ class PaddedBatch:
 
 
 class PaddedBaseline:
-    """Trains a torchtune decoder on padded batches.
-
-    Args:
-        model: the decoder, sharded or not.
-        optimizer: of its parameters.
-        clip: the ratio is clipped to [1 - clip, 1 + clip].
-        kl_coeff: weight of the k3 penalty to the reference.
-        num_micro_batches: number of about equally large micro-batches.
-        device: of the model.
-    """
+    """Trains a torchtune decoder on padded batches."""
 
     def __init__(
         self,
@@ -134,9 +125,6 @@ class PaddedBaseline:
         Args:
             trajectories: S trajectories; all response tokens are trained.
             advantages: [S] float32.
-
-        Returns:
-            `loss/total` and `grad_norm`.
         """
         whole = PaddedBatch.of(trajectories, advantages, self._device)
         total_tokens = whole.is_token[:, whole.num_prompt_columns :].sum()

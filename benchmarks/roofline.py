@@ -55,14 +55,7 @@ def operations(flops: ModelFlops) -> dict[str, float]:
 
 
 def table(parts: dict[str, float], training: float, sampling: float, step_s: float | None) -> str:
-    """Table of operations and of the seconds that they take at least.
-
-    Args:
-        parts: operations of a step's parts, by name.
-        training: operations per second of products as wide as a batch's tokens.
-        sampling: operations per second of products as wide as the sequences of an engine's step.
-        step_s: seconds of a measured step, if there is one.
-    """
+    """Table of operations and of the seconds that they take at least."""
     seconds = {
         name: count / (sampling if name.startswith("sampling") else training)
         for name, count in parts.items()

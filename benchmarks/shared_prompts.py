@@ -148,11 +148,7 @@ def tokens_of(case: str, setting: Setting) -> int:
 
 
 def build_step(case: str, setting: Setting) -> Callable[[], tuple[float, list[Tensor]]]:
-    """Build a step: plan, forward and backward of all micro-batches.
-
-    Returns:
-        A function that returns the loss, and the gradient of each parameter.
-    """
+    """Build a step: plan, forward and backward of all micro-batches."""
     model = build_model(setting.device)
     run, sequences = PASSES[case](model, setting.device), random_groups(setting)
     weights = np.random.default_rng(1).normal(size=len(sequences))  # advantages

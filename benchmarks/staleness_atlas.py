@@ -49,25 +49,12 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def results(folder: Path, output: Path) -> dict[Cell, Line]:
-    """Return all results that there are: those beside the page, and those of the folder.
-
-    Args:
-        folder: folder of the runs.
-        output: path of the page.
-
-    Raises:
-        ValueError: a line is no result of this atlas.
-    """
+    """Return all results that there are: those beside the page, and those of the folder."""
     return read(folder / "runs.csv") | read(output.with_suffix(".csv"))
 
 
 def write(output: Path, known: dict[Cell, Line]) -> None:
-    """Write the page, and all results beside it.
-
-    Args:
-        output: path of the page.
-        known: results by cell.
-    """
+    """Write the page, and all results beside it."""
     lines = [known[cell] for cell in ORDER if cell in known]
     write_whole(output.with_suffix(".csv"), text_of(lines))
     write_whole(output, page(lines))
@@ -80,15 +67,7 @@ def go_on(
     limit: int,
     say: Callable[..., object],
 ) -> None:
-    """Make the runs that have no result yet, in order, and write the page after each.
-
-    Args:
-        make: makes the run of a cell in a folder.
-        folder: folder of the runs, and of their results.
-        output: path of the page.
-        limit: number of runs to make.
-        say: called with a line on each run.
-    """
+    """Make the runs that have no result yet, in order, and write the page after each."""
     known = results(folder, output)
     write(output, known)
     for cell in [cell for cell in ORDER if cell not in known][:limit]:
@@ -107,15 +86,7 @@ def go_on(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Go on with the atlas.
-
-    Args:
-        arguments: command-line arguments; None takes them from `sys.argv`.
-
-    Returns:
-        Exit code: 0, 1 if a run was ended from outside, 2 if results cannot be read, 130 after
-        Ctrl-C.
-    """
+    """Go on with the atlas."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=len(ORDER), help="at most so many; 0: the page")
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER)

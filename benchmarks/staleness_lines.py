@@ -139,12 +139,7 @@ _READ: dict[str, Any] = {"str": str, "int": int, "float": float}
 
 
 def text_of(lines: Iterable[Line], *, header: bool = True) -> str:
-    """Return lines as text of a CSV file.
-
-    Args:
-        lines: the lines.
-        header: whether the text begins with the names of the columns.
-    """
+    """Return lines as text of a CSV file."""
     text = io.StringIO()
     writer = csv.DictWriter(text, _NAMES, lineterminator="\n")
     if header:
@@ -154,14 +149,7 @@ def text_of(lines: Iterable[Line], *, header: bool = True) -> str:
 
 
 def read(path: Path) -> dict[Cell, Line]:
-    """Read the results in a file; a last line that a killed process did not finish is left out.
-
-    Args:
-        path: path of the file; without it, there are no results.
-
-    Raises:
-        ValueError: a line is not one of this atlas, or was made by another job than today's.
-    """
+    """Read the results in a file; a last line that a killed process did not finish is left out."""
     if not path.exists():
         return {}
     text = path.read_text()
@@ -191,10 +179,5 @@ _ALL = frozenset(ORDER)
 
 
 def append(path: Path, line: Line) -> None:
-    """Add a line to a file, as a whole: killed at any moment, a file has whole lines.
-
-    Args:
-        path: path of the file; its folder must exist.
-        line: the line.
-    """
+    """Add a line to a file, as a whole: killed at any moment, a file has whole lines."""
     write_whole(path, text_of([*read(path).values(), line]), durable=True)

@@ -72,11 +72,7 @@ def _base(line: Line) -> float:
 
 
 class Atlas:
-    """All results, by objective, bound and learning rate.
-
-    Args:
-        lines: results of the runs.
-    """
+    """All results, by objective, bound and learning rate."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.lines = lines

@@ -298,11 +298,7 @@ run. The command may be killed at any moment; the run that it cut short is then 
 
 
 def page(lines: Sequence[Line]) -> str:
-    """Return the text of the page `docs/staleness.md`.
-
-    Args:
-        lines: results of the runs.
-    """
+    """Return the text of the page `docs/staleness.md`."""
     atlas = Atlas(lines)
     runs = Counter((line.objective, line.max_staleness, line.rate) for line in lines)
     return _PAGE.format(

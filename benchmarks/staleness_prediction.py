@@ -82,11 +82,7 @@ PREDICTIONS: tuple[tuple[str, Callable[[Atlas], _Claims]], ...] = (
 
 
 def verdicts(atlas: Atlas) -> list[tuple[str, str]]:
-    """Return each prediction with its verdict.
-
-    Args:
-        atlas: all results so far.
-    """
+    """Return each prediction with its verdict."""
     return [(prediction, _verdict(list(claims(atlas)))) for prediction, claims in PREDICTIONS]
 
 

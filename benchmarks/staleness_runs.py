@@ -64,17 +64,7 @@ def preload() -> None:
 
 
 def run(cell: Cell, folder: Path, extra: Sequence[str] = ()) -> Line:
-    """Run a cell, audit it, keep what audit and page read, and return its result.
-
-    Args:
-        cell: the cell.
-        folder: folder of the run; an older one is removed. Its log lies beside it.
-        extra: overrides that come last.
-
-    Raises:
-        Interrupted: the run was ended from outside, or its config is wrong.
-        NoResultError: it failed for want of memory.
-    """
+    """Run a cell, audit it, keep what audit and page read, and return its result."""
     shutil.rmtree(folder, ignore_errors=True)
     log = folder.parent / f"{folder.name}.log"
     code, cpu_s = _tune([*cell.overrides, *extra, f"output_dir={folder}"], log)
@@ -160,12 +150,7 @@ def _cause(said: Sequence[str]) -> str:
 
 
 def audit_of(folder: Path, unfinished: bool) -> str:
-    """Return what the audit of a run says of a broken rule; empty if every rule holds.
-
-    Args:
-        folder: folder of the run.
-        unfinished: whether the run ended before its last step.
-    """
+    """Return what the audit of a run says of a broken rule; empty if every rule holds."""
     output = StringIO()
     with redirect_stdout(output), redirect_stderr(output):
         code = audit([str(folder), *(["--unfinished"] if unfinished else [])])
@@ -183,15 +168,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 def line_of(
     cell: Cell, records: Sequence[dict[str, Any]], ended: str, audited: str, cpu_s: float
 ) -> Line:
-    """Return the result of a run.
-
-    Args:
-        cell: the cell.
-        records: lines of the run's metrics.jsonl.
-        ended: why the run ended before its last step; empty if it did not.
-        audited: what the audit says of a broken rule; empty if every rule holds.
-        cpu_s: CPU seconds of the run.
-    """
+    """Return the result of a run."""
     # Steps that were rolled back are there once for each attempt: the last one counts.
     steps = list({record["step"]: record for record in records if record["step"]}.values())
     success = _values("eval/success_rate", records)

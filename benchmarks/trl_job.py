@@ -49,14 +49,7 @@ def rows_of(file: Path) -> list[dict[str, str]]:
 
 
 class Log(TrainerCallback):
-    """Writes the lines; evaluations, sampled as ours are, do not count as seconds of training.
-
-    Args:
-        file: file of the lines.
-        tokenizer: tokenizer of the policy.
-        held_out: rows to evaluate on.
-        every: steps between evaluations.
-    """
+    """Writes the lines; evaluations, sampled as ours are, do not count as seconds of training."""
 
     def __init__(self, file: Path, tokenizer: Any, held_out: list[dict[str, str]], every: int):
         self._file = file.open("w")

@@ -24,11 +24,7 @@ WAYS = ("object_store", "gloo")
 
 
 class SenderSide:
-    """Stands for the first trainer rank: has the weights of a file, and the real sender.
-
-    Args:
-        folder: of the model.
-    """
+    """Stands for the first trainer rank: has the weights of a file, and the real sender."""
 
     def __init__(self, folder: str) -> None:
         from safetensors.torch import load_file
@@ -49,11 +45,7 @@ class SenderSide:
 
 
 class ReceiverSide:
-    """The real generator.
-
-    Args:
-        folder: of the model.
-    """
+    """The real generator."""
 
     def __init__(self, folder: str) -> None:
         from bare_generator import bare_generator
@@ -83,11 +75,7 @@ class ReceiverSide:
 
 
 async def measure(cluster: Any, folder: Path, repeats: int) -> dict[str, list[float]]:
-    """Pull the same two sets of weights by both ways, in alternating order.
-
-    Returns:
-        Seconds of each pull as `<way>`, and of the engine's pause in it as `<way>/pause`.
-    """
+    """Pull the same two sets of weights by both ways, in alternating order."""
     from grpo_components.cluster.weight_transfer import WeightTransfer
     from grpo_components.rollout.engine_environment import engine_environment
 

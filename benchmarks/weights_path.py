@@ -76,13 +76,7 @@ def _memory() -> dict[str, int]:
 
 
 class TrainerSide:
-    """The real Trainer with one rank, and the alternative: saving the weights to a file.
-
-    Args:
-        folder: of the model.
-        shape: config of the model.
-        device: cpu or cuda.
-    """
+    """The real Trainer with one rank, and the alternative: saving the weights to a file."""
 
     def __init__(self, folder: str, shape: dict[str, Any], device: str) -> None:
         from torchtune.models.qwen2 import qwen2
@@ -253,11 +247,7 @@ class TrainerSide:
 
 
 class GeneratorSide:
-    """The real Generator, instrumented to measure how long its engine pauses.
-
-    Args:
-        folder: of the model.
-    """
+    """The real Generator, instrumented to measure how long its engine pauses."""
 
     def __init__(self, folder: str) -> None:
         from bare_generator import bare_generator
@@ -374,13 +364,7 @@ def _repack(worker: Any) -> None:
 
 
 class WeightsPath:
-    """Measures both paths of the weights for one model size.
-
-    Args:
-        cluster: runs the roles.
-        folder: of the model.
-        shape: config of the model.
-    """
+    """Measures both paths of the weights for one model size."""
 
     def __init__(self, cluster: Any, folder: Path, shape: dict[str, Any]) -> None:
         from grpo_components.rollout.engine_environment import engine_environment
@@ -437,15 +421,7 @@ class WeightsPath:
         return await self.generator.call("answers", timeout_s=TIMEOUT_S)
 
     async def measure(self, repeats: int) -> tuple[int, int]:
-        """Measure both paths in alternating order, after one untimed round.
-
-        Args:
-            repeats: timed rounds.
-
-        Returns:
-            Peak bytes that the first push added to the trainer's process, including the object
-            store, and the store's part of them.
-        """
+        """Measure both paths in alternating order, after one untimed round."""
         await self.trainer.call("watch_memory", timeout_s=TIMEOUT_S)
         before = await self.push_and_pull()
         first_push = await self.trainer.call("memory_growth", timeout_s=TIMEOUT_S)

@@ -32,14 +32,7 @@ def install() -> None:
 
 
 def register(registry: ModuleType) -> None:
-    """Append the recipe and all configs in its `configs` folder, unless it is already registered.
-
-    Args:
-        registry: the module `torchtune._recipe_registry`.
-
-    Raises:
-        FileNotFoundError: the recipe file is in neither the wheel's nor the checkout's folder.
-    """
+    """Append the recipe and all configs in its `configs` folder, unless it is already registered."""
     if any(recipe.name == RECIPE for recipe in registry.get_all_recipes()):
         return
     recipe = recipes_folder() / f"{RECIPE}.py"
@@ -58,11 +51,7 @@ def register(registry: ModuleType) -> None:
 
 
 def recipes_folder() -> Path:
-    """Return the recipe's folder: inside the package in a wheel, next to the package in a checkout.
-
-    Raises:
-        FileNotFoundError: neither folder holds the recipe.
-    """
+    """Return the recipe's folder: inside the package in a wheel, next to the package in a checkout."""
     package = Path(__file__).resolve().parent
     folders = (package / "_recipes", package.parent / "recipes")
     for folder in folders:
@@ -72,12 +61,7 @@ def recipes_folder() -> Path:
 
 
 def config_files(folder: Path) -> dict[str, Path]:
-    """Map config names to files: names that start with `tiny` first, then by name.
-
-    Args:
-        folder: folder to search with its subfolders; `folder/a/b.yaml` is named `a/b`, as in
-            torchtune.
-    """
+    """Map config names to files: names that start with `tiny` first, then by name."""
     names = {
         path.relative_to(folder).with_suffix("").as_posix(): path for path in folder.rglob("*.yaml")
     }

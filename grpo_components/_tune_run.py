@@ -20,11 +20,7 @@ RECIPE = "async_grpo_full_finetune_distributed"
 
 
 def main() -> Any:
-    """Run torchtune's command; a run of ours answers before torch is imported, which takes seconds.
-
-    Returns:
-        The exit code of the command, as torchtune returns it.
-    """
+    """Run torchtune's command; a run of ours answers before torch is imported, which takes seconds."""
     if is_run_of_ours(sys.argv):
         _begin()
     gc.disable()  # it takes a fifth of the imports' time
@@ -35,11 +31,7 @@ def main() -> Any:
 
 
 def recipe_argument(argv: Sequence[str]) -> str | None:
-    """Return the recipe's name or path in a command `tune run ...`; None for other commands.
-
-    Args:
-        argv: `sys.argv` of the command.
-    """
+    """Return the recipe's name or path in a command `tune run ...`; None for other commands."""
     if Path(*argv[:1]).name != "tune" or list(argv[1:2]) != ["run"]:
         return None
     from torch.distributed.run import get_args_parser  # torchtune parses with it, too
@@ -56,13 +48,6 @@ def complete(registry: ModuleType, recipe: str) -> None:
 
     torchtune turns a path into a dotted module name, which works for files below the current
     folder only, and not with a leading `./`.
-
-    Args:
-        registry: the module `torchtune._recipe_registry`, with our recipe.
-        recipe: name or path, as in the command.
-
-    Raises:
-        SystemExit: there is no such recipe; code 2, after one line on stderr.
     """
     recipes = registry.get_all_recipes()
     names = [each.name for each in recipes]
@@ -96,11 +81,7 @@ def _is_importable(module: str) -> bool:
 
 
 def is_run_of_ours(argv: Sequence[str]) -> bool:
-    """Whether a command is `tune run` with our recipe, or with a file that uses this package.
-
-    Args:
-        argv: `sys.argv` of the command.
-    """
+    """Whether a command is `tune run` with our recipe, or with a file that uses this package."""
     if Path(*argv[:1]).name != "tune" or list(argv[1:2]) != ["run"]:
         return False
     return any(each == RECIPE or _uses_us(Path(each)) for each in argv[2:])

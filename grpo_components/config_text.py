@@ -28,14 +28,7 @@ _NESTING = f"at most {MAX_DEPTH} levels"
 
 
 def check_command(argv: Sequence[str]) -> None:
-    """Check the config file and the overrides of a command line, without parsing their values.
-
-    Args:
-        argv: arguments after the program's name: `--config FILE key=value ...`.
-
-    Raises:
-        ConfigError: a check fails, or the file cannot be read; names the key, or the line.
-    """
+    """Check the config file and the overrides of a command line, without parsing their values."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--config")
     try:
@@ -216,15 +209,7 @@ class _Reader:
 
 
 def check_yaml(text: str, key: str = "") -> None:
-    """Check a YAML document event by event, without recursion.
-
-    Args:
-        text: a whole config, or the value of one key.
-        key: key of the value; empty for a whole config.
-
-    Raises:
-        ConfigError: a check fails; names the key, and line and column of text that is not YAML.
-    """
+    """Check a YAML document event by event, without recursion."""
     reader = _Reader(key, yaml.SafeLoader(""))
     allowed = "YAML, with a text of several signs in quotes" if key else "YAML"
     try:
@@ -251,15 +236,7 @@ def check_yaml(text: str, key: str = "") -> None:
 
 
 def check_values(given: Any) -> None:
-    """Check nested plain values before their interpolations are replaced.
-
-    Args:
-        given: mappings, lists and scalars of a config.
-
-    Raises:
-        ConfigError: a value is nested too deeply, is too long a number, or has an interpolation
-            that is not `${key}`, refers to itself, or becomes too long; names the key.
-    """
+    """Check nested plain values before their interpolations are replaced."""
     pending: list[tuple[str, Any, int]] = [("", given, 0)]
     texts: list[tuple[str, str]] = []
     while pending:
@@ -299,14 +276,7 @@ class _Sizes:
         """By key: size of the value after replacement, and longest chain of keys behind it."""
 
     def text(self, asked: str, key: str, text: str, above: tuple[str, ...]) -> tuple[int, int]:
-        """Return a text's size after replacement, and the longest chain of keys that it refers to.
-
-        Args:
-            asked: key from which the check started, for errors.
-            key: key of the text.
-            text: text with interpolations.
-            above: keys whose interpolations led here, the first one first.
-        """
+        """Return a text's size after replacement, and the longest chain of keys that it refers to."""
         total, longest = len(text), 0
         for target in _INTERPOLATION.findall(text):
             path = _absolute(key, target)

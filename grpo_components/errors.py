@@ -12,12 +12,6 @@ class ConfigError(ValueError):
     """A value or a component of the config is wrong; restarting a role would not help.
 
     Its text is one line of at most `MAX_MESSAGE` characters; the fields have all of it.
-
-    Args:
-        key: config key of the value, or of the component.
-        problem: what is wrong.
-        allowed: what would be right.
-        user_traceback: traceback of the component's own code; empty if it raised nothing.
     """
 
     def __init__(self, key: str, problem: str, allowed: str, user_traceback: str = "") -> None:
@@ -48,12 +42,7 @@ def shown(value: Any) -> str:
 
 
 class DryRunEnd(Exception):
-    """A dry run is over.
-
-    Args:
-        text: what the run would do.
-        problems: what of it does not fit into memory: `key: problem; allowed: ...`.
-    """
+    """A dry run is over."""
 
     def __init__(self, text: str, problems: Sequence[str] = ()) -> None:
         super().__init__(text)
@@ -87,16 +76,7 @@ FailureKind = Literal["died", "silent", "raised", "waited", "refused", "lost"]
 
 
 class RoleFailedError(RuntimeError):
-    """A role (a process of the run) died, raised an error, or did not answer in time.
-
-    Args:
-        role: name of the role, e.g. generator_0.
-        what: what happened, in a few words.
-        log: path of the role's log file.
-        kind: died: its process ended. silent: no answer in time. raised: its code raised.
-            waited: it timed out waiting for others. refused: it refused a component of the config.
-            lost: data that it needed was lost with the node of another role.
-    """
+    """A role (a process of the run) died, raised an error, or did not answer in time."""
 
     def __init__(self, role: str, what: str, log: str, kind: FailureKind) -> None:
         super().__init__(role, what, log, kind)

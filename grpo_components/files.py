@@ -15,15 +15,7 @@ def cut_torn_line(path: Path) -> None:
 
 
 def append_line(file: TextIO, line: str) -> None:
-    """Append one line and flush it to the operating system.
-
-    Args:
-        file: opened for appending.
-        line: text without a line end.
-
-    Raises:
-        OSError: the line cannot be written; names the file, which is then closed.
-    """
+    """Append one line and flush it to the operating system."""
     try:
         file.write(line + "\n")
         file.flush()

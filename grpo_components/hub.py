@@ -21,11 +21,7 @@ _ANSWER_S = 5.0
 
 @contextlib.contextmanager
 def reachable_or_cached() -> Iterator[bool]:
-    """Context manager: libraries load from the cache alone if the hub does not answer.
-
-    Yields:
-        Whether the hub is out of reach, or switched off by HF_HUB_OFFLINE.
-    """
+    """Context manager: libraries load from the cache alone if the hub does not answer."""
     if not constants.HF_HUB_OFFLINE and _hub_answers():
         yield False
         return
@@ -41,14 +37,7 @@ def reachable_or_cached() -> Iterator[bool]:
 
 
 def model_config(name: str) -> Path:
-    """Return the file `config.json` of a model on the hub; load it unless it is in the cache.
-
-    Args:
-        name: name of the model on the hub.
-
-    Raises:
-        ValueError: neither the hub nor the cache has it; the message has no key.
-    """
+    """Return the file `config.json` of a model on the hub; load it unless it is in the cache."""
     with reachable_or_cached() as offline:
         try:
             return Path(hf_hub_download(name, "config.json"))

@@ -23,12 +23,7 @@ _HARMLESS = {
 
 
 def quiet_libraries(log_level: str) -> None:
-    """Set the log level of libraries in this process; Python warnings show at DEBUG only.
-
-    Args:
-        log_level: DEBUG, INFO, WARNING or ERROR. At WARNING, libraries log only errors; vLLM also
-            logs warnings, since they may mean that its output is wrong.
-    """
+    """Set the log level of libraries in this process; Python warnings show at DEBUG only."""
     level = {"WARNING": "ERROR"}.get(log_level, log_level)
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(level)

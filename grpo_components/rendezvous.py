@@ -21,12 +21,6 @@ def open_rendezvous(host: str = "127.0.0.1") -> Rendezvous:
     """Listen on a free port for the other ranks; called in rank 0's process.
 
     The socket is handed on open: a port that was only looked up may be taken before it is used.
-
-    Args:
-        host: IP address of this node that the other ranks can reach.
-
-    Raises:
-        OSError: the address is not one of this node.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:

@@ -288,14 +288,7 @@ class PtxArguments(TypedDict, total=False):
 def component(
     arguments: Any = AnyArguments, *, null: bool = False, **defaults: Any
 ) -> GetPydanticSchema:
-    """Return the pydantic type of a `_component_` node: checks values and makes a DictConfig.
-
-    Args:
-        arguments: TypedDict of the arguments to check; the component's signature decides on others.
-        null: whether null is allowed, also written as `_component_: null`, into which torchtune
-            turns `lr_scheduler=null` on the command line.
-        defaults: default values of keys that the recipe reads.
-    """
+    """Return the pydantic type of a `_component_` node: checks values and makes a DictConfig."""
 
     def read(given: Any, check: Callable[[Any], dict[str, Any] | None]) -> DictConfig | None:
         if isinstance(given, dict):
@@ -336,13 +329,7 @@ def free_section() -> GetPydanticSchema:
 def _as_dict_config(
     read: Callable[..., DictConfig | None], plain: Any, *, null: bool = False
 ) -> GetPydanticSchema:
-    """Return the pydantic type of a DictConfig.
-
-    Args:
-        read: function of plain values and of a function that checks them; returns the DictConfig.
-        plain: type that the plain values must have.
-        null: whether null is allowed.
-    """
+    """Return the pydantic type of a DictConfig."""
 
     def schema(_: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         serialization = core_schema.plain_serializer_function_ser_schema(

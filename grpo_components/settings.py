@@ -132,11 +132,7 @@ TRUNCATION: dict[str, float] = {
 
 
 def biasing(generator: GeneratorSettings) -> list[str]:
-    """Return the names of the sampler settings that change the sampling distribution.
-
-    Args:
-        generator: section `generator` of a config.
-    """
+    """Return the names of the sampler settings that change the sampling distribution."""
     off = {"top_k": (0, -1)}  # in vLLM, either value turns it off
     return [
         name
@@ -395,10 +391,6 @@ class Settings(BaseModel):
 
 
 def teachers_of(settings: Settings) -> int:
-    """Return the number of teachers that a run starts: none if nothing is trained.
-
-    Args:
-        settings: a whole config.
-    """
+    """Return the number of teachers that a run starts: none if nothing is trained."""
     trains = not (settings.eval_only or settings.rollout_only)
     return settings.num_teachers if settings.teacher is not None and trains else 0

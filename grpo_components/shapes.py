@@ -16,11 +16,7 @@ T = TypeVar("T")
 
 
 def described_as(what: str) -> WrapValidator:
-    """Return a mark for a type: its errors say what is allowed. The innermost mark counts.
-
-    Args:
-        what: the allowed values in words.
-    """
+    """Return a mark for a type: its errors say what is allowed. The innermost mark counts."""
 
     def read(value: Any, check: Callable[[Any], Any]) -> Any:
         place, problem = (), ""
@@ -42,13 +38,7 @@ def described_as(what: str) -> WrapValidator:
 
 
 def fits(value: Any, shape: Any) -> bool:
-    """Return whether a value has a type; an object may have more fields than a TypedDict.
-
-    Args:
-        value: any JSON value.
-        shape: a hashable type that pydantic knows. A whole number fits `float`; a bool fits no
-            number.
-    """
+    """Return whether a value has a type; an object may have more fields than a TypedDict."""
     return _adapter(shape).validator.isinstance_python(value, strict=True)
 
 
@@ -58,17 +48,7 @@ def _adapter(shape: Any) -> TypeAdapter[Any]:
 
 
 def read_as(shape: TypeAdapter[T], value: Any, section: str = "") -> T:
-    """Return a value as its type reads it.
-
-    Args:
-        shape: the type, marked by `described_as`.
-        value: any value.
-        section: key of the config's section that the value comes from; empty for other data, of
-            which an error shows no values, because they may be long.
-
-    Raises:
-        ValueError: the value has another type; names the first wrong place.
-    """
+    """Return a value as its type reads it."""
     try:
         return shape.validate_python(value)
     except ValidationError as error:

@@ -17,18 +17,7 @@ _MARK = "__is__"
 
 
 def write_state(folder: Path, name: str, state: Any) -> None:
-    """Write a state to `<name>.json`, and its arrays and tensors to `<name>.npz`.
-
-    Args:
-        folder: folder of the files; created if missing.
-        name: file name without suffix.
-        state: None, a bool, int, float, str, numpy array or scalar, torch tensor, or a list, tuple
-            or dict of these.
-
-    Raises:
-        TypeError: a value has another type; names its place in `state`.
-        OSError: a file cannot be written.
-    """
+    """Write a state to `<name>.json`, and its arrays and tensors to `<name>.npz`."""
     arrays: dict[str, np.ndarray] = {}
     text = json.dumps(_encode(state, arrays, name))
     folder.mkdir(parents=True, exist_ok=True)
@@ -39,12 +28,7 @@ def write_state(folder: Path, name: str, state: Any) -> None:
 
 
 def read_state(folder: Path, name: str) -> Any:
-    """Return the state that `write_state` wrote, with the same types and bits.
-
-    Args:
-        folder: folder of the files.
-        name: file name without suffix.
-    """
+    """Return the state that `write_state` wrote, with the same types and bits."""
     text = (folder / f"{name}.json").read_text(encoding="utf-8")
     with np.load(folder / f"{name}.npz", allow_pickle=False) as arrays:
         return _decode(json.loads(text), arrays)

@@ -20,15 +20,7 @@ def derived_limits(
     tokens_per_micro_batch: int,
     passes: int,
 ) -> dict[str, float]:
-    """Return the time-outs that depend on lengths, in seconds.
-
-    Args:
-        prompt_tokens: tokens of the longest prompt.
-        response_tokens: tokens of the longest response.
-        samples_per_rank: responses of a training step, over the parts that it is split into.
-        tokens_per_micro_batch: tokens in one forward pass.
-        passes: passes over each batch.
-    """
+    """Return the time-outs that depend on lengths, in seconds."""
     rollout = max(_ROLLOUT_S, response_tokens * _SECONDS_PER_SAMPLED_TOKEN)
     tokens = samples_per_rank * (prompt_tokens + response_tokens) * passes
     limits = {

@@ -10,11 +10,7 @@ STARTING, IDLE = "starting", "idle"
 
 
 class TimeUse:
-    """Adds up the seconds of each activity, one activity at a time. Any thread may call it.
-
-    Args:
-        activity: name of the first activity, which begins now.
-    """
+    """Adds up the seconds of each activity, one activity at a time. Any thread may call it."""
 
     def __init__(self, activity: str) -> None:
         self._lock = threading.Lock()
@@ -24,14 +20,7 @@ class TimeUse:
         self._cpu_seconds: defaultdict[str, float] = defaultdict(float)
 
     def begin(self, activity: str) -> float:
-        """End the present activity and begin another.
-
-        Args:
-            activity: name of the activity that begins; may be the present one.
-
-        Returns:
-            Seconds since the last call.
-        """
+        """End the present activity and begin another."""
         with self._lock:
             return self._begin(activity)
 

@@ -19,14 +19,7 @@ MAX_MODULES = 500
 
 
 def user_modules(recipe: str | None) -> dict[str, Path]:
-    """Find the user's files that this process imported, or that such a file imports.
-
-    Args:
-        recipe: path of the recipe's file, which is left out; None if it is not known.
-
-    Returns:
-        Path below a folder of `sys.path` -> the file.
-    """
+    """Find the user's files that this process imported, or that such a file imports."""
     files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     pending = [Path(file) for file in files if isinstance(file, str) and _is_users(Path(file))]
     roots = list(dict.fromkeys(Path(entry or ".").resolve() for entry in [*sys.path, os.getcwd()]))

@@ -21,11 +21,7 @@ class WhatIf:
     """Checked settings of the part that follows."""
 
     def leaves(self, repeated: str) -> str:
-        """Return one line on what was repeated and what changes now.
-
-        Args:
-            repeated: how many events were repeated.
-        """
+        """Return one line on what was repeated and what changes now."""
         kept = "trains the recorded batch" if self.keeps_batch else "makes a batch of its own"
         return (
             f"what-if: steps 1 to {self.step - 1} repeated, {repeated}; step {self.step} {kept}, "

@@ -14,14 +14,6 @@ def write_whole(target: Path, content: str | bytes, durable: bool = False) -> No
     The temporary file is created exclusively in the target's folder, so a link or file that someone
     else put there is neither followed nor overwritten. A link or pipe at the target's own path is
     replaced, not written to.
-
-    Args:
-        target: path of the file; its folder must exist.
-        content: content of the file; text is written as UTF-8.
-        durable: whether to sync the content to disk before the target is replaced.
-
-    Raises:
-        OSError: the file cannot be written, for example because the target is a folder.
     """
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

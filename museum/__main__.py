@@ -36,12 +36,7 @@ class Result:
 
 
 def show(exhibit: Exhibit, folder: Path) -> Result:
-    """Run one exhibit.
-
-    Args:
-        exhibit: the exhibit.
-        folder: folder of the run.
-    """
+    """Run one exhibit."""
     overrides = exhibit.overrides + exhibit.planted
     outcome = run(overrides, folder, exhibit.bug, resumes=exhibit.resumes)
     _keep(folder, outcome)
@@ -49,12 +44,7 @@ def show(exhibit: Exhibit, folder: Path) -> Result:
 
 
 def show_clean(name: str, folder: Path) -> Result:
-    """Make one run without a bug.
-
-    Args:
-        name: name of the run in `CLEAN`.
-        folder: folder of the run.
-    """
+    """Make one run without a bug."""
     outcome = run(CLEAN[name], folder, resumes=name == "resumed")
     _keep(folder, outcome)
     return Result("", outcome.alarms, outcome.rewards)
@@ -65,12 +55,7 @@ def _keep(folder: Path, outcome: Outcome) -> None:
 
 
 def page(results: dict[str, Result], clean: dict[str, Result]) -> str:
-    """Return the text of the page `docs/museum.md`.
-
-    Args:
-        results: results of the exhibits, by name.
-        clean: results of the runs without a bug, by name.
-    """
+    """Return the text of the page `docs/museum.md`."""
     rows = []
     for exhibit in EXHIBITS:
         found = results.get(exhibit.name)
@@ -108,14 +93,7 @@ def _load(file: Path) -> dict[str, dict[str, Result]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the museum and write the page; results of earlier calls are kept.
-
-    Args:
-        arguments: command-line arguments; None takes them from `sys.argv`.
-
-    Returns:
-        Exit code: 0 if every exhibit is caught and no clean run has an alarm, else 1.
-    """
+    """Run the museum and write the page; results of earlier calls are kept."""
     names = [*(exhibit.name for exhibit in EXHIBITS), *CLEAN]
     parser = argparse.ArgumentParser(prog=COMMAND, description="Plant bugs; write the table.")
     parser.add_argument("--only", nargs="*", choices=names, default=names, metavar="NAME")

@@ -66,15 +66,7 @@ class Planting:
 
 
 def plant(bug: str, module: ModuleType) -> list[Replaced]:
-    """Let a bug change a module that was loaded; returns what it replaced.
-
-    Args:
-        bug: name of the bug.
-        module: one of the modules that it changes.
-
-    Raises:
-        PlantingError: if an attribute to replace does not exist, or nothing was replaced.
-    """
+    """Let a bug change a module that was loaded; returns what it replaced."""
     replaced: list[Replaced] = []
     title = f"museum: bug {bug} is not planted: {module.__name__}"
     BUGS[bug][module.__name__](Planting(module, title, replaced))

@@ -44,17 +44,7 @@ class Outcome:
 def run(
     overrides: tuple[str, ...], folder: Path, bug: str = "", *, resumes: bool = False
 ) -> Outcome:
-    """Run the tiny job, and audit it.
-
-    Args:
-        overrides: overrides of the tiny config.
-        folder: folder of the run; an older one is removed.
-        bug: name of the bug to plant; empty for none.
-        resumes: make the run in two parts, the second of which resumes.
-
-    Raises:
-        PlantingError: the bug was not planted.
-    """
+    """Run the tiny job, and audit it."""
     shutil.rmtree(folder, ignore_errors=True)
     report = folder.parent / f"{folder.name}.planted"
     report.write_text("")
@@ -102,16 +92,7 @@ def _tune(overrides: tuple[str, ...], bug: str, report: Path) -> subprocess.Comp
 
 
 def check_planted(bug: str, report: str, output: str) -> None:
-    """Check that a bug was planted into every module that it changes, and failed nowhere.
-
-    Args:
-        bug: its name; empty for none.
-        report: what the hook reported.
-        output: what the run printed.
-
-    Raises:
-        PlantingError: with what is wrong.
-    """
+    """Check that a bug was planted into every module that it changes, and failed nowhere."""
     lines = report.splitlines()
     planted = {line.removeprefix("planted ") for line in lines if line.startswith("planted ")}
     problems = [line for line in lines if not line.startswith("planted ")]
@@ -132,12 +113,7 @@ def _rewards(folder: Path) -> tuple[float, ...]:
 
 
 def caught(exhibit: Exhibit, outcome: Outcome) -> str:
-    """Return where the exhibit's alarm named it, such as "step 2"; empty if it did not.
-
-    Args:
-        exhibit: the exhibit.
-        outcome: its run.
-    """
+    """Return where the exhibit's alarm named it, such as "step 2"; empty if it did not."""
     is_audit = exhibit.alarm == "audit"
     text = outcome.audit if is_audit else outcome.output
     found = re.search(exhibit.pattern, text)

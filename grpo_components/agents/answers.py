@@ -30,27 +30,13 @@ _OBJECTS = {"chat": "chat.completion", "text": "text_completion"}
 def answer_body(
     kind: Kind, identity: str, answers: Sequence[Answer], usage: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return an answer as one object.
-
-    Args:
-        kind: kind of the request.
-        identity: id of the answer.
-        answers: its choices.
-        usage: numbers of tokens.
-    """
+    """Return an answer as one object."""
     choices = [_choice(kind, index, answer) for index, answer in enumerate(answers)]
     return {**_envelope(_OBJECTS[kind], identity), "choices": choices, "usage": usage}
 
 
 class Events:
-    """Writes an answer as server-sent events, piece by piece.
-
-    Args:
-        kind: kind of the request.
-        identity: id of the answer.
-        num_choices: number of its choices.
-        with_usage: whether each event has a field for the numbers of tokens.
-    """
+    """Writes an answer as server-sent events, piece by piece."""
 
     def __init__(self, kind: Kind, identity: str, num_choices: int, with_usage: bool) -> None:
         name = "chat.completion.chunk" if kind == "chat" else _OBJECTS[kind]
@@ -72,12 +58,7 @@ class Events:
         return self._event(index, fields)
 
     def end(self, answers: Sequence[Answer], usage: dict[str, Any] | None) -> Iterator[str]:
-        """Yield the events of what was not sent yet, and of the end.
-
-        Args:
-            answers: the choices.
-            usage: numbers of tokens; None leaves them out.
-        """
+        """Yield the events of what was not sent yet, and of the end."""
         empty: dict[str, Any] = {"text": ""} if self._kind == "text" else {"delta": {}}
         for index, answer in enumerate(answers):
             rest = answer.content.removeprefix(self._sent[index])
@@ -104,13 +85,7 @@ def error_event(body: dict[str, Any]) -> str:
 
 
 def token_logprobs(kind: Kind, tokens: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
-    """Return log-probabilities in OpenAI's format.
-
-    Args:
-        kind: kind of the request.
-        tokens: text of each token.
-        logprobs: log-probability of each, in nats.
-    """
+    """Return log-probabilities in OpenAI's format."""
     if kind == "text":
         offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
         names = {"tokens": list(tokens), "token_logprobs": list(logprobs)}
@@ -128,11 +103,7 @@ def models_body() -> dict[str, Any]:
 
 
 def model_body(name: str) -> dict[str, Any]:
-    """Return the description of a model.
-
-    Args:
-        name: name under which the client asked for it.
-    """
+    """Return the description of a model."""
     return {"id": name, "object": "model", "created": 0, "owned_by": "torchtune-async-grpo"}
 
 

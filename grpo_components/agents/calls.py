@@ -28,9 +28,6 @@ class CallTree:
     the rest of the text is tokenized. If it goes on without what ended the answer (a stop, an end
     of turn), these tokens leave the record. Any other prompt is tokenized as a whole, and begins a
     trajectory of its own.
-
-    Args:
-        texts: see `Texts`.
     """
 
     def __init__(self, texts: Texts) -> None:
@@ -40,11 +37,7 @@ class CallTree:
         """For each call that begins another trajectory: `call`, and the fields of `Place.fork`."""
 
     def place(self, text: str) -> Place:
-        """Find the longest conversation that a prompt's text continues.
-
-        Args:
-            text: prompt as text.
-        """
+        """Find the longest conversation that a prompt's text continues."""
         best, end = None, -1
         for call, choice in self._in_order():
             if text.startswith(call.prompt_text):
@@ -84,11 +77,7 @@ class CallTree:
         return Place(prompt_ids, parent, fork)
 
     def place_ids(self, prompt_ids: list[int]) -> Place:
-        """Find the longest conversation that a prompt of token ids continues.
-
-        Args:
-            prompt_ids: token ids of the prompt.
-        """
+        """Find the longest conversation that a prompt of token ids continues."""
         best, end = None, -1
         for call, choice in self._in_order():
             known = [*call.prompt_ids, *choice.token_ids.tolist()]
@@ -101,13 +90,7 @@ class CallTree:
         return self._continuing(prompt_ids, best, end, self._fork(text, shared))
 
     def add(self, key: tuple[str, int], text: str, place: Place) -> Call:
-        """Add a call that is about to be sampled.
-
-        Args:
-            key: digest of the request, and how many equal ones came before.
-            text: prompt as text.
-            place: its place.
-        """
+        """Add a call that is about to be sampled."""
         call_key = (len(place.prompt_ids), *key)
         call = Call(len(self.calls) + 1, call_key, place.prompt_ids, text, place.parent)
         self.calls.append(call)
@@ -158,16 +141,7 @@ class CallTree:
         return sorted(self._answers(), key=lambda pair: _order(*pair))
 
     def _fork(self, text: str, end: int = -1) -> dict[str, Any] | None:
-        """Compare a prompt with the call that it shares most with.
-
-        Args:
-            text: prompt as text.
-            end: number of its characters that continue another call; -1 if it continues none.
-
-        Returns:
-            The fields of `Place.fork`; None if there is no call, or if the prompt continues one and
-            shares no longer one's whole prompt.
-        """
+        """Compare a prompt with the call that it shares most with."""
         most: tuple[int, Call, Choice] | None = None
         for call, choice in self._in_order():
             common = _common_length(call.prompt_text + choice.text, text)
@@ -192,13 +166,7 @@ def _order(call: Call, choice: Choice) -> tuple[Any, ...]:
 def partial_length(
     decode: Callable[[Sequence[int]], str], token_ids: Sequence[int], characters: int
 ) -> int:
-    """Return how many tokens have at most a number of characters together.
-
-    Args:
-        decode: function that converts token ids to text.
-        token_ids: token ids.
-        characters: number of characters.
-    """
+    """Return how many tokens have at most a number of characters together."""
     low, high = 0, len(token_ids)
     while low < high:
         middle = (low + high + 1) // 2
@@ -223,25 +191,13 @@ _BEFORE = 8
 
 
 def decode_after(texts: Texts, before: Sequence[int], token_ids: Sequence[int]) -> str:
-    """Return the text of tokens that follow others.
-
-    Args:
-        texts: see `Texts`.
-        before: the tokens before; may be empty.
-        token_ids: tokens to decode.
-    """
+    """Return the text of tokens that follow others."""
     tail = list(before[-_BEFORE:])
     return texts.decode([*tail, *token_ids])[len(texts.decode(tail)) :]
 
 
 def encode_after(texts: Texts, before: Sequence[int], text: str) -> list[int] | None:
-    """Tokenize a text that follows tokens; None if these tokens would read as another text.
-
-    Args:
-        texts: see `Texts`.
-        before: the tokens before.
-        text: text to encode.
-    """
+    """Tokenize a text that follows tokens; None if these tokens would read as another text."""
     found = texts.encode(text)
     return found if decode_after(texts, before, found) == text else None
 

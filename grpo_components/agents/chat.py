@@ -17,18 +17,7 @@ _PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %
 
 
 class Chat:
-    """Converts between messages, text and token ids.
-
-    Args:
-        tokenizer: Hugging Face tokenizer of the policy.
-        template: None for the tokenizer's chat template; `plain`; or the path of a file with a
-            Jinja template.
-        stop_token_ids: tokens that end a turn.
-        parse: finds tool calls in a turn; None if requests have no tools.
-
-    Raises:
-        ValueError: there is no such template.
-    """
+    """Converts between messages, text and token ids."""
 
     def __init__(
         self,
@@ -49,16 +38,7 @@ class Chat:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> str:
-        """Write messages as the prompt of the next turn.
-
-        Args:
-            messages: messages in OpenAI's format.
-            tools: tools that the policy may call, in OpenAI's format.
-            arguments: further variables of the template.
-
-        Raises:
-            RequestError: the template cannot write them.
-        """
+        """Write messages as the prompt of the next turn."""
         try:
             text = self._tokenizer.apply_chat_template(
                 [self._for_template(message) for message in messages],
@@ -97,13 +77,6 @@ class Chat:
 
         The same tool calls in another spelling of JSON are the same turn: what the policy wrote is
         kept. Anything else that differs is another turn.
-
-        Args:
-            text: text that may begin with the turn.
-            turn: text of the turn, with its stop token if it has one.
-
-        Returns:
-            The number of characters; None if the text begins with another turn.
         """
         if text.startswith(turn):
             return len(turn)

@@ -42,13 +42,7 @@ _libc = ctypes.CDLL(None)
 
 
 class AgentHost:
-    """Starts an agent for each session that the owner begins, and says how it ended.
-
-    Args:
-        owner: connection to the owner.
-        function: the agent; None if it is a command.
-        command: program and arguments; empty if the agent is a function.
-    """
+    """Starts an agent for each session that the owner begins, and says how it ended."""
 
     def __init__(
         self, owner: socket.socket, function: Callable[[Any], Any] | None, command: list[str]
@@ -276,14 +270,7 @@ def _die_with(parent: int) -> None:
 
 
 def imported(path: str) -> Callable[[Any], Any]:
-    """Import an agent's function.
-
-    Args:
-        path: dotted path.
-
-    Raises:
-        ValueError: it is not the path of a function.
-    """
+    """Import an agent's function."""
     module, _, name = path.rpartition(".")
     found = getattr(importlib.import_module(module), name, None) if module else None
     if not callable(found):

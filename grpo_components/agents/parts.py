@@ -31,12 +31,7 @@ class SessionPart:
 
 
 def joined(steps: Sequence[tuple[Call, Choice]], earned: dict[int, Credit]) -> SessionPart:
-    """Join answers and what lies between them; what lies before the first one is the prompt.
-
-    Args:
-        steps: calls and answers that continue each other.
-        earned: rewards by answer, see `credits_of`.
-    """
+    """Join answers and what lies between them; what lies before the first one is the prompt."""
     prompt_ids = steps[0][0].prompt_ids
     ids: list[int] = []
     masks: list[NDArray[np.bool_]] = []
@@ -77,14 +72,7 @@ class Credit:
 
 
 def credits_of(answers: Sequence[tuple[Call, Choice]]) -> dict[int, Credit]:
-    """Return for each answer its reward, and sum and number of rewards from it on.
-
-    Args:
-        answers: delivered answers with their calls, in the order of arrival.
-
-    Returns:
-        id of the answer -> its rewards; empty if no call has a reward.
-    """
+    """Return for each answer its reward, and sum and number of rewards from it on."""
     if all(call.reward is None for call, _ in answers):
         return {}
     found = {id(choice): Credit(call.reward) for call, choice in answers}
@@ -103,10 +91,6 @@ def retokenized(texts: Texts, choice: Choice) -> int:
     """Return how many tokens of an answer a tokenization of its text would change.
 
     A record that keeps text, and tokenizes it for training, trains others in their place.
-
-    Args:
-        texts: see `Texts`.
-        choice: the answer.
     """
     own, other = choice.token_ids.tolist(), texts.encode(choice.text)
     if own == other:

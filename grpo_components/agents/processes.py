@@ -41,11 +41,7 @@ class Outcome:
 
 
 class AgentProcesses:
-    """Starts an agent for each session, through a process that has imported it already.
-
-    Args:
-        agent: dotted path of a function, or a program and its arguments.
-    """
+    """Starts an agent for each session, through a process that has imported it already."""
 
     def __init__(self, agent: str | list[str]) -> None:
         self._agent = agent
@@ -65,17 +61,7 @@ class AgentProcesses:
         timeout_s: float,
         failure: asyncio.Future[str],
     ) -> Outcome:
-        """Run an agent to its end; whatever happens, nothing of it is left.
-
-        Args:
-            task: its argument, or as JSON the standard input of a command.
-            variables: environment variables to set.
-            timeout_s: deadline, in seconds.
-            failure: done, with the reason, if the session cannot go on.
-
-        Raises:
-            AgentImportError: the agent cannot be imported.
-        """
+        """Run an agent to its end; whatever happens, nothing of it is left."""
         await self._ensure_host()
         number, self._next = self._next, self._next + 1
         ended = self._running[number] = asyncio.get_running_loop().create_future()

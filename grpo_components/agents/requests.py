@@ -42,14 +42,7 @@ _TAKEN = ("conversation", "tools", "chat_template", "tokenize", "return_tensors"
 
 
 class RequestError(ValueError):
-    """Raised for a request that cannot be answered; the client gets it in OpenAI's format.
-
-    Args:
-        message: what is wrong, and what is allowed.
-        parameter: name of the request's field; None if none is at fault.
-        status: HTTP status.
-        code: OpenAI's code of the error; None without one.
-    """
+    """Raised for a request that cannot be answered; the client gets it in OpenAI's format."""
 
     def __init__(
         self, message: str, parameter: str | None = None, *, status: int = 400, code: Any = None
@@ -86,16 +79,7 @@ class SamplingRequest:
 def read_sampling(
     body: Mapping[str, Any], temperature: float, *, any_temperature: bool
 ) -> SamplingRequest:
-    """Check a request for an answer, and return what it asks of the sampler.
-
-    Args:
-        body: JSON object of the request.
-        temperature: temperature that the run samples with.
-        any_temperature: whether the request may name another one, which is not used.
-
-    Raises:
-        RequestError: a field is wrong, or asks for another distribution.
-    """
+    """Check a request for an answer, and return what it asks of the sampler."""
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         if name in _HONOURED or name in _WITHOUT_EFFECT:
@@ -131,14 +115,7 @@ def read_sampling(
 
 
 def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a request for a turn of a chat.
-
-    Args:
-        body: JSON object of the request.
-
-    Raises:
-        RequestError: there are none, or one has no role.
-    """
+    """Return the messages of a request for a turn of a chat."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages: none given; allowed: a list of messages", "messages")
@@ -150,14 +127,7 @@ def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def read_template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables that a request gives the chat template.
-
-    Args:
-        body: JSON object of the request.
-
-    Raises:
-        RequestError: they are no object, or name an argument of the tokenizer.
-    """
+    """Return the variables that a request gives the chat template."""
     given = body.get("chat_template_kwargs") or {}
     if not isinstance(given, dict) or any(name in _TAKEN for name in given):
         problem = f"chat_template_kwargs: {given!r:.60} given"
@@ -167,15 +137,7 @@ def read_template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_tools(body: Mapping[str, Any], has_parser: bool) -> list[dict[str, Any]]:
-    """Return the tools that the policy may call; none with `tool_choice: none`.
-
-    Args:
-        body: JSON object of the request.
-        has_parser: whether the tool calls of the policy can be parsed.
-
-    Raises:
-        RequestError: the tools cannot be offered.
-    """
+    """Return the tools that the policy may call; none with `tool_choice: none`."""
     tools, choice = body.get("tools") or [], body.get("tool_choice") or "auto"
     if not isinstance(tools, list) or not all(
         isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools

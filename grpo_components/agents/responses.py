@@ -25,14 +25,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat request that asks the same as a request for a response.
-
-    Args:
-        body: JSON object of the request.
-
-    Raises:
-        RequestError: it asks for something that is not served.
-    """
+    """Return the chat request that asks the same as a request for a response."""
     given = {name: value for name, value in body.items() if value is not None}
     if given.get("stream"):
         raise RequestError("stream: true given; allowed: false, or chat/completions", "stream")
@@ -51,12 +44,7 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def response_body(request: Mapping[str, Any], chat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the response that says the same as the answer to a chat.
-
-    Args:
-        request: JSON object of the request.
-        chat: JSON object of the answer.
-    """
+    """Return the response that says the same as the answer to a chat."""
     identity, choice, usage = chat["id"], chat["choices"][0], chat["usage"]
     message, cut = choice["message"], choice["finish_reason"] == "length"
     status = "incomplete" if cut else "completed"

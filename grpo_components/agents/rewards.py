@@ -8,14 +8,7 @@ from typing import Any
 
 
 def checked_reward(value: Any) -> dict[str, float] | None:
-    """Return a reward of an agent as numbers by name.
-
-    Args:
-        value: None, a number (named `reward`), or a mapping of numbers by name.
-
-    Raises:
-        ValueError: it is something else, or not finite.
-    """
+    """Return a reward of an agent as numbers by name."""
     if value is None:
         return None
     named = value if isinstance(value, Mapping) else {"reward": value}
@@ -56,14 +49,7 @@ class AgentReward:
         self._name, self.max_reward = name, max_reward
 
     def __call__(self, *, agent_reward: Mapping[str, float] | None = None, **_: Any) -> float:
-        """Return the reward of one session.
-
-        Args:
-            agent_reward: rewards that the agent gave, by name; None if it gave none.
-
-        Raises:
-            ValueError: the agent gave no reward of this name.
-        """
+        """Return the reward of one session."""
         if agent_reward is None or self._name not in agent_reward:
             given = "none" if agent_reward is None else ", ".join(agent_reward)
             problem = f"the agent gave no reward named {self._name}; it gave: {given}"

@@ -17,15 +17,7 @@ Send = Callable[[int, str], object]
 
 
 class AnswerSampler:
-    """Samples what a session asks for.
-
-    Args:
-        name: name of the sample in the engine's schedule.
-        chat: converts between messages, text and tokens.
-        submit: function of prompt ids, `max_tokens`, `seed`, `stop_token_ids`, `name` and `watch`;
-            returns the future of a `Completion`.
-        seed_of: function of whole numbers that returns the seed of a choice.
-    """
+    """Samples what a session asks for."""
 
     def __init__(
         self,
@@ -39,18 +31,7 @@ class AnswerSampler:
     async def sample(
         self, call: Call, request: SamplingRequest, room: int, send: Send | None, tools: bool
     ) -> None:
-        """Sample the choices of a call.
-
-        Args:
-            call: call, which gets its choices.
-            request: what it asks for.
-            room: most tokens of a choice.
-            send: gets the text while it is sampled, in the engine's thread; None without a stream.
-            tools: whether the answer may have calls of tools.
-
-        Raises:
-            Exception: what the engine raised.
-        """
+        """Sample the choices of a call."""
         ids = [self._chat.encode(text) for text in request.stop]
         single = [found[0] for found in ids if len(found) == 1]
         marks = self._chat.marks if tools else ()

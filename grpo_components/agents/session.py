@@ -70,14 +70,7 @@ class _Asked:
 
 
 class Session:
-    """Answers the requests of one agent; all calls come from the server's event loop.
-
-    Args:
-        name: name of the sample, in errors and in the engine's schedule.
-        chat: converts between messages, text and tokens.
-        sampler: samples the answers.
-        limits: limits of the session.
-    """
+    """Answers the requests of one agent; all calls come from the server's event loop."""
 
     def __init__(
         self, name: str, chat: Chat, sampler: AnswerSampler, limits: SessionLimits
@@ -105,18 +98,7 @@ class Session:
         """The last answer, and why it ended."""
 
     async def answer(self, kind: Kind, body: Mapping[str, Any]) -> tuple[Call, str]:
-        """Sample the answer to a request.
-
-        Args:
-            kind: kind of the request.
-            body: JSON object of the request.
-
-        Returns:
-            The call, for `deliver`; and the answer, as JSON.
-
-        Raises:
-            RequestError: the request cannot be answered.
-        """
+        """Sample the answer to a request."""
         asked = self._ask(kind, body)
         await self._begin_sampling(asked, None)
         answers = self._answers(asked)
@@ -126,17 +108,7 @@ class Session:
     async def stream(
         self, kind: Kind, body: Mapping[str, Any], gone: Callable[[], Awaitable[bool]]
     ) -> AsyncIterator[str]:
-        """Sample the answer to a request, and yield its server-sent events meanwhile.
-
-        Args:
-            kind: kind of the request.
-            body: JSON object of the request.
-            gone: whether the client has disconnected. The answer counts as delivered if it has
-                not when the last events are due.
-
-        Raises:
-            RequestError: the request cannot be answered; raised before the first event.
-        """
+        """Sample the answer to a request, and yield its server-sent events meanwhile."""
         asked = self._ask(kind, body)
         call, usage = asked.call, asked.request.include_usage
         events = Events(kind, call.identity, asked.request.num_choices, usage)
@@ -178,15 +150,7 @@ class Session:
         await asyncio.gather(*self._sampling, return_exceptions=True)
 
     def post_reward(self, body: Mapping[str, Any]) -> None:
-        """Keep the reward that the agent posts.
-
-        Args:
-            body: JSON object with `reward`, see `checked_reward`; with `completion`, the id of an
-                answer, `reward` is a number, the reward of this call.
-
-        Raises:
-            RequestError: it is none, or no answer has this id.
-        """
+        """Keep the reward that the agent posts."""
         identity = body.get("completion")
         try:
             reward = checked_reward(body.get("reward"))
@@ -204,17 +168,7 @@ class Session:
             ) from error
 
     def reward_calls(self, rewards: Mapping[Any, Any]) -> dict[str, float]:
-        """Give calls their own rewards.
-
-        Args:
-            rewards: numbers by name, of which some are ids of answers.
-
-        Returns:
-            The other ones.
-
-        Raises:
-            ValueError: no answer has such an id, or its reward is no number.
-        """
+        """Give calls their own rewards."""
         calls = {call.identity: call for call in self._tree.calls if call.delivered}
         others: dict[str, float] = {}
         for name, reward in rewards.items():

@@ -16,14 +16,6 @@ class AnswerWatch:
     """Called by the engine with the tokens of one choice so far; says where it ends.
 
     What it answers depends on the tokens only, so a replay ends at the same one.
-
-    Args:
-        texts: see `Texts`.
-        prompt_ids: token ids of the prompt.
-        stops: texts before which the answer ends.
-        send: function called with each piece of the text; None passes nothing on.
-        marks: texts with which something begins that is shown only when it is complete, such as a
-            tool call; None shows nothing before the end.
     """
 
     def __init__(
@@ -70,13 +62,7 @@ class AnswerWatch:
 
 
 def first_of(texts: Sequence[str], text: str, begin: int = 0) -> tuple[int, str] | None:
-    """Return place and text of the one that comes first in a text; None if none does.
-
-    Args:
-        texts: texts to find.
-        text: text to search.
-        begin: place before which none of them ends.
-    """
+    """Return place and text of the one that comes first in a text; None if none does."""
     longest = max(map(len, texts), default=0)
     since = max(0, begin - longest + 1)
     return min(((text.find(one, since), one) for one in texts if one in text[since:]), default=None)

@@ -20,15 +20,7 @@ class Turn(NamedTuple):
 
 
 class TurnParser:
-    """Parses the turns of a policy.
-
-    Args:
-        name: name of the parser in vLLM, such as `hermes`.
-        tokenizer: Hugging Face tokenizer of the policy.
-
-    Raises:
-        ValueError: vLLM has no parser of this name.
-    """
+    """Parses the turns of a policy."""
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         try:
@@ -48,12 +40,7 @@ class TurnParser:
         """Text with which a tool call begins; None if the parser does not name it."""
 
     def __call__(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Turn:
-        """Parse a turn.
-
-        Args:
-            text: text of the turn, without the token that ends it.
-            tools: tools of the request, in OpenAI's format.
-        """
+        """Parse a turn."""
         message = [{"role": "user", "content": ""}]
         given: dict[str, Any] = {"model": "policy", "messages": message, "tools": [*tools]}
         request = ChatCompletionRequest(**given)
@@ -65,12 +52,7 @@ class TurnParser:
         return Turn(found.content or "", calls)
 
     def same(self, one: str, other: str) -> bool:
-        """Whether two texts are the same turn with calls, up to the spelling of its JSON.
-
-        Args:
-            one: text of a turn.
-            other: text of a turn.
-        """
+        """Whether two texts are the same turn with calls, up to the spelling of its JSON."""
         turns = [self(text, [_ANY_TOOL]) for text in (one, other)]
         contents, calls = [t.content.strip() for t in turns], [_values(t.calls) for t in turns]
         return bool(turns[0].calls) and contents[0] == contents[1] and calls[0] == calls[1]
@@ -84,11 +66,7 @@ def _values(calls: Sequence[tuple[str, str]]) -> list[tuple[str, Any]]:
 
 
 def json_value(text: str) -> Any:
-    """Return the value of a JSON text; the text itself if it is none.
-
-    Args:
-        text: text.
-    """
+    """Return the value of a JSON text; the text itself if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -19,18 +19,7 @@ from grpo_components.quiet import quiet_libraries
 
 
 def audit(path: Path, unfinished: bool = False) -> tuple[Findings, str]:
-    """Check a run's receipts record by record, and compare them with the run's other files.
-
-    Args:
-        path: path of receipts.jsonl.
-        unfinished: accept a missing end record: the run was killed or is still running.
-
-    Returns:
-        The findings, and a one-line summary of the run.
-
-    Raises:
-        OSError: if there are no records, or the file cannot be read.
-    """
+    """Check a run's receipts record by record, and compare them with the run's other files."""
     if not path.is_file() or not path.stat().st_size:
         raise FileNotFoundError(path)
     findings = Findings()
@@ -75,15 +64,7 @@ def _starts(path: Path) -> list[tuple[int, int]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Audit a run and print the outcome of every rule.
-
-    Args:
-        arguments: command-line arguments; None takes them from `sys.argv`.
-
-    Returns:
-        Exit code: 0 if every rule holds, 1 if one is broken, 2 if there are no receipts, or with
-        `--rescore` no policy versions.
-    """
+    """Audit a run and print the outcome of every rule."""
     parser = argparse.ArgumentParser(prog="python -m grpo_components.audit", description=__doc__)
     parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's output_dir")
     parser.add_argument(

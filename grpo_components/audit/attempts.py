@@ -23,16 +23,7 @@ _FORMATS = (1, 2)
 
 
 class RunAudit:
-    """Checks a run's receipts line by line.
-
-    Args:
-        name: file name of the receipts, for messages.
-        resume_points: steps after which attempts begin: `steps_done` of all start records.
-        chain: checks the hashes of the records.
-        cross_checks: checks that compare the records with the run's other files.
-        books: books of the run.
-        findings: collects the outcome of every check.
-    """
+    """Checks a run's receipts line by line."""
 
     def __init__(
         self,
@@ -56,15 +47,7 @@ class RunAudit:
         self._ended = False
 
     def follow(self, line: bytes, number: int) -> None:
-        """Check the next line.
-
-        Args:
-            line: the line, including its line end.
-            number: line number, from 1.
-
-        Raises:
-            FatalViolation: if the remaining records cannot be checked.
-        """
+        """Check the next line."""
         where = self._findings.where = f"{self._name} line {number}"
         fields = self._chain.follow(line.removesuffix(b"\n"))
         record, problem = None, None
@@ -96,14 +79,7 @@ class RunAudit:
             rule.follow(record)
 
     def finish(self, unfinished: bool) -> None:
-        """Make the checks that need the whole file, after its last line.
-
-        Args:
-            unfinished: whether to accept a missing end record.
-
-        Raises:
-            FatalViolation: if there is no start record.
-        """
+        """Make the checks that need the whole file, after its last line."""
         self._findings.where = f"{self._name}, at its end"
         self._check("header", bool(self._start), "there is no start record", fatal=True)
         if not (unfinished and not self._ended):

@@ -13,12 +13,7 @@ _NO_CHAIN = (
 
 
 class Chain:
-    """Checks the hash of each record, and that `receipts.end` names the last record.
-
-    Args:
-        receipts: path of receipts.jsonl.
-        findings: collects the outcome of every check.
-    """
+    """Checks the hash of each record, and that `receipts.end` names the last record."""
 
     def __init__(self, receipts: Path, findings: Findings) -> None:
         self._check, self._findings = findings.check, findings
@@ -33,14 +28,7 @@ class Chain:
         self._reached = self._known == self._end
 
     def follow(self, line: bytes) -> bytes:
-        """Check the hash of the next line.
-
-        Args:
-            line: the line, without its line end.
-
-        Returns:
-            The line without its hash.
-        """
+        """Check the hash of the next line."""
         fields, stated = split(line)
         expected = link(self._end.chain, fields)
         if stated is None:
@@ -59,22 +47,14 @@ class Chain:
         return fields
 
     def check_format(self, number: int) -> None:
-        """Check that the records so far have hashes if and only if the run's format has them.
-
-        Args:
-            number: `format` in the start record that was just read.
-        """
+        """Check that the records so far have hashes if and only if the run's format has them."""
         chained = self._end.records > self._unchained
         if chained or number > 1:
             problem = f"format {number} has {'a' if number > 1 else 'no'} hash in every record"
             self._check("chain", chained == (number > 1), problem)
 
     def finish(self, unfinished: bool) -> None:
-        """Compare the last record with `receipts.end`.
-
-        Args:
-            unfinished: whether records may have been written after `receipts.end` was read.
-        """
+        """Compare the last record with `receipts.end`."""
         self._findings.where = END_FILE
         if self._end.records == self._unchained and self._known is None and not self._problem:
             self._findings.notes.append(_NO_CHAIN)

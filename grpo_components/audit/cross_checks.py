@@ -32,11 +32,6 @@ class ConfigCheck:
 
     The run's last process wrote `config.yaml`; an earlier process whose last attempt was n wrote
     `config_attempt_<n>.yaml`. A rollback begins an attempt in the same process, with its config.
-
-    Args:
-        folder: the run's output folder.
-        last_attempt: number of the last attempt in the receipts.
-        findings: collects the outcome of every check.
     """
 
     def __init__(self, folder: Path, last_attempt: int, findings: Findings) -> None:
@@ -107,12 +102,7 @@ class ConfigCheck:
 
 
 class MetricsCheck:
-    """Compares the numbers of each step with `logs/metrics.jsonl`.
-
-    Args:
-        folder: the run's output folder.
-        findings: collects the outcome of every check.
-    """
+    """Compares the numbers of each step with `logs/metrics.jsonl`."""
 
     def __init__(self, folder: Path, findings: Findings) -> None:
         self._check, self._findings = findings.check, findings
@@ -153,12 +143,7 @@ class MetricsCheck:
 
 
 class LoadsCheck:
-    """Compares each pull (weight load that a generator acknowledged) with `logs/events.jsonl`.
-
-    Args:
-        folder: the run's output folder.
-        findings: collects the outcome of every check.
-    """
+    """Compares each pull (weight load that a generator acknowledged) with `logs/events.jsonl`."""
 
     def __init__(self, folder: Path, findings: Findings) -> None:
         self._check, self._findings = findings.check, findings
@@ -194,13 +179,7 @@ class LoadsCheck:
 
 
 def cross_checks(folder: Path, attempts: Iterable[int], findings: Findings) -> list[CrossCheck]:
-    """Return the checks that compare the receipts with the run's other files.
-
-    Args:
-        folder: the run's output folder; files in it may be missing.
-        attempts: numbers of all attempts in the receipts.
-        findings: collects the outcome of every check.
-    """
+    """Return the checks that compare the receipts with the run's other files."""
     last = max(attempts, default=0)
     return [
         ConfigCheck(folder, last, findings),

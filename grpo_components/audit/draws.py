@@ -11,14 +11,7 @@ _DRAWS = "seed", "curriculum", "prompts"
 
 
 def begin_draws(start: Record, before: Record, h: History, findings: Findings) -> None:
-    """Check that an attempt draws from the same prompts as the one before it, by the same rule.
-
-    Args:
-        start: start record of the attempt.
-        before: start record of the attempt before it; empty for the first one.
-        h: state after the step that the attempt continues from; updated in place.
-        findings: collects the outcome of every check.
-    """
+    """Check that an attempt draws from the same prompts as the one before it, by the same rule."""
     described, known = ([record.get(key) for key in _DRAWS] for record in (start, before))
     if before and (described != known):
         findings.check("curriculum", False, "draws otherwise than the attempt before")
@@ -30,14 +23,7 @@ def begin_draws(start: Record, before: Record, h: History, findings: Findings) -
 
 
 def check_draw(prompt: Prompt, number: int, h: History, findings: Findings) -> None:
-    """Check that a new group has the prompt that the success rates and the seed give.
-
-    Args:
-        prompt: row and epoch of the group's prompt.
-        number: number of the group.
-        h: state before the group was issued; updated in place.
-        findings: collects the outcome of every check.
-    """
+    """Check that a new group has the prompt that the success rates and the seed give."""
     if h.curriculum is not None:
         row, epoch = h.curriculum.draw()
         problem = f"group {number} has prompt {prompt[0]} of epoch {prompt[1]}, "
@@ -48,15 +34,7 @@ def check_draw(prompt: Prompt, number: int, h: History, findings: Findings) -> N
 def check_result(
     event: Record, prompt: Prompt, start: Record, h: History, findings: Findings
 ) -> None:
-    """Check that a generated group has a possible result exactly if there is a curriculum.
-
-    Args:
-        event: the event of the group's generation.
-        prompt: row and epoch of the group's prompt.
-        start: start record of the attempt.
-        h: state before the event; updated in place.
-        findings: collects the outcome of every check.
-    """
+    """Check that a generated group has a possible result exactly if there is a curriculum."""
     number, has = event["generated"], "scored" in event
     if "curriculum" not in start and not has:
         return

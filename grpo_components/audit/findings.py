@@ -59,20 +59,7 @@ class Findings:
         """File and line that is being checked; the text of a violation begins with it."""
 
     def check(self, rule: str, holds: bool, problem: str, *, fatal: bool = False) -> bool:
-        """Record the outcome of one check.
-
-        Args:
-            rule: key of RULES.
-            holds: whether the check passed.
-            problem: text that says what is wrong if the check failed.
-            fatal: whether a failure makes it impossible to check the remaining records.
-
-        Returns:
-            `holds`.
-
-        Raises:
-            FatalViolation: if a fatal check failed.
-        """
+        """Record the outcome of one check."""
         self.checked[rule] += 1
         if not holds:
             line = one_line(f"{self.where}: {problem}"[: 2 * _MAX_VIOLATION_CHARS])

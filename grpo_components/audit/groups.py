@@ -16,18 +16,7 @@ _STATES = ("in_flight", "buffered", "in_training")
 def follow_events(
     record: Record, start: Record, h: History, findings: Findings
 ) -> tuple[dict[int, Group], dict[int, Group]]:
-    """Check the events of a record, and check that its sums agree with them.
-
-    Args:
-        record: a step or end record.
-        start: start record of the same attempt.
-        h: state before the record; updated in place.
-        findings: collects the outcome of every check.
-
-    Returns:
-        The groups that the events train for the first time, and those that they train again, by
-        group number.
-    """
+    """Check the events of a record, and check that its sums agree with them."""
     totals, check = _Totals(), findings.check
     trained: dict[int, Group] = {}
     reused: dict[int, Group] = {}
@@ -71,13 +60,7 @@ def follow_events(
 
 
 def check_ends(record: Record, h: History, findings: Findings) -> None:
-    """Check that an end record lists the groups and prompts that its events leave over.
-
-    Args:
-        record: an end record.
-        h: state after the record's events.
-        findings: collects the outcome of every check.
-    """
+    """Check that an end record lists the groups and prompts that its events leave over."""
     check = findings.check
     living = {g["group_id"]: (g["prompt_index"], g["epoch"]) for g in record["living"]}
     once = len(living) == len(record["living"])

@@ -19,15 +19,7 @@ class UnreadableError(ValueError):
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file, split at `\\n` only.
-
-    Args:
-        file: file opened for reading bytes.
-
-    Yields:
-        Each line, including its line end. Stops after a line longer than `MAX_LINE_BYTES`, which
-        is yielded only in part.
-    """
+    """Yield the lines of a file, split at `\\n` only."""
     while line := file.readline(MAX_LINE_BYTES + 1):
         yield line
         if len(line) > MAX_LINE_BYTES:
@@ -35,16 +27,7 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
 
 
 def parse(line: bytes) -> Any:
-    """Parse the JSON value of a line.
-
-    Args:
-        line: the line, with or without its line end.
-
-    Raises:
-        UnreadableError: if the line is not JSON in UTF-8, is longer than 64 MiB, is nested more
-            than 16 levels deep, or has a duplicate key, NaN, infinity or an integer of more than
-            16 digits.
-    """
+    """Parse the JSON value of a line."""
     if len(line) > MAX_LINE_BYTES:
         raise UnreadableError(f"the line is longer than {MAX_LINE_BYTES} bytes")
     try:
@@ -64,12 +47,7 @@ def parse(line: bytes) -> Any:
 
 
 def records_of(path: Path, word: bytes = b"{") -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a JSON-lines file; skip lines that cannot be read.
-
-    Args:
-        path: path of the file; the file may be missing.
-        word: bytes; only lines that contain them are parsed.
-    """
+    """Yield the JSON objects of a JSON-lines file; skip lines that cannot be read."""
     if not path.is_file():
         return
     with path.open("rb") as file:

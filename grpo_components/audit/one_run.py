@@ -20,9 +20,6 @@ class _RecordedRun:
     """Collects what the receipts say about their run: its ids, processes and steps.
 
     An incarnation is the random id of a process of the run.
-
-    Args:
-        records: records of receipts.jsonl, in order.
     """
 
     def __init__(self, records: Iterable[dict[str, Any]]) -> None:
@@ -54,10 +51,6 @@ def check_one_run(receipts: Path, check: Check) -> None:
 
     Older versions of this package wrote no ids: of their runs, only the step and the policy version
     of the latest checkpoint are checked.
-
-    Args:
-        receipts: path of receipts.jsonl, in the run's output folder.
-        check: function that records a check: the rule, whether it holds, and what is wrong if not.
     """
     folder = receipts.parent
     # Read before the receipts: a run writes the record of a step before the step's checkpoint.

@@ -124,10 +124,6 @@ def allowed(logprobs: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
 
     The logprob of a token of probability p moves with 1 - p: by rounding of the logits, and by
     other weights. So a bound that is the same for all would see no other weights in a likely token.
-
-    Args:
-        logprobs: recorded logprobs of the tokens.
-        dtype: the run's, fp32 or bf16.
     """
     most = TOLERANCE[dtype]
     if dtype != "fp32":
@@ -140,14 +136,7 @@ class NothingKeptError(Exception):
 
 
 def rescore(output_dir: Path) -> Rescored:
-    """Score all tokens that the steps of a run trained; steps that were rolled back do not count.
-
-    Args:
-        output_dir: folder of the run.
-
-    Raises:
-        NothingKeptError: the run has kept no versions, or samples in a way that is not repeated.
-    """
+    """Score all tokens that the steps of a run trained; steps that were rolled back do not count."""
     starts, steps, pulls = _receipts(output_dir)
     begins = {attempt: start["policy_version"] for attempt, start in starts.items()}
     try:

@@ -11,13 +11,7 @@ from grpo_components.exchange.staleness import StalenessContract
 
 
 def begin_reuse(start: Record, h: History, findings: Findings) -> None:
-    """Go on with the groups that the attempt before left to reuse, by the attempt's own rule.
-
-    Args:
-        start: start record of the attempt.
-        h: state after the step that the attempt continues from; updated in place.
-        findings: collects the outcome of every check.
-    """
+    """Go on with the groups that the attempt before left to reuse, by the attempt's own rule."""
     rule, before, h.pool = start.get("replay_generation"), h.pool, None
     if rule is None:
         h.once_trained = {}
@@ -35,14 +29,7 @@ def begin_reuse(start: Record, h: History, findings: Findings) -> None:
 
 
 def follow_trained(event: Record, group: Group, h: History, findings: Findings) -> None:
-    """Note what the choice depends on of a group that is trained for the first time.
-
-    Args:
-        event: event that trains the group.
-        group: the group.
-        h: state before the event; updated in place.
-        findings: collects the outcome of every check.
-    """
+    """Note what the choice depends on of a group that is trained for the first time."""
     number, has = event["trained"], "spread" in event
     if h.pool is None and not has:
         return
@@ -60,19 +47,7 @@ def follow_reused(
     h: History,
     findings: Findings,
 ) -> Group | None:
-    """Check one reuse of a group.
-
-    Args:
-        event: event that trains the group again.
-        record: the record with the event.
-        start: start record of the attempt.
-        reused: groups that the record reused so far; updated in place.
-        h: state before the record.
-        findings: collects the outcome of every check.
-
-    Returns:
-        The group; None if no step trained it before.
-    """
+    """Check one reuse of a group."""
     check, number, use = findings.check, event["reused"], event["use"]
     known = h.once_trained.get(number) if h.pool is not None else None
     if not check("reused", known is not None, f"group {number} is reused before it is trained"):
@@ -98,15 +73,7 @@ def check_choice(
     h: History,
     findings: Findings,
 ) -> None:
-    """Check that a step reused the groups that the rule chooses, and count its uses.
-
-    Args:
-        record: the step's record.
-        trained: groups that it trained for the first time, by number.
-        reused: groups that it trained again, by number.
-        h: state before the step, but for the record's events; updated in place.
-        findings: collects the outcome of every check.
-    """
+    """Check that a step reused the groups that the rule chooses, and count its uses."""
     if h.pool is None:
         return
     chosen, before = h.pool.choose(h.policy_version), record["trained_from"]

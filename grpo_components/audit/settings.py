@@ -16,15 +16,7 @@ _OFF_POLICY = "grpo_components.objective.off_policy."
 
 
 def read_settings(path: Path) -> Settings:
-    """Read the scalars of a config.
-
-    Args:
-        path: path of a YAML file.
-
-    Raises:
-        ValueError: if the file is not a YAML mapping, has a duplicate key, or exceeds 1 MiB.
-        OSError: if the file cannot be read.
-    """
+    """Read the scalars of a config."""
     if not path.is_file():
         raise ValueError("not a regular file")
     with path.open("rb") as file:
@@ -51,15 +43,7 @@ def read_settings(path: Path) -> Settings:
 
 
 def correction_bounds(off_policy: Any) -> tuple[float, float]:
-    """Return the bounds of the mean weight that an off-policy correction can give to tokens.
-
-    Args:
-        off_policy: section `off_policy` of a config.
-
-    Returns:
-        Lower and upper bound; 0 and infinity if the component is not from this package, or the
-        section does not set its cap.
-    """
+    """Return the bounds of the mean weight that an off-policy correction can give to tokens."""
     section: Mapping[str, str] = off_policy if isinstance(off_policy, dict) else {}
     component = section.get("_component_", "").removeprefix(_OFF_POLICY)
     if component == "NoCorrection":

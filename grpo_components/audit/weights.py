@@ -7,12 +7,7 @@ from grpo_components.audit.history import History, Record
 
 
 class Weights:
-    """Checks which weights the generators of an attempt load; all begin with the base model.
-
-    Args:
-        history: state at the start of the attempt; updated in place.
-        findings: collects the outcome of every check.
-    """
+    """Checks which weights the generators of an attempt load; all begin with the base model."""
 
     def __init__(self, history: History, findings: Findings) -> None:
         self._history, self._check = history, findings.check
@@ -20,12 +15,7 @@ class Weights:
         """Generator -> the policy version that it loaded last."""
 
     def follow(self, record: Record, newest: int) -> None:
-        """Check a record's pulls (weight loads by generators) and its trained tokens' versions.
-
-        Args:
-            record: a step or end record.
-            newest: the trainer's policy version after the record.
-        """
+        """Check a record's pulls (weight loads by generators) and its trained tokens' versions."""
         self._check_pulls(record, newest)
         self._check_sampled(record)
 
@@ -70,13 +60,7 @@ class Weights:
 
 
 def check_contract(record: Record, bound: int, findings: Findings) -> None:
-    """Check the staleness contract: no trained token is too old, or newer than the trainer.
-
-    Args:
-        record: a step record.
-        bound: max_staleness: how many policy versions old a trained token may be.
-        findings: collects the outcome of every check.
-    """
+    """Check the staleness contract: no trained token is too old, or newer than the trainer."""
     check, start = findings.check, record["trained_from"]
     versions = sorted(int(v) for v in record["token_versions"])
     oldest = start - versions[0] if versions else None

@@ -13,13 +13,7 @@ from grpo_components.settings import Settings, teachers_of
 
 
 def threads_of(cfg: Settings, role: str, num_references: int) -> int:
-    """Return the threads that torch gets in each process of a role.
-
-    Args:
-        cfg: config, checked by preflight.
-        role: trainer, generator, reference, teacher or reward_model.
-        num_references: number of references that will be started.
-    """
+    """Return the threads that torch gets in each process of a role."""
     if cfg.ray.address is not None:  # as Ray does: the cores of this machine say nothing there
         return getattr(cfg.cpu_threads, role) or 1
     num_reward_models = int(cfg.reward_model.path is not None)
@@ -36,15 +30,7 @@ def build_cluster(
     note: Callable[[str], None],
     phase: Callable[[str], None],
 ) -> Cluster:
-    """Build the cluster from the config.
-
-    Args:
-        cfg: config, checked by preflight.
-        needs_reference: whether the run starts references.
-        ledger: ledger (account of all groups) of the run; its event log records restarts.
-        note: function that shows a line to the user.
-        phase: function that is called with the name of each phase that begins.
-    """
+    """Build the cluster from the config."""
     threads = threads_of(cfg, "trainer", cfg.num_references * needs_reference)
     return Cluster(
         Path(cfg.output_dir),

@@ -10,17 +10,7 @@ from grpo_components.cluster.role_process import RoleProcess
 
 
 class Call:
-    """One method call on a role, repeated if the process ends before it answers.
-
-    Args:
-        role: name of the role.
-        method: name of the method.
-        args: arguments. A `Part` among them arrives as its value, a `Part` inside a list as a Ray
-            reference.
-        num_returns: length of the returned tuple; 1 for a single value.
-        lane: name of the thread that runs a blocking method.
-        once: whether the call is never repeated.
-    """
+    """One method call on a role, repeated if the process ends before it answers."""
 
     def __init__(
         self,

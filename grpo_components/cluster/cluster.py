@@ -32,23 +32,7 @@ _LOG = logging.getLogger("cluster")
 
 
 class Cluster:
-    """Starts, supervises and stops all processes of one run.
-
-    Args:
-        output_dir: folder of the run; logs go to its subfolder `logs`.
-        log_level: logging level of Ray and of the roles.
-        attempt: number of the run's attempt, from 0; each return to a checkpoint begins a new one.
-        budget: restarts allowed; None allows none.
-        heartbeat_s: seconds a role's heartbeat may be late before the role is restarted.
-        note: function that shows a line to the user.
-        phase: function that is called with the name of each phase that begins.
-        events: event log; records restarts, and in a replay says when to restart which role.
-        address: of a Ray cluster to join; None starts a Ray of the run's own.
-        object_store_memory: bytes of shared memory for the objects of a Ray of the run's own; more
-            is spilled to disk. None lets Ray choose.
-        early_threads: `cpu_threads` of most roles: a parent for them imports what they need while
-            a Ray of the run's own starts. None starts each parent with its first role.
-    """
+    """Starts, supervises and stops all processes of one run."""
 
     def __init__(
         self,
@@ -103,17 +87,7 @@ class Cluster:
         return self._joined.files if self._joined else None
 
     def reserve(self, needs: Mapping[str, Need], timeout_s: float) -> None:
-        """Reserve room for roles in a joined cluster; on this machine, preflight has checked it.
-
-        Args:
-            needs: needs of each family of roles, e.g. of `trainer`; roles that are not named run
-                beside the driver.
-            timeout_s: longest wait for room that other runs take, in seconds.
-
-        Raises:
-            ValueError: the cluster is too small, or a node lacks what its roles need.
-            TimeoutError: others did not leave room in time.
-        """
+        """Reserve room for roles in a joined cluster; on this machine, preflight has checked it."""
         self._ray.reserve(needs, timeout_s)
         self._budget.why_no_room = self._why_no_room
 
@@ -137,23 +111,7 @@ class Cluster:
         beside: Sequence[str] = (),
         **kwargs: Any,
     ) -> Role:
-        """Start the process of one role, without waiting for it; `ready` waits.
-
-        Args:
-            name: name of the role, e.g. generator_0; its family is `generator`.
-            role_class: dotted path of the role's class, never imported in this process.
-            cpu_threads: threads that torch may use in the process.
-            num_gpus: number of GPUs, or the share of one.
-            env: further environment variables of the process.
-            min_living: give the role up if it cannot be restarted and at least this many others of
-                its family are left; None never gives it up.
-            restarts_alone: whether the other roles can go on while this one is restarted.
-            remembers: method whose last successful call is repeated after a restart.
-            counts_restarts: whether the class takes `restart_count`, the role's number of restarts.
-            meets: whether the class takes `rendezvous`, where its family finds each other.
-            beside: names of roles spawned before, on whose GPUs it runs, too; it reserves none.
-            kwargs: arguments of the class.
-        """
+        """Start the process of one role, without waiting for it; `ready` waits."""
         log_file, variables = str(self._logs / f"{name}.log"), _environment(cpu_threads, env)
         place = Place(str(self._output_dir), self._marker, str(self.scratch), log_file)
         identity = (name, place, self._log_level, cpu_threads, sys.path)
@@ -204,12 +162,6 @@ class Cluster:
         """Wait until every spawned role is built; show each, and record it in logs/roles.jsonl.
 
         A role whose process ends before that is restarted.
-
-        Args:
-            timeout_s: longest wait for each role, in seconds.
-
-        Raises:
-            RoleFailedError: a role cannot be built, or takes too long.
         """
         self._phase("starting roles")
         starting, self._starting = self._starting, []
@@ -240,14 +192,6 @@ class Cluster:
         A role with `restarts_alone` is restarted while the loops go on. If one without it fails, or
         data is lost with a node, all roles without it are restarted together, and the loops start
         again.
-
-        Args:
-            loops: function that runs all loops of the recipe.
-            begin_again: function called after the common restart; it brings everything else to a
-                state from which the loops can start again.
-
-        Raises:
-            RoleFailedError: a role could not be restarted.
         """
         with (self._logs / "heartbeats.jsonl").open("a", encoding="utf-8") as file:
 
@@ -352,11 +296,7 @@ class Cluster:
             file.write(json.dumps(record) + "\n")
 
     async def close_roles(self, timeout_s: float) -> None:
-        """Let every role stop its child processes, at the normal end of a run.
-
-        Args:
-            timeout_s: longest wait for each role, in seconds.
-        """
+        """Let every role stop its child processes, at the normal end of a run."""
         self._phase("closing roles")
         await apart(_all(role.close(timeout_s) for role in self.roles))
 

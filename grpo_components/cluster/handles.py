@@ -166,12 +166,7 @@ class GeneratorHandle:
 
 
 class RewardModelHandle:
-    """Calls the reward model, which gives each response a learned reward.
-
-    Args:
-        role: role of the reward model.
-        timeout_s: longest wait for the scores of a group, in seconds.
-    """
+    """Calls the reward model, which gives each response a learned reward."""
 
     def __init__(self, role: Role, timeout_s: float) -> None:
         self._role, self._timeout_s = role, timeout_s
@@ -187,13 +182,7 @@ class RewardModelHandle:
 
 
 class ReferencesHandle:
-    """Calls the frozen models of one kind, references or teachers; each group goes to one of them.
-
-    Args:
-        roles: roles of all of them.
-        timeout_s: longest wait for the logprobs of a group, in seconds.
-        keep_kl: keep the KL to the model in the ledger, where reward shaping finds the reference's.
-    """
+    """Calls the frozen models of one kind, references or teachers; each group goes to one of them."""
 
     def __init__(self, roles: Sequence[Role], timeout_s: float, *, keep_kl: bool = True) -> None:
         self._roles, self._timeout_s, self._keep_kl = roles, timeout_s, keep_kl
@@ -209,15 +198,7 @@ class ReferencesHandle:
 
 
 class ReplayBufferHandle:
-    """Calls the replay buffer, and records in the ledger which groups enter and leave it.
-
-    Args:
-        role: role of the replay buffer.
-        ledger: ledger of the run.
-        timeout_s: longest wait for room, or for a batch, in seconds.
-        weights_s: longest wait until a restarted buffer is filled again, in seconds.
-        wait_for_stale: whether a step also waits for groups in flight that it would make stale.
-    """
+    """Calls the replay buffer, and records in the ledger which groups enter and leave it."""
 
     def __init__(
         self,
@@ -243,14 +224,7 @@ class ReplayBufferHandle:
         await self._ledger.enter_buffer(entry.group_id)
 
     async def take(self, num_groups: int) -> Batch:
-        """Wait for a batch of whole, fresh groups; drop stale groups and issue their prompts again.
-
-        Args:
-            num_groups: B, number of groups of a training step.
-
-        Raises:
-            TimeoutError: the wait took too long; the message names who waited for whom.
-        """
+        """Wait for a batch of whole, fresh groups; drop stale groups and issue their prompts again."""
         began, ledger, dropped = time.perf_counter(), self._ledger, 0
         while True:
             if self._wait_for_stale:
@@ -284,24 +258,12 @@ class ReplayBufferHandle:
             return None
 
     async def write_state(self, folder: Path, parts: Sequence[Any]) -> str | None:
-        """Write buffered groups to a checkpoint, while other calls go on.
-
-        Args:
-            folder: folder of the checkpoint's state.
-            parts: references to each group and its summary.
-
-        Returns:
-            Why writing failed; None if it did not.
-        """
+        """Write buffered groups to a checkpoint, while other calls go on."""
         call = {"lane": CHECKPOINT_LANE, "timeout_s": self._timeout_s}
         return await self.role.call("write_state", str(folder), *parts, **call)
 
     async def read_state(self, folder: Path) -> None:
-        """Fill the buffer with those groups of a checkpoint that the ledger lists as stored there.
-
-        Args:
-            folder: folder of the checkpoint's state.
-        """
+        """Fill the buffer with those groups of a checkpoint that the ledger lists as stored there."""
         stored = self._ledger.stored()
         group_ids = [entry.group_id for entry in stored]
         *parts, _, nothing = self.role.submit(

@@ -10,9 +10,6 @@ def network_environment(address: str) -> dict[str, str]:
 
     Left alone, each library picks an interface by itself, and maybe one that other nodes, or even
     this one, cannot reach.
-
-    Args:
-        address: IP address of this node, as Ray has it.
     """
     for name, addresses in psutil.net_if_addrs().items():
         if address in (each.address for each in addresses):

@@ -25,14 +25,7 @@ _END_S = 30.0
 
 
 class JoinedRay:
-    """Starts the roles of a run in a cluster that is there, and leaves nothing behind in it.
-
-    Args:
-        address: `auto`, or host:port of the cluster's head.
-        output_dir: folder of the run.
-        log_level: logging level of Ray.
-        note: function that shows a line to the user.
-    """
+    """Starts the roles of a run in a cluster that is there, and leaves nothing behind in it."""
 
     def __init__(
         self, address: str, output_dir: Path, log_level: str, note: Callable[[str], None]
@@ -48,25 +41,12 @@ class JoinedRay:
         self._placement, self._hosts = Placement(), dict[str, str]()
 
     def start(self) -> None:
-        """Join the cluster.
-
-        Raises:
-            ValueError: it cannot be joined.
-        """
+        """Join the cluster."""
         join_ray(self._address, self._log_level)
         (self._output_dir / self.marker).touch()
 
     def reserve(self, needs: Mapping[str, Need], timeout_s: float) -> None:
-        """Reserve room for all roles, and check the nodes that they will run on.
-
-        Args:
-            needs: needs of each family of roles.
-            timeout_s: longest wait for room that others take, in seconds.
-
-        Raises:
-            ValueError: the cluster is too small, or a node lacks what its roles need.
-            TimeoutError: others did not leave room in time.
-        """
+        """Reserve room for all roles, and check the nodes that they will run on."""
         self._placement.reserve(needs, timeout_s, self._note)
         paths: dict[str, dict[str, str]] = {this_node(): {}}
         for family, nodes in self._placement.nodes().items():
@@ -105,33 +85,18 @@ class JoinedRay:
                 self.files.add_node(node)
 
     def why_no_room(self, names: Sequence[str]) -> str:
-        """Say why the nodes that live have no room for roles; empty if they have.
-
-        Args:
-            names: names of the roles.
-        """
+        """Say why the nodes that live have no room for roles; empty if they have."""
         return self._placement.why_no_room(names)
 
     def options(
         self, name: str, role_class: str, variables: dict[str, str], num_gpus: float
     ) -> dict[str, Any]:
-        """Return Ray's options for the process of a role.
-
-        Args:
-            name: name of the role.
-            role_class: dotted path of the role's class.
-            variables: environment variables of the process.
-            num_gpus: number of GPUs, or the share of one; as reserved.
-        """
+        """Return Ray's options for the process of a role."""
         variables = variables | {node_side.RUN_VARIABLE: self.name}
         return {**self._placement.options(name), "runtime_env": {"env_vars": variables}}
 
     def stop(self, kill_roles: Callable[[], None]) -> None:
-        """End the run's processes on every node, bring their last files and remove the rest.
-
-        Args:
-            kill_roles: function that kills the processes of all roles.
-        """
+        """End the run's processes on every node, bring their last files and remove the rest."""
         try:
             if ray.is_initialized():
                 kill_roles()
@@ -178,11 +143,7 @@ def _check_node(
     paths: Mapping[str, str],
     folder: Path,
 ) -> None:
-    """Compare a node with the driver's.
-
-    Raises:
-        ValueError: it has other versions, lacks a model, or has another one.
-    """
+    """Compare a node with the driver's."""
     for name, version in own["versions"].items():
         given = facts["versions"].get(name)
         if given != version:

@@ -22,11 +22,7 @@ _OWNER = "owner.json"
 
 
 def make_temp_dir(parent: Path = _TMP) -> Path:
-    """Make the temporary folder of this process's run.
-
-    Args:
-        parent: folder for it; its path must be short: a Unix socket's path has at most 107 bytes.
-    """
+    """Make the temporary folder of this process's run."""
     prefix = f"grpo-{os.getpid()}-n{_pid_namespace():x}_"
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     (folder / _OWNER).write_text(json.dumps(_identity(os.getpid())), encoding="utf-8")
@@ -38,10 +34,6 @@ def remove_temp_dir(folder: Path, shared_memory: Path = _SHM) -> None:
 
     Semaphores bear the folder's name. Tensor-parallel workers of vLLM that were killed while they
     started leave memory that bears the name of a file in the folder.
-
-    Args:
-        folder: folder that `make_temp_dir` returned.
-        shared_memory: folder of POSIX semaphores and shared memory.
     """
     names = [f"sem.{folder.name}", *(file.name for file in folder.glob("vllm_dist_*"))]
     for path in (path for name in names for path in shared_memory.glob(f"{name}-*")):
@@ -55,13 +47,6 @@ def sweep(parent: Path = _TMP, shared_memory: Path = _SHM) -> list[str]:
 
     Left alone are files of other users, and of drivers in another PID namespace: their pids cannot
     be looked up here.
-
-    Args:
-        parent: folder of the runs' temporary folders.
-        shared_memory: folder of POSIX semaphores.
-
-    Returns:
-        Names of the runs of which something was removed.
     """
     removed: dict[str, None] = {}
     for folder in sorted(parent.glob("grpo-*")):

@@ -33,14 +33,7 @@ _RAYLET = "raylet"
 
 
 def start_janitor(scratch: Path, output_dir: str, without: str) -> None:
-    """Start this node's janitor of a run, unless it has one.
-
-    Args:
-        scratch: folder of the run's temporary files; this process holds its lock.
-        output_dir: folder of the run.
-        without: environment variable by which the run's processes are found and ended; the
-            janitor does not have it.
-    """
+    """Start this node's janitor of a run, unless it has one."""
     parents = psutil.Process().parents()
     raylets = [process.pid for process in parents if process.name() == _RAYLET]
     if not raylets or _janitor(scratch):
@@ -67,14 +60,7 @@ def _janitor(scratch: Path) -> psutil.Process | None:
 
 
 def wait_and_remove(raylet: int, scratch: Path, output_dir: Path, gone_s: float = _GONE_S) -> None:
-    """Wait until a run has left this node, then remove its files.
-
-    Args:
-        raylet: pid of Ray's process on the node: without it, the node is in no cluster.
-        scratch: folder of the run's temporary files.
-        output_dir: folder of the run; removed if it only holds this node's part.
-        gone_s: a run of which no role is found twice, so many seconds apart, has left.
-    """
+    """Wait until a run has left this node, then remove its files."""
     with contextlib.suppress(FileNotFoundError), (scratch / LOCK).open("rb") as lock:
         left = False
         while not left:
@@ -109,11 +95,7 @@ def _is_free(lock: IO[bytes]) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Become the janitor in a process of its own, and return.
-
-    Args:
-        arguments: command-line arguments; None takes them from `sys.argv`.
-    """
+    """Become the janitor in a process of its own, and return."""
     parser = argparse.ArgumentParser(
         prog="python -m grpo_components.cluster.node_janitor", description=__doc__
     )

@@ -46,18 +46,7 @@ _END_S = 5.0
 def describe(
     output_dir: str, marker: str, paths: Mapping[str, str], on_driver: bool
 ) -> dict[str, Any]:
-    """Return what a run must know of this node before it starts a role there.
-
-    Args:
-        output_dir: folder of the run.
-        marker: name of a file that the driver wrote into it.
-        paths: files and folders that roles on this node read, by config key.
-        on_driver: whether this is the driver's node.
-
-    Returns:
-        `host`; `versions` by name; `shares` (whether it sees the run's folder); `other` (whether
-        it has another folder of that path); `contents` of `paths`: see `fingerprint`.
-    """
+    """Return what a run must know of this node before it starts a role there."""
     _remove_dead_scratch()
     folder = Path(output_dir)
     shares = on_driver or _has(folder, marker)
@@ -82,9 +71,6 @@ def fingerprint(path: Path) -> str | None:
     """Return a hash of names, sizes, and the beginnings and ends of files; None if there is none.
 
     It reads at most 2 MiB of each file: whole weights would take minutes.
-
-    Args:
-        path: file, or folder whose own files are read.
     """
     if not path.exists():
         return None
@@ -113,13 +99,7 @@ def _is_foreign(folder: Path) -> bool:
 
 
 def open_run_folder(output_dir: str, marker: str, run_name: str) -> bool:
-    """Return whether this node sees the run's folder; if not, make a folder for its part of it.
-
-    Args:
-        output_dir: folder of the run, on the driver's node.
-        marker: name of a file that the driver wrote into it.
-        run_name: name of the run.
-    """
+    """Return whether this node sees the run's folder; if not, make a folder for its part of it."""
     folder = Path(output_dir)
     if _has(folder, marker):
         return True
@@ -132,12 +112,7 @@ def open_run_folder(output_dir: str, marker: str, run_name: str) -> bool:
 
 
 def open_scratch(folder: Path, output_dir: str) -> None:
-    """Make a run's folder for temporary files, and lock it for the life of this process.
-
-    Args:
-        folder: the folder to make.
-        output_dir: folder of the run; the janitor removes this node's part of it at the end.
-    """
+    """Make a run's folder for temporary files, and lock it for the life of this process."""
     while not _hold(folder):
         pass  # another run's sweep removed it between our making it and our locking it
     start_janitor(folder, output_dir, without=RUN_VARIABLE)
@@ -174,17 +149,7 @@ def _remove_dead_scratch() -> None:
 def new_bytes(
     output_dir: str, seen: Mapping[str, int], below: str = "", without: str = "\n"
 ) -> list[tuple[str, int, bytes]]:
-    """Read what was added to this node's part of a run's files; at most `_MAX_READ` bytes.
-
-    Args:
-        output_dir: folder of the run.
-        seen: bytes of each file that were read before, by its path in the folder.
-        below: beginning of the paths to look at.
-        without: beginning of the paths to leave out.
-
-    Returns:
-        (path in the folder, offset, bytes) of each addition; empty if there is none.
-    """
+    """Read what was added to this node's part of a run's files; at most `_MAX_READ` bytes."""
     folder, found, room = Path(output_dir), list[tuple[str, int, bytes]](), _MAX_READ
     if not (folder / MIRROR).exists():
         return found
@@ -203,12 +168,7 @@ def new_bytes(
 
 
 def write_files(folder: str, files: Iterable[tuple[str, int, bytes]]) -> None:
-    """Write parts of files on this node.
-
-    Args:
-        folder: folder to write into.
-        files: (path in the folder, offset, bytes) of each part.
-    """
+    """Write parts of files on this node."""
     for name, offset, content in files:
         path = Path(folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -218,12 +178,7 @@ def write_files(folder: str, files: Iterable[tuple[str, int, bytes]]) -> None:
 
 
 def remove_files(output_dir: str, below: str) -> None:
-    """Remove a folder from this node's part of a run's files.
-
-    Args:
-        output_dir: folder of the run.
-        below: path of the folder in it.
-    """
+    """Remove a folder from this node's part of a run's files."""
     if (Path(output_dir) / MIRROR).exists():
         shutil.rmtree(Path(output_dir) / below, ignore_errors=True)
 
@@ -240,14 +195,7 @@ def signal_process(pid: int, number: int) -> None:
 
 
 def end_processes(run_name: str) -> list[int]:
-    """Wait until all processes of a run on this node have ended; kill those that do not.
-
-    Args:
-        run_name: name of the run.
-
-    Returns:
-        Pids of the processes that had to be killed.
-    """
+    """Wait until all processes of a run on this node have ended; kill those that do not."""
     deadline = time.monotonic() + _END_S
     own = {psutil.Process(), *psutil.Process().parents()}
     alive = [each for each in psutil.process_iter() if each not in own and _is_of(each, run_name)]
@@ -267,12 +215,7 @@ def _is_of(process: psutil.Process, run_name: str) -> bool:
 
 
 def clear(output_dir: str, scratch: str) -> None:
-    """Remove what a run left on this node, after its processes have ended.
-
-    Args:
-        output_dir: folder of the run; removed if it only holds this node's part.
-        scratch: folder of the run's temporary files.
-    """
+    """Remove what a run left on this node, after its processes have ended."""
     end_janitor(Path(scratch))
     if (Path(output_dir) / MIRROR).exists():
         shutil.rmtree(output_dir, ignore_errors=True)

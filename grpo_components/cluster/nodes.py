@@ -22,13 +22,7 @@ def this_node() -> str:
 
 
 def on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Start a function on a node; return the reference to its result.
-
-    Args:
-        node_id: id of the node in Ray.
-        function: function of `node_side`.
-        args: its arguments.
-    """
+    """Start a function on a node; return the reference to its result."""
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return _task(function).options(scheduling_strategy=there).remote(*args)
 
@@ -39,13 +33,7 @@ def _task(function: Callable[..., Any]) -> Any:
 
 
 def send_signal(node_id: str, pid: int, number: int) -> None:
-    """Send a signal to a process of another node, without waiting.
-
-    Args:
-        node_id: id of the node in Ray.
-        pid: process id on that node.
-        number: number of the signal.
-    """
+    """Send a signal to a process of another node, without waiting."""
     try:
         on_node(node_id, node_side.signal_process, pid, number)
     except RayError as error:  # the node, or Ray itself, has gone
@@ -55,16 +43,7 @@ def send_signal(node_id: str, pid: int, number: int) -> None:
 def answers(
     references: Mapping[str, Any], what: str, timeout_s: float
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Wait for the answers of nodes.
-
-    Args:
-        references: results of `on_node`, by node.
-        what: what the nodes were asked to do, for the message.
-        timeout_s: longest wait for all of them, in seconds.
-
-    Returns:
-        The answers, and why there is none, by node.
-    """
+    """Wait for the answers of nodes."""
     ready, _ = ray.wait(list(references.values()), num_returns=len(references), timeout=timeout_s)
     found, problems = dict[str, Any](), dict[str, str]()
     for node, reference in references.items():

@@ -22,16 +22,7 @@ _EARLY = ("torch", "torchtune", "torchrl")
 
 
 class OwnRay:
-    """Starts Ray for one run and forks the roles' processes from a parent.
-
-    Args:
-        logs: folder for the log of the roles' parent.
-        log_level: logging level of Ray.
-        note: function that shows a line to the user.
-        object_store_memory: bytes of shared memory for Ray's objects; None lets Ray choose.
-        early: environment of most roles: a parent for them imports what they need while Ray starts.
-            None starts each parent with its first role.
-    """
+    """Starts Ray for one run and forks the roles' processes from a parent."""
 
     def __init__(
         self,
@@ -67,24 +58,13 @@ class OwnRay:
     def options(
         self, name: str, role_class: str, variables: dict[str, str], num_gpus: float
     ) -> dict[str, Any]:
-        """Return Ray's options for the process of a role.
-
-        Args:
-            name: name of the role.
-            role_class: dotted path of the role's class.
-            variables: environment variables of the process.
-            num_gpus: number of GPUs, or the share of one.
-        """
+        """Return Ray's options for the process of a role."""
         more = self._parents.variables(role_class, variables, num_gpus)
         environment = {"env_vars": variables | more}
         return {"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": environment}
 
     def stop(self, kill_roles: Callable[[], None]) -> None:
-        """Kill every process of the run, whatever its state, and remove Ray's folder.
-
-        Args:
-            kill_roles: function that kills the processes of all roles.
-        """
+        """Kill every process of the run, whatever its state, and remove Ray's folder."""
         processes = set(psutil.Process().children(recursive=True)) - self._not_ours
         kill_roles()
         self._parents.stop()

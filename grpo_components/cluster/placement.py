@@ -64,17 +64,7 @@ class Placement:
     def reserve(
         self, needs: Mapping[str, Need], timeout_s: float, note: Callable[[str], None]
     ) -> None:
-        """Reserve room for all roles, before the first of them starts.
-
-        Args:
-            needs: needs of each family.
-            timeout_s: longest wait for room that other runs take, in seconds.
-            note: function that shows a line to the user.
-
-        Raises:
-            ValueError: the whole cluster lacks the room.
-            TimeoutError: the cluster has it, but others keep it.
-        """
+        """Reserve room for all roles, before the first of them starts."""
         self._needs = needs
         _check_room(needs, _nodes())
         for family, need in needs.items():
@@ -101,11 +91,7 @@ class Placement:
                 ) from None
 
     def why_no_room(self, names: Sequence[str]) -> str:
-        """Say why the nodes that live have no room for roles; empty if they have.
-
-        Args:
-            names: names of the roles.
-        """
+        """Say why the nodes that live have no room for roles; empty if they have."""
         families = [family_of(name) for name in names]
         wanted = [self._needs[family].resources for family in families if family in self._needs]
         nodes = _nodes()
@@ -121,11 +107,7 @@ class Placement:
         }
 
     def options(self, name: str) -> dict[str, Any]:
-        """Return Ray's options for the process of a role.
-
-        Args:
-            name: name of the role; numbers of a family count from 0.
-        """
+        """Return Ray's options for the process of a role."""
         family = family_of(name)
         number = int(name.rpartition("_")[2]) if name != family else 0
         host = next((f for f, need in self._needs.items() if need.guests == family), family)
@@ -186,12 +168,7 @@ def _totals(nodes: Sequence[Mapping[str, float]], wanted: Sequence[Mapping[str, 
 
 
 def fits(wanted: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> bool:
-    """Return whether processes fit onto nodes, the largest placed first, none split over two.
-
-    Args:
-        wanted: resources of each process.
-        nodes: resources of each node.
-    """
+    """Return whether processes fit onto nodes, the largest placed first, none split over two."""
     left = [dict(node) for node in nodes]
     for resources in sorted(wanted, key=lambda each: sorted(each.items()), reverse=True):
         for node in left:

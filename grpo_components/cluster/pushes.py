@@ -26,10 +26,6 @@ class Pushes:
 
     After a whole push, pushes are deltas as long as they take less room together than the whole
     one, and are at most `MAX_DELTAS`. Only the weights decide, so a replay decides the same.
-
-    Args:
-        trainers: handle of all trainer ranks.
-        deltas: whether pushes may be deltas; otherwise all are whole.
     """
 
     def __init__(self, trainers: TrainersHandle, *, deltas: bool) -> None:
@@ -49,14 +45,7 @@ class Pushes:
         self.nbytes = last.nbytes
 
     def begin(self, version: int) -> tuple[list[Any], list[Any], list[tuple[int, list[Any]]]]:
-        """Start to pack the gathered weights.
-
-        Args:
-            version: policy version that `TrainersHandle.gather_weights` returned.
-
-        Returns:
-            What `VLLMParameterServer.push` takes: buckets, manifests and chain.
-        """
+        """Start to pack the gathered weights."""
         base = self._base() if self._deltas else None
         last = self._chain[-1] if self._chain else None
         if base in (None, NO_BASE):

@@ -36,13 +36,7 @@ _LOG = logging.getLogger("cluster")
 
 
 def start_ray(temp_dir: Path, log_level: str, object_store_memory: int | None) -> None:
-    """Start Ray on this machine: private to the run, and on loopback only.
-
-    Args:
-        temp_dir: folder for Ray's files.
-        log_level: logging level of Ray.
-        object_store_memory: bytes of shared memory for Ray's objects; None lets Ray choose.
-    """
+    """Start Ray on this machine: private to the run, and on loopback only."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     _quiet()
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
@@ -80,15 +74,7 @@ def _no_api_server(*_: Any, **__: Any) -> tuple[str, None]:
 
 
 def join_ray(address: str, log_level: str) -> None:
-    """Join a Ray cluster, and send it this package and the user's modules.
-
-    Args:
-        address: `auto`, or host:port of the cluster's head.
-        log_level: logging level of Ray.
-
-    Raises:
-        ValueError: the cluster cannot be joined; names ray.address.
-    """
+    """Join a Ray cluster, and send it this package and the user's modules."""
     _quiet()
     allowed = "null for a Ray of the run's own, or a cluster of which this machine is a node"
     try:

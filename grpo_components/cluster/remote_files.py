@@ -22,12 +22,7 @@ _PART_BYTES = 64 * 2**20
 
 
 class RemoteFiles:
-    """Copies files between the driver's folder of a run and other nodes' parts of it.
-
-    Args:
-        output_dir: folder of the run.
-        scratch: folder of the run's temporary files, on every node.
-    """
+    """Copies files between the driver's folder of a run and other nodes' parts of it."""
 
     def __init__(self, output_dir: Path, scratch: Path) -> None:
         self._output_dir, self._scratch = output_dir, scratch
@@ -54,26 +49,14 @@ class RemoteFiles:
                 await self._bring(node_id, without=CHECKPOINTS)
 
     def bring_last(self, timeout_s: float) -> None:
-        """Bring what is new on every node but checkpoints, when the event loop has ended.
-
-        Args:
-            timeout_s: longest wait for one answer, in seconds.
-        """
+        """Bring what is new on every node but checkpoints, when the event loop has ended."""
         for node_id in self.nodes:
             with contextlib.suppress(RayError):  # a time-out, too
                 while new := ray.get(self._ask(node_id, without=CHECKPOINTS), timeout=timeout_s):
                     self._write(node_id, new)
 
     async def bring_checkpoint(self, folder: Path, nodes: Iterable[str]) -> None:
-        """Bring a checkpoint that was written whole, and remove it on the nodes.
-
-        Args:
-            folder: folder of the checkpoint, in the run's folder.
-            nodes: ids of the nodes that wrote parts of it.
-
-        Raises:
-            OSError: a node cannot be reached.
-        """
+        """Bring a checkpoint that was written whole, and remove it on the nodes."""
         below = str(folder.relative_to(self._output_dir))
         for node_id in self._seen.keys() & set(nodes):
             try:
@@ -101,12 +84,7 @@ class RemoteFiles:
             self._seen[node_id][name] = offset + len(content)
 
     async def path_on(self, node_id: str, checkpoint: Path) -> Path:
-        """Return a path under which a node can read a checkpoint's state; copy it if need be.
-
-        Args:
-            node_id: id of the node in Ray.
-            checkpoint: folder of the checkpoint, which this process can read.
-        """
+        """Return a path under which a node can read a checkpoint's state; copy it if need be."""
         folder = checkpoint.resolve()
         if await on_node(node_id, node_side.has_file, str(folder / _STATE / _PROOF)):
             return folder

@@ -18,13 +18,7 @@ T = TypeVar("T")
 
 
 class RestartBudget:
-    """Allows a number of restarts, of all roles together, within a sliding window of time.
-
-    Args:
-        max_restarts: restarts allowed within the window; with 0 the first failure ends the run.
-        window_s: length of the window, in seconds.
-        clock: monotonic clock, in seconds.
-    """
+    """Allows a number of restarts, of all roles together, within a sliding window of time."""
 
     def __init__(
         self, max_restarts: int, window_s: float, clock: Callable[[], float] = time.monotonic
@@ -35,22 +29,7 @@ class RestartBudget:
         """Function that says why living nodes have no room for the roles; empty if they have."""
 
     def spend(self, failure: RoleFailedError, *, repeated: bool) -> float:
-        """Count one restart of the failed role, or refuse it.
-
-        Args:
-            failure: failure that makes the restart necessary.
-            repeated: whether the call failed with the same message before, or another call of its
-                method did and none has succeeded since.
-
-        Returns:
-            Seconds to wait before the restart: 1, 2, 4, ... up to 30, doubled for each earlier
-            restart of the role in the window.
-
-        Raises:
-            RoleFailedError: a restart cannot help (the role waited for others in vain, refused a
-                component, or has no room), the role's code raised the same error again, or the
-                budget is used up.
-        """
+        """Count one restart of the failed role, or refuse it."""
         now, role = self._clock(), failure.role
         while self._restarts and now - self._restarts[0][0] > self._window_s:
             self._restarts.popleft()
@@ -74,14 +53,6 @@ class RestartBudget:
         """Wait for the start of a process for as long as the living nodes have room for it.
 
         Ray waits without end for a node that it finds dead only after the start has begun.
-
-        Args:
-            starting: what to wait for.
-            role: name of the role.
-            log: path of its log file.
-
-        Raises:
-            RoleFailedError: there is no room any more.
         """
         task = asyncio.ensure_future(starting)
         try:

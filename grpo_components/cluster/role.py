@@ -31,19 +31,6 @@ class Role:
 
     If the process dies, hangs or raises, it is restarted within the run's budget and the pending
     calls are repeated: those who wait for a result only wait longer.
-
-    Args:
-        name: name of the role, e.g. generator_0.
-        log_file: log file of the role's process.
-        start_process: function that starts process number n of the role, from 0.
-        budget: restarts that the run allows.
-        note: function that shows a line to the user.
-        record: function that writes a restart to the event log.
-        started: function called for each new process, with the role's name and the pid and node.
-        family: roles that can replace this one; None if the run cannot go on without it.
-        restarts_alone: whether the other roles can go on while this one is restarted.
-        remembers: method whose last successful call is repeated after each restart.
-        names: role names by the ids of their Ray actors; this role adds its own.
     """
 
     def __init__(
@@ -88,20 +75,7 @@ class Role:
         lane: str = "main",
         once: bool = False,
     ) -> Any:
-        """Start a call without waiting for it.
-
-        Args:
-            method: name of the method.
-            args: arguments of the method. A `Part` among them arrives as its value, so that one
-                role's result reaches another without passing through the driver.
-            num_returns: length of the returned tuple; 1 for a single value.
-            lane: name of the thread that runs a blocking method; lanes run in parallel.
-            once: whether a restart cancels the call, because recovery does its work or the caller
-                decides; its result is then None.
-
-        Returns:
-            A `Part`, or a list of `num_returns` parts.
-        """
+        """Start a call without waiting for it."""
         call = Call(self.name, method, args, num_returns, lane, once)
         if not self._must_wait():
             call.make(self.process)
@@ -115,19 +89,7 @@ class Role:
         timeout_s: float,
         turn: Callable[[], Awaitable[Any]] | None = None,
     ) -> Any:
-        """Wait for a call's result; repeat the call after a restart of the role.
-
-        Args:
-            part: part of the result to wait for.
-            what: name of the call, for errors.
-            timeout_s: longest wait for each attempt, in seconds.
-            turn: function that waits, in a replay, for the recorded moment of the result. A restart
-                before that moment discards the result.
-
-        Raises:
-            RoleFailedError: a role failed and could not be restarted.
-            RoleLostError: this role was given up.
-        """
+        """Wait for a call's result; repeat the call after a restart of the role."""
         call = part.call
         assert call.role == self.name, f"{call.method} is a call of {call.role}, not {self.name}"
         while True:
@@ -166,16 +128,7 @@ class Role:
         return await self.result(self.submit(method, *args, lane=lane), method, timeout_s, turn)
 
     async def answer(self, part: Part | Awaitable[Any], what: str, timeout_s: float) -> Any:
-        """Wait for a result without ever repeating the call.
-
-        Args:
-            part: part of a call's result, or a Ray reference.
-            what: name of the call, for errors.
-            timeout_s: longest wait, in seconds.
-
-        Raises:
-            RoleFailedError: the call failed, or did not return in time.
-        """
+        """Wait for a result without ever repeating the call."""
         self._waiting += 1
         self._nobody_waits.clear()
         # Not asyncio.wait_for: it loses a cancellation that comes with the result (Python 3.11).
@@ -194,14 +147,7 @@ class Role:
                 self._nobody_waits.set()
 
     async def ready(self, timeout_s: float | None = None) -> None:
-        """Wait until the role is built; a process that ends before that is restarted.
-
-        Args:
-            timeout_s: longest wait for each start, in seconds; None waits as long as before.
-
-        Raises:
-            RoleFailedError: the role cannot be built, or takes too long.
-        """
+        """Wait until the role is built; a process that ends before that is restarted."""
         self._start_timeout_s, process = timeout_s or self._start_timeout_s, self.process
         try:
             await self._wait_built()
@@ -213,16 +159,7 @@ class Role:
     async def watch(
         self, interval_s: float, patience_s: float, beat: Callable[[str, dict[str, Any]], None]
     ) -> None:
-        """Restart the role whenever its process dies or hangs; return once the role is given up.
-
-        Args:
-            interval_s: seconds between two heartbeats.
-            patience_s: seconds a heartbeat may be late before the process counts as hung.
-            beat: function called at each heartbeat, with the role's name and resource use.
-
-        Raises:
-            RoleFailedError: the role could not be restarted.
-        """
+        """Restart the role whenever its process dies or hangs; return once the role is given up."""
         while not self.lost:
             await self._wait_restarted()
             process = self.process
@@ -242,12 +179,7 @@ class Role:
     async def process_failure(
         self, patience_s: float, beat: Callable[[str, dict[str, Any]], None] | None = None
     ) -> RoleFailedError | None:
-        """Check that the role's process answers; return its failure, or None if it answers.
-
-        Args:
-            patience_s: longest wait for the answer, in seconds.
-            beat: see `watch`.
-        """
+        """Check that the role's process answers; return its failure, or None if it answers."""
         heartbeat = self.process.host.heartbeat.remote(0.0)
         try:
             use = await self.answer(heartbeat, "heartbeat", patience_s)
@@ -257,11 +189,7 @@ class Role:
             beat(self.name, use)
 
     async def replay_restart(self, what: str) -> None:
-        """Restart the process as the replayed run did.
-
-        Args:
-            what: the recorded reason of the restart.
-        """
+        """Restart the process as the replayed run did."""
         failure = RoleFailedError(self.name, what, self._log_file, "died")
         await self._handle_failure(failure, self.process)
 
@@ -270,9 +198,6 @@ class Role:
 
         Nobody watches a role between two attempts: if the old process has died by itself, or the
         new one dies before the role is built, that is a restart like any other.
-
-        Raises:
-            RoleFailedError: the budget is used up, or the role cannot be built.
         """
         await self.wait_idle()
         process, dead = self.process, await self.process_failure(_ANSWER_S)
@@ -296,11 +221,7 @@ class Role:
             await asyncio.wait([self._restarting])
 
     async def close(self, timeout_s: float) -> None:
-        """Let the role stop its child processes.
-
-        Args:
-            timeout_s: longest wait, in seconds.
-        """
+        """Let the role stop its child processes."""
         if not self.lost:
             await self.answer(self.process.host.close.remote(), "close", timeout_s)
 

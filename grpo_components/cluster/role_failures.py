@@ -22,18 +22,7 @@ from grpo_components.errors import RoleFailedError
 def role_failure(
     error: RayError, role: str, method: str, log_file: str, names: Mapping[str, str]
 ) -> RoleFailedError:
-    """Return the failure behind an error that Ray raised for a call.
-
-    Args:
-        error: Ray's error.
-        role: name of the role that was called.
-        method: name of the called method, for the message.
-        log_file: log file of that role; the other roles' logs are in the same folder.
-        names: role names by the ids of their Ray actors.
-
-    Returns:
-        The failure of the called role, or of another role whose result the call takes as argument.
-    """
+    """Return the failure behind an error that Ray raised for a call."""
     cause: Any = error
     while isinstance(cause, RayTaskError):
         cause = cause.cause

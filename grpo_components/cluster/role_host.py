@@ -54,15 +54,7 @@ class Place:
 
 
 class RoleHost:
-    """Ray actor that runs one role, a plain class, in its own process.
-
-    Args:
-        name: name of the role, e.g. generator_0.
-        place: folders of the run, and the role's log.
-        log_level: level of Python's logging.
-        cpu_threads: threads that torch may use.
-        module_path: the driver's sys.path, which makes modules beside the config importable.
-    """
+    """Ray actor that runs one role, a plain class, in its own process."""
 
     def __init__(
         self,
@@ -113,18 +105,7 @@ class RoleHost:
         rendezvous: Rendezvous | None = None,
         *shared_gpus: str,
     ) -> dict[str, Any]:
-        """Build the role in this process.
-
-        Args:
-            role_class: dotted path of the role's class.
-            kwargs: arguments of the class.
-            rendezvous: for a class that takes one, what rank 0's `open_rendezvous` returned.
-            shared_gpus: for a role on the GPUs of others, what their `gpus` returned.
-
-        Returns:
-            `pid`, `node` and `node_id` of this process, its folder for temporary files as `tmp`,
-            and as `shares_files` whether it sees the run's folder.
-        """
+        """Build the role in this process."""
         if shared_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shared_gpus)
         if rendezvous is not None:
@@ -152,14 +133,7 @@ class RoleHost:
         self._role = cls(**kwargs)
 
     async def call(self, method: str, lane: str, *args: Any) -> Any:
-        """Call a method of the role.
-
-        Args:
-            method: name of the method.
-            lane: name of the thread for a method that is not a coroutine; a thread runs one call at
-                a time.
-            args: arguments of the method.
-        """
+        """Call a method of the role."""
         function = getattr(self._role, method)
         with named_failure(self._name, self._log_file, method), self._timed(method, lane):
             if inspect.iscoroutinefunction(function):
@@ -194,15 +168,7 @@ class RoleHost:
                 await self._in_lane(_MAIN_LANE, self._role.close)
 
     async def heartbeat(self, interval_s: float) -> dict[str, Any]:
-        """Answer after an interval, so that the caller notices a process that is dead or hung.
-
-        Args:
-            interval_s: seconds to wait before the answer.
-
-        Returns:
-            Resources that the process uses, see `resource_use`; `seconds` and `cpu_seconds` of each
-            activity since its start, and what else the role's `time_use` returns.
-        """
+        """Answer after an interval, so that the caller notices a process that is dead or hung."""
         await asyncio.sleep(interval_s)
         use = {"seconds": self._time_use.seconds(), "cpu_seconds": self._time_use.cpu_seconds()}
         more: dict[str, Any] = {}
@@ -218,16 +184,7 @@ class RoleHost:
 
 @contextlib.contextmanager
 def named_failure(role: str, log_file: str, method: str) -> Iterator[None]:
-    """Context manager: turn every error into a `RoleFailedError`, which names the role.
-
-    Args:
-        role: name of the role whose code runs.
-        log_file: log of the role.
-        method: name of the method that runs, for the log.
-
-    Raises:
-        RoleFailedError: the code raised or called `sys.exit`.
-    """
+    """Context manager: turn every error into a `RoleFailedError`, which names the role."""
     try:
         yield
     except (KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):
@@ -264,12 +221,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def resource_use() -> dict[str, Any]:
-    """Measure the resources that this process uses.
-
-    Returns:
-        `rss_mib` (private memory in MiB), `cpu_s` (CPU seconds since its start), `threads`,
-        `open_files`, and `processes` (the number of its descendants).
-    """
+    """Measure the resources that this process uses."""
     process = psutil.Process()
     with process.oneshot():
         memory = process.memory_info()

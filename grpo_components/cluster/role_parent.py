@@ -40,15 +40,7 @@ _REQUEST_S = 10.0
 
 
 class RoleParent:
-    """Starts the parent of the roles, and ends it.
-
-    Args:
-        folder: the run's temporary folder; its path must be short.
-        name: name of the parent, unique in the run.
-        log_file: file for what the parent writes.
-        environment: environment variables that libraries read when they are loaded.
-        early: modules to import at once; none may import Ray.
-    """
+    """Starts the parent of the roles, and ends it."""
 
     def __init__(
         self,
@@ -145,11 +137,7 @@ def _import(modules: Iterable[str]) -> str:
 
 
 def _serve(listener: socket.socket, life: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Fork a worker per request until the driver ends.
-
-    Returns:
-        In a worker: its request and its descriptors. In the parent: None.
-    """
+    """Fork a worker per request until the driver ends."""
     fixed = _fixed(dict(os.environ))
     while True:
         readable, _, _ = select.select([listener, life], [], [])
@@ -215,14 +203,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
 
 
 def main(listener: int, life: int, options: str) -> None:
-    """Run the parent; returns when the driver has ended.
-
-    Args:
-        listener: descriptor of the socket on which it listens.
-        life: descriptor of a socket that the driver closes, at the latest by its end.
-        options: JSON of the driver's `sys.path` as `path`, and of the modules to import at once
-            as `early`.
-    """
+    """Run the parent; returns when the driver has ended."""
     logging.basicConfig(level="INFO", format="%(asctime)s %(name)s: %(message)s")
     given = json.loads(options)
     sys.path += [folder for folder in given["path"] if folder not in sys.path]

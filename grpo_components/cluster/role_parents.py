@@ -14,13 +14,7 @@ _LOG = logging.getLogger("cluster")
 
 
 class RoleParents:
-    """Starts a parent per number of threads: OpenMP reads that number once, when it is loaded.
-
-    Args:
-        folder: the run's temporary folder.
-        log_file: file for what the parents write.
-        note: function that shows a line to the user.
-    """
+    """Starts a parent per number of threads: OpenMP reads that number once, when it is loaded."""
 
     def __init__(self, folder: Path, log_file: Path, note: Callable[[str], None]) -> None:
         self._folder, self._log_file, self._note = folder, log_file, note
@@ -28,12 +22,7 @@ class RoleParents:
         self._lost: set[str] = set()
 
     def start(self, environment: dict[str, str], early: Sequence[str] = ()) -> None:
-        """Start a parent.
-
-        Args:
-            environment: environment variables of its roles.
-            early: modules to import before the first role asks; none may import Ray.
-        """
+        """Start a parent."""
         loaded = {name: environment[name] for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")}
         threads = environment["OMP_NUM_THREADS"]
         log_file, name = self._log_file, f"parent_{threads}"
@@ -42,15 +31,7 @@ class RoleParents:
     def variables(
         self, role_class: str, environment: dict[str, str], num_gpus: float = 0
     ) -> dict[str, str]:
-        """Return the variables that make `setup_worker` fork a role; none if it starts alone.
-
-        Args:
-            role_class: dotted path of the role's class. The parent imports the package's own
-                modules only: a user's may start threads, or count on a process of its own.
-            environment: environment variables of the role.
-            num_gpus: GPUs of the role. A library may touch CUDA when it is imported, which no fork
-                survives: a role with a GPU starts alone.
-        """
+        """Return the variables that make `setup_worker` fork a role; none if it starts alone."""
         if num_gpus:
             _LOG.info("%s has a GPU: it is not forked, and imports by itself", role_class)
             return {}

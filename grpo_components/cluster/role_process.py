@@ -37,11 +37,7 @@ class RoleProcess:
     _senders: dict[int, Callable[..., Any]] = field(default_factory=dict)
 
     def sender(self, num_returns: int) -> Callable[..., Any]:
-        """Return the function that sends a call, which Ray takes long to build.
-
-        Args:
-            num_returns: length of the tuple that the call returns; 1 for a single value.
-        """
+        """Return the function that sends a call, which Ray takes long to build."""
         if num_returns not in self._senders:
             options = self.host.call.options(num_returns=num_returns)
             self._senders[num_returns] = options.remote
@@ -64,14 +60,7 @@ class RoleProcess:
             os.kill(self.pid, number)
 
     async def wait_turn(self, turn: Callable[[], Awaitable[Any]]) -> bool:
-        """Wait for a turn in a replay, or until the process is replaced.
-
-        Args:
-            turn: function that waits for the turn.
-
-        Returns:
-            Whether the turn came before the process was replaced.
-        """
+        """Wait for a turn in a replay, or until the process is replaced."""
         if self.ended.is_set():
             return False
         waiting = asyncio.ensure_future(turn())

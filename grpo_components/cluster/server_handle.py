@@ -13,13 +13,7 @@ _KEEP_LANE = "keep"
 
 
 class ParameterServerHandle:
-    """Calls the parameter server, which holds the newest published weights.
-
-    Args:
-        role: role of the server.
-        timeout_s: longest wait for a call, in seconds.
-        keeps_versions: whether the server writes each version to a file.
-    """
+    """Calls the parameter server, which holds the newest published weights."""
 
     def __init__(self, role: Role, timeout_s: float, *, keeps_versions: bool = False) -> None:
         self._role, self._timeout_s = role, timeout_s
@@ -46,13 +40,7 @@ class ParameterServerHandle:
         await self._role.call("acknowledge", generator, version, timeout_s=self._timeout_s)
 
     async def keep(self, attempt: int, version: int, pushes: Sequence[Any]) -> None:
-        """Start to write a version to its file; wait for the one before, so that none gets lost.
-
-        Args:
-            attempt: attempt of the run.
-            version: policy version of the weights.
-            pushes: references to what `PolicyVersions.keep` takes.
-        """
+        """Start to write a version to its file; wait for the one before, so that none gets lost."""
         if not self._keeping or self._keeping[0] != (attempt, version):
             await self.wait_kept()
             call = self._role.submit("keep", attempt, version, *pushes, lane=_KEEP_LANE)
@@ -64,15 +52,7 @@ class ParameterServerHandle:
             await self._role.result(self._keeping[1], "keep", self._timeout_s)
 
     async def kept(self, attempt: int, version: int) -> Part | None:
-        """Return a reference to the last version, which the server rebuilds from the files.
-
-        Args:
-            attempt: attempt of the run.
-            version: policy version of the weights.
-
-        Returns:
-            None if `keep` did not get it last: then only its push has it.
-        """
+        """Return a reference to the last version, which the server rebuilds from the files."""
         if not self._keeping or self._keeping[0] != (attempt, version):
             return None
         await self.wait_kept()

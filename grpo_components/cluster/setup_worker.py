@@ -28,11 +28,7 @@ _ANSWER_S = 300.0
 
 
 def main(arguments: list[str]) -> None:
-    """Let the parent fork a worker; without it, run Ray's own file.
-
-    Args:
-        arguments: path of Ray's `default_worker.py` and its arguments, with those for this file.
-    """
+    """Let the parent fork a worker; without it, run Ray's own file."""
     context: dict[str, Any] = {}
     for each in arguments:
         if each.startswith(_CONTEXT):

@@ -43,12 +43,7 @@ _CONFIG_ERRORS = (ValueError, YAMLError, OmegaConfBaseException)
 
 
 def dump_task_stacks(logs: Path, why: str) -> None:
-    """Append the stacks of all tasks of the running event loop to `driver_stacks.log`.
-
-    Args:
-        logs: folder of the run's logs.
-        why: heading of the dump.
-    """
+    """Append the stacks of all tasks of the running event loop to `driver_stacks.log`."""
     with (logs / "driver_stacks.log").open("a", encoding="utf-8") as file:
         file.write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n")
         for task in asyncio.all_tasks():
@@ -59,9 +54,6 @@ async def apart(work: Coroutine[Any, Any, None]) -> None:
     """Run work in its own task, so that its failure cannot hide a cancellation, as by Ctrl-C.
 
     A task group that is cancelled from outside while one of its tasks fails raises the failure.
-
-    Args:
-        work: coroutine to run; it is cancelled with the caller.
     """
     task = asyncio.create_task(work)
     try:
@@ -90,16 +82,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def exit_code(recipe_main: Callable[[], Any]) -> int:
-    """Run a recipe's main and turn its end into the exit code of the process.
-
-    Args:
-        recipe_main: function decorated with `preflight.parse`, or torchtune's `config.parse`.
-
-    Returns:
-        0 after a normal end or a dry run, 1 after a failure (the cause is on stderr), 2 for a wrong
-        config (one line on stderr, after the traceback of a component that raised), 130 after
-        Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
-    """
+    """Run a recipe's main and turn its end into the exit code of the process."""
     received = _end_on_signals()
     # A shell starts background jobs with SIGINT ignored: then neither signal would end the run.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -186,11 +169,7 @@ def _ended_by(recipe_main: Callable[[], Any], end: SystemExit) -> str | None:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the failure behind an exception group: a role's if there is one, else the first.
-
-    Args:
-        error: an exception group, or a single error, which is returned as it is.
-    """
+    """Return the failure behind an exception group: a role's if there is one, else the first."""
     while isinstance(error, BaseExceptionGroup):
         failures = error.exceptions
         error = next((e for e in failures if isinstance(e, RoleFailedError)), failures[0])

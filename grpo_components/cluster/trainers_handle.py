@@ -23,15 +23,7 @@ CHECKPOINT_LANE = "checkpoint"
 
 
 class TrainersHandle:
-    """Calls all trainer ranks; each rank gets the same calls in the same order.
-
-    Args:
-        roles: roles of the ranks.
-        ledger: ledger of the run.
-        train_step_s: longest wait for a call other than for exported weights, in seconds.
-        weights_s: longest wait for exported weights, in seconds.
-        remote_files: copies checkpoints from and to nodes that do not see the run's folder.
-    """
+    """Calls all trainer ranks; each rank gets the same calls in the same order."""
 
     def __init__(
         self,
@@ -72,15 +64,7 @@ class TrainersHandle:
     def export_weights(
         self, version: int, base: int | None = None
     ) -> tuple[list[Part], list[Part]]:
-        """Start to pack the gathered weights, while the next step may run.
-
-        Args:
-            version: policy version of the gathered weights.
-            base: for delta pushes, what `DeltaEncoder.encode` takes; None if all pushes are whole.
-
-        Returns:
-            References to each rank's bucket (weights) and to each rank's manifest (what is in it).
-        """
+        """Start to pack the gathered weights, while the next step may run."""
         args = (version,) if base is None else (version, base)
         exports = [
             role.submit("export_weights", *args, num_returns=2, lane="export")
@@ -90,11 +74,7 @@ class TrainersHandle:
         return list(buckets), list(manifests)
 
     async def manifests(self, references: Sequence[Any]) -> list[Any]:
-        """Wait for the ranks' manifests and return them.
-
-        Args:
-            references: the second result of `export_weights`.
-        """
+        """Wait for the ranks' manifests and return them."""
         exports = zip(self._roles, references, strict=True)
         return [
             await role.answer(part, "export_weights", self._weights_s) for role, part in exports

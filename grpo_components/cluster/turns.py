@@ -26,11 +26,6 @@ class Turns:
     it. Nothing can pull before the step is over: its groups are all there, and the staleness
     contract lets the next ones start only with the weights that the step makes. (After a skipped
     step they start with the same weights, which are pulled once more.)
-
-    Args:
-        roles: handles of the run's roles; the trainers' `turn` and the restarts of generators are
-            set here.
-        ledger: ledger (account of all groups) of the run; its events record each turn.
     """
 
     def __init__(self, roles: Roles, ledger: Ledger) -> None:

@@ -16,18 +16,7 @@ from grpo_components.exchange.weights import snapshot_checksum
 
 
 class WeightSync:
-    """Publishes the trainers' weights and loads them into the generators, comparing checksums.
-
-    Args:
-        ledger: ledger of the run; holds the published version and records each push and pull.
-        roles: handles of the run's roles.
-        push_every_n_steps: training steps from one push to the next.
-        pull_every_m_rollouts: rollouts of a generator from one pull to the next.
-        push_early: function of a training step (from 1); returns whether an evaluation after that
-            step needs its weights.
-        deltas: whether a push may have only the bytes that changed since the one before.
-        probe_kl: upper bound of the KL on the weight probe, see `WeightProbe`; None disables it.
-    """
+    """Publishes the trainers' weights and loads them into the generators, comparing checksums."""
 
     def __init__(
         self,
@@ -57,13 +46,6 @@ class WeightSync:
         """Push the weights every n steps, and whenever an evaluation or a generator needs them.
 
         A generator needs them if it slept and nothing was pushed yet: the first step was skipped.
-
-        Args:
-            policy_version: the trainers' policy version after their step.
-            probe_logprobs: logprobs of the weight probe by that version, to check generators with.
-
-        Returns:
-            Metrics: seconds that training stood still, and bytes of the last push that is packed.
         """
         due = 1 if self._push_early(self._ledger.steps_done + 1) else self._push_every_n_steps
         if not self._ever_pushed and any(g.version < 0 for g in self._roles.living_generators()):
@@ -95,12 +77,7 @@ class WeightSync:
             await self._roles.server.keep(self._ledger.attempt, version, pushes)
 
     async def pull_if_due(self, generator: GeneratorHandle, entry: LedgerEntry) -> None:
-        """Pull weights every m rollouts, and when a group needs newer ones than its generator has.
-
-        Args:
-            generator: generator that will sample the group.
-            entry: ledger entry of the group; its `start_version` is set here.
-        """
+        """Pull weights every m rollouts, and when a group needs newer ones than its generator has."""
         ledger = self._ledger
 
         def due() -> bool:
@@ -118,16 +95,7 @@ class WeightSync:
         entry.start_version = max(generator.version, entry.needed_version)
 
     async def pull(self, generator: GeneratorHandle, cause: str) -> None:
-        """Load the newest published weights, if they are newer than the generator's.
-
-        Args:
-            generator: generator that loads the weights.
-            cause: what needs the weights, for the event log.
-
-        Raises:
-            RuntimeError: the generator's checksum differs from that of the pushed weights, or it
-                computes other logprobs than the trainers (a DisagreementError).
-        """
+        """Load the newest published weights, if they are newer than the generator's."""
         generator.rollouts_since_pull = 0
         name, this_try, replaying = generator.name, cause, self._ledger.events.replaying
         for number in itertools.count(2):

@@ -23,12 +23,7 @@ _GRACE_S = 30.0
 
 
 class WeightTransfer:
-    """Makes pulls in which the weights go straight from the sender to the generators' workers.
-
-    Args:
-        sender: role of the first trainer rank.
-        timeout_s: longest wait of sender and receiver for each other, in seconds.
-    """
+    """Makes pulls in which the weights go straight from the sender to the generators' workers."""
 
     def __init__(self, sender: Role, timeout_s: float) -> None:
         self._sender, self._timeout_s = sender, timeout_s
@@ -44,19 +39,6 @@ class WeightTransfer:
 
         Whatever breaks a transfer, the generator is restarted, because its model is half loaded,
         and then pulls again. Only the end of the sender, or a time-out, ends the loops.
-
-        Args:
-            receiver: role of the generator.
-            version: version of the weights.
-            buckets: references to each trainer rank's part of the weights.
-            manifests: references to each trainer rank's manifest.
-
-        Returns:
-            What was loaded; None if the generator was restarted
-            meanwhile, because a restart already loads the newest weights.
-
-        Raises:
-            RoleFailedError: the sender ended, or one waited for the other in vain.
         """
         async with self._turns[receiver.name]:
             number, incarnation = next(self._numbers), receiver.process.incarnation

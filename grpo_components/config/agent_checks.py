@@ -23,16 +23,7 @@ from grpo_components.settings import Settings
 
 
 def try_agents(cfg: Settings, limit_s: float) -> None:
-    """Build the environment, read its chat template, and import the agent.
-
-    Args:
-        cfg: settings checked by preflight.
-        limit_s: seconds for the import.
-
-    Raises:
-        ConfigError: a setting is wrong, or does not go with agents; names its key.
-        ConfigError: the agent cannot be imported.
-    """
+    """Build the environment, read its chat template, and import the agent."""
     _check_settings(cfg)
     environment: AgentEnvironment = build_environment(cfg.environment)
     tokenizer: Any = AutoTokenizer.from_pretrained(cfg.base_model_path)

@@ -20,14 +20,6 @@ def check_types(key: str, component: Any, given: Mapping[str, Any]) -> None:
 
     `int` and `float` count as the same type. Arguments without a plain type in the signature pass:
     the component checks them when it is built.
-
-    Args:
-        key: config key of the component.
-        component: class or function.
-        given: arguments of the component in the config; `_component_` is skipped.
-
-    Raises:
-        ConfigError: an argument has another type; names its key.
     """
     hints, defaults = _hints(component), _defaults(component)
     for name, value in given.items():

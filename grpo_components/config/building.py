@@ -55,17 +55,7 @@ _MAX_SCHEDULER_STEPS = 10_000
 
 
 def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
-    """Instantiate a component of the config.
-
-    Args:
-        key: config key of the component, for errors.
-        node: section with `_component_` and its arguments.
-        args: positional arguments.
-        kwargs: keyword arguments, added to those of the node.
-
-    Raises:
-        ConfigError: the component raised any error; names the key.
-    """
+    """Instantiate a component of the config."""
     try:
         return config.instantiate(node, *args, **kwargs)
     except ValueError as error:
@@ -78,13 +68,7 @@ def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
 
 
 def refused_by(key: str, node: Mapping[Any, Any], error: ValueError) -> ConfigError:
-    """Return what a component raised about its arguments, under the component's key.
-
-    Args:
-        key: config key of the component.
-        node: section with `_component_` and its arguments.
-        error: what it raised; a text should be "argument: what is wrong; allowed: ...".
-    """
+    """Return what a component raised about its arguments, under the component's key."""
     if isinstance(error, ConfigError):
         where, problem, allowed = error.key, error.problem, error.allowed
     else:
@@ -102,19 +86,7 @@ def refused_by(key: str, node: Mapping[Any, Any], error: ValueError) -> ConfigEr
 
 
 def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
-    """Build the tokenizer, the data set and the evaluation data set.
-
-    Args:
-        cfg: settings checked by preflight.
-
-    Returns:
-        Tokenizer, data set and evaluation data set, which is empty if the config has none.
-
-    Raises:
-        ConfigError: a component is no tokenizer or no data set, a row lacks a column that a reward
-            takes, or a prompt does not fit into the policy's context with its response; names the
-            key, for a prompt also file, row and field.
-    """
+    """Build the tokenizer, the data set and the evaluation data set."""
     tokenizer = build("tokenizer", cfg.tokenizer)
     if not hasattr(tokenizer, "encode"):
         problem = f"{cfg.tokenizer._component_} returns an object without `encode`"
@@ -234,12 +206,7 @@ def _check_prompts(
 
 
 def shared_prompts(dataset: Any, held_out: Any) -> str:
-    """Return one line with the number of prompts in both data sets; empty if there are none.
-
-    Args:
-        dataset: data set to train on.
-        held_out: data set to evaluate on.
-    """
+    """Return one line with the number of prompts in both data sets; empty if there are none."""
     trained = {tuple(dataset[i]["prompt_ids"]) for i in range(len(dataset))}
     shared = sum(tuple(held_out[i]["prompt_ids"]) in trained for i in range(len(held_out)))
     note = f"eval_dataset: {shared} of its {len(held_out)} prompts are also trained on"
@@ -263,13 +230,7 @@ def parameters_of(component: Any) -> list[inspect.Parameter]:
 
 
 def build_environment(node: DictConfig, **offered: Any) -> Any:
-    """Build the environment; called in a generator's process.
-
-    Args:
-        node: section with `_component_` and its arguments, which may be components themselves.
-        offered: arguments that the generator offers; only those in the component's signature are
-            passed.
-    """
+    """Build the environment; called in a generator's process."""
     parameters = parameters_of(_get_component_from_path(node._component_))
     takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
     names = offered if takes_any else {parameter.name for parameter in parameters}
@@ -309,18 +270,7 @@ def split_learning_rate(node: DictConfig) -> tuple[DictConfig, Schedule | None]:
 
 
 def check_components(cfg: Settings) -> list[str]:
-    """Build optimizer, scheduler and model once, before any process starts.
-
-    Args:
-        cfg: settings checked by preflight.
-
-    Returns:
-        A warning if the run ends before its learning rate is what the config asks for.
-
-    Raises:
-        ConfigError: the optimizer or scheduler cannot be built or fails, the model differs from the
-            checkpoint's, or the logger has no login; names the key.
-    """
+    """Build optimizer, scheduler and model once, before any process starts."""
     _check_wandb_login(cfg.metric_logger)
     node, schedule = split_learning_rate(cfg.optimizer)
     parameter = torch.nn.Parameter(torch.zeros(1))

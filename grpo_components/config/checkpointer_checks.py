@@ -19,16 +19,7 @@ _MAX_FILES = 10_000
 
 
 def checkpoint_files(node: DictConfig, base: Path, run_folder: str) -> list[Path]:
-    """Check the checkpointer's arguments, and return the files that it would read.
-
-    Args:
-        node: section `checkpointer`, each value already checked against its own bounds.
-        base: folder of the base model.
-        run_folder: `output_dir` of the run, which is checked elsewhere.
-
-    Raises:
-        ConfigError: a check fails; names the key.
-    """
+    """Check the checkpointer's arguments, and return the files that it would read."""
     path = node["_component_"]
     if path.startswith("torchtune.") and path.rpartition(".")[2] != "FullModelHFCheckpointer":
         problem = f"{path} given, and base_model_path has Hugging Face's format, which vLLM needs"
@@ -63,15 +54,7 @@ def checkpoint_files(node: DictConfig, base: Path, run_folder: str) -> list[Path
 
 
 def check_writable(key: str, folder: Path) -> None:
-    """Refuse a folder in which nothing can be made, or which cannot be made itself.
-
-    Args:
-        key: config key of the folder.
-        folder: absolute path of the folder, which need not exist.
-
-    Raises:
-        ConfigError: the folder is not writable; names the key.
-    """
+    """Refuse a folder in which nothing can be made, or which cannot be made itself."""
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:  # in some places, such as /proc, even root can make no folder
         tempfile.TemporaryDirectory(prefix=".grpo-", dir=nearest).cleanup()

@@ -7,14 +7,7 @@ from grpo_components.settings import Settings
 
 
 def check_colocated(settings: Settings) -> None:
-    """Refuse `colocate: true` with keys that turns rule out.
-
-    Args:
-        settings: each value already checked against its own bounds.
-
-    Raises:
-        ConfigError: a key does not go with turns; names the key.
-    """
+    """Refuse `colocate: true` with keys that turns rule out."""
     if not settings.colocate:
         return
     for key in ("eval_only", "rollout_only", "train_from"):

@@ -23,11 +23,7 @@ def call_of(component: type) -> Any:
 
 
 def columns_taken(component: Any) -> list[str]:
-    """Return the columns that objects of a reward's class must get; none for a function.
-
-    Args:
-        component: class of the reward, or a function that makes it, whose result is not known yet.
-    """
+    """Return the columns that objects of a reward's class must get; none for a function."""
     call = call_of(component) if inspect.isclass(component) else None
     if call is None:
         return []
@@ -38,15 +34,7 @@ def columns_taken(component: Any) -> list[str]:
 
 
 def check_columns(cfg: Settings, data: Mapping[str, Any]) -> None:
-    """Refuse a reward that takes a column by name which a row of a data set lacks.
-
-    Args:
-        cfg: settings checked by preflight.
-        data: data sets by their key in the config.
-
-    Raises:
-        ConfigError: a column is missing; names the reward, the data set and the row.
-    """
+    """Refuse a reward that takes a column by name which a row of a data set lacks."""
     used = {
         key: dataset
         for key, dataset in data.items()

@@ -49,12 +49,7 @@ def merge_overrides(given: dict[str, Any], overrides: Sequence[str]) -> DictConf
 
 
 def resume_command(argv: Sequence[str]) -> str:
-    """Return the command that resumes a run, as its user would type it; empty if unknown.
-
-    Args:
-        argv: recipe, options and overrides, as `tune run` leaves them in `sys.argv`: the names of
-            shipped recipes and configs are replaced by paths, and a copy's path is a dotted name.
-    """
+    """Return the command that resumes a run, as its user would type it; empty if unknown."""
     recipe, *arguments = argv
     if not any(argument.partition("=")[0] == "--config" for argument in arguments):
         return ""

@@ -67,20 +67,7 @@ def try_components(
     dataset: Any,
     objective: Objective,
 ) -> list[str]:
-    """Call each component once as the run will, and refuse one that breaks its kind's contract.
-
-    Args:
-        cfg: settings checked by preflight.
-        tokenizer: tokenizer of the config.
-        dataset: data set of the prompts to train on.
-        objective: objective of the config.
-
-    Returns:
-        A warning for each thing that is allowed, and was a mistake elsewhere: see `doubts.py`.
-
-    Raises:
-        ConfigError: one line with the key of the component, what it did, and what is allowed.
-    """
+    """Call each component once as the run will, and refuse one that breaks its kind's contract."""
     about_rates = check_components(cfg)
     doubts = [] if cfg.eval_only or cfg.rollout_only else about_rates
     if cfg.teacher:
@@ -200,14 +187,7 @@ def _try_loss(loss: Any, penalties: Penalties, off_policy: Any, inputs: LossInpu
 def made_inputs(
     has_reference: bool, max_staleness: int, step: int, *, has_teacher: bool = False
 ) -> LossInputs:
-    """Return a small micro-batch of ordinary numbers, always the same.
-
-    Args:
-        has_reference: whether the micro-batch has logprobs of a reference.
-        max_staleness: upper bound of the tokens' staleness, in policy versions.
-        step: number of training steps done before the micro-batch.
-        has_teacher: whether the micro-batch has logprobs of a teacher.
-    """
+    """Return a small micro-batch of ordinary numbers, always the same."""
     numbers = torch.Generator().manual_seed(0)
     size = sum(LENGTHS)
 
@@ -307,15 +287,7 @@ def _check_logger(path: str) -> None:
 
 
 def check_logger(path: str, logger: Any) -> None:
-    """Refuse a logger that lacks a method of torchtune's loggers.
-
-    Args:
-        path: dotted path of the component.
-        logger: logger that the component made, or its class.
-
-    Raises:
-        ConfigError: a method is missing; names it.
-    """
+    """Refuse a logger that lacks a method of torchtune's loggers."""
     for method in ("log_dict", "close"):
         if not callable(getattr(logger, method, None)):
             allowed = "one of torchtune.training.metric_logging, or one like it"

@@ -36,14 +36,7 @@ _PACKAGES = {"TensorBoardLogger": "tensorboard", "WandBLogger": "wandb", "CometL
 
 
 def check_together(settings: Settings) -> None:
-    """Refuse values that contradict each other or that this machine cannot hold.
-
-    Args:
-        settings: each value already checked against its own bounds.
-
-    Raises:
-        ConfigError: a check fails; names the key.
-    """
+    """Refuse values that contradict each other or that this machine cannot hold."""
     _check_products(settings)
     _check_memory(settings)
     _check_asynchrony(settings)
@@ -64,11 +57,7 @@ def check_together(settings: Settings) -> None:
 
 
 def kl_sections(settings: Settings) -> dict[str, Mapping[Any, Any]]:
-    """Return the sections that may have a `kl_coeff`, by key.
-
-    Args:
-        settings: each value already checked against its own bounds.
-    """
+    """Return the sections that may have a `kl_coeff`, by key."""
     shaping = settings.reward_shaping.model_dump()
     return {"loss": settings.loss, "reward_shaping": shaping, "advantages": settings.advantages}
 

@@ -34,14 +34,7 @@ _DONE = "the config is right and its components were called; nothing was started
 def plan(
     cfg: Settings, tokenizer: Any, dataset: Any, objective: Objective
 ) -> tuple[str, list[str]]:
-    """Return what the run would do, as lines of text under headings, and what does not fit.
-
-    Args:
-        cfg: settings checked by preflight.
-        tokenizer: tokenizer of the config.
-        dataset: data set of the prompts to train on.
-        objective: built objective.
-    """
+    """Return what the run would do, as lines of text under headings, and what does not fit."""
     node = cfg.eval_dataset if cfg.evaluates else None
     held_out = [] if node is None else build("eval_dataset", node, tokenizer)
     memory = _memory(cfg, (dataset, held_out), objective)

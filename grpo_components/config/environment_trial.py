@@ -35,17 +35,7 @@ _TRIAL_S = 30.0
 
 
 def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, Any]]) -> None:
-    """Build the environment, call each tool of its world, and send one response to one prompt.
-
-    Args:
-        cfg: settings checked by preflight.
-        tokenizer: tokenizer of the config.
-        prompts: rows of the data set; the environment must work with at least one of them.
-
-    Raises:
-        ConfigError: the environment, its world or a tool fails, hangs or breaks its contract;
-            says how, with the traceback of its own code.
-    """
+    """Build the environment, call each tool of its world, and send one response to one prompt."""
     limit_s = cfg.timeouts.rollout_s
     trial_s = min(limit_s / 2, max(_TRIAL_S, limit_s / 20))
     if runs_agents(cfg.environment):

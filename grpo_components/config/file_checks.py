@@ -22,14 +22,7 @@ _HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 
 
 def check_files(settings: Settings) -> None:
-    """Refuse missing files, and values that do not fit the models in them.
-
-    Args:
-        settings: each value already checked against its own bounds.
-
-    Raises:
-        ConfigError: a check fails; names the key.
-    """
+    """Refuse missing files, and values that do not fit the models in them."""
     base = Path(settings.base_model_path)
     if not base.is_dir():
         owner = "Qwen" if base.name.startswith("Qwen") else "<owner>"
@@ -67,15 +60,7 @@ def _check_same_folder(settings: Settings, base: Path) -> None:
 
 
 def check_against_model(settings: Settings, hf_config: dict[str, Any]) -> None:
-    """Refuse token ids and lengths that the base model does not support.
-
-    Args:
-        settings: each value already checked against its own bounds.
-        hf_config: `config.json` of the base model.
-
-    Raises:
-        ConfigError: a check fails; names the key.
-    """
+    """Refuse token ids and lengths that the base model does not support."""
     engine, vocab = settings.generator, hf_config.get("vocab_size")
     for token in engine.stop_token_ids or ():
         if token < 0 or (vocab is not None and token >= vocab):

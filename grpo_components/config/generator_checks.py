@@ -15,15 +15,7 @@ _WRONG_ON_CPU = {"cohere2": "whose logprobs in vLLM are 7.0e-4 nats from transfo
 
 
 def check_tensor_parallel(workers: int, hf_config: dict[str, Any]) -> None:
-    """Check that a number of workers can share each layer of a checkpoint in vLLM.
-
-    Args:
-        workers: value of `generator.tensor_parallel_size`.
-        hf_config: `config.json` of the checkpoint.
-
-    Raises:
-        ConfigError: the workers cannot share a layer; names the size, and the numbers that can.
-    """
+    """Check that a number of workers can share each layer of a checkpoint in vLLM."""
     if not (problem := _unsplit(workers, hf_config)):
         return
     heads = hf_config.get("num_attention_heads") or workers
@@ -33,14 +25,7 @@ def check_tensor_parallel(workers: int, hf_config: dict[str, Any]) -> None:
 
 
 def check_cpu_engine(hf_config: dict[str, Any]) -> None:
-    """Check that vLLM computes a checkpoint on a CPU, and as transformers does.
-
-    Args:
-        hf_config: `config.json` of the checkpoint.
-
-    Raises:
-        ConfigError: the family is not computed exactly, or a width of its experts does not fit.
-    """
+    """Check that vLLM computes a checkpoint on a CPU, and as transformers does."""
     family = hf_config.get("model_type")
     if (found := _WRONG_ON_CPU.get(str(family))) is not None:
         fail("base_model_path", f"a model of {family} given, {found}", "see docs/models.md")

@@ -10,15 +10,7 @@ from grpo_components.settings import Settings, teachers_of
 
 
 def check_gpus(settings: Settings, *, here: bool) -> None:
-    """Refuse GPU shares that roles cannot have, and roles that do not fit onto this machine's GPUs.
-
-    Args:
-        settings: settings with `device: cuda`.
-        here: whether the roles run on this machine; a joined cluster counts its GPUs itself.
-
-    Raises:
-        ConfigError: a check fails; names the key.
-    """
+    """Refuse GPU shares that roles cannot have, and roles that do not fit onto this machine's GPUs."""
     if here and not torch.cuda.is_available():
         fail("device", f"cuda given, and PyTorch {torch.__version__} finds no GPU", "cpu")
     counts = _roles(settings)
@@ -54,11 +46,7 @@ def check_gpus(settings: Settings, *, here: bool) -> None:
 
 
 def generator_gpus(settings: Settings) -> float:
-    """Return the GPUs of one generator: a share of one, or one for each tensor-parallel worker.
-
-    Args:
-        settings: settings with `device: cuda`.
-    """
+    """Return the GPUs of one generator: a share of one, or one for each tensor-parallel worker."""
     return settings.gpus_per_generator * settings.generator.tensor_parallel_size
 
 

@@ -23,14 +23,7 @@ from grpo_components.settings import Settings
 
 
 def check_lora(settings: Settings) -> None:
-    """Refuse keys that do not go with adapters.
-
-    Args:
-        settings: each value already checked against its own bounds.
-
-    Raises:
-        ConfigError: a check fails; names the key.
-    """
+    """Refuse keys that do not go with adapters."""
     lora = lora_options(settings.lora)
     if lora is None:
         return
@@ -53,15 +46,7 @@ def check_lora(settings: Settings) -> None:
 
 
 def check_adapters(settings: Settings, model: nn.Module) -> None:
-    """Refuse adapters that trainer and generators would place in different layers.
-
-    Args:
-        settings: settings checked by preflight.
-        model: model that the config builds, on the meta device; it gets the adapters.
-
-    Raises:
-        ConfigError: the layers of an adapter are not those of the base model; names one.
-    """
+    """Refuse adapters that trainer and generators would place in different layers."""
     lora = lora_options(settings.lora)
     if lora is None:
         return

@@ -20,19 +20,7 @@ from grpo_components.training.model_match import (
 
 
 def check_model(node: DictConfig, model: nn.Module, model_type: str, base: Path) -> None:
-    """Refuse a model that computes another policy than the base model, which generators run.
-
-    Args:
-        node: section `model` of the config.
-        model: model built from the node, on any device; its weights have the base model's names
-            and shapes.
-        model_type: torchtune's name of the family.
-        base: folder of the base model.
-
-    Raises:
-        ConfigError: the models differ; names the first such key of `model`, its value, and the
-            value in config.json of the base model.
-    """
+    """Refuse a model that computes another policy than the base model, which generators run."""
     hf_config = read_hf_config(base)
     kinds = HF_MODEL_TYPES[model_type]
     if hf_config.model_type not in kinds:

@@ -23,11 +23,7 @@ REMOVED = {
 
 
 def moved_to(path: str) -> str | None:
-    """Return the new dotted path of a component; None if it has not moved.
-
-    Args:
-        path: value of a `_component_` in a config.
-    """
+    """Return the new dotted path of a component; None if it has not moved."""
     name = path.removeprefix(_PACKAGE)
     for old, new in _MOVED.items():
         if path.startswith(_PACKAGE) and f"{name}.".startswith(f"{old}."):

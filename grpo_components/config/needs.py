@@ -14,13 +14,7 @@ from grpo_components.settings import Settings, teachers_of
 
 
 def needs_of(cfg: Settings, arguments: RoleArguments, num_references: int) -> dict[str, Need]:
-    """Return the needs of each family of roles; those not named run beside the driver.
-
-    Args:
-        cfg: settings checked by preflight.
-        arguments: arguments of the roles.
-        num_references: number of references that will be started.
-    """
+    """Return the needs of each family of roles; those not named run beside the driver."""
     policy = {"base_model_path": cfg.base_model_path}
     generator = policy | _read_by_generators(cfg)
     teacher = {"teacher.path": cfg.teacher.path if cfg.teacher else ""}
@@ -40,12 +34,7 @@ def needs_of(cfg: Settings, arguments: RoleArguments, num_references: int) -> di
 
 
 def hosts_of(cfg: Settings, generator: int) -> list[str]:
-    """Return the names of the trainers whose GPUs a generator shares; empty if it has its own.
-
-    Args:
-        cfg: settings checked by preflight.
-        generator: number of the generator.
-    """
+    """Return the names of the trainers whose GPUs a generator shares; empty if it has its own."""
     if not (cfg.colocate and cfg.device == "cuda"):
         return []
     workers = cfg.generator.tensor_parallel_size

@@ -26,24 +26,14 @@ _SHAPING = ("kl_coeff", "overlong_tokens", "overlong_penalty")
 
 
 def build_reward_shaping(cfg: Settings) -> RewardShaping:
-    """Build the reward shaping, which subtracts penalties; without penalties it changes nothing.
-
-    Args:
-        cfg: settings checked by preflight.
-    """
+    """Build the reward shaping, which subtracts penalties; without penalties it changes nothing."""
     settings = {key: getattr(cfg.reward_shaping, key) for key in _SHAPING}
     longest = cfg.generator.max_response_tokens
     return RewardShaping(**settings, max_response_tokens=longest, left_out=left_out(cfg))
 
 
 def build_loss(cfg: Settings, default_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Build the policy loss: the component that the config names, else the recipe's own.
-
-    Args:
-        cfg: settings checked by preflight.
-        default_loss: the recipe's own loss, a function of the tokens and of the step's `clip_low`
-            and `clip_high`.
-    """
+    """Build the policy loss: the component that the config names, else the recipe's own."""
     section = {str(key): cfg.loss[key] for key in cfg.loss if key not in PENALTIES}
     if "_component_" in section:
         return build("loss", OmegaConf.create(section))
@@ -51,11 +41,7 @@ def build_loss(cfg: Settings, default_loss: Callable[..., Any]) -> Callable[...,
 
 
 def build_penalties(cfg: Settings) -> Penalties:
-    """Build the KL and entropy terms that are added to every loss.
-
-    Args:
-        cfg: settings checked by preflight.
-    """
+    """Build the KL and entropy terms that are added to every loss."""
     return Penalties(**{key: cfg.loss[key] for key in PENALTIES})
 
 

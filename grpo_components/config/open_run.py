@@ -57,21 +57,7 @@ def open_run(
     held_out: Any,
     recipe: str | None = None,
 ) -> RunRecords:
-    """Create or reopen the run's folder; on a resume, restore the ledger and the prompts.
-
-    Args:
-        cfg: settings checked by preflight; written to the folder.
-        ledger: new ledger, the account of every group of the run.
-        prompts: source of the ledger's prompts, at its first prompt.
-        temperature: sampling temperature by training step.
-        tokenizer: tokenizer whose stop tokens end a response.
-        dataset: data set to train on.
-        held_out: data set to evaluate on.
-        recipe: path of the recipe's file, for the snapshot of the code; None if it is not known.
-
-    Raises:
-        ConfigError: the checkpoint does not exist, or the data set has changed.
-    """
+    """Create or reopen the run's folder; on a resume, restore the ledger and the prompts."""
     _check_prompts(cfg, prompts)
     ledger.reuse = build_reuse(cfg)
     start = begin_run(cfg, ledger, prompts)
@@ -153,17 +139,7 @@ def open_log(
     held_out: Any,
     recipe: str | None = None,
 ) -> RunLog:
-    """Open the run log, and show the notes on the start and the data sets.
-
-    Args:
-        cfg: settings checked by preflight.
-        attempt: 0 for the first start of the run, +1 for each resume.
-        note: first line to show to the user; may be empty.
-        dataset: data set to train on; its `note` is shown, if it has one.
-        held_out: data set to evaluate on; shown are its `note`, and the number of its prompts that
-            are also trained on.
-        recipe: path of the recipe's file; None if it is not known.
-    """
+    """Open the run log, and show the notes on the start and the data sets."""
     with without_prints(cfg.log_level), _without_half_made():
         logger = build("metric_logger", cfg.metric_logger)
     check_logger(cfg.metric_logger._component_, logger)

@@ -32,12 +32,6 @@ def check_inputs(settings: Settings) -> None:
 
     Inputs must stay where they are: a used output_dir is moved aside with everything in it. Links
     are followed.
-
-    Args:
-        settings: each value already checked against its own bounds.
-
-    Raises:
-        ConfigError: a place is refused; names its key, and that of the input.
     """
     output_dir = real_path(settings.output_dir)
     alone = "a folder for this run alone"
@@ -65,12 +59,6 @@ def check_folder(settings: Settings) -> None:
     """Refuse an output_dir that another process uses, or that contains files which no run wrote.
 
     `begin_run` checks it again, with the folder locked.
-
-    Args:
-        settings: each value already checked against its own bounds.
-
-    Raises:
-        ConfigError: the folder is refused; names output_dir.
     """
     output_dir = real_path(settings.output_dir)
     refuse_folder_in_use(output_dir)  # before its contents are read

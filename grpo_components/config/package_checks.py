@@ -65,12 +65,7 @@ def check_packages(timeout_s: float) -> None:
 def _import_errors(
     packages: tuple[tuple[str, str | None], ...], timeout_s: float
 ) -> dict[str, str]:
-    """Return the error of each package that breaks vLLM, from imports in a process of their own.
-
-    Args:
-        packages: names, each with its file.
-        timeout_s: limit of all imports, in seconds.
-    """
+    """Return the error of each package that breaks vLLM, from imports in a process of their own."""
     names = [name for name, _ in packages]
     try:
         done = subprocess.run(

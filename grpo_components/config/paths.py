@@ -18,15 +18,7 @@ _ROOM_IN_OUTPUT_DIR = 512
 
 
 def expand_paths(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the same values with `~` expanded in every path.
-
-    Args:
-        values: values of a config, with interpolations replaced.
-
-    Raises:
-        ConfigError: a path cannot be looked up: it is too long, has a null byte, an unknown user or
-            a circle of links, or lies in a folder without permission; names the key.
-    """
+    """Return the same values with `~` expanded in every path."""
     expanded = {key: _expanded(key, value) for key, value in values.items()}
     output_dir = os.path.abspath(expanded["output_dir"])
     longest = os.pathconf("/", "PC_PATH_MAX") - _ROOM_IN_OUTPUT_DIR
@@ -39,16 +31,7 @@ def expand_paths(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_hf_config(key: str, folder: Path) -> dict[str, Any]:
-    """Read the `config.json` of a model's folder.
-
-    Args:
-        key: config key of the folder.
-        folder: folder with the file.
-
-    Raises:
-        ConfigError: the file cannot be read, is no JSON object, or has a size that is not a whole
-            number above 0; names the key.
-    """
+    """Read the `config.json` of a model's folder."""
     path, allowed = folder / "config.json", "a folder with the config.json of its model"
     try:
         hf_config = json.loads(path.read_text(encoding="utf-8"))

@@ -46,25 +46,14 @@ def parse(recipe_main: Callable[[DictConfig], None]) -> Callable[[], None]:
 
 
 def read_config(cfg: DictConfig) -> Settings:
-    """Check a config, and silence libraries according to its `log_level`.
-
-    Args:
-        cfg: config file with the overrides of the command line.
-
-    Raises:
-        ConfigError: one line, "key: what is wrong; allowed: ...", for the first problem.
-    """
+    """Check a config, and silence libraries according to its `log_level`."""
     settings = check(cfg)
     quiet_libraries(settings.log_level)
     return settings
 
 
 def parts_of(cfg: DictConfig) -> Iterator[DictConfig]:
-    """Yield the config of each part of a run: one, or two in a what-if that changes something.
-
-    Args:
-        cfg: config file with the overrides of the command line.
-    """
+    """Yield the config of each part of a run: one, or two in a what-if that changes something."""
     yield cfg
     if cfg.get("replay_until") is None or cfg.get("resume_from_checkpoint"):
         return
@@ -78,12 +67,6 @@ def check(cfg: DictConfig) -> Settings:
     Quick checks come first: no file is opened and nothing imported before all values fit their
     types and each other. Adds the current folder to `sys.path`, from which users' components are
     imported.
-
-    Args:
-        cfg: config file with the overrides of the command line.
-
-    Raises:
-        ConfigError: one line, "key: what is wrong; allowed: ...", for the first problem.
     """
     settings = settings_of(cfg)
     if settings.device == "cuda":
@@ -102,14 +85,7 @@ def check(cfg: DictConfig) -> Settings:
 
 
 def settings_of(cfg: DictConfig) -> Settings:
-    """Return a config as typed settings with all defaults, without opening a file.
-
-    Args:
-        cfg: config file with the overrides of the command line.
-
-    Raises:
-        ConfigError: one line, "key: what is wrong; allowed: ...", for the first problem.
-    """
+    """Return a config as typed settings with all defaults, without opening a file."""
     values = read_settings(_resolved(cfg)).model_dump()
     settings = read_settings(expand_paths(values))
     _fill_in(settings)

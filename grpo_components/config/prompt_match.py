@@ -34,13 +34,6 @@ def check_same_prompts(settings: Settings) -> None:
     The arguments that shape prompts are compared, defaults included. If `dataset` is a mix, equal
     arguments in one of its parts are enough. Arguments that only one of the two data sets takes are
     not compared.
-
-    Args:
-        settings: settings whose components can be imported.
-
-    Raises:
-        ConfigError: the data sets differ; names the first such key of `eval_dataset`, and the key
-            of `dataset`.
     """
     if settings.eval_dataset is None or settings.eval_only or not settings.evaluates:
         return

@@ -31,14 +31,7 @@ def build_prompts(cfg: Settings, dataset: Any) -> PromptStream | PromptCurriculu
 
 
 def check_curriculum(settings: Settings) -> None:
-    """Refuse a curriculum whose band is empty, or that the run could not follow.
-
-    Args:
-        settings: each value already checked against its own bounds.
-
-    Raises:
-        ConfigError: a check fails; names the key.
-    """
+    """Refuse a curriculum whose band is empty, or that the run could not follow."""
     rule = settings.curriculum
     if rule is None:
         return

@@ -24,12 +24,6 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
     """Check types, bounds and names of all keys, and fill in the defaults.
 
     A reward that is null is left out: so a command line removes one, `rewards.format=null`.
-
-    Args:
-        given: config as plain values, with interpolations replaced.
-
-    Raises:
-        ConfigError: there is an unknown key, or else a wrong value; names the first one.
     """
     rewards = given.get("rewards")
     if isinstance(rewards, Mapping):
@@ -72,13 +66,7 @@ def _refuse(given: Mapping[str, Any], error: Mapping[str, Any]) -> NoReturn:
 
 
 def nearest(name: str, keys: Iterable[str], prefix: str = "") -> str:
-    """Return a hint: the key that was probably meant, or else the keys that exist.
-
-    Args:
-        name: an unknown key.
-        keys: keys of the section in which it was given.
-        prefix: key of that section with a dot at its end; empty for the whole config.
-    """
+    """Return a hint: the key that was probably meant, or else the keys that exist."""
     keys = list(dict.fromkeys(keys))
     if near := get_close_matches(name, keys, n=1, cutoff=0.75):
         return f"did you mean {prefix}{near[0]}?"

@@ -34,14 +34,7 @@ _ALLOWED = "the output folder of a finished run, or its logs/events.jsonl"
 
 
 def check_replay(settings: Settings) -> None:
-    """Refuse a `replay_events` whose run cannot be replayed, at all or with this config.
-
-    Args:
-        settings: each value already checked against its own bounds.
-
-    Raises:
-        ConfigError: the run cannot be replayed; names the first reason found.
-    """
+    """Refuse a `replay_events` whose run cannot be replayed, at all or with this config."""
     if settings.replay_events is None:
         return
     if settings.device != "cpu":
@@ -84,12 +77,7 @@ def _check_there(run: Path, *names: str) -> None:
 
 
 def recorded_config(run: Path, settings: Settings) -> dict[str, Any]:
-    """Return the config of a recorded run in today's form, as plain values.
-
-    Args:
-        run: folder of the run.
-        settings: settings of its replay, which stand for those that a replay may change.
-    """
+    """Return the config of a recorded run in today's form, as plain values."""
     given = settings.model_dump()
     saved: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
     moved = {saved[key]: given[key] for key in ("base_model_path", "output_dir")}
@@ -140,13 +128,7 @@ def _elsewhere(value: Any, moved: Mapping[str, str]) -> Any:
 
 
 def differences(before: Any, given: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, recorded value, given value) of the values in which two configs differ.
-
-    Args:
-        before: config of the recorded run, as plain values.
-        given: config of the replay, as plain values.
-        key: key of the section that is compared; empty for whole configs.
-    """
+    """Yield (key, recorded value, given value) of the values in which two configs differ."""
     if isinstance(before, dict) and isinstance(given, dict):
         for name in before | given:
             inner = f"{key}.{name}" if key else name

@@ -9,25 +9,14 @@ from grpo_components.settings import Settings
 
 
 def build_reuse(cfg: Settings) -> GroupReuse:
-    """Build what chooses the groups that steps train again; without the section, none.
-
-    Args:
-        cfg: settings checked by preflight.
-    """
+    """Build what chooses the groups that steps train again; without the section, none."""
     contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
     rule = cfg.replay_generation
     return GroupReuse(contract, **rule.model_dump()) if rule else GroupReuse(contract)
 
 
 def check_reuse(settings: Settings) -> None:
-    """Refuse a reuse of groups that the run could never, or not rightly, follow.
-
-    Args:
-        settings: each value already checked against its own bounds.
-
-    Raises:
-        ConfigError: a check fails; names the key.
-    """
+    """Refuse a reuse of groups that the run could never, or not rightly, follow."""
     rule = settings.replay_generation
     if rule is None:
         return

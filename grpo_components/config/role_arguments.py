@@ -71,17 +71,7 @@ def role_arguments(
     longest_prompt: int,
     scratch: Path,
 ) -> RoleArguments:
-    """Return the arguments of every role for a checked config.
-
-    Args:
-        cfg: settings checked by preflight.
-        contract: staleness contract, which decides which groups may still be trained.
-        objective: trainers' part of the objective, already built.
-        num_references: number of references that will be started.
-        stop_tokens: ids of the tokenizer's stop tokens.
-        longest_prompt: length of the longest prompt of all data sets, in tokens.
-        scratch: folder for the roles' temporary files, which the run removes.
-    """
+    """Return the arguments of every role for a checked config."""
     threads = partial(threads_of, cfg, num_references=num_references)
     trainer, generator = stand_in_arguments(
         cfg,

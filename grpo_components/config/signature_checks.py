@@ -46,14 +46,7 @@ _OF_REWARDS = ("weight", "is_success")
 
 
 def check_components(settings: Settings) -> None:
-    """Import every component, and check its arguments against its signature.
-
-    Args:
-        settings: each value already checked against its own bounds.
-
-    Raises:
-        ConfigError: a check fails; names the key of the component or its argument.
-    """
+    """Import every component, and check its arguments against its signature."""
     if os.getcwd() not in sys.path:
         # At the end, as in torchtune: a user's datasets.py must not hide the package of that name.
         sys.path.append(os.getcwd())
@@ -124,15 +117,7 @@ def _check_call(key: str, component: Any, arguments: Sequence[str], *, by_name: 
 
 
 def imported_component(key: str, path: str) -> Any:
-    """Import and return the class or function of a dotted path.
-
-    Args:
-        key: config key.
-        path: dotted path.
-
-    Raises:
-        ConfigError: it cannot be imported; says what is there.
-    """
+    """Import and return the class or function of a dotted path."""
     if moved := moved_to(path):
         fail(key, f"{path} has moved", moved)
     try:
@@ -154,13 +139,7 @@ def imported_component(key: str, path: str) -> Any:
 
 
 def _refuse_missing(key: str, path: str, missing: str) -> NoReturn:
-    """Refuse a dotted path whose module, or a name in its module, does not exist.
-
-    Args:
-        key: config key.
-        path: dotted path.
-        missing: the start of the path that does not exist.
-    """
+    """Refuse a dotted path whose module, or a name in its module, does not exist."""
     parent, _, name = missing.rpartition(".")
     module = sys.modules.get(parent)
     if module is not None and name == "py":
@@ -189,14 +168,7 @@ def _is_of(module: ModuleType, value: Any) -> bool:
 def _check_arguments(
     key: str, node: Mapping[Any, Any], leading: int = 0, by_name: Sequence[str] = ()
 ) -> Any:
-    """Check a node's arguments against its component's signature, and return the component.
-
-    Args:
-        key: config key of the node.
-        node: `_component_` and its arguments.
-        leading: number of leading arguments that the recipe adds.
-        by_name: names of further arguments that the recipe adds.
-    """
+    """Check a node's arguments against its component's signature, and return the component."""
     path, is_reward = node["_component_"], key.startswith("rewards.")
     component = imported_component(f"{key}._component_", path)
     parameters = parameters_of(component)[leading:]

@@ -46,17 +46,7 @@ def start_roles(
     stop_tokens: Sequence[int],
     longest_prompt: int,
 ) -> Roles:
-    """Start all processes without waiting; `Cluster.ready` waits for them.
-
-    Args:
-        cfg: settings checked by preflight.
-        cluster: cluster of the run, with Ray started.
-        ledger: ledger of the run, the account of every group.
-        contract: staleness contract, which decides which groups may still be trained.
-        objective: built objective; the trainers get copies of their parts.
-        stop_tokens: ids of the tokenizer's stop tokens.
-        longest_prompt: length of the longest prompt of all data sets, in tokens.
-    """
+    """Start all processes without waiting; `Cluster.ready` waits for them."""
     cluster.show(objective.doubts)
     num_references = cfg.num_references if objective.needs_reference else 0
     arguments = role_arguments(

@@ -21,15 +21,7 @@ _MAX_CHARS = 40
 
 
 def check_teacher(settings: Settings, policy_config: dict[str, Any]) -> None:
-    """Refuse a teacher that is missing, or that reads or counts tokens otherwise than the policy.
-
-    Args:
-        settings: each value already checked against its own bounds.
-        policy_config: `config.json` of the base model.
-
-    Raises:
-        ConfigError: a check fails; names the key.
-    """
+    """Refuse a teacher that is missing, or that reads or counts tokens otherwise than the policy."""
     if settings.teacher is None:
         return
     base, folder = Path(settings.base_model_path), Path(settings.teacher.path)
@@ -49,15 +41,7 @@ def check_teacher(settings: Settings, policy_config: dict[str, Any]) -> None:
 
 
 def try_teacher(settings: Settings, path: str) -> None:
-    """Refuse a teacher whose model has other weights than its files, or whose logprobs are wrong.
-
-    Args:
-        settings: settings checked by preflight.
-        path: folder of the teacher.
-
-    Raises:
-        ConfigError: a check fails; names the key.
-    """
+    """Refuse a teacher whose model has other weights than its files, or whose logprobs are wrong."""
     try:
         with torch.device("meta"):
             model = hugging_face(path)

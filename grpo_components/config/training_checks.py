@@ -21,14 +21,7 @@ docs/training.md has the reasons."""
 
 
 def check_training(settings: Settings) -> None:
-    """Check keys of the trainer against each other and against this machine.
-
-    Args:
-        settings: each value already checked against its own bounds.
-
-    Raises:
-        ConfigError: a check fails; names the key.
-    """
+    """Check keys of the trainer against each other and against this machine."""
     _check_ranks(settings)
     if settings.device == "cpu":
         _check_cpu(settings)
@@ -46,15 +39,7 @@ def check_training(settings: Settings) -> None:
 
 
 def check_heads(tensor: int, hf_config: dict[str, Any]) -> None:
-    """Check that the trainer's tensor parallelism can split the layers of a checkpoint.
-
-    Args:
-        tensor: number of ranks that share a layer.
-        hf_config: `config.json` of the checkpoint.
-
-    Raises:
-        ConfigError: `tensor` does not divide a number of the checkpoint; names that number.
-    """
+    """Check that the trainer's tensor parallelism can split the layers of a checkpoint."""
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = hf_config.get(name) or tensor
         if size % tensor:
@@ -63,15 +48,7 @@ def check_heads(tensor: int, hf_config: dict[str, Any]) -> None:
 
 
 def default_bound(settings: Settings) -> float | None:
-    """Return the default of `max_generator_kl`.
-
-    Args:
-        settings: each value already checked against its own bounds.
-
-    Returns:
-        The bound for the config's `dtype`; None if the sampler is biased, or if the trainer drops
-        inputs of adapters, because trainer and generator then differ on purpose.
-    """
+    """Return the default of `max_generator_kl`."""
     drops = settings.lora is not None and settings.lora.dropout > 0
     return None if drops or biasing(settings.generator) else MAX_GENERATOR_KL[settings.dtype]
 

@@ -7,14 +7,7 @@ from grpo_components.settings import Settings
 
 
 def check_transfer(settings: Settings) -> None:
-    """Refuse a way of the weights that the devices, or the roles' places on them, do not have.
-
-    Args:
-        settings: each value already checked against its own bounds.
-
-    Raises:
-        ConfigError: `weights` cannot be what it is; names the other key.
-    """
+    """Refuse a way of the weights that the devices, or the roles' places on them, do not have."""
     way = settings.weights
     if way == "object_store":
         return

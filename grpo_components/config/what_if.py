@@ -33,18 +33,7 @@ _SHOWN_GROUPS = 20
 
 
 def check_what_if(settings: Settings) -> Settings:
-    """Refuse a what-if that is impossible, and return the settings of its first part.
-
-    Args:
-        settings: settings that all other checks have passed.
-
-    Returns:
-        The settings of the recorded run if it has to be repeated up to a step; else the given ones.
-
-    Raises:
-        ConfigError: a key cannot change in the middle of a run, or the step or a group is not one
-            of the recorded run's; names the key.
-    """
+    """Refuse a what-if that is impossible, and return the settings of its first part."""
     until, without = settings.replay_until, settings.replay_without
     if settings.replay_events is None or until is None:
         for key, value in (("replay_until", until), ("replay_without", without or None)):
@@ -79,11 +68,7 @@ def check_what_if(settings: Settings) -> Settings:
 
 
 def left_out(cfg: Settings) -> frozenset[int]:
-    """Return the groups that are not trained; none while a what-if repeats the recorded run.
-
-    Args:
-        cfg: settings that preflight has checked.
-    """
+    """Return the groups that are not trained; none while a what-if repeats the recorded run."""
     return frozenset(() if cfg.what_if else cfg.replay_without)
 
 

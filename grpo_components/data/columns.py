@@ -18,11 +18,7 @@ the messages of its last chat, with the answer."""
 
 
 def other_columns(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a prompt's row, without those that are named like another argument.
-
-    Args:
-        prompt: one item of a data set of prompts.
-    """
+    """Return the columns of a prompt's row, without those that are named like another argument."""
     taken = {*OWN_FIELDS, *CALL}
     return {name: value for name, value in prompt.items() if name not in taken}
 
@@ -33,12 +29,6 @@ def reward_input(
     """Return what the rewards judge: one response to one prompt, with the columns of its row.
 
     The sample's seed, if the prompt has one, is added for `RewardPool`.
-
-    Args:
-        prompt: one item of a data set of prompts.
-        response_text: text of the response, or of its last turn.
-        finish_reason: why the response ended, for example `stop` or `length`.
-        answer: answer to judge by; None for the prompt's own.
     """
     return {
         **other_columns(prompt),
@@ -51,14 +41,7 @@ def reward_input(
 
 
 def plain_value(value: Any) -> Any:
-    """Return a column's value as a checkpoint can store it: a date, for example, becomes a text.
-
-    Args:
-        value: value of a row, as its source has it.
-
-    Returns:
-        None, a bool, number or text, or lists and mappings of these; anything else as text.
-    """
+    """Return a column's value as a checkpoint can store it: a date, for example, becomes a text."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, list | tuple):
@@ -69,11 +52,7 @@ def plain_value(value: Any) -> Any:
 
 
 def filled(prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return prompts that all have the same columns: a column that a row lacks is None.
-
-    Args:
-        prompts: items of a data set of prompts.
-    """
+    """Return prompts that all have the same columns: a column that a row lacks is None."""
     names: dict[str, None] = {}
     for prompt in prompts:
         names.update(dict.fromkeys(other_columns(prompt)))

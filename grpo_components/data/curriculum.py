@@ -62,14 +62,7 @@ class _Rates:
         self._weigh()
 
     def draw(self, share: float) -> tuple[int, int]:
-        """Draw a prompt that was not drawn since the last step, while there is one.
-
-        Args:
-            share: random number, at least 0 and below 1.
-
-        Returns:
-            Row of the source, and how often the prompt was drawn before.
-        """
+        """Draw a prompt that was not drawn since the last step, while there is one."""
         if self._blocked.all():
             self._blocked[:] = False
         cumulated = np.cumsum(np.where(self._blocked, 0.0, self._weights))
@@ -120,12 +113,6 @@ class Curriculum:
     were generated since the step before are counted. Between two steps, no prompt is drawn twice
     before all prompts of its data set were drawn. So the draws depend on nothing but the results by
     step and the number of draws in each.
-
-    Args:
-        parts: for each data set of a mix, the `prompt_index` of each prompt, and the weight of the
-            data set. A single data set is a mix of one.
-        rule: how success rates become weights.
-        seed: seed of the draws.
     """
 
     def __init__(
@@ -156,13 +143,7 @@ class Curriculum:
         return self._parts[self._turns.next()].draw(share)
 
     def add_result(self, prompt_index: int, successes: int, responses: int) -> None:
-        """Add the result of a generated group; it counts from the end of the step on.
-
-        Args:
-            prompt_index: the group's prompt, one of the curriculum.
-            successes: number of responses that succeeded.
-            responses: number of responses that were scored.
-        """
+        """Add the result of a generated group; it counts from the end of the step on."""
         before = self._results.get(prompt_index, (0, 0))
         self._results[prompt_index] = before[0] + successes, before[1] + responses
 
@@ -192,12 +173,7 @@ class Curriculum:
         return prompt_index in self._places
 
     def describe(self) -> dict[str, Any]:
-        """Return what the draws depend on beside the results, for the receipts.
-
-        Returns:
-            `seed`, `curriculum` (the rule) and `prompts`: for each data set its weight, and its
-            rows as [first, last] of each run of consecutive numbers.
-        """
+        """Return what the draws depend on beside the results, for the receipts."""
         return {
             "seed": self.seed,
             "curriculum": asdict(self.rule),
@@ -223,14 +199,7 @@ class Curriculum:
 
 
 def curriculum_of(described: Mapping[str, Any]) -> Curriculum:
-    """Build the curriculum that `Curriculum.describe` described, for the audit.
-
-    Args:
-        described: start record of a run's receipts, its types already checked.
-
-    Raises:
-        ValueError: there is no such curriculum; says why.
-    """
+    """Build the curriculum that `Curriculum.describe` described, for the audit."""
     rule, parts = CurriculumRule(**described["curriculum"]), []
     if not (0 <= rule.low <= rule.high <= 1 and 0 < rule.floor <= 1 and 0 < rule.decay <= 1):
         raise ValueError("the rule of the curriculum is impossible")

@@ -7,12 +7,7 @@ from collections.abc import Sequence
 
 
 class PartTurns:
-    """After any n turns, each of k parts has had its share of n to within k + 1 turns.
-
-    Args:
-        weights: weight of each part; its share is relative to the other weights.
-        seed: seed of the order in which the parts take their first turns.
-    """
+    """After any n turns, each of k parts has had its share of n to within k + 1 turns."""
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         self.taken = [0] * len(weights)

@@ -15,12 +15,6 @@ class PromptCurriculum:
     """An endless iterator over (prompt, epoch) pairs, which follows the results of a run.
 
     `epoch` counts the draws of a prompt. A pair of prompt_index and epoch never occurs twice.
-
-    Args:
-        dataset: one data set of prompts, or a `PromptMix` of several, whose parts keep their
-            shares.
-        rule: how success rates become weights.
-        seed: seed of the draws.
     """
 
     def __init__(self, dataset: Any, rule: CurriculumRule, seed: int) -> None:
@@ -58,11 +52,7 @@ class PromptCurriculum:
         return {"num_rows": self._num_rows, **self.curriculum.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the state of another stream over the same data.
-
-        Raises:
-            ValueError: a data set has another number of rows than when the state was saved.
-        """
+        """Continue from the state of another stream over the same data."""
         if state["num_rows"] != self._num_rows:
             had, has = (" + ".join(map(str, n)) for n in (state["num_rows"], self._num_rows))
             raise ConfigError("dataset", f"it has {has} rows", f"the {had} rows of the checkpoint")

@@ -19,13 +19,7 @@ Prompt = dict[str, Any]
 
 
 class MixedPart(Dataset[Prompt]):
-    """One data set of a mix; its prompt_index values follow those of the parts before it.
-
-    Args:
-        prompts: the data set.
-        weight: share of the prompts, relative to the weights of the other parts.
-        first_index: offset added to the prompt_index of each row.
-    """
+    """One data set of a mix; its prompt_index values follow those of the parts before it."""
 
     def __init__(self, prompts: Any, weight: float, first_index: int) -> None:
         self.prompts, self.weight, self.first_index = prompts, weight, first_index
@@ -42,11 +36,7 @@ class MixedPart(Dataset[Prompt]):
 
 
 class PromptMix(Dataset[Prompt]):
-    """Prompt data sets one after the other, from which `PromptStream` draws by weight.
-
-    Args:
-        parts: the data sets by name, in order.
-    """
+    """Prompt data sets one after the other, from which `PromptStream` draws by weight."""
 
     def __init__(self, parts: Mapping[str, MixedPart]) -> None:
         self.parts = parts

@@ -24,11 +24,6 @@ class PromptStream:
     with a large weight is in a later epoch than the others. After any n prompts, each of k parts
     has given its share of n to within k + 1 prompts. A pair of prompt_index and epoch never occurs
     twice.
-
-    Args:
-        dataset: one data set of prompts, or a `PromptMix` of several.
-        shuffle: whether the rows are shuffled, in another order in each epoch.
-        seed: seed of the orders, and of the sequence in which the parts of a mix take turns.
     """
 
     def __init__(self, dataset: Any, *, shuffle: bool, seed: int) -> None:
@@ -52,11 +47,7 @@ class PromptStream:
         return {"drawn": drawn, "parts": [part.state_dict() for part in self._passes]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the position of another stream over the same data.
-
-        Raises:
-            ValueError: a data set has another number of rows than when the state was saved.
-        """
+        """Continue from the position of another stream over the same data."""
         had, has = ([p["num_rows"] for p in state["parts"]], [p.num_rows for p in self._passes])
         if had != has:
             rows, before = (" + ".join(map(str, numbers)) for numbers in (has, had))

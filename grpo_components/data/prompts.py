@@ -41,22 +41,6 @@ def prompt_encoder(
     """Make a function that turns a question into a prompt.
 
     The template surrounds a text, or the last message of a chat.
-
-    Args:
-        tokenizer: torchtune's tokenizer.
-        template: text around the question; contains `{question}` once. `{tools}` in it, or in the
-            system prompt, becomes the JSON schemas of the tools, one a line.
-        chat_template: None encodes the plain text. `torchtune` encodes messages with `tokenizer`
-            and its `prompt_template`. The path of a model folder selects the Hugging Face chat
-            template and tokenizer in it, which give the same ids as vLLM's chat endpoint.
-        system_prompt: system message of chats that do not begin with one of their own; None leaves
-            it to the chat template.
-        tools: JSON schemas of the tools that the policy may call. A Hugging Face chat template
-            gets them, unless template or system prompt have them already.
-        variables: variables of a Hugging Face chat template, by name.
-
-    Raises:
-        ValueError: a setting cannot be used; the message names its key.
     """
     if not isinstance(template, str) or template.count("{question}") != 1:
         allowed = "a text that contains {question} once"
@@ -201,11 +185,7 @@ def _hugging_face_chat(
 
 
 def reads_parts(template: str) -> bool:
-    """Whether a chat template expects the content of a message as a list of parts.
-
-    Args:
-        template: Jinja text of the template.
-    """
+    """Whether a chat template expects the content of a message as a list of parts."""
     return _LOOP_OVER_PARTS.search(template) is not None
 
 

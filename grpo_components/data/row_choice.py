@@ -48,15 +48,7 @@ _FILTERS = TypeAdapter(Annotated[Mapping[Any, _OneOrMore], described_as("conditi
 
 
 class RowFilters:
-    """Keeps the rows that meet all conditions on their columns.
-
-    Args:
-        filters: conditions by column of the source: `allowed`, a list of values; `min` and `max`,
-            inclusive bounds of a number; `regex`, a regular expression to search for in a text.
-
-    Raises:
-        ValueError: a filter is malformed; the message names its key.
-    """
+    """Keeps the rows that meet all conditions on their columns."""
 
     def __init__(self, filters: Mapping[str, Mapping[str, Any]]) -> None:
         self._checks: list[tuple[str, Callable[[Row, str], bool]]] = []
@@ -67,12 +59,7 @@ class RowFilters:
                 self._checks.append((column, check))
 
     def __call__(self, row: Row) -> bool:
-        """Whether to use a row. A null meets only an `allowed` that lists null.
-
-        Raises:
-            ValueError: the row lacks a column, or its value is not a number (for `min` and `max`)
-                or not a text (for `regex`). The message names the row.
-        """
+        """Whether to use a row. A null meets only an `allowed` that lists null."""
         return all(check(row, column) for column, check in self._checks)
 
 
@@ -113,12 +100,6 @@ class Partition:
 
     A hash of the question decides the part of its row. So the part depends on no seed, on no other
     row and not on the order of rows, and equal questions are always in the same part.
-
-    Args:
-        text: `1-9/10` for parts 1 to 9 of 10, `10/10` for the last part only.
-
-    Raises:
-        ValueError: the text has another form, or its numbers are out of range.
     """
 
     def __init__(self, text: str) -> None:

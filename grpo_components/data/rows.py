@@ -40,14 +40,7 @@ def is_question(value: Any) -> bool:
 
 
 class Row:
-    """One row of a data source, with typed access to its fields.
-
-    Args:
-        values: the row as the source has it; only a mapping has fields.
-        where: source and row number, for errors.
-        columns: the source's column name for each field that has another name there, `a.b` for the
-            entry `b` of the column `a`; None if the fields are columns themselves.
-    """
+    """One row of a data source, with typed access to its fields."""
 
     def __init__(self, values: Any, where: str, columns: Mapping[str, str] | None) -> None:
         self._values, self._where, self._columns = values, where, columns or {}
@@ -56,11 +49,7 @@ class Row:
         """Fields that were read or looked for."""
 
     def value(self, field: str) -> Any:
-        """Return the value of a field as the source has it; a CSV file has only texts.
-
-        Raises:
-            ValueError: the row has no such column.
-        """
+        """Return the value of a field as the source has it; a CSV file has only texts."""
         self.asked.add(field)
         column = self._columns.get(field, field)
         if not isinstance(self._values, dict):
@@ -80,11 +69,7 @@ class Row:
         return is_there or field in self._columns
 
     def text(self, field: str) -> str:
-        """Return the value of a text field.
-
-        Raises:
-            ValueError: the value is not a text, or is empty.
-        """
+        """Return the value of a text field."""
         value = self.value(field)
         if not isinstance(value, str) or not value.strip():
             self.refuse(field, "must be a text that is not empty")
@@ -101,9 +86,6 @@ class Row:
         """Return the value of a field that holds a text, or a chat that the policy continues.
 
         Entries of a message besides role and content are passed on, but for nulls.
-
-        Raises:
-            ValueError: the value is neither, or it is empty.
         """
         value = self.value(field)
         if not isinstance(value, list):
@@ -121,11 +103,7 @@ class Row:
         return [{k: v for k, v in message.items() if v is not None} for message in value]
 
     def text_or_number(self, field: str) -> str:
-        """Return the value of a field that holds a text or a number, as text; 42.0 becomes `42`.
-
-        Raises:
-            ValueError: the value is neither, or is empty.
-        """
+        """Return the value of a field that holds a text or a number, as text; 42.0 becomes `42`."""
         value = self.value(field)
         if isinstance(value, float) and math.isfinite(value):
             return str(int(value)) if value.is_integer() else str(value)
@@ -133,11 +111,7 @@ class Row:
         return str(value) if is_whole else self.text(field)
 
     def parsed(self, field: str) -> Any:
-        """Return the data in a field, which holds the data itself or its JSON text.
-
-        Raises:
-            ValueError: the value is a text that is not valid JSON.
-        """
+        """Return the data in a field, which holds the data itself or its JSON text."""
         value = self.value(field)
         if not isinstance(value, str):
             return value
@@ -147,11 +121,7 @@ class Row:
             self.refuse(field, f"is no JSON: {error}")
 
     def refuse(self, field: str, problem: str) -> NoReturn:
-        """Raise an error about a field.
-
-        Raises:
-            ValueError: always; the message names source, row and column.
-        """
+        """Raise an error about a field."""
         raise ValueError(f"{self._where}, field {self._columns.get(field, field)}: {problem}")
 
 
@@ -165,16 +135,7 @@ def _at(values: Mapping[str, Any], column: str) -> Any:
 
 
 def read_rows(source: str, name: str | None, split: str) -> Iterable[Any]:
-    """Read the rows of a source in order.
-
-    Args:
-        source: a file with one of `SUFFIXES`, or the name of a Hugging Face data set.
-        name: configuration of a Hugging Face data set.
-        split: split of a Hugging Face data set.
-
-    Raises:
-        ValueError: the source or a row cannot be read; the message names it.
-    """
+    """Read the rows of a source in order."""
     path = Path(source)
     if path.suffix in _READERS:
         return _READERS[path.suffix](path)

@@ -15,12 +15,7 @@ _ALLOWED = "a model folder with a tokenizer.json"
 
 
 class HuggingFaceTokenizer:
-    """Encodes and decodes text as transformers and vLLM do; build one with the function below.
-
-    Args:
-        tokenizer: a fast tokenizer of transformers.
-        stop_tokens: ids of the tokens that end a response.
-    """
+    """Encodes and decodes text as transformers and vLLM do; build one with the function below."""
 
     def __init__(self, tokenizer: Any, stop_tokens: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -36,13 +31,7 @@ class HuggingFaceTokenizer:
         self._beginning = whole[: whole.index(alone[0])]
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        """Return the token ids of a text; names of special tokens in it become these tokens.
-
-        Args:
-            text: text to encode.
-            add_bos: begin as the tokenizer begins a text; many have no token for that.
-            add_eos: end with the token that ends a text.
-        """
+        """Return the token ids of a text; names of special tokens in it become these tokens."""
         beginning = self._beginning if add_bos else []
         return [*beginning, *self._ids(text), *([self.eos_id] if add_eos else [])]
 

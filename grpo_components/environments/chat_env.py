@@ -109,15 +109,7 @@ class ChatEnvWorld:
         self._env = _ShownEnv(env, model_path, chat_template)
 
     def __call__(self, prompt: Prompt, seed: int) -> Callable[[str], Reply]:
-        """Begin a conversation; it ends the one before, because the environment has one state.
-
-        Args:
-            prompt: a row of `chat_env_dataset`.
-            seed: seed of the environment.
-
-        Raises:
-            ValueError: the row is of another data set, or the environment shows another prompt.
-        """
+        """Begin a conversation; it ends the one before, because the environment has one state."""
         if _COLUMN not in prompt:
             raise ValueError("the prompt has no reset; allowed: rows of chat_env_dataset")
         self._env.env.set_seed(seed % 2**31)

@@ -10,14 +10,7 @@ _INSTALL = 'pip install ".[environments]"'
 
 
 def imported_extra(name: str) -> Any:
-    """Import a package of the extra `environments`.
-
-    Args:
-        name: the module's name.
-
-    Raises:
-        ValueError: it is not installed; says how to install it.
-    """
+    """Import a package of the extra `environments`."""
     try:
         with warnings.catch_warnings():  # some of its own imports are written for an older Python
             warnings.simplefilter("ignore", SyntaxWarning)

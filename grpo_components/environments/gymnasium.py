@@ -141,15 +141,7 @@ class GymnasiumWorld:
         return env, self._text_of(observation)
 
     def __call__(self, prompt: Prompt, seed: int) -> Callable[[str], Reply]:
-        """Begin a conversation.
-
-        Args:
-            prompt: a row of `gymnasium_dataset`, whose first observation it shows.
-            seed: not used: all samples of a group begin in the same state.
-
-        Raises:
-            ValueError: the row is of another data set, or shows something else.
-        """
+        """Begin a conversation."""
         if _COLUMN not in prompt:
             raise ValueError("the prompt has no seed; allowed: rows of gymnasium_dataset")
         env, text = self.begin(prompt[_COLUMN])

@@ -25,14 +25,7 @@ class MCPServerError(RuntimeError):
 
 
 class MCPServer:
-    """A running tool server. Any number of threads may call its tools.
-
-    Args:
-        command: program and arguments.
-
-    Raises:
-        MCPServerError: it does not start.
-    """
+    """A running tool server. Any number of threads may call its tools."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.name = " ".join(command)
@@ -80,17 +73,7 @@ class MCPServer:
                 return tools
 
     def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
-        """Call a tool and return the texts of its result.
-
-        Args:
-            name: name of the tool.
-            arguments: its arguments.
-            timeout_s: deadline, in seconds; a server that misses it is killed.
-
-        Raises:
-            ValueError: the tool refuses the call, or its result is an error, for the policy.
-            MCPServerError: the server ended, or missed the deadline.
-        """
+        """Call a tool and return the texts of its result."""
         result = self._wait(name, self._session.call_tool(name, dict(arguments)), timeout_s)
         others = [part.type for part in result.content if part.type != "text"]
         text = "\n".join(

@@ -68,12 +68,7 @@ class MCPTools:
         self._use = ToolUse(tools, call_format, max_result_characters)
 
     def __call__(self, prompt: Prompt, seed: int) -> Callable[[str], Reply]:
-        """Begin a conversation.
-
-        Args:
-            prompt: not used.
-            seed: not used.
-        """
+        """Begin a conversation."""
         return self._use(prompt, seed)
 
 

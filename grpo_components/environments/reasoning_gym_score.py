@@ -29,15 +29,7 @@ _MARKED = {"tag": _TAG, "gsm8k": _HASHES, "plain": re.compile(r"(.*)", re.DOTALL
 
 @lru_cache
 def task_of(task: str, settings: str) -> Any:
-    """Build a task of reasoning-gym.
-
-    Args:
-        task: its name there.
-        settings: its settings as JSON.
-
-    Raises:
-        ValueError: the package is missing, there is no such task, or a setting is wrong.
-    """
+    """Build a task of reasoning-gym."""
     factory: Any = imported_extra("reasoning_gym.factory")
     known = sorted(factory.DATASETS.keys() - {*DEPENDS_ON_PROCESS, _NOT_ONE_TASK})
     if task == _NOT_ONE_TASK:
@@ -89,15 +81,7 @@ class ReasoningGymScore:
         finish_reason: str,
         reasoning_gym: Mapping[str, Any],
     ) -> float:
-        """Score one response.
-
-        Args:
-            prompt_text: not used.
-            response_text: searched for the answer.
-            answer: not used.
-            finish_reason: not used.
-            reasoning_gym: the row's column of this name, as `reasoning_gym_dataset` writes it.
-        """
+        """Score one response."""
         found = self._marked.findall(response_text)
         if not found:
             return 0.0

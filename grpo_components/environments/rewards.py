@@ -6,14 +6,7 @@ import math
 
 
 def reward_as_answer(total: float) -> str:
-    """Return the reward of a conversation as the `answer` of a `Reply`, for `EnvironmentReward`.
-
-    Args:
-        total: sum of the rewards so far.
-
-    Raises:
-        ValueError: it is not finite.
-    """
+    """Return the reward of a conversation as the `answer` of a `Reply`, for `EnvironmentReward`."""
     if not math.isfinite(total):
         raise ValueError(f"the environment gave rewards whose sum is {total}")
     return repr(float(total))
@@ -34,17 +27,7 @@ class EnvironmentReward:
     def __call__(
         self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
     ) -> float:
-        """Return the reward of one conversation.
-
-        Args:
-            prompt_text: not used.
-            response_text: not used.
-            answer: the sum, as the world writes it.
-            finish_reason: not used.
-
-        Raises:
-            ValueError: the world gives no reward of its own.
-        """
+        """Return the reward of one conversation."""
         try:
             return float(answer)
         except ValueError as error:

@@ -242,13 +242,7 @@ RUNGS = (
 
 
 def measure(ladder: Sequence[Rung], bench: Bench, console: Console) -> list[Result]:
-    """Measure every rung and print the outcome of each.
-
-    Args:
-        ladder: the rungs.
-        bench: resources that the rungs share.
-        console: shows one line per rung.
-    """
+    """Measure every rung and print the outcome of each."""
     results = []
     for rung in ladder:
         result = Result(rung, rung.measure(bench))
@@ -259,11 +253,7 @@ def measure(ladder: Sequence[Rung], bench: Bench, console: Console) -> list[Resu
 
 
 def page(results: Sequence[Result]) -> str:
-    """Return the text of the page `docs/equivalence.md`.
-
-    Args:
-        results: results of all rungs.
-    """
+    """Return the text of the page `docs/equivalence.md`."""
     rows = [
         f"| {number} | {result.rung.name} | {result.rung.compared} "
         f"| {_number(result.rung.tolerance)} | {_number(result.difference)} "
@@ -288,15 +278,7 @@ def _number(value: float) -> str:
 
 
 def main(arguments: list[str] | None = None, ladder: Sequence[Rung] = RUNGS) -> int:
-    """Measure the ladder and write the page.
-
-    Args:
-        arguments: command-line arguments; None takes them from `sys.argv`.
-        ladder: the rungs to measure.
-
-    Returns:
-        Exit code: 0 if every rung holds, 1 if one does not, 2 if the tiny policy is not built.
-    """
+    """Measure the ladder and write the page."""
     parser = argparse.ArgumentParser(
         prog=COMMAND, description="Measure every rung of the equivalence ladder; write the table."
     )

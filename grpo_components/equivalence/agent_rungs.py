@@ -26,20 +26,12 @@ _SAME = ("prompt_ids", "response_ids", "response_mask", "token_versions")
 
 
 def one_call(task: dict[str, Any]) -> None:
-    """Ask once, as an agent.
-
-    Args:
-        task: a row of the data set.
-    """
+    """Ask once, as an agent."""
     OpenAI().completions.create(model="policy", prompt=task["prompt_text"])
 
 
 def two_calls(task: dict[str, Any]) -> None:
-    """Ask for the first tokens, and then for the others, as an agent.
-
-    Args:
-        task: a row of the data set.
-    """
+    """Ask for the first tokens, and then for the others, as an agent."""
     prompt, ask = task["prompt_text"], OpenAI().completions.create
     first = ask(model="policy", prompt=prompt, max_tokens=_FIRST_TOKENS).choices[0].text
     ask(model="policy", prompt=prompt + first)

@@ -81,12 +81,7 @@ def _bucket(folder: Path) -> tuple[Manifest, Any]:
 
 
 def difference_of_completions(left: list[Any], right: list[Any]) -> float:
-    """Return the largest logprob difference in nats; infinite if any token differs.
-
-    Args:
-        left: completions of one engine.
-        right: completions of another one, to the same requests.
-    """
+    """Return the largest logprob difference in nats; infinite if any token differs."""
     worst = 0.0
     for a, b in zip(left, right, strict=True):
         if not np.array_equal(a.token_ids, b.token_ids):

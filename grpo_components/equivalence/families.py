@@ -114,11 +114,7 @@ FAMILIES = {
 
 
 def hf_config_of(family: Family) -> Any:
-    """Return the Hugging Face config of a family's small model.
-
-    Args:
-        family: the model family.
-    """
+    """Return the Hugging Face config of a family's small model."""
     options: dict[str, Any] = {
         "vocab_size": _SIZES["vocab_size"],
         "num_hidden_layers": _SIZES["num_layers"],
@@ -140,16 +136,7 @@ def random_checkpoint(family: Family, folder: Path, seed: int) -> Path:
 
 
 def save_random(config: Any, folder: Path, seed: int) -> Path:
-    """Save a randomly initialized model with Hugging Face's `save_pretrained`.
-
-    Args:
-        config: Hugging Face config of the model.
-        folder: an empty folder.
-        seed: seed of the random weights.
-
-    Returns:
-        The folder.
-    """
+    """Save a randomly initialized model with Hugging Face's `save_pretrained`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(config)

@@ -63,13 +63,7 @@ class Chain:
 
 
 def family_arguments(bench: Bench, family: Family, base: Path) -> dict[str, Any]:
-    """Return the trainer arguments that replace the tiny policy by torchtune's model of a family.
-
-    Args:
-        bench: owner of the scratch folder.
-        family: the model family.
-        base: folder of the model's checkpoint.
-    """
+    """Return the trainer arguments that replace the tiny policy by torchtune's model of a family."""
     is_qwen3 = family.model_type == "QWEN3"
     return {
         "build_model": family.build_model,
@@ -86,11 +80,7 @@ def family_arguments(bench: Bench, family: Family, base: Path) -> dict[str, Any]
 
 
 def hf_arguments(base: Path) -> dict[str, Any]:
-    """Return the trainer arguments that replace the tiny policy by a model of transformers.
-
-    Args:
-        base: folder of the model's checkpoint.
-    """
+    """Return the trainer arguments that replace the tiny policy by a model of transformers."""
     return {
         "build_model": partial(hugging_face, path=str(base)),
         "build_checkpointer": None,
@@ -100,11 +90,7 @@ def hf_arguments(base: Path) -> dict[str, Any]:
 
 
 def chains(bench: Bench) -> list[Chain]:
-    """Take the weights of each of torchtune's families the whole way.
-
-    Args:
-        bench: owner of the trainer processes.
-    """
+    """Take the weights of each of torchtune's families the whole way."""
 
     def start(name: str) -> tuple[Any, Callable[[Path], dict[str, Any]]]:
         family = FAMILIES[name]
@@ -114,11 +100,7 @@ def chains(bench: Bench) -> list[Chain]:
 
 
 def hf_chains(bench: Bench) -> list[Chain]:
-    """Take the weights of each family of transformers' policies the whole way.
-
-    Args:
-        bench: owner of the trainer processes.
-    """
+    """Take the weights of each family of transformers' policies the whole way."""
 
     def start(name: str) -> tuple[Any, Callable[[Path], dict[str, Any]]]:
         return HF_FAMILIES[name](), hf_arguments
@@ -241,12 +223,7 @@ def shared_prompts_are_rows_of_transformers(bench: Bench) -> float:
 
 
 def hf_shared_difference(bench: Bench, name: str) -> float:
-    """Return the difference of `shared_prompts_are_rows_of_transformers` for one family.
-
-    Args:
-        bench: owner of the scratch folder.
-        name: name of the family.
-    """
+    """Return the difference of `shared_prompts_are_rows_of_transformers` for one family."""
     folder = save_random(HF_FAMILIES[name](), bench.folder(), seed=0)
     plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     return _shared_difference(load_hugging_face(folder), plain.eval())

@@ -16,15 +16,7 @@ from grpo_components.trajectory import PackedTrajectories, concatenate
 
 
 def plain_loop(cfg: Settings, scratch: Path) -> tuple[list[PackedTrajectories], Path]:
-    """Train synchronously: generate groups one by one, train a step, load the weights, repeat.
-
-    Args:
-        cfg: config checked by preflight, with one generator, one trainer and no reference.
-        scratch: an empty folder.
-
-    Returns:
-        The batches in order, and the folder of the final weights.
-    """
+    """Train synchronously: generate groups one by one, train a step, load the weights, repeat."""
     arguments, prompts = tiny_arguments(cfg)
     advantages_of = config.instantiate(cfg.advantages)
     batches: list[PackedTrajectories] = []

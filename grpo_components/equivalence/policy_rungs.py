@@ -22,12 +22,7 @@ from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 
 
 def transformers_is_torchtune(bench: Bench) -> float:
-    """Compare the tiny policy as a transformers model and as a torchtune decoder.
-
-    Returns:
-        The largest difference of logprobs in nats, or of the weights after one SGD step, relative
-        to the largest weight change of that step.
-    """
+    """Compare the tiny policy as a transformers model and as a torchtune decoder."""
     trajectories, advantages = ragged_batch(bench)
     base = Path(bench.cfg.base_model_path)
     build = partial(hugging_face, str(base))

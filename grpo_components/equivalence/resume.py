@@ -59,15 +59,7 @@ def _compare(bench: Bench, whole: Path, *overrides: str) -> float:
 
 
 def run_and_kill(command: list[str], words: str) -> None:
-    """Run a command until it prints some words, then kill it with SIGKILL and clean up after it.
-
-    Args:
-        command: command line that runs the recipe.
-        words: part of an output line.
-
-    Raises:
-        RuntimeError: if the command ends without printing the words; the message has its output.
-    """
+    """Run a command until it prints some words, then kill it with SIGKILL and clean up after it."""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:

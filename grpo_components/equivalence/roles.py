@@ -59,13 +59,7 @@ _CLOSE_TIMEOUT_S = 30.0
 
 
 class RoleProcess:
-    """Runs an object in a process of its own, forked from a server that has imported the roles.
-
-    Args:
-        role_class: dotted path of the object's class.
-        cpu_threads: number of threads for torch.
-        kwargs: constructor arguments of the object.
-    """
+    """Runs an object in a process of its own, forked from a server that has imported the roles."""
 
     def __init__(self, role_class: str, *, cpu_threads: int = 1, **kwargs: Any) -> None:
         self._name = role_class.rpartition(".")[2]
@@ -86,11 +80,7 @@ class RoleProcess:
         self._connection.send((method, args))
 
     def result(self) -> Any:
-        """Wait for the result of the oldest submitted call.
-
-        Raises:
-            RuntimeError: if the call failed (the message has its traceback) or the process died.
-        """
+        """Wait for the result of the oldest submitted call."""
         try:
             succeeded, value = self._connection.recv()
         except EOFError:
@@ -165,27 +155,14 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def tiny_config(output_dir: Path, *overrides: str) -> Settings:
-    """Return the config `tiny_async_grpo` with overrides, checked by preflight.
-
-    Args:
-        output_dir: output folder of the run.
-        overrides: `key=value`, as on the command line.
-    """
+    """Return the config `tiny_async_grpo` with overrides, checked by preflight."""
     cfg = OmegaConf.load(_plugin.recipes_folder() / "configs" / "tiny_async_grpo.yaml")
     changes = OmegaConf.from_dotlist([f"output_dir={output_dir}", *overrides])
     return preflight.check(cast(DictConfig, OmegaConf.merge(cfg, changes)))
 
 
 def tiny_arguments(cfg: Settings) -> tuple[RoleArguments, Prompts]:
-    """Return the arguments that the recipe gives its roles, and the prompts in the recipe's order.
-
-    Args:
-        cfg: config checked by preflight, without a reference.
-
-    Returns:
-        Arguments for `RoleProcess` (without the trainer's `rank` and `rendezvous`), and endless
-        (prompt, epoch) pairs.
-    """
+    """Return the arguments that the recipe gives its roles, and the prompts in the recipe's order."""
     tokenizer = config.instantiate(cfg.tokenizer)
     dataset = config.instantiate(cfg.dataset, tokenizer)
     assert cfg.eval_dataset is not None, "the tiny config has one"
@@ -214,12 +191,7 @@ def tiny_arguments(cfg: Settings) -> tuple[RoleArguments, Prompts]:
 
 
 def change_options(arguments: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Return a role's arguments with some arguments, or fields of its option records, replaced.
-
-    Args:
-        arguments: arguments of a role; its option records are the dataclasses among them.
-        changes: new values, by the name of an argument or of a field of an option record.
-    """
+    """Return a role's arguments with some arguments, or fields of its option records, replaced."""
     changed = dict(arguments)
     for name, value in changes.items():
         if name in changed:
@@ -241,15 +213,7 @@ class FreshTrainers:
     """Builds a new trainer rank for every job, so that jobs share no state."""
 
     def run(self, arguments: dict[str, Any], calls: list[tuple[Any, ...]]) -> list[Any]:
-        """Call methods of a new trainer rank.
-
-        Args:
-            arguments: constructor arguments of the trainer.
-            calls: (method, *args) of each call.
-
-        Returns:
-            The results of the calls.
-        """
+        """Call methods of a new trainer rank."""
         trainer = _import_object(TRAINER)(**arguments)
         try:
             return [getattr(trainer, method)(*args) for method, *args in calls]
@@ -270,13 +234,7 @@ class Engines:
     def sample(
         self, model_path: str, bucket: tuple[Manifest, Any] | None, prompts: list[list[int]]
     ) -> list[Any]:
-        """Sample completions from a new engine.
-
-        Args:
-            model_path: folder of the weights that the engine loads at its start.
-            bucket: weights to swap in after one pass over the prompts; None swaps nothing.
-            prompts: token ids of each prompt.
-        """
+        """Sample completions from a new engine."""
         with closing(self._engine(model_path)) as engine:
             if bucket is not None:
                 _results(
@@ -293,18 +251,7 @@ class Engines:
         num_workers: int = 1,
         lora: LoraOptions | None = None,
     ) -> tuple[list[Any], list[Any]]:
-        """Sample from a new engine whose weights are swapped while requests are running.
-
-        Args:
-            model_path: folder of the weights that the engine loads at its start.
-            bucket: weights to swap in.
-            prompts: token ids of each prompt.
-            num_workers: tensor-parallel workers of the engine.
-            lora: adapter that the new weights are; None: they are a whole model.
-
-        Returns:
-            Completions of the requests made after the swap, and of those running during the swap.
-        """
+        """Sample from a new engine whose weights are swapped while requests are running."""
         # The schedule starts the running requests, swaps before a later step, then adds the rest.
         names = [str(number) for number in range(len(prompts))]
         entries = [(0, f"running {name}") for name in names]
@@ -369,11 +316,7 @@ def _results(futures: list[Any]) -> list[Any]:
 
 
 def merged_export(results: list[list[Any]]) -> StateDict:
-    """Merge the weights that all ranks returned from their last call, `export_weights`.
-
-    Args:
-        results: for each rank, the results of `FreshTrainers.run`.
-    """
+    """Merge the weights that all ranks returned from their last call, `export_weights`."""
     weights: StateDict = {}
     for rank_results in results:
         bucket, _ = rank_results[-1]

@@ -57,12 +57,7 @@ OBJECTIVES = (
 
 
 class Bench:
-    """Shares a scratch folder, trainer processes and results between the rungs.
-
-    Args:
-        scratch: an empty folder.
-        policy: folder of the tiny policy; None is where the demo builds it.
-    """
+    """Shares a scratch folder, trainer processes and results between the rungs."""
 
     def __init__(self, scratch: Path, policy: Path | None = None) -> None:
         self.scratch = scratch
@@ -77,12 +72,7 @@ class Bench:
         return Path(tempfile.mkdtemp(dir=self.scratch))
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Return a result that several rungs need; compute it at the first request.
-
-        Args:
-            key: identifies the result.
-            compute: function that computes the result; called once per key.
-        """
+        """Return a result that several rungs need; compute it at the first request."""
         if key not in self._results:
             self._results[key] = compute()
         return self._results[key]
@@ -90,16 +80,7 @@ class Bench:
     def train(
         self, calls: list[tuple[Any, ...]], num_ranks: int = 1, **changes: Any
     ) -> list[list[Any]]:
-        """Build a new trainer of the tiny policy and call its methods on every rank.
-
-        Args:
-            calls: (method, *args) of each call.
-            num_ranks: number of trainer ranks.
-            changes: trainer arguments that differ from the tiny config.
-
-        Returns:
-            For each rank, the results of the calls.
-        """
+        """Build a new trainer of the tiny policy and call its methods on every rank."""
         while len(self._ranks) < num_ranks:
             self._ranks.append(RoleProcess(FRESH_TRAINERS))
         arguments = tiny_arguments(self.cfg)[0].trainer
@@ -111,12 +92,7 @@ class Bench:
         return [process.result() for process in self._ranks[:num_ranks]]
 
     def synchronous_run(self, number: int) -> Path:
-        """Return the output folder of a recipe run at max_staleness 0; run it at first request.
-
-        Args:
-            number: which of several identical runs: 0 for the first, 1 for the second, ...; the
-                odd ones have delta pushes.
-        """
+        """Return the output folder of a recipe run at max_staleness 0; run it at first request."""
         while len(self._runs) <= number:
             output_dir = self.folder() / "run"
             push = "delta" if len(self._runs) % 2 else "whole"
@@ -137,11 +113,7 @@ class Bench:
 
 
 def run(command: list[str]) -> None:
-    """Run a command and wait for its end.
-
-    Raises:
-        RuntimeError: if the command fails; the message has its output.
-    """
+    """Run a command and wait for its end."""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -155,15 +127,7 @@ def run(command: list[str]) -> None:
 
 
 def max_difference(left: StateDict, right: StateDict) -> float:
-    """Return the largest absolute difference of two state dicts; 0 only if bit-identical.
-
-    Args:
-        left: tensors by name.
-        right: tensors by name.
-
-    Returns:
-        The difference; infinite if names, shapes or dtypes differ, or a difference is NaN.
-    """
+    """Return the largest absolute difference of two state dicts; 0 only if bit-identical."""
     if left.keys() != right.keys():
         return math.inf
     largest = 0.0
@@ -258,14 +222,7 @@ def weights_after_step(
 
 
 def ragged_batch(bench: Bench) -> tuple[list[Trajectory], np.ndarray]:
-    """Return twelve random responses of several lengths, with the tiny policy's noisy logprobs.
-
-    Args:
-        bench: owner of the config.
-
-    Returns:
-        The responses, with environment tokens and two temperatures; advantages [12] float32.
-    """
+    """Return twelve random responses of several lengths, with the tiny policy's noisy logprobs."""
     return bench.once("ragged batch", partial(_ragged_batch, bench))
 
 
@@ -304,12 +261,7 @@ def whole_model(bench: Bench) -> nn.Module:
 
 
 def full_logprobs(model: nn.Module, record: Trajectory) -> Tensor:
-    """Compute the logprobs [R] of a response from the full logits of every position.
-
-    Args:
-        model: a torchtune decoder, or a transformers model with attention of its own.
-        record: the response.
-    """
+    """Compute the logprobs [R] of a response from the full logits of every position."""
     ids = torch.from_numpy(np.concatenate([record.prompt_ids, record.response_ids]))
     output = model(ids[None])
     logits = getattr(output, "logits", output)[0].float()
@@ -336,12 +288,7 @@ def chunked_is_full_logits(bench: Bench) -> float:
 
 
 def gradients(model: nn.Module, value: Tensor) -> StateDict:
-    """Compute the gradient of a scalar for each of a model's parameters.
-
-    Args:
-        model: a torchtune decoder.
-        value: scalar that was computed from its parameters.
-    """
+    """Compute the gradient of a scalar for each of a model's parameters."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(value, parameters), strict=True))
 
@@ -359,12 +306,7 @@ class LogprobGap:
 
 
 def generator_is_trainer(bench: Bench, cfg: Settings | None = None) -> float:
-    """Compare logprobs of generator and trainer, with the base weights and after a step.
-
-    Args:
-        bench: owner of the tiny config.
-        cfg: config to use in its place.
-    """
+    """Compare logprobs of generator and trainer, with the base weights and after a step."""
     arguments, prompts = tiny_arguments(cfg or bench.cfg)
     optimizer = partial(torch.optim.AdamW, lr=1e-3)
     trained = change_options(arguments.trainer, loss=LogprobGap(), build_optimizer=optimizer)

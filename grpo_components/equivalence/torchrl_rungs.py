@@ -32,9 +32,6 @@ def torchrl_loss_is_ours(bench: Bench) -> float:
 
     Ours gets the trained tokens, torchrl's the padded batch of `to_tensordict` with each of its
     masks of the response: all of it, or the policy's tokens.
-
-    Returns:
-        The largest difference of losses, or of gradients relative to the largest one.
     """
     # Importing them takes seconds, and no other rung needs them.
     from torchrl.objectives.llm import GRPOLoss as TheirGRPOLoss

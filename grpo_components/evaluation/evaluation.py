@@ -50,21 +50,7 @@ class EvaluationOptions:
 
 
 class Evaluation:
-    """Measures held-out success of the published weights while rollouts and training go on.
-
-    Args:
-        held_out: rows of the evaluation data set; empty turns evaluation off.
-        every_n_steps: training steps from one evaluation to the next; the last step also has one.
-        num_steps: training steps of the run.
-        contract: staleness contract; bounds how far training runs ahead of evaluated weights.
-        first_version: policy version of the weights that generators start with.
-        options: how the rows are answered.
-        temperature: schedule of the sampling temperature by training step; 0 is greedy.
-        scored: function of step and results; returns those that have a score.
-        pin_weights: returns a context manager, entered while generators must keep their weights.
-        on_answers: function called with step and results of each evaluation, before `scored`.
-        on_result: functions called with step and metrics of each evaluation.
-    """
+    """Measures held-out success of the published weights while rollouts and training go on."""
 
     def __init__(
         self,
@@ -104,12 +90,6 @@ class Evaluation:
         """Start an evaluation of the published weights; return once all generators loaded them.
 
         The caller must not publish newer weights before this returns.
-
-        Args:
-            step: training steps done.
-            generators: all generators of the run; lost ones are skipped.
-            pull: function that loads the published weights into a generator.
-            tasks: task group that runs the evaluation.
         """
         if not self.is_on:
             return
@@ -119,13 +99,7 @@ class Evaluation:
         await pinned.wait()  # if the evaluation fails, the task group cancels this wait
 
     async def collect(self, step: int | None = None) -> dict[str, float]:
-        """Return the metrics of the evaluation that ended since the last call; empty if none did.
-
-        Args:
-            step: training steps done. The call waits for a running evaluation if this is the last
-                step, if the next step is followed by an evaluation, or if the next step's groups
-                need newer weights than the generators may load now. With None it always waits.
-        """
+        """Return the metrics of the evaluation that ended since the last call; empty if none did."""
         if self._running is not None and (step is None or self._must_end(step)):
             await asyncio.wait([self._running])
         metrics, self._metrics = self._metrics, {}
@@ -216,17 +190,7 @@ def build_evaluation(
     on_answers: OnAnswers,
     on_result: Sequence[OnResult],
 ) -> Evaluation:
-    """Build `Evaluation` from the config.
-
-    Args:
-        cfg: config, checked by preflight.
-        held_out: rows of the evaluation data set.
-        temperature: schedule of training's temperature, used unless `eval.temperature` is set.
-        scored: function of step and results; returns those that have a score.
-        pin_weights: returns a context manager, entered while generators must keep their weights.
-        on_answers: function called with step and results of each evaluation.
-        on_result: functions called with step and metrics of each evaluation.
-    """
+    """Build `Evaluation` from the config."""
     eval_temperature = cfg.eval.temperature
     return Evaluation(
         held_out if cfg.evaluates else (),

@@ -16,18 +16,7 @@ _Z = 1.959964
 
 
 def evaluation_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Compute held-out success and reward of responses that one policy version sampled.
-
-    Args:
-        results: for each scored response: prompt_index, reward, success, oldest_version,
-            newest_version.
-
-    Returns:
-        Means over prompts, each with the ends of its 95 % interval under `_low` and `_high`; the
-        policy version and the number of prompts. If prompts have several scored responses, also
-        `eval/pass_at_<k>` for each power of two k up to the largest number of them: a mean over the
-        prompts with at least k.
-    """
+    """Compute held-out success and reward of responses that one policy version sampled."""
     versions = {v for r in results for v in (r["oldest_version"], r["newest_version"])}
     assert len(versions) == 1, f"evaluation: several policy versions: {sorted(versions)}"
     by_prompt: defaultdict[int, list[Mapping[str, Any]]] = defaultdict(list)
@@ -51,11 +40,6 @@ def pass_at(k: int, scored: int, right: int) -> float:
     """Return an unbiased estimate of the chance that at least one of k responses is right.
 
     Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
-
-    Args:
-        k: number of responses in the hypothetical draw, at most `scored`.
-        scored: number of responses to the prompt that were scored.
-        right: how many of these are right.
     """
     return 1.0 - math.comb(scored - right, k) / math.comb(scored, k)
 
@@ -98,12 +82,6 @@ def check_keep_best(cfg: Settings) -> None:
     """Refuse a `keep_best` metric that evaluations do not measure, or not at every checkpoint.
 
     Also refuses what needs evaluations if there are none.
-
-    Args:
-        cfg: config, each value within its own bounds.
-
-    Raises:
-        ConfigError: a key has a wrong value; names the key.
     """
     metric, samples = cfg.keep_best, cfg.eval.samples_per_prompt
     if cfg.eval_dataset is None:

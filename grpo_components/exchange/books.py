@@ -88,11 +88,6 @@ class Books:
     left: the trainers count the tokens of a step's groups by what they do with each, the ledger
     those of dropped and of living groups. So a count that is wrong on either side is a residual.
     Attempts of older versions, whose records have no such counts, are left out.
-
-    Args:
-        resume_points: steps after which attempts begin: `steps_done` of all start records.
-        events: function that reads logs/events.jsonl, which has what a killed attempt did after
-            its last record.
     """
 
     def __init__(
@@ -167,11 +162,7 @@ class Books:
         return f"{_of(self.generated)} generated = {right or 0}; residual {_of(self.residual)}"
 
     def follow(self, record: Record) -> None:
-        """Add the next record.
-
-        Args:
-            record: record with the fields of its kind; what events say may contradict each other.
-        """
+        """Add the next record."""
         if record["record"] == "start":
             self._begin(record)
             return
@@ -317,17 +308,7 @@ _COUNTED = frozenset(TRAINED_FROM)
 
 
 def close_books(read: Reader, resume_points: Sequence[int] | None = None) -> Books:
-    """Return the books of a run that has ended, is running or was killed.
-
-    Args:
-        read: function of the name of a file, `receipts.jsonl` or `logs/events.jsonl` in the run's
-            folder; returns its JSON objects, none if it is missing.
-        resume_points: steps after which attempts begin; None reads them, in a pass of its own.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a record does not have the fields that the books need.
-    """
+    """Return the books of a run that has ended, is running or was killed."""
     try:
         if resume_points is None:
             starts = (each for each in read("receipts.jsonl") if each["record"] == "start")
@@ -344,11 +325,7 @@ def close_books(read: Reader, resume_points: Sequence[int] | None = None) -> Boo
 
 
 def reader_of(output_dir: Path) -> Reader:
-    """Return the function that `close_books` takes, for a folder that can be trusted.
-
-    Args:
-        output_dir: the run's output folder.
-    """
+    """Return the function that `close_books` takes, for a folder that can be trusted."""
 
     def read(name: str) -> Iterator[Record]:
         path = output_dir / name

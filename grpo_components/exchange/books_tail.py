@@ -46,14 +46,6 @@ def read_tail(events: Iterable[Mapping[str, Any]], attempt: int, step: int) -> T
     """Return the events of an attempt that no record of the receipts has.
 
     The event log is flushed with each event, before the receipts get it.
-
-    Args:
-        events: events of logs/events.jsonl; those with unexpected fields are skipped.
-        attempt: number of the attempt.
-        step: last step that the attempt recorded, or `steps_done` of its start record.
-
-    Returns:
-        What came after that step; None if the log does not have the attempt.
     """
     found: Tail | None = None
     last: int | None = None

@@ -25,14 +25,6 @@ def encode(new: Bytes, base: Bytes, itemsize: int) -> Bytes:
     block of elements, the first bytes of all elements form a plane, the second bytes the next one:
     an optimizer's small step changes the low bytes of many elements and the high bytes of few.
     Each plane takes the shortest of five encodings.
-
-    Args:
-        new: [n] uint8.
-        base: [n] uint8, what `new` was before.
-        itemsize: bytes of an element; divides n.
-
-    Returns:
-        [m] uint8, empty if nothing changed; m is at most `most_bytes`.
     """
     assert new.shape == base.shape and len(new) % itemsize == 0, "arrays of different layouts"
     parts: list[Bytes] = []
@@ -46,26 +38,12 @@ def encode(new: Bytes, base: Bytes, itemsize: int) -> Bytes:
 
 
 def most_bytes(nbytes: int, itemsize: int) -> int:
-    """Return the size of the longest delta: all bytes, and one for each plane of each block.
-
-    Args:
-        nbytes: bytes of the array.
-        itemsize: as in `encode`.
-    """
+    """Return the size of the longest delta: all bytes, and one for each plane of each block."""
     return nbytes + itemsize * sum(1 for _ in _blocks(nbytes, itemsize))
 
 
 def apply(delta: Bytes, raw: Bytes, itemsize: int) -> None:
-    """Change an array in place, from the base of a delta to what was encoded.
-
-    Args:
-        delta: what `encode` returned.
-        raw: [n] uint8, the base; writable.
-        itemsize: as in `encode`.
-
-    Raises:
-        ValueError: the delta is not one of such an array; a part of it may have been applied.
-    """
+    """Change an array in place, from the base of a delta to what was encoded."""
     if not len(delta):
         return
     at = 0

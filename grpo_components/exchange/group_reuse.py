@@ -44,11 +44,6 @@ class ReusePool:
 
     A step that trained nothing (skipped) adds no group, and removes those that it had reused: one
     of them may be the reason. The choice depends on nothing but the calls of `end_step`.
-
-    Args:
-        contract: staleness contract; a group is reused only while it may train all of its tokens.
-        share: largest share of a batch that is reused, 0 to 1; 0 turns reuse off.
-        max_uses: largest number of steps that train a group, the first one included.
     """
 
     def __init__(self, contract: StalenessContract, share: float = 0.0, max_uses: int = 1) -> None:
@@ -67,10 +62,6 @@ class ReusePool:
         """Return the ids of the groups that the step from this version trains again, sorted.
 
         They have the highest priorities; among equal ones, the older group goes first.
-
-        Args:
-            policy_version: version that the step starts from; `end_step` has removed all groups
-                that are too old for it.
         """
 
         def order(candidate: Candidate) -> tuple[float, int]:
@@ -82,14 +73,7 @@ class ReusePool:
     def end_step(
         self, trained: Iterable[Candidate], reused: Iterable[int], before: int, after: int
     ) -> None:
-        """Count the uses of a step, and forget the groups that no later step may train.
-
-        Args:
-            trained: groups that the step trained for the first time.
-            reused: ids of those that it trained again.
-            before: policy version that the step started from.
-            after: policy version after it; the same if the step was skipped.
-        """
+        """Count the uses of a step, and forget the groups that no later step may train."""
         for group_id in reused:
             if after == before:
                 del self.candidates[group_id]
@@ -110,13 +94,7 @@ class ReusePool:
 
 
 class GroupReuse:
-    """Keeps the ledger's entries of the groups in a `ReusePool`, and describes their use.
-
-    Args:
-        contract: staleness contract.
-        share: largest share of a batch that is reused; 0 turns reuse off.
-        max_uses: largest number of steps that train a group.
-    """
+    """Keeps the ledger's entries of the groups in a `ReusePool`, and describes their use."""
 
     def __init__(self, contract: StalenessContract, share: float = 0.0, max_uses: int = 1) -> None:
         self._pool, self._contract = ReusePool(contract, share, max_uses), contract
@@ -156,11 +134,7 @@ class GroupReuse:
         return {"replay_generation": rule} if self.on else {}
 
     def begin_step(self, trained: Sequence[GroupSummary]) -> dict[str, Any]:
-        """Note the new groups of a step; return what the event of the step says of its groups.
-
-        Args:
-            trained: summaries of the step's new groups.
-        """
+        """Note the new groups of a step; return what the event of the step says of its groups."""
         if not self.on:
             return {}
         self._trained = [
@@ -183,13 +157,7 @@ class GroupReuse:
         }
 
     def end_step(self, trained: Iterable[LedgerEntry], before: int, after: int) -> None:
-        """Count the uses of a step, and choose for the next one.
-
-        Args:
-            trained: entries of the groups that the step trained for the first time.
-            before: policy version that the step started from.
-            after: policy version after it; the same if the step was skipped.
-        """
+        """Count the uses of a step, and choose for the next one."""
         if not self.on:
             return
         reused = [entry.group_id for entry in self.chosen]
@@ -214,12 +182,7 @@ class GroupReuse:
         return {"reuse": {"entries": entries, "candidates": candidates}}
 
     def load_state_dict(self, state: Mapping[str, Any], policy_version: int) -> None:
-        """Restore the state of another pool; the rule may have changed since.
-
-        Args:
-            state: the ledger's state; without `reuse`, nothing is kept.
-            policy_version: version that the next step starts from.
-        """
+        """Restore the state of another pool; the rule may have changed since."""
         saved = state.get("reuse", {}) if self.on else {}
         entries = [LedgerEntry(**entry) for entry in saved.get("entries", ())]
         self._entries = {entry.group_id: entry for entry in entries}

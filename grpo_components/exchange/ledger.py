@@ -23,11 +23,6 @@ class Ledger:
     Every change is recorded in `events`; in a replay, a change waits for its recorded turn. All
     changes and waits happen on one event loop. Every wait has a time-out, whose error says who
     waited. An evaluation that pins the generators' weights suspends the time-outs.
-
-    Args:
-        contract: staleness contract, which limits the age of trained groups.
-        num_steps: number of training steps of the run; only groups that a step needs are admitted.
-        prompts: endless iterator of (prompt, epoch) pairs, one for each new group.
     """
 
     def __init__(
@@ -101,18 +96,7 @@ class Ledger:
         return [entry for entry in self._living.values() if entry.state == state]
 
     async def admit(self, generator: str, timeout_s: float) -> LedgerEntry | None:
-        """Wait until a group may start, and issue it.
-
-        Args:
-            generator: name of the generator whose rollout waits.
-            timeout_s: longest wait, in seconds.
-
-        Returns:
-            The group; None if no more groups are needed.
-
-        Raises:
-            TimeoutError: the trainers published no version with which the group may start.
-        """
+        """Wait until a group may start, and issue it."""
         is_next = await self.events.wait_turn("issue", role=generator)
         if not (self.events.replaying and is_next):
             await self._until(
@@ -150,28 +134,14 @@ class Ledger:
         self._wake()
 
     async def should_pull(self, generator: str, version: int, cause: str) -> bool:
-        """Decide whether a generator pulls now (if newer weights are published), and record a pull.
-
-        Args:
-            generator: name of the generator.
-            version: policy version of the generator's weights.
-            cause: unique name of the group or evaluation that needs newer weights.
-        """
+        """Decide whether a generator pulls now (if newer weights are published), and record a pull."""
         newer = version < self.published_version
         if due := self.events.should_happen("pull", newer, role=generator, cause=cause):
             await self.events.take("pull", role=generator, cause=cause)
         return due
 
     def next_batch(self, num_groups: int) -> tuple[int, int, tuple[list[int], list[int]] | None]:
-        """Return the arguments of `ReplayBuffer.take` for the new groups of the next step's batch.
-
-        Args:
-            num_groups: number of groups of a step.
-
-        Returns:
-            `num_groups` less the groups that are reused, the policy version that the step starts
-            from, and where a replay or what-if decides, the ids to take and to drop (else None).
-        """
+        """Return the arguments of `ReplayBuffer.take` for the new groups of the next step's batch."""
         event = self.events.next_recorded(
             lambda e: e["event"] == "sample" or (e["event"] == "drop" and e["reason"] == "stale")
         )
@@ -187,13 +157,6 @@ class Ledger:
 
         Used with `stale_groups: wait`; see `StalenessContract.must_wait`. The batch must be there:
         with less, a group that is admitted while the step waits for the rest could be too old.
-
-        Args:
-            num_groups: number of groups of a step.
-            timeout_s: longest wait, in seconds.
-
-        Raises:
-            TimeoutError: the batch was not there, or such a group stayed in flight.
         """
         if self.events.replaying:  # the recording says which groups are taken
             return
@@ -245,17 +208,7 @@ class Ledger:
         stale: Sequence[int] = (),
         summaries: Sequence[GroupSummary] = (),
     ) -> list[LedgerEntry]:
-        """Record which groups left the buffer; in a live run, before any other task runs.
-
-        Args:
-            group_ids: ids of the new groups that the next step trains; empty if the buffer had too
-                few.
-            stale: ids of the groups that were too old; their prompts are issued again.
-            summaries: summaries of the new groups, in the same order; only reuse needs them.
-
-        Returns:
-            The ledger entries of the groups to train: new ones in the same order, then reused ones.
-        """
+        """Record which groups left the buffer; in a live run, before any other task runs."""
         await self.drop(stale, "stale", reissue=True)
         entries = [self._living[group_id] for group_id in group_ids]
         if not entries:
@@ -272,9 +225,6 @@ class Ledger:
         """Record the end of a training step.
 
         In a replay, no await may lie between the turn of the event `step` and this call.
-
-        Args:
-            policy_version: the trainers' version after the step; a skipped step leaves it the same.
         """
         self.events.record("step", step=self.steps_done + 1, version=policy_version)
         groups = self.in_state("in_training")
@@ -293,13 +243,7 @@ class Ledger:
         self._wake()
 
     async def drop(self, group_ids: Iterable[int], reason: str, reissue: bool = False) -> None:
-        """Record that groups will never be trained.
-
-        Args:
-            group_ids: ids of living groups.
-            reason: why they are dropped: stale, failed or filtered.
-            reissue: whether to issue their prompts again, before any new prompt.
-        """
+        """Record that groups will never be trained."""
         if not (groups := list(group_ids)):
             return
         await self.events.take("drop", groups=groups, reason=reason, reissue=reissue)
@@ -332,9 +276,6 @@ class Ledger:
         Groups in flight are lost, and so are buffered groups that the contract makes too old for
         the step they would be trained in. All of them are generated again, with their old ids.
         `published_version` is 0 until the restored weights are published.
-
-        Args:
-            state: state that `state_dict` returned.
         """
         for name in _COUNTERS:
             setattr(self, name, state[name])

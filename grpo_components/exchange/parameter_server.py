@@ -14,9 +14,6 @@ class VLLMParameterServer:
     superseded snapshot is freed when its last reader is done.
 
     With `keep_policy_versions`, it also writes each version to a file. Only that reads the bytes.
-
-    Args:
-        versions: folder of the files, and folder of the base model; None keeps none.
     """
 
     def __init__(self, versions: tuple[str, str] | None = None) -> None:
@@ -39,18 +36,7 @@ class VLLMParameterServer:
         manifests: list[Any],
         chain: Iterable[tuple[int, list[Any]]] = (),
     ) -> None:
-        """Publish a snapshot.
-
-        Args:
-            version: policy version of the weights, above the last pushed one.
-            buckets: one reference per trainer rank, to its bucket `(manifest, bytes)`.
-            manifests: one reference per trainer rank, to its manifest alone.
-            chain: version and buckets of the pushes that these buckets build on, a whole push
-                first; empty if this push is whole.
-
-        Raises:
-            ValueError: the version is not newer than the last pushed one.
-        """
+        """Publish a snapshot."""
         if version <= self._version:
             raise ValueError(f"parameter server: version {version} pushed after {self._version}")
         self._version = version
@@ -58,18 +44,7 @@ class VLLMParameterServer:
         self._chain = [(number, list(each)) for number, each in chain]
 
     def newest(self, held: int = -1) -> tuple[int, list[Any], list[Any]]:
-        """Return the newest version, and the references to its buckets and manifests.
-
-        Args:
-            held: version whose bytes the caller keeps, to apply deltas to; -1 for none.
-
-        Returns:
-            The version; the buckets that lead to it from the held version, or from a whole push if
-            no push builds on that; and the manifests of the newest version.
-
-        Raises:
-            LookupError: nothing was pushed yet.
-        """
+        """Return the newest version, and the references to its buckets and manifests."""
         if self._version < 0:
             raise LookupError("parameter server: no weights were pushed yet")
         versions = [number for number, _ in self._chain]
@@ -80,11 +55,7 @@ class VLLMParameterServer:
         return self._version, buckets, self._manifests
 
     def acknowledge(self, generator: str, version: int) -> None:
-        """Record that a generator validated and loaded a version.
-
-        Raises:
-            ValueError: the version is newer than any that was pushed.
-        """
+        """Record that a generator validated and loaded a version."""
         if version > self._version:
             problem = f"acknowledged version {version}, newest is {self._version}"
             raise ValueError(f"{generator}: {problem}")
@@ -95,16 +66,7 @@ class VLLMParameterServer:
         return dict(self._acknowledged)
 
     def keep(self, attempt: int, version: int, *pushes: Any) -> int:
-        """Write a version to its file, in a thread of its own; see `PolicyVersions.keep`.
-
-        Args:
-            attempt: attempt of the run.
-            version: policy version of the weights.
-            pushes: buckets, by value.
-
-        Returns:
-            Bytes of the file.
-        """
+        """Write a version to its file, in a thread of its own; see `PolicyVersions.keep`."""
         assert self._versions is not None, "the run keeps no versions"
         return self._versions[0].keep(attempt, version, pushes)
 

@@ -68,12 +68,7 @@ class Header:
 
 
 class PolicyVersions:
-    """Writes versions as they are published. The first one of a process builds on the base model.
-
-    Args:
-        folder: folder of the versions; created if missing.
-        base_model_path: folder of the base model.
-    """
+    """Writes versions as they are published. The first one of a process builds on the base model."""
 
     def __init__(self, folder: str | Path, base_model_path: str | Path) -> None:
         self._folder, self._base = Path(folder), _BaseModel(base_model_path)
@@ -81,21 +76,7 @@ class PolicyVersions:
         """Identity, depth and tensors of the version that was kept last."""
 
     def keep(self, attempt: int, version: int, pushes: Iterable[Bucket | DeltaBucket]) -> int:
-        """Write a version, unless the same one is there already.
-
-        Args:
-            attempt: attempt of the run.
-            version: policy version of the weights.
-            pushes: buckets of all trainer ranks; must not be written to later. Where pushes are
-                deltas, those since the last whole push, too.
-
-        Returns:
-            Bytes of the file.
-
-        Raises:
-            ValueError: the file has other weights.
-            OSError: the file cannot be written.
-        """
+        """Write a version, unless the same one is there already."""
         identity, tensors = VersionId(attempt, version), self._whole(version, list(pushes))
         path, named = _path(self._folder, identity), _checksum_of(tensors)
         if path.exists():  # an earlier process of this role wrote it
@@ -145,12 +126,7 @@ class PolicyVersions:
 
 
 class KeptVersions:
-    """Rebuilds the versions of a run; the next one in turn is one delta away.
-
-    Args:
-        folder: folder of the versions.
-        base_model_path: folder of the base model.
-    """
+    """Rebuilds the versions of a run; the next one in turn is one delta away."""
 
     def __init__(self, folder: str | Path, base_model_path: str | Path) -> None:
         self._folder, self._base = Path(folder), _BaseModel(base_model_path)
@@ -167,19 +143,11 @@ class KeptVersions:
         return sorted(found)
 
     def header(self, identity: VersionId) -> Header:
-        """Return what a version's file says of it; its bytes are not checked.
-
-        Raises:
-            ValueError: the file is damaged, or there is none; names it.
-        """
+        """Return what a version's file says of it; its bytes are not checked."""
         return _read_header(_path(self._folder, identity))
 
     def bucket(self, identity: VersionId) -> Bucket:
-        """Rebuild a version as one bucket, in memory of its own.
-
-        Raises:
-            ValueError: a file that leads to it is damaged or missing; names file and version.
-        """
+        """Rebuild a version as one bucket, in memory of its own."""
         tensors, entries, offset = self._rebuild(identity).values(), list[TensorEntry](), 0
         for entry, _ in tensors:
             entries.append(replace(entry, offset=offset, delta=None))
@@ -187,21 +155,12 @@ class KeptVersions:
         return tuple(entries), np.concatenate([raw for _, raw in tensors])
 
     def state_dict(self, identity: VersionId) -> StateDict:
-        """Rebuild a version; the tensors are valid until the next call.
-
-        Raises:
-            ValueError: a file that leads to it is damaged or missing; names file and version.
-        """
+        """Rebuild a version; the tensors are valid until the next call."""
         rebuilt = self._rebuild(identity)
         return {name: _tensor(entry, raw) for name, (entry, raw) in rebuilt.items()}
 
     def base_state_dict(self) -> StateDict:
-        """Return version 0 as the run had it: the base model, checked, in the run's dtype.
-
-        Raises:
-            ValueError: `base_model_path` has other weights now, or nothing that is kept builds on
-                it; names the tensor.
-        """
+        """Return version 0 as the run had it: the base model, checked, in the run's dtype."""
         for identity in self.identities():
             header = self.header(identity)
             entries = [entry for entry in header.manifest if entry.delta is not None]

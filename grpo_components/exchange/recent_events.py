@@ -21,12 +21,7 @@ class _Group:
 
 
 class RecentEvents:
-    """Collects what happens to groups and weights in one attempt of a run, for the receipts.
-
-    Args:
-        living: the ledger's living groups when the attempt begins; those in flight start again.
-        generators: names of all generators.
-    """
+    """Collects what happens to groups and weights in one attempt of a run, for the receipts."""
 
     def __init__(self, living: Iterable[LedgerEntry], generators: Iterable[str]) -> None:
         self._weights: dict[str, dict[str, Any]] = {

@@ -132,15 +132,6 @@ class ReplayBuffer:
 
     Producers wait while the buffer is full. The consumer waits while it holds less than a batch. A
     wait that is too long ends with an error that says who waited for whom.
-
-    Args:
-        contract: staleness contract; says which groups may still be trained, and limits how many
-            are alive at once.
-        timeout_s: longest wait of a producer or the consumer, in seconds.
-        stale_tokens: "drop" drops a group once its oldest token is too old for the contract.
-            "mask" keeps it until its newest token is too old; the trainer then does not train the
-            tokens that are too old.
-        batches_folder: folder to keep each batch in; None keeps none.
     """
 
     def __init__(
@@ -175,18 +166,7 @@ class ReplayBuffer:
         )
 
     async def add(self, group: PackedTrajectories, summary: GroupSummary) -> int:
-        """Store one group, waiting while the buffer is full.
-
-        Args:
-            group: packed trajectories of one prompt.
-            summary: summary of the same group.
-
-        Returns:
-            Number of groups in the buffer.
-
-        Raises:
-            TimeoutError: the buffer stayed full.
-        """
+        """Store one group, waiting while the buffer is full."""
         async with self._changed:
             await self._wait_until(
                 lambda: len(self._slots.live) < self._capacity,
@@ -206,25 +186,7 @@ class ReplayBuffer:
         recorded: tuple[list[int], list[int]] | None = None,
         reuse: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> tuple[PackedTrajectories, BatchSummary]:
-        """Consume one batch of whole groups, waiting until there are enough fresh ones.
-
-        Args:
-            num_groups: number of new groups in the batch.
-            policy_version: version that the training step starts from. Groups too old for it are
-                dropped.
-            recorded: in a replay, the ids of the groups that the recorded run took, and of those it
-                dropped; None in a live run.
-            reuse: ids of earlier batches' groups that the batch has as well, and of those to keep
-                for later ones, together with the batch's own; None keeps none.
-
-        Returns:
-            The packed batch, new groups sorted by group id and then reused ones, and its summary.
-            If drops left too few groups, the batch is empty: the drops are reported at once, so
-            that new groups replace them.
-
-        Raises:
-            TimeoutError: too few groups arrived in time.
-        """
+        """Consume one batch of whole groups, waiting until there are enough fresh ones."""
         taken = await self._take(num_groups, policy_version, recorded, reuse)
         content = taken[1].batch_hash
         if self._batches_folder is not None and content:
@@ -300,36 +262,19 @@ class ReplayBuffer:
         return batch, BatchSummary(groups, reused, dropped, len(self._slots.live), content)
 
     def keep(self, *parts: Any) -> None:
-        """Replace the groups that later steps may train again.
-
-        Args:
-            parts: the groups, each followed by its summary: group, summary, group, ...
-        """
+        """Replace the groups that later steps may train again."""
         items = (_Item(*pair) for pair in zip(parts[::2], parts[1::2], strict=True))
         self._kept = {item.summary.group_id: item for item in items}
 
     async def refill(self, *parts: Any) -> None:
-        """Replace the buffer's groups; the capacity grows if there are more new ones than fit.
-
-        Args:
-            parts: the new groups, each followed by its summary: group, summary, group, ...
-        """
+        """Replace the buffer's groups; the capacity grows if there are more new ones than fit."""
         items = [_Item(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
         self._make_room(max(self._capacity, len(items)))
         for item in items:
             self._buffer.add(item)
 
     def write_state(self, folder: str, *parts: Any) -> str | None:
-        """Write groups to a checkpoint; safe while others use the buffer.
-
-        Args:
-            folder: folder in the unfinished checkpoint.
-            parts: the groups to write, each followed by its summary; only these are written, not
-                what the buffer holds now.
-
-        Returns:
-            The error message if writing failed; None on success.
-        """
+        """Write groups to a checkpoint; safe while others use the buffer."""
         pairs = zip(parts[::2], parts[1::2], strict=True)
         groups = [{"group": group, "summary": asdict(summary)} for group, summary in pairs]
         try:
@@ -339,16 +284,7 @@ class ReplayBuffer:
         return None
 
     def read_state(self, folder: str, group_ids: Sequence[int]) -> list[Any]:
-        """Load groups from a checkpoint, without adding them to the buffer.
-
-        Args:
-            folder: folder that was given to `write_state`.
-            group_ids: ids of the groups to load.
-
-        Returns:
-            group, summary, group, summary, ... in the order of `group_ids`, then None twice, so
-            that the call has several results even without groups.
-        """
+        """Load groups from a checkpoint, without adding them to the buffer."""
         saved = {
             # Not the saved summary, which may be of a version with other fields.
             each["summary"]["group_id"]: (each["group"], summarize(each["group"]))

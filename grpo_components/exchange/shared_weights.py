@@ -29,9 +29,6 @@ class SharedMemory:
     """Holds copies of tensors, to be read by other processes; nothing is left when all have ended.
 
     The kernel frees the memory once it is closed here and no other process uses its tensors.
-
-    Args:
-        tensors: tensors by name, on the CPU; not empty.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -60,14 +57,7 @@ class SharedMemory:
 
 
 def open_shared(shared: SharedTensors) -> dict[str, Tensor]:
-    """Return another process's tensors as views of its memory, by name.
-
-    Args:
-        shared: what the owner's `SharedMemory` has as `tensors`.
-
-    Raises:
-        OSError: the owner has closed the memory, or has ended.
-    """
+    """Return another process's tensors as views of its memory, by name."""
     with open(shared.file, "rb") as file:
         # A private mapping: torch warns of memory that it must not write to.
         mapped = mmap.mmap(file.fileno(), shared.nbytes, access=mmap.ACCESS_COPY)
@@ -77,12 +67,7 @@ def open_shared(shared: SharedTensors) -> dict[str, Tensor]:
 
 
 def split(tensors: Mapping[str, Tensor], nbytes: int) -> Iterator[dict[str, Tensor]]:
-    """Split tensors into parts of about one size, in their order.
-
-    Args:
-        tensors: tensors by name.
-        nbytes: largest part, in bytes; a larger tensor is a part of its own.
-    """
+    """Split tensors into parts of about one size, in their order."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors.items():

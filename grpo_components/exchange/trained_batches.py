@@ -15,16 +15,7 @@ _NAME = "batch"
 
 
 def write_batch(folder: Path, content: str, batch: PackedTrajectories) -> None:
-    """Write a batch, unless it is there already; a killed process leaves no half of one.
-
-    Args:
-        folder: folder of all batches; created if missing.
-        content: hash of the batch, see `batch_hash`.
-        batch: packed trajectories.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write a batch, unless it is there already; a killed process leaves no half of one."""
     if (folder / content).exists():
         return
     unfinished = folder / f".{content}.{secrets.token_hex(4)}.part"
@@ -37,15 +28,7 @@ def write_batch(folder: Path, content: str, batch: PackedTrajectories) -> None:
 
 
 def read_batch(folder: Path, content: str) -> PackedTrajectories:
-    """Read a batch, and check that it is the one of its hash.
-
-    Args:
-        folder: folder of all batches.
-        content: hash of the batch.
-
-    Raises:
-        ValueError: there is no such batch, or it is damaged.
-    """
+    """Read a batch, and check that it is the one of its hash."""
     path = folder / content
     if not path.is_dir():
         raise ValueError(f"no batch {path}")

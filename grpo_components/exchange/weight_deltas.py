@@ -38,13 +38,7 @@ class DeltaEncoder:
         self._last: tuple[int, Manifest, NDArray[np.uint8]] | None = None
 
     def encode(self, version: int, bucket: Bucket, base: int) -> DeltaBucket:
-        """Return what changed since the last call, or the whole bucket; keep the new bytes.
-
-        Args:
-            version: policy version of the weights.
-            bucket: manifest and bytes of the weights; must not be written to later.
-            base: version of the last call, or `NO_BASE` for the whole bucket.
-        """
+        """Return what changed since the last call, or the whole bucket; keep the new bytes."""
         last, self._last = self._last, (version, *bucket)
         if base == NO_BASE:
             return DeltaBucket(version, *bucket)
@@ -54,15 +48,7 @@ class DeltaEncoder:
 
 
 def encode_bucket(bucket: Bucket, base: Bucket) -> Bucket:
-    """Encode what changed from one bucket to another with the same tensors.
-
-    Args:
-        bucket: manifest and bytes of the new weights.
-        base: manifest and bytes of the earlier weights.
-
-    Returns:
-        The manifest, whose checksums are of the new weights, and the deltas of all tensors.
-    """
+    """Encode what changed from one bucket to another with the same tensors."""
     entries: list[TensorEntry] = []
     # Memory that is never written to takes no room.
     most = sum(most_bytes(entry.nbytes, _itemsize(entry)) for entry in bucket[0])
@@ -95,18 +81,6 @@ class RebuiltWeights:
 
         What is applied already is skipped. The checksums of the result are for the caller to
         verify, and `keep` must follow once the weights are in use.
-
-        Args:
-            version: policy version of the weights.
-            pushes: buckets of all ranks in the order of their versions: a whole push or one that
-                builds on the kept weights, and all that follow it.
-
-        Returns:
-            A bucket for each tensor.
-
-        Raises:
-            ValueError: a delta is damaged, or its base is neither kept nor among the pushes; or a
-                tensor has no bytes of this version. Names tensor and version.
         """
         kept = {entry.name: (entry, raw) for (entry,), raw in self._kept}
         self._kept = []
@@ -126,12 +100,7 @@ class RebuiltWeights:
 
 
 def newest_manifests(buckets: Iterable[Any]) -> Iterator[Manifest]:
-    """Return the manifests of the newest version, of whole or delta pushes.
-
-    Args:
-        buckets: what `Generator.load_weights` gets: either buckets of one version, or
-            `DeltaBucket`s in the order of their versions.
-    """
+    """Return the manifests of the newest version, of whole or delta pushes."""
     buckets = list(buckets)
     if buckets and isinstance(buckets[-1], DeltaBucket):
         newest = buckets[-1].version

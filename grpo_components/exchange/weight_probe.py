@@ -44,12 +44,7 @@ _ROUNDING = 1e-4
 
 
 class WeightProbe:
-    """Raises an error if a generator's weights are not those of the version that it names.
-
-    Args:
-        max_kl: largest allowed KL between trainer and generator, a k3 estimate in nats per token;
-            None disables the probe.
-    """
+    """Raises an error if a generator's weights are not those of the version that it names."""
 
     def __init__(self, max_kl: float | None) -> None:
         self._max_kl = max_kl
@@ -68,17 +63,7 @@ class WeightProbe:
         self._pushed.clear()
 
     def check(self, generator: str, version: int, reading: ProbeReading | None) -> None:
-        """Check what a generator computed by weights that it has loaded.
-
-        Args:
-            generator: name of the generator.
-            version: policy version of the weights.
-            reading: what it computed; None if the generator has no engine.
-
-        Raises:
-            DisagreementError: its label is another version; it read keys and values of earlier
-                weights; or its logprobs are not the trainers', or nearer to another version's.
-        """
+        """Check what a generator computed by weights that it has loaded."""
         if reading is None:
             return
         if reading.label != version:

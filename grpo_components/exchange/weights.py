@@ -68,10 +68,6 @@ class Bucket:
     """Packs named tensors, one after the other, into a flat buffer of bytes.
 
     The buffer holds bytes because numpy has no bfloat16; the manifest keeps dtypes and shapes.
-
-    Args:
-        buffer: [nbytes] uint8 on the CPU, to write into.
-        free: function that gets the buffer back once nobody uses the packed bytes any more.
     """
 
     def __init__(self, buffer: Tensor, free: Callable[[Tensor], None]) -> None:
@@ -88,11 +84,7 @@ class Bucket:
         self._entries.append(TensorEntry(name, dtype, shape, begin, raw.numel(), 0))
 
     def close(self) -> tuple[Manifest, NDArray[np.uint8]]:
-        """Compute the checksums; all copies must have ended.
-
-        Returns:
-            The manifest, and the bytes [nbytes] uint8.
-        """
+        """Compute the checksums; all copies must have ended."""
         assert self._used == len(self._buffer)
         # Based on a memoryview: slices of the array would keep an array alive, but not this one.
         packed = np.frombuffer(memoryview(cast(Any, self._buffer.numpy())), np.uint8)
@@ -106,12 +98,7 @@ class Bucket:
 
 
 class BucketBuffers:
-    """Makes buckets of one size, whose buffers are reused from push to push.
-
-    Args:
-        nbytes: size of each bucket, in bytes.
-        pinned: whether a GPU copies into the buffers directly.
-    """
+    """Makes buckets of one size, whose buffers are reused from push to push."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self._nbytes, self._pinned = nbytes, pinned
@@ -127,14 +114,7 @@ class BucketBuffers:
 
 
 def pack_bucket(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Manifest, NDArray[np.uint8]]:
-    """Copy named tensors into one bucket.
-
-    Args:
-        tensors: names and tensors, of any dtype.
-
-    Returns:
-        The manifest, and the bytes [sum of nbytes] uint8.
-    """
+    """Copy named tensors into one bucket."""
     bucket = BucketBuffers(sum(tensor.nbytes for _, tensor in tensors), pinned=False).bucket()
     for name, tensor in tensors:
         bucket.add(name, tensor)
@@ -142,15 +122,7 @@ def pack_bucket(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Manifest, NDArra
 
 
 def unpack_bucket(manifest: Manifest, bucket: NDArray[np.uint8]) -> StateDict:
-    """Return the tensors of a bucket as views of its bytes, after verifying their checksums.
-
-    Args:
-        manifest: manifest that `pack_bucket` returned with the bucket.
-        bucket: [nbytes] uint8; may be read-only.
-
-    Raises:
-        ValueError: a tensor has a wrong checksum or appears twice; the error names that tensor.
-    """
+    """Return the tensors of a bucket as views of its bytes, after verifying their checksums."""
     tensors: StateDict = {}
     for entry in manifest:
         raw = bucket[entry.offset : entry.offset + entry.nbytes]
@@ -165,14 +137,7 @@ def unpack_bucket(manifest: Manifest, bucket: NDArray[np.uint8]) -> StateDict:
 
 
 def unpack_buckets(buckets: Iterable[tuple[Manifest, NDArray[np.uint8]]]) -> StateDict:
-    """Return the tensors of a snapshot as views of its buckets, after verifying their checksums.
-
-    Args:
-        buckets: each trainer rank's manifest and bytes, in any order.
-
-    Raises:
-        ValueError: a tensor has a wrong checksum or appears twice; the error names that tensor.
-    """
+    """Return the tensors of a snapshot as views of its buckets, after verifying their checksums."""
     tensors: StateDict = {}
     for manifest, bucket in buckets:
         part = unpack_bucket(manifest, bucket)
@@ -183,14 +148,7 @@ def unpack_buckets(buckets: Iterable[tuple[Manifest, NDArray[np.uint8]]]) -> Sta
 
 
 def snapshot_checksum(manifests: Iterable[Manifest]) -> str:
-    """Compute one checksum of a whole snapshot, whatever the number of its buckets.
-
-    Args:
-        manifests: manifests of all buckets of the snapshot, in any order.
-
-    Returns:
-        xxh3 (64 bits, hexadecimal) over name, dtype, shape and checksum of every tensor.
-    """
+    """Compute one checksum of a whole snapshot, whatever the number of its buckets."""
     tensors = sorted(
         (entry.name, entry.dtype, entry.shape, entry.checksum)
         for manifest in manifests
@@ -200,14 +158,7 @@ def snapshot_checksum(manifests: Iterable[Manifest]) -> str:
 
 
 def checkpoint_files(model_path: Path) -> list[Path]:
-    """Return the files that hold a checkpoint's tensors.
-
-    Args:
-        model_path: folder with `model.safetensors`, or with several files and their index.
-
-    Raises:
-        ValueError: a safetensors file is missing.
-    """
+    """Return the files that hold a checkpoint's tensors."""
     index = model_path / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.is_file():  # only these files: others may be copies in other formats
@@ -223,12 +174,6 @@ def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
     """Read names and shapes of a checkpoint's tensors from the safetensors headers.
 
     An output head tied to the embedding is left out: a stored copy of it is never loaded.
-
-    Args:
-        model_path: folder with `model.safetensors`, or with several files and their index.
-
-    Raises:
-        ValueError: a safetensors file is missing.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in checkpoint_files(model_path):
@@ -244,14 +189,7 @@ def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_output_head(model_path: Path) -> None:
-    """Refuse a checkpoint whose output head is not what its config.json says.
-
-    Args:
-        model_path: folder of the model; a copy of the embedding as its head is right.
-
-    Raises:
-        ConfigError: the config ties the head, and the files have another; or the reverse.
-    """
+    """Refuse a checkpoint whose output head is not what its config.json says."""
     hf_config = json.loads((model_path / "config.json").read_text())
     tied = hf_config.get("tie_word_embeddings")
     parts: dict[str, Any] = {}
@@ -282,15 +220,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def check_names_and_shapes(
     given: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Check the names and shapes of new weights against the model's, before any is loaded.
-
-    Args:
-        given: shape of each new tensor, by name.
-        expected: shape of each tensor of the checkpoint that the engine was loaded from, by name.
-
-    Raises:
-        ValueError: a tensor is missing, unknown or has another shape; the error names it.
-    """
+    """Check the names and shapes of new weights against the model's, before any is loaded."""
     for name in sorted(set(expected) - set(given)):
         raise ValueError(f"weights: missing tensor {name}")
     for name in sorted(set(given) - set(expected) - {_HEAD}):  # it may be sent although it is tied

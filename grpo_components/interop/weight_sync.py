@@ -151,13 +151,6 @@ def load_into_vllm(policy: Any, tensors: StateDict) -> None:
     """Load weights into a vLLM engine in this process, or into the one of torchrl's `vLLMWrapper`.
 
     The engine needs one worker in this process: `VLLM_ENABLE_V1_MULTIPROCESSING=0`.
-
-    Args:
-        policy: a `vllm.LLM`, or what has one as `model`.
-        tensors: tensors by Hugging Face name.
-
-    Raises:
-        ValueError: a tensor is missing, unknown or of another shape; nothing is loaded then.
     """
     from grpo_components.rollout.vllm_weights import load_into_worker  # imports vLLM
 

@@ -33,12 +33,7 @@ sheets: bf16 on tensor cores with float32 accumulation and no sparsity, float32 
 
 
 def peak_flops(gpu_name: str, dtype: str) -> float | None:
-    """Return a GPU's peak floating-point operations per second; None for an unknown GPU.
-
-    Args:
-        gpu_name: name that `torch.cuda.get_device_name` returned.
-        dtype: compute dtype, fp32 or bf16.
-    """
+    """Return a GPU's peak floating-point operations per second; None for an unknown GPU."""
     for pattern, bf16, fp32 in _PEAK_TFLOPS:
         if re.search(pattern, gpu_name):
             return {"bf16": bf16, "fp32": fp32}[dtype] * 1e12
@@ -111,22 +106,12 @@ class ModelFlops:
         )
 
     def layers(self, tokens: int, earlier: int = 0) -> float:
-        """Return the operations of the layers in a forward pass over one sequence's tokens.
-
-        Args:
-            tokens: number of tokens T, which make T (T + 1) / 2 pairs of query and key.
-            earlier: number of tokens before them, computed already; they make T more pairs each.
-        """
+        """Return the operations of the layers in a forward pass over one sequence's tokens."""
         pairs = tokens * (tokens + 1) / 2 + tokens * earlier
         return self.per_token * tokens + self.per_pair * pairs
 
     def train(self, parts: Sequence[Part], num_logprobs: int) -> float:
-        """Return the operations of forward and backward passes.
-
-        Args:
-            parts: what is read of each response and its prompt.
-            num_logprobs: number of tokens whose logprob is computed, of all responses.
-        """
+        """Return the operations of forward and backward passes."""
         everything = micro_batch_cost(parts, range(len(parts)), self.layers)
         tokens = micro_batch_cost(parts, range(len(parts)), lambda new, _: new)
         not_done = self.frozen_per_token * tokens

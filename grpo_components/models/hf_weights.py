@@ -33,11 +33,7 @@ _ROTARY_FAMILIES = (
 
 
 def layer_groups(names: Iterable[str]) -> list[list[str]]:
-    """Group parameter names by units that can be converted alone: a layer, or one other tensor.
-
-    Args:
-        names: torchtune's parameter names.
-    """
+    """Group parameter names by units that can be converted alone: a layer, or one other tensor."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         match = _LAYER.match(name)
@@ -48,19 +44,7 @@ def layer_groups(names: Iterable[str]) -> list[list[str]]:
 def file_converter(
     model: nn.Module, model_type: str | None, base_model_path: Path
 ) -> Callable[[StateDict], StateDict]:
-    """Build the function that names a policy's weights as its files do.
-
-    Args:
-        model: a torchtune decoder or a transformers model.
-        model_type: torchtune's name of a decoder's family; not used for transformers models.
-        base_model_path: folder of the base model, with its config.json.
-
-    Returns:
-        Function of a state dict, either one unit of `layer_groups` or the whole model.
-
-    Raises:
-        ValueError: torchtune 0.6.1 cannot convert the family's weights to Hugging Face exactly.
-    """
+    """Build the function that names a policy's weights as its files do."""
     if is_transformers(model):
         return to_file_names(model)
     if model_type is None:
@@ -69,19 +53,7 @@ def file_converter(
 
 
 def hf_converter(model_type: str, base_model_path: Path) -> Callable[[StateDict], StateDict]:
-    """Build the function that renames torchtune's weights and, if needed, reorders their rows.
-
-    Args:
-        model_type: torchtune's ModelType, e.g. QWEN2, or QWEN3.
-        base_model_path: folder of the base model, with its config.json.
-
-    Returns:
-        Function of a state dict, either one unit of `layer_groups` or the whole model; returns the
-        Hugging Face state dict.
-
-    Raises:
-        ValueError: torchtune 0.6.1 cannot convert the family's weights to Hugging Face exactly.
-    """
+    """Build the function that renames torchtune's weights and, if needed, reorders their rows."""
     if model_type == "QWEN3":  # torchtune's ModelType lacks it
         return qwen3_tune_to_hf
     kind = ModelType[model_type]

@@ -55,12 +55,6 @@ def attention(
         softcap: bound c of the scores s, which become c * tanh(s / c), as in Gemma 2.
         s_aux: [H] score of each head's attention sink, a key without a value, as in gpt-oss.
         others: arguments of other attention functions.
-
-    Returns:
-        [1, N, H, E] outputs, and None for the attention weights.
-
-    Raises:
-        ValueError: the model asks for what this function does not compute.
     """
     name = type(module).__name__
     if layout is None:

@@ -39,13 +39,6 @@ def check_hugging_face(model: nn.Module, longest: int) -> None:
 
     The small model has the config's kinds of layers, windows, caps and scales. Its logprobs of
     responses that share a prompt must be those that its own code computes for each one alone.
-
-    Args:
-        model: the policy that `hugging_face` built, on any device.
-        longest: most tokens of a sequence in the run.
-
-    Raises:
-        ValueError: the logprobs differ or cannot be computed; says why.
     """
     config: Any = model.config
     _check_rope(config, longest)
@@ -64,12 +57,7 @@ def check_hugging_face(model: nn.Module, longest: int) -> None:
 
 
 def small_config(config: Any, *, narrow: bool = True) -> Any:
-    """Return a config of the same family with few layers, each kind of them at least once.
-
-    Args:
-        config: config of a transformers model.
-        narrow: also shrink the widths; False only shortens the model.
-    """
+    """Return a config of the same family with few layers, each kind of them at least once."""
     small = copy.deepcopy(config)
     depth, wanted = config.num_hidden_layers, list(_first_layers(config))
     given = config.to_dict()

@@ -18,13 +18,6 @@ def hugging_face(path: str) -> nn.Module:
 
     Its attention computes each prompt once for all its responses, and a tied head keeps no second
     name for the embedding. The weights are random; the trainer loads the folder's.
-
-    Args:
-        path: folder with a config.json; the same as `base_model_path`.
-
-    Raises:
-        ValueError: the folder has no causal language model that transformers has code for, or the
-            model has no list of decoder layers.
     """
     from transformers import AutoModelForCausalLM
 
@@ -41,14 +34,7 @@ def hugging_face(path: str) -> nn.Module:
 
 
 def read_config(path: str | Path) -> Any:
-    """Read the config.json of a folder, without code from the folder.
-
-    Args:
-        path: folder of a Hugging Face model.
-
-    Raises:
-        ValueError: transformers cannot read it.
-    """
+    """Read the config.json of a folder, without code from the folder."""
     from transformers import AutoConfig
 
     if not (Path(path) / "config.json").is_file():
@@ -62,11 +48,7 @@ def read_config(path: str | Path) -> Any:
 
 
 def prepared(model: Any) -> nn.Module:
-    """Return a transformers model as a policy: without dropout, and with one name per weight.
-
-    Args:
-        model: a causal language model of transformers, on any device.
-    """
+    """Return a transformers model as a policy: without dropout, and with one name per weight."""
     decoder_layers(model)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None:
@@ -98,14 +80,7 @@ def base_of(model: nn.Module) -> Any:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the decoder layers of a policy, in their order.
-
-    Args:
-        model: a torchtune decoder or a transformers model, sharded or not.
-
-    Raises:
-        ValueError: a transformers model keeps its layers in another way.
-    """
+    """Return the decoder layers of a policy, in their order."""
     if not is_transformers(model):
         return cast(Any, model).layers
     for module in base_of(model).children():

@@ -18,15 +18,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def load_hugging_face(path: Path, dtype: torch.dtype | None = None) -> nn.Module:
-    """Load a model and its weights on the CPU, as transformers does.
-
-    Args:
-        path: folder of the model.
-        dtype: dtype of the weights; None is the files' own, or float32 if they have several.
-
-    Raises:
-        ValueError: the files lack a weight of the model, or have another one.
-    """
+    """Load a model and its weights on the CPU, as transformers does."""
     from transformers import AutoModelForCausalLM
 
     shared.register()
@@ -50,9 +42,6 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
     The buffers (such as tables of rotary frequencies) are in no file, and a model that is built on
     the meta device has none either.
-
-    Args:
-        path: folder of the model.
     """
     model = load_hugging_face(path)
     buffers = dict(model.named_buffers())
@@ -64,12 +53,6 @@ def to_file_names(model: nn.Module) -> Callable[[StateDict], StateDict]:
 
     Most models have these names already. Fused weights, such as the experts of one layer, become
     one tensor per expert again.
-
-    Args:
-        model: a transformers model, sharded or not.
-
-    Returns:
-        Function of a state dict, either one unit of `layer_groups` or the whole model.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -31,14 +31,7 @@ def load_whole_model(
     device: torch.device,
     dtype: str,
 ) -> nn.Module:
-    """Load the base model on one device, frozen, in its compute dtype.
-
-    Args:
-        build_model: builds the torchtune decoder or transformers model.
-        build_checkpointer: builds the torchtune checkpointer; None for transformers models.
-        device: device of the model.
-        dtype: compute dtype, fp32 or bf16.
-    """
+    """Load the base model on one device, frozen, in its compute dtype."""
     with torch.device("meta"):
         path = folder_of(build_model())
     if path is not None:
@@ -64,21 +57,7 @@ def load_sharded_model(
     compile_layers: bool,
     new_weights: Callable[[nn.Module], dict[str, Tensor]] = lambda model: {},
 ) -> nn.Module:
-    """Load the policy as float32 master shards with FSDP2; only rank 0 reads the checkpoint.
-
-    Args:
-        build_model: builds the torchtune decoder or transformers model.
-        build_checkpointer: builds the torchtune checkpointer, on rank 0 only; None for transformers
-            models.
-        meshes: device meshes of the trainer ranks.
-        sharding: layout of the ranks, and where shards are kept.
-        model_type: torchtune's name of the model family, for its tensor-parallel plan; None
-            for transformers models.
-        dtype: compute dtype, fp32 or bf16.
-        enable_activation_checkpointing: recompute each layer in the backward pass.
-        compile_layers: compile each layer with torch.compile.
-        new_weights: function of the policy; returns weights that no file has. Called on rank 0.
-    """
+    """Load the policy as float32 master shards with FSDP2; only rank 0 reads the checkpoint."""
     model = shard_model(
         build_model, meshes, sharding, model_type, dtype, enable_activation_checkpointing
     )
@@ -114,17 +93,7 @@ def shard_model(
     dtype: str,
     enable_activation_checkpointing: bool,
 ) -> nn.Module:
-    """Build the policy on the meta device, sharded with FSDP2, in float32.
-
-    Args:
-        build_model: builds the torchtune decoder or transformers model.
-        meshes: device meshes of the trainer ranks.
-        sharding: layout of the ranks, and where shards are kept.
-        model_type: torchtune's name of the model family, for its tensor-parallel plan; None
-            for transformers models.
-        dtype: compute dtype, fp32 or bf16.
-        enable_activation_checkpointing: recompute each layer in the backward pass.
-    """
+    """Build the policy on the meta device, sharded with FSDP2, in float32."""
     with training.set_default_dtype(torch.float32), torch.device("meta"):
         model = build_model()
     if sharding.tensor > 1:  # first, because wrapping changes the names that plans use
@@ -180,13 +149,7 @@ def _scatter(
 
 
 def _broadcast_buffers(model: nn.Module, full: dict[str, Tensor], device: torch.device) -> None:
-    """Give every rank rank 0's buffers, which the meta device left without values.
-
-    Args:
-        model: a transformers model.
-        full: on rank 0, each buffer by name.
-        device: device of the buffers.
-    """
+    """Give every rank rank 0's buffers, which the meta device left without values."""
     for name, buffer in model.named_buffers():
         owner, _, own_name = name.rpartition(".")
         value = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)

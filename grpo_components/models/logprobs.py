@@ -78,9 +78,6 @@ def token_batch(
         masks: [R] bool for each of them, which response tokens are wanted; None means all.
         device: device of the batch.
         share_prompts: compute a prompt once for all its responses; False is for comparisons.
-
-    Returns:
-        The batch; its positions are in the order of the trajectories.
     """
     parts = parts_of(trajectories, masks)
     if not share_prompts:
@@ -134,15 +131,6 @@ class ResponseLogprobs:
     the projection to the vocabulary must stay inside the model's forward pass, where FSDP has
     gathered the weights. The backward pass recomputes each chunk, so at most chunk_tokens x V
     logits are in memory. Attention computes a prompt once for its responses.
-
-    Args:
-        model: a torchtune TransformerDecoder, or a model that `hugging_face` built; sharded or not.
-        chunk_tokens: positions projected to the vocabulary at a time.
-        entropy_gradient: compute the entropy with a gradient, for an entropy bonus.
-        compile_softmax: compile the operations after the projection with torch.compile.
-
-    Raises:
-        ValueError: the model's attention cannot share prompts.
     """
 
     def __init__(

@@ -59,11 +59,7 @@ class LoraOptions:
         return next(rank for rank in _VLLM_RANKS if rank >= self.rank)
 
     def peft_config(self, base_model_path: str) -> dict[str, Any]:
-        """Return the contents of peft's `adapter_config.json`.
-
-        Args:
-            base_model_path: folder of the model that the adapter belongs to.
-        """
+        """Return the contents of peft's `adapter_config.json`."""
         alpha = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha
         return {
             "peft_type": "LORA",
@@ -79,11 +75,7 @@ class LoraOptions:
 
 
 def lora_options(section: LoraSettings | None) -> LoraOptions | None:
-    """Return the options in a config's section `lora`; None if all weights are trained.
-
-    Args:
-        section: the section, whose values were checked.
-    """
+    """Return the options in a config's section `lora`; None if all weights are trained."""
     if section is None:
         return None
     return LoraOptions(
@@ -96,14 +88,7 @@ def lora_options(section: LoraSettings | None) -> LoraOptions | None:
 
 
 def read_adapter_options(folder: Path) -> LoraOptions:
-    """Read the options of an adapter that `LoraOptions.peft_config` described.
-
-    Args:
-        folder: folder with `adapter_config.json`.
-
-    Raises:
-        ValueError: the file cannot be read, or describes another kind of adapter.
-    """
+    """Read the options of an adapter that `LoraOptions.peft_config` described."""
     file = folder / "adapter_config.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -120,10 +105,6 @@ def fused_targets(model_type: str, lora: LoraOptions) -> list[str]:
     """Return the targets that a family's Hugging Face models hold in a fused layer.
 
     Such a layer has no adapter of a part alone, neither in peft nor in vLLM.
-
-    Args:
-        model_type: torchtune's name of the family.
-        lora: options of the adapters.
     """
     fused = _FUSED if model_type in _FUSING_FAMILIES else ()
     return [name for name in lora.target_modules if name in fused]
@@ -134,11 +115,6 @@ def adapted_model(build_model: Callable[[], nn.Module], lora: LoraOptions, dtype
 
     Frozen parameters are in the compute dtype, because nothing is added to them; the adapters are
     float32 master weights.
-
-    Args:
-        build_model: builds the policy; called under the meta device.
-        lora: options of the adapters.
-        dtype: compute dtype, fp32 or bf16.
     """
     model = build_model().requires_grad_(False)
     for parameter in model.parameters():  # not buffers: rotary tables stay float32
@@ -160,11 +136,7 @@ def _adapted(linear: nn.Linear, lora: LoraOptions) -> LoRALinear:
 
 
 def new_adapters(model: nn.Module) -> StateDict:
-    """Return adapters to start from, by the policy's names: A is random, from the seed, and B is 0.
-
-    Args:
-        model: policy with adapters, sharded or not.
-    """
+    """Return adapters to start from, by the policy's names: A is random, from the seed, and B is 0."""
     random = torch.Generator().manual_seed(torch.initial_seed())
     adapters: StateDict = {}
     for name, parameter in model.state_dict().items():
@@ -176,12 +148,7 @@ def new_adapters(model: nn.Module) -> StateDict:
 
 
 def is_target(name: str, lora: LoraOptions) -> bool:
-    """Whether a weight belongs to a layer that gets an adapter.
-
-    Args:
-        name: name of the weight, torchtune's or Hugging Face's.
-        lora: options of the adapters.
-    """
+    """Whether a weight belongs to a layer that gets an adapter."""
     path, _, kind = name.rpartition(".")
     layer = path.rpartition(".")[2]
     is_in_layer = "layers." in name and ".experts." not in name
@@ -200,12 +167,7 @@ def adapted_layers(model: nn.Module) -> set[str]:
 
 
 def pushed_shapes(base: Path, lora: LoraOptions | None) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor that a push sends: of an adapter, by peft's names, or of all.
-
-    Args:
-        base: folder of the base model.
-        lora: options of the adapters; None sends whole models.
-    """
+    """Return the shape of each tensor that a push sends: of an adapter, by peft's names, or of all."""
     whole = checkpoint_shapes(base)
     if lora is None:
         return whole
@@ -224,11 +186,7 @@ def adapter_tensors(tensors: StateDict) -> StateDict:
 
 
 class AdapterNames:
-    """Gives adapters peft's names, and B the row order of Hugging Face's weight.
-
-    Args:
-        to_hf: function that converts base weights to Hugging Face's names and row order.
-    """
+    """Gives adapters peft's names, and B the row order of Hugging Face's weight."""
 
     def __init__(self, to_hf: Callable[[StateDict], StateDict]) -> None:
         self._to_hf = to_hf
@@ -236,11 +194,7 @@ class AdapterNames:
         """Hugging Face's order of the rows of a kind of layer; None if it is the same."""
 
     def __call__(self, tensors: StateDict) -> StateDict:
-        """Convert whole adapters.
-
-        Args:
-            tensors: adapters by the policy's names, each with both of its matrices.
-        """
+        """Convert whole adapters."""
         converted: StateDict = {}
         for name, a in tensors.items():
             path = name.removesuffix(f".{_A}")
@@ -265,12 +219,7 @@ class AdapterNames:
 
 
 def merged(tensors: StateDict, scale: float) -> StateDict:
-    """Return weights of an adapted policy by the base model's names, each adapter in its layer.
-
-    Args:
-        tensors: whole layers of the policy.
-        scale: factor of B A.
-    """
+    """Return weights of an adapted policy by the base model's names, each adapter in its layer."""
     merged_tensors: StateDict = {}
     for name, tensor in tensors.items():
         if is_adapter(name):

@@ -54,16 +54,7 @@ def join_ranks(
     sharding: Sharding,
     timeout_s: float,
 ) -> Meshes:
-    """Join the process group and arrange its ranks as replicate x shard x tensor.
-
-    Args:
-        rank: rank of this process.
-        num_ranks: size of the group; a multiple of replicate x tensor.
-        rendezvous: where the ranks find each other; in rank 0 with the listening socket.
-        device: cpu or cuda.
-        sharding: sizes of the layout.
-        timeout_s: longest wait of a collective operation, in seconds; one that waits longer raises.
-    """
+    """Join the process group and arrange its ranks as replicate x shard x tensor."""
     backend = {"cpu": "gloo", "cuda": "nccl"}[device]
     if sharding.cpu_offload:  # the gradient norm is computed on the CPU, over gloo
         backend = "cpu:gloo,cuda:nccl"
@@ -81,13 +72,7 @@ def join_ranks(
 
 
 def arrange_ranks(num_ranks: int, device: str, sharding: Sharding) -> Meshes:
-    """Arrange the ranks of a process group as replicate x shard x tensor.
-
-    Args:
-        num_ranks: size of the group; a multiple of replicate x tensor.
-        device: cpu or cuda.
-        sharding: sizes of the layout.
-    """
+    """Arrange the ranks of a process group as replicate x shard x tensor."""
     replicate, tensor = sharding.replicate, sharding.tensor
     shard = num_ranks // (replicate * tensor)
     whole = init_device_mesh(

@@ -25,17 +25,6 @@ def plan_micro_batches(
     2, 4, ... pieces, whose prompts are recomputed. The plan with the least time wins, where ranks
     wait for each other in every round of micro-batches (FSDP's collectives). Every rank computes
     the whole plan, so ranks agree without communication.
-
-    Args:
-        parts: what is read of each response and its prompt.
-        cost: cost of the forward pass; more tokens must not cost less.
-        num_ranks: number of trainer ranks.
-        tokens_per_micro_batch: limit of the tokens in a forward pass, each prompt counted once. A
-            response over the limit gets a micro-batch of its own.
-
-    Returns:
-        The plan. Every index appears exactly once; the last micro-batch of some ranks may be
-        empty.
     """
     if not parts:
         return [[] for _ in range(num_ranks)]
@@ -63,13 +52,7 @@ def plan_micro_batches(
 
 
 def micro_batch_cost(parts: Sequence[Part], indices: Sequence[int], cost: Cost) -> float:
-    """Return the cost of a micro-batch, whose prompts are each computed once.
-
-    Args:
-        parts: what is read of each response and its prompt.
-        indices: responses of the micro-batch.
-        cost: cost of the forward pass.
-    """
+    """Return the cost of a micro-batch, whose prompts are each computed once."""
     members = [parts[i] for i in indices]
     prompts = {part.prompt: part.prompt_tokens for part in members}
     total = sum(cost(tokens, 0) for tokens in prompts.values())
@@ -77,16 +60,7 @@ def micro_batch_cost(parts: Sequence[Part], indices: Sequence[int], cost: Cost) 
 
 
 def padded_micro_batches(lengths: Sequence[int], tokens_per_micro_batch: int) -> list[list[int]]:
-    """Split sequences into micro-batches of similar lengths, for a model that pads its rows.
-
-    Args:
-        lengths: tokens of each sequence.
-        tokens_per_micro_batch: limit of rows x longest row. A longer sequence gets a micro-batch
-            of its own.
-
-    Returns:
-        Indices of the sequences in each micro-batch, from the longest to the shortest.
-    """
+    """Split sequences into micro-batches of similar lengths, for a model that pads its rows."""
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         longest = lengths[batches[-1][0]] if batches else math.inf

@@ -36,16 +36,6 @@ class Qwen3Attention(MultiHeadAttention):
 
     torchtune's MultiHeadAttention normalizes them after RoPE, which computes something else as soon
     as the weights of a norm differ. The heads together may be wider than the hidden state.
-
-    Args:
-        embed_dim: width of the hidden state.
-        num_heads: number of query heads.
-        num_kv_heads: number of key and value heads.
-        head_dim: width of a head.
-        pos_embeddings: RoPE, applied to [B, T, heads, head_dim].
-        max_seq_len: longest sequence, in tokens.
-        attn_dropout: probability that an attention weight becomes 0.
-        norm_eps: epsilon of the norms of queries and keys.
     """
 
     q_norm: nn.Module
@@ -95,9 +85,6 @@ class Qwen3Attention(MultiHeadAttention):
             y: the same tensor, as torchtune's layers pass it.
             mask: mask that torchtune's MultiHeadAttention takes; None is causal.
             input_pos: [B, T] int64 position of each token; None counts from 0.
-
-        Returns:
-            [B, T, embed_dim] outputs.
         """
         assert y is None or y is x, "there is no cross-attention"
         projections = (self.q_proj, self.k_proj, self.v_proj)
@@ -143,22 +130,7 @@ def qwen3(
     rope_base: float = _ROPE_BASE,
     tie_word_embeddings: bool = False,
 ) -> TransformerDecoder:
-    """Build a Qwen3 decoder of any size, as torchtune's `qwen2` builds Qwen2's.
-
-    Args:
-        vocab_size: rows of the embedding.
-        num_layers: number of layers.
-        num_heads: number of query heads.
-        num_kv_heads: number of key and value heads, a divisor of `num_heads`.
-        embed_dim: width of the hidden state, a multiple of `num_heads`.
-        intermediate_dim: width of the feed-forward network.
-        max_seq_len: longest sequence, in tokens.
-        head_dim: width of a head.
-        attn_dropout: probability that an attention weight becomes 0.
-        norm_eps: epsilon of all norms.
-        rope_base: base of the angles of RoPE.
-        tie_word_embeddings: use the embedding as the output projection.
-    """
+    """Build a Qwen3 decoder of any size, as torchtune's `qwen2` builds Qwen2's."""
     rope = Qwen2RotaryPositionalEmbeddings(head_dim, max_seq_len=max_seq_len, base=rope_base)
     norm = partial(RMSNorm, embed_dim, eps=norm_eps)
 

@@ -25,11 +25,7 @@ _TO_HF = {own: hf for hf, own in _FROM_HF.items()}
 
 
 def qwen3_tune_to_hf(state_dict: StateDict) -> StateDict:
-    """Rename a decoder's weights to Hugging Face's names.
-
-    Args:
-        state_dict: some or all of the weights of a decoder that `qwen3` builds.
-    """
+    """Rename a decoder's weights to Hugging Face's names."""
     return {get_mapped_key(name, _TO_HF): tensor for name, tensor in state_dict.items()}
 
 

@@ -13,12 +13,6 @@ class RouterRecorder:
     """Keeps the routers' logits of a forward pass that runs inside `with recorder:`.
 
     A layer that is computed again in the backward pass is not recorded again.
-
-    Args:
-        model: a transformers model, sharded or not.
-
-    Raises:
-        ValueError: transformers has no load-balancing loss for the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -48,14 +42,7 @@ class RouterRecorder:
 
 
 def check_has_routers(model: nn.Module) -> None:
-    """Check that transformers has a load-balancing loss for a model.
-
-    Args:
-        model: a torchtune decoder or a transformers model, on any device.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Check that transformers has a load-balancing loss for a model."""
     config = getattr(model, "config", None)
     if not hasattr(config, "router_aux_loss_coef") or _recorded_class(model)[0] is None:
         problem = f"a number above 0 given, and {type(model).__name__} has no load-balancing loss"

@@ -85,12 +85,7 @@ class Column(NamedTuple):
 
 
 def arrange(parts: Sequence[Part], device: torch.device = CPU) -> Column:
-    """Place prompts and responses in a column of tokens, each prompt once.
-
-    Args:
-        parts: what is read of each response; at least one, with a prompt of at least one token.
-        device: device of the positions and the layout.
-    """
+    """Place prompts and responses in a column of tokens, each prompt once."""
     siblings: dict[Hashable, list[int]] = {}
     for number, part in enumerate(parts):
         siblings.setdefault(part.prompt, []).append(number)
@@ -194,15 +189,7 @@ def _padded(rows: list[Tokens]) -> Tokens:
 
 
 def share_prompts(model: nn.Module) -> None:
-    """Let a torchtune decoder's attention understand a `Layout` in place of a mask.
-
-    Args:
-        model: a torchtune TransformerDecoder, sharded or not.
-
-    Raises:
-        ValueError: a layer's attention is neither torchtune's MultiHeadAttention nor Qwen3's, or it
-            is not causal.
-    """
+    """Let a torchtune decoder's attention understand a `Layout` in place of a mask."""
     for layer in cast(Any, model).layers:
         attention = layer.attn
         if type(attention) not in _CAN_SHARE or not attention.is_causal:

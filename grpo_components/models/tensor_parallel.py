@@ -60,9 +60,6 @@ def layer_plan(model_type: str) -> Plan:
     projection over all ranks, and the forward pass uses them whole. They may be one tied tensor,
     and a split vocabulary would need a reduction for every chunk of logprobs, and again when the
     chunk is recomputed.
-
-    Args:
-        model_type: torchtune's name of the model family, one of FAMILIES.
     """
     if model_type in _OWN_PLANS:
         return _OWN_PLANS[model_type]()
@@ -76,14 +73,7 @@ _OWN_PLANS = {"QWEN2": qwen2_plan, "QWEN3": qwen3_plan}
 
 
 def transformers_plan(model: nn.Module) -> Plan:
-    """Return the plan of a transformers model, as its own config gives it.
-
-    Args:
-        model: a transformers model, on any device.
-
-    Raises:
-        ValueError: the model has no plan, or one with a style that is not supported here.
-    """
+    """Return the plan of a transformers model, as its own config gives it."""
     config: Any = model.config
     given: dict[str, str] = config.get_text_config().base_model_tp_plan or {}
     plan = {name: style for name, style in given.items() if name.startswith("layers.")}
@@ -111,14 +101,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh, model_type: str | None) -> None:
-    """Split a decoder's layers over a tensor-parallel group; call it before FSDP shards the rest.
-
-    Args:
-        model: a torchtune TransformerDecoder or transformers model, on the meta device.
-        mesh: one-dimensional mesh; its size divides the numbers of heads and of key-value heads.
-        model_type: torchtune's name of the model family, one of FAMILIES; None for
-            transformers models.
-    """
+    """Split a decoder's layers over a tensor-parallel group; call it before FSDP shards the rest."""
     if model_type is None:
         parallelize_module(base_of(model), mesh, transformers_plan(model))
         return

@@ -107,10 +107,6 @@ class RewardShaping:
         A response that the limit ended counts as one of full length, even if it is shorter because
         the environment's next words had no room.
 
-        Args:
-            batch: B groups of G responses.
-            step: training steps done before this one.
-
         Returns:
             [B, G] float64, a new array; NaN where the sample failed or its group is left out.
         """

@@ -25,9 +25,6 @@ class TokenAdvantages(Protocol):
             batch: S responses, each with its `advantage`.
             trained: for each response, [R] bool: which of its R tokens are trained.
             step: training steps done before this one, for schedules.
-
-        Returns:
-            For each response, [number of trained tokens] advantages.
         """
         ...
 

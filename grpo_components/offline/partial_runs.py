@@ -28,11 +28,7 @@ _RECORDED = "grpo_components.offline.trajectory_file.RecordedGroups"
 
 
 class RecordedPrompts(Dataset[dict[str, Any]]):
-    """The prompts of a trajectory file as a data set, one row per group.
-
-    Args:
-        path: path of the trajectory file.
-    """
+    """The prompts of a trajectory file as a data set, one row per group."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -58,16 +54,7 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
         return {"prompt_index": row, "prompt_ids": self._prompts[row], "prompt_text": text}
 
     def check(self, longest: int, limit: str, num_ids: int | None) -> None:
-        """Refuse groups that are too long for the policy or have token ids that it lacks.
-
-        Args:
-            longest: largest allowed number of tokens of a prompt and its response together.
-            limit: text for the error message that says where this limit comes from.
-            num_ids: number of token ids of the model; None skips this check.
-
-        Raises:
-            ValueError: a group is too long or has an unknown token id; names its line.
-        """
+        """Refuse groups that are too long for the policy or have token ids that it lacks."""
         for row, (length, largest) in enumerate(zip(self._lengths, self._largest_ids, strict=True)):
             where = f"{self._path}, line {row + 1}, has"
             if length > longest:
@@ -78,13 +65,7 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
 
 
 def roles_of(cfg: Settings, trainer: str, generator: str) -> tuple[str, str]:
-    """Return the dotted paths of the run's trainer and generator, or of their stand-ins.
-
-    Args:
-        cfg: config, checked by preflight.
-        trainer: dotted path of the trainer in a whole run.
-        generator: dotted path of the generator in a whole run.
-    """
+    """Return the dotted paths of the run's trainer and generator, or of their stand-ins."""
     trains = not (cfg.eval_only or cfg.rollout_only)
     return trainer if trains else _WRITER, _RECORDED if cfg.train_from else generator
 
@@ -92,13 +73,7 @@ def roles_of(cfg: Settings, trainer: str, generator: str) -> tuple[str, str]:
 def stand_in_arguments(
     cfg: Settings, trainer: dict[str, Any], generator: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keyword arguments for the trainer and generator that `roles_of` returns.
-
-    Args:
-        cfg: config, checked by preflight.
-        trainer: arguments of the trainer in a whole run.
-        generator: arguments of the generator in a whole run.
-    """
+    """Return the keyword arguments for the trainer and generator that `roles_of` returns."""
     if cfg.eval_only or cfg.rollout_only:
         path = str(Path(cfg.output_dir) / TRAJECTORIES)
         trainer = {"path": path, "logged_responses": trainer["diagnostics"].logged_responses}
@@ -126,14 +101,7 @@ def _adapter_folder(folder: Path) -> Path | None:
 
 
 def evaluated_version(cfg: Settings) -> int:
-    """Return the policy version of the weights that generators start with.
-
-    Args:
-        cfg: config, checked by preflight.
-
-    Returns:
-        The version of the checkpoint, if `eval_only` evaluates one; else 0.
-    """
+    """Return the policy version of the weights that generators start with."""
     if not cfg.eval_only:
         return 0  # training starts at version 0, even from weights of another run
     state = Path(cfg.base_model_path if cfg.eval_only is True else cfg.eval_only) / "state"
@@ -147,14 +115,7 @@ def evaluated_version(cfg: Settings) -> int:
 
 
 def check_partial_run(cfg: Settings) -> None:
-    """Refuse a config whose partial run is impossible, before anything starts.
-
-    Args:
-        cfg: config, each value within its own bounds.
-
-    Raises:
-        ValueError: a key has a wrong value; names the key.
-    """
+    """Refuse a config whose partial run is impossible, before anything starts."""
     given = [key for key in ("eval_only", "rollout_only", "train_from") if getattr(cfg, key)]
     if not given:
         return

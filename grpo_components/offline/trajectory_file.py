@@ -88,9 +88,6 @@ def group_line(group: Sequence[Trajectory]) -> str:
 
     The line keeps everything that training needs, logprobs bit for bit. The reward of a failed
     sample is null.
-
-    Args:
-        group: the trajectories of one prompt.
     """
     responses = [
         {name: getattr(t, name).tolist() for name in _ARRAYS}
@@ -103,14 +100,7 @@ def group_line(group: Sequence[Trajectory]) -> str:
 
 
 def read_groups(path: str | Path) -> Iterator[list[Trajectory]]:
-    """Read the groups of a trajectory file, one from each line that `group_line` formatted.
-
-    Args:
-        path: path of the trajectory file.
-
-    Raises:
-        ValueError: a line is not a valid group; names the line, from 1, and the reason.
-    """
+    """Read the groups of a trajectory file, one from each line that `group_line` formatted."""
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
@@ -156,13 +146,7 @@ def _require(condition: Any, problem: str) -> None:
 
 
 class TrajectoryWriter:
-    """Stand-in for a trainer that writes each batch to a file; the policy stays at version 0.
-
-    Args:
-        rank: rank of this process; only rank 0 writes.
-        path: path of the trajectory file; an existing file is emptied.
-        logged_responses: number of responses, the first of each batch, to return logprobs of.
-    """
+    """Stand-in for a trainer that writes each batch to a file; the policy stays at version 0."""
 
     def __init__(self, *, rank: int, path: str, logged_responses: int = 0) -> None:
         self._logged_responses = logged_responses
@@ -179,9 +163,6 @@ class TrajectoryWriter:
             batch: whole groups, packed.
             advantages: [S] float32, one per trajectory; not written.
             step: training steps done before this one.
-
-        Returns:
-            The outcome of a step that trained nothing.
         """
         trajectories = unpack(batch)
         if self._path is not None:
@@ -214,12 +195,7 @@ def _written(trajectories: Iterable[Trajectory]) -> dict[int, dict[str, int]]:
 
 
 class RecordedGroups:
-    """Stand-in for a generator that hands out the groups of a file.
-
-    Args:
-        number: number of this generator, from 0.
-        path: path of the trajectory file.
-    """
+    """Stand-in for a generator that hands out the groups of a file."""
 
     def __init__(self, *, number: int, path: str) -> None:
         self._groups = list(read_groups(path))
@@ -231,18 +207,7 @@ class RecordedGroups:
     def generate_group(
         self, prompt: dict[str, Any], epoch: int, group_id: int, attempt: int, temperature: float
     ) -> tuple[PackedTrajectories, GroupSummary, None]:
-        """Return the recorded group of a prompt; called in place of `Generator.generate_group`.
-
-        Args:
-            prompt: a row of `RecordedPrompts`; its `prompt_index` is the group's line, from 0.
-            epoch: pass over the file, from 0.
-            group_id: id of the group in the new run.
-            attempt: number of the new run's attempt, from 0.
-            temperature: not used; the responses keep the temperature they were sampled with.
-
-        Returns:
-            The packed group, its summary, and None: there is no text for the rollout log.
-        """
+        """Return the recorded group of a prompt; called in place of `Generator.generate_group`."""
         row = prompt["prompt_index"]
         identity = {"prompt_index": row, "epoch": epoch, "group_id": group_id, "attempt": attempt}
         group = pack([replace(trajectory, **identity) for trajectory in self._groups[row]])

@@ -27,15 +27,7 @@ from grpo_components.sizing.role_memory import GPU_GIB
 
 
 def read(name: str, overrides: Sequence[str]) -> DictConfig:
-    """Read a config by its name in `tune ls` or its path, with overrides as for `tune run`.
-
-    Args:
-        name: name of a shipped config, or path of a file.
-        overrides: `key=value` each.
-
-    Raises:
-        ValueError: there is no such config, or an override is none.
-    """
+    """Read a config by its name in `tune ls` or its path, with overrides as for `tune run`."""
     shipped = config_files(recipes_folder() / "configs")
     path = shipped.get(name, Path(name))
     if not path.is_file():
@@ -45,14 +37,7 @@ def read(name: str, overrides: Sequence[str]) -> DictConfig:
 
 
 def longest_prompt(cfg: Settings) -> int:
-    """Return the tokens of the longest prompt that the config's data sets may have.
-
-    Args:
-        cfg: settings, of which no file was read.
-
-    Raises:
-        ValueError: a data set has no limit.
-    """
+    """Return the tokens of the longest prompt that the config's data sets may have."""
     longest = 1
     for key in ("dataset", "eval_dataset"):
         node = getattr(cfg, key)
@@ -94,14 +79,7 @@ def _check_splits(cfg: Settings) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what each role and GPU would hold, and what does not fit.
-
-    Args:
-        arguments: command-line arguments; None takes them from `sys.argv`.
-
-    Returns:
-        Exit code: 0 if everything fits, 2 if something does not or the config is wrong.
-    """
+    """Print what each role and GPU would hold, and what does not fit."""
     parser = argparse.ArgumentParser(prog="python -m grpo_components.plan", description=__doc__)
     parser.add_argument("--config", required=True, help="name in `tune ls`, or a file")
     parser.add_argument("--gpus", type=int, help="number of GPUs; default: what the config needs")

@@ -18,11 +18,6 @@ class GeneratorAgreement:
     """Ends the run if trainer and generator disagree on the logprobs of fresh tokens.
 
     Fresh tokens were sampled by the version being trained, so with the same weights on both sides.
-
-    Args:
-        max_generator_kl: largest allowed KL between the two, a k3 estimate in nats per token; None
-            disables the check.
-        exact: whether both compute so alike that the weight probe may have a narrower bound.
     """
 
     def __init__(self, max_generator_kl: float | None, *, exact: bool = False) -> None:
@@ -32,15 +27,7 @@ class GeneratorAgreement:
         """Upper bound of the KL on the weight probe; None disables it."""
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Check one training step; a step without fresh tokens always passes.
-
-        Args:
-            step: training step, from 1.
-            metrics: metrics of the step, including `mismatch/fresh_kl` and `mismatch/fresh_tokens`.
-
-        Raises:
-            DisagreementError: the KL is above the bound.
-        """
+        """Check one training step; a step without fresh tokens always passes."""
         tokens = metrics.get("mismatch/fresh_tokens", 0)
         if self._max_kl is None or not tokens > 0:
             return

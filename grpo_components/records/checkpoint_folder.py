@@ -19,12 +19,7 @@ _EVALUATION = "evaluation.json"
 
 
 def begin(checkpoints: Path, step: int) -> Path:
-    """Remove leftovers of a killed run, and make a hidden folder to write a checkpoint into.
-
-    Args:
-        checkpoints: folder of all checkpoints of the run.
-        step: training steps done.
-    """
+    """Remove leftovers of a killed run, and make a hidden folder to write a checkpoint into."""
     checkpoints.mkdir(parents=True, exist_ok=True)
     clean(checkpoints)
     unfinished = checkpoints / f".step_{step}.unfinished"
@@ -33,11 +28,7 @@ def begin(checkpoints: Path, step: int) -> Path:
 
 
 def clean(checkpoints: Path) -> None:
-    """Remove checkpoints that are half written or half deleted.
-
-    Args:
-        checkpoints: folder of all checkpoints of the run.
-    """
+    """Remove checkpoints that are half written or half deleted."""
     for leftover in checkpoints.glob(".*"):
         discard(leftover)
 
@@ -47,15 +38,6 @@ def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:
 
     The files are synced to disk first, and every change is one rename: after a crash, `latest`
     points at a whole checkpoint, the new one or the one before.
-
-    Args:
-        unfinished: folder that `begin` returned.
-        step: training steps done.
-        keep_last_n: how many checkpoints to keep, this one included; `best` is kept in addition.
-            None keeps all.
-
-    Returns:
-        The checkpoint's folder, `step_<step>`.
     """
     checkpoints = unfinished.parent
     target = checkpoints / f"step_{step}"
@@ -100,28 +82,14 @@ def point_latest(checkpoint: Path) -> None:
 
 
 def rate(checkpoint: Path, metrics: Mapping[str, float]) -> None:
-    """Write the metrics of an evaluation to the checkpoint's `evaluation.json`.
-
-    Args:
-        checkpoint: folder of a published checkpoint.
-        metrics: metrics of the evaluation; NaN and infinite values are left out.
-    """
+    """Write the metrics of an evaluation to the checkpoint's `evaluation.json`."""
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
     write_whole(checkpoint / _EVALUATION, json.dumps(finite, indent=1), durable=True)
     _sync(checkpoint)
 
 
 def choose_best(checkpoints: Path, metric: str, last_step: int) -> Path | None:
-    """Point `best` at the checkpoint with the highest value of a metric, the earliest of equals.
-
-    Args:
-        checkpoints: folder of all checkpoints of the run.
-        metric: key of the metric in `evaluation.json`.
-        last_step: checkpoints of later steps are ignored: their attempt was rolled back.
-
-    Returns:
-        The best checkpoint; None if no checkpoint has the metric.
-    """
+    """Point `best` at the checkpoint with the highest value of a metric, the earliest of equals."""
     ratings = {}
     for path in checkpoints.glob(f"step_*/{_EVALUATION}"):
         value = json.loads(path.read_text(encoding="utf-8")).get(metric)

@@ -28,24 +28,7 @@ from grpo_components.state_files import FORMAT, write_state
 
 
 class Checkpoints:
-    """Saves and restores checkpoints; all parts of one are taken between the same two steps.
-
-    Args:
-        folder: folder of all checkpoints of the run.
-        cfg: config of the run, saved with each checkpoint.
-        ledger: ledger of the run.
-        prompts: prompt stream from which the ledger draws.
-        writes: whether to write checkpoints at all.
-        keep_last_n: number of newest checkpoints to keep; None keeps all.
-        keep_best: evaluation metric; the checkpoint with its highest value is also kept, as `best`.
-            None disables this.
-        failure: what happens if a checkpoint cannot be written: "error" ends the run, "warn" only
-            shows a warning.
-        in_background: whether to write from a copy of the state while the next steps run.
-        run_log: shows each saved checkpoint and each failure to the user.
-        identity: ids of the run and its process, saved with each checkpoint.
-        verify: function that raises an OSError if the folder no longer belongs to the run.
-    """
+    """Saves and restores checkpoints; all parts of one are taken between the same two steps."""
 
     def __init__(
         self,
@@ -81,9 +64,6 @@ class Checkpoints:
 
         The caller must not await between the two: an event or a pull at that time would be in
         receipts.jsonl but not in the state that a resumed run starts from, or the other way round.
-
-        Raises:
-            OSError: writing the last checkpoint in the background failed.
         """
         self._held = {"ledger": self._ledger.state_dict(), "prompts": self._prompts.state_dict()}
         # Keep references to the groups: the buffer's process may die before it has written them.
@@ -92,16 +72,7 @@ class Checkpoints:
             self._writing.result()
 
     async def save(self, step: int, trainers: TrainersHandle, buffer: ReplayBufferHandle) -> None:
-        """Write a checkpoint between two training steps, once the previous one has been written.
-
-        Args:
-            step: training steps done when `hold` was called.
-            trainers: all trainer ranks.
-            buffer: the replay buffer.
-
-        Raises:
-            OSError: this or the previous checkpoint cannot be written, and `failure` is "error".
-        """
+        """Write a checkpoint between two training steps, once the previous one has been written."""
         await self.finish()
         if not self._writes:
             return
@@ -115,21 +86,12 @@ class Checkpoints:
             await self.finish()
 
     def add_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Rate the checkpoint of a step by the evaluation of that step, once both exist.
-
-        Args:
-            step: training steps done when the evaluation began.
-            metrics: metrics of the evaluation, including `eval/policy_version`.
-        """
+        """Rate the checkpoint of a step by the evaluation of that step, once both exist."""
         self._evaluations = {step: metrics}
         self._rate(step)
 
     async def finish(self) -> None:
-        """Wait until the last checkpoint has been written.
-
-        Raises:
-            OSError: it could not be written, and `failure` is "error".
-        """
+        """Wait until the last checkpoint has been written."""
         writing, self._writing = self._writing, None
         if writing is not None:
             await writing
@@ -143,13 +105,7 @@ class Checkpoints:
     async def restore(
         self, checkpoint: Path, trainers: TrainersHandle, buffer: ReplayBufferHandle
     ) -> None:
-        """Load a checkpoint into trainers and buffer; `begin_run` has already restored the driver.
-
-        Args:
-            checkpoint: folder of the checkpoint.
-            trainers: all trainer ranks.
-            buffer: the replay buffer; its contents are replaced.
-        """
+        """Load a checkpoint into trainers and buffer; `begin_run` has already restored the driver."""
         if self._keep_best and checkpoint.parent == self._folder.resolve():
             choose_best(self._folder, self._keep_best, self._ledger.steps_done)
             self._versions = {self._ledger.steps_done: self._ledger.policy_version}
@@ -226,15 +182,7 @@ class Checkpoints:
 def build_checkpoints(
     cfg: Settings, ledger: Ledger, prompts: Stateful, run_log: RunLog, run_start: RunStart
 ) -> Checkpoints:
-    """Build `Checkpoints` from the config.
-
-    Args:
-        cfg: config, checked by preflight.
-        ledger: ledger of the run.
-        prompts: prompt stream from which the ledger draws.
-        run_log: shows each saved checkpoint and each failure to the user.
-        run_start: where the run starts, with its ids and the lock of its folder.
-    """
+    """Build `Checkpoints` from the config."""
     return Checkpoints(
         Path(cfg.output_dir) / "checkpoints",
         cfg,

@@ -69,17 +69,6 @@ def save_code(output_dir: Path, attempt: int, recipe: str | None) -> Path:
 
     Contains the recipe's file, every module of the user that this process imported or that such a
     module imports, and `ABOUT`. Environment variables are not recorded: they may be secret.
-
-    Args:
-        output_dir: folder of the run, locked, with its config.yaml.
-        attempt: number of the attempt that this process begins with.
-        recipe: path of the recipe's file; None if it is not known.
-
-    Returns:
-        The snapshot's folder.
-
-    Raises:
-        OSError: the snapshot cannot be written.
     """
     folder = output_dir / CODE / f"attempt_{attempt}"
     shutil.rmtree(folder, ignore_errors=True)  # of a process that ended before its first receipt
@@ -156,12 +145,7 @@ def _packages() -> dict[str, str]:
 
 
 def _repository(folder: Path) -> dict[str, Any] | None:
-    """Describe the git checkout that contains a folder; None if there is none.
-
-    Returns:
-        `root`, `commit`, and `dirty` (whether it has changes that are not committed); or `problem`
-        if git fails.
-    """
+    """Describe the git checkout that contains a folder; None if there is none."""
     try:
         root = _git(folder, "rev-parse", "--show-toplevel")
         if root is None:

@@ -23,12 +23,6 @@ class FailedSamples:
     The count restarts with each training step. Every failed sample is written to
     `failed_samples.jsonl` with its prompt and traceback; the first after each step is also shown to
     the user.
-
-    Args:
-        max_failed_samples: number of failures since the last training step that ends the run.
-        logs: folder of `failed_samples.jsonl`; the first failure creates the file.
-        attempt: number of the run's attempt, from 0.
-        note: function that shows a line to the user.
     """
 
     def __init__(
@@ -39,18 +33,7 @@ class FailedSamples:
         self._count = 0
 
     def count_group(self, entry: LedgerEntry, group: GroupSummary) -> bool:
-        """Count the failed samples of one group.
-
-        Args:
-            entry: ledger entry of the group.
-            group: summary of the generated group.
-
-        Returns:
-            Whether all samples failed, so that the group cannot be trained.
-
-        Raises:
-            FailedSamplesError: too many samples failed since the last step.
-        """
+        """Count the failed samples of one group."""
         what = {"group_id": entry.group_id, "epoch": entry.epoch}
         self._record(entry.prompt, group.errors, f"group {entry.group_id}", what)
         return len(group.errors) == len(group.rewards)
@@ -58,18 +41,7 @@ class FailedSamples:
     def count_evaluation(
         self, step: int, results: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Count the failed samples of an evaluation.
-
-        Args:
-            step: training steps done when the evaluation began.
-            results: results of all prompts, as `Generator.evaluate` returns them.
-
-        Returns:
-            Those results that have no error.
-
-        Raises:
-            FailedSamplesError: too many samples failed since the last step, or all of them.
-        """
+        """Count the failed samples of an evaluation."""
         for result in results:
             errors = [] if result["error"] is None else [result["error"]]
             self._record(result, errors, f"the evaluation at step {step}", {"evaluation": step})
@@ -122,11 +94,5 @@ def first_line(error: str) -> str:
 
 
 def build_failed_samples(cfg: Settings, attempt: int, note: Callable[[str], None]) -> FailedSamples:
-    """Build `FailedSamples` from the config.
-
-    Args:
-        cfg: config, checked by preflight.
-        attempt: number of the run's attempt, from 0.
-        note: function that shows a line to the user.
-    """
+    """Build `FailedSamples` from the config."""
     return FailedSamples(cfg.max_failed_samples, Path(cfg.output_dir) / "logs", attempt, note)

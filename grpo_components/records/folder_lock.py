@@ -63,14 +63,7 @@ class Holder:
 
 
 class FolderLock:
-    """A lock that this process holds on a folder, until `release` or the end of the process.
-
-    Args:
-        folder: the locked folder, without symbolic links.
-        descriptor: file descriptor of the open lock file; `release` closes it.
-        atomic: whether the file system supports file locks; if not, only the file's text counts.
-        died: previous holder, if it ended without releasing the folder; else None.
-    """
+    """A lock that this process holds on a folder, until `release` or the end of the process."""
 
     def __init__(self, folder: Path, descriptor: int, atomic: bool, died: Holder | None) -> None:
         self.folder, self.atomic, self.died = folder, atomic, died
@@ -86,11 +79,7 @@ class FolderLock:
         """Release the folder; a second call does nothing."""
 
     def verify(self) -> None:
-        """Check that the folder still belongs to this run.
-
-        Raises:
-            OSError: the folder was moved, removed or replaced during the run.
-        """
+        """Check that the folder still belongs to this run."""
         if not _is_at(self._descriptor, self.folder / LOCK):
             problem = "no longer belongs to this run: it was moved, removed or replaced"
             raise OSError(errno.ESTALE, problem, str(self.folder))
@@ -102,12 +91,6 @@ def lock_folder(folder: Path) -> FolderLock:
     The lock is flock(2) on a file in the folder; the kernel releases it when the process ends.
     Some network file systems do not share locks between hosts: a lock file written by another host
     is taken over only if it has not been updated for `SILENT_S`.
-
-    Args:
-        folder: path without symbolic links.
-
-    Raises:
-        ValueError: another process holds the folder, or it cannot be locked; names output_dir.
     """
     give_up = time.monotonic() + _BLOCKED_S
     while True:
@@ -134,12 +117,6 @@ def refuse_folder_in_use(folder: Path) -> None:
     """Refuse a folder that a process of this machine holds; changes nothing.
 
     This is an early check, before anything is loaded; `lock_folder` checks again and decides.
-
-    Args:
-        folder: path without symbolic links; may be missing.
-
-    Raises:
-        ValueError: a process holds the folder; names output_dir and the process.
     """
     holder = read_holder(folder)
     if holder is not None and holder.is_here() and holder.is_alive():
@@ -147,11 +124,7 @@ def refuse_folder_in_use(folder: Path) -> None:
 
 
 def read_holder(folder: Path) -> Holder | None:
-    """Return the recorded holder of a folder, alive or dead; None without a valid record.
-
-    Args:
-        folder: path of the folder; may be missing.
-    """
+    """Return the recorded holder of a folder, alive or dead; None without a valid record."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -194,16 +167,7 @@ def _open(folder: Path) -> int | None:
 
 
 def _try_lock(folder: Path, descriptor: int, last: bool) -> FolderLock | None:
-    """Try once to lock the folder.
-
-    Args:
-        folder: folder to lock.
-        descriptor: file descriptor of its open lock file.
-        last: whether this is the last try, which refuses a folder even if its holder is unknown.
-
-    Returns:
-        The lock; None if the caller should try again.
-    """
+    """Try once to lock the folder."""
     atomic = True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

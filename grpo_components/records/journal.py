@@ -21,17 +21,6 @@ class Journal:
     """Commits each step to ledger, receipts and checkpoints together; saves, restores, rolls back.
 
     The ledger is the account of every group, a receipt is a step's record in receipts.jsonl.
-
-    Args:
-        start: where the attempt starts; ledger and prompts already have this state.
-        ledger: ledger of the run.
-        prompts: prompt stream from which the ledger draws.
-        receipts: receipts of the run.
-        checkpoints: checkpoints of the run.
-        original: in a replay, the run to repeat: every batch must equal its batch. None in a live
-            run.
-        save_every_n_steps: training steps from one checkpoint to the next.
-        what_if: where this part of a what-if ends; None in all other runs.
     """
 
     def __init__(
@@ -53,20 +42,7 @@ class Journal:
     async def commit(
         self, batch_hash: str, result: StepResult, sessions: Mapping[str, int] | None = None
     ) -> int:
-        """Commit a trained step; a replay first waits for the turn of this step.
-
-        Args:
-            batch_hash: hash of the batch.
-            result: result of the trainers.
-            sessions: counts of the agents' sessions, see `session_counts`; empty without agents.
-
-        Returns:
-            The number of the step, from 1.
-
-        Raises:
-            ReplayError: if the original run of a replay trained another batch in this step.
-            OSError: if the receipt or an earlier checkpoint could not be written.
-        """
+        """Commit a trained step; a replay first waits for the turn of this step."""
         step = self._ledger.steps_done + 1
         await self._ledger.events.wait_turn("step", step=step)
         self._commit(step, batch_hash, result, sessions or {})
@@ -89,15 +65,7 @@ class Journal:
         self._checkpoints.hold()
 
     async def save_if_due(self, step: int, roles: Roles) -> None:
-        """Write the committed state as a checkpoint, every n steps and after the last step.
-
-        Args:
-            step: step that `commit` returned; the trainers have not begun the next one.
-            roles: roles of the run.
-
-        Raises:
-            OSError: if it cannot be written, and `checkpoint_failure` is "error".
-        """
+        """Write the committed state as a checkpoint, every n steps and after the last step."""
         if self.what_if and step == self.what_if.step - 1:
             return  # `stop` saves it
         if step % self._save_every_n_steps == 0 or self._ledger.finished:
@@ -106,15 +74,7 @@ class Journal:
             await self._checkpoints.save(step, roles.trainers, roles.buffer)
 
     async def stop(self, roles: Roles, sample: Event) -> None:
-        """Save the state from which a what-if goes on, before the first step that may differ.
-
-        Args:
-            roles: roles of the run.
-            sample: the recorded event in which that step takes its batch from the buffer.
-
-        Raises:
-            OSError: if it cannot be written, and `checkpoint_failure` is "error".
-        """
+        """Save the state from which a what-if goes on, before the first step that may differ."""
         if self.what_if and self.what_if.keeps_batch:
             oldest = self._ledger.policy_version - self.what_if.later.max_staleness
             self._ledger.first_batch = sample["groups"]
@@ -138,11 +98,7 @@ class Journal:
             await weights.restore()
 
     async def roll_back(self) -> int:
-        """End this attempt, and start the next one from the last checkpoint or the beginning.
-
-        Returns:
-            The number of the new attempt.
-        """
+        """End this attempt, and start the next one from the last checkpoint or the beginning."""
         await self._checkpoints.wait_idle()
         self._receipts.close()
         self._start = roll_back(self._start, self._ledger, self._prompts)

@@ -24,13 +24,6 @@ def wait_for_roles(folder: Path, driver: Holder | None) -> None:
     """Wait until the roles of a dead driver have ended, so that nothing else writes to its folder.
 
     Ray ends the roles when it notices that the driver is gone.
-
-    Args:
-        folder: folder of the run.
-        driver: process that held the folder when it died; None if there is none.
-
-    Raises:
-        ValueError: a role still runs after `WAIT_S`; names output_dir and the role.
     """
     if driver is None or not driver.is_here():
         return

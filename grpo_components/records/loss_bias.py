@@ -77,11 +77,7 @@ class LossBias:
         self._log_at = _FEWEST
 
     def count_group(self, group: GroupSummary) -> None:
-        """Note the mean reward of a generated group.
-
-        Args:
-            group: summary of the group.
-        """
+        """Note the mean reward of a generated group."""
         scored = [reward for reward in group.rewards if math.isfinite(reward)]
         if scored and group.group_id in self._living:
             self._living[group.group_id] = (
@@ -90,14 +86,7 @@ class LossBias:
             )
 
     def follow(self, event: Event) -> bool:
-        """Follow an event of the ledger.
-
-        Args:
-            event: event, as in `logs/events.jsonl`.
-
-        Returns:
-            Whether it is time to compare: after twice as many lost groups as the last time.
-        """
+        """Follow an event of the ledger."""
         if (attempt := event.get("attempt", 0)) != self._attempt:
             self._attempt = attempt
             self._living.clear()  # what was in flight is generated again
@@ -199,10 +188,6 @@ def kolmogorov_smirnov(left: Sequence[float], right: Sequence[float]) -> tuple[f
     numbers often are (the known distributions, for samples without equal values, would be too
     careful). Schroeer and Trenkler 1995, "Exact and randomization distributions of
     Kolmogorov-Smirnov tests two or three samples".
-
-    Args:
-        left: values of the first sample; none is NaN.
-        right: values of the second sample.
     """
     sizes = len(left), len(right)
     pooled = np.sort(np.concatenate([left, right]))

@@ -21,11 +21,6 @@ class MetricLog:
     The file gets every step. Each line is flushed, so that the file is complete after a crash.
     Sampled groups go to `rollouts.jsonl` in the same folder, an evaluation's answers to
     `evaluation_answers.jsonl`.
-
-    Args:
-        output_dir (str): folder of the run.
-        metric_logger (MetricLoggerInterface): torchtune's logger, which `close` closes.
-        log_every_n_steps (int): the logger gets steps divisible by this, and every evaluation.
     """
 
     def __init__(
@@ -40,12 +35,7 @@ class MetricLog:
         self._log_every_n_steps = log_every_n_steps
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the metrics of one step; a NaN or infinite value becomes null in the file.
-
-        Args:
-            step (int): training step, from 1; 0 for the evaluation before the first step.
-            metrics (Mapping[str, Any]): metric key -> number, or one-element tensor or array.
-        """
+        """Write the metrics of one step; a NaN or infinite value becomes null in the file."""
         values = {key: _plain(value) for key, value in metrics.items()}
         append_line(self._metrics, _line({"step": step, **values}))
         evaluated = any(key.startswith("eval/") for key in values)
@@ -58,12 +48,7 @@ class MetricLog:
                 raise OSError(f"metric_logger cannot log step {step}: {error}") from error
 
     def log_rollouts(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Write sampled groups to `logs/rollouts.jsonl`, one line each, and to W&B as a table.
-
-        Args:
-            step (int): training step that trained them.
-            groups (Sequence[Mapping[str, Any]]): texts, rewards and versions of each group.
-        """
+        """Write sampled groups to `logs/rollouts.jsonl`, one line each, and to W&B as a table."""
         plain_groups = [_plain(group) for group in groups]
         for group in plain_groups:
             append_line(self._rollouts, _line({"step": step, **group}))
@@ -75,12 +60,7 @@ class MetricLog:
                 raise OSError(f"metric_logger cannot log step {step}: {error}") from error
 
     def log_answers(self, step: int, prompts: Sequence[Mapping[str, Any]]) -> None:
-        """Write an evaluation's answers to `logs/evaluation_answers.jsonl`.
-
-        Args:
-            step (int): training steps done.
-            prompts (Sequence[Mapping[str, Any]]): texts, rewards and version for each prompt.
-        """
+        """Write an evaluation's answers to `logs/evaluation_answers.jsonl`."""
         for prompt in prompts:
             append_line(self._answers, _line({"step": step, **_plain(prompt)}))
 

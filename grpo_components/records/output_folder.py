@@ -28,11 +28,7 @@ _NAME_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
 
 def real_path(path: str | Path) -> Path:
-    """Return the absolute path without symbolic links; parts that do not exist stay as they are.
-
-    Args:
-        path: absolute or relative path, with or without links.
-    """
+    """Return the absolute path without symbolic links; parts that do not exist stay as they are."""
     return Path(os.path.realpath(path))
 
 
@@ -42,19 +38,6 @@ def prepare_output_folder(
     """Make and lock the folder of a new run; move an earlier run's folder aside.
 
     Only the holder of its lock moves a folder, so that a running run keeps its folder.
-
-    Args:
-        folder: folder of the run, without symbolic links.
-        cfg: config; its resolved values are written to config.yaml.
-        identity: ids of the run and this process, written as comments in config.yaml.
-
-    Returns:
-        The lock, and the path that an earlier run was moved to (`<name>-1`, `-2`, ...); None if
-        there was no earlier run.
-
-    Raises:
-        ValueError: another process holds the folder, or it contains files that no run wrote; names
-            output_dir.
     """
     moved_to = None
     while True:
@@ -75,15 +58,7 @@ def prepare_output_folder(
 
 
 def is_used(folder: Path) -> bool:
-    """Whether a folder contains an earlier run, which a new run would move aside; locks nothing.
-
-    Args:
-        folder: path without symbolic links; may be missing.
-
-    Raises:
-        ValueError: a process of this machine holds the folder, it contains files that no run wrote,
-            or it is part of a run's folder; names output_dir.
-    """
+    """Whether a folder contains an earlier run, which a new run would move aside; locks nothing."""
     while True:
         refuse_folder_in_use(folder)
         seen = _inode(folder)
@@ -121,11 +96,7 @@ def _is_used(folder: Path) -> bool:
 
 
 def free_names(folder: Path) -> Iterator[Path]:
-    """Yield the paths to which an earlier run may be moved, `<name>-1`, `-2`, ..., if not taken.
-
-    Args:
-        folder: folder of the earlier run.
-    """
+    """Yield the paths to which an earlier run may be moved, `<name>-1`, `-2`, ..., if not taken."""
     for number in itertools.count(1):
         path = folder.with_name(f"{folder.name}-{number}")
         if not os.path.lexists(path):
@@ -146,14 +117,7 @@ def _move_aside(folder: Path) -> Path:
 
 
 def reopen_output_folder(folder: Path, cfg: Settings, attempt: int, identity: RunIdentity) -> None:
-    """Prepare a run's folder for another attempt, which appends to its files.
-
-    Args:
-        folder: folder of the run, locked.
-        cfg: config, written to config.yaml; the earlier file is kept as config_attempt_<n>.yaml.
-        attempt: number of the new attempt.
-        identity: ids of the run and this process.
-    """
+    """Prepare a run's folder for another attempt, which appends to its files."""
     (folder / "logs").mkdir(exist_ok=True)
     if (folder / "config.yaml").exists():
         (folder / "config.yaml").rename(folder / f"config_attempt_{attempt - 1}.yaml")

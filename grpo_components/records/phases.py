@@ -19,11 +19,6 @@ class Phases:
     """Writes what each phase took to a file.
 
     The first phase began with the process: imports, the check of the config, and the data.
-
-    Args:
-        file: file to append to, one JSON object for each phase.
-        attempt: number of the run's attempt, from 0.
-        show: function that shows a line about each phase to the user; None shows none.
     """
 
     def __init__(self, file: Path, attempt: int, show: Callable[[str], None] | None = None) -> None:
@@ -31,11 +26,7 @@ class Phases:
         self._name, self._began = "imports, config and data", psutil.Process().create_time()
 
     def begin(self, name: str) -> None:
-        """End the present phase and begin another; do nothing if that is the present one.
-
-        Args:
-            name: name of the phase.
-        """
+        """End the present phase and begin another; do nothing if that is the present one."""
         if name != self._name:
             self.end()
             self._name = name

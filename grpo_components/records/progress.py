@@ -28,13 +28,7 @@ BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))  # eighths of a li
 
 
 class Progress:
-    """Shows phases, steps and notes of a run on stdout.
-
-    Args:
-        num_steps (int): training steps of the whole run.
-        console (Console | None): console to write to; None for stdout.
-        plain (bool): show no live display even in a terminal; needed if a logger prints to stdout.
-    """
+    """Shows phases, steps and notes of a run on stdout."""
 
     def __init__(self, num_steps: int, console: Console | None = None, *, plain: bool = False):
         # With FORCE_COLOR, rich takes a pipe for a terminal: fine for colours, not for a display.
@@ -62,22 +56,13 @@ class Progress:
             self._live.start()
 
     def phase(self, text: str) -> None:
-        """Show what the run is doing until the next step or phase.
-
-        Args:
-            text (str): name of the phase, e.g. "starting roles".
-        """
+        """Show what the run is doing until the next step or phase."""
         self._phase, self._phase_started = text, self._console.get_time()
         if self._live is None:
             self._print(Text(f"{text} ..."))
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished step.
-
-        Args:
-            step (int): training step, from 1; 0 for the evaluation before the first step.
-            metrics (Mapping[str, float]): metric key -> value; missing or NaN is shown as "-".
-        """
+        """Show a finished step."""
         self._phase = ""
         self._step, self._metrics = step, metrics
         self._held_out = metrics.get("eval/success_rate", self._held_out)
@@ -90,11 +75,7 @@ class Progress:
             self._print(Text(self._plain_line()))
 
     def note(self, text: str) -> None:
-        """Print a line above the display, such as an evaluation's result.
-
-        Args:
-            text (str): shown as one line, with control characters escaped.
-        """
+        """Print a line above the display, such as an evaluation's result."""
         self._print(Text(one_line(text)))
 
     def close(self) -> None:
@@ -105,11 +86,7 @@ class Progress:
                 live.stop()
 
     def summary(self, rows: Sequence[tuple[str, str]]) -> None:
-        """End the display and print the closing table.
-
-        Args:
-            rows (Sequence[tuple[str, str]]): label and value, which may be several lines.
-        """
+        """End the display and print the closing table."""
         self.close()
         width = max((len(label) for label, _ in rows), default=0)
         self._print(Text())
@@ -203,12 +180,7 @@ def _without_terminal() -> Iterator[None]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw values as a line of blocks, each the mean of an equally long part of the values.
-
-    Args:
-        values (Sequence[float]): numbers between 0 and 1, oldest first.
-        width (int): maximum number of characters.
-    """
+    """Draw values as a line of blocks, each the mean of an equally long part of the values."""
     columns = min(width, len(values))
     edges = [column * len(values) // columns for column in range(columns + 1)] if columns else [0]
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]

@@ -32,44 +32,18 @@ class End:
 
 
 def link(before: str, fields: bytes) -> str:
-    """Return the hash of a record and of all records before it.
-
-    Args:
-        before: hash in the previous record; empty for the first record.
-        fields: line of the record, without its hash and line end.
-
-    Returns:
-        sha256 of both, in hexadecimal.
-    """
+    """Return the hash of a record and of all records before it."""
     return hashlib.sha256(before.encode() + b"\n" + fields).hexdigest()
 
 
 def split(line: bytes) -> tuple[bytes, str | None]:
-    """Split a line into the record without its hash, and the hash.
-
-    Args:
-        line: line of the receipts, without its line end.
-
-    Returns:
-        The record's line without the hash, and the hash; None if the line has no hash.
-    """
+    """Split a line into the record without its hash, and the hash."""
     found = _HASH.search(line)
     return (line, None) if found is None else (line[: found.start()] + b"}", found[1].decode())
 
 
 def read_end(receipts: Path) -> End | None:
-    """Read from `receipts.end` how many records were written, and the last hash.
-
-    Args:
-        receipts: path of the receipts.
-
-    Returns:
-        The recorded end of the chain; None if the file does not exist.
-
-    Raises:
-        ValueError: the file has another format.
-        OSError: the file cannot be read.
-    """
+    """Read from `receipts.end` how many records were written, and the last hash."""
     path = receipts.with_name(END_FILE)
     if not path.exists() and not path.is_symlink():
         return None
@@ -91,9 +65,6 @@ class ChainedFile:
     An incomplete last line is cut off. If `receipts.end` counts more records than the file has, the
     next record is chained to the last lost one, so that the audit finds the gap even after more
     records.
-
-    Args:
-        path: path of receipts.jsonl; its folder exists.
     """
 
     def __init__(self, path: Path) -> None:
@@ -117,12 +88,6 @@ class ChainedFile:
         """Write one record with its hash, then update `receipts.end`.
 
         A run killed between the two writes leaves one record more than `receipts.end` counts.
-
-        Args:
-            record: values that JSON can represent, without NaN.
-
-        Raises:
-            OSError: a file cannot be written; names the file.
         """
         fields = json.dumps(record, allow_nan=False)
         chain = link(self._end.chain, fields.encode())

@@ -174,14 +174,7 @@ _OTHER_FIELDS = "missing", "extra_forbidden"
 
 
 def mismatch(record: Any) -> str | None:
-    """Find out how a record differs from the type of its kind.
-
-    Args:
-        record: JSON value of a line of receipts.jsonl, without its hash.
-
-    Returns:
-        The first difference; None if there is none.
-    """
+    """Find out how a record differs from the type of its kind."""
     kind = record.get("record") if isinstance(record, dict) else None
     if not isinstance(kind, str) or kind not in _RECORDS:
         return f"record: {json.dumps(kind)[:40]} given; allowed: {', '.join(_RECORDS)}"

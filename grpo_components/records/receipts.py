@@ -28,17 +28,6 @@ class Receipts:
     The fields are explained in docs/receipts.md; `python -m grpo_components.audit` checks them.
     Each record is appended, flushed, and chained to the previous one by a hash. What records say
     about groups and weights comes from the ledger's events.
-
-    Args:
-        path: path of the file; its folder exists.
-        ledger: ledger of the run, whose events are recorded.
-        attempt: number of the run's attempt, from 0.
-        max_staleness: largest allowed age of a trained token, in policy versions.
-        groups_per_step: number of groups that one step trains.
-        group_size: number of responses per group.
-        generators: names of all generators, also of those that never pull weights.
-        identity: ids of the run and its process; None if the folder has none.
-        curriculum: draws the run's prompts; None if they come in turn.
     """
 
     def __init__(
@@ -67,11 +56,7 @@ class Receipts:
         ledger.events.listen(self._add)
 
     def begin_attempt(self, attempt: int) -> None:
-        """Open the file and write the start record, from a ledger that is already restored.
-
-        Args:
-            attempt: number of the attempt that begins.
-        """
+        """Open the file and write the start record, from a ledger that is already restored."""
         ledger, self._attempt = self._ledger, attempt
         self._file = ChainedFile(self._path)
         self._step, self._policy_version = ledger.steps_done, ledger.policy_version
@@ -101,22 +86,7 @@ class Receipts:
         sessions: Mapping[str, int] | None = None,
         group_tokens: Mapping[int, Mapping[str, int]] | None = None,
     ) -> None:
-        """Write the record of one training step; call it after `Ledger.finish_step`.
-
-        Args:
-            step: training step, from 1.
-            policy_version: policy version after the step; a skipped step leaves it as it was.
-            token_versions: policy version -> number of trained tokens that it sampled; each token
-                counts once, whatever the number of epochs over the batch.
-            correction_mass: mean off-policy weight of the trained tokens.
-            batch_hash: hash of the batch.
-            sessions: counts of the agents' sessions in the batch; empty or None without agents.
-            group_tokens: group id -> cause -> number of the group's sampled tokens, as the trainers
-                counted them; see `TokenUse`.
-
-        Raises:
-            OSError: if a file cannot be written; names the file.
-        """
+        """Write the record of one training step; call it after `Ledger.finish_step`."""
         versions = {version: n for version, n in sorted(token_versions.items()) if n}
         recent = self._recent.take()
         batch = [
@@ -147,10 +117,6 @@ class Receipts:
         """Write the attempt's end record, with the groups and prompts left over; close the file.
 
         A second call does nothing.
-
-        Raises:
-            OSError: if all steps are done and the record cannot be written. In an unfinished run,
-                this is ignored, so that the error that ends the run is shown.
         """
         if self._file.closed:
             return
@@ -206,15 +172,7 @@ def build_receipts(
     identity: RunIdentity,
     curriculum: Curriculum | None,
 ) -> Receipts:
-    """Build `Receipts` from the config.
-
-    Args:
-        cfg: config, checked by preflight.
-        ledger: ledger of the run, whose events are recorded.
-        attempt: number of the run's attempt, from 0.
-        identity: ids of the run and this process.
-        curriculum: draws the run's prompts; None if they come in turn.
-    """
+    """Build `Receipts` from the config."""
     return Receipts(
         Path(cfg.output_dir) / "receipts.jsonl",
         ledger,

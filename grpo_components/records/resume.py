@@ -84,19 +84,7 @@ class RunStart:
 
 
 def find_checkpoint(resume_from: bool | str, output_dir: Path) -> Path | None:
-    """Find the checkpoint to resume from.
-
-    Args:
-        resume_from: value of the config key `resume_from_checkpoint`: false, true for the newest
-            whole checkpoint of the run, or the path of a checkpoint.
-        output_dir: folder of the run.
-
-    Returns:
-        The checkpoint's folder; None for a new run.
-
-    Raises:
-        ConfigError: there is no such checkpoint, or it is damaged.
-    """
+    """Find the checkpoint to resume from."""
     if resume_from is False:
         return None
     checkpoints = output_dir / "checkpoints"
@@ -116,16 +104,7 @@ def find_checkpoint(resume_from: bool | str, output_dir: Path) -> Path | None:
 
 
 def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool]) -> None:
-    """Refuse a config that cannot continue the checkpoint to resume from.
-
-    Args:
-        values: config, each value already checked on its own.
-        needs_reference: function that returns whether a config section needs the reference model
-            for its KL.
-
-    Raises:
-        ValueError: a key changed that must not change, or all steps are done; names the key.
-    """
+    """Refuse a config that cannot continue the checkpoint to resume from."""
     checkpoint = find_checkpoint(values["resume_from_checkpoint"], Path(values["output_dir"]))
     if checkpoint is None:
         return
@@ -148,20 +127,7 @@ def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool])
 
 
 def begin_run(cfg: Settings, ledger: Stateful, prompts: Stateful) -> RunStart:
-    """Make or reopen the run's folder, and restore ledger and prompts.
-
-    Args:
-        cfg: config, checked by preflight; written to the folder.
-        ledger: new ledger of the run.
-        prompts: prompt stream from which the ledger draws, at its start.
-
-    Returns:
-        Where the run starts, with the lock of its folder.
-
-    Raises:
-        ValueError: the checkpoint to resume from does not exist, the data set has other rows than
-            it had then, or the folder cannot be used.
-    """
+    """Make or reopen the run's folder, and restore ledger and prompts."""
     folder = real_path(cfg.output_dir)
     checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)
     if checkpoint is None:
@@ -234,16 +200,7 @@ def _noted(note: str, lock: FolderLock) -> str:
 
 
 def roll_back(run_start: RunStart, ledger: Stateful, prompts: Stateful) -> RunStart:
-    """Set ledger and prompts back to the run's last checkpoint or, without one, to its start.
-
-    Args:
-        run_start: start of the attempt that failed.
-        ledger: ledger of the run.
-        prompts: prompt stream from which the ledger draws.
-
-    Returns:
-        The start of the next attempt.
-    """
+    """Set ledger and prompts back to the run's last checkpoint or, without one, to its start."""
     checkpoint, state = run_start.checkpoint, run_start.driver
     latest = run_start.output_dir / "checkpoints" / "latest"
     if latest.exists():

@@ -17,12 +17,7 @@ _LOGPROBS = (
 
 
 def log_rollout_table(step: int, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Log groups as the table `rollouts` to the W&B run of this process.
-
-    Args:
-        step: training step that trained the groups.
-        groups: records as in `logs/rollouts.jsonl`.
-    """
+    """Log groups as the table `rollouts` to the W&B run of this process."""
     import wandb  # only if W&B is the logger: the import takes most of a second
 
     columns, rows = rollout_rows(step, groups)
@@ -32,12 +27,7 @@ def log_rollout_table(step: int, groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def rollout_rows(step: int, groups: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """Return the table's column names, and one row per response.
-
-    Args:
-        step: training step that trained the groups.
-        groups: records as in `logs/rollouts.jsonl`.
-    """
+    """Return the table's column names, and one row per response."""
     responses = [response for group in groups for response in group["responses"]]
     terms = list(dict.fromkeys(name for r in responses for name in r["reward_terms"]))
     logprobs = [name for name in _LOGPROBS if any(r.get(name) for r in responses)]

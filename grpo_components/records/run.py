@@ -76,13 +76,7 @@ class RunRecords:
 
 
 class Run:
-    """Does what surrounds a training step: commits, evaluates, logs, saves, restores, rolls back.
-
-    Args:
-        records: records of the run, already open.
-        roles: roles of the run, already started.
-        weights: pushes weights to the server and pulls them into generators.
-    """
+    """Does what surrounds a training step: commits, evaluates, logs, saves, restores, rolls back."""
 
     def __init__(self, records: RunRecords, roles: Roles, weights: WeightSync) -> None:
         self._records, self._roles, self._weights = records, roles, weights
@@ -96,11 +90,7 @@ class Run:
         await self._journal.restore(self._roles, self._weights)
 
     async def begin(self, tasks: asyncio.TaskGroup) -> None:
-        """Evaluate before the first step of an attempt.
-
-        Args:
-            tasks: task group of the attempt's loops, in which evaluations run, too.
-        """
+        """Evaluate before the first step of an attempt."""
         self._tasks = tasks
         if self._evaluation.is_on:
             self._log.phase("evaluating the policy", shown=True)
@@ -157,12 +147,7 @@ class Run:
         await asyncio.gather(self._roles.server.begin_again(), self._roles.buffer.begin_again())
 
     def summary(self) -> None:
-        """Show the closing summary.
-
-        Raises:
-            SkippedStepsError: if no step of the run trained anything.
-            ReplayError: if a replay ended before its recording.
-        """
+        """Show the closing summary."""
         skipped, replayed = self._records.skipped_steps, self._ledger.events.summary()
         if self._journal.what_if:
             return self._log.note(self._journal.what_if.leaves(replayed))

@@ -74,11 +74,7 @@ def is_run(folder: Path) -> bool:
 
 
 def lies_in_run(folder: Path) -> Path | None:
-    """Return the run that a folder is part of, e.g. as its `checkpoints`; None if there is none.
-
-    Args:
-        folder: path without symbolic links; may be missing.
-    """
+    """Return the run that a folder is part of, e.g. as its `checkpoints`; None if there is none."""
     for parent in folder.parents:
         top = folder.relative_to(parent).parts[0]
         if is_run(parent) and (top in (*_FOLDERS, "profile") or top in _outputs(parent)):
@@ -87,14 +83,7 @@ def lies_in_run(folder: Path) -> Path | None:
 
 
 def foreign_entry(run: Path) -> Path | None:
-    """Find the first file or folder in a run's folder that no run wrote.
-
-    Args:
-        run: folder of a run.
-
-    Returns:
-        Its path relative to the run's folder; None if there is none.
-    """
+    """Find the first file or folder in a run's folder that no run wrote."""
     outputs = _outputs(run)
     return _foreign(run, "", outputs)
 

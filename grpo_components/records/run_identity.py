@@ -21,9 +21,5 @@ class RunIdentity:
 
 
 def new_identity(run: str | None = None) -> RunIdentity:
-    """Make the identity of a process that starts or resumes a run.
-
-    Args:
-        run: id of the resumed run; None for a new run.
-    """
+    """Make the identity of a process that starts or resumes a run."""
     return RunIdentity(run or secrets.token_hex(16), secrets.token_hex(16))

@@ -34,18 +34,7 @@ STEPS_SHOWN = 10
 
 
 class RunLog:
-    """Logs metrics, sampled rollouts and progress of one run.
-
-    Args:
-        output_dir: folder of the run.
-        metric_logger: torchtune's logger.
-        log_every_n_steps: the metric logger gets every n-th step.
-        num_steps: training steps of the whole run.
-        attempt: number of the run's attempt, from 0.
-        resume: command that goes on from the run's last checkpoint; empty if it saves none.
-        try_next: what the summary suggests after the run.
-        show_phases: whether the user sees what each phase took.
-    """
+    """Logs metrics, sampled rollouts and progress of one run."""
 
     def __init__(
         self,
@@ -79,24 +68,13 @@ class RunLog:
         self._phases = Phases(output_dir / "logs" / "phases.jsonl", attempt, show)
 
     def phase(self, name: str, *, shown: bool = False) -> None:
-        """Begin a phase of the run's start or end.
-
-        Args:
-            name: name of the phase.
-            shown: whether the display shows it, until the next step or phase.
-        """
+        """Begin a phase of the run's start or end."""
         self._phases.begin(name)
         if shown:
             self._progress.phase(name)
 
     def step(self, step: int, metrics: dict[str, float], trained_tokens: int) -> None:
-        """Log a finished step; throughput is per second of wall time, including evaluations.
-
-        Args:
-            step: training step, from 1.
-            metrics: metrics of the step; the throughput is added to this dict.
-            trained_tokens: number of tokens that the step trained.
-        """
+        """Log a finished step; throughput is per second of wall time, including evaluations."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         generated = self._generated_tokens - self._counted_tokens
@@ -125,12 +103,7 @@ class RunLog:
         self._generated_tokens += tokens
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show an evaluation to the user, and log the one before the first step as step 0.
-
-        Args:
-            step: training steps done.
-            metrics: metrics of the evaluation.
-        """
+        """Show an evaluation to the user, and log the one before the first step as step 0."""
         if not self._evaluations:  # before the attempt's first step: throughput counts from here
             self._started = self._last = time.perf_counter()
             self._generated_tokens = self._counted_tokens = 0
@@ -149,12 +122,7 @@ class RunLog:
         )
 
     def evaluation_answers(self, step: int, results: Sequence[Mapping[str, Any]]) -> None:
-        """Log an evaluation's answers as text, one line per prompt.
-
-        Args:
-            step: training steps done.
-            results: results of the evaluation; those without `readable` are not logged.
-        """
+        """Log an evaluation's answers as text, one line per prompt."""
         versions = (result["oldest_version"] for result in results)
         version = next((version for version in versions if version is not None), None)
         lines: dict[int, dict[str, Any]] = {}
@@ -196,12 +164,7 @@ class RunLog:
         self._metric_log.log_rollouts(step, groups)
 
     def checkpoint(self, step: int, folder: str) -> None:
-        """Show that a checkpoint was saved.
-
-        Args:
-            step: training steps done.
-            folder: folder of the checkpoint.
-        """
+        """Show that a checkpoint was saved."""
         self._checkpoint = folder
         self.note(f"step {step}: saved {folder}")
 
@@ -212,14 +175,7 @@ class RunLog:
         skipped_steps: str = "",
         bias: str = "",
     ) -> None:
-        """Show the closing summary.
-
-        Args:
-            dropped_groups: reason -> number of groups that were dropped for it and never trained.
-            replay: result of a replay; empty for a live run.
-            skipped_steps: summary of the skipped steps; empty if there are none.
-            bias: how the lost groups differ from the trained ones.
-        """
+        """Show the closing summary."""
         dropped = ", ".join(f"{count} {why}" for why, count in sorted(dropped_groups.items()))
         seconds = self._last - self._started
         rows, logs = [], self._output_dir / "logs"

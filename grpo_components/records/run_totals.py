@@ -16,11 +16,7 @@ _WALL_CLOCK = "time/wall_clock"
 
 
 class RunTotals:
-    """Measures wall-clock time and counts restarts; a resumed run goes on from its logs.
-
-    Args:
-        logs: folder of the run's logs.
-    """
+    """Measures wall-clock time and counts restarts; a resumed run goes on from its logs."""
 
     def __init__(self, logs: Path) -> None:
         self._began = time.perf_counter()

@@ -21,17 +21,6 @@ def rollout_metrics(
     """Compute rewards, success rate, lengths, turns and staleness of the groups of a step.
 
     Failed samples count in none of these but the number of tokens. What no sample has is NaN.
-
-    Args:
-        groups: summaries of the new groups in the batch.
-        policy_version: policy version before the step.
-        token_versions: policy version -> number of trained tokens that it sampled.
-        reused: summaries of the groups that earlier steps have trained, too. They count in trained
-            tokens and staleness only.
-
-    Returns:
-        Means and deviations over samples, shares of samples and of groups, the number of trained
-        tokens, and their staleness in policy versions.
     """
     scored = [sample for group in groups for sample in _scored(group)]
     rewards = [group.rewards[i] for group, i in scored]
@@ -59,11 +48,7 @@ def rollout_metrics(
 
 
 def session_counts(groups: Sequence[GroupSummary]) -> Counter[str]:
-    """Add up the counts of the agents' sessions of some groups; empty without agents.
-
-    Args:
-        groups: summaries of the groups.
-    """
+    """Add up the counts of the agents' sessions of some groups; empty without agents."""
     return sum((Counter(group.sessions) for group in groups), Counter[str]())
 
 
@@ -101,11 +86,7 @@ def _reward_terms(scored: Sequence[tuple[GroupSummary, int]]) -> dict[str, float
 
 
 def reward_use(used: Sequence[Counter[str]]) -> dict[str, float]:
-    """Return what the rewards used since the last step, and begin to count again.
-
-    Args:
-        used: counts of each generator, by reward and kind; emptied.
-    """
+    """Return what the rewards used since the last step, and begin to count again."""
     total = Counter[str]()
     for counts in used:
         total.update(counts)  # unlike a sum, it keeps what is 0
@@ -116,15 +97,7 @@ def reward_use(used: Sequence[Counter[str]]) -> dict[str, float]:
 def buffer_metrics(
     waited_s: float, buffered: int, dropped_stale: int, filtered: int, failed_samples: int
 ) -> dict[str, float]:
-    """Collect the metrics of one step about the buffer and about waiting for a batch.
-
-    Args:
-        waited_s: seconds that the trainers waited for the batch.
-        buffered: number of groups left in the buffer.
-        dropped_stale: number of groups dropped as too old while the batch was taken.
-        filtered: number of groups discarded before the buffer, since the start of the run.
-        failed_samples: number of samples whose reward or environment failed since the last step.
-    """
+    """Collect the metrics of one step about the buffer and about waiting for a batch."""
     return {
         "time/wait_for_batch": waited_s,
         "time/push": 0.0,

@@ -20,14 +20,7 @@ _MIN_STEPS, _LARGE_KL, _JUMP = 3, 0.1, 20.0
 
 
 class RunWatch:
-    """Shows each kind of warning once in a run.
-
-    Args:
-        note: function that shows a line to the user.
-        averages_tokens: whether the loss is the mean over the tokens, so that `loss/total` is the
-            sum of its parts.
-        ends: the tokens that end a response, as text.
-    """
+    """Shows each kind of warning once in a run."""
 
     def __init__(self, note: Callable[[str], None], *, averages_tokens: bool, ends: str) -> None:
         self._note, self._averages_tokens, self._ends = note, averages_tokens, ends
@@ -39,11 +32,7 @@ class RunWatch:
         """Compares lost groups with trained ones."""
 
     def count_group(self, group: GroupSummary) -> None:
-        """Compare the seeds of a generated group with those of other groups; note its rewards.
-
-        Args:
-            group: summary of the group.
-        """
+        """Compare the seeds of a generated group with those of other groups; note its rewards."""
         self.bias.count_group(group)
         for seed in group.seeds:
             other = self._seeds.setdefault(seed, group.group_id)
@@ -57,12 +46,7 @@ class RunWatch:
             del self._seeds[next(iter(self._seeds))]
 
     def check_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Check a step's loss and responses, and its mismatch against that of the steps before.
-
-        Args:
-            step: training step, from 1.
-            metrics: metrics of the step.
-        """
+        """Check a step's loss and responses, and its mismatch against that of the steps before."""
         self._check_balance(step, metrics)
         if metrics.get("rollout/cut_off_fraction") == 1.0:
             self._once(  # no warning: an untrained policy may just be long
@@ -104,11 +88,7 @@ class RunWatch:
             )
 
     def follow(self, event: Mapping[str, Any]) -> None:
-        """Follow an event of the ledger: how do lost groups differ from trained ones.
-
-        Args:
-            event: event, as in `logs/events.jsonl`.
-        """
+        """Follow an event of the ledger: how do lost groups differ from trained ones."""
         if self.bias.follow(dict(event)):
             for name, what in self.bias.warnings().items():
                 self._warn(name, what)

@@ -15,14 +15,7 @@ _MEASURED = ("loss/total", "grad_norm", "lr")
 
 
 class Comparison:
-    """Compares steps and weights of a what-if's live part with the original's.
-
-    Args:
-        run: folder of the original run.
-        original: what it trained.
-        begins_after: number of the last step that was repeated.
-        note: shows one line to the user.
-    """
+    """Compares steps and weights of a what-if's live part with the original's."""
 
     def __init__(
         self, run: Path, original: Original, begins_after: int, note: Callable[[str], None]

@@ -33,11 +33,7 @@ _UNLOGGED_FIELDS = ("published",)
 
 
 class EventLog:
-    """Appends one JSON object per event to `logs/events.jsonl`, and flushes each.
-
-    Args:
-        output_dir: folder of the run; its subfolder `logs` exists.
-    """
+    """Appends one JSON object per event to `logs/events.jsonl`, and flushes each."""
 
     def __init__(self, output_dir: Path) -> None:
         path = output_dir / "logs" / "events.jsonl"
@@ -62,15 +58,7 @@ class EventLog:
 def open_event_order(
     cfg: Settings, attempt: int, log: EventLog, original: Original | None = None
 ) -> EventOrder:
-    """Open the event order of a run, or of a replay if `cfg.replay_events` names a run.
-
-    Args:
-        cfg: settings that preflight has checked.
-        attempt: number of this attempt of the run, from 0.
-        log: event log; gets every event, the first of which says what the run depends on.
-        original: what the run to replay has trained; the checksum of each version that a generator
-            loads is compared with it. None skips the comparison.
-    """
+    """Open the event order of a run, or of a replay if `cfg.replay_events` names a run."""
     replayed = replayed_run(cfg)
     recorded = None if replayed is None else read_events(replayed)
     listeners: list[Listener] = [log.write]

@@ -41,13 +41,6 @@ class EventOrder:
     In a live run, an event may happen at any time. In a replay, an event waits for its turn and
     must have the recorded fields; otherwise the replay ends with a ReplayError. All calls come from
     one event loop.
-
-    Args:
-        attempt: number of this attempt of the run, from 0.
-        recorded: events of the run to replay; None for a live run.
-        timeout_s: longest time that a replay waits without any event happening, in seconds.
-        listeners: functions that are called with each event; an exception in one ends the run.
-        stop: in a what-if, the step whose recorded `sample` ends the replay; None replays all.
     """
 
     def __init__(
@@ -77,19 +70,7 @@ class EventOrder:
         self._listeners.append(listener)
 
     async def wait_turn(self, event: str, **identity: Any) -> bool:
-        """Wait until an event may happen; in a live run it always may.
-
-        Args:
-            event: name of the event, one of `ORDERED`.
-            identity: the fields that identify whose turn it is.
-
-        Returns:
-            Whether it may happen; False in a replay whose recording has no more such events.
-
-        Raises:
-            ReplayError: nothing happened for `timeout_s`; names the next event and all waiters.
-            ReplayStop: it is the event at which a what-if stops repeating.
-        """
+        """Wait until an event may happen; in a live run it always may."""
         key = _key(event, identity)
         while self.replaying and self._left[key]:
             if _key(self._next["event"], self._next) == key:
@@ -121,13 +102,6 @@ class EventOrder:
 
         In a replay, the event's turn must have come: no await may lie between `wait_turn` and this
         call.
-
-        Args:
-            event: name of the event, one of `ORDERED`.
-            fields: all fields of the event.
-
-        Raises:
-            ReplayError: the recording has another event here.
         """
         if self.replaying:
             expected = self._next if self._done < len(self._recorded) else {"event": "its end"}
@@ -155,13 +129,7 @@ class EventOrder:
             listener({"event": event, "attempt": self.attempt, **fields})
 
     def should_happen(self, event: str, default: bool, **identity: Any) -> bool:
-        """Return `default` in a live run; in a replay, whether the event is still to be repeated.
-
-        Args:
-            event: name of the event, one of `ORDERED`.
-            default: the decision of a live run.
-            identity: the fields that identify whose turn it is.
-        """
+        """Return `default` in a live run; in a replay, whether the event is still to be repeated."""
         return self._left[_key(event, identity)] > 0 if self.replaying else default
 
     def next_recorded(self, matches: Callable[[Event], bool]) -> Event | None:
@@ -173,11 +141,7 @@ class EventOrder:
         return contextlib.nullcontext() if self.replaying else asyncio.Lock()
 
     def summary(self) -> str:
-        """Return how many events a replay has repeated to its end; empty for a live run.
-
-        Raises:
-            ReplayError: recorded events are left.
-        """
+        """Return how many events a replay has repeated to its end; empty for a live run."""
         if self._done < len(self._recorded) and not self._stopping:
             left = _describe(self._next["event"], self._next)
             raise ReplayError(f"the replay ended before event {self._next['number']}: {left}")

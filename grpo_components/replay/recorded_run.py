@@ -26,11 +26,7 @@ class Original:
     """Policy version -> checksum of its weights, as generators loaded them."""
 
     def check_load(self, event: Event) -> None:
-        """Compare the weights of a `load` event with the original's; ignore other events.
-
-        Raises:
-            ReplayError: the weights differ; the error names the step before which that happened.
-        """
+        """Compare the weights of a `load` event with the original's; ignore other events."""
         if event["event"] != "load":
             return
         version, checksum = event["version"], event["checksum"]
@@ -42,11 +38,7 @@ class Original:
             )
 
     def check_batch(self, step: int, batch_hash: str) -> None:
-        """Compare the batch of a step with the original's.
-
-        Raises:
-            ReplayError: the batches differ; the error names the step.
-        """
+        """Compare the batch of a step with the original's."""
         if self.batch_hashes[step] != batch_hash:
             raise ReplayError(
                 f"the replay diverged in step {step}: its batch has the hash {batch_hash}, the "
@@ -64,9 +56,6 @@ def replayed_run(cfg: Any) -> Path | None:
     """Return the folder of the run that is replayed; None in a live run.
 
     What follows the repeated part of a what-if is live: it resumes that part.
-
-    Args:
-        cfg: settings that preflight has checked.
     """
     if cfg.replay_events is None or cfg.resume_from_checkpoint is not False:
         return None

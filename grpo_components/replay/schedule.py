@@ -29,18 +29,6 @@ class Schedule(Generic[_Command]):
 
     An engine computes the same bits if the same requests and weights enter before the same steps.
     So a replay needs only this file and the weights to sample the same tokens again.
-
-    Args:
-        path: file to write, with one JSON object for each step that commands entered before; None
-            writes no file.
-        recorded: (engine step, name) of each command of the run to replay, in order; None for a
-            live run.
-        timeout_s: longest wait for a recorded command, in seconds.
-        restart_count: number of restarts of the generator's process so far.
-        killed: whether the recorded process was killed. Then this engine, after the last recorded
-            command, goes on until it is killed.
-        probe_tokens: tokens of the probe that the engine reads after each swap of weights, in a
-            step with what runs; 0 reads none. Recordings of older versions have fewer, or none.
     """
 
     def __init__(
@@ -67,16 +55,7 @@ class Schedule(Generic[_Command]):
         self._entered: list[str] = []
 
     def put(self, name: str, command: _Command) -> None:
-        """Queue a command; may be called from any thread.
-
-        Args:
-            name: identifies the command in a replay; commands of one name are taken in the order of
-                their arrival.
-            command: command for the engine's thread.
-
-        Raises:
-            ReplayError: the recording has no command of this name, or no more of them.
-        """
+        """Queue a command; may be called from any thread."""
         with self._changed:
             if self._recorded is not None and name != STOP and not self._killed:
                 if not self._left[name]:
@@ -86,19 +65,7 @@ class Schedule(Generic[_Command]):
             self._changed.notify_all()
 
     def take(self, step: int, idle: bool) -> _Command | None:
-        """Return the next command that enters before a step; called by the engine's thread.
-
-        Args:
-            step: number of the engine's next step.
-            idle: whether the engine has nothing to compute, so that it waits for a command.
-
-        Returns:
-            The command; None if the engine should compute its step.
-
-        Raises:
-            ReplayError: a recorded command did not arrive in time, or the engine has nothing to
-                compute where the recorded engine had.
-        """
+        """Return the next command that enters before a step; called by the engine's thread."""
         with self._changed:
             if self._recorded is not None:
                 index = self._find_recorded(self._recorded, step, idle)
@@ -175,12 +142,7 @@ class Schedule(Generic[_Command]):
 
 
 def schedule_file(folder: Path, number: int) -> Path:
-    """Return the path of a generator's schedule.
-
-    Args:
-        folder: folder of the run's logs.
-        number: number of the generator.
-    """
+    """Return the path of a generator's schedule."""
     return folder / f"schedule_generator_{number}.jsonl"
 
 
@@ -191,15 +153,7 @@ def open_schedule(
     timeout_s: float,
     restart_count: int = 0,
 ) -> Schedule[Any]:
-    """Open a generator's schedule to write it, and in a replay to repeat the recorded one.
-
-    Args:
-        number: number of the generator.
-        folder: folder of the file to write; None writes no file.
-        replayed_folder: folder that has the schedule of the run to replay; None for a live run.
-        timeout_s: longest wait for a recorded command, in seconds.
-        restart_count: number of restarts of the generator's process so far.
-    """
+    """Open a generator's schedule to write it, and in a replay to repeat the recorded one."""
     recorded, killed, probe_tokens = None, False, PROBE_TOKENS
     if replayed_folder is not None:
         by_restart, probe_tokens = _read(schedule_file(Path(replayed_folder), number))
@@ -214,11 +168,7 @@ def open_schedule(
 
 
 def _read(path: Path) -> tuple[dict[int, list[tuple[int, str]]], int]:
-    """Read (engine step, name) of each command, by the restart count of the process.
-
-    Returns:
-        The commands, and how many tokens the engine's probe had.
-    """
+    """Read (engine step, name) of each command, by the restart count of the process."""
     by_restart: dict[int, list[tuple[int, str]]] = {}
     probe_tokens = PROBE_TOKENS
     entered: list[tuple[int, str]] = []

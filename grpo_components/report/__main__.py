@@ -14,14 +14,7 @@ from grpo_components.report.rollouts import MAX_GROUPS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page and print its path: `python -m grpo_components.report OUTPUT_DIR ...`.
-
-    Args:
-        arguments: command-line arguments; None takes them from `sys.argv`.
-
-    Returns:
-        Exit code: 0, or 2 if no step is logged or the page cannot be written.
-    """
+    """Write the page and print its path: `python -m grpo_components.report OUTPUT_DIR ...`."""
     parser = argparse.ArgumentParser(prog="python -m grpo_components.report", description=__doc__)
     parser.add_argument(
         "output_dirs",

@@ -22,10 +22,6 @@ def books_section(folder: Path, receipts: Receipts) -> str:
     """Return HTML with both sides of the books and their residual.
 
     Empty without receipts, and for those of older versions, which did not count every token.
-
-    Args:
-        folder: the run's output folder.
-        receipts: content of the run's receipts.jsonl.
     """
     points = [start["steps_done"] for start in receipts.starts]
     try:

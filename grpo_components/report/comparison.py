@@ -47,19 +47,7 @@ class _Run:
 
 
 def write_comparison(folders: Sequence[Path], target: Path) -> Path:
-    """Write a page with the curves of several runs in the same charts.
-
-    Args:
-        folders: output folders of the runs.
-        target: path of the page.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        NoStepsError: if no step is logged yet in one of the runs; names its file.
-        OSError: if the page cannot be written.
-    """
+    """Write a page with the curves of several runs in the same charts."""
     write_whole(target, _page(folders))
     return target
 

@@ -38,12 +38,7 @@ Chart = dict[str, Any]
 
 
 def metric_charts(*runs: Sequence[Record], names: Sequence[str] = ("",)) -> dict[str, list[Chart]]:
-    """Return charts of the metrics of one or more runs by section, each metric with values in one.
-
-    Args:
-        runs: for each run, the metrics of each step, in order.
-        names: name of each run in the legends, if there are several.
-    """
+    """Return charts of the metrics of one or more runs by section, each metric with values in one."""
     keys = dict.fromkeys(key for run in runs for record in run for key in record)
     panels = {**PANELS, REWARD_TERMS: reward_term_panels(keys)}
     drawn = {key for of_section in panels.values() for panel in of_section for key in panel.curves}
@@ -78,16 +73,7 @@ def chart(
     rows: int = 0,
     **layout: Any,
 ) -> Chart:
-    """Return a chart for the page.
-
-    Args:
-        title: title of the chart.
-        about: one line that says what is drawn.
-        traces: plotly traces.
-        x_title: title of the horizontal axis.
-        rows: number of names on the vertical axis.
-        layout: additional settings of plotly's layout.
-    """
+    """Return a chart for the page."""
     x_axis: dict[str, Any] = {"title": {"text": x_title}}
     if x_title == "step" and len({x for trace in traces for x in trace["x"]}) <= _FEW_STEPS:
         x_axis |= {"tickmode": "array", "tickvals": sorted({x for t in traces for x in t["x"]})}
@@ -114,15 +100,7 @@ def _legend_rows(traces: Sequence[dict[str, Any]]) -> int:
 
 
 def curve(name: str, x: Sequence[float], y: Sequence[float], **trace: Any) -> dict[str, Any]:
-    """Return the plotly trace of a curve.
-
-    Args:
-        name: name in the legend.
-        x: steps or minutes.
-        y: finite values.
-        trace: additional plotly settings of the trace. `meta` is read by the page's script:
-            `smooth` (whether the slider smooths the curve), `run`, `color` and `dash` (numbers).
-    """
+    """Return the plotly trace of a curve."""
     mode = "lines" if len(y) > 1 else "markers"  # a single point has no line
     lines = {"type": "scatter", "mode": mode, "name": label(name)}
     return {**lines, "x": short(x), "y": short(y), **trace}
@@ -133,16 +111,7 @@ def thinned(
     y: Sequence[float],
     combine: Callable[[Sequence[float]], float],
 ) -> tuple[list[float], list[float]]:
-    """Reduce a curve to at most `MAX_POINTS` points by combining neighbors.
-
-    Args:
-        x: steps; a combined point is drawn at its last step.
-        y: values.
-        combine: function that computes the value of a combined point from those of its steps.
-
-    Returns:
-        Steps and values of the points.
-    """
+    """Reduce a curve to at most `MAX_POINTS` points by combining neighbors."""
     width = math.ceil(len(y) / MAX_POINTS) or 1
     starts = range(0, len(y), width)
     return (
@@ -152,12 +121,7 @@ def thinned(
 
 
 def measured_after(record: Record, key: str) -> int:
-    """Return the step after which a metric was measured.
-
-    Args:
-        record: metrics of a step; those of an evaluation began a few steps before.
-        key: name of the metric.
-    """
+    """Return the step after which a metric was measured."""
     step = record.get("eval/step") if key.startswith("eval/") else None
     return step if isinstance(step, int) else record["step"]
 

@@ -14,11 +14,7 @@ _BINS = ("0 %", "to 20 %", "to 40 %", "to 60 %", "to 80 %", "over 80 %", "100 %"
 
 
 def difficulty_charts(receipts: Receipts) -> Sequence[Chart]:
-    """Return a histogram of prompts by success rate; nothing if the run had no curriculum.
-
-    Args:
-        receipts: content of the run's receipts.jsonl.
-    """
+    """Return a histogram of prompts by success rate; nothing if the run had no curriculum."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for prompt, successes, scored in (g for each in receipts.results for g in each["groups"]):

@@ -25,13 +25,7 @@ class _FailedSamples(TypedDict):
 
 
 def dropped_section(receipts: Receipts, failed_samples: Path, unread: Unread | None = None) -> str:
-    """Return HTML that lists dropped groups and failed samples.
-
-    Args:
-        receipts: content of the run's receipts.jsonl.
-        failed_samples: path of failed_samples.jsonl; the file may be missing.
-        unread: collects notes on what is skipped.
-    """
+    """Return HTML that lists dropped groups and failed samples."""
     parts = []
     if receipts.drops:
         counts = Counter(str(drop["reason"]) for drop in receipts.drops)

@@ -14,11 +14,7 @@ _BOOKKEEPING = ("eval/step", "eval/policy_version", "eval/prompts")
 
 
 def held_out_table(metrics: Sequence[Record]) -> str:
-    """Return HTML with the metrics of the last evaluation; empty if there is none.
-
-    Args:
-        metrics: metrics of each step, in order.
-    """
+    """Return HTML with the metrics of the last evaluation; empty if there is none."""
     evaluated = [record for record in metrics if any(key.startswith("eval/") for key in record)]
     if not evaluated:
         return ""

@@ -20,14 +20,7 @@ def state_line(
     *,
     live: bool = False,
 ) -> str:
-    """Return HTML with the run's state in one line, and the error that ended it, if any.
-
-    Args:
-        receipts: content of the run's receipts.jsonl.
-        failures: attempt -> error that ended it, or None if a person stopped it.
-        metrics: metrics of each step, in order.
-        live: whether the run itself writes the report, while it goes on.
-    """
+    """Return HTML with the run's state in one line, and the error that ended it, if any."""
     state = escaped(state_text(receipts, failures, metrics, live=live), _MAX_STATE_CHARS)
     state = f'<p class="state">{state}</p>'
     why = failures.get(receipts.starts[-1]["attempt"]) if receipts.starts else None
@@ -57,13 +50,7 @@ def state_text(
 def history_tables(
     receipts: Receipts, failures: Mapping[int, str | None], role_events: Sequence[Record]
 ) -> str:
-    """Return HTML tables of attempts, restarts and rollbacks.
-
-    Args:
-        receipts: content of the run's receipts.jsonl.
-        failures: attempt -> error that ended it, or None if a person stopped it.
-        role_events: start, restart and rollback events, each with its `minute`.
-    """
+    """Return HTML tables of attempts, restarts and rollbacks."""
     rows = []
     for start in receipts.starts:
         attempt, done = start["attempt"], start["steps_done"]
@@ -100,11 +87,7 @@ def history_tables(
 
 
 def phases_table(phases: Sequence[Record]) -> str:
-    """Return an HTML table of what the phases of the last attempt's start and end took.
-
-    Args:
-        phases: records of phases.jsonl: attempt, phase, seconds.
-    """
+    """Return an HTML table of what the phases of the last attempt's start and end took."""
     last = [each for each in phases if each["attempt"] == phases[-1]["attempt"]]
     if not last:
         return ""

@@ -20,11 +20,6 @@ class LiveReport:
     """Rewrites a run's `report.html` on a clock, in a thread; the page reloads itself.
 
     A page takes longer the longer the run is. The pauses grow with that.
-
-    Args:
-        output_dir: folder of the run.
-        note: function that shows a line to the user.
-        first_s: pause before the first page, in seconds.
     """
 
     def __init__(

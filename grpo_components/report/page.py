@@ -74,21 +74,7 @@ def write_report(
     live: Live | None = None,
     target: Path | None = None,
 ) -> Path:
-    """Write the report of a run that has ended, is still running, or was killed.
-
-    Args:
-        output_dir: the run's output folder.
-        max_groups: maximum number of groups of `logs/rollouts.jsonl` to show.
-        live: makes a page that reloads itself; None for a page that does not.
-        target: path of the page; None is `report.html` in the run's folder.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        NoStepsError: if no step is logged yet.
-        OSError: if the page cannot be written.
-    """
+    """Write the report of a run that has ended, is still running, or was killed."""
     page = _page(output_dir, max_groups, live)
     target = target or output_dir / "report.html"
     write_whole(target, page)

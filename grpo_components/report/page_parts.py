@@ -29,12 +29,7 @@ class PageParts:
     """Data for the page's script, by the name under which it reads them."""
 
     def add(self, name: str, content: str) -> None:
-        """Add a section.
-
-        Args:
-            name: heading of the section.
-            content: HTML.
-        """
+        """Add a section."""
         self._sections[name] = content
 
     def charts(self, found: Sequence[Chart]) -> str:
@@ -64,14 +59,7 @@ class PageParts:
             self.add("Other metrics", f"<details>{folded}</details>")
 
     def html(self, title: str, state: str, top: str, footer: str) -> str:
-        """Return the page.
-
-        Args:
-            title: title of the page, as plain text.
-            state: HTML below the title.
-            top: HTML before the first section.
-            footer: HTML after the last section.
-        """
+        """Return the page."""
         from plotly.offline import get_plotlyjs  # imported here because it reads 5 MB
 
         data = {"charts": [chart["figure"] for chart in self._charts], **self.data}
@@ -98,11 +86,7 @@ class PageParts:
 
 
 def controls(*runs: Sequence[Record]) -> str:
-    """Return HTML to choose smoothing and horizontal axis of the curves.
-
-    Args:
-        runs: for each run of the page, the metrics of each step, in order.
-    """
+    """Return HTML to choose smoothing and horizontal axis of the curves."""
     width = max(math.ceil(len(run) / MAX_POINTS) for run in runs)
     several = f"; each point combines {width} steps" if width > 1 else ""
     axis = (
@@ -119,11 +103,7 @@ def controls(*runs: Sequence[Record]) -> str:
 
 
 def clock(metrics: Sequence[Record]) -> dict[str, list[float]]:
-    """Return steps and the wall-clock minutes at their ends; empty if they were not measured.
-
-    Args:
-        metrics: metrics of each step, in order.
-    """
+    """Return steps and the wall-clock minutes at their ends; empty if they were not measured."""
     timed = [record for record in metrics if fits(record.get("time/wall_clock"), Number)]
     if not timed:
         return {}

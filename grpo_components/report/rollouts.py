@@ -78,14 +78,7 @@ def read_rollouts(
     max_groups: int = MAX_GROUPS,
     unread: Unread | None = None,
 ) -> RolloutSample:
-    """Choose groups spread over the run and read them.
-
-    Args:
-        path: path of rollouts.jsonl; the file may be missing.
-        attempts: the run's attempts; decides which groups count.
-        max_groups: maximum number of groups to read.
-        unread: collects notes on what is skipped.
-    """
+    """Choose groups spread over the run and read them."""
     return _read(path, attempts, unread or Unread(path.parent), _Group, max_groups, _spread)
 
 
@@ -98,12 +91,6 @@ def read_answers(
     """Choose evaluations spread over the run and read their answers; a group is a prompt's answers.
 
     Whole evaluations are chosen, so that the same prompts can be compared.
-
-    Args:
-        path: path of evaluation_answers.jsonl; the file may be missing.
-        attempts: the run's attempts; decides which evaluations count.
-        max_prompts: maximum number of prompts to read, over all evaluations.
-        unread: collects notes on what is skipped.
     """
     unread = unread or Unread(path.parent)
     return _read(path, attempts, unread, _Answers, max_prompts, _spread_evaluations)

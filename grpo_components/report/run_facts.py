@@ -65,11 +65,7 @@ class RunFacts:
 
 
 def read_facts(folder: Path) -> RunFacts:
-    """Read the facts from a run's events and roles; what these lack is None or empty.
-
-    Args:
-        folder: the run's output folder.
-    """
+    """Read the facts from a run's events and roles; what these lack is None or empty."""
     unread, facts = Unread(folder), RunFacts()  # others tell what they cannot read of these files
     spans = [*_spans(folder / "logs/events.jsonl", unread)]
     if spans:
@@ -87,11 +83,7 @@ def read_facts(folder: Path) -> RunFacts:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in words, e.g. 3 min 20 s.
-
-    Args:
-        seconds: duration, 0 or more.
-    """
+    """Return a duration in words, e.g. 3 min 20 s."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

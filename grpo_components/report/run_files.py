@@ -59,11 +59,6 @@ def read_records(path: Path, shape: Any = Any, unread: Unread | None = None) -> 
 
     Lines that do not fit are skipped, such as the incomplete last line of a run that was killed or
     is still writing.
-
-    Args:
-        path: path of the file.
-        shape: type of each object, such as a TypedDict of the required fields; Any needs none.
-        unread: collects notes on what is skipped.
     """
     unread, reader = unread or Unread(path.parent), ObjectReader()
     for number, _, line in unread.lines(path):
@@ -94,11 +89,7 @@ class Attempts:
     """For each attempt in `_order`: the lowest `steps_done` of it and all later attempts."""
 
     def counts(self, record: Mapping[str, Any]) -> bool:
-        """Return whether a record counts: no later attempt replaced its step.
-
-        Args:
-            record: record with `step` and `attempt`.
-        """
+        """Return whether a record counts: no later attempt replaced its step."""
         if len(self._order) != len(self.steps_done):
             self._order = sorted(self.steps_done)
             backwards = accumulate((self.steps_done[a] for a in reversed(self._order)), min)
@@ -108,25 +99,13 @@ class Attempts:
 
 
 def first_and_last(steps: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
-    """Return the first and the last steps of a run, to compare them.
-
-    Args:
-        steps: all steps, in order.
-
-    Returns:
-        The first n and the last n steps, n at most 10; they overlap only if there is one step.
-    """
+    """Return the first and the last steps of a run, to compare them."""
     number = max(1, min(_MAX_STEPS_PER_END, len(steps) // 2))
     return steps[:number], steps[-number:]
 
 
 def read_failures(path: Path, unread: Unread | None = None) -> dict[int, str | None]:
-    """Read how attempts failed: attempt -> error that ended it, or None if a person stopped it.
-
-    Args:
-        path: path of failures.jsonl; the file may be missing.
-        unread: collects notes on what is skipped.
-    """
+    """Read how attempts failed: attempt -> error that ended it, or None if a person stopped it."""
     return {record["attempt"]: record["error"] for record in read_records(path, _Failure, unread)}
 
 
@@ -151,12 +130,7 @@ class Receipts:
 
 
 def read_receipts(path: Path, unread: Unread | None = None) -> Receipts:
-    """Read a run's receipts, the records of its attempts and steps.
-
-    Args:
-        path: path of receipts.jsonl; the file may be missing.
-        unread: collects notes on what is skipped.
-    """
+    """Read a run's receipts, the records of its attempts and steps."""
     receipts = Receipts()
     prompts: dict[int, Record] = {}
     for record in read_records(path, _Receipt, unread):
@@ -203,13 +177,7 @@ def read_receipts(path: Path, unread: Unread | None = None) -> Receipts:
 
 
 def read_metrics(path: Path, attempts: Attempts, unread: Unread | None = None) -> list[Record]:
-    """Read the metrics of each step, in order, from the last attempt that trained the step.
-
-    Args:
-        path: path of metrics.jsonl; the file may be missing.
-        attempts: attempts from the receipts; those that only the metrics mention are added to it.
-        unread: collects notes on what is skipped.
-    """
+    """Read the metrics of each step, in order, from the last attempt that trained the step."""
     records = list(read_records(path, StepRecord, unread))
     for record in records:
         if record["step"] > 0:

@@ -15,12 +15,7 @@ _NOT_PLAIN = re.compile(r"[^\x20-\x7e\n\t]+")
 
 
 def text(value: Any, max_chars: int | None = None) -> str:
-    """Return a value as text, with control and bidirectional characters escaped.
-
-    Args:
-        value: any value; its `str` is used.
-        max_chars: text with more characters loses its middle; None keeps the whole text.
-    """
+    """Return a value as text, with control and bidirectional characters escaped."""
     whole = str(value)
     if max_chars is not None and len(whole) > max_chars:
         head, tail = whole[: max_chars * 3 // 4], whole[len(whole) - max_chars // 4 :]

@@ -11,12 +11,7 @@ _MAX_CELL_CHARS = 500
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return an HTML table, with numbers aligned right.
-
-    Args:
-        columns: headings of the columns.
-        rows: values of each row, one per column; None is shown as a dash.
-    """
+    """Return an HTML table, with numbers aligned right."""
     head = "".join(f'<th scope="col">{escaped(column)}</th>' for column in columns)
     body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
     parts = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"

@@ -23,13 +23,7 @@ def tiles(metrics: Sequence[Record], receipts: Receipts) -> str:
 def key_figures(
     metrics: Sequence[Record], receipts: Receipts, ends: str | None = None
 ) -> dict[str, str]:
-    """Return the key figures by name, without those that the run did not measure.
-
-    Args:
-        metrics: metrics of each step, in order.
-        receipts: content of the run's receipts.jsonl.
-        ends: name of the first and last steps; None names their number.
-    """
+    """Return the key figures by name, without those that the run did not measure."""
     steps = [record for record in metrics if record["step"] > 0]
     first, last = first_and_last(steps)
     if ends is None:

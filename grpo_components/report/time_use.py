@@ -34,16 +34,7 @@ _KIND_OF = {activity: kind for kind, activities in _KINDS.items() for activity i
 def seconds_by_role(
     heartbeats: Sequence[Record], waited_s: float = 0.0
 ) -> dict[str, dict[str, float]]:
-    """Add up the time of each role's processes by activity.
-
-    Args:
-        heartbeats: records of heartbeats.jsonl in order; `seconds` counts from a process's start.
-        waited_s: seconds in which the trainers waited for a batch.
-
-    Returns:
-        Seconds of each activity, by role. They add up to the time that the role's processes ran,
-        until each one's last heartbeat.
-    """
+    """Add up the time of each role's processes by activity."""
     total: dict[str, dict[str, float]] = {}
     for role, processes in _processes(heartbeats).items():
         seconds: defaultdict[str, float] = defaultdict(float)
@@ -59,13 +50,7 @@ def seconds_by_role(
 
 
 def time_use_charts(heartbeats: Sequence[Record], waited_s: float) -> list[Chart]:
-    """Draw the time of each role by activity, and the share of each engine's sequences in use.
-
-    Args:
-        heartbeats: records of heartbeats.jsonl: role, time (seconds), seconds (by activity), and
-            for a generator sequence_share (mean since its engine started).
-        waited_s: seconds in which the trainers waited for a batch.
-    """
+    """Draw the time of each role by activity, and the share of each engine's sequences in use."""
     by_role = seconds_by_role(heartbeats, waited_s)
     if not by_role:
         return []

@@ -43,19 +43,7 @@ def timeline(
     waited_s: float = 0.0,
     on_skip: Callable[[], None] = lambda: None,
 ) -> tuple[list[Chart], list[Record]]:
-    """Draw charts over time, and collect the starts, restarts and rollbacks of roles.
-
-    Args:
-        events: records of events.jsonl.
-        starts: records of roles.jsonl, one per process: role, attempt, started (seconds).
-        heartbeats: records of heartbeats.jsonl: role, time (seconds), rss_mib, seconds.
-        waited_s: seconds in which the trainers waited for a batch.
-        on_skip: function called for each event that lacks a required field.
-
-    Returns:
-        The charts; and the start, restart and rollback events, each with its `minute` (minutes
-        since the run began).
-    """
+    """Draw charts over time, and collect the starts, restarts and rollbacks of roles."""
     names = list(dict.fromkeys(start["role"] for start in starts))
     versions: dict[str, list[tuple[float, int]]] = defaultdict(list)
     role_events: list[Record] = []

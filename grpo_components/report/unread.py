@@ -44,31 +44,16 @@ class Unread:
     _lines: dict[str, _Lines] = field(default_factory=dict)
 
     def skip_file(self, path: Path, why: str) -> None:
-        """Note that a file, or the rest of it, is skipped.
-
-        Args:
-            path: path of the file.
-            why: reason, in a few words.
-        """
+        """Note that a file, or the rest of it, is skipped."""
         self._files.setdefault(self._name(path), why)
 
     def skip_line(self, path: Path, number: int, why: str) -> None:
-        """Note that a line, or a part of it, is skipped.
-
-        Args:
-            path: path of the file.
-            number: line number, from 1.
-            why: reason, in a few words.
-        """
+        """Note that a line, or a part of it, is skipped."""
         lines = self._lines.setdefault(self._name(path), _Lines(0, number, why))
         lines.count += 1
 
     def has_skipped(self, path: Path) -> bool:
-        """Return whether any part of a file was skipped.
-
-        Args:
-            path: path of the file.
-        """
+        """Return whether any part of a file was skipped."""
         return self._name(path) in self._files | self._lines
 
     def notes(self) -> list[str]:
@@ -80,11 +65,7 @@ class Unread:
         return [text(note, _MAX_NOTE_CHARS) for note in found]
 
     def may_read(self, path: Path) -> bool:
-        """Return whether a path is a regular file inside the folder; note a path that is not.
-
-        Args:
-            path: path of the file; a missing file is not noted.
-        """
+        """Return whether a path is a regular file inside the folder; note a path that is not."""
         try:
             if not path.is_symlink() and not path.exists():
                 return False
@@ -98,14 +79,7 @@ class Unread:
         return not why
 
     def lines(self, path: Path) -> Iterator[tuple[int, int, bytes]]:
-        """Yield the complete lines of a file; nothing if the file is missing.
-
-        Args:
-            path: path of the file.
-
-        Yields:
-            Line number from 1, byte offset, and the line with its line end.
-        """
+        """Yield the complete lines of a file; nothing if the file is missing."""
         if not self.may_read(path):
             return
         number = start = 0
@@ -128,12 +102,7 @@ class Unread:
             self.skip_file(path, f"stopped after line {number:,}: {error.strerror}")
 
     def head(self, path: Path, max_bytes: int) -> str:
-        """Return the beginning of a text file; empty if the file is missing.
-
-        Args:
-            path: path of the file.
-            max_bytes: maximum number of bytes to read.
-        """
+        """Return the beginning of a text file; empty if the file is missing."""
         if not self.may_read(path):
             return ""
         try:

@@ -15,11 +15,7 @@ _ADD_LOGPROBS = "add <code>log_token_logprobs=true</code> to the command of the 
 
 
 def rollouts_section(sample: RolloutSample) -> str:
-    """Return HTML of the rollouts section.
-
-    Args:
-        sample: the groups that the page shows.
-    """
+    """Return HTML of the rollouts section."""
     if not sample.groups and sample.logged:
         return f'<p class="about">none of the {sample.logged:,} logged groups is shown</p>'
     if not sample.groups:
@@ -53,11 +49,7 @@ def rollouts_section(sample: RolloutSample) -> str:
 
 
 def answers_section(sample: RolloutSample) -> str:
-    """Return HTML of the section with the answers to held-out prompts.
-
-    Args:
-        sample: the prompts that the page shows, each with its answers in one evaluation.
-    """
+    """Return HTML of the section with the answers to held-out prompts."""
     if not sample.groups and sample.logged:
         return f'<p class="about">none of the {sample.logged:,} logged prompts is shown</p>'
     if not sample.groups:

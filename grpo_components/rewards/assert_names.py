@@ -72,13 +72,6 @@ def read_asserts(source: str) -> Asserts:
     that tests often forget to import (`Counter`, `isclose`). A name of this last kind is imported
     if the asserts also use a name of the program. Otherwise it is itself the name under test, as in
     `assert gcd(12, 18) == 6`.
-
-    Args:
-        source: Python statements.
-
-    Raises:
-        ValueError: no program can pass. The asserts have a syntax error, use a third-party
-            package, or use no name that a program could define.
     """
     try:
         tree = ast.parse(source)

@@ -70,19 +70,7 @@ class CodeTests:
     def __call__(
         self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
     ) -> float:
-        """Score one response.
-
-        Args:
-            prompt_text: not used.
-            response_text: searched for the last fenced Python block.
-            answer: the tests as JSON.
-            finish_reason: not used.
-
-        Raises:
-            ValueError: `answer` holds no valid tests.
-            SandboxError: the sandbox could not start the program.
-            TimeoutError: the tests passed as far as `wall_s` allowed to run them.
-        """
+        """Score one response."""
         tests = _read_tests(answer)
         program = last_program(response_text)
         if program is None:
@@ -142,14 +130,7 @@ class CodeTests:
 
 
 def last_program(response: str) -> str | None:
-    """Find the last complete fenced Python block, else the last one without a language.
-
-    Args:
-        response: text in Markdown.
-
-    Returns:
-        The content of the block; None if there is no such block.
-    """
+    """Find the last complete fenced Python block, else the last one without a language."""
     programs: dict[bool, str] = {}
     lines = iter(response.split("\n"))
     for line in lines:

@@ -40,17 +40,7 @@ class CountdownCorrectness:
     def __call__(
         self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
     ) -> float:
-        """Score one response.
-
-        Args:
-            prompt_text: not used.
-            response_text: searched for the expression.
-            answer: `{"numbers": [3, 8], "target": 24}`, as `countdown_dataset` writes it.
-            finish_reason: not used.
-
-        Raises:
-            ValueError: `answer` is not of this form.
-        """
+        """Score one response."""
         try:
             known = json.loads(answer)
             numbers, target = sorted(known["numbers"]), known["target"]

@@ -22,14 +22,7 @@ class ThinkAnswerFormat:
     def __call__(
         self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
     ) -> float:
-        """Score one response.
-
-        Args:
-            prompt_text: checked for a `<think>` at its end.
-            response_text: the text to score.
-            answer: not used.
-            finish_reason: not used.
-        """
+        """Score one response."""
         opened = prompt_text.rstrip().endswith("<think>")
         text = ("<think>" if opened else "") + response_text
         # Count first: matching a text of thousands of tags would take seconds.
@@ -47,14 +40,7 @@ class BoxedFormat:
     def __call__(
         self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
     ) -> float:
-        """Score one response.
-
-        Args:
-            prompt_text: not used.
-            response_text: the text to score.
-            answer: not used.
-            finish_reason: not used.
-        """
+        """Score one response."""
         return float(
             len(re.findall(r"\\boxed(?!\s*[^\s{])", response_text)) == 1
             and response_text.count("\\boxed") == 1
@@ -91,14 +77,7 @@ class ResponseLength:
     def __call__(
         self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
     ) -> float:
-        """Score one response.
-
-        Args:
-            prompt_text: not used.
-            response_text: its words are counted.
-            answer: not used.
-            finish_reason: not used.
-        """
+        """Score one response."""
         words = len(response_text.split())
         if words < self._min_words:
             return words / self._min_words

@@ -156,12 +156,7 @@ class LLMJudge:
         finish_reason: str,
         **columns: Any,
     ) -> float:
-        """Return the judge's grade of a response, from 0 to 1.
-
-        Raises:
-            JudgeError: the judge gave no grade in time.
-            ValueError: the rubric names a column that the row lacks.
-        """
+        """Return the judge's grade of a response, from 0 to 1."""
         own = {"prompt": prompt_text, "response": response_text, "answer": answer}
         names = {**columns, **own, "finish_reason": finish_reason}
         try:
@@ -240,12 +235,7 @@ class LLMJudge:
     async def _ask(
         self, client: httpx.AsyncClient, request: dict[str, Any], limit_s: float
     ) -> tuple[str | None, str, float]:
-        """Make one request.
-
-        Returns:
-            The reply if it has a grade; else what went wrong, and the seconds that the server asks
-            to wait, infinite if another request would fail the same way.
-        """
+        """Make one request."""
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         self._used["requests"] += 1
         try:

@@ -358,17 +358,7 @@ class MathCorrectness:
     def __call__(
         self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
     ) -> float:
-        """Score one response.
-
-        Args:
-            prompt_text: not used.
-            response_text: searched for the answer.
-            answer: the known answer.
-            finish_reason: not used.
-
-        Raises:
-            ValueError: the known answer cannot be parsed as mathematics.
-        """
+        """Score one response."""
         given, answer = self._find(response_text).strip(), answer.strip()
         if not given or len(given) > len(answer) + _MAX_EXTRA_CHARS or _is_slow_to_read(given):
             return 0.0

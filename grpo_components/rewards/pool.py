@@ -79,15 +79,7 @@ class Score:
 
 
 def reward_specs(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardSpec]:
-    """Read the `rewards` section of a config.
-
-    Args:
-        nodes: for each reward's name, a mapping with `_component_`, `weight`, `is_success` and the
-            arguments of the component.
-
-    Returns:
-        The rewards by name.
-    """
+    """Read the `rewards` section of a config."""
     own = ("_component_", "weight", "is_success")
     return {
         name: RewardSpec(
@@ -110,13 +102,6 @@ class RewardPool:
 
     A reward that misses its first deadlines and has never answered would fail every sample of the
     run. So it ends the run: `score` raises a `ConfigError` that names it and its line.
-
-    Args:
-        rewards: spec of each reward, by name.
-        num_workers: number of worker processes; each is driven by a thread of this process.
-        timeout_s: deadline of one sample in seconds, counted from the start of its scoring.
-        log: records the outcomes of rewards whose class has `varies = True`, or repeats them; None
-            does neither.
     """
 
     def __init__(
@@ -142,31 +127,11 @@ class RewardPool:
             self._threads.submit(self._get_worker)
 
     def begin(self, sample: RewardInput) -> Future[Score]:
-        """Start to score a sample, without waiting. Any thread may call this.
-
-        Args:
-            sample: the rewards' keyword arguments.
-
-        Returns:
-            What `score` takes in the sample's place.
-        """
+        """Start to score a sample, without waiting. Any thread may call this."""
         return self._threads.submit(self._score_one, sample)
 
     def score(self, samples: Sequence[RewardInput | Future[Score]]) -> list[Score]:
-        """Score samples and wait for all scores. Any thread may call this.
-
-        Args:
-            samples: the rewards' keyword arguments for each sample, or what `begin` returned for
-                it; any number of samples.
-
-        Returns:
-            The scores, in the order of the samples.
-
-        Raises:
-            RewardPoolError: the rewards cannot be built, their processes cannot start, or the pool
-                is closed.
-            ConfigError: a reward has missed its first deadlines and never answered.
-        """
+        """Score samples and wait for all scores. Any thread may call this."""
         scores = [each if isinstance(each, Future) else self.begin(each) for each in samples]
         try:
             return [score.result() for score in scores]
@@ -294,14 +259,7 @@ class _Worker:
         """Name of the reward that is running, or ran last."""
 
     def score(self, call: tuple[Any, ...], timeout_s: float) -> Score:
-        """Score one sample; `call` is what follows `rewards` in `score_sample`.
-
-        Raises:
-            TimeoutError: no score within `timeout_s`.
-            EOFError: the process died.
-            ConnectionError: the process died.
-            RewardPoolError: the process did not start.
-        """
+        """Score one sample; `call` is what follows `rewards` in `score_sample`."""
         if not self._ready:
             self._wait_until_ready()
         self._connection.send(call)

@@ -18,27 +18,13 @@ class RateLimit:
 
     The file holds the time of the next free request. Processes of one machine, or of all that see
     the file, share the limit.
-
-    Args:
-        path: file to share; its folder is created.
-        per_minute: number of requests per minute of all processes together.
     """
 
     def __init__(self, path: Path, per_minute: float) -> None:
         self._path, self._distance_s = path, _SECONDS_PER_MINUTE / per_minute
 
     def reserve(self, longest_s: float) -> float | None:
-        """Take the next free time.
-
-        Args:
-            longest_s: longest wait until then, in seconds.
-
-        Returns:
-            Seconds until then; None, and nothing is taken, if that is too long.
-
-        Raises:
-            OSError: the file cannot be opened or written.
-        """
+        """Take the next free time."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(self._path, flags, 0o600), "r+", encoding="utf-8") as file:

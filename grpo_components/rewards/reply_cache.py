@@ -19,20 +19,13 @@ class ReplyCache:
 
     Any number of processes may share it. The first reply that is stored for a request stays, so
     that all of them use the same one.
-
-    Args:
-        folder: created with the first reply; None keeps nothing.
     """
 
     def __init__(self, folder: str | None) -> None:
         self._folder = None if folder is None else Path(folder)
 
     def find(self, key: str) -> str | None:
-        """Return the reply stored under a key; None if there is none, or its file is damaged.
-
-        Args:
-            key: hash of the request, in hexadecimal.
-        """
+        """Return the reply stored under a key; None if there is none, or its file is damaged."""
         path = self._path(key)
         if path is None:
             return None
@@ -44,12 +37,7 @@ class ReplyCache:
 
     @contextlib.contextmanager
     def asking(self, key: str, timeout_s: float) -> Iterator[None]:
-        """Context manager: others that want to ask the same wait until it ends.
-
-        Args:
-            key: hash of the request, in hexadecimal.
-            timeout_s: longest wait for another one, in seconds; after it, both ask.
-        """
+        """Context manager: others that want to ask the same wait until it ends."""
         path = self._path(key)
         if path is None:
             yield
@@ -67,13 +55,7 @@ class ReplyCache:
             lock.release()
 
     def store(self, key: str, reply: str, *, replace: bool) -> str:
-        """Store a reply; return the one that is stored then, which may be another process's.
-
-        Args:
-            key: hash of the request, in hexadecimal.
-            reply: text of the judge.
-            replace: whether to replace what is there, because it has no grade.
-        """
+        """Store a reply; return the one that is stored then, which may be another process's."""
         path = self._path(key)
         if path is None:
             return reply

@@ -36,14 +36,7 @@ _SCORES = "one that can score a row of the data set"
 
 
 class RewardTrial:
-    """Tries rewards in the background, in a separate process that they may hang or kill.
-
-    Args:
-        rewards: spec of each reward, by name.
-        samples: keyword arguments to call the rewards with, in turn; a reward passes as soon as it
-            returns a finite number.
-        timeout_s: deadline of one call in seconds.
-    """
+    """Tries rewards in the background, in a separate process that they may hang or kill."""
 
     def __init__(
         self, rewards: dict[str, RewardSpec], samples: list[RewardInput], timeout_s: float
@@ -67,11 +60,7 @@ class RewardTrial:
         self._connection.send((rewards, samples))
 
     def finish(self) -> None:
-        """Wait until each reward has returned a finite number.
-
-        Raises:
-            ConfigError: a reward cannot be built, failed for all samples, or missed a deadline.
-        """
+        """Wait until each reward has returned a finite number."""
         name, doing, limit_s = next(iter(self._rewards), ""), "built", self._start_s
         while True:
             try:

@@ -20,11 +20,6 @@ class ScoreLog:
     """The outcomes of the varying rewards of one generator, by the content of the sample.
 
     Any thread may call its methods. The file begins with the first outcome.
-
-    Args:
-        path: file to write; None writes none.
-        replayed: file of the run to replay; None in a live run.
-        restart_count: number of restarts of the generator's process so far.
     """
 
     def __init__(
@@ -36,12 +31,7 @@ class ScoreLog:
         self._replayed = None if replayed is None else _read(replayed, restart_count)
 
     def record(self, sample: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> None:
-        """Write what the varying rewards gave a sample, before its score is used.
-
-        Args:
-            sample: the rewards' keyword arguments, with the sample's seed.
-            outcomes: outcome by the name of the reward; empty if none of them varies.
-        """
+        """Write what the varying rewards gave a sample, before its score is used."""
         if not outcomes or self._path is None:
             return
         with self._lock:
@@ -54,15 +44,7 @@ class ScoreLog:
             append_line(self._file, json.dumps(line))
 
     def recorded(self, sample: Mapping[str, Any]) -> dict[str, Outcome] | None:
-        """Return the recorded outcomes of a sample.
-
-        Args:
-            sample: the rewards' keyword arguments, with the sample's seed.
-
-        Returns:
-            Outcome by the name of the reward; empty if the recorded run had none, as for a sample
-            that missed its deadline. None in a live run.
-        """
+        """Return the recorded outcomes of a sample."""
         if self._replayed is None:
             return None
         with self._lock:
@@ -79,14 +61,7 @@ class ScoreLog:
 def open_score_log(
     number: int, folder: str | None, replayed_folder: str | None, restart_count: int
 ) -> ScoreLog:
-    """Open a generator's log of outcomes.
-
-    Args:
-        number: number of the generator.
-        folder: folder of the file to write; None writes none.
-        replayed_folder: folder that has the file of the run to replay; None in a live run.
-        restart_count: number of restarts of the generator's process so far.
-    """
+    """Open a generator's log of outcomes."""
     name = f"outcomes_generator_{number}.jsonl"
     path, replayed = (None if at is None else Path(at) / name for at in (folder, replayed_folder))
     return ScoreLog(path, replayed, restart_count)

@@ -33,17 +33,7 @@ def score_sample(
     recorded: Mapping[str, Outcome] | None = None,
     max_cpu_s: float = _MAX_CPU_S,
 ) -> Score:
-    """Apply all rewards to one sample.
-
-    Args:
-        rewards: spec and instance of each reward, by name.
-        sample: keyword arguments, the same for each reward.
-        announce: function that receives the name of each reward before the reward starts.
-        too_costly: rewards to skip and count as 0, because the sample exceeded their CPU limit.
-        recorded: outcomes to use for the rewards that vary; None calls them.
-        max_cpu_s: upper bound of each reward's `response_cpu_s`. If a sample exceeds the limit, the
-            kernel kills this process.
-    """
+    """Apply all rewards to one sample."""
     terms, used, varying = dict[str, float](), dict[str, float](), dict[str, Outcome]()
     success, failed = False, partial(Score, math.nan, {}, False, used=used, varying=varying)
     for name, (spec, reward) in rewards.items():
@@ -86,12 +76,7 @@ def _outcome(
 
 
 def arguments_for(reward: Callable[..., Any], sample: RewardInput) -> RewardInput:
-    """Return the arguments of one call of a reward: the columns only as far as it takes them.
-
-    Args:
-        reward: what the config's component made.
-        sample: arguments of every reward, the columns of the row, and the sample's seed.
-    """
+    """Return the arguments of one call of a reward: the columns only as far as it takes them."""
     sample = {name: value for name, value in sample.items() if name != SEED}
     try:
         parameters = inspect.signature(reward).parameters

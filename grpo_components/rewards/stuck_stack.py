@@ -20,11 +20,7 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 def answer_on(descriptor: int) -> None:
-    """Let this process write the stack of its main thread on SIGUSR1.
-
-    Args:
-        descriptor: file descriptor to write to, `StuckStack.theirs` of the process that asks.
-    """
+    """Let this process write the stack of its main thread on SIGUSR1."""
     faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=False)
 
 
@@ -41,14 +37,7 @@ class StuckStack:
         self._theirs.close()
 
     def ask(self, pid: int) -> StackSummary:
-        """Return the stack of the child's main thread, outermost call first.
-
-        Args:
-            pid: id of the child, which has called `answer_on`.
-
-        Returns:
-            The stack; empty if the child does not answer.
-        """
+        """Return the stack of the child's main thread, outermost call first."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
         text, wait_s = b"", _ANSWER_S

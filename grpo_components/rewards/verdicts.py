@@ -33,11 +33,7 @@ class VerdictFormat:
     highest: float
 
     def read(self, reply: str) -> float | None:
-        """Return the grade in a reply, from 0 at the lowest to 1 at the highest; None without one.
-
-        Args:
-            reply: text of the judge.
-        """
+        """Return the grade in a reply, from 0 at the lowest to 1 at the highest; None without one."""
         tail = reply[-_MAX_CHARS:]
         grade = _last_line(tail) if self.format == "number" else _last_object(tail, self.key)
         if grade is None or not self.lowest <= grade <= self.highest:  # refuses NaN, too
@@ -46,14 +42,7 @@ class VerdictFormat:
 
 
 def verdict_format(given: Mapping[str, Any]) -> VerdictFormat:
-    """Read the `verdict` argument of a judge.
-
-    Args:
-        given: any of format (number), key (score) and scale ([0, 10]).
-
-    Raises:
-        ValueError: an unknown key or a wrong value.
-    """
+    """Read the `verdict` argument of a judge."""
     for name in given:
         if name not in _KEYS:
             fail(f"verdict.{name}", "unknown key", ", ".join(_KEYS))

@@ -38,15 +38,7 @@ class AgentServerError(RuntimeError):
 
 
 class AgentRollouts:
-    """Serves a policy to agents, and records and scores their sessions.
-
-    Args:
-        engine: engine that all sessions share.
-        rewards: scores the sessions.
-        sampling: options of sampling.
-        environment: options of the environment, an `AgentEnvironment`.
-        engine_options: options of the engine.
-    """
+    """Serves a policy to agents, and records and scores their sessions."""
 
     def __init__(
         self,
@@ -69,23 +61,7 @@ class AgentRollouts:
         self._server = AgentServer()
 
     async def collect(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
-        """Run one session for each sample, all at once.
-
-        Args:
-            samples: the responses to sample.
-            temperature: sampling temperature; 0 always takes the likeliest token.
-
-        Returns:
-            What was sampled and scored, in the order of the samples; a session whose agent failed
-            is a failed sample.
-
-        Raises:
-            EngineStoppedError: the engine's thread has ended.
-            AgentServerError: the server's thread has ended.
-            RewardPoolError: the rewards cannot be computed at all.
-            ConfigError: the agent cannot be imported, or a reward never answered.
-            ReplayError: in a replay, an agent made another call than in the recorded run.
-        """
+        """Run one session for each sample, all at once."""
         with self._engine.use.rollout(), self._server.watched() as watched:
             ended = asyncio.wrap_future(watched)
             if not ended.done():

@@ -33,14 +33,7 @@ def sampling_seed(*identity: int) -> int:
 
 
 class EnginePolicy:
-    """Policy of a collector: samples the next turn of every slot with the shared engine.
-
-    Args:
-        engine: engine that all collectors of the process share.
-        max_response_tokens: longest response, tokens of the environment included.
-        stop_token_ids: token ids after which sampling stops.
-        truncation: see `VLLMEngine.submit`.
-    """
+    """Policy of a collector: samples the next turn of every slot with the shared engine."""
 
     def __init__(
         self,
@@ -113,12 +106,7 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class GroupCollector(Collector):
-    """A torchrl collector whose rollout takes all slots to their end, without padding them.
-
-    Args:
-        env: environment with one slot per response.
-        policy: see `EnginePolicy`.
-    """
+    """A torchrl collector whose rollout takes all slots to their end, without padding them."""
 
     def __init__(self, env: EnvBase, policy: EnginePolicy) -> None:
         super().__init__(
@@ -141,11 +129,7 @@ class GroupCollector(Collector):
         self._use_buffers = False
 
     def rollout(self, call: Callable[..., Any] = _call) -> list[SlotRollout]:
-        """Reset the environment and step it until every slot is done.
-
-        Args:
-            call: runs a method of the environment, for example in another thread.
-        """
+        """Reset the environment and step it until every slot is done."""
         tensordict = call(self.env.reset)
         slots = [SlotRollout(slot["tokens"].numpy()) for slot in tensordict.unbind(0)]
         while not all(slot.done for slot in slots):
@@ -199,12 +183,7 @@ class SlotRollout:
         return slot
 
     def extend(self, turn: Any) -> None:
-        """Append one turn of the policy and the environment's tokens after it.
-
-        Raises:
-            ValueError: the environment changed earlier tokens.
-            TypeError: the environment ended the slot without a score.
-        """
+        """Append one turn of the policy and the environment's tokens after it."""
         after = turn["next"]
         response = turn["response"].numpy()
         known = np.concatenate([self.prompt_ids, self.response_ids, response])

@@ -29,11 +29,7 @@ class Completion:
 
 
 def finished_completion(output: Any) -> Completion:
-    """Convert vLLM's last output of a request.
-
-    Args:
-        output: vLLM's `RequestOutput`.
-    """
+    """Convert vLLM's last output of a request."""
     found = output.outputs[0]
     versions = np.full(len(found.token_ids), -1, dtype=np.int32)
     for span in found.weight_versions:
@@ -43,26 +39,13 @@ def finished_completion(output: Any) -> Completion:
 
 @dataclass
 class WatchedRequest:
-    """A request whose tokens are shown while they are sampled, and that may be ended by them.
-
-    Args:
-        watch: see `Watch`.
-    """
+    """A request whose tokens are shown while they are sampled, and that may be ended by them."""
 
     watch: Watch
     _versions: list[int] = field(default_factory=list)
 
     def follow(self, output: Any, version: int) -> Completion | None:
-        """Show the tokens of an output that is not the last one.
-
-        Args:
-            output: vLLM's `RequestOutput`, with all tokens so far.
-            version: policy version that sampled the new ones; vLLM names it in the last output
-                only.
-
-        Returns:
-            The completion, if sampling ends here.
-        """
+        """Show the tokens of an output that is not the last one."""
         token_ids = output.outputs[0].token_ids
         self._versions += [version] * (len(token_ids) - len(self._versions))
         if not self.watch(token_ids):

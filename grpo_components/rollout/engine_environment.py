@@ -4,12 +4,7 @@ from __future__ import annotations
 
 
 def engine_environment(device: str, log_level: str) -> dict[str, str]:
-    """Return the environment variables that vLLM reads when it is imported.
-
-    Args:
-        device: cpu or cuda.
-        log_level: logging level of vLLM.
-    """
+    """Return the environment variables that vLLM reads when it is imported."""
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": log_level,

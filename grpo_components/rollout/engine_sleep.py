@@ -21,11 +21,7 @@ class EngineAsleepError(RuntimeError):
 
 
 def sleep_arguments(device: str) -> dict[str, Any]:
-    """Return vLLM's arguments for an engine that will sleep.
-
-    Args:
-        device: cpu or cuda.
-    """
+    """Return vLLM's arguments for an engine that will sleep."""
     return {"enable_sleep_mode": True} if _LEVELS[device] else {}
 
 
@@ -34,11 +30,6 @@ class EngineSleep:
 
     All calls come from the engine's thread. vLLM measures what the whole GPU has free before and
     after it falls asleep, so no other process may take memory meanwhile.
-
-    Args:
-        engine: vLLM's `LLMEngine`.
-        device: cpu or cuda.
-        keeps_weights: whether the weights outlast the sleep, because the load does not bring them.
     """
 
     def __init__(self, engine: Any, device: str, *, keeps_weights: bool = False) -> None:

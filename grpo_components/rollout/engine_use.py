@@ -20,9 +20,6 @@ class EngineUse:
 
     The engine is idle while it has no sequence: because no group is asked for, or because all
     that are asked for wait for a reward or an environment.
-
-    Args:
-        max_num_seqs: number of sequences that the engine computes at once.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -34,12 +31,7 @@ class EngineUse:
         self._steps: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * 6)
 
     def begin(self, activity: Literal["sampling", "loading weights", "idle"], running: int) -> None:
-        """Begin an activity of the engine's thread.
-
-        Args:
-            activity: what the engine does next.
-            running: number of sequences in the engine, waiting ones included.
-        """
+        """Begin an activity of the engine's thread."""
         with self._lock:
             self._engine_does = activity
             self._advance()
@@ -56,12 +48,7 @@ class EngineUse:
 
     @contextlib.contextmanager
     def step(self, prompts: int, prompt_tokens: int) -> Iterator[None]:
-        """Context manager: the engine's thread makes one step meanwhile.
-
-        Args:
-            prompts: number of requests that enter with this step.
-            prompt_tokens: number of tokens of their prompts.
-        """
+        """Context manager: the engine's thread makes one step meanwhile."""
         sequences = self._sequences
         began, cpu_began = time.perf_counter(), time.thread_time()
         yield
@@ -72,12 +59,7 @@ class EngineUse:
             self._steps[group] = [a + b for a, b in zip(self._steps[group], one, strict=True)]
 
     def steps(self) -> dict[str, list[float]]:
-        """Return sums over the engine's steps, by their number of sequences.
-
-        Returns:
-            Number of sequences, rounded up to a power of two, with a plus if prompts entered ->
-            steps, sequences, prompts, prompt tokens, seconds, CPU seconds of the engine's thread.
-        """
+        """Return sums over the engine's steps, by their number of sequences."""
         with self._lock:
             return {
                 group: [round(value, 4) for value in sums] for group, sums in self._steps.items()

@@ -13,12 +13,7 @@ from typing import Any
 
 
 class HungCallError(TimeoutError):
-    """The calls of a rollout took too long.
-
-    Args:
-        problem: which call, and how long.
-        stack: where the call is, outermost call first.
-    """
+    """The calls of a rollout took too long."""
 
     def __init__(self, problem: str, stack: StackSummary) -> None:
         super().__init__(problem)
@@ -29,9 +24,6 @@ class EnvironmentThread:
     """Runs the calls into one environment, one at a time and with a deadline.
 
     A hanging thread cannot be stopped. It is a daemon thread, so the process can exit without it.
-
-    Args:
-        timeout_s: seconds for all calls of one rollout together.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -46,15 +38,7 @@ class EnvironmentThread:
         self._remaining_s = self._timeout_s
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in the thread; return its result, or raise its exception.
-
-        Args:
-            function: a method of the environment, or a function that builds it.
-            args: arguments of the function.
-
-        Raises:
-            HungCallError: the calls of this rollout took too long.
-        """
+        """Call a function in the thread; return its result, or raise its exception."""
         future: Future[Any] = Future()
         self._calls.put((function, args, future))
         started = time.monotonic()
@@ -77,14 +61,7 @@ class EnvironmentThread:
         return StackSummary.from_list(found[::-1])
 
     def leave(self, close: Callable[[], Any]) -> Future[Any]:
-        """Let the thread end after its current call.
-
-        Args:
-            close: function that the thread calls last, to close the environment.
-
-        Returns:
-            A future that is done after `close` returned or raised.
-        """
+        """Let the thread end after its current call."""
         closing: Future[Any] = Future()
         self._calls.put((close, (), closing))
         self._calls.put(None)

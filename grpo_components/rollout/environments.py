@@ -20,12 +20,7 @@ other columns of the row. The generator adds `seed`, for anything random in the 
 
 
 def set_token_specs(env: EnvBase, num_slots: int) -> None:
-    """Set the specs of an environment to ragged token lists, one per slot.
-
-    Args:
-        env: an environment of batch size [num_slots].
-        num_slots: number of conversations at once.
-    """
+    """Set the specs of an environment to ragged token lists, one per slot."""
     slots = torch.Size([num_slots])
     ragged: Any = (num_slots, -1)
     env.observation_spec = Composite(tokens=Unbounded(shape=ragged, dtype=torch.int64), shape=slots)

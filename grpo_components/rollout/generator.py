@@ -47,20 +47,7 @@ _NO_REPLAY = ReplayOptions()
 
 
 class Generator:
-    """Samples and scores groups, with one engine, its collectors and its reward processes.
-
-    Args:
-        build_tokenizer: function that builds the torchtune tokenizer.
-        engine: options of the vLLM engine.
-        sampling: options of sampling.
-        environment: options of the environment in which prompts are answered.
-        rewards: options of the rewards.
-        rollouts_in_flight: number of groups whose responses have room at once.
-        log_token_texts: whether the readable form of a group contains the text of each token.
-        replay: options of recording and replaying the engine's schedule.
-        number: number of this generator, counted from 0.
-        restart_count: number of times that this generator's process was restarted so far.
-    """
+    """Samples and scores groups, with one engine, its collectors and its reward processes."""
 
     def __init__(
         self,
@@ -103,32 +90,13 @@ class Generator:
         """The last transfer, by its number."""
 
     async def reserve(self, patience_s: float) -> int:
-        """Wait until whole groups have room, and keep it for the next calls of `generate_group`.
-
-        Args:
-            patience_s: longest wait, in seconds.
-
-        Returns:
-            Number of groups; 0 if none had room in time.
-        """
+        """Wait until whole groups have room, and keep it for the next calls of `generate_group`."""
         return await self._budget.reserve(patience_s)
 
     async def generate_group(
         self, prompt: Prompt, epoch: int, group_id: int, attempt: int, temperature: float
     ) -> tuple[PackedTrajectories, GroupSummary, dict[str, Any]]:
-        """Sample and score `group_size` responses to one prompt.
-
-        Args:
-            prompt: row of the prompt data set.
-            epoch: number of the pass over the data set.
-            group_id: number of the group. The run's seed, this number and the number of a sample
-                determine its sampling seed.
-            attempt: number of times that the run was started or resumed.
-            temperature: sampling temperature.
-
-        Returns:
-            The packed group, its summary, and its readable form for the rollout log.
-        """
+        """Sample and score `group_size` responses to one prompt."""
         seed, group_size = self._sampling.seed, self._sampling.group_size
         ended = self._budget.begin_group()
         samples = [
@@ -162,19 +130,7 @@ class Generator:
         samples: int = 1,
         logged: Sequence[int] = (),
     ) -> list[dict[str, Any]]:
-        """Sample and score responses to each prompt, with the same seeds in every evaluation.
-
-        Args:
-            prompts: rows of the evaluation data set.
-            temperature: sampling temperature; 0 always takes the likeliest token.
-            samples: number of responses to each prompt.
-            logged: positions of the prompts whose responses are returned in readable form too.
-
-        Returns:
-            For each response, in the order of the prompts: prompt_index, prompt_text, reward,
-            success, error, oldest_version, newest_version, reward_use (see `Score.used`); for
-            logged prompts also answer and `readable`, which is as in the rollout log.
-        """
+        """Sample and score responses to each prompt, with the same seeds in every evaluation."""
         seed, size = self._sampling.seed, self._sampling.group_size
         asked = [
             Sample(
@@ -206,21 +162,7 @@ class Generator:
     async def load_weights(
         self, version: int, *buckets: tuple[Manifest, NDArray[np.uint8]] | DeltaBucket
     ) -> LoadedWeights:
-        """Check new weights, then swap them in between two engine steps; wakes a sleeping engine.
-
-        Args:
-            version: policy version of the weights.
-            buckets: the tensors of each trainer rank, as a manifest and packed bytes; or what
-                `RebuiltWeights.rebuild` takes.
-
-        Returns:
-            The version, the checksum of all loaded tensors, and the engine's weight probe.
-
-        Raises:
-            ValueError: a tensor is damaged, missing, repeated, unknown or of the wrong shape, or
-                the base of its delta is not here (the message names it); the version is older than
-                the loaded one; or the engine fell asleep meanwhile. The engine keeps its weights.
-        """
+        """Check new weights, then swap them in between two engine steps; wakes a sleeping engine."""
         sleeps = self._sleeps
         deltas = [bucket for bucket in buckets if isinstance(bucket, DeltaBucket)]
         if not deltas:
@@ -243,22 +185,7 @@ class Generator:
     async def receive_weights(
         self, version: int, number: int, sender: str, timeout_s: float, *manifests: Manifest
     ) -> LoadedWeights:
-        """Receive new weights through vLLM's transfer engine, between two engine steps.
-
-        Args:
-            version: policy version of the weights.
-            number: number of the transfer; `answer_request` makes the sender's calls.
-            sender: name of the trainer that sends them.
-            timeout_s: longest wait for the sender, in seconds.
-            manifests: manifest of each trainer rank's tensors.
-
-        Returns:
-            The version, the checksum of all loaded tensors, and the engine's weight probe.
-
-        Raises:
-            ValueError: as for `load_weights`; but what is found only when it arrives ends the
-                engine, whose model is then half loaded.
-        """
+        """Receive new weights through vLLM's transfer engine, between two engine steps."""
         coming = self._transfer(number)
         self._incoming = {number: coming}
         try:
@@ -313,11 +240,7 @@ class Generator:
             raise ValueError(f"weights of version {version} came before the engine fell asleep")
 
     def begin_attempt(self) -> None:
-        """Forget reserved room, accept older weights: the run begins again at a checkpoint.
-
-        Raises:
-            RuntimeError: the engine does not notice that the sender of weights has ended.
-        """
+        """Forget reserved room, accept older weights: the run begins again at a checkpoint."""
         for coming in self._incoming.values():
             if coming.done() and not coming.exception():
                 coming.result().wait_ended(_END_S)

@@ -114,14 +114,7 @@ class ReplayOptions:
 def open_reward_pool(
     rewards: RewardOptions, replay: ReplayOptions, number: int, restart_count: int
 ) -> RewardPool:
-    """Start a generator's reward processes.
-
-    Args:
-        rewards: options of the rewards.
-        replay: options of recording and replaying.
-        number: number of the generator.
-        restart_count: number of restarts of the generator's process so far.
-    """
+    """Start a generator's reward processes."""
     folders = (replay.schedule_folder, replay.replayed_folder)
     return RewardPool(
         rewards.rewards,

@@ -67,11 +67,6 @@ class GlooGroup:
     """The sender and the workers of one engine; rank 0 sends to all others.
 
     It is no part of torch's default group.
-
-    Args:
-        info: where the sender listens, and the size of the group.
-        rank: rank of this process.
-        listener: descriptor of the sender's listening socket; None in workers.
     """
 
     def __init__(

@@ -12,9 +12,6 @@ def limit_malloc_arenas(count: int) -> None:
     """Let the threads of this process share arenas; does nothing without glibc.
 
     By default there are eight for each core, and each keeps what its threads once used.
-
-    Args:
-        count: number of arenas, unless there are more already.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -21,13 +21,6 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
     torchtune's tokenizers would differ: the one of Llama 3 encodes `<|eot_id|>` as plain text, the
     one of Qwen as a control token, and those based on SentencePiece put a space before each text.
-
-    Args:
-        tokenizer: torchtune's tokenizer.
-        text: text to encode, for example a message with its frame.
-
-    Returns:
-        The token ids, without tokens for beginning or end of sequence.
     """
     special: dict[str, int] = getattr(tokenizer, "special_tokens", {})
     pattern = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))

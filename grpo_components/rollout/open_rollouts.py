@@ -29,18 +29,7 @@ def open_rollouts(
     encode: Callable[[str], list[int]],
     threads: int,
 ) -> Rollouts | AgentRollouts:
-    """Open the rollouts of a generator.
-
-    Args:
-        engine: engine that all rollouts share.
-        rewards: scores the responses.
-        sampling: options of sampling.
-        environment: options of the environment.
-        engine_options: options of the engine.
-        decode: function that converts token ids to text.
-        encode: function that converts text to token ids.
-        threads: largest number of rollouts at once; agents need none.
-    """
+    """Open the rollouts of a generator."""
     shared = engine, rewards, sampling, environment
     if not environment.runs_agents:
         return Rollouts(*shared, decode=decode, encode=encode, threads=threads)

@@ -9,15 +9,7 @@ BUFFER_BYTES = 256 * 2**20
 
 
 def open_sender(backend: str, device: str, *, workers: int, timeout_s: float, host: str) -> Any:
-    """Return a `WeightSender`; the config names this function, and the driver never calls it.
-
-    Args:
-        backend: nccl, ipc or gloo.
-        device: cpu or cuda.
-        workers: processes of each generator's engine.
-        timeout_s: longest wait for a generator, in seconds.
-        host: IP address of this node that generators can reach.
-    """
+    """Return a `WeightSender`; the config names this function, and the driver never calls it."""
     # Imported here: vLLM takes seconds, and the driver imports this module.
     from grpo_components.rollout.weight_sender import WeightSender
 

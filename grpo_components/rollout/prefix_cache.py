@@ -16,12 +16,6 @@ def empty_prefix_cache(scheduler: Any) -> None:
     enters the hash of a request's first block, and the hash of each block enters that of the next.
     A request that has computed nothing yet needs no salt, because all its KV will come from the new
     weights.
-
-    Args:
-        scheduler: scheduler of a vLLM v1 engine that has no batch in flight.
-
-    Raises:
-        RuntimeError: a block is still cached.
     """
     manager = scheduler.kv_cache_manager
     pool = manager.block_pool

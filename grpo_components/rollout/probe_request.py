@@ -14,15 +14,7 @@ from grpo_components.exchange.weight_probe import PROBE_IDS, ProbeReading
 def add_probe(
     engine: LLMEngine, scheduler: Any, request_id: str, max_tokens: int, lora: Any
 ) -> None:
-    """Add the probe before all requests that wait: a pull waits for it.
-
-    Args:
-        engine: engine that has new weights.
-        scheduler: its scheduler.
-        request_id: id of the new request.
-        max_tokens: upper bound of the probe's length, in tokens.
-        lora: adapter that requests use now; None without adapters.
-    """
+    """Add the probe before all requests that wait: a pull waits for it."""
     prompt = TokensPrompt(prompt_token_ids=list(PROBE_IDS[:max_tokens]))
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
     # vLLM takes such a request past its prefix cache; but what is cached now is of old weights.
@@ -34,11 +26,7 @@ def add_probe(
 
 
 def probe_reading(output: Any) -> ProbeReading:
-    """Return what the engine computed of the probe.
-
-    Args:
-        output: vLLM's `RequestOutput` of the finished request.
-    """
+    """Return what the engine computed of the probe."""
     (label,) = {int(span.version) for span in output.outputs[0].weight_versions}
     if cached := output.num_cached_tokens:  # vLLM has computed no logprobs of these
         return ProbeReading((), label, cached)

@@ -18,10 +18,6 @@ class RelayedClient:
 
     A trainer knows no generator. So the driver takes one call after the other with `next_request`,
     makes it in the generator, and comes back with the answer.
-
-    Args:
-        receiver: name of the generator, for errors.
-        timeout_s: longest wait for an answer, and for the next call, in seconds.
     """
 
     def __init__(self, receiver: str, timeout_s: float) -> None:
@@ -53,14 +49,7 @@ class RelayedClient:
         self._requests.put(None)
 
     def next_request(self, *, answered: bool) -> Request | None:
-        """Wait for the trainer engine's next call; None if there is no more, or nobody answers.
-
-        Args:
-            answered: whether the receiver has done what the previous call asked for.
-
-        Raises:
-            TimeoutError: the engine made no call in time.
-        """
+        """Wait for the trainer engine's next call; None if there is no more, or nobody answers."""
         if answered:
             self._answer.set_result(None)
         if self.abandoned:
@@ -73,11 +62,7 @@ class RelayedClient:
             raise TimeoutError(problem) from None
 
     def abandon(self, reason: str) -> None:
-        """Fail the call that waits, and every later one.
-
-        Args:
-            reason: why nobody answers it.
-        """
+        """Fail the call that waits, and every later one."""
         with self._lock:
             self.abandoned = reason
             if not self._answer.done():

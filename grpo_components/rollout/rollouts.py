@@ -70,17 +70,7 @@ class _Seat:
 
 
 class Rollouts:
-    """Samples responses with the shared engine, and scores them.
-
-    Args:
-        engine: engine that all rollouts share.
-        rewards: scores the responses.
-        sampling: options of sampling.
-        environment: options of the environment in which prompts are answered.
-        decode: function that converts token ids to text.
-        encode: function that converts text to token ids.
-        threads: largest number of rollouts at once.
-    """
+    """Samples responses with the shared engine, and scores them."""
 
     def __init__(
         self,
@@ -101,21 +91,7 @@ class Rollouts:
         """Seats that no rollout is using, by number of slots."""
 
     async def collect(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
-        """Sample and score responses, in one environment, or in one for each response.
-
-        Args:
-            samples: the responses to sample.
-            temperature: sampling temperature; 0 always takes the likeliest token.
-
-        Returns:
-            What was sampled and scored, in the order of the samples. If the environment fails,
-            these are failed samples.
-
-        Raises:
-            EngineStoppedError: the engine's thread has ended.
-            RewardPoolError: the rewards cannot be computed at all.
-            ConfigError: a reward never answered.
-        """
+        """Sample and score responses, in one environment, or in one for each response."""
         size = 1 if self._environment.slots_apart else len(samples)
         parts = [samples[start : start + size] for start in range(0, len(samples), size)]
         run = partial(asyncio.get_running_loop().run_in_executor, self._threads)

@@ -12,10 +12,6 @@ class SequenceBudget:
     A response counts from the start of its group until it is scored. So another group may start
     while the longest responses of earlier ones are still sampled. All methods are called on one
     event loop.
-
-    Args:
-        groups: number of whole groups that have room at once.
-        group_size: number of responses to a prompt.
     """
 
     def __init__(self, groups: int, group_size: int) -> None:
@@ -25,14 +21,7 @@ class SequenceBudget:
         self._changed = asyncio.Event()
 
     async def reserve(self, patience_s: float) -> int:
-        """Wait until whole groups have room, and keep it for them.
-
-        Args:
-            patience_s: longest wait, in seconds.
-
-        Returns:
-            Number of groups; 0 if the time is up, or if a new attempt of the run began.
-        """
+        """Wait until whole groups have room, and keep it for them."""
         attempt = self._attempt
         try:
             async with asyncio.timeout(patience_s):
@@ -52,10 +41,6 @@ class SequenceBudget:
         """Begin the responses of a group, in reserved room if there is any.
 
         A group whose generator was restarted begins again without a reservation.
-
-        Returns:
-            Function of a response's number in its group, to be called from any thread when the
-            response has ended. Only its first call for a response counts.
         """
         if self._reserved:
             self._reserved -= 1

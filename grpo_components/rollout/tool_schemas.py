@@ -21,9 +21,6 @@ def tool_schemas(tools: Mapping[str, Callable[..., str]]) -> list[dict[str, Any]
 
     Descriptions of the tool and of its arguments come from a docstring in Google's format. A tool
     without one is described by its name and the annotations of its arguments.
-
-    Args:
-        tools: tool functions by the names under which the policy calls them.
     """
     return [
         {"type": "function", "function": {**_described(tool), "name": name}}

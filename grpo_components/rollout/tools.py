@@ -110,18 +110,10 @@ def _evaluate(node: ast.AST) -> int | float:
 
 
 def python_tool(run: Callable[[str], str]) -> Tool:
-    """Make a tool that runs a Python program and returns its output.
-
-    Args:
-        run: function that runs a program in a sandbox and returns its output.
-    """
+    """Make a tool that runs a Python program and returns its output."""
 
     def python(code: str) -> str:
-        """Run a Python program and return what it prints.
-
-        Args:
-            code: source text of the program.
-        """
+        """Run a Python program and return what it prints."""
         if not isinstance(code, str):
             raise ValueError("code must be a text")
         return run(code) or "(the program printed nothing)"
@@ -151,18 +143,7 @@ def _sandbox() -> Any:
 
 
 def run_in_sandbox(sandbox: Any, program: str) -> str:
-    """Run a program within the time that its conversation has left for this turn.
-
-    Args:
-        sandbox: a `CodeSandbox`.
-        program: Python source text.
-
-    Returns:
-        What the program printed; if it failed, followed by the reason.
-
-    Raises:
-        ValueError: the programs of this turn have used up their time.
-    """
+    """Run a program within the time that its conversation has left for this turn."""
     time = _PROGRAM_TIME.get()
     if time is None:
         outcome = sandbox.run(program)
@@ -222,12 +203,7 @@ class ToolUse:
         return tool_schemas({name: tool for name, (tool, _) in self._tools.items()})
 
     def __call__(self, prompt: Prompt, seed: int) -> Callable[[str], Reply]:
-        """Begin a conversation.
-
-        Args:
-            prompt: not used.
-            seed: not used.
-        """
+        """Begin a conversation."""
         return partial(self._respond, _ProgramTime())
 
     def trials(self) -> dict[str, Callable[[], None]]:

@@ -24,12 +24,7 @@ class Tutor:
         self._penalty, self._hint = penalty, hint
 
     def __call__(self, prompt: Prompt, seed: int) -> Callable[[str], Reply]:
-        """Begin a conversation.
-
-        Args:
-            prompt: its `answer` is the right result.
-            seed: not used.
-        """
+        """Begin a conversation."""
         asked = False
 
         def respond(text: str) -> Reply:

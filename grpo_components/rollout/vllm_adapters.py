@@ -19,11 +19,7 @@ _TIMEOUT_S = 300.0
 
 
 def adapter_arguments(lora: LoraOptions) -> dict[str, Any]:
-    """Return vLLM's arguments for an engine with one adapter at a time.
-
-    Args:
-        lora: options of the adapter.
-    """
+    """Return vLLM's arguments for an engine with one adapter at a time."""
     return {
         "enable_lora": True,
         "max_loras": 1,
@@ -38,12 +34,6 @@ class Adapters:
 
     vLLM keys its prefix cache by an adapter's name. It would keep the KV (keys and values) of an
     adapter that another one of the same name replaces.
-
-    Args:
-        lora: options of the adapters.
-        executor: vLLM's executor, which has the workers.
-        in_process: whether the one worker runs in this process; others get the tensors through
-            shared memory.
     """
 
     def __init__(self, lora: LoraOptions, executor: Any, *, in_process: bool) -> None:
@@ -61,14 +51,6 @@ class Adapters:
         """Replace the adapter, also for the requests that are running.
 
         Running requests keep the KV that they have. The caller clears the prefix cache.
-
-        Args:
-            version: policy version of the adapter.
-            tensors: adapter by peft's names, on the CPU.
-            scheduler: scheduler of the engine, which has no batch in flight.
-
-        Raises:
-            RuntimeError: the engine's model lacks a layer of the adapter; names it.
         """
         self._swaps += 1
         # A version may come again after a rollback, with other weights; a swap's number may not.

@@ -59,15 +59,6 @@ class VLLMEngine:
 
     All requests share one batch. New weights are loaded between two engine steps:
     running requests continue across the swap, and every token has an exact version.
-
-    Args:
-        options: model, limits and weight swaps.
-        seed: seed of the engine (requests bring their own).
-        schedule: decides before which step each request or weight swap enters; None takes them in
-            the order of arrival.
-
-    Raises:
-        EngineStoppedError: raised by a future that a method returned, if the thread has ended.
     """
 
     def __init__(
@@ -150,37 +141,16 @@ class VLLMEngine:
         return self._command(name, "request", (list(prompt_ids), sampling, watch))
 
     def sleep(self) -> Future[int]:
-        """Abort what runs, and free GPU memory until `load_weights`. Any thread may call this.
-
-        Returns:
-            The number of aborted requests; each of them, and of those that come before the engine
-            wakes, gets an EngineAsleepError.
-        """
+        """Abort what runs, and free GPU memory until `load_weights`. Any thread may call this."""
         return self._command("sleep", "sleep", None)
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[Any]:
-        """Swap weights between two steps, wake a sleeping engine, and read the weight probe.
-
-        Args:
-            version: policy version of the new weights.
-            tensors: every parameter by its Hugging Face name, on the CPU.
-
-        Raises:
-            ValueError: a name or shape is not one of the model; the engine keeps its weights.
-        """
+        """Swap weights between two steps, wake a sleeping engine, and read the weight probe."""
         check_names_and_shapes(shapes_of(tensors), self._expected_shapes)
         return self._command(f"weights {version}", "weights", (version, tensors))
 
     def receive_weights(self, version: int, weights: IncomingWeights) -> Future[Any]:
-        """Swap the weights between two steps, while they arrive; as `load_weights` otherwise.
-
-        Args:
-            version: policy version of the new weights.
-            weights: weights that a trainer announced.
-
-        Raises:
-            ValueError: a name or shape is not one of the model; the engine keeps its weights.
-        """
+        """Swap the weights between two steps, while they arrive; as `load_weights` otherwise."""
         check_names_and_shapes(weights.shapes, self._expected_shapes)
         return self._command(f"weights {version}", "weights", (version, weights))
 

@@ -38,15 +38,7 @@ _TIMEOUT_S = 300.0
 
 
 def load_into_worker(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Replace the weights of the one worker of an engine, which runs in this process.
-
-    Args:
-        worker: worker of vLLM.
-        tensors: every parameter by its Hugging Face name, on the CPU.
-
-    Raises:
-        RuntimeError: a parameter of the model was not loaded; names it.
-    """
+    """Replace the weights of the one worker of an engine, which runs in this process."""
     parameters = _begin(worker)
     loaded = _load_part(worker, tensors)
     _finish(worker)
@@ -59,14 +51,6 @@ def load_into_workers(executor: Any, tensors: Mapping[str, torch.Tensor]) -> Non
 
     The tensors pass through shared memory part by part, and each worker copies its share of them.
     So nothing holds a second copy of the model.
-
-    Args:
-        executor: vLLM's executor, which has the workers.
-        tensors: every parameter by its Hugging Face name, on the CPU.
-
-    Raises:
-        RuntimeError: a parameter of a worker was not loaded; names both. Or a worker failed.
-        TimeoutError: a worker did not load a part in time.
     """
     call = partial(executor.collective_rpc, timeout=_TIMEOUT_S, non_block=True)
     missing: list[set[str]] = call(_begin).result()
@@ -124,12 +108,7 @@ def _finish(worker: Any) -> None:
 
 
 def begin_reload(worker: Any, initialize: Callable[[], None]) -> None:
-    """Begin a reload by vLLM, with what it forgets.
-
-    Args:
-        worker: worker of vLLM.
-        initialize: begins vLLM's own reload.
-    """
+    """Begin a reload by vLLM, with what it forgets."""
     with _loading(worker) as model:
         if worker.device.type == "cpu":
             for module in model.modules():  # else vLLM packs experts only at the first load
@@ -142,15 +121,7 @@ def begin_reload(worker: Any, initialize: Callable[[], None]) -> None:
 
 
 def finish_reload(worker: Any, finalize: Callable[[], None]) -> None:
-    """End a reload by vLLM, with what it forgets.
-
-    Args:
-        worker: worker of vLLM.
-        finalize: ends vLLM's own reload.
-
-    Raises:
-        RuntimeError: the reload missed a parameter that the model took; names it.
-    """
+    """End a reload by vLLM, with what it forgets."""
     with _loading(worker) as model:
         for module in _written_directly(model):
             _layerwise_process(module, get_layerwise_info(module))

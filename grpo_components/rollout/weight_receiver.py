@@ -21,16 +21,7 @@ class TransferCancelledError(RuntimeError):
 
 
 class IncomingWeights:
-    """Weights that a trainer announced; its calls arrive one by one, and the engine makes them.
-
-    Args:
-        manifests: manifests of all buckets of the snapshot.
-        sender: name of the trainer, for errors.
-        timeout_s: longest wait for the sender's next call, in seconds.
-
-    Raises:
-        ValueError: a tensor appears twice; the error names it.
-    """
+    """Weights that a trainer announced; its calls arrive one by one, and the engine makes them."""
 
     def __init__(self, manifests: Iterable[Manifest], sender: str, timeout_s: float) -> None:
         self._entries: dict[str, TensorEntry] = {}
@@ -50,12 +41,7 @@ class IncomingWeights:
         return {name: entry.shape for name, entry in self._entries.items()}
 
     def ask(self, kind: str, info: Any = None) -> Future[None]:
-        """Pass on a call of the sender; the result comes when the engine has made it.
-
-        Args:
-            kind: init, start, update or finish; see `RelayedClient`.
-            info: argument of the call.
-        """
+        """Pass on a call of the sender; the result comes when the engine has made it."""
         answer: Future[None] = Future()
         with self._lock:
             if self._ended is None:
@@ -65,19 +51,11 @@ class IncomingWeights:
         return answer
 
     def abandon(self, reason: str) -> None:
-        """Report that the sender makes no more calls; does nothing if all have been made.
-
-        Args:
-            reason: why.
-        """
+        """Report that the sender makes no more calls; does nothing if all have been made."""
         self.ask("abandon", reason)
 
     def end(self, error: BaseException) -> None:
-        """Fail the calls that wait, and every later one; does nothing at the second time.
-
-        Args:
-            error: what they get.
-        """
+        """Fail the calls that wait, and every later one; does nothing at the second time."""
         with self._lock:
             self._ended = self._ended or error
         self._has_ended.set()
@@ -86,31 +64,13 @@ class IncomingWeights:
             answer.set_exception(error)
 
     def wait_ended(self, timeout_s: float) -> None:
-        """Wait until the engine is done with a transfer that was abandoned.
-
-        Args:
-            timeout_s: longest wait, in seconds.
-
-        Raises:
-            RuntimeError: the engine still waits for the sender; only its restart helps.
-        """
+        """Wait until the engine is done with a transfer that was abandoned."""
         if not self._has_ended.wait(timeout_s):
             problem = f"still waits for weights of {self._sender} after {timeout_s:g} s"
             raise RuntimeError(f"the vLLM engine {problem}")
 
     def receive(self, call: Callable[..., Any]) -> None:
-        """Make the sender's calls in the workers until all weights are in use.
-
-        Args:
-            call: function that calls a function in every worker, `collective_rpc` of vLLM.
-
-        Raises:
-            TransferCancelledError: the sender gave up before the first tensor.
-            ValueError: a tensor is missing, unknown, repeated, damaged or of another shape or
-                dtype; the error names it. The model is half loaded.
-            ConnectionError: the sender gave up later. The model is half loaded.
-            TimeoutError: the sender's next call did not come in time.
-        """
+        """Make the sender's calls in the workers until all weights are in use."""
         try:
             self._receive(partial(call, timeout=self._timeout_s))
         except BaseException as error:
@@ -144,12 +104,7 @@ class IncomingWeights:
 
 
 class CheckedModel:
-    """Stands between a transfer engine and the model: passes on what has the right checksum.
-
-    Args:
-        model: model that takes the tensors.
-        entries: entry of each announced tensor, by name.
-    """
+    """Stands between a transfer engine and the model: passes on what has the right checksum."""
 
     def __init__(self, model: Any, entries: Mapping[str, TensorEntry]) -> None:
         self._model, self._left = model, dict(entries)
@@ -162,12 +117,7 @@ class CheckedModel:
         return loaded
 
     def check_complete(self) -> None:
-        """Check that every tensor has come, and that every parameter got its values.
-
-        Raises:
-            ValueError: an announced tensor did not come; names it.
-            RuntimeError: vLLM did not load a parameter; names it.
-        """
+        """Check that every tensor has come, and that every parameter got its values."""
         for name in sorted(self._left):
             raise ValueError(f"weight tensor {name} did not arrive")
         if self._not_loaded:
@@ -184,15 +134,7 @@ class CheckedModel:
 
 
 def check_tensor(entry: TensorEntry, tensor: Tensor) -> None:
-    """Check that a tensor, on any device, is the one that was pushed.
-
-    Args:
-        entry: what the trainer announced.
-        tensor: what arrived.
-
-    Raises:
-        ValueError: dtype, shape or checksum differ; names the tensor.
-    """
+    """Check that a tensor, on any device, is the one that was pushed."""
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     if (dtype, shape) != (entry.dtype, entry.shape):
         pushed = f"{entry.dtype} {list(entry.shape)} was pushed"

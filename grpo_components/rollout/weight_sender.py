@@ -29,22 +29,14 @@ from grpo_components.rollout.relayed_client import RelayedClient, Request
 
 
 class SnapshotSource(WeightSource):
-    """The tensors of a snapshot in CPU memory, copied to the device one by one as they are sent.
-
-    Args:
-        device: device from which tensors are sent.
-    """
+    """The tensors of a snapshot in CPU memory, copied to the device one by one as they are sent."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._tensors: list[tuple[TensorEntry, Tensor]] = []
 
     def fill(self, buckets: Sequence[tuple[Manifest, NDArray[np.uint8]]]) -> None:
-        """Take the buckets of a snapshot; of none, to keep no memory.
-
-        Args:
-            buckets: each trainer rank's manifest and bytes.
-        """
+        """Take the buckets of a snapshot; of none, to keep no memory."""
         self._tensors = [
             (entry, _view(entry, bucket)) for manifest, bucket in buckets for entry in manifest
         ]
@@ -85,16 +77,7 @@ class _Link:
 
 
 class WeightSender:
-    """Sends snapshots to receivers, each over a group of its own, side by side.
-
-    Args:
-        backend: name of vLLM's engine: nccl, ipc or gloo.
-        device: device from which tensors are sent.
-        workers: processes of each receiver's engine.
-        host: IP address of this node that receivers can reach.
-        timeout_s: longest wait for a receiver, in seconds.
-        buffer_bytes: size of a buffer on the GPU; NCCL takes two, each up to one tensor larger.
-    """
+    """Sends snapshots to receivers, each over a group of its own, side by side."""
 
     def __init__(
         self,
@@ -125,18 +108,7 @@ class WeightSender:
         incarnation: int,
         *buckets: tuple[Manifest, NDArray[np.uint8]],
     ) -> None:
-        """Send a snapshot to one receiver, which takes it at the same time.
-
-        Args:
-            number: number of the transfer, unique in the run.
-            receiver: name of the generator.
-            incarnation: number of the generator's process; another one joins a new group.
-            buckets: each trainer rank's manifest and bytes.
-
-        Raises:
-            TimeoutError: the receiver did not answer in time.
-            ConnectionError: the receiver failed, or the driver gave the transfer up.
-        """
+        """Send a snapshot to one receiver, which takes it at the same time."""
         client, link = self._client(number, receiver), self._link(receiver, incarnation)
         if client.abandoned:
             raise ConnectionError(client.abandoned)
@@ -167,13 +139,7 @@ class WeightSender:
         return request
 
     def abandon_send(self, number: int, receiver: str, reason: str) -> None:
-        """End a transfer whose receiver failed, and leave the group.
-
-        Args:
-            number: number of the transfer.
-            receiver: name of the generator.
-            reason: what happened to the receiver.
-        """
+        """End a transfer whose receiver failed, and leave the group."""
         self._client(number, receiver).abandon(reason)
         with self._lock:
             link = self._links.get(receiver)

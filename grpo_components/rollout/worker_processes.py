@@ -27,11 +27,7 @@ _SHARED = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
 
 @contextlib.contextmanager
 def worker_environment(threads: int) -> Iterator[None]:
-    """Context manager: set the environment variables with which vLLM's workers must start.
-
-    Args:
-        threads: threads of each worker.
-    """
+    """Context manager: set the environment variables with which vLLM's workers must start."""
     variables = {
         # The threads of this process, Ray's among them, do not survive a fork.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -72,9 +68,6 @@ class WorkerProcesses:
     """Waits in a thread for the first worker that dies, and then kills the others.
 
     A worker whose neighbour has died waits for it for ever, inside of a kernel.
-
-    Args:
-        processes: the workers, in the order of their ranks.
     """
 
     def __init__(self, processes: Sequence[BaseProcess]) -> None:
@@ -85,11 +78,7 @@ class WorkerProcesses:
         self._watching.start()
 
     def failure(self, error: BaseException) -> str:
-        """Return what the workers have to do with an error of the engine; empty if nothing.
-
-        Args:
-            error: what ended the engine.
-        """
+        """Return what the workers have to do with an error of the engine; empty if nothing."""
         self._watching.join(_NOTICE_S)  # what the other workers fail with may come first
         if self._dead is None:
             is_late = isinstance(error, TimeoutError)

@@ -28,12 +28,6 @@ def generator_memory(
     On a GPU, vLLM takes `gpu_memory_utilization` of it: what weights, work and graphs leave is the
     KV cache, unless `kv_cache_gib` sets that. While new weights are loaded, one unit of them is
     there twice.
-
-    Args:
-        cfg: settings, of which no file was read.
-        sizes: sizes of the policy.
-        prompt_tokens: tokens of the longest prompt.
-        device: what a worker finds.
     """
     options, itemsize = cfg.generator, DTYPES[cfg.dtype].itemsize
     workers = options.tensor_parallel_size

@@ -22,9 +22,6 @@ class LiveBytes(TorchDispatchMode):
 
     Use `counting` or `imagining` to make one. Like PyTorch's allocator, it counts a storage once,
     whatever the number of its views. What a kernel allocates for itself is not seen.
-
-    Args:
-        fake_mode: mode whose tensors count although they have no memory; None counts none of these.
     """
 
     def __init__(self, fake_mode: FakeTensorMode | None) -> None:
@@ -82,11 +79,7 @@ class LiveBytes(TorchDispatchMode):
 
 @contextlib.contextmanager
 def counting(fake_mode: FakeTensorMode | None = None) -> Iterator[LiveBytes]:
-    """Context manager: the bytes of tensors that this thread makes are counted.
-
-    Args:
-        fake_mode: mode whose tensors count although they have no memory; None counts none of these.
-    """
+    """Context manager: the bytes of tensors that this thread makes are counted."""
     live, resize = LiveBytes(fake_mode), torch.UntypedStorage.resize_
 
     def counted(storage: torch.UntypedStorage, nbytes: int) -> Any:
@@ -107,11 +100,7 @@ def imagining() -> Iterator[LiveBytes]:
 
 @contextlib.contextmanager
 def imagined_ranks(num_ranks: int) -> Iterator[None]:
-    """Context manager: this process is rank 0 of a group whose other ranks do not exist.
-
-    Args:
-        num_ranks: size of the group.
-    """
+    """Context manager: this process is rank 0 of a group whose other ranks do not exist."""
     # PyTorch's own stand-in for a process group; importing it registers the backend.
     from torch.testing._internal.distributed import fake_pg
 

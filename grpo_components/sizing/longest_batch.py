@@ -55,11 +55,6 @@ def longest_micro_batches(shape: BatchShape, flops: ModelFlops, wide: float) -> 
     Tried are batches of responses that are all as long as allowed, of lengths spread evenly below
     that, and of short ones, whose prompts are copied most often as keys. The heaviest one that is
     alone in its update is kept, and the heaviest one that finds gradients of an earlier one.
-
-    Args:
-        shape: batch of one optimizer update.
-        flops: costs by which the trainer plans its micro-batches.
-        wide: bytes that a token takes in all of the model, over those of a token as a key.
     """
     longest, prompt = shape.response_tokens, shape.prompt_tokens
     spread = np.linspace(max(longest // 8, 1), longest, shape.group_size).astype(int)

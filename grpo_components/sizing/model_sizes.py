@@ -46,12 +46,7 @@ class ModelSizes:
     def of(
         cls, build_model: Callable[[], nn.Module], lora: LoraOptions | None = None
     ) -> ModelSizes:
-        """Build the model on the meta device, and read its sizes.
-
-        Args:
-            build_model: builds the policy.
-            lora: its adapters; None trains all weights.
-        """
+        """Build the model on the meta device, and read its sizes."""
         with torch.device("meta"):
             trained = model = cast(Any, build_model())
             if lora is not None:
@@ -83,12 +78,7 @@ class ModelSizes:
         return max(shares) * DTYPES[dtype].itemsize
 
     def kv_bytes_per_token(self, dtype: str, workers: int = 1) -> int:
-        """Return the bytes of a token's keys and values in all layers, for one worker of vLLM.
-
-        Args:
-            dtype: fp32 or bf16.
-            workers: workers that share each layer; heads are replicated where there are fewer.
-        """
+        """Return the bytes of a token's keys and values in all layers, for one worker of vLLM."""
         heads = max(self.num_kv_heads // workers, 1)
         return 2 * self.num_layers * heads * self.head_dim * DTYPES[dtype].itemsize
 

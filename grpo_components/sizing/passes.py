@@ -47,17 +47,7 @@ class PolicyOptions:
 def training_bytes(
     options: PolicyOptions, sequences: Sequence[TokenSequence], has_gradients: bool
 ) -> Bytes:
-    """Return what training takes on rank 0.
-
-    Args:
-        options: how the policy is computed.
-        sequences: sequences of a micro-batch.
-        has_gradients: whether an earlier micro-batch of the update has left gradients.
-
-    Returns:
-        Bytes of `weights`, `gradients`, `optimizer`, of `activations` that a forward pass keeps
-        for the backward pass, and the most bytes at once by `peak of` each part of a step.
-    """
+    """Return what training takes on rank 0."""
 
     def run(build_model: Callable[[], nn.Module]) -> Bytes:
         with imagined_ranks(options.num_ranks):
@@ -77,15 +67,7 @@ def training_bytes(
 
 
 def inference_bytes(options: PolicyOptions, sequences: Sequence[TokenSequence]) -> Bytes:
-    """Return what a forward pass without gradients takes, with the whole model on one device.
-
-    Args:
-        options: how the model is computed.
-        sequences: sequences of a micro-batch.
-
-    Returns:
-        Bytes of `weights`, and the most bytes at once by `peak of` each part of the pass.
-    """
+    """Return what a forward pass without gradients takes, with the whole model on one device."""
 
     def run(build_model: Callable[[], nn.Module]) -> Bytes:
         with imagining() as live, torch.no_grad():

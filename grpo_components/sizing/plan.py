@@ -44,15 +44,7 @@ def plan_run(
     num_gpus: int | None,
     gpu_gib: float,
 ) -> RunPlan:
-    """Plan the memory of a run.
-
-    Args:
-        cfg: settings, of which no file was read.
-        prompt_tokens: tokens of the longest prompt.
-        needs_reference: whether the run starts references.
-        num_gpus: number of GPUs; None takes as many as the config needs.
-        gpu_gib: memory of one GPU, in GiB.
-    """
+    """Plan the memory of a run."""
     sizes = ModelSizes.of(partial(config.instantiate, cfg.model), lora_options(cfg.lora))
     is_gpu = cfg.device == "cuda"
     memory = gpu_gib if is_gpu else psutil.virtual_memory().total / GIB

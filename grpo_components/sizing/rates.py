@@ -38,13 +38,6 @@ class Rates:
 
         A decoding step reads all weights once and each sequence's KV cache. Training takes 3 times
         the operations of a forward pass, and 4 times with activation checkpointing.
-
-        Args:
-            cfg: settings, of which no file was read.
-            sizes: sizes of the policy.
-            prompt_tokens: tokens of a prompt.
-            cache: bytes of the KV cache of a worker of a generator.
-            needs_reference: whether the run starts references.
         """
         response = max(cfg.generator.max_response_tokens * _MEAN_LENGTH, 1.0)
         options, workers = cfg.generator, cfg.generator.tensor_parallel_size

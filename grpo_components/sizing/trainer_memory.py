@@ -83,14 +83,7 @@ def policy_options(cfg: Settings) -> PolicyOptions:
 def trainer_memory(
     cfg: Settings, sizes: ModelSizes, prompt_tokens: int, device: Device
 ) -> RoleMemory:
-    """Predict the memory of a trainer rank.
-
-    Args:
-        cfg: settings, of which no file was read.
-        sizes: sizes of the policy.
-        prompt_tokens: tokens of the longest prompt.
-        device: what a rank finds.
-    """
+    """Predict the memory of a trainer rank."""
     options = policy_options(cfg)
     found, batch = _most(options, _batches(cfg, sizes, prompt_tokens))
     others = ("weights", "gradients", "optimizer", "activations")
@@ -142,17 +135,7 @@ def reference_memory(
 
 
 def teacher_memory(cfg: Settings, path: str, prompt_tokens: int, device: Device) -> RoleMemory:
-    """Predict the memory of a teacher, from the config.json in its folder.
-
-    Args:
-        cfg: settings.
-        path: folder of the teacher.
-        prompt_tokens: tokens of the longest prompt.
-        device: what a teacher finds.
-
-    Raises:
-        ValueError: the folder has no config.json.
-    """
+    """Predict the memory of a teacher, from the config.json in its folder."""
     if not (Path(path) / "config.json").is_file():
         fail("teacher.path", f"no file {path}/config.json", "the folder of a model, for its sizes")
     build_model = partial(hugging_face, path)
@@ -173,17 +156,7 @@ def _frozen_memory(
     processes: tuple[str, int, float],
     whole: str,
 ) -> RoleMemory:
-    """Predict the memory of a process that computes logprobs of groups with a frozen model.
-
-    Args:
-        cfg: settings.
-        options: how the model is computed.
-        flops: operations of the model.
-        prompt_tokens: tokens of the longest prompt.
-        device: what a process finds.
-        processes: name of the role, number of its processes, and share of a GPU of each.
-        whole: what to change if the model's weights do not fit.
-    """
+    """Predict the memory of a process that computes logprobs of groups with a frozen model."""
     role, count, share = processes
     shape = BatchShape(
         groups=1,

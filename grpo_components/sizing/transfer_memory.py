@@ -13,10 +13,6 @@ def transfer_bytes(cfg: Settings, sizes: ModelSizes) -> tuple[int, int]:
 
     As vLLM's source has it: two buffers of NCCL at either end, and the tensors of which the sender
     packs one; for IPC one buffer and the tensor that is copied into it, and a copy of the buffer.
-
-    Args:
-        cfg: settings, of which no file was read.
-        sizes: sizes of the policy.
     """
     largest = sizes.dim * max(sizes.vocabulary, sizes.intermediate) * DTYPES[cfg.dtype].itemsize
     if cfg.weights == "nccl":

@@ -16,12 +16,6 @@ def in_turns(
     It is that of the larger turn: of all that one role takes, and what stays of the other. Of a
     trainer stay its float32 weights and what a push takes; of a generator that sleeps its CUDA
     context and graphs.
-
-    Args:
-        trainer: memory of a trainer rank.
-        generator: memory of a worker of a generator.
-        device: what both find.
-        less_cache: what to change where the generator takes too much.
     """
     generating, training = generator.total + trainer.resting, trainer.total + generator.resting
     note = f"{gib(generating)} GiB while it generates, {gib(trainer.resting)} of them the trainer's"
@@ -38,13 +32,7 @@ def in_turns(
 
 
 def start_problem(cfg: Settings, trainer: RoleMemory, device: Device) -> str | None:
-    """Return what is wrong with the memory that vLLM wants to be free when it starts, if anything.
-
-    Args:
-        cfg: settings with `colocate: true`.
-        trainer: memory of a trainer rank, whose weights may be there first.
-        device: what both find.
-    """
+    """Return what is wrong with the memory that vLLM wants to be free when it starts, if anything."""
     given, most = cfg.generator.gpu_memory_utilization, 1 - trainer.resting / device.nbytes
     if given <= most:
         return None

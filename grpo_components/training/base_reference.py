@@ -25,14 +25,6 @@ def add_reference_logprobs(
     """Set `reference_logprobs` of a global batch; a collective of all ranks.
 
     The frozen base model is inside the adapted policy: the same weights, without the adapters.
-
-    Args:
-        trajectories: trajectories of the batch, the same on every rank.
-        model: policy with adapters, sharded over the ranks.
-        logprobs: computes the policy's logprobs.
-        plan: function of what the forward passes read; returns this rank's micro-batches, as many
-            on every rank.
-        device: device of this rank.
     """
     lengths = [len(t.response_ids) for t in trajectories]
     ends = torch.tensor(lengths).cumsum(0).tolist()

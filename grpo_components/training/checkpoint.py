@@ -70,18 +70,7 @@ _ANOTHER = "another checkpoint of the run"
 
 
 class TrainerState:
-    """Saves and restores one trainer rank: master weights, optimizer, scheduler, random state.
-
-    Args:
-        model: policy, sharded over the ranks.
-        optimizer: optimizer of the model's parameters.
-        lr_scheduler: learning-rate scheduler of the optimizer, or None.
-        base_model_path: folder whose config and tokenizer files are copied.
-        rank: rank of this process.
-        num_ranks: number of trainer ranks.
-        device: device of the model.
-        lora: adapters of the model, which alone are saved; None saves all weights.
-    """
+    """Saves and restores one trainer rank: master weights, optimizer, scheduler, random state."""
 
     def __init__(
         self,
@@ -103,14 +92,7 @@ class TrainerState:
         self._held: tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]] | None = None
 
     def hold(self, policy_version: int, layers: Iterable[dict[str, Tensor]], *, copy: bool) -> None:
-        """Keep the current state for `write`; collective, called between two steps.
-
-        Args:
-            policy_version: version of the weights.
-            layers: gathered weights of each layer, by Hugging Face name; only rank 0 keeps them.
-            copy: copy the state to CPU memory, so that training may go on before `write`. False
-                keeps references, so `write` must come before the next step.
-        """
+        """Keep the current state for `write`; collective, called between two steps."""
         weights: dict[str, Tensor] = {}
         for tensors in layers:
             if self._rank == 0:
@@ -131,15 +113,7 @@ class TrainerState:
         self._held = tensors, plain, weights
 
     def write(self, folder: Path) -> str | None:
-        """Write the state that `hold` kept; collective, called in one thread per rank.
-
-        Args:
-            folder: folder of the checkpoint. The Hugging Face files are written into it, all other
-                state into its subfolder `state`.
-
-        Returns:
-            The error message if writing failed on this or another rank; None if it succeeded.
-        """
+        """Write the state that `hold` kept; collective, called in one thread per rank."""
         assert self._held is not None, "nothing is held"
         (tensors, plain, weights), self._held = self._held, None
         try:
@@ -168,15 +142,6 @@ class TrainerState:
 
         The optimizer keeps the settings it was built with. If its configured learning rate differs
         from the saved run's, the saved rates, also the scheduler's, are scaled by their ratio.
-
-        Args:
-            folder: folder that was passed to `write`.
-
-        Returns:
-            The policy version of the checkpoint.
-
-        Raises:
-            ConfigError: a file is damaged, or a weight or a moment of the optimizer is not finite.
         """
         plain = read_state(folder / "state", "trainer")
         reader = MetadataReader(folder / "state" / "trainer")
@@ -248,11 +213,7 @@ class MetadataReader(FileSystemReader):
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the names and shapes of the tensors, and where each part of them is stored.
-
-        Raises:
-            pickle.UnpicklingError: the file holds a class outside the allowlist.
-        """
+        """Read the names and shapes of the tensors, and where each part of them is stored."""
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
         return metadata
@@ -268,14 +229,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 def save_adapter(
     adapter: dict[str, Tensor], lora: LoraOptions, base_model_path: Path, checkpoint: Path
 ) -> None:
-    """Write a checkpoint's folder `adapter`, which peft and vLLM load.
-
-    Args:
-        adapter: CPU tensors by peft's names.
-        lora: options of the adapter.
-        base_model_path: folder of the base model, which the adapter's config names.
-        checkpoint: folder of the checkpoint.
-    """
+    """Write a checkpoint's folder `adapter`, which peft and vLLM load."""
     folder = checkpoint / ADAPTER_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     contiguous = {name: tensor.contiguous() for name, tensor in adapter.items()}
@@ -285,14 +239,7 @@ def save_adapter(
 
 
 def save_hf_weights(state_dict: dict[str, Tensor], base_model_path: Path, folder: Path) -> None:
-    """Write a folder that `transformers` and vLLM load: sharded safetensors, config, tokenizer.
-
-    Args:
-        state_dict: CPU tensors by Hugging Face name.
-        base_model_path: folder of the base model; its config, generation config and tokenizer files
-            are copied, the config with the dtype of the weights.
-        folder: folder to write; created if missing.
-    """
+    """Write a folder that `transformers` and vLLM load: sharded safetensors, config, tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(state_dict, folder, max_shard_size="5GB")
     for file in base_model_path.iterdir():
@@ -324,11 +271,7 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def _why_not_written(error: CheckpointException) -> str:
-    """Return the message of the file system error, on any rank, that caused a DCP error.
-
-    Raises:
-        RuntimeError: the cause is not the file system.
-    """
+    """Return the message of the file system error, on any rank, that caused a DCP error."""
     failures: list[BaseException] = [failure for failure, _ in error.failures.values()]
     for failure in failures:
         cause: BaseException | None = failure

@@ -16,14 +16,6 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
     `torch.nn.utils.clip_grad_norm_` rejects tensors on several meshes, which tensor parallelism
     produces. So this function computes one norm per mesh and combines the norms.
-
-    Args:
-        parameters: model parameters; those without a gradient are ignored.
-        max_norm: limit for the norm of all gradients together; infinity only measures the norm.
-
-    Returns:
-        The norm before clipping, a scalar, the same on every rank. If it is not finite, the
-        gradients are not scaled: scaling would hide which of them are not finite.
     """
     by_mesh: dict[object, list[Tensor]] = defaultdict(list)
     for parameter in parameters:

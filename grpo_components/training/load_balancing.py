@@ -26,13 +26,6 @@ class LoadBalancing:
     `load_balancing_loss_func` over all trained tokens of the update, whatever its micro-batches and
     ranks; Switch Transformer, arXiv 2101.03961, eq. 4 to 6. f_e has no gradient, but the gradient
     of each micro-batch needs that of the whole batch: a forward pass of its own counts it.
-
-    Args:
-        model: a transformers model, sharded.
-        coeff: weight of the loss; 0 turns it off, for any model.
-        plan: function of the samples of a global batch; returns the indices of the samples in each
-            of this rank's micro-batches.
-        sharding: layout of the ranks.
     """
 
     def __init__(
@@ -56,14 +49,7 @@ class LoadBalancing:
         forward: Callable[[list[TrainSample]], Any],
         measured: TokenMetrics,
     ) -> None:
-        """Count how many tokens of an update go to each expert; collective.
-
-        Args:
-            samples: samples of the update with trained tokens, the same on every rank.
-            forward: function of samples, which runs the model.
-            measured: metrics of the update; gets `experts/load_max`, the load of the busiest expert
-                over the mean load.
-        """
+        """Count how many tokens of an update go to each expert; collective."""
         if self._routers is None:
             return
         counts = torch.zeros(0)
@@ -82,13 +68,7 @@ class LoadBalancing:
         measured.add({"experts/load_max": counts / counts.mean()})
 
     def loss(self, members: list[TrainSample], measured: TokenMetrics) -> Tensor | float:
-        """Return a micro-batch's part of the loss, from its forward pass, which ran last.
-
-        Args:
-            members: samples of the micro-batch.
-            measured: metrics of the update; gets `loss/load_balancing`, without the coefficient,
-                and this loss's part of `loss/total`.
-        """
+        """Return a micro-batch's part of the loss, from its forward pass, which ran last."""
         if self._routers is None:
             return 0.0
         total = torch.zeros_like(self._shares)

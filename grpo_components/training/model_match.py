@@ -45,14 +45,7 @@ class Difference:
 
 
 def read_hf_config(base: Path) -> Any:
-    """Read a Hugging Face model's config.json; missing keys get the model family's defaults.
-
-    Args:
-        base: folder that holds config.json.
-
-    Raises:
-        ValueError: transformers cannot read the file.
-    """
+    """Read a Hugging Face model's config.json; missing keys get the model family's defaults."""
     from transformers import AutoConfig  # imported here: it takes seconds
 
     try:
@@ -67,11 +60,7 @@ def read_hf_config(base: Path) -> Any:
 
 
 def sliding_window(raw: Mapping[str, Any]) -> int | None:
-    """Return the base model's attention window in tokens, which torchtune lacks; None without one.
-
-    Args:
-        raw: contents of config.json; missing keys get transformers' defaults for the family.
-    """
+    """Return the base model's attention window in tokens, which torchtune lacks; None without one."""
     if raw.get("model_type") in ("qwen2", "qwen3") and not raw.get("use_sliding_window", False):
         return None
     window = raw.get("sliding_window", 4096 if raw.get("model_type") == "mistral" else None)
@@ -84,12 +73,6 @@ def differences(model: nn.Module, model_type: str, hf_config: Any) -> Iterator[D
     Values are read from the built modules, so it does not matter whether they came from the run's
     config, a torchtune builder or a default. RoPE, norms, activations and embedding also run on
     test input, which detects a different module with weights of the same shape.
-
-    Args:
-        model: decoder on any device, the meta device included. For other classes than torchtune's
-            TransformerDecoder, nothing is compared.
-        model_type: torchtune's name of the model family.
-        hf_config: config that `read_hf_config` returned.
     """
     if not isinstance(model, TransformerDecoder):
         return

@@ -21,11 +21,6 @@ class OptimizerOffload:
     State that is in CPU memory by itself, such as AdamW's step counts without `fused`, stays there.
     Where the device is a CPU, the state moves to other memory of it, so that every run with turns
     takes this path.
-
-    Args:
-        optimizer: optimizer; the state of a DTensor parameter may consist of DTensors.
-        device: device of the state during a step.
-        active: whether to move anything at all.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device, *, active: bool = True) -> None:
@@ -76,12 +71,6 @@ def moved(tensor: Tensor, device: torch.device, *, pinned: bool = False) -> Tens
     """Return a copy of a tensor in other memory, even if the device is the same.
 
     The copy may go on when this returns, if either side is pinned.
-
-    Args:
-        tensor: tensor of any kind; the copy of a DTensor has its placements.
-        device: device of the copy.
-        pinned: whether the copy is in page-locked CPU memory, between which and a GPU copies are
-            fast. Tensors of other classes, such as quantized state, are never pinned.
     """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if type(local) is not Tensor:

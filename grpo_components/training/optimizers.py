@@ -7,13 +7,7 @@ from torch.optim import Optimizer
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Set the learning rate of all parameter groups.
-
-    Args:
-        optimizer: optimizer of torch or torchao; torchao's keeps the rate in a tensor and rejects a
-            float.
-        rate: learning rate of the next step.
-    """
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)

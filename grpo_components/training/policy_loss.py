@@ -67,9 +67,6 @@ class PolicyLoss:
         Returns:
             Weighted losses with penalties [N], metrics [N] by name, and the off-policy weights [N]
             (None without a correction).
-
-        Raises:
-            ConfigError: the loss or the correction breaks its contract.
         """
         inputs, distilled = with_teacher(inputs, self._teacher_coeff)
         weights = None

@@ -26,13 +26,7 @@ from grpo_components.training.weight_export import WeightExport
 
 
 def load_policy(model: ModelOptions, meshes: Meshes, sharding: Sharding) -> nn.Module:
-    """Load the policy, sharded over the ranks; only rank 0 reads the base model's files.
-
-    Args:
-        model: the policy, and how it is computed.
-        meshes: device meshes of the trainer ranks.
-        sharding: layout of the ranks, and where shards are kept.
-    """
+    """Load the policy, sharded over the ranks; only rank 0 reads the base model's files."""
     build_model = model.build_model
     if model.lora is not None:
         build_model = partial(adapted_model, build_model, model.lora, model.dtype)
@@ -52,15 +46,7 @@ def load_policy(model: ModelOptions, meshes: Meshes, sharding: Sharding) -> nn.M
 def weight_exports(
     policy: nn.Module, model: ModelOptions, device: torch.device, rank: int, num_ranks: int
 ) -> list[WeightExport]:
-    """Return the exports of a checkpoint; pushes send the first one.
-
-    Args:
-        policy: what `load_policy` returned.
-        model: the policy, and how it is computed.
-        device: device on which layers are gathered.
-        rank: rank of this process.
-        num_ranks: number of ranks, each of which exports its share.
-    """
+    """Return the exports of a checkpoint; pushes send the first one."""
     to_hf = file_converter(policy, model.model_type, Path(model.base_model_path))
 
     def export(convert: Callable[[StateDict], StateDict], **which: Any) -> WeightExport:

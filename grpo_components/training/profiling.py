@@ -7,12 +7,7 @@ from typing import Any
 
 
 class StepProfiler:
-    """Drives a profiler as torchtune's recipes do.
-
-    Args:
-        build: function that returns a profiler (with methods start, step and stop) and its
-            settings, as `torchtune.training.setup_torch_profiler` does; None disables profiling.
-    """
+    """Drives a profiler as torchtune's recipes do."""
 
     def __init__(self, build: Callable[[], tuple[Any, Any]] | None) -> None:
         self._profiler = build()[0] if build else None

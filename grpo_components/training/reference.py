@@ -23,19 +23,7 @@ from grpo_components.trajectory import (
 
 
 class Reference:
-    """Computes a frozen model's logprobs of sampled tokens, with the trainer's own code.
-
-    Args:
-        build_model: builds the torchtune decoder or transformers model.
-        build_checkpointer: builds the torchtune checkpointer of the model; None for transformers
-            models.
-        device: cpu or cuda.
-        dtype: compute dtype, fp32 or bf16.
-        kl_estimator: estimator of the KL divergence that is reported: k1, k2 or k3.
-        tokens_per_micro_batch: tokens in one forward pass, each prompt counted once.
-        logprob_chunk_tokens: positions projected to the vocabulary at a time.
-        field: field of the trajectories to fill: that of the reference, or that of the teacher.
-    """
+    """Computes a frozen model's logprobs of sampled tokens, with the trainer's own code."""
 
     def __init__(
         self,
@@ -57,9 +45,6 @@ class Reference:
     @torch.no_grad()
     def add_logprobs(self, group: PackedTrajectories) -> tuple[PackedTrajectories, list[float]]:
         """Fill the field of every trajectory.
-
-        Args:
-            group: packed trajectories of one prompt.
 
         Returns:
             The packed group with [R] float32 logprobs, and for each response the estimated

@@ -13,15 +13,7 @@ from grpo_components.models.shared_prompts import Part
 
 
 class ResourceUse:
-    """Computes how well training steps use the devices, on one trainer rank.
-
-    Args:
-        model: a torchtune decoder, sharded or not.
-        device: device of this rank.
-        dtype: compute dtype, fp32 or bf16.
-        num_ranks: number of trainer ranks, each with the same kind of device.
-        log_peak_memory_stats: report this process's peak memory so far.
-    """
+    """Computes how well training steps use the devices, on one trainer rank."""
 
     def __init__(
         self,
@@ -46,19 +38,7 @@ class ResourceUse:
         start_known: bool,
         seconds: float,
     ) -> dict[str, float]:
-        """Return the metrics of one step.
-
-        Args:
-            parts: what is read of each trained response of all ranks, and of its prompt.
-            num_logprobs: number of their trained tokens.
-            passes: number of forward and backward passes over each response.
-            start_known: whether one more forward pass came first.
-            seconds: duration of the step.
-
-        Returns:
-            `throughput/mfu` (model FLOPs utilization: share of the GPUs' peak rate), if that peak
-            is known, and `memory/trainer_peak_gib`, if enabled.
-        """
+        """Return the metrics of one step."""
         metrics: dict[str, float] = {}
         if self._peak_flops:
             done = self.flops.train(parts, num_logprobs) * (passes + (1 / 3 if start_known else 0))

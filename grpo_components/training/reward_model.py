@@ -33,19 +33,6 @@ class RewardModel:
 
     The classifier reads the text of prompt and response with its own tokenizer. A response that
     already failed is not scored. A response that cannot be scored is marked as failed.
-
-    Args:
-        path: folder or Hugging Face Hub name of the classifier.
-        weight: factor of the score in the reward.
-        chat_template: format prompt and response as messages of a user and an assistant, with the
-            chat template of the classifier's tokenizer. False joins the two texts.
-        tokens_per_micro_batch: tokens in one forward pass, padding included.
-        device: cpu or cuda.
-        dtype: compute dtype, fp32 or bf16.
-
-    Raises:
-        ValueError: the classifier does not have exactly one output, lacks weights, or has no chat
-            template although `chat_template` is set.
     """
 
     def __init__(
@@ -84,15 +71,7 @@ class RewardModel:
     def add_scores(
         self, group: PackedTrajectories, text: dict[str, Any]
     ) -> tuple[PackedTrajectories, GroupSummary, dict[str, Any]]:
-        """Score a group and add the scores to its rewards.
-
-        Args:
-            group: packed trajectories of one prompt.
-            text: the same group in readable form, for the rollout log.
-
-        Returns:
-            The group, its summary and its text, with the new rewards and reward terms.
-        """
+        """Score a group and add the scores to its rewards."""
         columns: dict[str, list[Any]] = {name: list(group[name]) for name in _CHANGED_LISTS}
         columns |= {name: group[name].tolist() for name in _CHANGED_ARRAYS}
         scored = [i for i, reason in enumerate(columns["finish_reason"]) if reason != "error"]

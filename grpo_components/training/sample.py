@@ -65,9 +65,6 @@ def make_samples(
         advantages: [S] numbers, one per response.
         trained_tokens: function of a trajectory; returns [R] bool, which of its tokens are trained.
         num_logged: number of first responses of whose first trajectory token logprobs are logged.
-
-    Raises:
-        ConfigError: the shape of `advantages` is not [S].
     """
     responses = response_numbers(batch).tolist()
     num_responses = len(set(responses))
@@ -87,12 +84,7 @@ def make_samples(
 
 
 def split_responses(samples: Sequence[TrainSample], num_parts: int) -> list[list[TrainSample]]:
-    """Split samples into parts of about equally many responses, for the updates of a step.
-
-    Args:
-        samples: samples of a batch.
-        num_parts: number of parts.
-    """
+    """Split samples into parts of about equally many responses, for the updates of a step."""
     num_responses = samples[-1].response + 1 if samples else 0
     parts: list[list[TrainSample]] = []
     for chunk in map(set, map(np.ndarray.tolist, np.array_split(range(num_responses), num_parts))):
@@ -106,9 +98,6 @@ def set_loss_weights(part: Sequence[TrainSample], aggregation: Any) -> None:
     Args:
         part: samples of the update.
         aggregation: function from [S] trained tokens of each response to [S] weights of a token.
-
-    Raises:
-        ConfigError: the aggregation does not return what its contract demands.
     """
     _, index = np.unique([sample.response for sample in part], return_inverse=True)
     counts = np.zeros(index.max() + 1, np.int64)
@@ -121,17 +110,7 @@ def set_loss_weights(part: Sequence[TrainSample], aggregation: Any) -> None:
 def spread_advantages(
     samples: Sequence[TrainSample], token_advantages: TokenAdvantages | None, step: int
 ) -> None:
-    """Set the advantage of each trained token; calls of an agent with a reward have their own.
-
-    Args:
-        samples: samples of the global batch, the same on every rank.
-        token_advantages: function that computes the tokens' advantages; None gives each token its
-            response's advantage.
-        step: number of training steps done before this one.
-
-    Raises:
-        ConfigError: the number of advantages is not the number of trained tokens.
-    """
+    """Set the advantage of each trained token; calls of an agent with a reward have their own."""
     if token_advantages is None:
         for sample in samples:
             advantage = sample.trajectory.advantage

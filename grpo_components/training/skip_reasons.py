@@ -52,16 +52,7 @@ class UpdateWatch:
         self._seen.append((members, inputs, weights, losses.detach()))
 
     def reason(self, model: nn.Module, metrics: Mapping[str, float], first_of: str = "") -> str:
-        """Return what was not finite in a skipped update; collective.
-
-        Args:
-            model: policy that holds the update's gradients, not scaled by clipping.
-            metrics: metrics of the update.
-            first_of: name of the loss if this is its first update, else empty.
-
-        Raises:
-            ConfigError: in its first update, the loss returned no finite number.
-        """
+        """Return what was not finite in a skipped update; collective."""
         if first_of:
             self._check_first(first_of)
         if token := _first(self._first_bad_token()):
@@ -149,11 +140,7 @@ def _first(found: _Found | None) -> str:
 
 
 def nothing_to_train(samples: Sequence[TrainSample]) -> str:
-    """Return the reason why no token of a batch is trained.
-
-    Args:
-        samples: all samples of the batch.
-    """
+    """Return the reason why no token of a batch is trained."""
     trajectories = [sample.trajectory for sample in samples]
     failed = sum(trajectory.failed for trajectory in trajectories)
     cut_off = sum(trajectory.finish_reason == "length" for trajectory in trajectories)

@@ -23,13 +23,7 @@ Load its batch with:
 
 
 class SkippedSteps:
-    """Reports skipped steps, and ends the run when too many follow each other.
-
-    Args:
-        max_skipped_steps: number of skipped steps in a row that ends the run.
-        output_dir: folder of the run; the trainer keeps the batches in its subfolder `skipped`.
-        note: function that shows a line to the user.
-    """
+    """Reports skipped steps, and ends the run when too many follow each other."""
 
     def __init__(
         self, max_skipped_steps: int, output_dir: str, note: Callable[[str], None]
@@ -41,16 +35,7 @@ class SkippedSteps:
         """Step -> why it was skipped, empty if it trained; a repeated step counts once."""
 
     def record(self, step: int, trained: bool, why: str) -> None:
-        """Count a step; call it after every step.
-
-        Args:
-            step: number of the step, from 1.
-            trained: whether the step made a new policy version.
-            why: reason why the step was skipped.
-
-        Raises:
-            SkippedStepsError: max_skipped_steps in a row were skipped.
-        """
+        """Count a step; call it after every step."""
         self._skipped[step] = "" if trained else why
         if trained:
             self._in_a_row = 0
@@ -73,11 +58,7 @@ class SkippedSteps:
         return f"{len(skipped)} of {len(self._skipped)}, the first was step {skipped[0]}"
 
     def check_trained(self) -> None:
-        """Check that at least one step trained; call it at the end of the run.
-
-        Raises:
-            SkippedStepsError: every step was skipped.
-        """
+        """Check that at least one step trained; call it at the end of the run."""
         reasons = [*self._skipped.values()]
         if reasons and all(reasons):
             raise SkippedStepsError(
@@ -92,12 +73,7 @@ def skipped_folder(output_dir: str) -> Path:
 
 
 def batch_folder(folder: Path, step: int) -> Path:
-    """Return the folder of one skipped step.
-
-    Args:
-        folder: folder of all skipped steps.
-        step: number of the step, from 1.
-    """
+    """Return the folder of one skipped step."""
     return folder / f"step_{step}"
 
 
@@ -140,9 +116,6 @@ def load_batch(
     folder: str | Path,
 ) -> tuple[PackedTrajectories, NDArray[np.float32], dict[str, Any]]:
     """Read what `dump_batch` wrote.
-
-    Args:
-        folder: subfolder `skipped/step_N` of the run.
 
     Returns:
         The packed trajectories, their advantages [S] float32, and the step's metrics.

@@ -16,12 +16,6 @@ class SupervisedExamples:
     """Prompts with desired responses; each optimizer update trains on a few of them.
 
     The choice depends only on the number of the update, so a resumed run continues the order.
-
-    Args:
-        examples: token ids of prompt and response, one pair per example.
-        coeff: weight of the supervised loss; 0 turns it off.
-        examples_per_update: number of examples in one optimizer update, over all ranks.
-        seed: random seed of the order of examples, which changes every epoch.
     """
 
     def __init__(
@@ -36,11 +30,7 @@ class SupervisedExamples:
         self._examples = examples
 
     def batch(self, update: int) -> list[TrainSample]:
-        """Return the examples of one optimizer update.
-
-        Args:
-            update: number of the update since the start of the run, from 0.
-        """
+        """Return the examples of one optimizer update."""
         first = update * self._per_update
         return [self._sample(place) for place in range(first, first + self._per_update)]
 
@@ -89,13 +79,7 @@ class SupervisedLoss:
         self._num_data_ranks = num_data_ranks
 
     def backward(self, update: int, measured: TokenMetrics, policy_tokens: int) -> None:
-        """Add the gradient of this loss to the parameters' gradients; collective.
-
-        Args:
-            update: number of the optimizer update since the start of the run, from 0.
-            measured: metrics of the update; gets `loss/ptx`, and this loss's part of `loss/total`.
-            policy_tokens: number of trained policy tokens, by which `measured` divides its sums.
-        """
+        """Add the gradient of this loss to the parameters' gradients; collective."""
         coeff = self._examples.coeff
         if coeff == 0:
             return

@@ -35,15 +35,7 @@ def keep_logprobs(members: Sequence[TrainSample], logprobs: Tensor) -> None:
 
 
 def gather_logprobs(samples: Sequence[TrainSample]) -> dict[int, list[dict[str, Logprobs | None]]]:
-    """Gather the logprobs that all ranks kept for the log; collective.
-
-    Args:
-        samples: samples of the whole batch, the same on every rank.
-
-    Returns:
-        Group id -> for each logged response: `trainer_logprobs` (None for tokens that are not
-        trained), and the others of `recorded_logprobs`.
-    """
+    """Gather the logprobs that all ranks kept for the log; collective."""
     logged = [sample for sample in samples if sample.logged]
     if not logged:
         return {}
@@ -60,15 +52,7 @@ def gather_logprobs(samples: Sequence[TrainSample]) -> dict[int, list[dict[str, 
 
 
 def recorded_logprobs(trajectory: Trajectory) -> dict[str, Logprobs | None]:
-    """Return the logprobs that a trajectory itself holds.
-
-    Args:
-        trajectory: trajectory of a response.
-
-    Returns:
-        `generator_logprobs`, `trainer_logprobs` (always None), `reference_logprobs` (None without a
-        reference) and, with a teacher, `teacher_logprobs`.
-    """
+    """Return the logprobs that a trajectory itself holds."""
     sampled, reference = trajectory.response_mask, trajectory.reference_logprobs
     recorded: dict[str, Logprobs | None] = {
         "generator_logprobs": _at(sampled, trajectory.generator_logprobs[sampled]),
@@ -82,12 +66,7 @@ def recorded_logprobs(trajectory: Trajectory) -> dict[str, Logprobs | None]:
 
 @torch.no_grad()
 def probe_logprobs(logprobs: ResponseLogprobs, device: torch.device) -> list[float]:
-    """Compute the logprobs of the weight probe's tokens but the first; collective.
-
-    Args:
-        logprobs: computes logprobs by the current policy.
-        device: device of this rank.
-    """
+    """Compute the logprobs of the weight probe's tokens but the first; collective."""
     ids = np.array(PROBE_IDS)
     batch = token_batch([TokenSequence(ids[:1], ids[1:], 1.0)], device=device)
     return logprobs(batch)[0].tolist()

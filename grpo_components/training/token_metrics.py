@@ -70,13 +70,7 @@ class TokenMetrics:
         self._weights.append(ones.cpu().numpy())
 
     def over_ranks(self, total_tokens: int, ranks_per_sample: int) -> dict[str, float]:
-        """Return token means, maxima and mismatch over all ranks, the same on each; collective.
-
-        Args:
-            total_tokens: number of trained tokens of all ranks.
-            ranks_per_sample: number of neighbouring ranks that computed the same tokens; only the
-                first of them counts.
-        """
+        """Return token means, maxima and mismatch over all ranks, the same on each; collective."""
         gathered: list[Any] = [None] * dist.get_world_size()
         # A rank without data contributes empty arrays.
         empty = [np.empty(0, np.float32)]

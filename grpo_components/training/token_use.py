@@ -26,12 +26,6 @@ class TokenUse:
     gave it the weight 0), `skipped` (no update of it had a finite loss and gradient), and
     `trained`. Each token counts once, whatever the epochs; for the first cause of these that it
     has. Every cause is counted by itself, none as what is left over.
-
-    Args:
-        oldest: oldest policy version whose tokens the step may train.
-        mask_overlong: whether responses that a length limit ended are not trained.
-        corrects: whether the step has off-policy weights, which may be 0.
-        left_out: numbers of groups that are not trained.
     """
 
     def __init__(
@@ -50,13 +44,7 @@ class TokenUse:
     def count(
         self, samples: Sequence[TrainSample], device: torch.device, num_copies: int
     ) -> dict[int, dict[str, int]]:
-        """Return group id -> cause -> number of tokens; collective with a correction.
-
-        Args:
-            samples: samples of the step, whose updates are made.
-            device: device of the ranks' process group.
-            num_copies: number of ranks that compute the same micro-batches (tensor parallelism).
-        """
+        """Return group id -> cause -> number of tokens; collective with a correction."""
         weighted = _over_ranks(samples, device, num_copies) if self._corrects else None
         groups: dict[int, Counter[str]] = {}
         for number, sample in enumerate(samples):
@@ -88,12 +76,7 @@ class TokenUse:
 
 
 def unanswered_tokens(trajectory: Trajectory) -> int:
-    """Return how many tokens were sampled for a trajectory's session and are in no trajectory.
-
-    Args:
-        trajectory: trajectory of an agent; of any other, the number is 0. Only a session's first
-            one has its facts. Sessions in checkpoints of older versions do not have the number.
-    """
+    """Return how many tokens were sampled for a trajectory's session and are in no trajectory."""
     return (trajectory.session or {}).get("unanswered_tokens", 0)
 
 

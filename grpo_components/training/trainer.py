@@ -69,18 +69,6 @@ class Trainer:
     """Trains the policy as one rank of a group; all ranks get the same calls in the same order.
 
     The trainer alone counts `policy_version`, the number of batches trained.
-
-    Args:
-        rank: rank of this process in the group.
-        device: cpu or cuda.
-        seed: random seed, the same on every rank.
-        rendezvous: where the ranks find each other.
-        ranks: how the ranks share the model.
-        model: the policy, and how it is computed.
-        batch: which tokens of each batch are trained, and in how many updates.
-        optimizer: optimizer and learning rate.
-        objective: what is optimized.
-        diagnostics: what is measured and written during training.
     """
 
     def __init__(
@@ -151,11 +139,6 @@ class Trainer:
             batch: packed trajectories of S = B * G responses (B groups of G), by group id.
             advantages: [S] float32, one per response.
             step: number of training steps done before this one, for the schedules.
-
-        Returns:
-            The outcome over the global batch, the same on every rank. If no update had a finite
-            loss and gradient, the step is skipped: the version does not change, and
-            `skipped_because` says why.
         """
         started, cpu_started = time.perf_counter(), time.process_time()
         self._step, self._skipped_because = step, ""
@@ -220,12 +203,7 @@ class Trainer:
     def _updates(
         self, samples: list[TrainSample], step: int
     ) -> tuple[list[dict[str, float]], bool]:
-        """Make all optimizer updates of one step.
-
-        Returns:
-            Metrics of each update, and whether an extra forward pass computed the logprobs by the
-            policy that the step starts from.
-        """
+        """Make all optimizer updates of one step."""
         epochs = self._batch.ppo_epochs
         parts = split_responses(samples, self._batch.updates_per_batch)
         needs_start = self._policy_loss.corrects or self._policy_loss.from_proximal
@@ -267,13 +245,7 @@ class Trainer:
                 sample.proximal_logprobs = values.numpy()
 
     def _update(self, part: list[TrainSample], index: int, with_mismatch: bool) -> dict[str, float]:
-        """Make one optimizer update from the aggregated loss of a part of the global batch.
-
-        Args:
-            part: samples to train on, the same on every rank.
-            index: number of the update since the run's start, from 0.
-            with_mismatch: measure the mismatch between trainer and generator.
-        """
+        """Make one optimizer update from the aggregated loss of a part of the global batch."""
         if not (samples := [s for s in part if s.num_tokens]):  # the same on every rank
             return {}
         num_tokens, measured, watch = sum(s.num_tokens for s in part), TokenMetrics(), UpdateWatch()
@@ -359,9 +331,6 @@ class Trainer:
         """Gather the current weights layer by layer; each rank copies the layers assigned to it.
 
         Call it between steps: a gather in another thread would interleave with FSDP's collectives.
-
-        Returns:
-            The policy version of the gathered weights.
         """
         self._exports[0].copy(self.policy_version)
         return self.policy_version
@@ -369,15 +338,7 @@ class Trainer:
     def export_weights(
         self, version: int, base: int | None = None
     ) -> tuple[tuple[Manifest, NDArray[np.uint8]] | DeltaBucket, Manifest]:
-        """Return the weights that `gather_weights` copied; may run during the next training step.
-
-        Args:
-            version: policy version that `gather_weights` returned.
-            base: for delta pushes, what `DeltaEncoder.encode` takes; None if all pushes are whole.
-
-        Returns:
-            Two values: this rank's bucket (manifest and bytes), and the manifest alone.
-        """
+        """Return the weights that `gather_weights` copied; may run during the next training step."""
         return self._exports[0].bucket(version, base)
 
     def hold_state(self, copy: bool) -> None:

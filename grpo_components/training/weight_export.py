@@ -21,15 +21,6 @@ class WeightExport:
 
     A push holds one copy of the rank's share, and a delta push one more: the bytes that the next
     one is compared to. A further buffer is made only while an earlier bucket is still in use.
-
-    Args:
-        model: policy, sharded over the ranks.
-        to_hf: function that converts one layer's state dict to Hugging Face names and row order.
-        dtype: dtype of the exported weights.
-        device: device on which layers are gathered.
-        rank: rank of this process.
-        num_ranks: number of ranks, each of which exports its share.
-        exported: function of a parameter's name; whether it is exported.
     """
 
     def __init__(
@@ -63,11 +54,7 @@ class WeightExport:
         return self._convert(gather)
 
     def copy(self, version: int) -> None:
-        """Gather all layers and copy this rank's share; a collective of all ranks.
-
-        Args:
-            version: policy version of the weights.
-        """
+        """Gather all layers and copy this rank's share; a collective of all ranks."""
         bucket, mine = self._buffers.bucket(), StateDict()
         for number, layer in enumerate(self.layers()):
             if number % self._num_ranks == self._rank:
@@ -85,12 +72,7 @@ class WeightExport:
     def bucket(
         self, version: int, base: int | None
     ) -> tuple[tuple[Manifest, NDArray[np.uint8]] | DeltaBucket, Manifest]:
-        """Return the copied share with its checksums, and its manifest; for any thread.
-
-        Args:
-            version: policy version that `copy` was given.
-            base: for delta pushes, what `DeltaEncoder.encode` takes; None if all pushes are whole.
-        """
+        """Return the copied share with its checksums, and its manifest; for any thread."""
         copied, done = self._copied.pop(version)
         if done:
             done.synchronize()

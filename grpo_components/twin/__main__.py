@@ -19,14 +19,7 @@ _SPLITS_SHOWN = 6
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the twin: `python -m grpo_components.twin OUTPUT_DIR [key=value ...] [--gpus N]`.
-
-    Args:
-        arguments: command-line arguments; None takes them from `sys.argv`.
-
-    Returns:
-        Exit code: 0, or 2 if a setting is wrong or the run's files do not suffice.
-    """
+    """Run the twin: `python -m grpo_components.twin OUTPUT_DIR [key=value ...] [--gpus N]`."""
     parser = argparse.ArgumentParser(prog="python -m grpo_components.twin", description=__doc__)
     parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="a run's output_dir")
     parser.add_argument(

@@ -20,17 +20,6 @@ def advise(
 
     From an equal split, one GPU moves at a time from one kind of role to another, for as long as
     that shortens the step. Where it ends, no such move helps.
-
-    Args:
-        setup: settings of the run, with references if it needs any.
-        gpus: number of GPUs.
-        predict: function that runs the twin.
-
-    Returns:
-        All splits that were tried, the best first.
-
-    Raises:
-        ValueError: there are fewer GPUs than kinds of roles.
     """
     kinds = 3 if setup.num_references else 2
     if gpus < kinds:

@@ -9,11 +9,7 @@ from collections.abc import Iterator
 
 
 class Job:
-    """CPU seconds that a process has to do; `done` is set once they are done.
-
-    Args:
-        seconds: CPU seconds.
-    """
+    """CPU seconds that a process has to do; `done` is set once they are done."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.passed, self.done = seconds, 0.0, asyncio.Event()
@@ -29,9 +25,6 @@ class Cores:
 
     A process that has jobs wants its number of threads. If all together want more than there is,
     each gets the same part of what it wants. The jobs of a process share what it gets.
-
-    Args:
-        count: number of cores.
     """
 
     def __init__(self, count: float) -> None:
@@ -119,12 +112,7 @@ class BusyTime:
 
 
 class Process:
-    """A process that works on shared cores.
-
-    Args:
-        cores: cores that it shares with others.
-        threads: threads that its jobs keep busy together.
-    """
+    """A process that works on shared cores."""
 
     def __init__(self, cores: Cores, threads: float = 1.0) -> None:
         self._cores, self.threads = cores, threads

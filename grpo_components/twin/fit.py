@@ -53,12 +53,7 @@ class Recorded:
     """Step time that the twin found with the times as fitted; they were scaled to `step_s`."""
 
     def lengths(self, setup: Setup, seed: int) -> Lengths:
-        """Return the lengths of responses for a changed setup.
-
-        Args:
-            setup: settings, some of which change lengths.
-            seed: seed of the draw.
-        """
+        """Return the lengths of responses for a changed setup."""
         return Lengths(
             self.groups,
             seed=seed,
@@ -69,16 +64,7 @@ class Recorded:
 
 
 def fit(folder: Path, cores: float | None = None) -> Recorded:
-    """Fit the times of a run from its config, event log, metrics and heartbeats.
-
-    Args:
-        folder: the run's `output_dir`.
-        cores: cores that a run on the CPU had, if other programs used some; None: all.
-
-    Raises:
-        OSError: a file is missing.
-        UnfitError: the run is too short, or was written before its records had these times.
-    """
+    """Fit the times of a run from its config, event log, metrics and heartbeats."""
     run = Run(folder)
     times = run.times()
     setup = run.setup if cores is None else replace(run.setup, cores=cores)
@@ -104,15 +90,7 @@ def _own_step_s(run: Recorded, seed: int) -> float:
 
 
 class Run:
-    """The files of a run, and what they say about its times.
-
-    Args:
-        folder: the run's `output_dir`.
-
-    Raises:
-        OSError: a file is missing.
-        UnfitError: see `fit`.
-    """
+    """The files of a run, and what they say about its times."""
 
     def __init__(self, folder: Path) -> None:
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -268,13 +246,6 @@ def _step_time(by_size: Mapping[str, Sequence[float]], column: int) -> tuple[Ste
     On shared cores, most groups of steps ran beside collectors, whose thread takes the
     interpreter's lock and the caches. So the fit is an expectile below the mean; what it leaves
     counts for the responses.
-
-    Args:
-        by_size: `EngineUse.steps`.
-        column: which of its sums are the seconds: wall (4) or CPU (5).
-
-    Returns:
-        The fit, and the seconds of all steps by it.
     """
     sums = np.array([each for each in by_size.values() if each[0]], dtype=np.float64)
     steps, spent = sums[:, 0], sums[:, column]

@@ -41,11 +41,7 @@ class Setup:
         return self.num_generators + self.num_trainers + self.num_references
 
     def check(self) -> None:
-        """Refuse settings that no run may have.
-
-        Raises:
-            ValueError: a value is out of bounds; names the key.
-        """
+        """Refuse settings that no run may have."""
         for field in fields(self):
             value, least = getattr(self, field.name), _LEAST.get(field.name, 1)
             if isinstance(value, str):
@@ -73,17 +69,7 @@ def key_of(name: str) -> str:
 
 
 def setup_of(config: Mapping[str, Any], cores: float, has_references: bool) -> Setup:
-    """Read the settings of a run.
-
-    Args:
-        config: the run's config.yaml.
-        cores: cores that its roles shared.
-        has_references: whether it started its references.
-
-    Raises:
-        ValueError: its trainers and generators took turns, it had a teacher, or it reused groups,
-            which the twin does not simulate.
-    """
+    """Read the settings of a run."""
     if config.get("colocate"):
         problem = "true in the recorded run, and turns on shared GPUs are not simulated"
         fail("colocate", problem, "a run with colocate: false")
@@ -106,15 +92,7 @@ def setup_of(config: Mapping[str, Any], cores: float, has_references: bool) -> S
 
 
 def changed(setup: Setup, overrides: Sequence[str]) -> Setup:
-    """Return the settings with some keys changed.
-
-    Args:
-        setup: settings of the recorded run.
-        overrides: key=value, with the config's keys or those of the twin.
-
-    Raises:
-        ValueError: a key is unknown, or its value is not allowed.
-    """
+    """Return the settings with some keys changed."""
     names = {key_of(field.name): field.name for field in fields(Setup)}
     present, new = asdict(setup), {}
     for override in overrides:

@@ -90,18 +90,7 @@ def simulate(
     seed: int = 0,
     filtered: float = 0.0,
 ) -> Prediction:
-    """Run a job in virtual time.
-
-    Args:
-        setup: its settings.
-        times: times of its roles.
-        lengths: lengths of its responses.
-        seed: seed of everything that is drawn.
-        filtered: share of the groups that dynamic sampling discards.
-
-    Raises:
-        TimeoutError: the run would stand still; says who waited for whom.
-    """
+    """Run a job in virtual time."""
     return run_in_virtual_time(_Simulation(setup, times, lengths, seed, filtered).run())
 
 

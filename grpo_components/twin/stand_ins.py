@@ -22,17 +22,7 @@ NO_TOKENS: PackedTrajectories = pack([])
 
 
 class VirtualGenerator:
-    """Takes the time of a generator, whose room for responses is the product's own.
-
-    Args:
-        engine: its engine.
-        process: process in which its collectors work.
-        times: fitted times.
-        lengths: lengths of responses.
-        group_size: responses to each prompt.
-        rollouts_in_flight: groups whose responses have room at once.
-        versions: gets the token versions of each group: group id -> version -> tokens.
-    """
+    """Takes the time of a generator, whose room for responses is the product's own."""
 
     def __init__(
         self,
@@ -100,15 +90,7 @@ class VirtualGenerator:
 
 
 class VirtualTrainer:
-    """Takes the time of one trainer rank.
-
-    Args:
-        process: process of the rank.
-        times: fitted times.
-        group_size: responses to each prompt.
-        num_ranks: number of ranks, which share each batch.
-        seed: seed of the scatter of the steps.
-    """
+    """Takes the time of one trainer rank."""
 
     def __init__(
         self, process: Process, times: Times, group_size: int, num_ranks: int, seed: int
@@ -157,14 +139,7 @@ class VirtualTrainer:
 
 
 class VirtualReference:
-    """Takes the time of a reference.
-
-    Args:
-        process: process of the reference.
-        times: fitted times.
-        group_size: responses to each prompt.
-        lengths: lengths of responses.
-    """
+    """Takes the time of a reference."""
 
     def __init__(self, process: Process, times: Times, group_size: int, lengths: Lengths) -> None:
         self._process, self._times = process, times

@@ -47,13 +47,7 @@ class Times:
     """Cores that an engine step keeps busy."""
 
     def train(self, response_tokens: int, groups: float, ranks: int) -> float:
-        """Return the seconds of a training step.
-
-        Args:
-            response_tokens: tokens of all responses.
-            groups: number of groups, each with one prompt.
-            ranks: number of trainer ranks.
-        """
+        """Return the seconds of a training step."""
         tokens = response_tokens + groups * self.prompt_tokens
         return self.update_s + self.train_s_per_token * tokens / ranks
 
@@ -75,13 +69,6 @@ class Lengths:
     """Draws the lengths of a group's responses from those of recorded groups.
 
     A group id gives the same lengths in every run of the twin, so that runs can be compared.
-
-    Args:
-        groups: tokens of each response, by recorded group.
-        seed: seed of the draw.
-        scale: factor of every length.
-        tail: factor of what a length exceeds the median by.
-        longest: longest response; longer ones are cut off.
     """
 
     def __init__(
@@ -107,12 +94,7 @@ class Lengths:
         """Mean tokens of a response."""
 
     def of_group(self, group_id: int, size: int) -> list[int]:
-        """Return the lengths of a group's responses, in tokens.
-
-        Args:
-            group_id: number of the group.
-            size: number of responses.
-        """
+        """Return the lengths of a group's responses, in tokens."""
         draw = random.Random(f"{self._seed} {group_id}")
         recorded = draw.choice(self._groups)
         if size <= len(recorded):

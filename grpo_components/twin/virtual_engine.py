@@ -23,12 +23,7 @@ class StepTime:
     """Seconds more for each prompt that is read in the step."""
 
     def of(self, sequences: int, prompts: int = 0) -> float:
-        """Return the seconds of a step.
-
-        Args:
-            sequences: number of sequences in the batch.
-            prompts: number of prompts read in the step.
-        """
+        """Return the seconds of a step."""
         return self.per_step + self.per_sequence * sequences + self.per_prompt * prompts
 
 
@@ -37,12 +32,6 @@ class VirtualEngine:
 
     Steps in which no sequence comes or goes are one job. A request or new weights that arrive
     meanwhile enter at the end of the present step.
-
-    Args:
-        process: process of the engine's generator.
-        step_time: seconds of a step.
-        load_s: seconds of a weight swap.
-        max_num_seqs: sequences that one step may batch; more wait.
     """
 
     def __init__(
@@ -66,14 +55,7 @@ class VirtualEngine:
         """Time in which the engine sampled or loaded weights."""
 
     def sample(self, tokens: int) -> asyncio.Future[Counter[int]]:
-        """Queue a response.
-
-        Args:
-            tokens: its length.
-
-        Returns:
-            Future of policy version -> number of tokens that it sampled.
-        """
+        """Queue a response."""
         future: asyncio.Future[Counter[int]] = asyncio.get_running_loop().create_future()
         self._waiting.append((tokens, future))
         self._wake()

@@ -26,12 +26,7 @@ class VirtualPart:
 
 
 class Driver:
-    """The process that makes all calls: one thread, which sends and receives one at a time.
-
-    Args:
-        process: process of the driver.
-        call_s: CPU seconds to send a call and to receive its result, together.
-    """
+    """The process that makes all calls: one thread, which sends and receives one at a time."""
 
     def __init__(self, process: Process, call_s: float) -> None:
         self.process, self.call_s = process, call_s
@@ -45,15 +40,7 @@ class Driver:
 
 
 class VirtualRole:
-    """Calls the methods of a role in this process, with the interface of `cluster.role.Role`.
-
-    Args:
-        name: name of the role, e.g. generator_0.
-        target: the role, or a stand-in, whose methods are coroutines or plain functions.
-        driver: makes the calls.
-        process: process of the role.
-        receive_s: CPU seconds of the role's process for each call, besides the call itself.
-    """
+    """Calls the methods of a role in this process, with the interface of `cluster.role.Role`."""
 
     lost = False
 
@@ -109,11 +96,7 @@ class VirtualRole:
         return await self.answer(self.submit(method, *args, lane=lane), method, timeout_s)
 
     async def answer(self, part: VirtualPart, what: str, timeout_s: float) -> Any:
-        """Wait for a result; see `Role.answer`.
-
-        Raises:
-            TimeoutError: the call took too long; names the role and the call.
-        """
+        """Wait for a result; see `Role.answer`."""
         try:
             async with asyncio.timeout(timeout_s):
                 value = await part.value()

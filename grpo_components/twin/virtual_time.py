@@ -57,13 +57,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_in_virtual_time(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, in virtual time.
-
-    Args:
-        work: the coroutine; gets the time from `asyncio.get_running_loop().time()`.
-
-    Raises:
-        DeadlockError: nothing can ever go on.
-    """
+    """Run a coroutine to its end, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(work)

@@ -19,16 +19,7 @@ from grpo_components.versions.kept_run import KeptRun
 
 
 def open_run(output_dir: Path, attempts: dict[int, int] | None = None) -> KeptRun:
-    """Open the versions that a run has kept.
-
-    Args:
-        output_dir: folder of the run.
-        attempts: policy version that each attempt begins with, by its number.
-
-    Raises:
-        OSError: the run has no config.
-        ValueError: its config does not say what the run trained.
-    """
+    """Open the versions that a run has kept."""
     config: Any = OmegaConf.load(output_dir / "config.yaml")
     try:
         values: Any = OmegaConf.to_container(config)
@@ -51,14 +42,7 @@ def _listing(run: KeptRun) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """List the versions of a run, or rebuild one.
-
-    Args:
-        arguments: command-line arguments; None takes them from `sys.argv`.
-
-    Returns:
-        Exit code: 0, 1 if the version cannot be rebuilt, 2 if the run has kept none.
-    """
+    """List the versions of a run, or rebuild one."""
     prog = "python -m grpo_components.versions"
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's output_dir")

@@ -16,15 +16,7 @@ BASE_VERSION = 0
 
 
 class KeptRun:
-    """The policy versions of a run.
-
-    Args:
-        output_dir: folder of the run.
-        base_model_path: folder of the base model.
-        lora: adapters, which alone are kept; None if all weights are trained.
-        begins: policy version that each attempt begins with, by its number; without it, an attempt
-            has the versions that it wrote itself.
-    """
+    """The policy versions of a run."""
 
     def __init__(
         self,
@@ -50,9 +42,6 @@ class KeptRun:
         """Return the version whose weights a generator of an attempt had by a number.
 
         Up to the version that the attempt begins with, it has those of the attempt before.
-
-        Raises:
-            ValueError: the version is not kept.
         """
         at = attempt
         while VersionId(at, version) not in self._identities:
@@ -65,16 +54,7 @@ class KeptRun:
         return VersionId(at, version)
 
     def write(self, identity: VersionId, folder: Path) -> None:
-        """Write a version as checkpoints have it: a Hugging Face folder, or an adapter.
-
-        Args:
-            identity: the version.
-            folder: folder to write; created if missing.
-
-        Raises:
-            ValueError: a file that leads to the version is damaged or missing; names it.
-            OSError: the folder cannot be written.
-        """
+        """Write a version as checkpoints have it: a Hugging Face folder, or an adapter."""
         if self._lora is None:
             return save_hf_weights(self._state_dict(identity), self._base, folder)
         if identity.version == BASE_VERSION and identity not in self._identities:
@@ -84,15 +64,7 @@ class KeptRun:
         save_adapter(adapter, self._lora, self._base, folder)
 
     def write_merged(self, identity: VersionId, folder: Path) -> None:
-        """Write a version as one model in float32; an adapter is merged into the base model.
-
-        Args:
-            identity: the version.
-            folder: folder to write; created if missing.
-
-        Raises:
-            ValueError: a file that leads to the version is damaged or missing; names it.
-        """
+        """Write a version as one model in float32; an adapter is merged into the base model."""
         if self._lora is None:
             weights = {name: t.float() for name, t in self._state_dict(identity).items()}
             return save_hf_weights(weights, self._base, folder)
@@ -108,13 +80,7 @@ class KeptRun:
 
 
 def merge(weights: StateDict, adapter: StateDict, scale: float) -> None:
-    """Add an adapter to a base model, in place.
-
-    Args:
-        weights: float32 weights by Hugging Face's names.
-        adapter: adapter by peft's names.
-        scale: factor of B A.
-    """
+    """Add an adapter to a base model, in place."""
     for name, a in adapter_tensors(adapter).items():
         path = name.removesuffix("lora_A.weight")
         if path != name:

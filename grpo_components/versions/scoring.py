@@ -47,14 +47,6 @@ def segments(trajectory: Trajectory, response: int, recompute_kv: bool) -> list[
 
     A turn is a request of its own: the engine computes its whole prompt by the weights that it has
     then, because a swap empties the prefix cache.
-
-    Args:
-        trajectory: the response.
-        response: its number.
-        recompute_kv: whether a swap makes the engine compute all KV again.
-
-    Raises:
-        ValueError: in one turn, a version follows a newer one.
     """
     found: list[Segment] = []
     numbered = zip(range(len(trajectory.response_ids)), trajectory.response_mask, strict=True)
@@ -84,11 +76,7 @@ class Scorer:
         self._model: Any = None
 
     def load(self, folder: Path) -> None:
-        """Load the weights of the next version, in float32.
-
-        Args:
-            folder: Hugging Face folder.
-        """
+        """Load the weights of the next version, in float32."""
         self._model = None  # first, so that there are never two
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -96,11 +84,7 @@ class Scorer:
     def logprobs(
         self, todo: Sequence[tuple[Segment, Trajectory]]
     ) -> Iterator[tuple[Segment, NDArray[np.float64]]]:
-        """Yield the logprobs of each segment's tokens, at their sampling temperature.
-
-        Args:
-            todo: segments of the loaded version, each with its response.
-        """
+        """Yield the logprobs of each segment's tokens, at their sampling temperature."""
         alone = [pair for pair in todo if pair[0].continues or not pair[0].begins]
         for segment, trajectory in alone:
             yield segment, self._with_kv(segment, trajectory)

@@ -96,11 +96,7 @@ class Checkpoints:
 
 
 class Pages:
-    """Adds the records of receipts to the books, in place of the file.
-
-    Args:
-        books: books of the run, in place of the file's path.
-    """
+    """Adds the records of receipts to the books, in place of the file."""
 
     def __init__(self, books: Any) -> None:
         self.append, self.closed = books.follow, False

@@ -10,11 +10,7 @@ from typing import Any
 
 
 class ControlledLoop(asyncio.base_events.BaseEventLoop):
-    """An asyncio loop without a selector: who holds it decides when the next callback runs.
-
-    Args:
-        now: returns the virtual time, in seconds.
-    """
+    """An asyncio loop without a selector: who holds it decides when the next callback runs."""
 
     def __init__(self, now: Callable[[], float] = lambda: 0.0) -> None:
         super().__init__()

@@ -73,13 +73,7 @@ def prepared() -> Iterator[Path]:
 
 
 class Run:
-    """One run along a schedule.
-
-    Args:
-        bound: what is run.
-        logs: folder from `prepared`.
-        finals: final batches that all runs must agree on.
-    """
+    """One run along a schedule."""
 
     def __init__(self, bound: Bound, logs: Path, finals: Finals) -> None:
         self.taken: list[int] = []
@@ -147,15 +141,6 @@ def explore(
 
     A schedule is followed until it comes to a state where another one has been: what comes after
     that is the same for both.
-
-    Args:
-        bound: what is explored.
-        logs: folder from `prepared`.
-        order: "depth" goes on from the last choice first. "breadth" comes to each state by the
-            fewest steps, so that the first failure is a shortest one. A number is the seed of a
-            random order, which finds most failures soonest.
-        max_runs: give up after so many runs.
-        max_cpu_s: give up after so many CPU seconds.
     """
     began, cpu_began = time.monotonic(), time.process_time()
     found, finals, chance = Explored(), Finals(), random.Random(order)
@@ -220,14 +205,7 @@ def _follow(
 
 
 def paths(following: dict[bytes, list[bytes | None]]) -> tuple[int, int]:
-    """Return the number of ways from the first state to an end, and the steps of the longest.
-
-    Args:
-        following: the states after each state, the first state first.
-
-    Raises:
-        AssertionError: a run may go in circles, and never end.
-    """
+    """Return the number of ways from the first state to an end, and the steps of the longest."""
     counts: dict[bytes, tuple[int, int]] = {}
     open_states: set[bytes] = set()
     first = next(iter(following))

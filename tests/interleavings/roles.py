@@ -31,11 +31,7 @@ Weights = tuple[tuple[Sampled, ...], ...]
 
 
 class Generator:
-    """Samples groups; real are its room for responses and that it refuses older weights.
-
-    Args:
-        groups: number of groups that have room at once.
-    """
+    """Samples groups; real are its room for responses and that it refuses older weights."""
 
     def __init__(self, groups: int) -> None:
         self.weights: Weights = ()
@@ -111,13 +107,7 @@ NEWEST = "newest"
 
 
 class Trainer:
-    """Trains nothing, and checks each batch as the contract promises it.
-
-    Args:
-        max_staleness: of the contract.
-        groups_per_step: groups of a batch.
-        files: the checkpoints: path -> contents.
-    """
+    """Trains nothing, and checks each batch as the contract promises it."""
 
     def __init__(self, max_staleness: int, groups_per_step: int, files: dict[str, Any]) -> None:
         self._max_staleness, self._groups_per_step = max_staleness, groups_per_step

@@ -20,12 +20,7 @@ class Finals:
 
 
 def check_end(world: World, finals: Finals) -> str:
-    """Return what is wrong at the end of a run; empty if nothing is.
-
-    Args:
-        world: the run, at its end.
-        finals: of all runs of the same bound.
-    """
+    """Return what is wrong at the end of a run; empty if nothing is."""
     ledger, bound, prompts = world.ledger, world.bound, world.prompts
     weights = world.files[NEWEST]
     trained = [group for batch in weights for group in batch]

@@ -86,12 +86,7 @@ class Choice:
 
 
 class World:
-    """A run up to some point, and the steps that can come next.
-
-    Args:
-        bound: the job, and what may befall it.
-        logs: folder for files that the cluster opens.
-    """
+    """A run up to some point, and the steps that can come next."""
 
     def __init__(self, bound: Bound, logs: Path) -> None:
         self.bound, self.now = bound, 0.0

@@ -64,14 +64,7 @@ class Request:
 
 
 class StandInEngine:
-    """Has the methods of `VLLMEngine`.
-
-    Args:
-        answer: function of a `Request` that returns all that can be sampled for it.
-        arrived: function called with each `Request` that is submitted: finishes it at once, or
-            leaves that to the test.
-        shapes: shapes of the weights by name; others are refused.
-    """
+    """Has the methods of `VLLMEngine`."""
 
     def __init__(
         self,
@@ -141,11 +134,7 @@ class StandInEngine:
 
 
 class StandInPool:
-    """Stands for a `RewardPool`: scores at once.
-
-    Args:
-        scores: function of samples that returns their scores.
-    """
+    """Stands for a `RewardPool`: scores at once."""
 
     def __init__(self, scores: Callable[[Sequence[Any]], list[Score]]) -> None:
         self._scores, self.begun = scores, []

@@ -24,13 +24,7 @@ _NO_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_T
 
 
 class ForkedRun:
-    """What tests use of a `subprocess.Popen`, with stderr in stdout.
-
-    Args:
-        command: path of `tune`, and its arguments.
-        cwd: working directory.
-        env: all environment variables.
-    """
+    """What tests use of a `subprocess.Popen`, with stderr in stdout."""
 
     def __init__(self, command, *, cwd, env):
         with mock.patch.dict(os.environ, _NO_THREAD):

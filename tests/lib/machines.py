@@ -51,15 +51,7 @@ def run(*command: str | Path) -> None:
 
 
 class Machine:
-    """One machine of a pair.
-
-    Args:
-        name: name of the machine, and of its host.
-        address: its IP address.
-        work: folder for its file system.
-        visible: folders that it sees although they lie below /tmp.
-        environment: environment of its processes.
-    """
+    """One machine of a pair."""
 
     def __init__(
         self,
@@ -150,12 +142,7 @@ class Machine:
 
 
 class TwoMachines:
-    """Two connected machines; the first one is the head of a Ray cluster.
-
-    Args:
-        visible: folders that both see, and where below /tmp.
-        cpus: CPUs that Ray counts on each.
-    """
+    """Two connected machines; the first one is the head of a Ray cluster."""
 
     def __init__(self, visible: dict[Path, Path], cpus: tuple[int, int]) -> None:
         self._work = Path(tempfile.mkdtemp(prefix="two-"))

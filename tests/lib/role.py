@@ -84,14 +84,7 @@ class Reference:
 
 
 class RemoteCall:
-    """A call on a role: sent, at work, answered, arrived at the driver.
-
-    Args:
-        host: process that gets the call.
-        method: its method.
-        args: its arguments; a `Reference` among them arrives as its value.
-        parts: number of parts of its result.
-    """
+    """A call on a role: sent, at work, answered, arrived at the driver."""
 
     def __init__(self, host: StandInHost, method: str, args: tuple[Any, ...], parts: int) -> None:
         self.host, self.method, self.args = host, method, args
@@ -178,15 +171,7 @@ class RemoteCall:
 
 
 class StandInHost:
-    """Process of a role, with the methods of a Ray actor that `Role` uses.
-
-    Args:
-        scheduler: decides when its calls begin and end.
-        name: name of the role.
-        build: function that builds the role in it, or its stand-in.
-        threads: run blocking methods in threads; otherwise one after the other in the loop.
-        dies_in: methods whose call ends the process.
-    """
+    """Process of a role, with the methods of a Ray actor that `Role` uses."""
 
     numbers = itertools.count()
 
@@ -244,11 +229,7 @@ class StandInHost:
         return call.references
 
     def end(self, answers: int = 0) -> None:
-        """End the process: its calls fail, and their failures are on the way to the driver.
-
-        Args:
-            answers: number of answers, of those that have not arrived, that it still sent.
-        """
+        """End the process: its calls fail, and their failures are on the way to the driver."""
         if not self.alive:
             return
         self.alive = False
@@ -277,16 +258,6 @@ def stand_in_role(
     """Return a `Role` whose processes are objects in this one.
 
     `process.host` is the `StandInHost` of the present process, whose `end` kills it.
-
-    Args:
-        name: name of the role.
-        role: function that builds the role, or its stand-in, for each process; or the object
-            itself, which then outlives its processes.
-        scheduler: decides when calls begin and end; None: at once.
-        threads: see `StandInHost`.
-        dies_in: methods whose call ends the first process.
-        max_restarts: restarts that are allowed.
-        options: other arguments of `Role`.
     """
     scheduler = scheduler or AtOnce()
 

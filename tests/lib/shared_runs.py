@@ -26,23 +26,14 @@ class FinishedRun:
 
 
 class SharedRuns:
-    """The finished runs of a test session.
-
-    Args:
-        folder: of all workers of the session.
-    """
+    """The finished runs of a test session."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @contextmanager
     def look(self, name: str, make: Callable[[Path], FinishedRun]):
-        """Give a run to a test, which must leave it as it is.
-
-        Args:
-            name: of the run.
-            make: makes it, in a folder that exists.
-        """
+        """Give a run to a test, which must leave it as it is."""
         run = self._run(name, make)
         before = _listing(run.folder)
         yield run

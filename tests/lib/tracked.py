@@ -12,12 +12,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def tracked(*patterns: str, repository: Path = REPOSITORY) -> list[Path]:
-    """Return the tracked files that exist, sorted; outside of git, all files but hidden ones.
-
-    Args:
-        patterns: globs relative to the repository, such as `docs/*.md`; `**` is any folder.
-        repository: its root.
-    """
+    """Return the tracked files that exist, sorted; outside of git, all files but hidden ones."""
     if (repository / ".git").exists():
         found = _git_files("--cached", *patterns, repository=repository)
     else:  # an unpacked archive: nothing tells its files from the reader's
@@ -27,12 +22,7 @@ def tracked(*patterns: str, repository: Path = REPOSITORY) -> list[Path]:
 
 
 def left_out(*patterns: str, repository: Path = REPOSITORY) -> list[Path]:
-    """Return the files that git neither tracks nor ignores, sorted.
-
-    Args:
-        patterns: as for `tracked`.
-        repository: its root.
-    """
+    """Return the files that git neither tracks nor ignores, sorted."""
     if not (repository / ".git").exists():
         return []
     return _git_files("--others", "--exclude-standard", *patterns, repository=repository)

@@ -44,12 +44,7 @@ def why_not() -> str:
 
 
 class SlurmNodes:
-    """Two nodes; daemons end with their machines.
-
-    Args:
-        shared: folder that both see as `SHARED`.
-        visible: further folders that both see, and where below /tmp.
-    """
+    """Two nodes; daemons end with their machines."""
 
     def __init__(self, shared: Path, visible: dict[Path, Path]) -> None:
         two = TwoMachines({shared: SHARED, **visible}, (1, 1))

@@ -14,14 +14,7 @@ from lib.examples import PAGES, examples, files
 
 
 def main(names: list[str]) -> int:
-    """Run the examples of some pages.
-
-    Args:
-        names: of the pages; empty for all pages.
-
-    Returns:
-        Exit code: 1 if an example failed.
-    """
+    """Run the examples of some pages."""
     failed = []
     for page in PAGES:
         if names and page.name not in names:

@@ -246,12 +246,7 @@ class _Running:
     """Descriptor of the reading end of the pipe for the sandbox's report."""
 
     def wait(self, timeout_s: float) -> tuple[int, str]:
-        """Wait until the sandbox ends.
-
-        Returns:
-            The exit status of the program, and the report of the sandbox: `TIMED_OUT`, a problem,
-            or nothing.
-        """
+        """Wait until the sandbox ends."""
         ended = select.poll()
         pidfd = os.pidfd_open(self.process.pid)
         try:

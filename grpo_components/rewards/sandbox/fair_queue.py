@@ -16,9 +16,6 @@ class FairQueue:
     A ticket is a time: the caller's arrival plus the seconds for which it has held slots before. A
     caller that has held slots for 8 s therefore gives way to new callers for 8 s, and nobody waits
     forever.
-
-    Args:
-        num_slots: largest number of callers that run at a time.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -34,15 +31,7 @@ class FairQueue:
 
     @contextlib.contextmanager
     def slot(self, used_s: float, timeout_s: float) -> Iterator[None]:
-        """Context manager: wait for a slot, and hold it during the `with` block.
-
-        Args:
-            used_s: seconds for which the caller has held slots before.
-            timeout_s: longest wait in seconds.
-
-        Raises:
-            TimeoutError: no slot was free in time.
-        """
+        """Context manager: wait for a slot, and hold it during the `with` block."""
         ticket = time.monotonic() + used_s, next(self._numbers)
         with self._changed:
             heapq.heappush(self._waiting, ticket)

@@ -7,13 +7,7 @@ from grpo_components.rollout.tools import ToolUse, calculator, python_tool
 
 
 def search(query: str, limit: int = 3, exact: bool = False) -> str:
-    """Find pages.
-
-    Args:
-        query: words to look for.
-        limit: most pages to return.
-        exact: whether the order of the words counts.
-    """
+    """Find pages."""
     return f"{query}{limit}{exact}"
 
 

@@ -68,12 +68,7 @@ _STATE = " ask, number"
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """Convert a value to JSON data.
-
-    Args:
-        value: plain data crosses by value, any other object by reference.
-        keep: function that stores an object that crosses by reference, and returns the reference.
-    """
+    """Convert a value to JSON data."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     for name, kind in _SEQUENCES.items():
@@ -92,12 +87,7 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any]) -> Any:
-    """Undo `encode`; build only types of the standard library.
-
-    Args:
-        data: JSON data that `encode` returned.
-        find: function that returns the object of a reference.
-    """
+    """Undo `encode`; build only types of the standard library."""
     if not isinstance(data, list):
         return data
     name, content = data

@@ -181,11 +181,7 @@ def _die_with_parent() -> None:
 
 
 def _enter_namespaces() -> int | None:
-    """Enter new namespaces.
-
-    Returns:
-        The user id for the program if root runs the sandbox; None if a user namespace sets it.
-    """
+    """Enter new namespaces."""
     kinds = _CLONE_NEWNS | _CLONE_NEWCGROUP | _CLONE_NEWUTS
     kinds |= _CLONE_NEWIPC | _CLONE_NEWPID | _CLONE_NEWNET
     uid, gid = os.geteuid(), os.getegid()
