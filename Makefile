@@ -13,7 +13,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no
 TORCH = $(shell grep '^torch==' requirements/cpu.txt)
 # Files of the user's, such as a run's folder, are nobody's business here.
 TRACKED := $(BIN)/python tests/lib/tracked.py
-TYPED := 'benchmarks/**/*.py' 'grpo_components/**/*.py' 'museum/**/*.py' 'recipes/**/*.py'
+TYPED := 'benchmarks/**/*.py' 'grpo_components/**/*.py' 'recipes/**/*.py'
 CHECKED := '**/*.py'
 SPELLED = '**'
 CHECK_TYPES = $(BIN)/pyright $$($(TRACKED) $(TYPED))
@@ -40,10 +40,10 @@ gate-goldens: install-dev tiny-policy  ## Make the goldens of `make gate` from t
 	@PYTHONPATH='$(CURDIR)/tests' $(BIN)/python tests/gate/gate.py --write
 
 equivalence: tiny-policy  ## Measure what must come out the same; writes docs/equivalence.md (about 3 minutes)
-	@$(BIN)/python -m grpo_components.equivalence
+	@PYTHONPATH=tests $(BIN)/python -m equivalence
 
 museum: tiny-policy  ## Plant published silent bugs, see which alarm names each; writes docs/museum.md (about 20 minutes)
-	@$(BIN)/python -m museum
+	@PYTHONPATH=tests $(BIN)/python -m planted_bugs
 
 atlas: tiny-policy  ## Map which objective tolerates which staleness; goes on where it stopped; docs/staleness.md (3 hours)
 	@$(BIN)/python benchmarks/staleness_atlas.py
@@ -76,7 +76,7 @@ test: lint  ## Check style and types, run all tests but nightly ones (about 10 m
 nightly: install-dev tiny-policy  ## Run what is long or needs root: two machines, kills at any moment, all planted bugs (hours)
 	EXAMPLES=3 $(BIN)/pytest -m 'nightly or hypothesis'
 	@PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=tests python tests/nightly/crash_anywhere.py
-	@$(BIN)/python -m museum
+	@PYTHONPATH=tests $(BIN)/python -m planted_bugs
 
 lint: install-dev  ## Check style and spelling
 	@$(TRACKED) --left-out '**/*.py'

@@ -56,7 +56,7 @@ def long_policy(folder: Path) -> Path:
 
 
 def ms_per_sample(folder: Path, policy: Path, samples: int, groups: int, keys: list[str]) -> float:
-    """Run one case; return milliseconds of wall time per trained sample, without its first fifth."""
+    """Run one case; return wall milliseconds per trained sample, without its first fifth."""
     steps = samples // (groups * GROUP_SIZE)
     command = [TUNE, "run", RECIPE, "--config", "tiny_async_grpo", f"output_dir={folder}"]
     limits = [f"base_model_path={policy}", f"model.max_seq_len={MAX_TOKENS}"]

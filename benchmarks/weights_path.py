@@ -446,7 +446,7 @@ def same(left: list[Any], right: list[Any]) -> bool:
 
 def peaks_alone(folder: Path, shape: dict[str, Any]) -> list[int]:
     """Peak memory in bytes of a push and of a save, each in a fresh process without Ray."""
-    from grpo_components.equivalence.roles import RoleProcess
+    from equivalence.roles import RoleProcess
 
     files = [None, str(folder / "alone")]
     start = partial(RoleProcess, "weights_path.TrainerSide")

@@ -24,7 +24,7 @@ def install() -> None:
     else:
         sys.meta_path.insert(0, _RegistryFinder())
     program = Path(*sys.argv[:1])
-    modules = ("equivalence", "plan", "twin", "versions")
+    modules = ("equivalence", "plan", "twin")
     if program.name in ("tune", "tiny_policy.py") or program.parent.name in modules:
         # torchtune needs a torchao that is too old for this torch. torchao then leaves out its C++
         # kernels, which we do not use, and warns at every start: these programs hide the warning.
@@ -32,7 +32,7 @@ def install() -> None:
 
 
 def register(registry: ModuleType) -> None:
-    """Append the recipe and all configs in its `configs` folder, unless it is already registered."""
+    """Append the recipe and all configs in its `configs` folder, unless already registered."""
     if any(recipe.name == RECIPE for recipe in registry.get_all_recipes()):
         return
     recipe = recipes_folder() / f"{RECIPE}.py"
@@ -51,7 +51,7 @@ def register(registry: ModuleType) -> None:
 
 
 def recipes_folder() -> Path:
-    """Return the recipe's folder: inside the package in a wheel, next to the package in a checkout."""
+    """Return the recipe's folder: inside the package in a wheel, next to it in a checkout."""
     package = Path(__file__).resolve().parent
     folders = (package / "_recipes", package.parent / "recipes")
     for folder in folders:

@@ -20,7 +20,7 @@ RECIPE = "async_grpo_full_finetune_distributed"
 
 
 def main() -> Any:
-    """Run torchtune's command; a run of ours answers before torch is imported, which takes seconds."""
+    """Run torchtune's command; a run of ours answers before torch is imported."""
     if is_run_of_ours(sys.argv):
         _begin()
     gc.disable()  # it takes a fifth of the imports' time

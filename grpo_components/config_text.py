@@ -276,7 +276,7 @@ class _Sizes:
         """By key: size of the value after replacement, and longest chain of keys behind it."""
 
     def text(self, asked: str, key: str, text: str, above: tuple[str, ...]) -> tuple[int, int]:
-        """Return a text's size after replacement, and the longest chain of keys that it refers to."""
+        """Return a text's size after replacement, and the longest chain of keys it refers to."""
         total, longest = len(text), 0
         for target in _INTERPOLATION.findall(text):
             path = _absolute(key, target)

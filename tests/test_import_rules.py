@@ -61,7 +61,6 @@ ROOMS = (
         "versions",
         "audit",
         "plan",
-        "equivalence",
         "twin",
         "examples",
     ),

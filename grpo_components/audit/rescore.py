@@ -136,7 +136,7 @@ class NothingKeptError(Exception):
 
 
 def rescore(output_dir: Path) -> Rescored:
-    """Score all tokens that the steps of a run trained; steps that were rolled back do not count."""
+    """Score all tokens that the steps of a run trained, but for steps that were rolled back."""
     starts, steps, pulls = _receipts(output_dir)
     begins = {attempt: start["policy_version"] for attempt, start in starts.items()}
     try:

@@ -182,7 +182,7 @@ class RewardModelHandle:
 
 
 class ReferencesHandle:
-    """Calls the frozen models of one kind, references or teachers; each group goes to one of them."""
+    """Calls the frozen models of one kind, references or teachers; a group goes to one of them."""
 
     def __init__(self, roles: Sequence[Role], timeout_s: float, *, keep_kl: bool = True) -> None:
         self._roles, self._timeout_s, self._keep_kl = roles, timeout_s, keep_kl
@@ -224,7 +224,7 @@ class ReplayBufferHandle:
         await self._ledger.enter_buffer(entry.group_id)
 
     async def take(self, num_groups: int) -> Batch:
-        """Wait for a batch of whole, fresh groups; drop stale groups and issue their prompts again."""
+        """Wait for a batch of whole, fresh groups; drop stale ones and reissue their prompts."""
         began, ledger, dropped = time.perf_counter(), self._ledger, 0
         while True:
             if self._wait_for_stale:
@@ -263,7 +263,7 @@ class ReplayBufferHandle:
         return await self.role.call("write_state", str(folder), *parts, **call)
 
     async def read_state(self, folder: Path) -> None:
-        """Fill the buffer with those groups of a checkpoint that the ledger lists as stored there."""
+        """Fill the buffer with the groups of a checkpoint that the ledger lists as stored."""
         stored = self._ledger.stored()
         group_ids = [entry.group_id for entry in stored]
         *parts, _, nothing = self.role.submit(

@@ -77,7 +77,7 @@ class WeightSync:
             await self._roles.server.keep(self._ledger.attempt, version, pushes)
 
     async def pull_if_due(self, generator: GeneratorHandle, entry: LedgerEntry) -> None:
-        """Pull weights every m rollouts, and when a group needs newer ones than its generator has."""
+        """Pull weights every m rollouts, and when a group needs newer ones."""
         ledger = self._ledger
 
         def due() -> bool:

@@ -10,7 +10,7 @@ from grpo_components.settings import Settings, teachers_of
 
 
 def check_gpus(settings: Settings, *, here: bool) -> None:
-    """Refuse GPU shares that roles cannot have, and roles that do not fit onto this machine's GPUs."""
+    """Refuse GPU shares that roles cannot have, and roles that do not fit onto these GPUs."""
     if here and not torch.cuda.is_available():
         fail("device", f"cuda given, and PyTorch {torch.__version__} finds no GPU", "cpu")
     counts = _roles(settings)

@@ -21,7 +21,7 @@ _MAX_CHARS = 40
 
 
 def check_teacher(settings: Settings, policy_config: dict[str, Any]) -> None:
-    """Refuse a teacher that is missing, or that reads or counts tokens otherwise than the policy."""
+    """Refuse a teacher that is missing, or that has other tokens than the policy."""
     if settings.teacher is None:
         return
     base, folder = Path(settings.base_model_path), Path(settings.teacher.path)
@@ -41,7 +41,7 @@ def check_teacher(settings: Settings, policy_config: dict[str, Any]) -> None:
 
 
 def try_teacher(settings: Settings, path: str) -> None:
-    """Refuse a teacher whose model has other weights than its files, or whose logprobs are wrong."""
+    """Refuse a teacher whose weights differ from its files, or whose logprobs are wrong."""
     try:
         with torch.device("meta"):
             model = hugging_face(path)

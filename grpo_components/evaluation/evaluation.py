@@ -99,7 +99,7 @@ class Evaluation:
         await pinned.wait()  # if the evaluation fails, the task group cancels this wait
 
     async def collect(self, step: int | None = None) -> dict[str, float]:
-        """Return the metrics of the evaluation that ended since the last call; empty if none did."""
+        """Return the metrics of the evaluation that ended since the last call, if one did."""
         if self._running is not None and (step is None or self._must_end(step)):
             await asyncio.wait([self._running])
         metrics, self._metrics = self._metrics, {}

@@ -134,14 +134,14 @@ class Ledger:
         self._wake()
 
     async def should_pull(self, generator: str, version: int, cause: str) -> bool:
-        """Decide whether a generator pulls now (if newer weights are published), and record a pull."""
+        """Decide whether a generator pulls newer weights now, and record a pull."""
         newer = version < self.published_version
         if due := self.events.should_happen("pull", newer, role=generator, cause=cause):
             await self.events.take("pull", role=generator, cause=cause)
         return due
 
     def next_batch(self, num_groups: int) -> tuple[int, int, tuple[list[int], list[int]] | None]:
-        """Return the arguments of `ReplayBuffer.take` for the new groups of the next step's batch."""
+        """Return the arguments of `ReplayBuffer.take` for the next step's new groups."""
         event = self.events.next_recorded(
             lambda e: e["event"] == "sample" or (e["event"] == "drop" and e["reason"] == "stale")
         )

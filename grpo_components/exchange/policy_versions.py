@@ -68,7 +68,7 @@ class Header:
 
 
 class PolicyVersions:
-    """Writes versions as they are published. The first one of a process builds on the base model."""
+    """Writes versions as they are published; a process's first one builds on the base model."""
 
     def __init__(self, folder: str | Path, base_model_path: str | Path) -> None:
         self._folder, self._base = Path(folder), _BaseModel(base_model_path)

@@ -136,7 +136,7 @@ def _adapted(linear: nn.Linear, lora: LoraOptions) -> LoRALinear:
 
 
 def new_adapters(model: nn.Module) -> StateDict:
-    """Return adapters to start from, by the policy's names: A is random, from the seed, and B is 0."""
+    """Return adapters to start from, by the policy's names: A is random, and B is 0."""
     random = torch.Generator().manual_seed(torch.initial_seed())
     adapters: StateDict = {}
     for name, parameter in model.state_dict().items():
@@ -167,7 +167,7 @@ def adapted_layers(model: nn.Module) -> set[str]:
 
 
 def pushed_shapes(base: Path, lora: LoraOptions | None) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor that a push sends: of an adapter, by peft's names, or of all."""
+    """Return the shape of each tensor that a push sends: of an adapter, or of all."""
     whole = checkpoint_shapes(base)
     if lora is None:
         return whole

@@ -105,7 +105,7 @@ class Checkpoints:
     async def restore(
         self, checkpoint: Path, trainers: TrainersHandle, buffer: ReplayBufferHandle
     ) -> None:
-        """Load a checkpoint into trainers and buffer; `begin_run` has already restored the driver."""
+        """Load a checkpoint into trainers and buffer; `begin_run` has restored the driver."""
         if self._keep_best and checkpoint.parent == self._folder.resolve():
             choose_best(self._folder, self._keep_best, self._ledger.steps_done)
             self._versions = {self._ledger.steps_done: self._ledger.policy_version}

@@ -76,7 +76,7 @@ class RunRecords:
 
 
 class Run:
-    """Does what surrounds a training step: commits, evaluates, logs, saves, restores, rolls back."""
+    """Does what surrounds a training step: commit, evaluate, log, save, restore, roll back."""
 
     def __init__(self, records: RunRecords, roles: Roles, weights: WeightSync) -> None:
         self._records, self._roles, self._weights = records, roles, weights

@@ -129,7 +129,7 @@ class EventOrder:
             listener({"event": event, "attempt": self.attempt, **fields})
 
     def should_happen(self, event: str, default: bool, **identity: Any) -> bool:
-        """Return `default` in a live run; in a replay, whether the event is still to be repeated."""
+        """Return `default` in a live run; in a replay, whether the event is to be repeated."""
         return self._left[_key(event, identity)] > 0 if self.replaying else default
 
     def next_recorded(self, matches: Callable[[Event], bool]) -> Event | None:

@@ -38,7 +38,7 @@ Chart = dict[str, Any]
 
 
 def metric_charts(*runs: Sequence[Record], names: Sequence[str] = ("",)) -> dict[str, list[Chart]]:
-    """Return charts of the metrics of one or more runs by section, each metric with values in one."""
+    """Return charts of the metrics of one or more runs, by section."""
     keys = dict.fromkeys(key for run in runs for record in run for key in record)
     panels = {**PANELS, REWARD_TERMS: reward_term_panels(keys)}
     drawn = {key for of_section in panels.values() for panel in of_section for key in panel.curves}

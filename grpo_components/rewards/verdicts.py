@@ -33,7 +33,7 @@ class VerdictFormat:
     highest: float
 
     def read(self, reply: str) -> float | None:
-        """Return the grade in a reply, from 0 at the lowest to 1 at the highest; None without one."""
+        """Return the grade in a reply, from 0 at the lowest to 1 at the highest, if any."""
         tail = reply[-_MAX_CHARS:]
         grade = _last_line(tail) if self.format == "number" else _last_object(tail, self.key)
         if grade is None or not self.lowest <= grade <= self.highest:  # refuses NaN, too

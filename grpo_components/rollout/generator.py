@@ -162,7 +162,7 @@ class Generator:
     async def load_weights(
         self, version: int, *buckets: tuple[Manifest, NDArray[np.uint8]] | DeltaBucket
     ) -> LoadedWeights:
-        """Check new weights, then swap them in between two engine steps; wakes a sleeping engine."""
+        """Check new weights, then swap them in between two steps; wakes a sleeping engine."""
         sleeps = self._sleeps
         deltas = [bucket for bucket in buckets if isinstance(bucket, DeltaBucket)]
         if not deltas:

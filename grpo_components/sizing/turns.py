@@ -32,7 +32,7 @@ def in_turns(
 
 
 def start_problem(cfg: Settings, trainer: RoleMemory, device: Device) -> str | None:
-    """Return what is wrong with the memory that vLLM wants to be free when it starts, if anything."""
+    """Return what is wrong with the memory that vLLM wants to be free at its start, if anything."""
     given, most = cfg.generator.gpu_memory_utilization, 1 - trainer.resting / device.nbytes
     if given <= most:
         return None

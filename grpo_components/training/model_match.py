@@ -60,7 +60,7 @@ def read_hf_config(base: Path) -> Any:
 
 
 def sliding_window(raw: Mapping[str, Any]) -> int | None:
-    """Return the base model's attention window in tokens, which torchtune lacks; None without one."""
+    """Return the base model's attention window in tokens, which torchtune lacks, or None."""
     if raw.get("model_type") in ("qwen2", "qwen3") and not raw.get("use_sliding_window", False):
         return None
     window = raw.get("sliding_window", 4096 if raw.get("model_type") == "mistral" else None)

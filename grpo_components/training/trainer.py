@@ -338,7 +338,7 @@ class Trainer:
     def export_weights(
         self, version: int, base: int | None = None
     ) -> tuple[tuple[Manifest, NDArray[np.uint8]] | DeltaBucket, Manifest]:
-        """Return the weights that `gather_weights` copied; may run during the next training step."""
+        """Return the weights that `gather_weights` copied; may run during the next step."""
         return self._exports[0].bucket(version, base)
 
     def hold_state(self, copy: bool) -> None:

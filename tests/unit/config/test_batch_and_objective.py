@@ -4,6 +4,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+from equivalence.families import FAMILIES, random_checkpoint
 from lib.config_errors import refused_key
 from torchtune.models.qwen2 import qwen2
 
@@ -11,7 +12,6 @@ from grpo_components.config import training_checks
 from grpo_components.config.lora_checks import check_adapters
 from grpo_components.config.objective import build_loss, build_penalties
 from grpo_components.config.training_checks import MAX_GENERATOR_KL, check_heads, default_bound
-from grpo_components.equivalence.families import FAMILIES, random_checkpoint
 from grpo_components.objective.losses import GSPOLoss
 
 DECAY = "{schedule: linear, start: 0.1, end: 0.01, num_steps: 9}"

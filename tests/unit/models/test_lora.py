@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 import torch
+from equivalence.families import FAMILIES, random_checkpoint
 from peft import PeftModel
 from torchtune.modules.peft import LoRALinear
 from torchtune.training import FullModelHFCheckpointer
 from transformers import AutoModelForCausalLM
 
-from grpo_components.equivalence.families import FAMILIES, random_checkpoint
 from grpo_components.models.hf_weights import hf_converter
 from grpo_components.models.lora import (
     TARGETS,

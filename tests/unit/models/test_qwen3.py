@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from equivalence.families import FAMILIES, random_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchtune.data import Message
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from grpo_components.equivalence.families import FAMILIES, random_checkpoint
 from grpo_components.models import qwen3
 from grpo_components.models.qwen3_weights import Qwen3Checkpointer
 from grpo_components.sizing.model_sizes import ModelSizes

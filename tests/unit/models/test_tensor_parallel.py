@@ -4,9 +4,9 @@ from fnmatch import fnmatch
 
 import pytest
 import torch
+from equivalence.families import FAMILIES
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from grpo_components.equivalence.families import FAMILIES
 from grpo_components.models import tensor_parallel
 from grpo_components.models.tensor_parallel import layer_plan
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from equivalence.families import FAMILIES, hf_config_of
 from torch import nn
 from torchtune.models.gemma import gemma
 from torchtune.models.llama3_1 import llama3_1
@@ -14,7 +15,6 @@ from torchtune.models.phi3 import phi3
 from torchtune.modules import MultiHeadAttention, RMSNorm
 from transformers import AutoConfig
 
-from grpo_components.equivalence.families import FAMILIES, hf_config_of
 from grpo_components.training.model_match import differences, read_hf_config, sliding_window
 
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torchtune.training import FullModelHFCheckpointer
 from transformers import AutoModelForCausalLM
 
-from grpo_components.equivalence.families import FAMILIES, Family, hf_config_of, save_random
-from grpo_components.equivalence.hf_families import HF_FAMILIES
-from grpo_components.equivalence.roles import ENGINES, RoleProcess, merged_export
-from grpo_components.equivalence.rungs import (
+from equivalence.families import FAMILIES, Family, hf_config_of, save_random
+from equivalence.hf_families import HF_FAMILIES
+from equivalence.roles import ENGINES, RoleProcess, merged_export
+from equivalence.rungs import (
     Bench,
     LogprobGap,
     full_logprobs,
@@ -63,7 +63,7 @@ class Chain:
 
 
 def family_arguments(bench: Bench, family: Family, base: Path) -> dict[str, Any]:
-    """Return the trainer arguments that replace the tiny policy by torchtune's model of a family."""
+    """Return the trainer arguments that replace the tiny policy by a family's model."""
     is_qwen3 = family.model_type == "QWEN3"
     return {
         "build_model": family.build_model,

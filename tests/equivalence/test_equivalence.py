@@ -7,21 +7,21 @@ from typing import get_args
 import pytest
 import torch
 
-from grpo_components.equivalence import __main__ as equivalence
-from grpo_components.equivalence import (
+from equivalence import __main__ as equivalence
+from equivalence import (
     agent_rungs,
     engine_rungs,
     family_rungs,
     resume,
     rungs,
 )
-from grpo_components.equivalence.__main__ import RUNGS, Result, Rung
-from grpo_components.equivalence.families import FAMILIES
-from grpo_components.equivalence.hf_families import HF_FAMILIES
-from grpo_components.equivalence.rungs import Bench, max_difference, ragged_batch
+from equivalence.__main__ import RUNGS, Result, Rung
+from equivalence.families import FAMILIES
+from equivalence.hf_families import HF_FAMILIES
+from equivalence.rungs import Bench, max_difference, ragged_batch
 from grpo_components.setting_types import ModelType
 
-PAGE = Path(__file__).parents[3] / "docs" / "equivalence.md"
+PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
 NIGHTLY = {  # what they take is long, and other rungs and runs take most of the same way
     resume.resumed_is_uninterrupted_by_transformers,
     family_rungs.reloaded_is_exported_by_transformers,

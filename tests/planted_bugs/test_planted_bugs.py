@@ -12,13 +12,13 @@ from types import ModuleType
 
 import pytest
 
-from museum.__main__ import Result, main, page
-from museum.bugs import BUGS, Planting, PlantingError, plant
-from museum.exhibits import EXHIBITS
-from museum.runs import Outcome, caught, check_planted
+from planted_bugs.__main__ import Result, main, page
+from planted_bugs.bugs import BUGS, Planting, PlantingError, plant
+from planted_bugs.exhibits import EXHIBITS
+from planted_bugs.runs import Outcome, caught, check_planted
 
 ROOT = Path(__file__).parents[2]
-HOOK = ROOT / "museum" / "hook"
+HOOK = ROOT / "tests" / "planted_bugs" / "hook"
 SHOW = """
 import json
 import numpy as np
@@ -28,7 +28,7 @@ print(json.dumps(GroupCenteredAdvantages()(np.array([[1.0, 1.0], [0.0, 1.0]])).t
 PLANT_ALL = """
 import importlib, json, sys
 sys.path.append(sys.argv[1])
-from museum.bugs import BUGS, plant
+from planted_bugs.bugs import BUGS, plant
 found = {}
 for bug, modules in BUGS.items():
     for name in modules:
@@ -75,7 +75,7 @@ def test_the_hook_plants_a_bug_into_any_process_and_none_without_its_name(bug, e
 
 def test_every_bug_replaces_something_that_there_is(interpreter):
     """In a process without the hook: a bug is planted, looked at, and undone, one after another."""
-    done = interpreter("-c", PLANT_ALL, ROOT)
+    done = interpreter("-c", PLANT_ALL, ROOT / "tests")
     assert done.returncode == 0, done.stderr
     replaced = json.loads(done.stdout.splitlines()[-1])
     assert set(replaced) == {f"{bug} {module}" for bug in BUGS for module in BUGS[bug]}
@@ -103,7 +103,7 @@ MISSING = {
 @pytest.mark.parametrize("bug", MISSING)
 def test_a_bug_of_something_that_is_not_there_is_an_error_with_its_name(bug, monkeypatch):
     module, bugs = own_function(bug)
-    monkeypatch.setattr("museum.bugs.BUGS", bugs)
+    monkeypatch.setattr("planted_bugs.bugs.BUGS", bugs)
     missing = "__init__" if bug == "inherited" else "gone"
     owner = "ours.Kind" if bug in ("of_a_class", "inherited", "read_of_a_class") else "ours"
     what = "is as it was" if bug in ("nothing", "itself") else f"has no attribute {missing} of its"
@@ -123,7 +123,7 @@ def test_a_bug_of_something_that_is_not_there_is_an_error_with_its_name(bug, mon
 )
 def test_no_process_survives_a_bug_that_is_not_planted(bug, said, tmp_path):
     """Also if the import's error is swallowed; and the report has it, for the museum."""
-    copy = shutil.copytree(ROOT / "museum", tmp_path / "museum")
+    copy = shutil.copytree(HOOK.parent, tmp_path / "planted_bugs")
     with (copy / "bugs.py").open("a") as file:
         file.write('\nBUGS["lost"] = {"grpo_components.errors": lambda m: setattr(m, "gone", 1)}\n')
     report = tmp_path / "report"

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from grpo_components.equivalence.plain_loop import plain_loop
-from grpo_components.equivalence.roles import (
+from equivalence.plain_loop import plain_loop
+from equivalence.roles import (
     FRESH_TRAINERS,
     GENERATOR,
     TRAINER,

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_components.equivalence.engine_rungs import difference_of_completions
-from grpo_components.equivalence.families import FAMILIES, random_checkpoint
-from grpo_components.equivalence.family_rungs import PROMPTS, family_arguments, train_step_of
-from grpo_components.equivalence.roles import ENGINES, RoleProcess, merged_export, tiny_config
-from grpo_components.equivalence.rungs import Bench, LogprobGap, generator_is_trainer
+from equivalence.engine_rungs import difference_of_completions
+from equivalence.families import FAMILIES, random_checkpoint
+from equivalence.family_rungs import PROMPTS, family_arguments, train_step_of
+from equivalence.roles import ENGINES, RoleProcess, merged_export, tiny_config
+from equivalence.rungs import Bench, LogprobGap, generator_is_trainer
 from grpo_components.exchange.weights import pack_bucket
 from grpo_components.models.lora import TARGETS, LoraOptions
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_components.equivalence.rungs import (
+from equivalence.rungs import (
     SMALL,
     Bench,
     max_difference,

@@ -11,10 +11,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from museum.bugs import BUGS, PlantingError
-from museum.exhibits import SHORT, Exhibit
+from planted_bugs.bugs import BUGS, PlantingError
+from planted_bugs.exhibits import SHORT, Exhibit
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 _RECIPE = "async_grpo_full_finetune_distributed"
 _ALARM = re.compile(r"^(warning: |.*\bis skipped: |.*\bError\b|config error)", re.MULTILINE)
 _TIMEOUT_S = 900
@@ -71,9 +71,9 @@ def run(
 def _tune(overrides: tuple[str, ...], bug: str, report: Path) -> subprocess.CompletedProcess[str]:
     tune = shutil.which("tune", path=str(Path(sys.executable).parent))
     assert tune is not None, "the environment has no `tune`"
-    path = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(_ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     if bug:
-        path.insert(0, str(_ROOT / "museum" / "hook"))
+        path.insert(0, str(_ROOT / "tests" / "planted_bugs" / "hook"))
     return subprocess.run(
         [tune, "run", _RECIPE, "--config", "tiny_async_grpo", *overrides],
         env={

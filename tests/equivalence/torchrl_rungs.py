@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from grpo_components.equivalence.rungs import (
+from equivalence.rungs import (
     Bench,
     max_difference,
     ragged_batch,

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from openai import OpenAI
 
-from grpo_components.equivalence.roles import GENERATOR, RoleProcess, tiny_arguments, tiny_config
-from grpo_components.equivalence.rungs import (
+from equivalence.roles import GENERATOR, RoleProcess, tiny_arguments, tiny_config
+from equivalence.rungs import (
     SYNCHRONOUS,
     Bench,
     max_difference,

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from torchtune import config
 
-from grpo_components.equivalence.roles import GENERATOR, TRAINER, RoleProcess, tiny_arguments
+from equivalence.roles import GENERATOR, TRAINER, RoleProcess, tiny_arguments
 from grpo_components.rendezvous import local_rendezvous
 from grpo_components.settings import Settings
 from grpo_components.trajectory import PackedTrajectories, concatenate

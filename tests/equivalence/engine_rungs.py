@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from grpo_components.equivalence.families import FAMILIES, random_checkpoint
-from grpo_components.equivalence.roles import ENGINES, RoleProcess
-from grpo_components.equivalence.rungs import Bench, saved_weights
+from equivalence.families import FAMILIES, random_checkpoint
+from equivalence.roles import ENGINES, RoleProcess
+from equivalence.rungs import Bench, saved_weights
 from grpo_components.exchange.weights import Manifest, pack_bucket
 
 _LONG_PREFIX = [7 + number % 200 for number in range(150)]

@@ -42,8 +42,8 @@ from grpo_components.training.trainer_options import ObjectiveOptions
 # Dotted paths, so that the classes are imported only where they run.
 GENERATOR = "grpo_components.rollout.generator.Generator"
 TRAINER = "grpo_components.training.trainer.Trainer"
-FRESH_TRAINERS = "grpo_components.equivalence.roles.FreshTrainers"
-ENGINES = "grpo_components.equivalence.roles.Engines"
+FRESH_TRAINERS = "equivalence.roles.FreshTrainers"
+ENGINES = "equivalence.roles.Engines"
 _ENGINE = "grpo_components.rollout.vllm_engine.VLLMEngine"
 _PRELOADED = [path.rpartition(".")[0] for path in (GENERATOR, TRAINER, _ENGINE)]
 _SERVER_ENVIRONMENT = {  # as the cluster sets it; OpenMP and vLLM read it at import
@@ -162,7 +162,7 @@ def tiny_config(output_dir: Path, *overrides: str) -> Settings:
 
 
 def tiny_arguments(cfg: Settings) -> tuple[RoleArguments, Prompts]:
-    """Return the arguments that the recipe gives its roles, and the prompts in the recipe's order."""
+    """Return the arguments that the recipe gives its roles, and its prompts in order."""
     tokenizer = config.instantiate(cfg.tokenizer)
     dataset = config.instantiate(cfg.dataset, tokenizer)
     assert cfg.eval_dataset is not None, "the tiny config has one"

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import psutil
 
-from grpo_components.audit.__main__ import audit
-from grpo_components.equivalence.rungs import (
+from equivalence.rungs import (
     Bench,
     batch_hashes,
     max_difference,
     run,
     saved_weights,
 )
+from grpo_components.audit.__main__ import audit
 from grpo_components.records.resume import last_attempt
 
 _SAVING = ("save_every_n_steps=1", "async_checkpoint=true", "keep_last_n=2")

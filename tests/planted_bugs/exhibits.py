@@ -76,7 +76,7 @@ EXHIBITS = (
         "start",
         r"warning: loss: .*the ratio",
         "trial of the loss",
-        planted=("loss._component_=museum.losses.RatioIsOne",),
+        planted=("loss._component_=planted_bugs.losses.RatioIsOne",),
     ),
     Exhibit(
         "clipped_weight_in_gradient",
@@ -85,7 +85,7 @@ EXHIBITS = (
         "start",
         r"warning: loss: .*no gradient",
         "trial of the loss",
-        planted=("loss._component_=museum.losses.ClippedWeightInGradient",),
+        planted=("loss._component_=planted_bugs.losses.ClippedWeightInGradient",),
     ),
     Exhibit(
         "clipping_off",
@@ -94,7 +94,7 @@ EXHIBITS = (
         "start",
         r"warning: loss: .*unbounded",
         "trial of the loss",
-        planted=("loss._component_=museum.losses.ClippingOff",),
+        planted=("loss._component_=planted_bugs.losses.ClippingOff",),
     ),
     Exhibit(
         "kl_over_padding",
@@ -190,7 +190,7 @@ EXHIBITS = (
         r"rewards: a reward that raises",
         "each reward process first scores a reward that raises",
         overrides=(
-            "rewards.correctness._component_=museum.rewards.Flaky",
+            "rewards.correctness._component_=planted_bugs.rewards.Flaky",
             "~rewards.correctness.answer_format",
             "max_failed_samples=100000",
         ),
@@ -254,7 +254,7 @@ EXHIBITS = (
         "run",
         r"step (\d+) is skipped: the loss is nan at group",
         "a step whose loss is not finite is skipped, and the token named",
-        planted=("loss._component_=museum.losses.MaskedByMultiplication",),
+        planted=("loss._component_=planted_bugs.losses.MaskedByMultiplication",),
         bug="nan_by_multiplication",
     ),
     Exhibit(
