@@ -13,7 +13,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no
 TORCH = $(shell grep '^torch==' requirements/cpu.txt)
 # Files of the user's, such as a run's folder, are nobody's business here.
 TRACKED := $(BIN)/python tests/lib/tracked.py
-TYPED := 'benchmarks/**/*.py' 'grpo_components/**/*.py' 'recipes/**/*.py'
+TYPED := 'benchmarks/**/*.py' 'grpo_components/**/*.py' 'grpo_tools/**/*.py' 'recipes/**/*.py'
 CHECKED := '**/*.py'
 SPELLED = '**'
 CHECK_TYPES = $(BIN)/pyright $$($(TRACKED) $(TYPED))
@@ -60,8 +60,8 @@ with_types = found=$$(mktemp); { $(CHECK_TYPES); } >$$found 2>&1 & types=$$!; \
 	wait $$types || failed=$$?; echo 'pyright:'; cat $$found; rm $$found; exit $$failed
 
 ifdef ROOM
-check: CHECKED = 'grpo_components/$(ROOM)/**/*.py' 'tests/unit/$(ROOM)/**/*.py'
-check: TYPED = 'grpo_components/$(ROOM)/**/*.py'
+check: CHECKED = 'grpo_*/$(ROOM)/**/*.py' 'tests/unit/$(ROOM)/**/*.py'
+check: TYPED = 'grpo_*/$(ROOM)/**/*.py'
 check: SPELLED = $(CHECKED)
 check: TESTS = tests/unit/$(ROOM)
 else

@@ -30,10 +30,10 @@ from omegaconf import OmegaConf
 
 import grpo_components.config.start_roles as start_roles
 from grpo_components._plugin import recipes_folder
-from grpo_components.twin.setup import Setup
-from grpo_components.twin.simulation import simulate
-from grpo_components.twin.times import Lengths, Times
-from grpo_components.twin.virtual_engine import StepTime
+from grpo_tools.simulate.engine import StepTime
+from grpo_tools.simulate.settings import Setup
+from grpo_tools.simulate.simulation import simulate
+from grpo_tools.simulate.times import Lengths, Times
 
 RECIPE = "async_grpo_full_finetune_distributed"
 ASSUMED = Times(
@@ -41,7 +41,6 @@ ASSUMED = Times(
     collect_s=0.0,
     reward_s=0.0,
     load_s=0.2,
-    fetch_s=0.0,
     update_s=0.3,
     train_s_per_token=2e-5,
     train_scatter=(1.0,),
@@ -50,7 +49,6 @@ ASSUMED = Times(
     export_s=0.5,
     reference_s_per_token=0.0,
     call_s=0.0,
-    receive_s=0.0,
 )
 """Times of no real job, in seconds: a step of about 6 s, whatever its number of generators."""
 LENGTHS = Lengths([[300, 350, 400, 500, 600, 900, 1200, 400]], seed=0)
@@ -156,8 +154,7 @@ def virtual(call_s: float) -> str:
             device="cuda",
         )
         free, real = (
-            simulate(setup, replace(ASSUMED, call_s=each, receive_s=each / 2), LENGTHS)
-            for each in (0.0, call_s)
+            simulate(setup, replace(ASSUMED, call_s=each), LENGTHS) for each in (0.0, call_s)
         )
         rows.append(
             [

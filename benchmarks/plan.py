@@ -44,10 +44,6 @@ from grpo_components.objective.penalties import Penalties
 from grpo_components.quiet import without_prints
 from grpo_components.rendezvous import Rendezvous, local_rendezvous
 from grpo_components.settings import Settings
-from grpo_components.sizing.live_bytes import counting
-from grpo_components.sizing.model_sizes import ModelSizes
-from grpo_components.sizing.role_memory import Device
-from grpo_components.sizing.trainer_memory import reference_memory, trainer_memory
 from grpo_components.training.reference import Reference
 from grpo_components.training.trainer import Trainer
 from grpo_components.training.trainer_options import (
@@ -59,6 +55,10 @@ from grpo_components.training.trainer_options import (
     RankOptions,
 )
 from grpo_components.trajectory import PackedTrajectories, Trajectory, pack
+from grpo_tools.memory_plan.live_bytes import counting
+from grpo_tools.memory_plan.model_sizes import ModelSizes
+from grpo_tools.memory_plan.role_memory import Device
+from grpo_tools.memory_plan.trainer_memory import reference_memory, trainer_memory
 
 PROMPT_TOKENS = 64
 TIMEOUT_S = 600.0

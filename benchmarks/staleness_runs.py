@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 from staleness_lines import Cell, Line
 
-from grpo_components.audit.__main__ import main as audit
 from grpo_components.plain_text import one_line, shortened
+from grpo_tools.audit.__main__ import main as audit
 
 RECIPE = "async_grpo_full_finetune_distributed"
 TIME_LIMIT_S = 900.0

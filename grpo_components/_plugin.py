@@ -24,8 +24,8 @@ def install() -> None:
     else:
         sys.meta_path.insert(0, _RegistryFinder())
     program = Path(*sys.argv[:1])
-    modules = ("equivalence", "plan", "twin")
-    if program.name in ("tune", "tiny_policy.py") or program.parent.name in modules:
+    modules = ("equivalence", "memory_plan", "plan", "simulate")
+    if program.name in ("tune", "grpo", "tiny_policy.py") or program.parent.name in modules:
         # torchtune needs a torchao that is too old for this torch. torchao then leaves out its C++
         # kernels, which we do not use, and warns at every start: these programs hide the warning.
         logging.getLogger("torchao").addFilter(lambda record: "cpp extensions" not in record.msg)

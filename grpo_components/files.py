@@ -1,10 +1,18 @@
-"""Appends to files of one record per line, which a restarted process continues."""
+"""Files of one record per line: names, and appending after a restart."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
+
+ANSWERS = "evaluation_answers.jsonl"
+"""Has one line for each logged prompt of each evaluation."""
+FAILURES = "failures.jsonl"
+"""Has one line per attempt that ended early: `attempt`, `error` (null if a person stopped it)."""
+_MAX_STEPS_PER_END = 10
+T = TypeVar("T")
 
 
 def cut_torn_line(path: Path) -> None:
@@ -23,3 +31,9 @@ def append_line(file: TextIO, line: str) -> None:
         with contextlib.suppress(OSError):  # else every later close would retry the unwritten rest
             file.close()
         raise OSError(error.errno, f"cannot be written: {error.strerror}", file.name) from error
+
+
+def first_and_last(steps: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+    """Return the first and the last steps of a run, to compare them."""
+    number = max(1, min(_MAX_STEPS_PER_END, len(steps) // 2))
+    return steps[:number], steps[-number:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,9 +24,10 @@ from grpo_components.records.output_folder import free_names, is_used, real_path
 from grpo_components.records.resume import find_checkpoint, last_attempt, run_of
 from grpo_components.replay.recorded_run import available_cpus, run_folder
 from grpo_components.settings import Settings, teachers_of
-from grpo_components.sizing.plan import RunPlan, plan_run
-from grpo_components.sizing.role_memory import GPU_GIB
 from grpo_components.state_files import read_state
+
+if TYPE_CHECKING:
+    from grpo_tools.memory_plan.plan import RunPlan
 
 _DONE = "the config is right and its components were called; nothing was started or written"
 
@@ -61,6 +62,9 @@ def plan(
 
 
 def _memory(cfg: Settings, data: Sequence[Any], objective: Objective) -> RunPlan:
+    from grpo_tools.memory_plan.plan import plan_run
+    from grpo_tools.memory_plan.role_memory import GPU_GIB
+
     num_gpus, memory = torch.cuda.device_count(), GPU_GIB
     if num_gpus:
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30

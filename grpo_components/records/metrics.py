@@ -10,9 +10,8 @@ from typing import Any
 
 from torchtune.training.metric_logging import MetricLoggerInterface, WandBLogger
 
-from grpo_components.files import append_line
+from grpo_components.files import ANSWERS, append_line
 from grpo_components.records.rollout_table import log_rollout_table
-from grpo_components.report.run_files import ANSWERS
 
 
 class MetricLog:

@@ -25,7 +25,7 @@ SESSION_FIELDS = ("count", "calls", "trajectories", "forks", "drift", "retokeniz
 class Receipts:
     """Writes `receipts.jsonl`: for each attempt a start record, one per step, and an end record.
 
-    The fields are explained in docs/receipts.md; `python -m grpo_components.audit` checks them.
+    The fields are explained in docs/receipts.md; `grpo audit` checks them.
     Each record is appended, flushed, and chained to the previous one by a hash. What records say
     about groups and weights comes from the ledger's events.
     """

@@ -18,16 +18,14 @@ from grpo_components.cluster.supervision import root_cause
 from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.books import close_books, reader_of
 from grpo_components.exchange.ledger import LedgerEntry
-from grpo_components.files import append_line
+from grpo_components.files import FAILURES, append_line, first_and_last
 from grpo_components.records.checkpoint_folder import latest
+from grpo_components.records.live_report import LiveReport
 from grpo_components.records.metrics import MetricLog
 from grpo_components.records.phases import TRAINING, Phases
 from grpo_components.records.progress import Progress
 from grpo_components.records.run_totals import RunTotals
 from grpo_components.records.step_metrics import mean
-from grpo_components.report.live import LiveReport
-from grpo_components.report.page import NoStepsError, write_report
-from grpo_components.report.run_files import FAILURES, first_and_last
 
 STEPS_SHOWN = 10
 """Number of steps over which the display averages the throughput."""
@@ -249,6 +247,8 @@ class RunLog:
             self._show_how_to_go_on()
 
     def _report(self) -> None:
+        from grpo_tools.report.page import NoStepsError, write_report  # once there is a run to show
+
         try:
             self.note(f"report: {write_report(self._output_dir)}")
         except NoStepsError:  # earlier attempts have no steps either

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-from grpo_components.report.run_files import Record
-from grpo_components.report.unread import ObjectReader
 
 _RESTARTS = ("restart", "rollback")
 """Events of which each is the restart of a role, or of all trainers together."""
@@ -43,12 +42,12 @@ def _is_restart(event: Mapping[str, Any]) -> bool:
     return event.get("event") in _RESTARTS and not event.get("given_up")
 
 
-def _records(path: Path, mark: str) -> Iterator[Record]:
+def _records(path: Path, mark: str) -> Iterator[Mapping[str, Any]]:
     """Yield the records of those complete lines that contain a mark; parsing all would be slow."""
     if not path.is_file():
         return
-    reader = ObjectReader()
     with path.open("rb") as lines:
         for line in lines:
-            if mark.encode() in line and line.endswith(b"\n"):
-                yield reader.read(line) or {}
+            if mark.encode() in line:
+                with contextlib.suppress(ValueError):  # of a killed process
+                    yield json.loads(line)

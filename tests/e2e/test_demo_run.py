@@ -3,8 +3,8 @@
 import pytest
 from lib.whole_runs import KEYS, audit, metrics, records
 
-from grpo_components.twin.fit import fit
-from grpo_components.twin.simulation import simulate
+from grpo_tools.simulate.fit import fit
+from grpo_tools.simulate.simulation import simulate
 
 pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
 

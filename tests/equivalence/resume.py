@@ -18,8 +18,8 @@ from equivalence.rungs import (
     run,
     saved_weights,
 )
-from grpo_components.audit.__main__ import audit
 from grpo_components.records.resume import last_attempt
+from grpo_tools.audit.__main__ import audit
 
 _SAVING = ("save_every_n_steps=1", "async_checkpoint=true", "keep_last_n=2")
 _EXIT_TIMEOUT_S = 5.0

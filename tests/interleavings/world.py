@@ -38,7 +38,7 @@ from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
 from grpo_components.replay.event_order import Event, EventOrder
 from grpo_components.training.step_result import StepResult
-from grpo_components.twin.simulation import _recipe_class
+from grpo_tools.simulate.simulation import _recipe_class
 
 PURE = {
     *("gather_weights", "train_step", "hold_state", "write_state", "load_state", "read_state"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from grpo_components.audit.__main__ import main as audit_main
+from grpo_tools.audit.__main__ import main as audit_main
 from lib.chaos import RECIPE, TUNE
 
 __all__ = ["RECIPE", "TUNE"]

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from grpo_components.report.run_files import Items, Number, StepRecord
 from grpo_components.shapes import AnyText, described_as, fits, read_as
+from grpo_tools.report.run_files import Items, Number, StepRecord
 
 
 @with_config(ConfigDict(strict=True, extra="forbid"))

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from grpo_components.audit.__main__ import RULES, main
 from grpo_components.records.receipts import SESSION_FIELDS
+from grpo_tools.audit.__main__ import RULES, main
 
 
 @pytest.fixture

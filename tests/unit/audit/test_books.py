@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from grpo_components.audit.__main__ import main
 from grpo_components.exchange.books import Amount, close_books, reader_of
+from grpo_tools.audit.__main__ import main
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from grpo_components.audit.__main__ import audit, main
-from grpo_components.audit.chain import Chain
-from grpo_components.audit.findings import Findings
 from grpo_components.records.receipt_chain import END_FILE, ChainedFile
+from grpo_tools.audit.__main__ import audit, main
+from grpo_tools.audit.chain import Chain
+from grpo_tools.audit.findings import Findings
 
 
 @pytest.fixture

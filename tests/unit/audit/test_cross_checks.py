@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from grpo_components.audit.__main__ import audit, main
-from grpo_components.audit.settings import correction_bounds, read_settings
+from grpo_tools.audit.__main__ import audit, main
+from grpo_tools.audit.settings import correction_bounds, read_settings
 
 CONFIG = "max_staleness: 2\ngroups_per_step: 2\ngroup_size: 2\nnum_steps: 6\n"
 

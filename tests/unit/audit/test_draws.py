@@ -5,7 +5,7 @@ from copy import deepcopy
 
 import pytest
 
-from grpo_components.audit.__main__ import main
+from grpo_tools.audit.__main__ import main
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from grpo_components.audit import lines
-from grpo_components.audit.lines import UnreadableError, lines_of, parse, records_of
+from grpo_tools.audit import lines
+from grpo_tools.audit.lines import UnreadableError, lines_of, parse, records_of
 
 REFUSED = {
     "the same key twice": '{"a": 1, "a": 1}',

@@ -3,8 +3,8 @@
 import json
 import random
 
-from grpo_components.audit import __main__ as audits
-from grpo_components.audit.lines import UnreadableError, parse
+from grpo_tools.audit import __main__ as audits
+from grpo_tools.audit.lines import UnreadableError, parse
 
 VALUES = [
     *(None, True, False, 0, 1, -1, 2, 99, 10**15, 2**53 + 1, 10**400, 1e300, -0.5, float("inf")),

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from grpo_components.audit.one_run import check_one_run
 from grpo_components.records.run_identity import RunIdentity
 from grpo_components.state_files import write_state
+from grpo_tools.audit.one_run import check_one_run
 
 RUN, OTHER = "a" * 32, "b" * 32
 FIRST, SECOND, THIRD = "1" * 32, "2" * 32, "3" * 32

@@ -8,12 +8,12 @@ import pytest
 import torch
 from lib.token_engine import policy, sample
 
-from grpo_components.audit.__main__ import _rescore as rescore
-from grpo_components.audit.rescore import allowed
 from grpo_components.exchange.policy_versions import PolicyVersions
 from grpo_components.exchange.trained_batches import write_batch
 from grpo_components.exchange.weights import pack_bucket, snapshot_checksum
 from grpo_components.trajectory import batch_hash, pack
+from grpo_tools.audit.__main__ import _rescore as rescore
+from grpo_tools.audit.rescore import allowed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_components.audit.__main__ import main
+from grpo_tools.audit.__main__ import main
 
 
 @pytest.fixture

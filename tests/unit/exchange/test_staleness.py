@@ -14,7 +14,6 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from lib.properties import many
 
-from grpo_components.audit.__main__ import audit
 from grpo_components.data.curriculum import CurriculumRule
 from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.data.prompt_stream import PromptStream
@@ -31,6 +30,7 @@ from grpo_components.training.sample import make_samples
 from grpo_components.training.step_result import StepResult
 from grpo_components.training.token_use import TokenUse, keep_updated
 from grpo_components.trajectory import Trajectory, pack, summarize, unpack
+from grpo_tools.audit.__main__ import audit
 
 
 def test_synchronous_admits_one_batch_per_version():

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from grpo_components.models import qwen3
 from grpo_components.models.qwen3_weights import Qwen3Checkpointer
-from grpo_components.sizing.model_sizes import ModelSizes
+from grpo_tools.memory_plan.model_sizes import ModelSizes
 
 CARDS = {  # as the model cards state them: all parameters, and those that are not embeddings
     "qwen3_0_6b": ("0.6", "0.44"),

@@ -10,7 +10,6 @@ import pytest
 from lib.checkpoints import write_checkpoint
 from omegaconf import OmegaConf
 
-from grpo_components.audit.__main__ import audit
 from grpo_components.config.cross_checks import needs_reference
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.ledger import Ledger
@@ -20,6 +19,7 @@ from grpo_components.records.receipt_chain import read_end
 from grpo_components.records.receipts import Receipts
 from grpo_components.records.resume import begin_run, check_resume, last_attempt, roll_back
 from grpo_components.settings import Settings
+from grpo_tools.audit.__main__ import audit
 
 VALUES = {
     "seed": 1,

@@ -16,7 +16,7 @@ from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.records import run_log
 from grpo_components.records.run_log import RunLog
-from grpo_components.report.page import write_report
+from grpo_tools.report.page import write_report
 
 
 class Logger(MetricLoggerInterface):

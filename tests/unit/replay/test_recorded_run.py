@@ -22,7 +22,6 @@ from lib.properties import many
 from omegaconf import OmegaConf
 
 from grpo_components._plugin import recipes_folder
-from grpo_components.audit.__main__ import audit
 from grpo_components.config.reading import read_settings
 from grpo_components.config.replay_check import check_replay
 from grpo_components.errors import ReplayError, ReplayStop
@@ -38,6 +37,7 @@ from grpo_components.replay.schedule import STOP, open_schedule
 from grpo_components.training.step_result import StepResult
 from grpo_components.trajectory import Trajectory, pack, summarize
 from grpo_components.what_if import WhatIf
+from grpo_tools.audit.__main__ import audit
 
 # ---- whole runs with fakes of the roles ---------------------------------------------------------
 

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from grpo_components.report.__main__ import main
-from grpo_components.report.comparison import write_comparison
-from grpo_components.report.page import NoStepsError
+from grpo_tools.report.__main__ import main
+from grpo_tools.report.comparison import write_comparison
+from grpo_tools.report.page import NoStepsError
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,8 @@
 import plotly.graph_objects as go
 import pytest
 
-from grpo_components.report.curves import MAX_POINTS, metric_charts, thinned
-from grpo_components.report.timeline import timeline
+from grpo_tools.report.curves import MAX_POINTS, metric_charts, thinned
+from grpo_tools.report.timeline import timeline
 
 
 def metrics(num_steps):

@@ -2,8 +2,8 @@
 
 import json
 
-from grpo_components.report.difficulty import difficulty_charts
-from grpo_components.report.run_files import read_receipts
+from grpo_tools.report.difficulty import difficulty_charts
+from grpo_tools.report.run_files import read_receipts
 
 
 def test_each_prompt_counts_by_its_first_and_its_last_group(tmp_path):

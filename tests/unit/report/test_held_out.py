@@ -2,7 +2,7 @@
 
 import re
 
-from grpo_components.report.held_out import held_out_table
+from grpo_tools.report.held_out import held_out_table
 
 
 def rows(html):

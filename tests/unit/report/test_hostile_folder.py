@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from grpo_components.report import page, unread
-from grpo_components.report.__main__ import main
+from grpo_tools.report import page, unread
+from grpo_tools.report.__main__ import main
 
 VALUES = [
     *(None, True, 0, -1, 2**53, 2**63, 10**400, -(10**400), 1e308, -1e308, 5e-324),

@@ -1,109 +1,91 @@
 """A running run's page is rewritten until the run ends, and never disturbs the run."""
 
 import json
-import threading
+import subprocess
+import sys
+import time
 
 import pytest
 
-from grpo_components.report import live, page
-from grpo_components.report.live import LiveReport
+from grpo_components.records.live_report import LiveReport
+from grpo_tools.report import live, page
 
 PATIENCE_S = 60
+STEP = json.dumps({"step": 1, "attempt": 0, "my/own": 1.0}) + "\n"
 
 
 @pytest.fixture
-def written(monkeypatch):
-    """Pages as they are written: a list of their `live` arguments and an event for each one."""
-    pages, some = [], threading.Event()
-
-    def write_report(folder, live):
-        pages.append(live)
-        if len(pages) >= 3:
-            some.set()
-
-    monkeypatch.setattr(live, "write_report", write_report)
-    monkeypatch.setattr(live, "_SHORTEST_S", 0.01)
-    return pages, some
-
-
-def test_pages_are_written_again_and_again_until_the_end(tmp_path, written):
-    pages, some = written
-    report = LiveReport(tmp_path, pytest.fail, first_s=0.0)
-    report.stop()
-    assert not pages, "it was not started"
-    report = LiveReport(tmp_path, pytest.fail, first_s=0.0)
-    report.start()
-    report.start()
-    assert some.wait(PATIENCE_S)
-    assert sum(thread.name == "report" for thread in threading.enumerate()) == 1
-    report.stop()
-    count = len(pages)
-    assert not any(thread.name == "report" for thread in threading.enumerate())
-    report.stop()
-    assert len(pages) == count and all(page.next_s >= 0.01 for page in pages)
-
-
-def test_a_page_that_takes_long_is_written_less_often(tmp_path, written, monkeypatch):
-    pages, some = written
-    seconds = iter(range(0, 10**6, 100))  # each call of the clock is 100 s after the last
-    monkeypatch.setattr(live.time, "thread_time", lambda: next(seconds))
-    monkeypatch.setattr(live, "_MAX_SHARE", 10_000.0)
-    report = LiveReport(tmp_path, pytest.fail, first_s=0.0)
-    report.start()
-    assert some.wait(PATIENCE_S)
-    report.stop()
-    assert {page.next_s for page in pages[1:]} == {0.01}
-    monkeypatch.setattr(live, "_MAX_SHARE", 1000.0)
-    some.clear()
-    pages.clear()
-    report = LiveReport(tmp_path, pytest.fail, first_s=0.0)
-    report.start()
-    assert some.wait(PATIENCE_S)
-    report.stop()
-    assert {page.next_s for page in pages[1:]} == {0.1}
-
-
-def test_a_failing_page_is_tried_again_and_shown_once(tmp_path, monkeypatch):
-    notes, tries, enough = [], [], threading.Event()
-
-    def broken(*_, **__):
-        tries.append(1)
-        if len(tries) == 3:
-            enough.set()
-        raise KeyError("a field")
-
-    monkeypatch.setattr(live, "write_report", broken)
-    monkeypatch.setattr(live, "_SHORTEST_S", 0.01)
-    report = LiveReport(tmp_path, notes.append, first_s=0.0)
-    report.start()
-    assert enough.wait(PATIENCE_S)
-    report.stop()
-    assert len(notes) == 1 and "KeyError" in notes[0]
-
-
-def test_before_the_first_step_there_is_no_page_and_no_error(tmp_path, monkeypatch):
-    """The page appears once there is something to see."""
-    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
+def folder(tmp_path):
+    """A run without a step."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/metrics.jsonl").touch()
-    tries, tried, found = [], threading.Event(), threading.Event()
+    return tmp_path
 
-    def write_report(folder, live):
-        try:
-            path = page.write_report(folder, live=live)
-        finally:
-            tries.append(1)
-            tried.set()
-        found.set()
-        return path
 
-    monkeypatch.setattr(live, "write_report", write_report)
-    monkeypatch.setattr(live, "_SHORTEST_S", 0.01)
-    report = LiveReport(tmp_path, pytest.fail, first_s=0.01)
-    report.start()
-    assert tried.wait(PATIENCE_S) and not (tmp_path / "report.html").exists()
-    record = {"step": 1, "attempt": 0, "my/own": 1.0}
-    (tmp_path / "logs/metrics.jsonl").write_text(json.dumps(record) + "\n")
-    assert found.wait(PATIENCE_S)
+def pauses(number, given):
+    """Says how long each pause was, and that the run ends after so many."""
+
+    def ends_within(seconds):
+        given.append(seconds)
+        return len(given) > number
+
+    return ends_within
+
+
+def test_before_the_first_step_there_is_no_page_and_no_error(folder, capsys):
+    """The page appears once there is something to see, and says when the next one comes."""
+    live.write_pages(folder, pauses(2, []))
+    assert not (folder / "report.html").exists()
+    (folder / "logs/metrics.jsonl").write_text(STEP)
+    live.write_pages(folder, pauses(1, []))
+    assert '"next_s":' in (folder / "report.html").read_text(encoding="utf-8")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_page_that_takes_long_is_written_less_often(folder, monkeypatch):
+    monkeypatch.setattr(page, "write_report", lambda *_, **__: None)
+    seconds = iter(range(0, 10**6, 100))  # each call of the clock is 100 s after the last
+    monkeypatch.setattr(live.time, "process_time", lambda: next(seconds))
+    given = []
+    live.write_pages(folder, pauses(3, given))
+    assert given == [5.0, 5000.0, 5000.0, 5000.0]
+
+
+def test_a_failing_page_is_tried_again_and_shown_once(folder, monkeypatch, capsys):
+    def broken(*_, **__):
+        tries.append(1)
+        raise KeyError("a field")
+
+    tries = []
+    monkeypatch.setattr(page, "write_report", broken)
+    live.write_pages(folder, pauses(3, []))
+    assert len(tries) == 3
+    assert capsys.readouterr().err.count("KeyError") == 1
+
+
+def test_the_child_ends_with_the_run_also_with_one_that_is_killed(folder):
+    report = LiveReport(folder, pytest.fail)
     report.stop()
-    assert '"next_s":' in (tmp_path / "report.html").read_text(encoding="utf-8")
+    report.start()
+    child = report._child
+    report.start()
+    assert report._child is child and child.poll() is None
+    report.stop()
+    assert child.returncode == 0
+    script = (
+        "import os, pathlib, signal, sys; from grpo_components.records.live_report import *;"
+        "report = LiveReport(pathlib.Path(sys.argv[1]), print); report.start();"
+        "print(report._child.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, folder], stdout=subprocess.PIPE, text=True)
+    cmdline = f"/proc/{int(done.stdout)}/cmdline"
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        try:
+            with open(cmdline) as file:
+                if not file.read():  # nobody waits for it any more
+                    return
+        except OSError:
+            return
+        time.sleep(0.05)
+    pytest.fail("the child outlived the driver")

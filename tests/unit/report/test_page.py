@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 import pytest
 
 from grpo_components import whole_files
-from grpo_components.report.__main__ import main
-from grpo_components.report.page import Live, write_report
+from grpo_tools.report.__main__ import main
+from grpo_tools.report.page import Live, write_report
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202e\x1b]0;\x07'\"&lt;"
 

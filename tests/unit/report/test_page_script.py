@@ -26,7 +26,7 @@ globalThis.document = { hidden: false, addEventListener() {},
 
 def run(code):
     """Value of `result` after the script's functions and this code have run."""
-    script = (files("grpo_components.report") / "page.js").read_text(encoding="utf-8")
+    script = (files("grpo_tools.report") / "page.js").read_text(encoding="utf-8")
     functions, calls, _ = script.partition("\ndrawCharts();\n")
     assert calls, "the script begins to draw at its end"
     whole = BROWSER + functions.replace('"use strict";', "", 1) + code

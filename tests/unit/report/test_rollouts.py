@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from grpo_components.report import rollouts
-from grpo_components.report.rollouts import read_answers, read_rollouts
-from grpo_components.report.run_files import Attempts
+from grpo_tools.report import rollouts
+from grpo_tools.report.rollouts import read_answers, read_rollouts
+from grpo_tools.report.run_files import Attempts
 
 
 def response(text="4", **more):

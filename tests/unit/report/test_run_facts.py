@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from grpo_components.report.run_facts import RunFacts, duration, read_facts
+from grpo_tools.report.run_facts import RunFacts, duration, read_facts
 
 
 @pytest.fixture

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typing_extensions import TypedDict
 
-from grpo_components.report.run_files import (
+from grpo_components.files import first_and_last
+from grpo_components.shapes import fits
+from grpo_tools.report.run_files import (
     Attempts,
     Items,
     Number,
-    first_and_last,
     read_metrics,
     read_receipts,
     read_records,
 )
-from grpo_components.shapes import fits
 
 # (steps done at its start, steps it trains) of each attempt.
 ATTEMPTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=5)

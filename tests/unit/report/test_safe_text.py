@@ -7,7 +7,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_components.report.safe_text import escaped, script_json, text
+from grpo_tools.report.safe_text import escaped, script_json, text
 
 ANY_TEXT = st.text(st.characters(codec=None), max_size=40)  # lone surrogates, too
 

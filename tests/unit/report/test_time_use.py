@@ -3,7 +3,7 @@
 import plotly.graph_objects as go
 import pytest
 
-from grpo_components.report.time_use import seconds_by_role, time_use_charts
+from grpo_tools.report.time_use import seconds_by_role, time_use_charts
 
 
 def beat(role, time, seconds, **more):

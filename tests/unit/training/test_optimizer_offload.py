@@ -9,8 +9,8 @@ from lib.trainer_ranks import ADVANTAGES, RAGGED, assert_weights_equal, export, 
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from grpo_components.sizing.live_bytes import imagined_ranks
 from grpo_components.training.optimizer_offload import OptimizerOffload, moved
+from grpo_tools.memory_plan.live_bytes import imagined_ranks
 
 CPU = torch.device("cpu")
 OPTIMIZERS = {

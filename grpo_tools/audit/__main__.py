@@ -1,0 +1,116 @@
+"""Audit a run's receipts offline: `grpo audit OUTPUT_DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_components.exchange.books import Books
+from grpo_components.plain_text import one_line
+from grpo_components.quiet import quiet_libraries
+from grpo_tools.audit.attempts import RunAudit
+from grpo_tools.audit.chain import Chain
+from grpo_tools.audit.cross_checks import cross_checks
+from grpo_tools.audit.findings import RULES, FatalViolation, Findings
+from grpo_tools.audit.lines import UnreadableError, lines_of, parse, records_of
+from grpo_tools.audit.one_run import check_one_run
+
+
+def audit(path: Path, unfinished: bool = False) -> tuple[Findings, str]:
+    """Check a run's receipts record by record, and compare them with the run's other files."""
+    if not path.is_file() or not path.stat().st_size:
+        raise FileNotFoundError(path)
+    findings = Findings()
+    chain = Chain(
+        path, findings
+    )  # reads receipts.end before the records: the run may still be writing both
+    starts = _starts(path)
+    checks = cross_checks(path.parent, [attempt for attempt, _ in starts], findings)
+    points = [step for _, step in starts]
+    events = path.parent / "logs" / "events.jsonl"
+    books = Books(points, lambda: records_of(events))
+    run = RunAudit(path.name, points, chain, checks, books, findings)
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(lines_of(file), start=1):
+                if unfinished and not line.endswith(b"\n"):
+                    break  # incomplete: the run was killed, or is writing it now
+                run.follow(line, number)
+        run.finish(unfinished)
+    except FatalViolation:
+        pass
+    findings.notes += [f"books: {line}" for line in books.beside()]
+    findings.where = str(path.parent)
+    check_one_run(path, findings.check)
+    return findings, run.summary()
+
+
+def _starts(path: Path) -> list[tuple[int, int]]:
+    """Return (`attempt`, `steps_done`) of each start record; skip unreadable records."""
+    found: list[tuple[int, int]] = []
+    with path.open("rb") as file:
+        for line in lines_of(file):
+            if line.startswith(b'{"record": "start"'):
+                try:
+                    record = parse(line)
+                except UnreadableError:
+                    continue
+                values = (record.get("attempt"), record.get("steps_done"))
+                if all(type(value) is int for value in values):
+                    found.append(values)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Audit a run and print the outcome of every rule."""
+    parser = argparse.ArgumentParser(
+        prog="grpo audit", description=__doc__, epilog="example: grpo audit /tmp/run --unfinished"
+    )
+    parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's output_dir")
+    parser.add_argument(
+        "--unfinished",
+        action="store_true",
+        help="accept a missing end record: the run was killed or is still running",
+    )
+    parser.add_argument(
+        "--rescore",
+        action="store_true",
+        help="compute the logprob of every trained token again (needs keep_policy_versions)",
+    )
+    options = parser.parse_args(arguments)
+    path = options.output_dir / "receipts.jsonl"
+    try:
+        findings, summary = audit(path, options.unfinished)
+    except OSError:
+        sys.stderr.write(f"no receipts in {one_line(str(path))}\n")
+        return 2
+    sys.stdout.write(findings.table() + summary)
+    sys.stdout.writelines(f"note: {note}\n" for note in findings.notes)
+    if findings.broken:
+        rule = next(iter(findings.broken))
+        sys.stdout.write(f"broken: {rule} ({RULES[rule]}): {findings.broken[rule]}\n")
+    else:
+        sys.stdout.write("every rule holds\n")
+    code = _rescore(options.output_dir) if options.rescore else 0
+    return code or int(bool(findings.broken))
+
+
+def _rescore(output_dir: Path) -> int:
+    quiet_libraries("WARNING")
+    # Torch and transformers take seconds to import.
+    from grpo_tools.audit.rescore import NothingKeptError, rescore
+
+    try:
+        result = rescore(output_dir)
+    except NothingKeptError as error:
+        sys.stderr.write(f"cannot rescore: {one_line(str(error))}\n")
+        return 2
+    sys.stdout.write(result.table())
+    sys.stdout.write(f"broken: rescore: {result.broken}\n" if result.broken else "all agree\n")
+    return int(bool(result.broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

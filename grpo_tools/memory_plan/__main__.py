@@ -1,0 +1,117 @@
+"""Plan a run's memory without GPUs or model: `grpo plan --config NAME`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from torchtune import config
+
+from grpo_components._plugin import config_files, recipes_folder
+from grpo_components.config.command_line import merge_overrides
+from grpo_components.config.cross_checks import kl_sections, needs_reference
+from grpo_components.config.generator_checks import check_tensor_parallel
+from grpo_components.config.preflight import settings_of
+from grpo_components.config.training_checks import check_heads
+from grpo_components.errors import fail
+from grpo_components.plain_text import plain
+from grpo_components.settings import Settings
+from grpo_tools.memory_plan.model_sizes import ModelSizes
+from grpo_tools.memory_plan.plan import plan_run
+from grpo_tools.memory_plan.role_memory import GPU_GIB
+
+
+def read(name: str, overrides: Sequence[str]) -> DictConfig:
+    """Read a config by its name in `tune ls` or its path, with overrides as for `tune run`."""
+    shipped = config_files(recipes_folder() / "configs")
+    path = shipped.get(name, Path(name))
+    if not path.is_file():
+        fail("--config", f"no config {name}", f"a file, or {', '.join(sorted(shipped))}")
+    given: Any = OmegaConf.to_container(OmegaConf.load(path))
+    return merge_overrides(given, overrides)
+
+
+def longest_prompt(cfg: Settings) -> int:
+    """Return the tokens of the longest prompt that the config's data sets may have."""
+    longest = 1
+    for key in ("dataset", "eval_dataset"):
+        node = getattr(cfg, key)
+        if node is None:
+            continue
+        parts = node.get("parts") or {"": node}
+        for name, part in parts.items():
+            limit = part.get("max_prompt_tokens") or node.get("max_prompt_tokens")
+            if limit is None:
+                where = f"{key}.parts.{name}" if name else key
+                problem = "not given, and the plan needs the longest prompt"
+                fail(f"{where}.max_prompt_tokens", problem, "a number")
+            longest = max(longest, limit)
+    return longest
+
+
+def _check_gpus(cfg: Settings, gpus: int | None, memory: float | None) -> None:
+    """Refuse GPUs that no machine has, and any for a config that uses none."""
+    for name, value, most in (("--gpus", gpus, 10**6), ("--gpu-memory", memory, 1e6)):
+        if value is None:
+            continue
+        if cfg.device != "cuda":
+            fail(name, f"{value:g} given, and the config has device: {cfg.device}", "none")
+        if not 1 <= value <= most:
+            fail(name, f"{value:g} given", f"a number of 1 to {most:.0f}")
+
+
+def _check_splits(cfg: Settings) -> None:
+    """Refuse numbers of workers and ranks that cannot share a layer of the policy."""
+    sizes = ModelSizes.of(partial(config.instantiate, cfg.model))
+    named = {
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "intermediate_size": sizes.intermediate,
+        "vocab_size": sizes.vocabulary,
+    }
+    check_heads(cfg.tensor_parallel_dim, named)
+    check_tensor_parallel(cfg.generator.tensor_parallel_size, named)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what each role and GPU would hold, and what does not fit."""
+    parser = argparse.ArgumentParser(
+        prog="grpo plan",
+        description=__doc__,
+        epilog="example: grpo plan --config qwen3B_async_grpo --gpus 8",
+    )
+    parser.add_argument("--config", required=True, help="name in `tune ls`, or a file")
+    parser.add_argument("--gpus", type=int, help="number of GPUs; default: what the config needs")
+    parser.add_argument("--gpu-memory", type=float, help="GiB of one GPU; default: 80")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        cfg = settings_of(read(options.config, options.overrides))
+        _check_gpus(cfg, options.gpus, options.gpu_memory)
+        _check_splits(cfg)
+        found = plan_run(
+            cfg,
+            longest_prompt(cfg),
+            needs_reference=any(map(needs_reference, kl_sections(cfg).values())),
+            num_gpus=options.gpus,
+            gpu_gib=options.gpu_memory or GPU_GIB,
+        )
+    except ValueError as error:
+        sys.stderr.write(f"config error: {plain(str(error))}\n")
+        return 2
+    sys.stdout.write("".join(f"{line}\n" for line in found.lines))
+    for problem in found.problems:
+        sys.stderr.write(f"does not fit: {problem}\n")
+    if found.problems:
+        return 2
+    sys.stdout.write("everything fits\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

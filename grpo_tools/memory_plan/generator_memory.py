@@ -1,0 +1,104 @@
+"""Predicts a generator's memory: weights, what vLLM works with, and how many sequences fit."""
+
+from __future__ import annotations
+
+from grpo_components.models.loading import DTYPES
+from grpo_components.models.lora import lora_options
+from grpo_components.settings import Settings
+from grpo_tools.memory_plan.model_sizes import ModelSizes
+from grpo_tools.memory_plan.role_memory import GIB, GPU_PROCESS_BYTES, Device, RoleMemory, gib
+from grpo_tools.memory_plan.transfer_memory import transfer_bytes
+
+_LARGE_GPU_GIB, _TOKENS_LARGE, _TOKENS_SMALL = 70, 16384, 8192
+"""vLLM 0.32's default of max_num_batched_tokens on a GPU: from this size on, and below it."""
+_MAX_WEIGHTS = 0.8
+"""Share of a GPU from which on weights leave too little for a cache."""
+_GRAPHS_BYTES = GIB
+"""CUDA graphs of one engine; not measured by us."""
+_LOGIT_COPIES = 4
+"""float32 copies of a step's logits in vLLM's sampler: as they come, processed, as logprobs, and as
+probabilities."""
+
+
+def generator_memory(
+    cfg: Settings, sizes: ModelSizes, prompt_tokens: int, device: Device
+) -> RoleMemory:
+    """Predict the memory of one worker of a generator.
+
+    On a GPU, vLLM takes `gpu_memory_utilization` of it: what weights, work and graphs leave is the
+    KV cache, unless `kv_cache_gib` sets that. While new weights are loaded, one unit of them is
+    there twice.
+    """
+    options, itemsize = cfg.generator, DTYPES[cfg.dtype].itemsize
+    workers = options.tensor_parallel_size
+    length = options.max_model_len or prompt_tokens + options.max_response_tokens
+    weights = sizes.weight_bytes(cfg.dtype) // workers
+    lora = lora_options(cfg.lora)
+    if lora is not None:
+        weights += sizes.snapshot_bytes(cfg.dtype) * lora.reserved_rank // lora.rank
+    parts = {"weights": weights, "work": _work(cfg, sizes, device)}
+    if device.is_gpu:
+        graphs = 0 if options.enforce_eager else _GRAPHS_BYTES
+        parts["reserve"] = GPU_PROCESS_BYTES + graphs
+    budget = int(options.gpu_memory_utilization * device.nbytes)
+    cache = int((options.kv_cache_gib or 0.0) * GIB) // workers
+    if not cache:
+        cache = budget - sum(parts.values()) if device.is_gpu else GIB
+    parts["KV cache"] = max(cache, 0)
+    loading = max(sizes.units) * itemsize // workers + transfer_bytes(cfg, sizes)[1]
+    # Of the generator, not of its workers: the bytes that the next delta is applied to.
+    host = {"push": sizes.snapshot_bytes(cfg.dtype) // workers} if cfg.push == "delta" else {}
+    if cfg.colocate and device.is_gpu and lora is not None:
+        host["weights"] = weights
+    if not device.is_gpu:
+        parts, host = parts | host, {}
+    total = sum(parts.values()) + loading
+    parts["reserve"] = parts.get("reserve", 0) + loading
+    sequence = sizes.kv_bytes_per_token(cfg.dtype, workers) * length
+    fits, wanted = max(cache, 0) // sequence, _wanted(cfg)
+    at_once = min(wanted, options.max_num_seqs)
+    many = f"{fits:,} sequences of {length:,} tokens fit into the KV cache"
+    notes = [f"{many}; {at_once:,} run at once, of {wanted:,} that a generator has room for"]
+    if fits < at_once:
+        notes.append(f"where more than {fits:,} are so long, vLLM recomputes the others later")
+    share = cfg.gpus_per_generator
+    count = cfg.num_generators * workers
+    memory = RoleMemory("generator", count, share, total, parts, host, notes)
+    memory.resting = parts["reserve"] - loading  # vLLM's sleep frees neither context nor graphs
+    if fits < 1 or (device.is_gpu and weights > _MAX_WEIGHTS * device.nbytes):
+        memory.smaller = _smaller(cfg, weights, cache, sequence, device)
+    return memory
+
+
+def _work(cfg: Settings, sizes: ModelSizes, device: Device) -> int:
+    """Return the bytes of vLLM's largest step: hidden states, and the sampler's logits."""
+    options, itemsize = cfg.generator, DTYPES[cfg.dtype].itemsize
+    workers = options.tensor_parallel_size
+    tokens = _TOKENS_LARGE if device.gib >= _LARGE_GPU_GIB else _TOKENS_SMALL
+    if not device.is_gpu:
+        tokens = 4096
+    layer = 4 * sizes.dim + 3 * sizes.intermediate // workers
+    logits = min(options.max_num_seqs, _wanted(cfg)) * sizes.vocabulary * 4 * _LOGIT_COPIES
+    return tokens * layer * itemsize + logits
+
+
+def _wanted(cfg: Settings) -> int:
+    return cfg.rollouts_in_flight * cfg.group_size
+
+
+def _smaller(cfg: Settings, weights: int, cache: int, sequence: int, device: Device) -> str:
+    """Return the key that makes room for at least one sequence."""
+    options = cfg.generator
+    splits = device.is_gpu and weights + sequence > _MAX_WEIGHTS * device.nbytes
+    if not splits and (not device.is_gpu or options.kv_cache_gib is not None):
+        given = options.kv_cache_gib or 1.0
+        problem = f"generator.kv_cache_gib: {given:g} given, and a sequence takes {gib(sequence)}"
+        return f"{problem} GiB; allowed: {gib(1.05 * sequence)} or more"
+    workers, memory = options.tensor_parallel_size, options.gpu_memory_utilization
+    if memory < 0.9 * cfg.gpus_per_generator and not splits:
+        problem = (
+            f"generator.gpu_memory_utilization: {memory:g} given, {gib(-cache)} GiB too little"
+        )
+        return f"{problem}; allowed: up to gpus_per_generator: {cfg.gpus_per_generator:g}"
+    problem = f"generator.tensor_parallel_size: {workers} given, and weights of {gib(weights)} GiB"
+    return f"{problem} leave no room for a sequence; allowed: {2 * workers} or more"

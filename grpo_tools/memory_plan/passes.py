@@ -1,0 +1,182 @@
+"""Runs the policy's own forward and backward passes without memory, and notes what they take."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torchtune import training
+
+from grpo_components.models.hugging_face_policy import base_of, decoder_layers, is_transformers
+from grpo_components.models.loading import DTYPES, shard_model
+from grpo_components.models.logprobs import ResponseLogprobs, token_batch
+from grpo_components.models.lora import trained_parameters
+from grpo_components.models.meshes import Sharding, arrange_ranks
+from grpo_components.trajectory import TokenSequence
+from grpo_tools.memory_plan.live_bytes import LiveBytes, imagined_ranks, imagining
+
+Bytes = dict[str, int]
+"""Bytes by name; every one grows by the same amount with each layer of the model."""
+
+_FEW, _MORE = 3, 4
+"""Layers of two shorter models, from which a deeper one follows: FSDP holds at most three."""
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """How a rank computes the policy; the names are those of the config."""
+
+    build_model: Callable[[], nn.Module]
+    """Builds the torchtune decoder or transformers model."""
+    build_optimizer: Callable[[Any], torch.optim.Optimizer] | None
+    """Builds the optimizer from the parameters; None leaves it out."""
+    num_ranks: int
+    sharding: Sharding
+    model_type: str | None
+    dtype: str
+    enable_activation_checkpointing: bool
+    logprob_chunk_tokens: int
+    entropy_gradient: bool
+
+
+def training_bytes(
+    options: PolicyOptions, sequences: Sequence[TokenSequence], has_gradients: bool
+) -> Bytes:
+    """Return what training takes on rank 0."""
+
+    def run(build_model: Callable[[], nn.Module]) -> Bytes:
+        with imagined_ranks(options.num_ranks):
+            meshes = arrange_ranks(options.num_ranks, "cpu", options.sharding)
+            model = shard_model(
+                build_model,
+                meshes,
+                options.sharding,
+                options.model_type,
+                options.dtype,
+                options.enable_activation_checkpointing,
+            )
+            with imagining() as live:
+                return _train(options, model.to_empty(device=_CPU), sequences, has_gradients, live)
+
+    return _by_depth(options.build_model, run)
+
+
+def inference_bytes(options: PolicyOptions, sequences: Sequence[TokenSequence]) -> Bytes:
+    """Return what a forward pass without gradients takes, with the whole model on one device."""
+
+    def run(build_model: Callable[[], nn.Module]) -> Bytes:
+        with imagining() as live, torch.no_grad():
+            with training.set_default_dtype(DTYPES[options.dtype]):
+                model = build_model().requires_grad_(False)
+            found = {"weights": live.live}
+            steps = _Steps(live, list(decoder_layers(model)), found)
+            logprobs = ResponseLogprobs(model, chunk_tokens=options.logprob_chunk_tokens)
+            batch = token_batch(sequences)
+            live.mark()
+            _ = logprobs(batch)
+            steps.end("logits, forward")
+            return found
+
+    return _by_depth(options.build_model, run)
+
+
+class _Steps:
+    """Notes the peak of each part of forward and backward passes."""
+
+    def __init__(self, live: LiveBytes, layers: Sequence[nn.Module], found: Bytes) -> None:
+        self._live, self._found = live, found
+        layers[-1].register_forward_hook(self._after_last_layer)
+        if len(layers) > 1:
+            layers[-2].register_forward_hook(self._after_layer_before)
+
+    def end(self, part: str) -> None:
+        """End a part of a pass."""
+        name = f"peak of {part}"
+        self._found[name] = max(self._found.get(name, 0), self._live.mark())
+
+    def _after_last_layer(self, *args: Any) -> None:
+        self.end("layers, forward")
+        self._at_gradient(args[-1], "logits, backward")
+
+    def _after_layer_before(self, *args: Any) -> None:
+        self._at_gradient(args[-1], "last layer, backward")
+
+    def _at_gradient(self, output: Tensor, ended: str) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda _: self.end(ended))
+
+
+def _train(
+    options: PolicyOptions,
+    model: nn.Module,
+    sequences: Sequence[TokenSequence],
+    has_gradients: bool,
+    live: LiveBytes,
+) -> Bytes:
+    """Train one step as `Trainer` does, and return the bytes of each part."""
+    for module in model.modules():
+        if hasattr(module, "rope_init"):
+            cast(Any, module).rope_init()
+    parameters = [cast(Any, parameter) for parameter in trained_parameters(model)]
+    shards = [nn.Parameter(parameter.to_local()) for parameter in parameters]
+    found = {"weights": live.live}
+    optimizer = options.build_optimizer and options.build_optimizer(shards)
+    if optimizer:
+        for shard in shards:
+            shard.grad = torch.empty_like(shard)
+        optimizer.step()  # makes its state
+        optimizer.zero_grad(set_to_none=True)
+    found["optimizer"] = live.live - found["weights"]
+    steps = _Steps(live, list(decoder_layers(model)), found)
+    logprobs = ResponseLogprobs(
+        model, chunk_tokens=options.logprob_chunk_tokens, entropy_gradient=options.entropy_gradient
+    )
+    if has_gradients:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+    live.mark()
+    before = live.live
+    batch = token_batch(sequences)
+    values, entropies = logprobs(batch)
+    found["activations"] = live.live - before
+    steps.end("logits, forward")
+    (values.sum() + entropies.sum()).backward()
+    del batch, values, entropies
+    steps.end("other layers, backward")
+    found["gradients"] = sum(parameter.grad.to_local().nbytes for parameter in parameters)
+    if optimizer:
+        for shard, parameter in zip(shards, parameters, strict=True):
+            shard.grad = parameter.grad.to_local()
+        optimizer.step()
+        steps.end("optimizer")
+    return found
+
+
+def _by_depth(
+    build_model: Callable[[], nn.Module], run: Callable[[Callable[[], nn.Module]], Bytes]
+) -> Bytes:
+    """Run a model of few layers in place of a deep one, whose layers are all alike."""
+
+    def shortened(num_layers: int) -> Callable[[], nn.Module]:
+        def build() -> nn.Module:
+            model = build_model()
+            holder = base_of(model) if is_transformers(model) else cast(Any, model)
+            holder.layers = decoder_layers(model)[:num_layers]
+            return model
+
+        return build
+
+    with torch.device("meta"):
+        num_layers = len(decoder_layers(build_model()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about kernels that a CPU would take, in other dtypes
+        if num_layers <= _MORE:
+            return run(build_model)
+        few, more = (run(shortened(n)) for n in (_FEW, _MORE))
+    growth = (num_layers - _FEW) // (_MORE - _FEW)
+    return {name: few[name] + growth * (more[name] - few[name]) for name in few}

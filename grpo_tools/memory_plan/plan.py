@@ -1,0 +1,169 @@
+"""Plans the memory of a whole run: every role, every GPU, and what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import psutil
+from torchtune import config
+
+from grpo_components.models.lora import lora_options
+from grpo_components.settings import Settings, teachers_of
+from grpo_tools.memory_plan.generator_memory import generator_memory
+from grpo_tools.memory_plan.host_memory import HostMemory, node_bytes
+from grpo_tools.memory_plan.model_sizes import ModelSizes
+from grpo_tools.memory_plan.rates import Rates
+from grpo_tools.memory_plan.role_memory import GIB, Device, RoleMemory, gib
+from grpo_tools.memory_plan.trainer_memory import reference_memory, teacher_memory, trainer_memory
+from grpo_tools.memory_plan.turns import in_turns, start_problem
+
+_COLUMNS = (
+    *("weights", "gradients", "optimizer", "activations"),
+    *("work", "KV cache", "push", "checkpoint", "reserve"),
+)
+_SMALL = 1e-9
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run takes, and what of it does not fit."""
+
+    lines: list[str]
+    """Text for a person."""
+    problems: list[str]
+    """What does not fit: `key: problem; allowed: ...`; empty if all fits."""
+
+
+def plan_run(
+    cfg: Settings,
+    prompt_tokens: int,
+    *,
+    needs_reference: bool,
+    num_gpus: int | None,
+    gpu_gib: float,
+) -> RunPlan:
+    """Plan the memory of a run."""
+    sizes = ModelSizes.of(partial(config.instantiate, cfg.model), lora_options(cfg.lora))
+    is_gpu = cfg.device == "cuda"
+    memory = gpu_gib if is_gpu else psutil.virtual_memory().total / GIB
+    device = Device(is_gpu, memory)
+    roles = list(_roles(cfg, sizes, prompt_tokens, device, needs_reference))
+    host = HostMemory.of(cfg, sizes, roles)
+    problems = [role.smaller for role in roles if role.role == "generator" and role.smaller]
+    lines = [*_size_lines(cfg, sizes), *_table(roles)]
+    lines += [f"{role.role}: {note}" for role in roles for note in role.notes]
+    if is_gpu:
+        placed = roles
+        if cfg.colocate:
+            generator, trainer, *others = roles
+            together = in_turns(trainer, generator, device, _less_for_vllm(cfg))
+            placed = [together, *others]
+            lines += [f"{together.role}: {note}" for note in together.notes]
+            if problem := start_problem(cfg, trainer, device):
+                problems.append(problem)
+        gpus = _place(placed)
+        lines += _gpu_lines(gpus, device)
+        problems += _gpu_problems(cfg, gpus, device, num_gpus)
+        lines += host.lines()
+        if {"generator", "trainer"} <= {role.role for role in roles}:
+            cache = roles[0].parts["KV cache"]
+            lines += Rates.of(cfg, sizes, prompt_tokens, cache, needs_reference).lines(cfg)
+    else:
+        needed = node_bytes(roles, host)
+        text = f"tensors and object store {gib(needed)} of {gib(device.nbytes)} GiB"
+        lines.append(f"{text}; the libraries of each process come on top")
+        if needed > device.nbytes:
+            largest = max(roles, key=lambda role: role.count * role.total)
+            problems.append(largest.smaller or f"num_{largest.role}s: too many; allowed: fewer")
+    if problem := host.problem(cfg):
+        problems.append(problem)
+    return RunPlan(lines, list(dict.fromkeys(problems)))
+
+
+def _roles(
+    cfg: Settings, sizes: ModelSizes, prompt_tokens: int, device: Device, needs_reference: bool
+) -> Iterator[RoleMemory]:
+    """Yield the memory of each role that the run starts; see `plan_run`."""
+    if not cfg.train_from:
+        yield generator_memory(cfg, sizes, prompt_tokens, device)
+    if not (cfg.eval_only or cfg.rollout_only):
+        yield trainer_memory(cfg, sizes, prompt_tokens, device)
+    if needs_reference and cfg.num_references:
+        yield reference_memory(cfg, sizes, prompt_tokens, device)
+    if cfg.teacher and teachers_of(cfg):
+        yield teacher_memory(cfg, cfg.teacher.path, prompt_tokens, device)
+
+
+def _size_lines(cfg: Settings, sizes: ModelSizes) -> Iterator[str]:
+    weights = gib(sizes.weight_bytes(cfg.dtype))
+    yield f"{sizes.parameters:,} parameters, {weights} GiB in {cfg.dtype}"
+    if cfg.lora is not None:
+        yield f"{sizes.trained:,} parameters of adapters, which alone are trained"
+
+
+def _table(roles: Sequence[RoleMemory]) -> Iterator[str]:
+    columns = [name for name in _COLUMNS if any(role.parts.get(name) for role in roles)]
+    width = max(len(f"{role.count} x {role.role}") for role in roles) + 2
+    yield f"{'GiB each':<{width}}{''.join(f'{name:>12}' for name in columns)}{'at most':>12}"
+    for role in roles:
+        cells = [gib(role.parts[name]) if role.parts.get(name) else "-" for name in columns]
+        cells.append(gib(role.total))
+        name = f"{role.count} x {role.role}"
+        yield f"{name:<{width}}{''.join(f'{cell:>12}' for cell in cells)}"
+
+
+def _place(roles: Sequence[RoleMemory]) -> list[list[RoleMemory]]:
+    """Put every process on a GPU, the largest share first, as Ray does; none is on two GPUs."""
+    processes = [role for role in roles for _ in range(role.count)]
+    gpus: list[list[RoleMemory]] = []
+    for process in sorted(processes, key=lambda role: -role.share):
+        for gpu in gpus:
+            if sum(role.share for role in gpu) + process.share <= 1 + _SMALL:
+                gpu.append(process)
+                break
+        else:
+            gpus.append([process])
+    return gpus
+
+
+def _gpu_lines(gpus: Sequence[Sequence[RoleMemory]], device: Device) -> Iterator[str]:
+    kinds: dict[tuple[str, ...], list[int]] = {}
+    for gpu in gpus:
+        total = sum(role.total for role in gpu)
+        kinds.setdefault(tuple(role.role for role in gpu), []).append(total)
+    for names, totals in kinds.items():
+        used = f"{gib(totals[0])} of {gib(device.nbytes)} GiB"
+        share = totals[0] / device.nbytes
+        yield f"{len(totals)} GPUs with {' + '.join(names)}: {used} ({share:.0%})"
+
+
+def _gpu_problems(
+    cfg: Settings,
+    gpus: Sequence[Sequence[RoleMemory]],
+    device: Device,
+    num_gpus: int | None,
+) -> Iterator[str]:
+    if num_gpus is not None and len(gpus) > num_gpus:
+        given = f"num_generators: {cfg.num_generators} with num_trainers: {cfg.num_trainers}"
+        problem = f"{given} and the other roles need {len(gpus)} GPUs, and there are {num_gpus}"
+        yield f"{problem}; allowed: fewer roles, or gpus_per_<role> below 1"
+    for gpu in gpus:
+        if sum(role.total for role in gpu) <= device.nbytes:
+            continue
+        if len(gpu) == 1:
+            yield gpu[0].smaller or _less_for_vllm(cfg)
+        elif any(role.role == "generator" for role in gpu):
+            yield _less_for_vllm(cfg)
+        else:
+            yield next(role.smaller for role in gpu if role.smaller)
+
+
+def _less_for_vllm(cfg: Settings) -> str:
+    options = cfg.generator
+    if options.kv_cache_gib is not None:
+        given = f"generator.kv_cache_gib: {options.kv_cache_gib:g} given"
+        return f"{given}, too much beside the other roles of its GPU; allowed: less"
+    given = f"generator.gpu_memory_utilization: {options.gpu_memory_utilization:g} given"
+    return f"{given}, too much beside what else is on its GPU; allowed: less"

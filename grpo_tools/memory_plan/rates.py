@@ -1,0 +1,74 @@
+"""Estimates how fast generators sample and trainers train, from arithmetic and bandwidth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from grpo_components.models.loading import DTYPES
+from grpo_components.settings import Settings
+from grpo_tools.memory_plan.model_sizes import ModelSizes
+
+_PEAK_FLOPS, _BYTES_PER_S = 989.4e12, 3.35e12
+"""Of an H100 SXM in bf16 without sparsity, from NVIDIA's data sheet."""
+_TRAINED_SHARE, _FORWARD_SHARE, _READ_SHARE = 0.35, 0.45, 0.6
+"""Shares of these peaks that training, forward passes alone (of a reference: nothing to reduce over
+ranks) and decoding reach: assumed, not measured by us."""
+_STEP_S = 0.006
+"""Seconds of an engine step beside the GPU's work: scheduler and sampler; assumed."""
+_MEAN_LENGTH = 0.4
+"""Mean length of a response, as a share of the longest; assumed."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Tokens of responses per second, of all processes together."""
+
+    sampled: float
+    trained: float
+    referenced: float
+    """Infinite without a reference."""
+
+    @classmethod
+    def of(
+        cls, cfg: Settings, sizes: ModelSizes, prompt_tokens: int, cache: int, needs_reference: bool
+    ) -> Rates:
+        """Estimate the rates on H100 GPUs.
+
+        A decoding step reads all weights once and each sequence's KV cache. Training takes 3 times
+        the operations of a forward pass, and 4 times with activation checkpointing.
+        """
+        response = max(cfg.generator.max_response_tokens * _MEAN_LENGTH, 1.0)
+        options, workers = cfg.generator, cfg.generator.tensor_parallel_size
+        per_token = sizes.kv_bytes_per_token(cfg.dtype, workers)
+        length = prompt_tokens + response / 2  # half of a response is there, on average
+        room = int(cache / (per_token * length))
+        sequences = min(options.max_num_seqs, cfg.rollouts_in_flight * cfg.group_size, room)
+        weights = sizes.parameters * DTYPES[cfg.dtype].itemsize / workers
+        read = weights + sequences * length * per_token
+        step_s = _STEP_S + read / (_BYTES_PER_S * _READ_SHARE)
+        sampled = cfg.num_generators * sequences / step_s
+        forward = sizes.flops.layers(int(response), prompt_tokens)
+        forward += sizes.flops.layers(prompt_tokens) / cfg.group_size
+        forward += sizes.flops.per_logprob * response
+        passes = cfg.ppo_epochs * (4 if cfg.enable_activation_checkpointing else 3)
+        trained = cfg.num_trainers * _PEAK_FLOPS * _TRAINED_SHARE * response / (passes * forward)
+        referenced = cfg.num_references * _PEAK_FLOPS * _FORWARD_SHARE * response / forward
+        return cls(sampled, trained, referenced if needs_reference else math.inf)
+
+    def lines(self, cfg: Settings) -> Iterator[str]:
+        """Yield lines of text about the split of the GPUs."""
+        rates = {"generators": self.sampled, "trainers": self.trained}
+        if self.referenced < math.inf:
+            rates["references"] = self.referenced
+        shown = ", ".join(f"{role} {rate:,.0f}" for role, rate in rates.items())
+        yield f"estimate for H100 in tokens of responses per second (not measured): {shown}"
+        if cfg.max_staleness == 0:
+            yield "synchronous: they wait for each other in turn"
+            return
+        slowest = min(rates.values())
+        waits = [
+            f"{role} {1 - slowest / rate:.0%}" for role, rate in rates.items() if rate > slowest
+        ]
+        yield f"so of their time would wait: {', '.join(waits)}"

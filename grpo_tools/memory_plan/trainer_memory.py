@@ -1,0 +1,271 @@
+"""Predicts the memory of a trainer rank and of a frozen model, from the passes that they make."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import optim
+from torchtune import config
+
+from grpo_components.errors import fail
+from grpo_components.models.flops import ModelFlops
+from grpo_components.models.hugging_face_policy import hugging_face
+from grpo_components.models.loading import DTYPES
+from grpo_components.models.lora import adapted_model, lora_options
+from grpo_components.models.meshes import Sharding
+from grpo_components.settings import Settings
+from grpo_tools.memory_plan.longest_batch import BatchShape, MicroBatch, longest_micro_batches
+from grpo_tools.memory_plan.model_sizes import ModelSizes
+from grpo_tools.memory_plan.passes import (
+    Bytes,
+    PolicyOptions,
+    inference_bytes,
+    training_bytes,
+)
+from grpo_tools.memory_plan.role_memory import (
+    FRAGMENTATION,
+    GPU_PROCESS_BYTES,
+    Device,
+    RoleMemory,
+    gib,
+)
+from grpo_tools.memory_plan.transfer_memory import transfer_bytes
+
+_OFFLOADED_LAYERS = 6
+"""Layers whose activations torchtune's offloading has on the GPU: five that leave, one that comes.
+"""
+_PUSHED_LAYERS = 3
+"""Copies of a unit during a push: the shard's cast, the gathered tensor, the renamed one."""
+
+
+_PINNED = 2
+"""Page-locked memory that a tensor takes at most, over its bytes: PyTorch rounds up to 2**n."""
+
+
+_BYTES_PER_TOKEN = 256
+"""Of losses, metrics and their inputs, for each token of a micro-batch: 32 numbers of 64 bits."""
+
+
+_KERNELS = 1.005
+"""What kernels allocate for themselves, and what else is not in the passes; 1.001 was measured."""
+
+
+def policy_options(cfg: Settings) -> PolicyOptions:
+    """Return how a trainer rank computes the policy."""
+    loss_needs_entropy = cfg.loss.get("entropy_coeff", 0) > 0
+    build_model = partial(config.instantiate, cfg.model)
+    if (lora := lora_options(cfg.lora)) is not None:
+        build_model = partial(adapted_model, build_model, lora, cfg.dtype)
+    return PolicyOptions(
+        build_model=build_model,
+        build_optimizer=_optimizer(cfg),
+        num_ranks=cfg.num_trainers,
+        sharding=Sharding(
+            replicate=cfg.data_parallel_replicate_dim,
+            tensor=cfg.tensor_parallel_dim,
+            reduce_dtype=cfg.reduce_dtype,
+        ),
+        model_type=cfg.model_type,
+        dtype=cfg.dtype,
+        enable_activation_checkpointing=cfg.enable_activation_checkpointing,
+        logprob_chunk_tokens=cfg.logprob_chunk_tokens,
+        entropy_gradient=loss_needs_entropy,
+    )
+
+
+def trainer_memory(
+    cfg: Settings, sizes: ModelSizes, prompt_tokens: int, device: Device
+) -> RoleMemory:
+    """Predict the memory of a trainer rank."""
+    options = policy_options(cfg)
+    found, batch = _most(options, _batches(cfg, sizes, prompt_tokens))
+    others = ("weights", "gradients", "optimizer", "activations")
+    parts = {name: found[name] for name in others}
+    static = sum(parts[name] for name in others[:3])
+    peak = _peak(found)
+    push = _PUSHED_LAYERS * max(sizes.units) * DTYPES[cfg.dtype].itemsize
+    pushed = static + push
+    total, host = _with_rest(max(peak, pushed), batch), _host(cfg, sizes)
+    chunk = _above(found, "logits", static + parts["activations"])
+    layer = _above(found, "layer", static + parts["activations"])
+    if cfg.enable_activation_offloading:
+        kept = min(_OFFLOADED_LAYERS / sizes.num_layers, 1.0)
+        host["activations"] = parts["activations"]
+        total -= int(parts["activations"] * (1 - kept))
+        parts["activations"] = int(parts["activations"] * kept)
+    if cfg.fsdp_cpu_offload:
+        total -= static
+        for name in others[:3]:
+            host[name], parts[name] = parts[name], 0
+    parts["work"] = max(total - sum(parts.values()), 0)
+    if not device.is_gpu:
+        parts, host = parts | host, {}
+        total += sum(parts[name] for name in ("push", "checkpoint") if name in parts)
+    else:
+        parts["reserve"] = int(total * FRAGMENTATION) + GPU_PROCESS_BYTES
+        parts["reserve"] += transfer_bytes(cfg, sizes)[0]
+        total += parts["reserve"]
+        if cfg.colocate and not cfg.fsdp_cpu_offload:
+            host["optimizer"] = _PINNED * parts["optimizer"]
+    longest = f"longest micro-batch {batch.tokens:,} of {cfg.tokens_per_micro_batch:,} tokens"
+    notes = [f"{longest}; work: {gib(chunk)} GiB at a chunk of logits, {gib(layer)} in a layer"]
+    memory = RoleMemory(
+        "trainer", cfg.num_trainers, cfg.gpus_per_trainer, total, parts, host, notes
+    )
+    memory.resting = parts["weights"] + push + GPU_PROCESS_BYTES
+    memory.smaller = _smaller(cfg, memory, chunk, prompt_tokens, device)
+    return memory
+
+
+def reference_memory(
+    cfg: Settings, sizes: ModelSizes, prompt_tokens: int, device: Device
+) -> RoleMemory:
+    """Predict the memory of a reference; see `trainer_memory` for the arguments."""
+    processes = ("reference", cfg.num_references, cfg.gpus_per_reference)
+    whole = "num_references: a reference is whole on one GPU; allowed: 0, without a KL"
+    options = policy_options(cfg)
+    return _frozen_memory(cfg, options, sizes.flops, prompt_tokens, device, processes, whole)
+
+
+def teacher_memory(cfg: Settings, path: str, prompt_tokens: int, device: Device) -> RoleMemory:
+    """Predict the memory of a teacher, from the config.json in its folder."""
+    if not (Path(path) / "config.json").is_file():
+        fail("teacher.path", f"no file {path}/config.json", "the folder of a model, for its sizes")
+    build_model = partial(hugging_face, path)
+    with torch.device("meta"):
+        flops = ModelFlops.of(build_model())
+    options = replace(policy_options(cfg), build_model=build_model)
+    processes = ("teacher", cfg.num_teachers, cfg.gpus_per_teacher)
+    whole = "teacher.path: a teacher is whole on one GPU; allowed: a smaller one"
+    return _frozen_memory(cfg, options, flops, prompt_tokens, device, processes, whole)
+
+
+def _frozen_memory(
+    cfg: Settings,
+    options: PolicyOptions,
+    flops: ModelFlops,
+    prompt_tokens: int,
+    device: Device,
+    processes: tuple[str, int, float],
+    whole: str,
+) -> RoleMemory:
+    """Predict the memory of a process that computes logprobs of groups with a frozen model."""
+    role, count, share = processes
+    shape = BatchShape(
+        groups=1,
+        group_size=cfg.group_size,
+        prompt_tokens=prompt_tokens,
+        response_tokens=cfg.generator.max_response_tokens,
+        num_data_ranks=1,
+        tokens_per_micro_batch=cfg.tokens_per_micro_batch,
+    )
+    batches = longest_micro_batches(shape, flops, 10.0)
+    found, batch = max(
+        ((inference_bytes(options, b.sequences), b) for b in batches), key=lambda f: _peak(f[0])
+    )
+    total, parts = _with_rest(_peak(found), batch), {"weights": found["weights"]}
+    parts["work"] = total - found["weights"]
+    if device.is_gpu:
+        parts["reserve"] = int(total * FRAGMENTATION) + GPU_PROCESS_BYTES
+        total += parts["reserve"]
+    smaller = f"tokens_per_micro_batch: {cfg.tokens_per_micro_batch} given; allowed: less"
+    if found["weights"] > 0.9 * device.nbytes * share:
+        smaller = whole
+    notes = [f"longest micro-batch {batch.tokens:,} tokens"]
+    return RoleMemory(role, count, share, total, parts, notes=notes, smaller=smaller)
+
+
+def _optimizer(cfg: Settings) -> Callable[[Any], optim.Optimizer] | None:
+    """Return the optimizer's builder, with a number as its learning rate."""
+    node = OmegaConf.create({**cfg.optimizer})
+    if OmegaConf.is_dict(node.get("lr")):
+        node.lr = 1.0
+    if node._component_.startswith("torchao."):  # its step is compiled, which needs memory
+        return partial(optim.SGD, momentum=0.9)
+    return partial(config.instantiate, node)
+
+
+def _batches(cfg: Settings, sizes: ModelSizes, prompt_tokens: int) -> list[MicroBatch]:
+    shape = BatchShape(
+        groups=math.ceil(cfg.groups_per_step / cfg.updates_per_batch),
+        group_size=cfg.group_size,
+        prompt_tokens=prompt_tokens,
+        response_tokens=cfg.generator.max_response_tokens,
+        num_data_ranks=cfg.num_trainers // cfg.tensor_parallel_dim,
+        tokens_per_micro_batch=cfg.tokens_per_micro_batch,
+    )
+    kept, key = sizes.dim, 0  # per layer; with checkpointing only a layer's input is kept
+    if not cfg.enable_activation_checkpointing:
+        key = 2 * sizes.num_heads * sizes.head_dim
+        kept = 10 * sizes.dim + 4 * sizes.intermediate
+    token = sizes.num_layers * kept + 10 * sizes.dim + 6 * sizes.intermediate
+    keys = sizes.num_layers * key + 4 * sizes.num_heads * sizes.head_dim
+    return longest_micro_batches(shape, sizes.flops, token / keys)
+
+
+def _most(options: PolicyOptions, batches: list[MicroBatch]) -> tuple[Bytes, MicroBatch]:
+    found = [
+        (training_bytes(options, batch.sequences, has_gradients=not batch.is_only), batch)
+        for batch in batches
+    ]
+    return max(found, key=lambda each: _peak(each[0]))
+
+
+def _peak(found: Bytes) -> int:
+    return max(nbytes for name, nbytes in found.items() if name.startswith("peak of"))
+
+
+def _with_rest(peak: int, batch: MicroBatch) -> int:
+    """Add to a peak of the passes what else a step holds."""
+    return int(_KERNELS * peak) + _BYTES_PER_TOKEN * batch.tokens
+
+
+def _above(found: Bytes, part: str, base: int) -> int:
+    """Return the most bytes of a part's peaks in the backward pass above what is kept."""
+    peaks = [n for name, n in found.items() if f"{part}," in name and "backward" in name]
+    return max(max(peaks, default=base) - base, 0)
+
+
+def _host(cfg: Settings, sizes: ModelSizes) -> dict[str, int]:
+    """Return what a rank holds in CPU memory for pushes, and with copies for checkpoints."""
+    bucket = sizes.largest_bucket(cfg.dtype, cfg.num_trainers)
+    # A delta is there beside the bytes that were compared, and may be as long as either.
+    host = {"push": 3 * bucket if cfg.push == "delta" else bucket}
+    if cfg.async_checkpoint:
+        moments = 3 * 4 * sizes.trained  # float32 weights and two moments
+        host["checkpoint"] = moments // cfg.num_trainers
+    return host
+
+
+def _smaller(
+    cfg: Settings, memory: RoleMemory, chunk: int, prompt_tokens: int, device: Device
+) -> str:
+    """Return the key that makes a trainer smaller."""
+    parts, room = memory.parts, device.nbytes * (cfg.gpus_per_trainer if device.is_gpu else 1)
+    static = sum(parts[name] for name in ("weights", "gradients", "optimizer"))
+    if static > 0.6 * room:
+        more = math.ceil(cfg.num_trainers * static / (0.5 * room))
+        shards = cfg.data_parallel_replicate_dim
+        if shards > 1:
+            return f"data_parallel_replicate_dim: {shards} given; allowed: 1, for more shards"
+        given = f"num_trainers: {cfg.num_trainers} given, whose shards take {gib(static)} GiB each"
+        return f"{given}; allowed: {more} or more, or fsdp_cpu_offload: true"
+    if not cfg.enable_activation_checkpointing:
+        return "enable_activation_checkpointing: false given; allowed: true"
+    if chunk > 2 * parts["activations"] and cfg.logprob_chunk_tokens > 256:
+        given = f"logprob_chunk_tokens: {cfg.logprob_chunk_tokens} given"
+        return f"{given}; allowed: {cfg.logprob_chunk_tokens // 2} or less"
+    least = prompt_tokens + cfg.generator.max_response_tokens
+    moving = memory.total - static
+    budget = int(cfg.tokens_per_micro_batch * max(0.95 * room - static, 0) / moving)
+    if budget >= least:
+        given = f"tokens_per_micro_batch: {cfg.tokens_per_micro_batch} given"
+        return f"{given}; allowed: {budget // 256 * 256 or least} or less"
+    return "enable_activation_offloading: false given; allowed: true, or shorter responses"

@@ -1,0 +1,65 @@
+"""Write the report of a run as one HTML page, or overlay the curves of several runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_components.plain_text import one_line
+from grpo_tools.report.comparison import write_comparison
+from grpo_tools.report.page import write_report
+from grpo_tools.report.rollouts import MAX_GROUPS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page and print its path: `grpo report OUTPUT_DIR ...`."""
+    parser = argparse.ArgumentParser(
+        prog="grpo report",
+        description=__doc__,
+        epilog="example: grpo report /tmp/run_a /tmp/run_b --output both.html",
+    )
+    parser.add_argument(
+        "output_dirs",
+        type=Path,
+        nargs="+",
+        metavar="OUTPUT_DIR",
+        help="output_dir of a run; of several runs, the page overlays the curves",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="path of the page (default: report.html in OUTPUT_DIR; comparison.html in the "
+        "current folder for several runs)",
+    )
+    parser.add_argument(
+        "--rollouts",
+        type=_count,
+        default=MAX_GROUPS,
+        metavar="N",
+        help=f"show at most N groups, spread over the run (default {MAX_GROUPS})",
+    )
+    options = parser.parse_args(arguments)
+    folders, target = options.output_dirs, options.output
+    try:
+        if len(folders) > 1:
+            page = write_comparison(folders, target or Path("comparison.html"))
+        else:
+            page = write_report(folders[0], options.rollouts, target=target)
+    except OSError as error:
+        sys.stderr.write(f"no report: {one_line(str(error))}\n")
+        return 2
+    sys.stdout.write(f"{one_line(str(page))} ({page.stat().st_size / 1e6:.1f} MB)\n")
+    return 0
+
+
+def _count(argument: str) -> int:
+    if not argument.isdecimal():
+        raise argparse.ArgumentTypeError(f"{argument!r} given; allowed: 0 or more")
+    return int(argument)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""Draws charts of the metrics over steps, as plotly figures."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from grpo_tools.report.panels import (
+    BOOKKEEPING,
+    PANELS,
+    REWARD_TERMS,
+    Panel,
+    reward_term_panels,
+)
+from grpo_tools.report.run_files import Number, Record
+from grpo_tools.report.safe_text import label
+
+MAX_POINTS = 1000
+"""Maximum number of points in a curve; in a longer run, each point combines several steps."""
+MAX_OTHER_CHARTS = 300
+"""Maximum number of charts for metrics that have no panel of their own."""
+_FEW_STEPS = 8
+"""With at most this many steps, only steps get ticks; plotly would add ticks between them."""
+_MAX_CURVES_PER_RUN = 2
+"""With several runs, a chart has at most this many curves of each."""
+_HEIGHT, _ROW_HEIGHT = 270, 20
+"""Height in pixels of a chart, and of each extra row in its legend or on its vertical axis."""
+_FREE_ROWS = 8
+"""Number of rows on the vertical axis that fit into `_HEIGHT`."""
+_LEGEND_CHARS, _SYMBOL_CHARS = 48, 9
+"""Width of a legend on a narrow screen, and of the line before each name, in characters."""
+Chart = dict[str, Any]
+"""Keys: `title`, `about` (one line) and `figure` (plotly's `data` and `layout`)."""
+
+
+def metric_charts(*runs: Sequence[Record], names: Sequence[str] = ("",)) -> dict[str, list[Chart]]:
+    """Return charts of the metrics of one or more runs, by section."""
+    keys = dict.fromkeys(key for run in runs for record in run for key in record)
+    panels = {**PANELS, REWARD_TERMS: reward_term_panels(keys)}
+    drawn = {key for of_section in panels.values() for panel in of_section for key in panel.curves}
+    others = [Panel(key, "", {key: key}) for key in keys if key not in drawn | BOOKKEEPING]
+    panels["Other metrics"] = others[:MAX_OTHER_CHARTS]
+    return {
+        section: [
+            chart
+            for panel in of_section
+            for part in (_parts(panel) if len(runs) > 1 else [panel])
+            if (chart := _chart(runs, names, part))
+        ]
+        for section, of_section in panels.items()
+    }
+
+
+def _parts(panel: Panel) -> list[Panel]:
+    """Return a panel for each curve if there are many: several runs in one would be unreadable."""
+    if len(panel.curves) <= _MAX_CURVES_PER_RUN:
+        return [panel]
+    return [
+        replace(panel, title=f"{panel.title}: {name}", curves={key: name})
+        for key, name in panel.curves.items()
+    ]
+
+
+def chart(
+    title: str,
+    about: str,
+    traces: Sequence[dict[str, Any]],
+    x_title: str = "step",
+    rows: int = 0,
+    **layout: Any,
+) -> Chart:
+    """Return a chart for the page."""
+    x_axis: dict[str, Any] = {"title": {"text": x_title}}
+    if x_title == "step" and len({x for trace in traces for x in trace["x"]}) <= _FEW_STEPS:
+        x_axis |= {"tickmode": "array", "tickvals": sorted({x for t in traces for x in t["x"]})}
+    legend = max(0, _legend_rows(traces) - 2)  # the margin has room for two rows
+    shared = {
+        **{"xaxis": x_axis, "showlegend": len(traces) > 1},
+        "height": _HEIGHT + _ROW_HEIGHT * max(legend, rows - _FREE_ROWS),
+    }
+    return {
+        "title": title,
+        "about": about,
+        "figure": {"data": [*traces], "layout": shared | layout},
+    }
+
+
+def _legend_rows(traces: Sequence[dict[str, Any]]) -> int:
+    rows, used = 1, 0
+    for trace in traces:
+        width = len(trace.get("name", "")) + _SYMBOL_CHARS
+        if used and used + width > _LEGEND_CHARS:
+            rows, used = rows + 1, 0
+        used += width
+    return rows
+
+
+def curve(name: str, x: Sequence[float], y: Sequence[float], **trace: Any) -> dict[str, Any]:
+    """Return the plotly trace of a curve."""
+    mode = "lines" if len(y) > 1 else "markers"  # a single point has no line
+    lines = {"type": "scatter", "mode": mode, "name": label(name)}
+    return {**lines, "x": short(x), "y": short(y), **trace}
+
+
+def thinned(
+    x: Sequence[float],
+    y: Sequence[float],
+    combine: Callable[[Sequence[float]], float],
+) -> tuple[list[float], list[float]]:
+    """Reduce a curve to at most `MAX_POINTS` points by combining neighbors."""
+    width = math.ceil(len(y) / MAX_POINTS) or 1
+    starts = range(0, len(y), width)
+    return (
+        [x[min(start + width, len(x)) - 1] for start in starts],
+        [combine(y[start : start + width]) for start in starts],
+    )
+
+
+def measured_after(record: Record, key: str) -> int:
+    """Return the step after which a metric was measured."""
+    step = record.get("eval/step") if key.startswith("eval/") else None
+    return step if isinstance(step, int) else record["step"]
+
+
+def short(values: Sequence[float]) -> list[float]:
+    """Round to six significant digits, more than a screen shows."""
+    return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
+
+
+def _chart(runs: Sequence[Sequence[Record]], names: Sequence[str], panel: Panel) -> Chart | None:
+    several = len(panel.curves) > 1  # even if only one of them has data
+    traces = []
+    for run, (metrics, run_name) in enumerate(zip(runs, names, strict=True)):
+        for number, (key, curve_name) in enumerate(panel.curves.items()):
+            name = curve_name or key
+            style = {"run": run, "color": number}
+            if len(runs) > 1:  # a color for each run, a dash for each curve
+                name = f"{run_name}: {name}" if several else run_name
+                style |= {"color": run, "dash": number}
+            if trace := _trace(metrics, key, name, panel, style):
+                traces.append(trace)
+    if not traces:
+        return None
+    axis: dict[str, Any] = {"type": "log"} if panel.log else {}
+    axis |= {"range": list(panel.range)} if panel.range else {}
+    axis |= {"rangemode": "tozero"} if panel.from_zero else {}
+    legend = several or len(runs) > 1
+    return chart(panel.title, panel.about, traces, yaxis=axis, showlegend=legend)
+
+
+def _trace(
+    metrics: Sequence[Record], key: str, name: str, panel: Panel, style: dict[str, Any]
+) -> dict[str, Any] | None:
+    points = [(measured_after(r, key), float(r[key])) for r in metrics if _is_number(r.get(key))]
+    if not points:
+        return None
+    steps, values = [list(column) for column in zip(*points, strict=True)]
+    if key.startswith("eval/"):
+        line = {} if "dash" in style else {"dash": "dot"}
+        return curve(name, steps, values, mode="lines+markers", line=line, meta=style)
+    largest = panel.total or key.endswith("max")
+    steps, values = thinned(steps, values, max if largest else fmean)
+    style = style | {"smooth": panel.smooth and not key.endswith("max")}
+    return curve(name, steps, values, meta=style)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Number) and abs(value) < sys.float_info.max  # also False for NaN

@@ -1,0 +1,175 @@
+"""Predict a run with other settings from one finished run, in virtual time, and advise a split."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from grpo_components.errors import fail
+from grpo_components.plain_text import one_line
+from grpo_tools.simulate.fit import Recorded, fit
+from grpo_tools.simulate.settings import Setup, changed, key_of
+from grpo_tools.simulate.simulation import WARM_UP_STEPS, Prediction, simulate
+
+Split = tuple[int, int, int]
+"""Number of generators, trainers and references."""
+_SPLITS_SHOWN = 6
+_ROWS: dict[str, tuple[Callable[[Recorded], str], Callable[[Prediction], str]]] = {
+    "seconds a step": (lambda r: f"{r.step_s:.3f}", lambda p: f"{p.step_s:.3f}"),
+    "samples per second": (lambda r: "", lambda p: f"{p.samples_per_s:.1f}"),
+    "staleness, mean": (lambda r: f"{r.staleness_mean:.2f}", lambda p: f"{p.staleness_mean:.2f}"),
+    "staleness, max": (lambda r: f"{r.staleness_max}", lambda p: f"{p.staleness_max}"),
+    "groups dropped as stale": (
+        lambda r: f"{r.dropped_stale}",
+        lambda p: f"{p.dropped['stale']}",
+    ),
+}
+"""What the table shows of the recorded run and of a prediction."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `grpo simulate OUTPUT_DIR [key=value ...] [--gpus N]`; 2 if a setting is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="grpo simulate",
+        description=__doc__,
+        epilog="example: grpo simulate /tmp/run max_staleness=4 num_generators=2",
+    )
+    parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="a run's output_dir")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="other settings, as for the recipe"
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="advise how to split N GPUs")
+    parser.add_argument("--seed", type=int, default=0, help="seed of what is drawn (default 0)")
+    options = parser.parse_intermixed_args(arguments)
+    folder = options.output_dir
+    try:
+        run = fit(folder)
+        setup = changed(run.setup, options.overrides)
+        if setup.num_steps < 2 * WARM_UP_STEPS:
+            fail("num_steps", f"{setup.num_steps} given", f"{2 * WARM_UP_STEPS} or more")
+        predict = partial(_predict, run, options.seed)
+        lines = [*_fitted(run), "", *_compared(run, predict(run.setup), setup, predict(setup))]
+        if options.gpus is not None:
+            lines += ["", *_advice(setup, options.gpus, advise(setup, options.gpus, predict))]
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"no prediction from {one_line(str(folder))}: {one_line(str(error))}\n")
+        return 2
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def advise(
+    setup: Setup, gpus: int, predict: Callable[[Setup], Prediction]
+) -> dict[Split, Prediction]:
+    """Search the split with the shortest step; return all that were tried, the best first.
+
+    Each role has a GPU of its own. From an equal split, GPUs move from one kind of role to another,
+    first several at a time, for as long as that shortens the step.
+    """
+    kinds = 3 if setup.num_references else 2
+    if gpus < kinds:
+        roles = "generators and trainers" if kinds == 2 else "generators, trainers and references"
+        fail("--gpus", f"{gpus} given for {roles}", f"{kinds} or more")
+    tried: dict[Split, Prediction] = {}
+
+    def step_s(split: Split) -> float:
+        if split not in tried:
+            names = ("num_generators", "num_trainers", "num_references")
+            tried[split] = predict(replace(setup, **dict(zip(names, split, strict=True))))
+        return tried[split].step_s
+
+    start = [gpus // kinds] * kinds + [0] * (3 - kinds)
+    start[0] += gpus - sum(start)
+    best, stride = (start[0], start[1], start[2]), max(1, gpus // 8)
+    while stride:
+        moves = [split for split in _moves(best, kinds, stride) if step_s(split) < step_s(best)]
+        if moves:
+            best = min(moves, key=step_s)
+        else:
+            stride //= 2
+    step_s(best)
+    return dict(sorted(tried.items(), key=lambda item: item[1].step_s))
+
+
+def _moves(split: Split, kinds: int, stride: int) -> list[Split]:
+    """Return the splits that differ by `stride` GPUs, moved from one kind of role to another."""
+    found: list[Split] = []
+    for source in range(kinds):
+        for target in range(kinds):
+            if source != target and split[source] > stride:
+                moved = list(split)
+                moved[source] -= stride
+                moved[target] += stride
+                found.append((moved[0], moved[1], moved[2]))
+    return found
+
+
+def _predict(run: Recorded, seed: int, setup: Setup) -> Prediction:
+    lengths = run.lengths(setup, seed)
+    return simulate(setup, run.times, lengths, seed=seed, filtered=run.filtered)
+
+
+def _fitted(run: Recorded) -> list[str]:
+    times, step = run.times, run.times.engine_step
+    lengths = [tokens for group in run.groups for tokens in group]
+    return [
+        f"fitted from {run.setup.num_steps} steps:",
+        f"  engine step   {_ms(step.per_step)} + {_ms(step.per_sequence)} a sequence"
+        f" + {_ms(step.per_prompt)} a prompt",
+        f"  response      {statistics.fmean(lengths):.1f} tokens, at most {max(lengths)}",
+        f"  training step {_ms(times.update_s)} + {1e6 * times.train_s_per_token:.1f} us a token",
+        f"  weights       gather {_ms(times.gather_s)}, swap {_ms(times.load_s)}",
+        f"  driver        {_ms(times.call_s)} a call",
+    ]
+
+
+def _compared(run: Recorded, own: Prediction, setup: Setup, other: Prediction) -> list[str]:
+    changes = [
+        f"{key_of(name)}={value}"
+        for name, value in vars(setup).items()
+        if value != getattr(run.setup, name)
+    ]
+    rows = [("", "recorded", "simulated", "changed")]
+    rows += [(name, of_run(run), of(own), of(other)) for name, (of_run, of) in _ROWS.items()]
+    rows += [
+        (f"idle: {family}", "", _idle(own, family), _idle(other, family))
+        for family in dict.fromkeys([*own.idle, *other.idle])
+    ]
+    width = 4 if changes else 3
+    lines = [f"{row[0]:24}" + "".join(f"{cell:>12}" for cell in row[1:width]) for row in rows]
+    return [*lines, *([f"changed: {' '.join(changes)}"] if changes else [])]
+
+
+def _idle(prediction: Prediction, family: str) -> str:
+    return f"{prediction.idle[family]:.0%}" if family in prediction.idle else "none"
+
+
+def _advice(setup: Setup, gpus: int, tried: dict[Split, Prediction]) -> list[str]:
+    lines = [f"{gpus} GPUs, one for each role, each as fast as the recorded run's:"]
+    lines.append(
+        f"{'generators : trainers : references':36}{'s a step':>10}{'samples/s':>11}"
+        f"{'staleness':>11}{'idle: generators, trainers':>29}"
+    )
+    for split, found in list(tried.items())[:_SPLITS_SHOWN]:
+        shares = f"{_idle(found, 'generators')}, {_idle(found, 'trainers')}"
+        lines.append(
+            f"{' : '.join(map(str, split)):36}{found.step_s:10.3f}{found.samples_per_s:11.1f}"
+            f"{found.staleness_mean:11.2f}{shares:>29}"
+        )
+    generators, trainers, references = next(iter(tried))
+    keys = f"num_generators={generators} num_trainers={trainers}"
+    keys += f" num_references={references}" if setup.num_references else ""
+    return [*lines, f"best of {len(tried)} splits tried: {keys}"]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.2f} ms"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

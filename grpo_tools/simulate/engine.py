@@ -1,0 +1,120 @@
+"""An inference engine in virtual time: continuous batching, and weight swaps between two steps."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from grpo_tools.simulate.virtual_time import BusyTime
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step of an engine."""
+
+    per_step: float
+    """Seconds of every step."""
+    per_sequence: float
+    """Seconds more for each sequence in the batch."""
+    per_prompt: float
+    """Seconds more for each prompt that is read in the step."""
+
+    def of(self, sequences: int, prompts: float = 0) -> float:
+        """Return the seconds of a step with so many sequences and new prompts."""
+        return self.per_step + self.per_sequence * sequences + self.per_prompt * prompts
+
+
+class VirtualEngine:
+    """Samples one token of every running sequence per step, as vLLM does.
+
+    Steps in which no sequence comes or goes pass at once. A request or new weights that arrive
+    meanwhile enter at the end of the present step.
+    """
+
+    def __init__(self, step_time: StepTime, load_s: float, max_num_seqs: int) -> None:
+        self._step_time, self._load_s, self._max_num_seqs = step_time, load_s, max_num_seqs
+        self._swaps = [(0, 0)]
+        """(first step, version) of each version of the weights, in order."""
+        self._step = self._number = 0
+        self._waiting: deque[tuple[int, asyncio.Future[Counter[int]]]] = deque()
+        self._loads: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._running: list[tuple[int, int, int, asyncio.Future[Counter[int]]]] = []
+        """Heap of (step after which it ends, number, first step, result)."""
+        self._arrived = asyncio.Event()
+        self.busy = BusyTime()
+        """Time in which the engine sampled or loaded weights."""
+
+    def sample(self, tokens: int) -> asyncio.Future[Counter[int]]:
+        """Queue a response; its result is policy version -> number of tokens that it sampled."""
+        future: asyncio.Future[Counter[int]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((tokens, future))
+        self._arrived.set()
+        return future
+
+    def load(self, version: int) -> asyncio.Future[None]:
+        """Swap the weights before the next step."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loads.append((version, future))
+        self._arrived.set()
+        return future
+
+    async def run(self) -> None:
+        """Make steps forever."""
+        while True:
+            if not (self._waiting or self._loads or self._running):
+                self._arrived.clear()
+                await self._arrived.wait()
+            with self.busy.count():
+                while self._loads:
+                    version, loaded = self._loads.popleft()
+                    await asyncio.sleep(self._load_s)
+                    self._swaps.append((self._step, version))
+                    loaded.set_result(None)
+                    await asyncio.sleep(0)  # who waits for the weights goes on before the next step
+                prompts = self._enter()
+                if self._running:
+                    await self._make_steps(prompts)
+
+    def _enter(self) -> int:
+        entered = 0
+        while self._waiting and len(self._running) < self._max_num_seqs:
+            tokens, future = self._waiting.popleft()
+            last = self._step + max(1, tokens)
+            heapq.heappush(self._running, (last, self._number, self._step, future))
+            self._number += 1
+            entered += 1
+        return entered
+
+    async def _make_steps(self, prompts: int) -> None:
+        """Make steps until a sequence ends, or until the end of the step in which one arrives."""
+        loop, sequences = asyncio.get_running_loop(), len(self._running)
+        first, later = self._step_time.of(sequences, prompts), self._step_time.of(sequences)
+        steps, began = self._running[0][0] - self._step, loop.time()
+        self._arrived.clear()
+        try:
+            async with asyncio.timeout(first + (steps - 1) * later):
+                await self._arrived.wait()
+            passed = loop.time() - began
+            whole = 1 + math.ceil(max(0.0, passed - first) / later - 1e-9) if later else steps
+            steps = min(steps, whole)
+            await asyncio.sleep(max(0.0, first + (steps - 1) * later - passed))
+        except TimeoutError:
+            pass
+        self._step += steps
+        while self._running and self._running[0][0] <= self._step:
+            _, _, entered, future = heapq.heappop(self._running)
+            future.set_result(self._versions(entered, self._step))
+
+    def _versions(self, first: int, end: int) -> Counter[int]:
+        """Return the number of steps of each version in the steps from `first` to before `end`."""
+        found: Counter[int] = Counter()
+        for start, version in reversed(self._swaps):
+            if start < end:
+                found[version] += end - max(start, first)
+                end = max(start, first)
+            if start <= first:
+                break
+        return found

@@ -1,0 +1,192 @@
+"""Fits the times of a simulation from the files that one finished run has left."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from grpo_components.replay.recorded_run import read_json_lines
+from grpo_components.rollout.engine_use import NO_REWARD
+from grpo_tools.simulate.engine import StepTime
+from grpo_tools.simulate.settings import Setup, setup_of
+from grpo_tools.simulate.simulation import WARM_UP_STEPS
+from grpo_tools.simulate.times import Lengths, Times
+
+Record = dict[str, Any]
+
+
+class UnfitError(ValueError):
+    """A run's files lack what a simulation needs; the message says what."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a simulation knows of a recorded run."""
+
+    setup: Setup
+    times: Times
+    groups: tuple[tuple[int, ...], ...]
+    """Tokens of each response, by group."""
+    filtered: float
+    """Share of the generated groups that dynamic sampling discarded."""
+    step_s: float
+    """Mean seconds of a step, from the end of the one before; without evaluations and saves."""
+    staleness_mean: float
+    staleness_max: int
+    dropped_stale: int
+
+    def lengths(self, setup: Setup, seed: int) -> Lengths:
+        """Return the lengths of responses for a changed setup."""
+        return Lengths(
+            self.groups,
+            seed=seed,
+            scale=setup.length_scale,
+            tail=setup.length_tail,
+            longest=setup.max_response_tokens,
+        )
+
+
+def fit(folder: Path) -> Recorded:
+    """Fit the times of a run from its config, event log, metrics and heartbeats.
+
+    Raises:
+        OSError: a file is missing.
+        UnfitError: the run is too short, or one of its roles was restarted.
+    """
+    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    events = defaultdict[str, list[Record]](list)
+    for event in read_json_lines(folder / "logs" / "events.jsonl"):
+        events[event["event"]].append(event)
+    beats = read_json_lines(folder / "logs" / "heartbeats.jsonl")
+    records = read_json_lines(folder / "logs" / "metrics.jsonl")
+    steps = [each for each in records if each["step"] > WARM_UP_STEPS]
+    if events["restart"] or events["rollback"]:
+        raise UnfitError("a role was restarted; a simulation needs an undisturbed run")
+    if len(steps) < WARM_UP_STEPS:
+        raise UnfitError(f"{2 * WARM_UP_STEPS} steps or more are needed")
+    roles = {beat["role"]: beat for beat in beats}  # the last heartbeat has the sums
+    setup = setup_of(config, "reference_0" in roles)
+    groups = tuple(tuple(event["response_tokens"]) for event in events["finish"])
+    dropped = Counter[str]()
+    for event in events["drop"]:
+        dropped[event["reason"]] += len(event["groups"])
+    return Recorded(
+        setup=setup,
+        times=_times(setup, events, steps, beats, roles),
+        groups=groups,
+        filtered=dropped["filtered"] / len(groups),
+        step_s=_step_s(steps, events),
+        staleness_mean=statistics.fmean(step["staleness/mean"] for step in steps),
+        staleness_max=max(step["staleness/max"] for step in steps),
+        dropped_stale=dropped["stale"],
+    )
+
+
+def _step_s(steps: Sequence[Record], events: Mapping[str, Sequence[Record]]) -> float:
+    """Return the mean seconds of a step, without those that an evaluation or a save delayed."""
+    ends = {event["step"]: event["time"] for event in events["step"]}
+    evaluated = {event["step"] for event in events["evaluate"]}
+    last = [each["step"] - 1 for each in steps]
+    return statistics.fmean(ends[n + 1] - ends[n] for n in last if n not in evaluated)
+
+
+def _times(
+    setup: Setup,
+    events: Mapping[str, Sequence[Record]],
+    steps: Sequence[Record],
+    beats: Sequence[Record],
+    roles: Mapping[str, Record],
+) -> Times:
+    generators = [beat for name, beat in roles.items() if name.startswith("generator_")]
+    references = [beat for name, beat in roles.items() if name.startswith("reference_")]
+
+    def spent(beats: Sequence[Record], activity: str, clock: str = "seconds") -> float:
+        return sum(beat[clock].get(activity, 0.0) for beat in beats)
+
+    engine = [sums for beat in generators for sums in beat["engine_steps"].values() if sums[0]]
+    prompts, prompt_tokens, engine_cpu_s = (sum(sums[i] for sums in engine) for i in (2, 3, 5))
+    outside = spent(generators, "sampling", "cpu_seconds") - engine_cpu_s
+    rewards_cpu_s = spent(generators, NO_REWARD, "cpu_seconds")
+    responses = sum(sum(event["response_tokens"]) for event in events["finish"])
+    groups, pushes = len(events["finish"]), max(1, len(events["push"]))
+    update_s, per_token, scatter = _train(setup, steps, prompt_tokens / prompts)
+    trainer = [roles["trainer_0"]]
+    return Times(
+        engine_step=_step_time(engine),
+        collect_s=max(0.0, outside + rewards_cpu_s) / prompts,
+        reward_s=max(0.0, spent(generators, NO_REWARD) - rewards_cpu_s) / groups,
+        load_s=spent(generators, "loading weights") / max(1, len(events["load"])),
+        update_s=update_s,
+        train_s_per_token=per_token,
+        train_scatter=scatter,
+        prompt_tokens=prompt_tokens / prompts,
+        gather_s=spent(trainer, "gather_weights") / pushes,
+        export_s=spent(trainer, "export_weights") / pushes,
+        reference_s_per_token=spent(references, "add_logprobs")
+        / (responses + groups * prompt_tokens / prompts),
+        call_s=_call_s(setup, events, [beat for beat in beats if beat["role"] == "driver"]),
+    )
+
+
+def _step_time(engine: Sequence[Sequence[float]]) -> StepTime:
+    """Fit the seconds of an engine's step by least squares, no coefficient negative.
+
+    `engine` has sums of steps, sequences, prompts, prompt tokens and seconds, by size of the batch.
+    """
+    sums = np.array(engine, dtype=np.float64)
+    steps, spent = sums[:, 0], sums[:, 4]
+    weights = np.sqrt(steps) / (spent / steps)
+    rows, values = sums[:, :3] / steps[:, None] * weights[:, None], spent / steps * weights
+    best, least = np.zeros(3), float(values @ values)
+    for count in (1, 2, 3):
+        for columns in map(list, itertools.combinations(range(3), count)):
+            found = np.linalg.lstsq(rows[:, columns], values, rcond=None)[0]
+            residual = rows[:, columns] @ found - values
+            if (found >= 0).all() and residual @ residual < least:
+                best, least = np.zeros(3), float(residual @ residual)
+                best[columns] = found
+    return StepTime(*best.tolist())
+
+
+def _train(
+    setup: Setup, steps: Sequence[Record], prompt_tokens: float
+) -> tuple[float, float, tuple[float, ...]]:
+    """Return the fixed seconds of a step, those per token, and the scatter of the steps."""
+    trained = [step for step in steps if step["time/update"] > 0]  # others are skipped
+    samples = setup.groups_per_step * setup.group_size
+    tokens = [
+        (step["rollout/response_tokens_mean"] * samples + setup.groups_per_step * prompt_tokens)
+        / setup.num_trainers
+        for step in trained
+    ]
+    seconds = [step["time/train"] for step in trained]
+    update_s = statistics.median(step["time/update"] for step in trained)
+    per_token = (statistics.fmean(seconds) - update_s) / statistics.fmean(tokens)
+    ratios = [a / (update_s + per_token * n) for a, n in zip(seconds, tokens, strict=True)]
+    mean = statistics.fmean(ratios)
+    return update_s, per_token, tuple(ratio / mean for ratio in ratios)
+
+
+def _call_s(
+    setup: Setup, events: Mapping[str, Sequence[Record]], driver: Sequence[Record]
+) -> float:
+    """Return the driver's CPU seconds of a call, from its heartbeats and the calls meanwhile."""
+    first, last = driver[0], driver[-1]
+    if last["time"] == first["time"]:
+        raise UnfitError("heartbeats.jsonl has one heartbeat of the driver; two are needed")
+    ranks = setup.num_trainers
+    each = {"issue": 2, "buffer": 1, "load": 3 + ranks, "step": 2 + ranks, "push": 1 + 2 * ranks}
+    each["finish"] = int(setup.num_references > 0)
+    calls = sum(
+        number * sum(first["time"] <= event["time"] <= last["time"] for event in events[name])
+        for name, number in each.items()
+    )
+    return (last["cpu_s"] - first["cpu_s"]) / calls

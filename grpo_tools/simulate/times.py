@@ -1,0 +1,92 @@
+"""The times of a run's roles, and the lengths of its responses: what a simulation is made from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo_tools.simulate.engine import StepTime
+
+
+@dataclass(frozen=True)
+class Times:
+    """Fitted seconds of one run."""
+
+    engine_step: StepTime
+    """One step of a generator's engine."""
+    collect_s: float
+    """A generator's work for each response outside the engine: environment, packing."""
+    reward_s: float
+    """From a group's last token to its last reward, without the generator's own work."""
+    load_s: float
+    """Swap of an engine's weights."""
+    update_s: float
+    """Fixed part of a training step: the optimizer."""
+    train_s_per_token: float
+    """Part of a training step for each token of prompts and responses."""
+    train_scatter: tuple[float, ...]
+    """Seconds of each recorded step, relative to the fitted ones."""
+    prompt_tokens: float
+    """Mean tokens of a prompt; trainer and reference compute a group's prompt once."""
+    gather_s: float
+    """Gather of the weights for a push."""
+    export_s: float
+    """Packing of the weights, beside the next step."""
+    reference_s_per_token: float
+    """A reference's seconds for each token of prompts and responses."""
+    call_s: float
+    """Driver's work to send a call and receive its result."""
+
+    def train(self, response_tokens: int, groups: float, ranks: int) -> float:
+        """Return the seconds of a training step."""
+        tokens = response_tokens + groups * self.prompt_tokens
+        return self.update_s + self.train_s_per_token * tokens / ranks
+
+    def reference(self, response_tokens: float) -> float:
+        """Return the seconds of a group's reference logprobs."""
+        return self.reference_s_per_token * (response_tokens + self.prompt_tokens)
+
+
+class Lengths:
+    """Draws the lengths of a group's responses from those of recorded groups.
+
+    A group id gives the same lengths in every simulation, so that they can be compared.
+
+    Args:
+        groups: tokens of each response, by recorded group.
+        seed: seed of the draw.
+        scale: factor of every length.
+        tail: factor of what a length exceeds the median by.
+        longest: longest response; longer ones are cut off.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[int]],
+        *,
+        seed: int,
+        scale: float = 1.0,
+        tail: float = 1.0,
+        longest: int | None = None,
+    ) -> None:
+        ordered = sorted(tokens for group in groups for tokens in group)
+        median = ordered[len(ordered) // 2]
+
+        def changed(tokens: int) -> int:
+            stretched = scale * (min(tokens, median) + tail * max(0, tokens - median))
+            return max(1, min(round(stretched), longest or round(stretched)))
+
+        self._groups = [[changed(tokens) for tokens in group] for group in groups]
+        self._seed = seed
+        everything = [tokens for group in self._groups for tokens in group]
+        self.mean = sum(everything) / len(everything)
+        """Mean tokens of a response."""
+
+    def of_group(self, group_id: int, size: int) -> list[int]:
+        """Return the lengths of a group's responses, in tokens."""
+        draw = random.Random(f"{self._seed} {group_id}")
+        recorded = draw.choice(self._groups)
+        if size <= len(recorded):
+            return draw.sample(recorded, size)
+        return draw.choices(recorded, k=size)

@@ -1,0 +1,137 @@
+"""The plan of every GPU config fits its header's GPUs; what does not fit is named by its key."""
+
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from transformers import LlamaConfig
+
+from grpo_components.settings import Settings
+from grpo_tools.memory_plan.__main__ import main
+
+FOLDER = Path(__file__).parents[3] / "recipes/configs"
+OFTEN = ("qwen3B_async_grpo", "qwen3B_colocated_grpo_1gpu", "qwen3_8B_lora_async_grpo_1gpu")
+GPU_CONFIGS = [
+    pytest.param(path.stem, marks=[] if path.stem in OFTEN else [pytest.mark.nightly])
+    for path in sorted(FOLDER.glob("qwen*.yaml"))
+]
+ONE_GPU = "qwen0.5B_async_grpo_1gpu"
+TURNS = (
+    ONE_GPU,
+    "qwen3_0.6B_async_grpo_1gpu",
+    "qwen3B_sync_grpo",
+    "qwen3B_colocated_grpo_1gpu",
+)
+MODEL = "model._component_=torchtune.models.qwen2_5.qwen2_5"
+ALONE = [f"gpus_per_{role}=1" for role in ("generator", "trainer", "reference")]
+SMALL = ["--config", ONE_GPU, "--gpu-memory", "24"]
+
+
+def plan(capsys, *arguments):
+    code = main(arguments)
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+@pytest.mark.parametrize("name", GPU_CONFIGS)
+def test_every_gpu_config_fits_the_gpus_of_its_header(name, capsys):
+    header = (FOLDER / f"{name}.yaml").read_text().partition("\noutput_dir:")[0]
+    sizing = header.partition("Sizing: ")[2]
+    found = re.search(r"(one|\d+) GPUs? of (\d+) GB", sizing)
+    assert found is not None
+    gpus, memory = int(found[1].replace("one", "1")), found[2]
+    arguments = ["--config", name, "--gpus", str(gpus), "--gpu-memory", memory]
+    code, shown, errors = plan(capsys, *arguments)
+    assert (code, errors) == (0, "")
+    assert "everything fits" in shown
+    assert re.search(rf"of {memory}\.0 GiB", shown)
+    if name not in TURNS:  # what samples and what trains are as fast
+        waits = re.findall(r"(\d+)%", shown.partition("would wait:")[2])
+        assert max(map(int, waits)) <= 25
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["generator.kv_cache_gib=16"], "generator.kv_cache_gib"),
+        (
+            ["gpus_per_trainer=1", "tokens_per_micro_batch=16384", "logprob_chunk_tokens=16384"],
+            "logprob_chunk_tokens",
+        ),
+        (
+            ["gpus_per_trainer=1", "enable_activation_checkpointing=false"],
+            "enable_activation_checkpointing",
+        ),
+        (
+            [*ALONE, "generator.kv_cache_gib=null", f"{MODEL}_3b"],
+            "num_trainers",
+        ),
+        ([*ALONE, f"{MODEL}_14b_base"], "num_references"),
+        (["num_generators=2", "generator.kv_cache_gib=10"], "generator.kv_cache_gib"),
+        ([*ALONE, f"{MODEL}_32b_base"], "generator.tensor_parallel_size"),
+        (["--gpus=1", "gpus_per_trainer=1", "object_store_memory=100000000"], "num_generators"),
+    ],
+)
+def test_what_does_not_fit_is_named_by_its_key_in_a_line(overrides, key, capsys):
+    code, _, errors = plan(capsys, *SMALL, "groups_per_step=64", *overrides)
+    assert code == 2
+    lines = errors.splitlines()
+    assert all(re.match(r"does not fit: [a-z_.]+: .+; allowed: .+", line) for line in lines), lines
+    named = [line.split()[3].rstrip(":") for line in lines]
+    assert key in named
+    assert ("object_store_memory" in named) == any("object_store" in text for text in overrides)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "qwen9B"], "--config: no config qwen9B"),
+        (["--config", ONE_GPU, "num_trainers"], "overrides: num_trainers given"),
+        (["--config", ONE_GPU, "num_trainer=2"], "num_trainer: unknown key"),
+        (["--config", ONE_GPU, "--gpus=0"], "--gpus: 0 given"),
+        (["--config", ONE_GPU, "--gpu-memory=nan"], "--gpu-memory: nan given"),
+        (["--config", ONE_GPU, "--gpu-memory=0"], "--gpu-memory: 0 given"),
+        (["--config", "tiny_async_grpo", "--gpus=2"], "--gpus: 2 given, and the config has device"),
+        (
+            ["--config", ONE_GPU, "tensor_parallel_dim=4", "num_trainers=4"],
+            "tensor_parallel_dim: 4",
+        ),
+        (
+            ["--config", ONE_GPU, "generator.tensor_parallel_size=4", "gpus_per_generator=1"],
+            "generator.tensor_parallel_size: 4 given, which does not divide",
+        ),
+        (["--config", ONE_GPU, "teacher.path=/nowhere"], "teacher.path: no file /nowhere/config"),
+        (["--config", ONE_GPU, "dataset.max_prompt_tokens=null"], "dataset.max_prompt_tokens"),
+    ],
+)
+def test_a_wrong_config_is_one_line_and_exit_code_2(arguments, message, capsys):
+    code, _, errors = plan(capsys, *arguments)
+    assert code == 2
+    assert errors.startswith(f"config error: {message}")
+    assert errors.count("\n") == 1
+
+
+def test_a_config_on_a_cpu_counts_processes(capsys, tmp_path):
+    """And a teacher is planned with the sizes of its own folder."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 64, "num_hidden_layers": 3}
+    LlamaConfig(**sizes).save_pretrained(tmp_path)
+    given = (f"teacher.path={tmp_path}", "num_teachers=3")
+    code, shown, errors = plan(capsys, "--config", "tiny_async_grpo_2x2", *given)
+    assert (code, errors) == (0, "")
+    for role in ("2 x generator", "2 x trainer", "1 x reference", "3 x teacher"):
+        assert role in shown
+    (weights,) = re.findall(r"3 x teacher +([0-9.]+)", shown)
+    parameters = 2048 * (2 * 32000 + 3 * (4 * 2048 + 3 * 64))
+    assert float(weights) == pytest.approx(4 * parameters / 2**30, abs=0.05)
+
+
+@pytest.mark.parametrize("name", GPU_CONFIGS)
+def test_time_outs_follow_from_lengths(name):
+    cfg = Settings.model_validate(
+        OmegaConf.to_container(OmegaConf.load(FOLDER / f"{name}.yaml"), resolve=True)
+    )
+    limits, response = cfg.timeouts, cfg.generator.max_response_tokens
+    assert limits.rollout_s == max(600, 0.15 * response)
+    assert limits.batch_s >= 2 * limits.rollout_s
+    assert limits.train_step_s >= limits.collective_s

@@ -1,0 +1,95 @@
+"""What a deep model takes follows from two shorter ones."""
+
+import gc
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torchtune.models.qwen2 import qwen2
+
+from grpo_components.models.meshes import Sharding
+from grpo_components.models.qwen3 import qwen3
+from grpo_components.trajectory import TokenSequence
+from grpo_tools.memory_plan import passes
+
+BUILD = partial(
+    qwen2,
+    vocab_size=300,
+    num_layers=7,
+    num_heads=4,
+    num_kv_heads=2,
+    embed_dim=32,
+    intermediate_dim=64,
+    max_seq_len=64,
+    tie_word_embeddings=True,
+)
+SEQUENCES = [TokenSequence(np.full(9, n // 2), np.zeros(20, np.int64), 1.0) for n in range(6)]
+
+
+def options(**changes):
+    given = {
+        "build_model": BUILD,
+        "build_optimizer": partial(torch.optim.AdamW, lr=1.0, fused=True),
+        "num_ranks": 1,
+        "sharding": Sharding(),
+        "model_type": "QWEN2",
+        "dtype": "bf16",
+        "enable_activation_checkpointing": False,
+        "logprob_chunk_tokens": 16,
+        "entropy_gradient": False,
+    }
+    return passes.PolicyOptions(**{**given, **changes})
+
+
+@pytest.fixture(autouse=True)
+def _no_garbage_of_other_tests():
+    """A vLLM engine that is collected in a pass raises there, and its traceback keeps tensors."""
+    gc.collect()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"enable_activation_checkpointing": True, "num_ranks": 3},
+        {"num_ranks": 4, "sharding": Sharding(tensor=2)},
+        {"num_ranks": 4, "sharding": Sharding(replicate=2)},
+        {
+            **{"num_ranks": 4, "sharding": Sharding(tensor=2), "model_type": "QWEN3"},
+            "build_model": partial(qwen3, head_dim=16, **BUILD.keywords),
+        },
+    ],
+    ids=["whole", "sharded, checkpointing", "tensor parallel", "replicated", "norms of heads"],
+)
+def test_a_deep_model_follows_from_shorter_ones(changes, monkeypatch):
+    short = passes.training_bytes(options(**changes), SEQUENCES, True)
+    monkeypatch.setattr(passes, "_MORE", 7)  # now the model itself is run
+    whole = passes.training_bytes(options(**changes), SEQUENCES, True)
+    assert short == pytest.approx(whole, rel=0.001)
+
+
+def test_so_does_a_reference(monkeypatch):
+    short = passes.inference_bytes(options(), SEQUENCES)
+    monkeypatch.setattr(passes, "_MORE", 7)
+    assert passes.inference_bytes(options(), SEQUENCES) == short
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in BUILD().parameters())
+    assert 2 * parameters <= short["weights"] <= 2.2 * parameters  # and the rotary table
+
+
+def test_shards_gradients_and_moments_are_a_ranks_part_in_float32():
+    found = passes.training_bytes(options(num_ranks=4), SEQUENCES, False)
+    with torch.device("meta"):
+        whole = sum(4 * p.numel() for p in BUILD().parameters())
+    assert found["gradients"] == pytest.approx(whole / 4, rel=0.02)
+    assert found["optimizer"] == pytest.approx(whole / 2, rel=0.02)
+
+
+def test_checkpointing_keeps_fewer_activations_and_a_second_pass_finds_gradients():
+    kept = passes.training_bytes(options(), SEQUENCES, False)
+    again = passes.training_bytes(options(enable_activation_checkpointing=True), SEQUENCES, False)
+    assert again["activations"] < kept["activations"] / 3
+    second = passes.training_bytes(options(), SEQUENCES, True)
+    name = "peak of logits, backward"
+    assert second[name] == pytest.approx(kept[name] + kept["gradients"], rel=0.05)

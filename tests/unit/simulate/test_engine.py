@@ -1,0 +1,72 @@
+"""The virtual engine batches continuously, and labels each token with the weights of its step."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from grpo_tools.simulate.engine import StepTime, VirtualEngine
+from grpo_tools.simulate.virtual_time import run_in_virtual_time
+
+
+def with_engine(scenario, step_time, load_s=0.0, max_num_seqs=8):
+    """Run a scenario of one engine; returns what it returns."""
+
+    async def run():
+        engine = VirtualEngine(step_time, load_s, max_num_seqs)
+        running = asyncio.create_task(engine.run())
+        try:
+            return await scenario(engine)
+        finally:
+            running.cancel()
+
+    return run_in_virtual_time(run())
+
+
+def now():
+    return asyncio.get_running_loop().time()
+
+
+def test_a_step_costs_its_sequences_and_its_prompts():
+    async def scenario(engine):
+        await asyncio.gather(engine.sample(3), engine.sample(5))
+        return now()
+
+    found = with_engine(scenario, StepTime(1.0, 0.25, 0.125))
+    assert found == pytest.approx(3 * 1.5 + 2 * 0.125 + 2 * 1.25)
+
+
+def test_a_request_enters_after_the_present_step():
+    async def scenario(engine):
+        first = asyncio.ensure_future(engine.sample(10))
+        await asyncio.sleep(2.5)
+        await engine.sample(2)
+        second_s = now()
+        await first
+        return second_s, now()
+
+    assert with_engine(scenario, StepTime(1.0, 0.0, 0.0)) == pytest.approx((5.0, 10.0))
+
+
+def test_more_sequences_than_fit_wait():
+    async def scenario(engine):
+        await asyncio.gather(*(engine.sample(4) for _ in range(3)))
+        return now()
+
+    assert with_engine(scenario, StepTime(1.0, 0.0, 0.0), max_num_seqs=2) == pytest.approx(8.0)
+
+
+def test_tokens_carry_the_version_of_the_weights_that_sampled_them():
+    async def scenario(engine):
+        response = asyncio.ensure_future(engine.sample(6))
+        await asyncio.sleep(1.5)
+        await engine.load(3)
+        loaded_s = now()
+        await asyncio.sleep(1.2)
+        await engine.load(4)
+        return loaded_s, await response, now()
+
+    loaded_s, versions, end = with_engine(scenario, StepTime(1.0, 0.0, 0.0), load_s=0.5)
+    assert loaded_s == pytest.approx(2.5)
+    assert versions == Counter({0: 2, 3: 2, 4: 2})
+    assert end == pytest.approx(6 + 2 * 0.5)

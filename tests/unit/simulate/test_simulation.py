@@ -1,0 +1,182 @@
+"""A simulation runs the product's own loops and contract; simple jobs have known times."""
+
+from collections import Counter
+from dataclasses import replace
+from inspect import signature
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from lib.properties import many
+
+from grpo_components.cluster.role import Role
+from grpo_tools.simulate.__main__ import advise
+from grpo_tools.simulate.engine import StepTime
+from grpo_tools.simulate.roles import VirtualRole
+from grpo_tools.simulate.settings import Setup
+from grpo_tools.simulate.simulation import simulate
+from grpo_tools.simulate.times import Lengths, Times
+
+NOTHING = Times(
+    engine_step=StepTime(0.0, 0.0, 0.0),
+    collect_s=0.0,
+    reward_s=0.0,
+    load_s=0.0,
+    update_s=0.0,
+    train_s_per_token=0.0,
+    train_scatter=(1.0,),
+    prompt_tokens=0.0,
+    gather_s=0.0,
+    export_s=0.0,
+    reference_s_per_token=0.0,
+    call_s=0.0,
+)
+TIMES = replace(
+    NOTHING,
+    engine_step=StepTime(0.007, 0.0001, 0.001),
+    collect_s=0.002,
+    load_s=0.02,
+    update_s=0.006,
+    train_s_per_token=0.0002,
+    train_scatter=(0.8, 1.0, 1.2),
+    prompt_tokens=20.0,
+    gather_s=0.004,
+    export_s=0.001,
+    reference_s_per_token=0.0001,
+    call_s=0.0015,
+)
+SETUP = Setup(
+    num_generators=1,
+    num_trainers=1,
+    num_references=0,
+    rollouts_in_flight=8,
+    push_every_n_steps=1,
+    pull_every_m_rollouts=1,
+    max_staleness=0,
+    stale_groups="drop",
+    groups_per_step=1,
+    group_size=2,
+    num_steps=12,
+    max_response_tokens=100,
+    max_num_seqs=64,
+)
+RAGGED = [[3, 9, 4, 20], [10, 10, 10, 10], [1, 2, 40, 5]]
+
+
+def lengths(groups=RAGGED, seed=0, **options):
+    return Lengths(groups, seed=seed, **options)
+
+
+def test_a_synchronous_job_of_constant_times_takes_their_sum():
+    times = replace(
+        NOTHING, engine_step=StepTime(0.5, 0.0, 0.0), load_s=0.25, update_s=3.0, gather_s=0.75
+    )
+    found = simulate(SETUP, times, lengths([[8, 8]]))
+    generate, train, push, pull = 8 * 0.5, 3.0, 0.75, 0.25
+    assert found.step_s == pytest.approx(generate + train + push + pull)
+    assert (found.staleness_max, found.staleness_mean) == (0, 0.0)
+    assert found.idle["generators"] == pytest.approx((train + push) / found.step_s)
+    assert found.idle["trainers"] == pytest.approx((generate + pull) / found.step_s)
+
+
+@pytest.mark.parametrize(("generate_s", "train_s"), [(0.1, 5.0), (5.0, 0.1)])
+def test_an_asynchronous_job_takes_the_longer_of_its_halves(generate_s, train_s):
+    times = replace(NOTHING, engine_step=StepTime(generate_s / 8, 0.0, 0.0), update_s=train_s)
+    setup = replace(SETUP, max_staleness=4, rollouts_in_flight=1, num_steps=40)
+    found = simulate(setup, times, lengths([[8, 8]]))
+    assert found.step_s == pytest.approx(max(generate_s, train_s), rel=0.02)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another():
+    setup = replace(SETUP, max_staleness=2, groups_per_step=4, group_size=4)
+    runs = [simulate(setup, TIMES, lengths(seed=seed), seed=seed) for seed in (1, 1, 2)]
+    assert runs[0] == runs[1]
+    assert runs[0].events != runs[2].events
+
+
+# A step of the engine was under way when the time was taken.
+@example((1, 1), 1, 1, 3, 3, "drop", 0, 490519)
+@settings(max_examples=many(25))
+@given(
+    st.integers(0, 3).flatmap(lambda eta: st.tuples(st.just(eta), st.integers(1, eta + 1))),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.sampled_from(("drop", "wait")),
+    st.integers(0, 1),
+    st.integers(0, 2**20),
+)
+def test_every_group_is_trained_once_and_never_too_old(
+    eta_and_push, generators, pull, groups, in_flight, stale, references, seed
+):
+    eta, push = eta_and_push
+    setup = replace(
+        SETUP,
+        num_generators=generators,
+        num_references=references,
+        rollouts_in_flight=in_flight,
+        push_every_n_steps=push,
+        pull_every_m_rollouts=pull,
+        max_staleness=eta,
+        stale_groups=stale,
+        groups_per_step=groups,
+        group_size=4,
+    )
+    found = simulate(setup, TIMES, lengths(seed=seed), seed=seed, filtered=0.1)
+    of = {}
+    for _, event in found.events:
+        of.setdefault(event["event"], []).append(event)
+    issued = [event["group"] for event in of["issue"]]
+    trained = [group for event in of["sample"] for group in event["groups"]]
+    dropped = [group for event in of.get("drop", ()) for group in event["groups"]]
+    assert issued == list(range(len(issued)))
+    assert len(trained) == setup.num_steps * groups
+    assert max(Counter(trained + dropped).values()) == 1
+    assert set(trained + dropped) <= set(issued)
+    assert len(of["step"]) == setup.num_steps
+    assert found.staleness_max <= eta
+    if stale == "wait" or eta == 0:
+        assert found.dropped["stale"] == 0
+    assert all(0 <= share <= 1 + 1e-9 for share in found.idle.values())
+    times = [time for time, _ in found.events]
+    assert times == sorted(times)
+
+
+def test_a_longer_tail_takes_longer_and_a_limit_cuts_it():
+    setup = replace(SETUP, groups_per_step=2, group_size=4)
+    plain, longer, cut = (
+        simulate(setup, TIMES, lengths(**options)).step_s
+        for options in ({}, {"tail": 3.0}, {"tail": 3.0, "longest": 10})
+    )
+    assert cut < plain < longer
+
+
+def test_a_groups_lengths_depend_on_its_number_alone():
+    drawn = lengths(seed=5)
+    again = [lengths(seed=5).of_group(group, 3) for group in reversed(range(9))]
+    assert [drawn.of_group(group, 3) for group in range(9)] == again[::-1]
+    for size in (2, 9):
+        assert len(drawn.of_group(0, size)) == size
+    assert sorted(lengths().of_group(1, 4)) in [sorted(group) for group in RAGGED]
+
+
+def test_the_advised_split_gives_the_slow_half_more_gpus():
+    setup = replace(SETUP, max_staleness=4, groups_per_step=8, rollouts_in_flight=2)
+    for step, per_token, most in ((0.5, 1e-4, "generators"), (0.01, 1e-1, "trainers")):
+        times = replace(NOTHING, engine_step=StepTime(step, 0.0, 0.0), train_s_per_token=per_token)
+        tried = advise(setup, 6, lambda each, times=times: simulate(each, times, lengths()))
+        (generators, trainers, references), found = next(iter(tried.items()))
+        assert (generators + trainers, references) == (6, 0)
+        assert (generators > trainers) == (most == "generators")
+        assert found.step_s == min(each.step_s for each in tried.values())
+    with pytest.raises(ValueError, match="--gpus: 1 given for generators and trainers"):
+        advise(setup, 1, lambda each: simulate(each, times, lengths()))
+
+
+def test_a_virtual_role_is_called_as_a_role_is():
+    for name in ("submit", "result", "call", "answer"):
+        own, real = (signature(getattr(each, name)).parameters for each in (VirtualRole, Role))
+        assert [(p.name, p.kind, p.default) for p in own.values()] == [
+            (p.name, p.kind, p.default) for p in real.values()
+        ]
