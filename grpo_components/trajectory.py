@@ -37,9 +37,7 @@ _SCALAR: dict[str, type[np.generic]] = {
     "success": np.bool_,
     "advantage": np.float32,
 }
-SESSION_COUNTS = (
-    *("calls", "trajectories", "prompt_tokens", "cached_tokens", "retokenized", "drift"),
-)
+SESSION_COUNTS = ("calls", "trajectories", "prompt_tokens", "cached_tokens")
 """Numbers that the record of an agent's session has; docs/agents.md explains them."""
 _OBJECTS = ("finish_reason", "reward_terms", "error", "session")
 
@@ -271,8 +269,7 @@ def batch_hash(packed: PackedTrajectories) -> str:
 
     Returns:
         xxh3 (128 bits, hexadecimal) over all fields but `attempt`, which a resume increments, and
-        `error`, whose text may name a process and is not trained on; of `session`, the response
-        and the rewards of its calls.
+        `error`, whose text may name a process and is not trained on; of `session`, the response.
     """
     digest = xxhash.xxh3_128()
 
@@ -289,10 +286,8 @@ def batch_hash(packed: PackedTrajectories) -> str:
     for name in sorted(packed.keys() - {"attempt", "error", "session"}):
         digest.update(name.encode())
         update(packed[name])
-    if any(sessions := _objects(packed, "session")):
+    if any(_objects(packed, "session")):
         update(response_numbers(packed))
-        if any(rewards := [(each or {}).get("call_rewards") for each in sessions]):
-            update(rewards)
     return digest.hexdigest()
 
 
@@ -374,11 +369,10 @@ def summarize(group: PackedTrajectories) -> GroupSummary:
 
 
 def _session_counts(sessions: Sequence[dict[str, Any]]) -> dict[str, int]:
-    known = [session for session in sessions if "drift" in session]  # older checkpoints lack it
-    if not known:
+    if not sessions:
         return {}
-    counts = {name: sum(session[name] for session in known) for name in SESSION_COUNTS}
-    return {"count": len(known), **counts, "forks": sum(len(s["forks"]) for s in known)}
+    counts = {name: sum(session[name] for session in sessions) for name in SESSION_COUNTS}
+    return {"count": len(sessions), **counts}
 
 
 def _responses(packed: PackedTrajectories) -> Iterator[list[int]]:

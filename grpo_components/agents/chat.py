@@ -14,6 +14,8 @@ from grpo_components.errors import ConfigError
 PLAIN = "plain"
 """Name of the template that writes the contents of all messages one after the other."""
 _PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+_BEFORE = 8
+"""Tokens before a text with which it is decoded: some tokenizers drop a leading space."""
 
 
 class Chat:
@@ -38,7 +40,7 @@ class Chat:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> str:
-        """Write messages as the prompt of the next turn."""
+        """Write messages as the prompt of the next turn; `arguments` are variables of the template."""
         try:
             text = self._tokenizer.apply_chat_template(
                 [self._for_template(message) for message in messages],
@@ -64,16 +66,22 @@ class Chat:
         kept = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return self._tokenizer.decode(list(token_ids), **kept)
 
-    def is_token(self, value: Any) -> bool:
-        """Whether a value is the id of a token."""
-        return type(value) is int and 0 <= value < len(self._tokenizer)
+    def decode_after(self, before: Sequence[int], token_ids: Sequence[int]) -> str:
+        """Return the text of tokens that follow others."""
+        tail = list(before[-_BEFORE:])
+        return self.decode([*tail, *token_ids])[len(self.decode(tail)) :]
+
+    def encode_after(self, before: Sequence[int], text: str) -> list[int] | None:
+        """Tokenize a text that follows tokens; None if these would read as another text."""
+        found = self.encode(text)
+        return found if self.decode_after(before, found) == text else None
 
     def stop_text(self, turn: str) -> str:
         """Return the stop token's text at the end of a turn; empty if there is none."""
         return next((stop for stop in self._stops if turn.endswith(stop)), "")
 
     def turn_length(self, text: str, turn: str) -> int | None:
-        """Return how many characters at the start of a text are a turn.
+        """Return how many characters at the start of a text are a turn; None if it is another one.
 
         The same tool calls in another spelling of JSON are the same turn: what the policy wrote is
         kept. Anything else that differs is another turn.
@@ -86,19 +94,13 @@ class Chat:
             return None
         return end + len(stop) if self.parse.same(turn.removesuffix(stop), text[:end]) else None
 
-    @property
-    def marks(self) -> tuple[str, ...] | None:
-        """Texts with which a tool call begins; None if that is not known."""
-        mark = getattr(self.parse, "mark", None)
-        return None if mark is None else (mark,)
-
     def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as templates expect it: no fields without a value, arguments as data."""
         written = {name: value for name, value in message.items() if value is not None}
         content = _text_of(written.get("content", ""))
         written["content"] = [{"type": "text", "text": content}] if self._in_parts else content
         if calls := written.pop("tool_calls", None):
-            written["tool_calls"] = [_for_template(call) for call in calls]
+            written["tool_calls"] = [_call_for_template(call) for call in calls]
         return written
 
 
@@ -131,7 +133,7 @@ def _text_of(content: Any) -> str:
     raise RequestError(problem, "messages")
 
 
-def _for_template(call: Any) -> dict[str, Any]:
+def _call_for_template(call: Any) -> dict[str, Any]:
     try:
         function = dict(call["function"])
         arguments = function.get("arguments", "")

@@ -8,7 +8,7 @@ import hmac
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,20 +16,16 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from grpo_components.agents.answers import Kind, model_body, models_body
 from grpo_components.agents.requests import RequestError
-from grpo_components.agents.responses import chat_body, response_body
 from grpo_components.agents.session import Session
 
 _HOST = "127.0.0.1"
 _START_S, _STOP_S = 60.0, 10.0
 _MAX_BODY = 1 << 21
 """Bytes of a request: the tokenizer reads it in the event loop that all sessions share."""
-_MAX_DIGITS = 300
-"""Digits of a whole number: a float has at most 309."""
 _KEEP_ALIVE_S = 3600
 """Seconds that an idle connection is kept: a client that reuses a closed one sees an error."""
 
@@ -105,13 +101,8 @@ class AgentServer:
     def _application(self) -> Starlette:
         base = "/sessions/{address}/v1"
         routes = [
-            Route("/health", _health),
-            Route(f"{base}/models", self._guarded(_models)),
-            Route(f"{base}/models/{{model:path}}", self._guarded(_model)),
-            Route(f"{base}/chat/completions", self._guarded(_sampled("chat")), methods=["POST"]),
-            Route(f"{base}/completions", self._guarded(_sampled("text")), methods=["POST"]),
-            Route(f"{base}/responses", self._guarded(_response), methods=["POST"]),
-            Route(f"{base}/reward", self._guarded(_reward), methods=["POST"]),
+            Route(f"{base}/{path}", self._guarded(handler), methods=["POST"])
+            for path, handler in (("chat/completions", _chat), ("reward", _reward))
         ]
         return Starlette(
             routes=routes, exception_handlers={HTTPException: _unknown, Exception: _failed}
@@ -140,57 +131,25 @@ class AgentServer:
         return session
 
 
-async def _health(request: Request) -> Response:
-    return JSONResponse({"status": "ok"})
-
-
-async def _models(session: Session, request: Request) -> Response:
-    return JSONResponse(models_body())
-
-
-async def _model(session: Session, request: Request) -> Response:
-    return JSONResponse(model_body(request.path_params["model"]))
-
-
 async def _reward(session: Session, request: Request) -> Response:
     session.post_reward(await _body(request))
     return JSONResponse({"status": "ok"})
 
 
-def _sampled(kind: Kind) -> Callable[[Session, Request], Awaitable[Response]]:
-    async def handle(session: Session, request: Request) -> Response:
-        body = await _body(request)
-        if body.get("stream") is True:
-            events = session.stream(kind, body, request.is_disconnected)
-            first = await anext(events)  # a wrong request has an answer of its own
-            return StreamingResponse(_joined(first, events), media_type="text/event-stream")
-        call, text = await session.answer(kind, body)
-        if await request.is_disconnected():
-            return Response(status_code=499)  # nobody reads it, and the answer is not trained
-        session.deliver(call)
-        return Response(text, media_type="application/json")
-
-    return handle
-
-
-async def _response(session: Session, request: Request) -> Response:
-    body = await _body(request)
-    call, text = await session.answer("chat", chat_body(body))
+async def _chat(session: Session, request: Request) -> Response:
+    answer = await session.answer(await _body(request))
     if await request.is_disconnected():
-        return Response(status_code=499)
-    session.deliver(call)
-    return JSONResponse(response_body(body, json.loads(text)))
-
-
-async def _joined(first: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
-    yield first
-    async for event in events:
-        yield event
+        return Response(status_code=499)  # nobody reads it, and the answer is not trained
+    session.deliver(answer)
+    if answer.request.stream:
+        return Response(answer.events(), media_type="text/event-stream")
+    # As ASCII: the policy may have written half of a surrogate pair.
+    return Response(json.dumps(answer.body), media_type="application/json")
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    known = "chat/completions, completions, responses, models, reward below the base URL; /health"
+    known = "POST chat/completions, reward below the base URL"
     problem = f"{request.method} {request.url.path}: not served; allowed: {known}"
     return JSONResponse(RequestError(problem, status=status).body(), status)
 
@@ -210,7 +169,7 @@ async def _body(request: Request) -> dict[str, Any]:
         problem = f"the request has {size} bytes; allowed: at most {_MAX_BODY}"
         raise RequestError(problem, status=413)
     try:
-        body = json.loads(read, parse_int=_whole_number)
+        body = json.loads(read)
         json.dumps(body, ensure_ascii=False, allow_nan=False).encode()  # no halves of characters
     except (ValueError, RecursionError) as error:
         problem = str(error).encode(errors="replace").decode()
@@ -218,9 +177,3 @@ async def _body(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RequestError("the request is not a JSON object")
     return body
-
-
-def _whole_number(digits: str) -> int:
-    if len(digits) > _MAX_DIGITS:
-        raise ValueError(f"a number has {len(digits)} digits; allowed: at most {_MAX_DIGITS}")
-    return int(digits)

@@ -35,9 +35,6 @@ class TurnParser:
         except Exception as error:  # a parser may need tokens that the model lacks
             problem = f"{name!r} does not go with the model's tokenizer: {error}"
             raise ValueError(f"environment.tool_parser: {problem}") from error
-        found = getattr(self._parser, "tool_call_start_token", None)
-        self.mark: str | None = found if isinstance(found, str) and found else None
-        """Text with which a tool call begins; None if the parser does not name it."""
 
     def __call__(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Turn:
         """Parse a turn."""

@@ -138,9 +138,7 @@ _Start = Annotated[
     | Annotated[_object(**_START, **_DRAWS), Tag("<old draws>")],
     Discriminator(_tag_of_start),
 ]
-_SESSIONS = _object(
-    **dict.fromkeys(("count", "calls", "trajectories", "forks", "drift", "retokenized"), _Whole)
-)
+_SESSIONS = _object(**dict.fromkeys(("count", "calls", "trajectories"), _Whole))
 _RECORDS: dict[str, TypeAdapter[Any]] = {
     "start": TypeAdapter(_Start),
     "step": TypeAdapter(

@@ -18,7 +18,7 @@ from grpo_components.replay.event_order import Event
 from grpo_components.settings import Settings
 
 FORMAT = 2
-SESSION_FIELDS = ("count", "calls", "trajectories", "forks", "drift", "retokenized")
+SESSION_FIELDS = ("count", "calls", "trajectories")
 """What a step record says of the agents' sessions."""
 
 

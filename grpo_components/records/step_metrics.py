@@ -59,9 +59,6 @@ def _session_metrics(groups: Sequence[GroupSummary], trained_share: float) -> di
     return {
         "agents/calls_mean": counts["calls"] / counts["count"],
         "agents/trajectories_mean": counts["trajectories"] / counts["count"],
-        "agents/forks": counts["forks"],
-        "agents/drift": counts["drift"],
-        "agents/retokenized": counts["retokenized"],
         "agents/cached_share": counts["cached_tokens"] / max(counts["prompt_tokens"], 1),
         "agents/trained_share": trained_share,
     }

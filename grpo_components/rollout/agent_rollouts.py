@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 from grpo_components.agents.chat import Chat
 from grpo_components.agents.environment import AgentEnvironment
 from grpo_components.agents.processes import AgentImportError, AgentProcesses
-from grpo_components.agents.sampling import AnswerSampler
 from grpo_components.agents.server import AgentServer
 from grpo_components.agents.session import Session, SessionLimits
 from grpo_components.agents.tool_calls import TurnParser
@@ -110,13 +109,7 @@ class AgentRollouts:
             hint = "; give equal requests at the same time a seed each"
             where = session.failure.result() + (hint if session.has_equal_requests else "")
             raise ReplayError(f"{sample.name}: the agent differs at {where}")
-        problem, given = outcome.error, None
-        if problem is None:
-            try:
-                given = session.reward_calls(outcome.reward or {}) or session.rewards
-            except ValueError as error:
-                problem = f"agent: {error}"
-        parts = session.parts()
+        problem, parts = outcome.error, session.parts()
         if problem is None and not parts:
             problem = "agent: it ended without an answer"
         facts = {"sample": number, **session.facts()}
@@ -125,10 +118,11 @@ class AgentRollouts:
             slot.session = facts
             return slot
         answered = reward_input(sample.prompt, session.last_text, session.finish_reason)
+        given = outcome.reward or session.reward
         more = {"agent_reward": given, "transcript": session.transcript}
         score = await asyncio.wrap_future(self._rewards.begin({**answered, **more}))
         slots = [SlotRollout.of_session(part, score, {"sample": number}) for part in parts]
-        slots[0].session, slots[0].others = facts | (slots[0].session or {}), slots[1:]
+        slots[0].session, slots[0].others = facts, slots[1:]
         return slots[0]
 
     def _session(self, sample: Sample, temperature: float) -> Session:
@@ -143,8 +137,7 @@ class AgentRollouts:
             any_temperature=sample.evaluates,
         )
         seed_of = partial(sampling_seed, sample.seed)
-        sampler = AnswerSampler(sample.name, self._chat, submit, seed_of)
-        return Session(sample.name, self._chat, sampler, limits)
+        return Session(sample.name, self._chat, submit, seed_of, limits)
 
     def close(self) -> None:
         """End all agents and the server."""

@@ -17,7 +17,7 @@ from torchrl.collectors import Collector
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import step_mdp
 
-from grpo_components.agents.parts import SessionPart
+from grpo_components.agents.conversation import SessionPart
 from grpo_components.rewards.pool import Score
 from grpo_components.rollout.vllm_engine import Completion, VLLMEngine
 from grpo_components.trajectory import Trajectory
@@ -179,7 +179,7 @@ class SlotRollout:
         slot.response_ids, slot.response_mask = part.response_ids, part.response_mask
         slot.logprobs, slot.versions = part.logprobs, part.versions
         slot.finish_reason, slot.score, slot.done = part.finish_reason, score, True
-        slot.session = session | ({"call_rewards": part.call_rewards} if part.call_rewards else {})
+        slot.session = session
         return slot
 
     def extend(self, turn: Any) -> None:

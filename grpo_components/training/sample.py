@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,6 @@ from grpo_components.errors import fail
 from grpo_components.objective.contracts import checked_aggregation
 from grpo_components.objective.token_advantages import TokenAdvantages
 from grpo_components.trajectory import PackedTrajectories, Trajectory, response_numbers, unpack
-
-_EPS = 1e-4
-"""Added to the deviation of the rewards of calls."""
 
 
 @dataclass
@@ -110,12 +106,12 @@ def set_loss_weights(part: Sequence[TrainSample], aggregation: Any) -> None:
 def spread_advantages(
     samples: Sequence[TrainSample], token_advantages: TokenAdvantages | None, step: int
 ) -> None:
-    """Set the advantage of each trained token; calls of an agent with a reward have their own."""
+    """Set the advantage of each trained token."""
     if token_advantages is None:
         for sample in samples:
             advantage = sample.trajectory.advantage
             sample.advantages = np.full(sample.num_tokens, advantage, np.float32)
-        return _add_call_advantages(samples)
+        return
     trajectories = [sample.trajectory for sample in samples]
     parts = token_advantages(trajectories, [sample.mask for sample in samples], step)
     for sample, part in zip(samples, parts, strict=True):
@@ -123,28 +119,3 @@ def spread_advantages(
             problem = f"per_token returned shape {part.shape} for {sample.num_tokens} tokens"
             fail("advantages", problem, "one number per token")
         sample.advantages = part.astype(np.float32)
-    _add_call_advantages(samples)
-
-
-def _add_call_advantages(samples: Sequence[TrainSample]) -> None:
-    """Add to each token the normalized rewards of its call and of those that continue it.
-
-    DeepSeekMath, arXiv 2402.03300, section 4.1.3 (process supervision), with an agent's calls as
-    steps: the rewards of all calls of a group are normalized together.
-    """
-    known: defaultdict[int, list[float]] = defaultdict(list)
-    for sample in samples:
-        rewards = (call["reward"] for call in _call_rewards(sample))
-        known[sample.trajectory.group_id] += [each for each in rewards if each is not None]
-    for sample in samples:
-        of_group, added = known[sample.trajectory.group_id], np.zeros(len(sample.mask))
-        for call in _call_rewards(sample):
-            centred = call["sum"] - call["count"] * float(np.mean(of_group))
-            deviation = float(np.std(of_group, ddof=1)) if len(of_group) > 1 else 0.0
-            added[slice(*call["tokens"])] = centred / (deviation + _EPS)
-        assert sample.advantages is not None, "the response's advantage comes first"
-        sample.advantages += added[sample.mask].astype(np.float32)
-
-
-def _call_rewards(sample: TrainSample) -> list[dict[str, Any]]:
-    return (sample.trajectory.session or {}).get("call_rewards", [])

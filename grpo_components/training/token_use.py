@@ -50,7 +50,6 @@ class TokenUse:
         for number, sample in enumerate(samples):
             counts = groups.setdefault(sample.trajectory.group_id, Counter())
             counts.update(self._not_trained(sample.trajectory))
-            counts["unanswered"] += _of_older_session(sample, samples)
             if not sample.updated:
                 counts["skipped"] += sample.num_tokens
             elif weighted is None:
@@ -78,15 +77,6 @@ class TokenUse:
 def unanswered_tokens(trajectory: Trajectory) -> int:
     """Return how many tokens were sampled for a trajectory's session and are in no trajectory."""
     return (trajectory.session or {}).get("unanswered_tokens", 0)
-
-
-def _of_older_session(sample: TrainSample, samples: Sequence[TrainSample]) -> int:
-    """Return the same for a session of an older checkpoint: what its trajectories leave over."""
-    facts = sample.trajectory.session or {}
-    if sample.trajectory.failed or "sampled_tokens" not in facts or "unanswered_tokens" in facts:
-        return 0
-    parts = (each for each in samples if each.response == sample.response)
-    return facts["sampled_tokens"] - sum(int(p.trajectory.response_mask.sum()) for p in parts)
 
 
 def keep_weighted(members: Sequence[TrainSample], weights: Tensor | None) -> None:

@@ -103,16 +103,6 @@ PANELS = {
             {"agents/trained_share": "trained", "agents/cached_share": "cached"},
             range=_SHARE,
         ),
-        Panel(
-            "Retokenization",
-            "calls of agents that forked, tokens that text would change, trained ones that drifted",
-            {
-                "agents/forks": "forks",
-                "agents/retokenized": "retokenized",
-                "agents/drift": "drift",
-            },
-            from_zero=True,
-        ),
         Panel("Entropy", "of the trainer's next-token distribution, nats", {"entropy": "entropy"}),
         Panel(
             "Loss",

@@ -27,14 +27,19 @@ _SAME = ("prompt_ids", "response_ids", "response_mask", "token_versions")
 
 def one_call(task: dict[str, Any]) -> None:
     """Ask once, as an agent."""
-    OpenAI().completions.create(model="policy", prompt=task["prompt_text"])
+    _answer(task["prompt_text"])
 
 
 def two_calls(task: dict[str, Any]) -> None:
     """Ask for the first tokens, and then for the others, as an agent."""
-    prompt, ask = task["prompt_text"], OpenAI().completions.create
-    first = ask(model="policy", prompt=prompt, max_tokens=_FIRST_TOKENS).choices[0].text
-    ask(model="policy", prompt=prompt + first)
+    first = _answer(task["prompt_text"], max_tokens=_FIRST_TOKENS)
+    _answer(task["prompt_text"], first)
+
+
+def _answer(*texts: str, **options: Any) -> str:
+    messages: list[Any] = [{"role": "user", "content": text} for text in texts]
+    ask = OpenAI().chat.completions.create
+    return ask(model="policy", messages=messages, **options).choices[0].message.content or ""
 
 
 def session_is_plain_rollout(bench: Bench) -> float:

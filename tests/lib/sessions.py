@@ -8,7 +8,6 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grpo_components.agents.sampling import AnswerSampler
 from grpo_components.agents.session import Session, SessionLimits
 from grpo_components.rollout.completions import Completion
 from lib.engine import StandInEngine
@@ -18,6 +17,7 @@ CHATML = (
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 DROPS_THOUGHTS = CHATML.replace(
     "{{ m.content }}", "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"
 )
@@ -72,16 +72,15 @@ def make_session(chat, engine, limits=LIMITS):
     """A session; called in the event loop that it lives in."""
     name = "group 0 sample 0"
     submit = partial(engine.submit, temperature=limits.temperature)
-    sampler = AnswerSampler(name, chat, submit, lambda *key: hash(key) % 2**31)
-    return Session(name, chat, sampler, limits)
+    return Session(name, chat, submit, lambda *key: hash(key) % 2**31, limits)
 
 
 async def ask(session, messages, *, deliver=True, **body):
     """Send a chat to a session; return the message of the answer."""
-    call, text = await session.answer("chat", {"messages": messages, **body})
+    answer = await session.answer({"messages": messages, **body})
     if deliver:
-        session.deliver(call)
-    return json.loads(text)["choices"][0]["message"]
+        session.deliver(answer)
+    return answer.body["choices"][0]["message"]
 
 
 class Named(NamedTuple):
@@ -93,8 +92,6 @@ class Named(NamedTuple):
 
 class Parser:
     """Finds calls written as JSON in tags."""
-
-    mark = "<tool_call>"
 
     def __call__(self, text, tools):
         inside = text.partition("<tool_call>")[2].partition("</tool_call>")[0]

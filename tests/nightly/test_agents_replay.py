@@ -17,12 +17,13 @@ async def run(task):
     async with openai.AsyncOpenAI(max_retries=0) as client:
 
         async def answer(text, seed=None):
-            asked = {"prompt": text, "max_tokens": 6, "stop": ["8", "\\n"], "stream": True}
+            asked = {"max_tokens": 6, "stop": ["8", "\\n"], "stream": True}
+            asked["messages"] = [{"role": "user", "content": text}]
             if seed is not None:  # equal requests at the same time: which is which?
                 asked["seed"] = seed
             pieces = [
-                event.choices[0].text
-                async for event in await client.completions.create(model="m", **asked)
+                event.choices[0].delta.content or ""
+                async for event in await client.chat.completions.create(model="m", **asked)
             ]
             return "".join(pieces)
 

@@ -32,9 +32,11 @@ from openai import OpenAI
 
 
 def run(task):
-    ask, text = OpenAI(max_retries=0).completions.create, task["prompt_text"]
+    ask, text = OpenAI(max_retries=0).chat.completions.create, task["prompt_text"]
     for _ in range(4):
-        text += ask(model="policy", prompt=text, max_tokens=4).choices[0].text
+        messages = [{"role": "user", "content": text}]
+        answer = ask(model="policy", messages=messages, max_tokens=4)
+        text += answer.choices[0].message.content
         time.sleep(0.5)
     return float(task["seed"] % 2)
 """

@@ -38,9 +38,9 @@ def serve(server, make_chat):
     """Opens sessions; returns the engine, the session and its client."""
     clients = []
 
-    def open_session(*texts, parse=None, limits=LIMITS, engine=scripted_engine):
+    def open_session(*texts, parse=None, limits=LIMITS):
         chat = make_chat(parse=parse)
-        played = engine(chat, *texts)
+        played = scripted_engine(chat, *texts)
 
         async def build():
             return make_session(chat, played, limits)

@@ -1,7 +1,6 @@
 """What a session records: the tokens that were sampled, each of them once, whatever is asked."""
 
 import asyncio
-import json
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -16,15 +15,15 @@ from lib.sessions import (
     CHATML,
     DROPS_THOUGHTS,
     LIMITS,
+    PLAIN,
     Parser,
     Script,
     ask,
     make_session,
     scripted_engine,
-    tokens_of,
 )
 
-from grpo_components.agents.calls import CallTree, Choice
+from grpo_components.agents.conversation import Choice, Conversation
 from grpo_components.agents.requests import RequestError
 
 USER = [{"role": "user", "content": "abab?"}]
@@ -61,10 +60,9 @@ def test_a_chat_goes_on_with_the_tokens_that_were_sampled(make_chat):
     assert chat.decode(sampled(part)) == "abab<|im_end|>ab<|im_end|>"
     assert part.versions[part.response_mask].tolist() == [1] * 5 + [2] * 3
     assert (part.versions[~part.response_mask] == -1).all()
-    assert session.facts()["forks"] == []
 
 
-def test_a_template_that_drops_thoughts_forks_the_session_and_says_where(make_chat):
+def test_a_template_that_drops_thoughts_forks_the_session(make_chat):
     chat = make_chat(DROPS_THOUGHTS)
 
     async def run():
@@ -80,35 +78,17 @@ def test_a_template_that_drops_thoughts_forks_the_session_and_says_where(make_ch
     assert chat.decode(sampled(second)) == "no<|im_end|>"
     assert second.prompt_ids.tolist() == engine.requests[1].prompt_ids
     assert "think" not in chat.decode(second.prompt_ids.tolist())
-    (fork,) = session.facts()["forks"]
-    assert (fork["call"], fork["after"]) == (2, 1)
-    assert fork["token"] == len(engine.requests[0].prompt_ids)  # the first of its answer
-    assert fork["why"] == "its answer was rewritten"
-
-
-def test_an_edited_question_forks_at_its_token(make_chat):
-    chat = make_chat()
-
-    async def run():
-        session = make_session(chat, scripted_engine(chat, "yes<|im_end|>"))
-        await ask(session, USER)
-        await ask(session, [{"role": "user", "content": "abac?"}])
-        return session
-
-    (fork,) = asyncio.run(run()).facts()["forks"]
-    assert fork["why"] == "the text before its answer was rewritten"
-    assert fork["token"] == len(chat.encode("<|im_start|>user\n"))
 
 
 @pytest.mark.parametrize(
-    ("spelling", "forks"),
+    ("spelling", "trajectories"),
     [
-        ('{"name": "f", "arguments": {"x": 1}}', 0),
-        ('{"arguments":{"x":1},"name":"f"}', 0),
-        ('{"name": "f", "arguments": {"x": 2}}', 1),
+        ('{"name": "f", "arguments": {"x": 1}}', 1),
+        ('{"arguments":{"x":1},"name":"f"}', 1),
+        ('{"name": "f", "arguments": {"x": 2}}', 2),
     ],
 )
-def test_another_spelling_of_the_same_tool_call_is_no_fork(make_chat, spelling, forks):
+def test_another_spelling_of_the_same_tool_call_is_no_fork(make_chat, spelling, trajectories):
     chat = make_chat(parse=Parser())
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
@@ -123,7 +103,7 @@ def test_another_spelling_of_the_same_tool_call_is_no_fork(make_chat, spelling, 
         return session
 
     session = asyncio.run(run())
-    assert len(session.facts()["forks"]) == forks
+    assert session.facts()["trajectories"] == trajectories
     assert spelling in chat.decode(sampled(session.parts()[0]))
 
 
@@ -150,9 +130,9 @@ def test_several_choices_are_trajectories_of_one_prompt(make_chat):
     async def run():
         engine = scripted_engine(chat, "a<|im_end|>", "b<|im_end|>")
         session = make_session(chat, engine)
-        call, text = await session.answer("chat", {"messages": USER, "n": 2})
-        session.deliver(call)
-        return engine, session, json.loads(text)
+        answer = await session.answer({"messages": USER, "n": 2})
+        session.deliver(answer)
+        return engine, session, answer.body
 
     engine, session, body = asyncio.run(run())
     assert [choice["message"]["content"] for choice in body["choices"]] == ["a", "b"]
@@ -180,38 +160,63 @@ def test_an_answer_that_nobody_got_is_neither_trained_nor_continued(make_chat):
     assert facts["calls"] == 3 and facts["unanswered_tokens"] == 4
 
 
-def test_a_stop_ends_the_record_where_it_ends_the_answer(make_chat):
-    chat = make_chat()
+def text(content):
+    """A chat that the template `plain` writes as this text."""
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize("stop", ["=3", "2=3", "="])
+def test_a_stop_ends_the_record_where_it_ends_the_answer(make_chat, stop):
+    chat = make_chat(PLAIN)
+    before = "1+2=3".partition(stop)[0]
 
     async def run():
         engine = scripted_engine(chat, "1+2=3abc", "9<|im_end|>")
         session = make_session(chat, engine)
-        call, text = await session.answer("text", {"prompt": "abab", "stop": ["=3"]})
-        session.deliver(call)
-        answer = json.loads(text)["choices"][0]
-        assert (answer["text"], answer["finish_reason"]) == ("1+2", "stop")
-        call, _ = await session.answer("text", {"prompt": "abab1+2=3!"})
-        session.deliver(call)
-        return engine, session
+        answer = await session.answer({"messages": text("abab"), "stop": [stop, "zz"]})
+        session.deliver(answer)
+        (choice,) = answer.body["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (before, "stop")
+        await ask(session, text(f"abab{before}{stop}!"))
+        return session
 
-    engine, session = asyncio.run(run())
+    session = asyncio.run(run())
     (part,) = session.parts()
-    assert chat.decode(sampled(part)) == "1+2=39<|im_end|>"
-    assert chat.decode(part.response_ids.tolist()) == "1+2=3!9<|im_end|>"
-    assert session.facts()["sampled_tokens"] == 5 + 2  # none after the stop
-    assert chat.encode("=3")[0] not in engine.requests[0].stop_token_ids
+    assert chat.decode(sampled(part)) == f"{before}{stop}9<|im_end|>"
+    assert chat.decode(part.response_ids.tolist()) == f"{before}{stop}!9<|im_end|>"
+    assert session.facts()["sampled_tokens"] == len(before + stop) + 2  # none after the stop
+
+
+def test_a_stop_inside_a_token_ends_the_answer_before_it(make_chat):
+    chat = make_chat(PLAIN)
+
+    def merged(script, request):
+        said = script(request)
+        ids = np.array(chat.encode("añ€😀abab"), np.int64)
+        columns = {"logprobs": np.zeros(len(ids), np.float32)}
+        columns["token_versions"] = np.zeros(len(ids), np.int32)
+        return replace(said, token_ids=ids, finish_reason="length", **columns)
+
+    async def run():
+        engine = StandInEngine(partial(merged, Script(chat)))
+        session = make_session(chat, engine)
+        answer = await ask(session, text("q"), stop=["b"])
+        return answer["content"], session.parts()
+
+    content, (part,) = asyncio.run(run())
+    assert content == "añ€😀a"
+    assert chat.decode(part.response_ids.tolist()) == "añ€😀abab"  # its last token has the stop
 
 
 def test_a_text_that_goes_on_without_the_stop_continues_what_was_sampled_before_it(make_chat):
-    chat = make_chat()
+    chat = make_chat(PLAIN)
 
     async def run():
         engine = scripted_engine(chat, "abab\nc", "d\n", "e<|im_end|>")
-        session, text = make_session(chat, engine), "q"
+        session, prompt = make_session(chat, engine), "q"
         for _ in range(3):
-            call, body = await session.answer("text", {"prompt": text, "stop": "\n"})
-            session.deliver(call)
-            text += json.loads(body)["choices"][0]["text"] + "!"
+            answer = await ask(session, text(prompt), stop="\n")
+            prompt += answer["content"] + "!"
         return engine, session
 
     engine, session = asyncio.run(run())
@@ -219,31 +224,12 @@ def test_a_text_that_goes_on_without_the_stop_continues_what_was_sampled_before_
     assert chat.decode(part.response_ids.tolist()) == "abab!d!e<|im_end|>"
     assert chat.decode(sampled(part)) == "ababde<|im_end|>"
     assert engine.requests[1].prompt_ids[1:3] == [*chat.encode("a"), *chat.encode("b")]
-    assert session.facts()["forks"] == []
-    assert session.facts()["sampled_tokens"] == 6 + 2 + 2
-    assert session.facts()["unanswered_tokens"] == 3  # the end of two answers, and what followed
+    assert session.facts()["sampled_tokens"] == 5 + 2 + 2
+    assert session.facts()["unanswered_tokens"] == 2  # the ends of two answers
 
 
-def test_a_second_continuation_of_an_answer_is_a_fork_that_is_recorded(make_chat):
-    chat = make_chat()
-
-    async def run():
-        session = make_session(chat, scripted_engine(chat, "abc<|im_end|>"))
-        first = await ask(session, USER)
-        for text in "pq":
-            await ask(session, said(first, text))
-        return session
-
-    (fork,) = asyncio.run(run()).facts()["forks"]
-    assert (fork["call"], fork["after"]) == (3, 1)
-    assert fork["why"] == "its answer is continued twice"
-
-
-@pytest.mark.parametrize("kind", ["text", "ids"])
-def test_which_of_two_equal_answers_goes_on_does_not_depend_on_the_order_of_arrival(
-    make_chat, kind
-):
-    chat = make_chat()
+def test_which_of_two_equal_answers_goes_on_does_not_depend_on_the_order_of_arrival(make_chat):
+    chat = make_chat(PLAIN)
 
     def by_seed(script, request):
         said = script(request)
@@ -253,47 +239,11 @@ def test_which_of_two_equal_answers_goes_on_does_not_depend_on_the_order_of_arri
         script = Script(chat, *["same="] * 2, "on")
         session = make_session(chat, StandInEngine(partial(by_seed, script)))
         for seed in seeds:
-            call, _ = await session.answer("text", {"prompt": "q", "seed": seed, "stop": "="})
-            session.deliver(call)
-        prompt = "qsameand" if kind == "text" else [*call.prompt_ids, *tokens_of(chat, "same=and")]
-        call, _ = await session.answer("text", {"prompt": prompt})
-        session.deliver(call)
+            await ask(session, text("q"), seed=seed, stop="=")
+        await ask(session, text("qsameand"))
         return [(part.response_ids.tolist(), part.logprobs.tolist()) for part in session.parts()]
 
     assert asyncio.run(run([1, 2])) == asyncio.run(run([2, 1]))
-
-
-def test_a_prompt_of_token_ids_is_taken_as_it_is(make_chat):
-    chat = make_chat()
-    prompt = [*chat.encode("q"), *chat.encode("a"), *chat.encode("b")]
-
-    async def run():
-        engine = scripted_engine(chat, "ab", "c<|im_end|>")
-        session = make_session(chat, engine)
-        call, _ = await session.answer("text", {"prompt": prompt, "max_tokens": 2})
-        session.deliver(call)
-        call, _ = await session.answer(
-            "text", {"prompt": [*engine.requests[0].prompt_ids, *chat.encode("ab")]}
-        )
-        session.deliver(call)
-        return engine, session
-
-    engine, session = asyncio.run(run())
-    assert engine.requests[0].prompt_ids == prompt
-    assert len(session.parts()) == 2  # `ab` as one token is not what was sampled
-    assert session.facts()["forks"][0]["call"] == 2
-
-
-@pytest.mark.parametrize("number", [-1, 10**6, True, 1.0])
-def test_a_number_that_is_no_token_is_refused_and_the_session_goes_on(make_chat, number):
-    async def run():
-        chat = make_chat()
-        session = make_session(chat, scripted_engine(chat, "a<|im_end|>"))
-        with pytest.raises(RequestError, match="list of token ids of the policy"):
-            await session.answer("text", {"prompt": [number]})
-        return session
-
-    assert not asyncio.run(run()).failure.done()
 
 
 REFUSED = [
@@ -308,7 +258,8 @@ REFUSED = [
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "auto, none"),
     ({"parallel_tool_calls": False}, "parallel_tool_calls", "leave it out, or True"),
     ({"top_logprobs": 2}, "top_logprobs", "leave it out, or 0"),
-    ({"logprobs": 2}, "logprobs", "those of the sampled tokens"),
+    ({"logprobs": True}, "logprobs", "leave it out, or False"),
+    ({"prompt": "x"}, "prompt", "not supported"),
     ({"seed": "x"}, "seed", "a whole number"),
     ({"stream": "yes"}, "stream", "true, false"),
     ({"stream_options": 5}, "stream_options", "an object"),
@@ -323,15 +274,15 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("body", "parameter", "text"), REFUSED)
-def test_what_would_change_the_distribution_is_refused(make_chat, body, parameter, text):
+@pytest.mark.parametrize(("body", "parameter", "problem"), REFUSED)
+def test_what_would_change_the_distribution_is_refused(make_chat, body, parameter, problem):
     chat = make_chat()
 
     async def run():
         engine = scripted_engine(chat)
         session = make_session(chat, engine)
-        with pytest.raises(RequestError, match=text) as caught:
-            await session.answer("chat", {"messages": USER, **body})
+        with pytest.raises(RequestError, match=problem) as caught:
+            await session.answer({"messages": USER, **body})
         return engine, caught.value.body()["error"]
 
     engine, error = asyncio.run(run())
@@ -408,12 +359,14 @@ def test_names_and_seeds_do_not_depend_on_the_order_of_arrival(make_chat):
 def test_each_delivered_token_is_in_one_trajectory_once(make_chat, data):
     """Random trees of calls; some answers nobody got, some are continued without their end."""
     chat = make_chat(CHATML)
-    tree, texts = CallTree(chat), ["abq"]
+    tree, texts = Conversation(chat), ["abq"]
     token = 0
     for number in range(data.draw(st.integers(1, 8))):
-        text = data.draw(st.sampled_from(texts))
-        place = tree.place(text)
-        call = tree.add((f"{number}", 0), text, place)
+        prompt = data.draw(st.sampled_from(texts))
+        call = tree.place(prompt)
+        call.key = len(call.prompt_ids), f"{number}", 0
+        call.delivered = data.draw(st.booleans())
+        tree.calls.append(call)
         for _ in range(data.draw(st.integers(1, 2))):
             letters = data.draw(st.text("abc", min_size=1, max_size=4))
             ids = np.array([chat.encode(letter)[0] for letter in letters], np.int64)
@@ -422,13 +375,12 @@ def test_each_delivered_token_is_in_one_trajectory_once(make_chat, data):
             versions = np.zeros(len(ids), np.int32)
             end = data.draw(st.integers(0, len(ids)))
             fields = "stop", letters, len(ids), letters[:end], end
-            choice = Choice(ids, unique, versions, *fields)
-            choice.delivered = data.draw(st.booleans())
-            call.choices.append(choice)
+            call.choices.append(Choice(ids, unique, versions, *fields))
             said = data.draw(st.sampled_from([letters, letters[:end]]))
-            texts.append(f"{text}{said}{data.draw(st.text('ab-', max_size=3))}")
+            texts.append(f"{prompt}{said}{data.draw(st.text('ab-', max_size=3))}")
     found = [part.logprobs[part.response_mask].tolist() for part in tree.parts()]
-    delivered = [c.logprobs.tolist() for call in tree.calls for c in call.choices if c.delivered]
+    calls = [call for call in tree.calls if call.delivered]
+    delivered = [choice.logprobs.tolist() for call in calls for choice in call.choices]
     assert sorted(chain(*found)) == sorted(chain(*delivered))
     for part in tree.parts():
         whole = chat.decode([*part.prompt_ids.tolist(), *part.response_ids.tolist()])
@@ -451,66 +403,9 @@ def test_no_token_drifts_where_the_template_drops_thoughts(make_chat):
 
     session = asyncio.run(run())
     facts = session.facts()
-    assert (facts["calls"], facts["trajectories"], len(facts["forks"])) == (3, 3, 2)
-    assert facts["drift"] == 0
-    assert facts["retokenized"] > 0  # `ab` was sampled as two tokens, and has one of its own
+    assert (facts["calls"], facts["trajectories"]) == (3, 3)
     tokens = sum(int(part.response_mask.sum()) for part in session.parts())
     assert tokens == facts["sampled_tokens"]
-
-
-def test_tokens_that_follow_others_than_the_policy_saw_are_counted_as_drift(make_chat):
-    chat = make_chat()
-
-    async def run():
-        session = make_session(chat, scripted_engine(chat, "abc<|im_end|>", "de<|im_end|>"))
-        first = await ask(session, USER)
-        await ask(session, said(first, "more"))
-        return session
-
-    session = asyncio.run(run())
-    assert session.facts()["drift"] == 0
-    session._tree.calls[0].choices[0].token_ids[0] += 1  # a fault: no client can cause it
-    assert session.facts()["drift"] == 3
-
-
-async def completed(session, messages, **body):
-    """Send a chat to a session; return the whole answer."""
-    call, text = await session.answer("chat", {"messages": messages, **body})
-    session.deliver(call)
-    return json.loads(text)
-
-
-def test_a_call_gets_its_own_reward_and_passes_it_on_to_those_before_it(make_chat):
-    chat = make_chat()
-
-    async def run():
-        texts = "a<|im_end|>", "b<|im_end|>", "c<|im_end|>", "other<|im_end|>"
-        session, messages = make_session(chat, scripted_engine(chat, *texts)), list(USER)
-        ids = []
-        for _ in range(3):
-            body = await completed(session, messages)
-            ids.append(body["id"])
-            messages += said(body["choices"][0]["message"], "next")[-2:]
-        await completed(session, [{"role": "user", "content": "unlike"}])
-        session.post_reward({"reward": 2.0, "completion": ids[1]})
-        assert session.reward_calls({ids[2]: -1, "score": 0.5}) == {"score": 0.5}
-        with pytest.raises(RequestError, match="for the id of an answer"):
-            session.post_reward({"reward": 1.0, "completion": "chatcmpl-0"})
-        with pytest.raises(ValueError, match="for the id of an answer"):
-            session.reward_calls({"chatcmpl-0": 1.0})
-        return session
-
-    session = asyncio.run(run())
-    assert session.reward is None
-    assert session.rewards == {"reward": 1.0}  # their sum
-    long, short = sorted(session.parts(), key=lambda part: -len(part.call_rewards))
-    assert [call["reward"] for call in long.call_rewards] == [None, 2.0, -1.0]
-    assert [(c["sum"], c["count"]) for c in long.call_rewards] == [(1.0, 2), (1.0, 2), (-1.0, 1)]
-    for call in long.call_rewards:
-        assert long.response_mask[slice(*call["tokens"])].all()
-    covered = sum(end - begin for begin, end in (c["tokens"] for c in long.call_rewards))
-    assert covered == long.response_mask.sum()
-    assert [(c["sum"], c["count"]) for c in short.call_rewards] == [(0.0, 0)]
 
 
 def test_a_seed_repeats_an_answer_and_its_absence_does_not(make_chat):
@@ -526,20 +421,3 @@ def test_a_seed_repeats_an_answer_and_its_absence_does_not(make_chat):
     first, second = asyncio.run(run(seed=0))
     assert first == second
     assert len({first, *asyncio.run(run()), *asyncio.run(run(seed=1))}) == 4
-
-
-def test_logprobs_are_those_of_the_sampled_tokens(make_chat):
-    chat = make_chat()
-
-    async def run():
-        session = make_session(chat, scripted_engine(chat, "ab<|im_end|>", "cd"))
-        body = await completed(session, USER, logprobs=True)
-        _, text = await session.answer("text", {"prompt": "q", "logprobs": 0, "max_tokens": 2})
-        return body["choices"][0], json.loads(text)["choices"][0]
-
-    turn, text = asyncio.run(run())
-    shown = [(entry["token"], entry["logprob"]) for entry in turn["logprobs"]["content"]]
-    assert shown == [("a", -1.0), ("b", -1.0)]
-    assert text["logprobs"]["tokens"] == ["c", "d"]
-    assert text["logprobs"]["token_logprobs"] == [-2.0, -2.0]
-    assert text["logprobs"]["text_offset"] == [0, 1]

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from grpo_components.records.receipts import SESSION_FIELDS
 from grpo_tools.audit.__main__ import RULES, main
 
 
@@ -259,7 +258,6 @@ EDITS = [
     ("checksums", (2, "acknowledged", 0, "checksum"), "something else"),
     ("tokens", (5, "token_versions", "3"), 11),
     ("tokens", (5, "trained_share"), 0.5),
-    ("tokens", (5, "sessions"), {**dict.fromkeys(SESSION_FIELDS, 0), "count": 4, "drift": 1}),
     ("hashes", (5, "batch_hash"), ""),
     ("hashes", (5, "batch_hash"), "hash 2"),
     ("correction", (5, "correction_mass"), None),

@@ -143,6 +143,5 @@ def test_a_tool_call_that_the_policy_samples_is_answered_and_its_tokens_go_on(
     call, answer = (tokenizer(text)["input_ids"] for text in (CALL, ANSWER))
     for slot in right:
         assert (slot.session["calls"], slot.session["trajectories"]) == (2, 1)
-        assert (slot.session["forks"], slot.session["drift"]) == ([], 0)
         assert slot.response_ids[slot.response_mask].tolist() == [*call, *answer]
         assert (np.exp(slot.logprobs[slot.response_mask]) > 0.5).all()

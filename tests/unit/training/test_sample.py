@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from grpo_components.errors import ConfigError
 from grpo_components.objective.aggregation import ConstantLength, SequenceMean, TokenMean
 from grpo_components.training.sample import (
-    TrainSample,
     make_samples,
     set_loss_weights,
     split_responses,
-    spread_advantages,
 )
 from grpo_components.trajectory import (
+    SESSION_COUNTS,
     Trajectory,
     batch_hash,
     concatenate,
@@ -44,11 +43,15 @@ def trajectory(tokens, group=0, session=None, reward=1.0):
     )
 
 
+def session(number, **facts):
+    return {"sample": number, **dict.fromkeys(SESSION_COUNTS, 1), **facts}
+
+
 def batch_of(sizes):
     """For each response the lengths of its trajectories; two responses to a prompt."""
     return pack(
         [
-            trajectory(tokens, number // 2, {"sample": number % 2} if len(parts) > 1 else None)
+            trajectory(tokens, number // 2, session(number % 2) if len(parts) > 1 else None)
             for number, parts in enumerate(sizes)
             for tokens in parts
         ]
@@ -104,8 +107,8 @@ def test_summaries_count_responses(sizes):
 
 
 def test_tokens_that_no_trajectory_has_count_as_sampled():
-    facts = {"sample": 0, "sampled_tokens": 50}
-    assert summarize(pack([trajectory(3, session=facts)])).response_tokens == [50]
+    row = trajectory(3, session=session(0, sampled_tokens=50))
+    assert summarize(pack([row])).response_tokens == [50]
 
 
 def test_the_hash_tells_sessions_apart_and_is_that_of_older_versions_without_them():
@@ -118,36 +121,3 @@ def test_the_hash_tells_sessions_apart_and_is_that_of_older_versions_without_the
     assert batch_hash(pack(together)) not in (batch_hash(pack(apart)), batch_hash(plain))
     joined = concatenate([older, pack(apart)])
     assert [t.session for t in unpack(joined)] == [None, None, {"sample": 0}, {"sample": 1}]
-
-
-def test_rewards_of_calls_add_their_group_normalized_sums_to_the_advantage():
-    """DeepSeekMath, section 4.1.3: a token gets the rewards of its call and of later ones."""
-    first = [
-        {"tokens": [0, 2], "reward": None, "sum": 4.0, "count": 2},
-        {"tokens": [3, 4], "reward": 3.0, "sum": 4.0, "count": 2},
-        {"tokens": [4, 5], "reward": 1.0, "sum": 1.0, "count": 1},
-    ]
-    second = [{"tokens": [0, 3], "reward": -1.0, "sum": -1.0, "count": 1}]
-    rows = [(first, [1, 1, 0, 1, 1]), (second, [1, 1, 1]), (None, [1, 1])]
-    samples = []
-    for number, (calls, mask) in enumerate(rows):
-        session = {"sample": number, **({"call_rewards": calls} if calls else {})}
-        row = replace(trajectory(len(mask), 7, session), advantage=0.5)
-        samples.append(TrainSample(row, np.array(mask, bool)))
-    spread_advantages(samples, None, 0)
-    mean, deviation = 1.0, np.std([3.0, 1.0, -1.0], ddof=1) + 1e-4
-    found = [sample.advantages for sample in samples]
-    expected = [(4 - 2 * mean) / deviation] * 3 + [0.0]
-    np.testing.assert_allclose(found[0], 0.5 + np.array(expected), rtol=1e-6)
-    np.testing.assert_allclose(found[1], [0.5 - 2 / deviation] * 3, rtol=1e-6)
-    np.testing.assert_allclose(found[2], [0.5, 0.5])
-
-
-def test_the_rewards_of_calls_are_part_of_a_batchs_fingerprint():
-    calls = [{"tokens": [0, 2], "reward": 1.0, "sum": 1.0, "count": 1}]
-    other = [{"tokens": [0, 2], "reward": 2.0, "sum": 2.0, "count": 1}]
-    hashes = {
-        batch_hash(pack([trajectory(2, 0, {"sample": 0, **more})]))
-        for more in ({}, {"call_rewards": calls}, {"call_rewards": other}, {"forks": []})
-    }
-    assert len(hashes) == 3

@@ -1,0 +1,170 @@
+"""The calls of one session: which of them continue each other, and the trajectories they make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grpo_components.agents.chat import Chat
+
+
+@dataclass(eq=False)
+class Choice:
+    """One answer that the policy sampled."""
+
+    token_ids: NDArray[np.int64]
+    """[R] sampled tokens, up to the end that the request asked for."""
+    logprobs: NDArray[np.float32]
+    """[R] log-probability of each token, in nats."""
+    versions: NDArray[np.int32]
+    """[R] policy version that sampled each token."""
+    finish_reason: str
+    """stop or length."""
+    text: str
+    """Text of the tokens."""
+    num_sampled: int
+    """Tokens that the engine sampled for it, also those after the end."""
+    content: str
+    """Text that the client gets: without what ended it."""
+    content_tokens: int
+    """Number of first tokens that are exactly this text; 0 if no number of them is."""
+    continued: bool = False
+    """Whether a later call continues it."""
+
+    def drop_end(self) -> None:
+        """Forget the tokens after the content: a prompt goes on without them."""
+        size = self.content_tokens
+        self.token_ids, self.logprobs = self.token_ids[:size], self.logprobs[:size]
+        self.versions, self.text = self.versions[:size], self.content
+
+
+@dataclass(eq=False)
+class Call:
+    """One request of the agent."""
+
+    prompt_text: str
+    prompt_ids: list[int]
+    parent: tuple[Call, Choice] | None = None
+    """Call and answer that the prompt continues, token for token."""
+    key: tuple[int, str, int] = (0, "", 0)
+    """Length and digest of the prompt, and how many equal ones came before: the same in a replay,
+    also if requests run in parallel and arrive in another order."""
+    choices: list[Choice] = field(default_factory=list)
+    delivered: bool = False
+    """Whether the client was there to get the answer; only then it is trained and continued."""
+    cached_tokens: int = 0
+    """Tokens of the prompt whose keys and values were in the engine's prefix cache."""
+
+    @property
+    def path(self) -> list[tuple[Call, Choice]]:
+        """The conversation before the call, from its first one on."""
+        path, step = [], self.parent
+        while step is not None:
+            path.append(step)
+            step = step[0].parent
+        return path[::-1]
+
+
+@dataclass(frozen=True)
+class SessionPart:
+    """Tokens of one trajectory of a session; R is the number of its response tokens."""
+
+    prompt_ids: NDArray[np.int64]
+    response_ids: NDArray[np.int64]
+    response_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    finish_reason: str
+
+
+class Conversation:
+    """Keeps what was sampled as token ids, and lets later calls continue it.
+
+    A prompt whose text begins with an earlier prompt and its answer continues these tokens: only
+    the rest of the text is tokenized. If it goes on without what ended the answer (a stop, an end
+    of turn), these tokens leave the record. Any other prompt is tokenized as a whole, and begins a
+    trajectory of its own.
+    """
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self.calls: list[Call] = []
+
+    def place(self, text: str) -> Call:
+        """Return a call that continues the longest conversation with which its prompt begins."""
+        best, end = None, -1
+        for call, choice in self._in_order():
+            if text.startswith(call.prompt_text):
+                begin = len(call.prompt_text)
+                length = self._length_of(choice, text[begin:])
+                if length is not None and begin + length > end:
+                    best, end = (call, choice), begin + length
+        if best is not None:
+            call, choice = best
+            if text[len(call.prompt_text) : end] == choice.content != choice.text:
+                choice.drop_end()
+            known = [*call.prompt_ids, *choice.token_ids.tolist()]
+            added = self._chat.encode_after(known, text[end:])
+            if added is not None:
+                choice.continued = True
+                return Call(text, [*known, *added], best)
+        return Call(text, self._chat.encode(text))
+
+    def _length_of(self, choice: Choice, text: str) -> int | None:
+        """Return how many characters at the start of a text are an answer, or its content."""
+        length = self._chat.turn_length(text, choice.text)
+        if length is None and choice.content_tokens and not choice.continued:
+            return len(choice.content) if text.startswith(choice.content) else None
+        return length
+
+    def parts(self) -> list[SessionPart]:
+        """Return the session's trajectories, which have each delivered token exactly once."""
+        continued = {id(call.parent[1]) for call, _ in self._answers() if call.parent is not None}
+        ends = [(call, choice) for call, choice in self._answers() if id(choice) not in continued]
+        paths = [[*call.path, (call, choice)] for call, choice in ends]
+        paths.sort(key=lambda path: [_order(*step) for step in path])
+        used: set[int] = set()
+        parts: list[SessionPart] = []
+        for path in paths:
+            new = [step for step in path if id(step[1]) not in used]
+            used |= {id(choice) for _, choice in new}
+            parts.append(_joined(new))
+        return parts
+
+    def _answers(self) -> Iterator[tuple[Call, Choice]]:
+        for call in self.calls:
+            if call.delivered:
+                yield from ((call, choice) for choice in call.choices)
+
+    def _in_order(self) -> list[tuple[Call, Choice]]:
+        """Return the answers such that of equal ones always the same comes first."""
+        return sorted(self._answers(), key=lambda pair: _order(*pair))
+
+
+def _order(call: Call, choice: Choice) -> tuple[tuple[int, str, int], int]:
+    """Return the place of an answer in an order that is not that of arrival, which may differ."""
+    return call.key, call.choices.index(choice)
+
+
+def _joined(steps: list[tuple[Call, Choice]]) -> SessionPart:
+    """Join answers and what lies between them; what lies before the first one is the prompt."""
+    prompt_ids = steps[0][0].prompt_ids
+    ids: list[int] = []
+    masks: list[NDArray[np.bool_]] = []
+    logprobs: list[NDArray[np.float32]] = []
+    versions: list[NDArray[np.int32]] = []
+    for call, choice in steps:
+        between = call.prompt_ids[len(prompt_ids) + len(ids) :]
+        assert [*prompt_ids, *ids, *between] == call.prompt_ids, "the policy saw other tokens"
+        ids += [*between, *choice.token_ids.tolist()]
+        size, sampled = len(between), len(choice.token_ids)
+        masks += [np.zeros(size, bool), np.ones(sampled, bool)]
+        logprobs += [np.zeros(size, np.float32), choice.logprobs]
+        versions += [np.full(size, -1, np.int32), choice.versions]
+    return SessionPart(
+        *(np.array(prompt_ids, np.int64), np.array(ids, np.int64), np.concatenate(masks)),
+        *(np.concatenate(logprobs), np.concatenate(versions), steps[-1][1].finish_reason),
+    )
