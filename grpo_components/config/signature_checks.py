@@ -81,18 +81,6 @@ def _check_reward(key: str, node: DictConfig, settings: Settings) -> None:
     if getattr(made, "wall_s", 0) >= limit_s:  # else slow programs would make failed samples
         problem = f"{made.wall_s:g} given with timeouts.reward_s: {limit_s:g}"
         fail(f"{key}.wall_s", problem, "a number below timeouts.reward_s")
-    if per_minute := getattr(made, "requests_per_minute", None):
-        _check_rate(key, per_minute, made.wall_s, settings)
-
-
-def _check_rate(key: str, per_minute: float, wall_s: float, settings: Settings) -> None:
-    """Refuse a limit with which a request may wait for those of all other reward processes."""
-    workers = settings.num_generators * settings.reward_workers
-    longest_s = 60 * workers / per_minute
-    if longest_s >= wall_s:
-        waits = f"with {workers} reward processes a request may wait {longest_s:.3g} s"
-        problem = f"{per_minute:g} given: {waits}, and {key}.wall_s is {wall_s:g}"
-        fail(f"{key}.requests_per_minute", problem, "a longer wall_s, or fewer reward_workers")
 
 
 def _check_world(environment: DictConfig) -> None:

@@ -77,7 +77,7 @@ def full_knobs(folder, tiny_policy, judge_url):
         "rewards.judge._component_=grpo_components.rewards.judge.LLMJudge",
         *("rewards.judge.weight=0.1", "rewards.judge.model=random", "rewards.judge.wall_s=50"),
         *(f"rewards.judge.base_url={judge_url}", "timeouts.reward_s=60"),
-        *("rewards.judge.rubric='{{ prompt }} {{ response }}'", "rewards.judge.request_s=50"),
+        "rewards.judge.rubric='{{ prompt }} {{ response }}'",
         "rewards.judge.prices.completion=1000000",
     )
 

@@ -55,7 +55,7 @@ def test_a_model_served_by_vllm_judges(url, monkeypatch):
     monkeypatch.setenv("MY_KEY", "sk-right")
     call = {"prompt_text": "3 + 4 =", "response_text": "7", "answer": "7", "finish_reason": "stop"}
     arguments = {"base_url": url, "model": "tiny", "rubric": "{{ prompt }} {{ response }}"}
-    arguments |= {"wall_s": 300.0, "request_s": 300.0, "retries": 0}
+    arguments |= {"wall_s": 300.0, "retries": 0}
     form = {"structured_outputs": {"regex": r"\{\"score\": [0-9]\}"}, "max_tokens": 20}
     judge = LLMJudge(**arguments, verdict={"format": "json"}, sampling=form, api_key_env="MY_KEY")
     grade = judge(**call)

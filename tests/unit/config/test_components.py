@@ -90,7 +90,6 @@ def own(cfg):
 JUDGE = {
     "_component_": f"{REWARDS}.judge.LLMJudge",
     **{"base_url": "http://localhost:1/v1", "model": "m", "rubric": "{{ response }}"},
-    "requests_per_minute": 60,
 }
 
 
@@ -114,7 +113,6 @@ JUDGE = {
         ({"_component_": "..X"}, "", "._component_"),
         ({"weight": 1.0}, "", "._component_"),
         (JUDGE | {"wall_s": 10}, "", ".wall_s"),
-        (JUDGE, "num_generators=2 reward_workers=4", ".requests_per_minute"),
         (JUDGE | {"verdict": {"format": "x"}}, "", ".verdict.format"),
         (JUDGE | {"api_key_env": "NONE_X"}, "", ".api_key_env"),
     ],
