@@ -23,7 +23,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help gpu-test install install-dev tiny-policy demo gate gate-goldens equivalence museum atlas \
+.PHONY: help gpu-test install install-dev tiny-policy demo gate gate-goldens equivalence museum \
 	interleavings check test nightly lint typecheck format clean
 
 help:  ## List the targets
@@ -44,9 +44,6 @@ equivalence: tiny-policy  ## Measure what must come out the same; writes docs/eq
 
 museum: tiny-policy  ## Plant published silent bugs, see which alarm names each; writes docs/museum.md (about 20 minutes)
 	@PYTHONPATH=tests $(BIN)/python -m planted_bugs
-
-atlas: tiny-policy  ## Map which objective tolerates which staleness; goes on where it stopped; docs/staleness.md (3 hours)
-	@$(BIN)/python benchmarks/staleness_atlas.py
 
 interleavings: install-dev  ## Explore all interleavings of small runs, and plant known races (hours)
 	@PYTHONPATH=tests $(BIN)/python -m interleavings.explore --tables
