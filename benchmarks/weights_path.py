@@ -250,11 +250,31 @@ class GeneratorSide:
     """The real Generator, instrumented to measure how long its engine pauses."""
 
     def __init__(self, folder: str) -> None:
-        from bare_generator import bare_generator
-
         from grpo_components.rollout import generator
 
-        self._generator = bare_generator(folder)
+        self._generator = generator.Generator(
+            build_tokenizer=lambda: None,  # nothing is decoded here
+            engine=generator.EngineOptions(
+                model_path=folder,
+                device="cpu",
+                dtype="fp32",
+                max_model_len=128,
+                max_num_seqs=8,
+                gpu_memory_utilization=0.5,
+                kv_cache_gib=1,
+                enforce_eager=True,
+                recompute_kv_after_pull=False,
+            ),
+            sampling=generator.SamplingOptions(
+                group_size=1, seed=0, max_response_tokens=64, stop_token_ids=[], truncation={}
+            ),
+            environment=generator.EnvironmentOptions(
+                build_environment=lambda **_: None,  # pyright: ignore[reportArgumentType]
+                timeout_s=60.0,
+            ),
+            rewards=generator.RewardOptions(rewards={}, num_workers=1, timeout_s=1.0),
+            rollouts_in_flight=1,
+        )
         self._unpack = generator.unpack_buckets
         generator.unpack_buckets = self._timed_unpack
         self._engine = self._generator._engine
