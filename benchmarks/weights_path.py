@@ -466,7 +466,8 @@ def same(left: list[Any], right: list[Any]) -> bool:
 
 def peaks_alone(folder: Path, shape: dict[str, Any]) -> list[int]:
     """Peak memory in bytes of a push and of a save, each in a fresh process without Ray."""
-    from equivalence.roles import RoleProcess
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    from equivalence.roles import RoleProcess  # pyright: ignore[reportMissingImports]
 
     files = [None, str(folder / "alone")]
     start = partial(RoleProcess, "weights_path.TrainerSide")

@@ -40,7 +40,7 @@ class Chat:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> str:
-        """Write messages as the prompt of the next turn; `arguments` are variables of the template."""
+        """Write messages as the next turn's prompt; `arguments` are variables of the template."""
         try:
             text = self._tokenizer.apply_chat_template(
                 [self._for_template(message) for message in messages],

@@ -16,6 +16,7 @@ from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.records import run_log
 from grpo_components.records.run_log import RunLog
+from grpo_tools.report import page
 from grpo_tools.report.page import write_report
 
 
@@ -325,7 +326,7 @@ def test_a_failed_report_is_shown_in_a_line_and_does_not_fail_the_run(
     def broken(folder):
         raise KeyError("a\nline of\x1b[31m a record")
 
-    monkeypatch.setattr(run_log, "write_report", broken)
+    monkeypatch.setattr(page, "write_report", broken)
     log, logger = make()
     clock.now += 1
     log.step(1, step_metrics(), 100)
