@@ -23,7 +23,6 @@ from torchtune.config._utils import _get_component_from_path
 
 from grpo_components.config.column_checks import check_columns
 from grpo_components.config.lora_checks import check_adapters
-from grpo_components.config.model_checks import check_model
 from grpo_components.data.datasets import PromptDataset
 from grpo_components.data.prompt_mix import PromptMix, takes_tools
 from grpo_components.errors import ConfigError, fail
@@ -42,7 +41,6 @@ from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.offline.partial_runs import RecordedPrompts
 from grpo_components.setting_types import HUGGING_FACE
 from grpo_components.settings import Settings
-from grpo_components.training.model_match import sliding_window
 
 # Named, not imported: it needs torchrl, whose import takes seconds. A test checks that it exists.
 SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.SingleTurnEnvironment"}
@@ -104,7 +102,7 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
         "model.max_seq_len": cfg.model.get("max_seq_len"),
         "the model's max_position_embeddings": hf_config.get("max_position_embeddings"),
         # torchtune's attention has no window; longer sequences would differ from the generator's.
-        "the model's sliding_window": None if of_transformers else sliding_window(hf_config),
+        "the model's sliding_window": None if of_transformers else _sliding_window(hf_config),
         "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
     }
     name, most = _lowest(trained)
@@ -125,6 +123,17 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
             _check_prompts(cfg, key, getattr(cfg, key), dataset, limit, vocab_size)
     check_columns(cfg, data)
     return tokenizer, data["dataset"], data.get("eval_dataset", PromptDataset([]))
+
+
+def _sliding_window(raw: Mapping[str, Any]) -> int | None:
+    """Return the base model's attention window in tokens; None without one.
+
+    Missing keys of its config.json have transformers' defaults for the family.
+    """
+    if raw.get("model_type") == "qwen2" and not raw.get("use_sliding_window", False):
+        return None
+    window = raw.get("sliding_window", 4096 if raw.get("model_type") == "mistral" else None)
+    return window or None  # vLLM reads 0 as no window
 
 
 def _tools_of(environment: DictConfig) -> list[Any]:
@@ -320,8 +329,6 @@ def check_components(cfg: Settings) -> list[str]:
             transformers_plan(model)
         prompt, response = cfg.dataset.get("max_prompt_tokens"), cfg.generator.max_response_tokens
         check_hugging_face(model, cfg.generator.max_model_len or (prompt or 0) + response)
-    elif kind is not None:
-        check_model(cfg.model, model, kind, base)
     check_adapters(cfg, model)
     return doubts
 

@@ -148,6 +148,14 @@ def test_a_config_without_evaluation_asks_for_none(read, null, override, key):
         assert not read(null, override).evaluates
 
 
+def test_a_window_that_qwen2_does_not_use_limits_nothing(data_cfg):
+    sizes = {"model_type": "qwen2", "max_position_embeddings": 100, "sliding_window": 29}
+    write_model(data_cfg.base_model_path, **sizes)
+    build_data(data_cfg)
+    write_model(data_cfg.base_model_path, **sizes, use_sliding_window=True)
+    assert refused_key(build_data, data_cfg) == "dataset"
+
+
 @pytest.mark.parametrize(
     "kind",
     [
