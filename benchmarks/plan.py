@@ -35,7 +35,6 @@ from train_step import NEVER_STALE, write_base_model
 
 from grpo_components._plugin import config_files, recipes_folder
 from grpo_components.config.preflight import settings_of
-from grpo_components.models import qwen3
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.objective.losses import GRPOLoss
@@ -322,17 +321,13 @@ PUBLISHED = {
     "qwen2_5_7b_base": (7.61e9, 6.53e9),
     "qwen2_5_14b_base": (14.7e9, 13.1e9),
     "qwen2_5_32b_base": (32.5e9, 31.0e9),
-    "qwen3_0_6b": (0.6e9, 0.44e9),
-    "qwen3_4b": (4.0e9, 3.6e9),
-    "qwen3_8b": (8.2e9, 6.95e9),
-    "qwen3_32b": (32.8e9, 31.2e9),
 }
 """Parameters that the model cards state: all of them, and those that are not embeddings."""
 
 
 def sizes_of(name: str) -> tuple[int, int]:
     """Parameters of one of the models: all of them, and those that are not embeddings."""
-    sizes = ModelSizes.of(getattr(qwen3 if name.startswith("qwen3_") else qwen2_5, name))
+    sizes = ModelSizes.of(getattr(qwen2_5, name))
     embeddings = sizes.vocabulary * sizes.dim
     is_tied = len(sizes.units) == sizes.num_layers + 2
     return sizes.parameters, sizes.parameters - embeddings * (1 if is_tied else 2)

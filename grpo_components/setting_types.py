@@ -96,6 +96,7 @@ FlagOrPath = Annotated[
 HUGGING_FACE = "grpo_components.models.hugging_face"
 """The model builder that needs no checkpointer."""
 REFUSED_MODEL_TYPES = {
+    "QWEN3": f"torchtune 0.6.1 has no Qwen3, which model._component_={HUGGING_FACE} trains",
     "GEMMA2": "torchtune 0.6.1 swaps Gemma 2's norms and caps its hidden state, not its logits",
     "LLAMA3_VISION": "it is multimodal, and prompts and responses are text here",
     "CLIP_TEXT": "it is an encoder and generates no text",
@@ -111,7 +112,7 @@ def _trainable(model_type: Any) -> Any:
 
 
 ModelType = Literal[
-    "LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "GEMMA", "PHI3_MINI", "PHI4", "QWEN2", "QWEN3"
+    "LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "GEMMA", "PHI3_MINI", "PHI4", "QWEN2"
 ]
 
 

@@ -13,7 +13,6 @@ from torchtune.training import FormattedCheckpointFiles
 from grpo_components.errors import fail, shown
 
 _HF = "torchtune.training.FullModelHFCheckpointer"
-_QWEN3 = "grpo_components.models.qwen3_weights.Qwen3Checkpointer"
 _MAX_FILES = 10_000
 """Maximum number of files of one model; the largest on the hub have a few hundred."""
 
@@ -24,12 +23,6 @@ def checkpoint_files(node: DictConfig, base: Path, run_folder: str) -> list[Path
     if path.startswith("torchtune.") and path.rpartition(".")[2] != "FullModelHFCheckpointer":
         problem = f"{path} given, and base_model_path has Hugging Face's format, which vLLM needs"
         fail("checkpointer._component_", problem, _HF)
-    model_type = node["model_type"]
-    if path.startswith("torchtune.") and model_type == "QWEN3":
-        problem = f"{path} given with model_type: QWEN3, which torchtune 0.6.1 does not know"
-        fail("checkpointer._component_", problem, _QWEN3)
-    if path == _QWEN3 and model_type != "QWEN3":
-        fail("checkpointer.model_type", f"{shown(model_type)} given with {_QWEN3}", "QWEN3")
     for key in ("should_load_recipe_state", "resume_from_checkpoint"):
         if node.get(key):
             problem = f"{shown(node[key])} given, and this recipe saves its own state"

@@ -44,7 +44,6 @@ def check_together(settings: Settings) -> None:
     _check_objective(settings)
     _check_generation(settings)
     _check_lengths(settings)
-    _check_tokenizer(settings)
     check_training(settings)
     check_lora(settings)
     check_transfer(settings)
@@ -165,16 +164,6 @@ def _check_lengths(settings: Settings) -> None:
         if limit is not None and limit < prompt + response:
             problem = f"{limit} given, less than a prompt ({prompt}) and the longest response"
             fail(key, problem, f"at least {prompt + response}")
-
-
-def _check_tokenizer(settings: Settings) -> None:
-    path = settings.tokenizer["_component_"]
-    lists_tokens = settings.tokenizer.get("special_tokens_path") is not None
-    is_older = path.startswith("torchtune.models.qwen2") and not lists_tokens
-    if settings.model_type == "QWEN3" and is_older:
-        problem = f"{path} given, which lacks Qwen3's tokens such as <think>"
-        allowed = "grpo_components.models.qwen3.qwen3_tokenizer"
-        fail("tokenizer._component_", problem, allowed)
 
 
 def _check_rewards(settings: Settings) -> None:

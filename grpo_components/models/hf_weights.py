@@ -18,7 +18,6 @@ from grpo_components.errors import ConfigError, fail
 from grpo_components.exchange.weights import StateDict
 from grpo_components.models.hugging_face_policy import is_transformers
 from grpo_components.models.hugging_face_weights import to_file_names
-from grpo_components.models.qwen3_weights import qwen3_tune_to_hf
 
 _LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
 
@@ -54,8 +53,6 @@ def file_converter(
 
 def hf_converter(model_type: str, base_model_path: Path) -> Callable[[StateDict], StateDict]:
     """Build the function that renames torchtune's weights and, if needed, reorders their rows."""
-    if model_type == "QWEN3":  # torchtune's ModelType lacks it
-        return qwen3_tune_to_hf
     kind = ModelType[model_type]
     hf_config = json.loads((base_model_path / "config.json").read_text())
     heads: Any = hf_config["num_attention_heads"]
@@ -87,5 +84,5 @@ def hf_converter(model_type: str, base_model_path: Path) -> Callable[[StateDict]
     raise ConfigError(
         "checkpointer.model_type",
         f"{model_type} cannot be converted to Hugging Face names exactly",
-        "LLAMA2, LLAMA3, LLAMA3_2, MISTRAL, GEMMA, PHI3_MINI, PHI4, QWEN2, QWEN3",
+        "LLAMA2, LLAMA3, LLAMA3_2, MISTRAL, GEMMA, PHI3_MINI, PHI4, QWEN2",
     )

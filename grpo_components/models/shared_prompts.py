@@ -27,10 +27,8 @@ from torch.nn import functional
 from torchtune.modules import MultiHeadAttention
 
 from grpo_components.errors import ConfigError
-from grpo_components.models.qwen3 import Qwen3Attention
 
 CPU = torch.device("cpu")
-_CAN_SHARE = (MultiHeadAttention, Qwen3Attention)
 _CHEAP_PAIRS = 1 << 16
 """Padding of a block, in query-key pairs, that costs less than one more call of attention."""
 
@@ -192,7 +190,7 @@ def share_prompts(model: nn.Module) -> None:
     """Let a torchtune decoder's attention understand a `Layout` in place of a mask."""
     for layer in cast(Any, model).layers:
         attention = layer.attn
-        if type(attention) not in _CAN_SHARE or not attention.is_causal:
+        if type(attention) is not MultiHeadAttention or not attention.is_causal:
             problem = f"attention by {type(attention).__name__}, which cannot share prompts"
             raise ConfigError("model", problem, "torchtune's causal MultiHeadAttention")
         attention._attention_call = attend

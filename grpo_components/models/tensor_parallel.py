@@ -21,8 +21,8 @@ from torchtune.training import prepare_mha_for_tp
 from grpo_components.errors import fail
 from grpo_components.models.hugging_face_policy import base_of
 
-FAMILIES = ("LLAMA3", "LLAMA3_2", "QWEN2", "QWEN3")
-"""Model families with a plan: torchtune 0.6.1's for Llama 3, our own for Qwen2, Qwen2.5, Qwen3."""
+FAMILIES = ("LLAMA3", "LLAMA3_2", "QWEN2")
+"""Model families with a plan: torchtune 0.6.1's for Llama 3, our own for Qwen2 and Qwen2.5."""
 
 Plan = dict[str, ParallelStyle]
 
@@ -39,20 +39,6 @@ def qwen2_plan() -> Plan:
     return plan | {f"layers.*.{name}": RowwiseParallel() for name in ("attn.output_proj", "mlp.w2")}
 
 
-def qwen3_plan() -> Plan:
-    """Return the plan of Qwen3: Qwen2's, and the norms of each head's queries and keys.
-
-    Every rank has the whole weight of such a norm, and applies it to its own heads. So the gradient
-    is summed over the ranks, which `SequenceParallel` does for [B, T, heads, head_dim] split at its
-    third dimension.
-    """
-    norms = {
-        f"layers.*.attn.{name}": SequenceParallel(sequence_dim=2, use_local_output=True)
-        for name in ("q_norm", "k_norm")
-    }
-    return qwen2_plan() | norms
-
-
 def layer_plan(model_type: str) -> Plan:
     """Return the plan of a model family, for its layers only.
 
@@ -61,15 +47,12 @@ def layer_plan(model_type: str) -> Plan:
     and a split vocabulary would need a reduction for every chunk of logprobs, and again when the
     chunk is recomputed.
     """
-    if model_type in _OWN_PLANS:
-        return _OWN_PLANS[model_type]()
+    if model_type == "QWEN2":
+        return qwen2_plan()
     from torchtune.models.llama3 import base_llama_tp_plan
 
     plan = base_llama_tp_plan()
     return {name: style for name, style in plan.items() if name.startswith("layers.")}
-
-
-_OWN_PLANS = {"QWEN2": qwen2_plan, "QWEN3": qwen3_plan}
 
 
 def transformers_plan(model: nn.Module) -> Plan:
@@ -92,7 +75,8 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
     "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
-    # On norms of heads, [B, T, heads, head_dim]: see `qwen3_plan`.
+    # On norms of heads, [B, T, heads, head_dim], split at its third dimension: every rank has the
+    # whole weight and applies it to its own heads, so that the gradient is summed over the ranks.
     "replicated_with_grad_allreduce": partial(
         SequenceParallel, sequence_dim=2, use_local_output=True
     ),

@@ -178,7 +178,7 @@ RUNGS = (
         "reloaded Hugging Face export = exported weights",
         "every tensor of " + ", ".join(FAMILIES) + ": a checkpoint written by "
         "Hugging Face and the export of a trainer that loaded it; the weights after a step, pushed "
-        "and saved, and the export of a trainer that loaded the saved ones; Qwen3 also with 2 "
+        "and saved, and the export of a trainer that loaded the saved ones; Qwen2 also with 2 "
         "trainer ranks: FSDP, tensor parallel",
         0.0,
         family_rungs.reloaded_is_exported,
@@ -187,7 +187,7 @@ RUNGS = (
         "generator logprobs = trainer logprobs, every family",
         "every sampled token, in nats, float32; a random model of each family is trained for one "
         "step, pushed and saved; an engine pulls the weights under load and samples from them, and "
-        "a trainer that loaded the saved ones computes the logprobs; Qwen3 also with 2 trainer "
+        "a trainer that loaded the saved ones computes the logprobs; Qwen2 also with 2 trainer "
         "ranks: FSDP, tensor parallel",
         1e-4,
         family_rungs.every_family_samples_from_what_it_trained,
@@ -196,7 +196,7 @@ RUNGS = (
         "reloaded = exported, policies of transformers",
         "as the rung of torchtune's families, of "
         + ", ".join(HF_FAMILIES)
-        + "; Qwen3-MoE also with 2 trainer ranks",
+        + "; Qwen3 and Qwen3-MoE also with 2 trainer ranks: tensor parallel, FSDP",
         0.0,
         family_rungs.reloaded_is_exported_by_transformers,
     ),

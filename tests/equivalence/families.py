@@ -20,8 +20,6 @@ from torchtune.models.phi3 import phi3
 from torchtune.models.qwen2 import qwen2
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_components.models.qwen3 import qwen3
-
 _SIZES = {
     "vocab_size": 256,
     "num_layers": 2,
@@ -74,7 +72,6 @@ def _scaled_rope(factor: float) -> dict[str, Any]:
     return {"rope_parameters": rope, "max_position_embeddings": 16384}
 
 
-_QWEN3: dict[str, Any] = {"head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
 FAMILIES = {
     "LLAMA2": _family("LLAMA2", "llama", llama2),
     "LLAMA3": _family("LLAMA3", "llama", llama3, rope_theta=500_000.0),
@@ -101,14 +98,6 @@ FAMILIES = {
         rope_theta=1e6,
     ),
     "QWEN2 (untied)": _family("QWEN2", "qwen2", qwen2, rope_theta=1e6),
-    "QWEN3 (tied)": _family(
-        "QWEN3",
-        "qwen3",
-        partial(qwen3, head_dim=64, tie_word_embeddings=True),
-        tie_word_embeddings=True,
-        **_QWEN3,
-    ),
-    "QWEN3 (untied)": _family("QWEN3", "qwen3", partial(qwen3, head_dim=64), **_QWEN3),
 }
 """Every family that `hf_converter` supports, by names that also tell layouts apart."""
 

@@ -33,18 +33,21 @@ from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.hugging_face_weights import load_hugging_face
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.models.meshes import Sharding
-from grpo_components.models.qwen3_weights import Qwen3Checkpointer
 from grpo_components.trajectory import Trajectory, pack
 
 TRAINERS = (
     *((name, 1, Sharding()) for name in FAMILIES),
-    ("QWEN3 (tied)", 2, Sharding()),
-    ("QWEN3 (untied)", 2, Sharding(tensor=2)),
+    ("QWEN2 (tied)", 2, Sharding()),
+    ("QWEN2 (untied)", 2, Sharding(tensor=2)),
 )
-"""Family, trainer ranks and their layout: one rank for every family, and two where the ranks must
-also agree on a tensor of each head (its norm)."""
-HF_TRAINERS = (*((name, 1, Sharding()) for name in HF_FAMILIES), ("Qwen3-MoE", 2, Sharding()))
-"""As `TRAINERS`, for policies of transformers; two ranks also share each layer's fused experts."""
+"""Family, trainer ranks and their layout."""
+HF_TRAINERS = (
+    *((name, 1, Sharding()) for name in HF_FAMILIES),
+    ("Qwen3", 2, Sharding(tensor=2)),
+    ("Qwen3-MoE", 2, Sharding()),
+)
+"""As `TRAINERS`, for policies of transformers; two ranks also share the norm of each head, or each
+layer's fused experts."""
 PROMPTS = [[5, 6, 7, number] for number in range(2)] + [
     np.random.default_rng(number).integers(1, 256, 40).tolist() for number in range(2)
 ]
@@ -64,11 +67,10 @@ class Chain:
 
 def family_arguments(bench: Bench, family: Family, base: Path) -> dict[str, Any]:
     """Return the trainer arguments that replace the tiny policy by a family's model."""
-    is_qwen3 = family.model_type == "QWEN3"
     return {
         "build_model": family.build_model,
         "build_checkpointer": partial(
-            Qwen3Checkpointer if is_qwen3 else FullModelHFCheckpointer,
+            FullModelHFCheckpointer,
             checkpoint_dir=str(base),
             checkpoint_files=["model.safetensors"],
             model_type=family.model_type,

@@ -11,8 +11,14 @@ import numpy as np
 import torch
 
 from equivalence.engine_rungs import difference_of_completions
-from equivalence.families import FAMILIES, random_checkpoint
-from equivalence.family_rungs import PROMPTS, family_arguments, train_step_of
+from equivalence.families import FAMILIES, random_checkpoint, save_random
+from equivalence.family_rungs import (
+    PROMPTS,
+    family_arguments,
+    hf_arguments,
+    train_step_of,
+)
+from equivalence.hf_families import HF_FAMILIES
 from equivalence.roles import ENGINES, RoleProcess, merged_export, tiny_config
 from equivalence.rungs import Bench, LogprobGap, generator_is_trainer
 from grpo_components.exchange.weights import pack_bucket
@@ -20,11 +26,12 @@ from grpo_components.models.lora import TARGETS, LoraOptions
 
 _RANK, _ALPHA = 4, 8.0
 ADAPTED = (
-    ("QWEN3 (untied)", 2, TARGETS),
+    ("Qwen3", 2, TARGETS),
     ("LLAMA3_2", 1, TARGETS),
     ("PHI4", 1, ("o_proj", "down_proj")),
 )
-"""Family, trainer ranks and adapted layers: two ranks, rows in another order, fused layers."""
+"""Family, trainer ranks and adapted layers: a policy of transformers on two ranks, rows in another
+order, fused layers."""
 
 
 def adapter_is_merged_weights(bench: Bench) -> float:
@@ -37,10 +44,14 @@ def adapter_is_merged_weights(bench: Bench) -> float:
     options |= {"loss": LogprobGap(), "ppo_epochs": 3}  # the first update leaves A, as B is 0
     with closing(RoleProcess(ENGINES)) as engines:
         for name, num_ranks, targets in ADAPTED:
-            family, copy = FAMILIES[name], bench.folder()
-            base = random_checkpoint(family, bench.folder(), seed=0)
+            base, copy = bench.folder(), bench.folder()
+            if name in HF_FAMILIES:
+                policy = hf_arguments(save_random(HF_FAMILIES[name](), base, seed=0))
+            else:
+                random_checkpoint(FAMILIES[name], base, seed=0)
+                policy = family_arguments(bench, FAMILIES[name], base)
             lora = LoraOptions(rank=_RANK, alpha=_ALPHA, target_modules=targets, save_merged=True)
-            arguments = family_arguments(bench, family, base) | {"lora": lora} | options
+            arguments = policy | {"lora": lora} | options
             train = partial(bench.train, num_ranks=num_ranks, **arguments)
             step = train_step_of(
                 [(ids, np.zeros(9, np.float32)) for ids in rng.integers(1, 256, (len(PROMPTS), 9))]

@@ -38,13 +38,13 @@ MODELS = {  # layers, width, inner width, heads, heads of keys, tied embeddings,
 """As published, for the parts of config.json from which a checkpoint's shapes follow."""
 
 
-def empty_model(folder, name, policy):
-    """Write a checkpoint of a published model's shapes, all zeros that take no room on the disk."""
-    layers, width, inner, heads, kv_heads, tied, num_files = MODELS[name]
+def published_config(name):
+    """The config.json of a published model."""
+    layers, width, inner, heads, kv_heads, tied, _ = MODELS[name]
     kind = (transformers.Qwen3Config, "Qwen3ForCausalLM", {"head_dim": 128})
     if name.startswith("Qwen2.5"):
         kind = (transformers.Qwen2Config, "Qwen2ForCausalLM", {})
-    config = kind[0](
+    return kind[0](
         vocab_size=151936 if tied or kind[2] else 152064,
         hidden_size=width,
         intermediate_size=inner,
@@ -58,11 +58,17 @@ def empty_model(folder, name, policy):
         architectures=[kind[1]],
         **kind[2],
     )
+
+
+def empty_model(folder, name, policy):
+    """Write a checkpoint of a published model's shapes, all zeros that take no room on the disk."""
+    config, num_files = published_config(name), MODELS[name][-1]
     shutil.copytree(policy, folder)
     config.save_pretrained(folder)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
+    tied = config.tie_word_embeddings
     keys = sorted(key for key in shapes if not (tied and key == "lm_head.weight"))
     files = [f"model-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
     (folder / "model.safetensors").unlink()

@@ -20,7 +20,6 @@ from torchtune.training import FullModelHFCheckpointer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import unpack_bucket
 from grpo_components.models.meshes import Sharding
-from grpo_components.models.qwen3_weights import Qwen3Checkpointer
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.objective.losses import GRPOLoss, LossInputs
 from grpo_components.objective.off_policy import NoCorrection, correction_weights, mismatch_summary
@@ -156,7 +155,6 @@ def serve(connection):
 
 def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
     """Arguments of Trainer; `changes` are by field, whichever option record it is in."""
-    is_qwen3 = changes.get("model_type") == "QWEN3"
     values = {
         "num_ranks": num_ranks,
         "sharding": Sharding(),
@@ -165,7 +163,7 @@ def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
         "open_sender": None,
         "build_model": build_model,
         "build_checkpointer": partial(
-            Qwen3Checkpointer if is_qwen3 else FullModelHFCheckpointer,
+            FullModelHFCheckpointer,
             checkpoint_dir=str(base),
             checkpoint_files=["model.safetensors"],
             model_type=changes.get("model_type", "QWEN2"),
@@ -220,9 +218,7 @@ class Ranks:
     def _start(self, num_ranks):
         context = multiprocessing.get_context("forkserver")
         # Not this module: the server has no test folder in its path, and passes over what it lacks.
-        context.set_forkserver_preload(
-            ["grpo_components.training.trainer", "grpo_components.models.qwen3_weights", "pytest"]
-        )
+        context.set_forkserver_preload(["grpo_components.training.trainer", "pytest"])
         while len(self._processes) < num_ranks:
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs,), daemon=True)

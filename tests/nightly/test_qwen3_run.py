@@ -1,19 +1,17 @@
-"""A run of a tiny Qwen3 by the real `tune`: trained, pushed, pulled, saved, and loaded again."""
+"""A tiny Qwen3 of transformers by the real `tune`: trained, pushed, pulled, saved, loaded again."""
 
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from lib.whole_runs import SHORT, audit, metrics, receipts, succeed
+from lib.whole_runs import SHORT, audit, metrics, receipts, succeed, transformers_policy
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 
 pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
 
-SIZES = {"vocab_size": 384, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64}
-SIZES |= {"head_dim": 32, "intermediate_dim": 128, "max_seq_len": 512, "tie_word_embeddings": True}
 REWARD = '''
 class Digits:
     """The share of digits, which the samples of a random policy have in different numbers."""
@@ -28,14 +26,14 @@ def random_policy(tiny_policy, folder):
     shutil.copytree(tiny_policy, folder)
     ends = {"eos_token_id": 0, "pad_token_id": 0}
     config = Qwen3Config(
-        vocab_size=SIZES["vocab_size"],
-        num_hidden_layers=SIZES["num_layers"],
-        num_attention_heads=SIZES["num_heads"],
-        num_key_value_heads=SIZES["num_kv_heads"],
-        hidden_size=SIZES["embed_dim"],
-        head_dim=SIZES["head_dim"],
-        intermediate_size=SIZES["intermediate_dim"],
-        max_position_embeddings=SIZES["max_seq_len"],
+        vocab_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        hidden_size=64,
+        head_dim=32,
+        intermediate_size=128,
+        max_position_embeddings=512,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=True,
         **ends,
@@ -49,17 +47,15 @@ def random_policy(tiny_policy, folder):
 
 
 def test_two_trainer_ranks_train_a_tiny_qwen3_that_transformers_loads(tune, tiny_policy, tmp_path):
-    base, models = tmp_path / "policy", "grpo_components.models.qwen3"
+    base = tmp_path / "policy"
     random_policy(tiny_policy, base)
     (tmp_path / "my_rewards.py").write_text(REWARD)
     _, output_dir = succeed(
         tune,
         *(*SHORT, "num_steps=2", "num_trainers=2", "max_staleness=0", "pull_every_m_rollouts=1"),
-        *(f"base_model_path={base}", f"model._component_={models}.qwen3", "optimizer.lr=1e-2"),
-        *(f"model.{name}={value}" for name, value in SIZES.items()),
-        f"tokenizer._component_={models}.qwen3_tokenizer",
-        f"checkpointer._component_={models}_weights.Qwen3Checkpointer",
-        "checkpointer.model_type=QWEN3",
+        *(f"base_model_path={base}", *transformers_policy(base), "optimizer.lr=1e-2"),
+        "tokenizer._component_=grpo_components.data.tokenizers.hugging_face_tokenizer",
+        *(f"tokenizer.path={base}", "~tokenizer.merges_file", "~tokenizer.special_tokens_path"),
         *("rewards.correctness.is_success=true", "rewards.digits._component_=my_rewards.Digits"),
     )
     steps = metrics(output_dir)[1:]

@@ -12,7 +12,6 @@ from torchtune.models.phi3 import phi3
 from torchtune.models.qwen2 import qwen2
 
 from grpo_components.models.flops import ModelFlops, peak_flops
-from grpo_components.models.qwen3 import qwen3
 from grpo_components.models.shared_prompts import Part
 
 SIZES = {
@@ -27,9 +26,8 @@ SIZES = {
 BUILDERS = {
     "llama2": llama2,
     "phi3": phi3,
-    "gemma": partial(gemma, head_dim=16),
+    "gemma, wide heads": partial(gemma, head_dim=24),
     "qwen2, tied": partial(qwen2, tie_word_embeddings=True),
-    "qwen3, wide heads": partial(qwen3, head_dim=24),
 }
 
 

@@ -16,7 +16,6 @@ from torchtune.models.qwen2 import qwen2
 from torchtune.training import set_activation_checkpointing
 
 from grpo_components.models.logprobs import ResponseLogprobs, parts_of, token_batch
-from grpo_components.models.qwen3 import qwen3
 from grpo_components.models.shared_prompts import Part, arrange, share_prompts
 from grpo_components.trajectory import TokenSequence
 
@@ -34,7 +33,6 @@ BUILDERS = {
     "llama3_2": llama3_2,
     "gemma": partial(gemma, head_dim=16),
     "phi3": phi3,
-    "qwen3": partial(qwen3, head_dim=24),
 }
 GROUPS = st.lists(
     st.tuples(st.integers(1, 9), st.lists(st.lists(st.booleans(), max_size=12), min_size=1)),

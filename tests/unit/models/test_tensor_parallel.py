@@ -1,11 +1,11 @@
-"""A plan names every matrix, bias and norm of heads of a layer, once, and nothing else."""
+"""A plan names every matrix and bias of a layer, once, and nothing else."""
 
 from fnmatch import fnmatch
 
 import pytest
 import torch
 from equivalence.families import FAMILIES
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from grpo_components.models import tensor_parallel
 from grpo_components.models.tensor_parallel import layer_plan
@@ -33,7 +33,4 @@ def test_what_is_summed_over_ranks_has_no_bias(model_type):
     plan = layer_plan(model_type)
     summed = {name for name, style in plan.items() if isinstance(style, RowwiseParallel)}
     assert summed == {"layers.*.attn.output_proj", "layers.*.mlp.w2"}
-    norms = {name for name, style in plan.items() if isinstance(style, SequenceParallel)}
-    of_heads = {"layers.*.attn.q_norm", "layers.*.attn.k_norm"}
-    assert norms == (of_heads if model_type == "QWEN3" else set())
-    assert all(isinstance(plan[name], ColwiseParallel) for name in plan.keys() - summed - norms)
+    assert all(isinstance(plan[name], ColwiseParallel) for name in plan.keys() - summed)

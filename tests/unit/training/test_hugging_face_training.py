@@ -10,8 +10,10 @@ from lib.trainer_ranks import (
     SIBLINGS,
     Ranks,
     assert_is_update,
+    assert_weights_close,
     assert_weights_equal,
     expected_update,
+    export,
     exported,
     random_policy,
     step,
@@ -60,6 +62,22 @@ def test_a_step_is_that_of_the_torchtune_decoder(ranks, base, layout):
         base, num_ranks, SIBLINGS, ADVANTAGES, **transformers_policy(base), **changes
     )
     assert_is_update(results, weights, metrics)
+
+
+def test_the_norms_of_qwen3s_heads_are_trained_as_on_one_rank(ranks, tmp_path):
+    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes, **heads))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(tmp_path)
+    calls = [step(SIBLINGS, ADVANTAGES), *export(1)]
+    expected = exported(ranks.run(tmp_path, 1, calls, **transformers_policy(tmp_path)), 2)
+    assert sum(name.endswith(("q_norm.weight", "k_norm.weight")) for name in expected) == 4
+    for sharding in (Sharding(), Sharding(tensor=2)):
+        results = ranks.run(tmp_path, 2, calls, sharding=sharding, **transformers_policy(tmp_path))
+        assert_weights_close(exported(results, 2), expected)
 
 
 def test_a_model_of_experts_exports_the_names_of_its_files_and_resumes(ranks, tmp_path):
