@@ -53,7 +53,7 @@ WITHOUT_TORCH = (
 # From the ground up: a room imports only itself and rooms above it in this list.
 ROOMS = (
     *("ground", "objective", "replay", "exchange", "models", "training", "data", "rewards"),
-    *("agents", "rollout", "environments", "interop", "cluster", "offline", "evaluation"),
+    *("agents", "rollout", "environments", "cluster", "offline", "evaluation"),
     *("records", "config", "versions", "audit", "plan", "examples"),
 )
 """The ground is the modules that stand in no room."""

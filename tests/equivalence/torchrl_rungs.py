@@ -30,17 +30,14 @@ _AGGREGATIONS = ((TokenMean(), "token_mean"), (SequenceMean(), "prompt_mean"))
 def torchrl_loss_is_ours(bench: Bench) -> float:
     """Compare torchrl's `GRPOLoss` with ours.
 
-    Ours gets the trained tokens, torchrl's the padded batch of `to_tensordict` with each of its
-    masks of the response: all of it, or the policy's tokens.
+    Ours gets the trained tokens, torchrl's a padded batch with each of its masks of the response:
+    all of it, or the policy's tokens.
     """
     # Importing them takes seconds, and no other rung needs them.
     from torchrl.objectives.llm import GRPOLoss as TheirGRPOLoss
 
-    from grpo_components.interop.containers import to_tensordict
-
     records, advantages = ragged_batch(bench)
-    pairs = zip(records, advantages.tolist(), strict=True)
-    batch = to_tensordict([replace(record, advantage=value) for record, value in pairs])
+    batch = _padded_batch(records, advantages)
     model = whole_model(bench).double().requires_grad_(True)
     worst = 0.0
     for low, high in _CLIPS:
@@ -61,6 +58,45 @@ def torchrl_loss_is_ours(bench: Bench) -> float:
                 found = loss(batch).loss_objective.sum()
                 worst = max(worst, _difference(model, expected, found))
     return worst
+
+
+def _padded_batch(records: Sequence[Trajectory], advantages: NDArray[np.float32]) -> Any:
+    """Return a batch as torchrl's losses read it: padded on the left.
+
+    What the policy did not sample has a logprob of NaN, so that each masking leaves it out.
+    """
+    from tensordict import TensorDict
+
+    def padded(values: Sequence[Any], fill: Any) -> Tensor:
+        rows = [torch.from_numpy(np.asarray(row)).flip(0) for row in values]
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill).flip(1)
+
+    prompts = [len(record.prompt_ids) for record in records]
+    ids = [np.concatenate([record.prompt_ids, record.response_ids]) for record in records]
+    sampled = [
+        np.concatenate([np.zeros(prompt, bool), record.response_mask])
+        for prompt, record in zip(prompts, records, strict=True)
+    ]
+    logprobs = [
+        np.where(mask, np.concatenate([np.zeros(prompt), record.generator_logprobs]), np.nan)
+        for prompt, mask, record in zip(prompts, sampled, records, strict=True)
+    ]
+    of_tokens = [
+        np.where(np.arange(len(whole)) < prompt, 0.0, advantage)
+        for whole, prompt, advantage in zip(ids, prompts, advantages, strict=True)
+    ]
+    size = [len(records)]
+    return TensorDict(
+        tokens=TensorDict(full=padded(ids, 0), batch_size=size),
+        masks=TensorDict(
+            all_attention_mask=padded([np.ones(len(whole), bool) for whole in ids], False),
+            all_assistant_mask=padded(sampled, False),
+            batch_size=size,
+        ),
+        log_probs=TensorDict(full=padded(logprobs, np.nan).float(), batch_size=size),
+        advantage=padded(of_tokens, 0.0).float().unsqueeze(-1),
+        batch_size=size,
+    )
 
 
 class _Actor(nn.Module):
