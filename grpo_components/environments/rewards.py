@@ -15,7 +15,7 @@ def reward_as_answer(total: float) -> str:
 class EnvironmentReward:
     """Sum of the rewards that the environment gave in a conversation.
 
-    It goes with `GymnasiumWorld` and `ChatEnvWorld`.
+    It goes with `GymnasiumWorld`.
 
     Args:
         max_reward: the largest sum, at which a conversation succeeds.
