@@ -206,9 +206,8 @@ PENALTIES: dict[str, Any] = {
     "kl_coeff": 0.0,
     "kl_estimator": "k3",
     "entropy_coeff": 0.0,
-    "load_balancing_coeff": 0.0,
 }
-"""Defaults of the KL, entropy and load-balancing terms that are added to every loss."""
+"""Defaults of the KL and entropy terms that are added to every loss."""
 ClipLow = Scheduled[Annotated[float, Field(gt=0, le=1)]]
 ClipHigh = Scheduled[Annotated[float, Field(gt=0, le=1e6)]]
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -223,7 +222,6 @@ class DefaultLossArguments(TypedDict):
     kl_coeff: Scheduled[Coefficient]
     kl_estimator: KLEstimator
     entropy_coeff: Coefficient
-    load_balancing_coeff: Coefficient
 
 
 @with_config(_ARGUMENTS)
@@ -236,7 +234,6 @@ class LossArguments(TypedDict, total=False):
     kl_coeff: Scheduled[Coefficient]
     kl_estimator: KLEstimator
     entropy_coeff: Coefficient
-    load_balancing_coeff: Coefficient
 
 
 AnyLossArguments = Annotated[

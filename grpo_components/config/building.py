@@ -35,7 +35,6 @@ from grpo_components.exchange.weights import (
 from grpo_components.models.hf_weights import file_converter
 from grpo_components.models.hugging_face_check import check_hugging_face
 from grpo_components.models.hugging_face_policy import is_transformers
-from grpo_components.models.routers import check_has_routers
 from grpo_components.models.tensor_parallel import transformers_plan
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.offline.partial_runs import RecordedPrompts
@@ -320,10 +319,6 @@ def check_components(cfg: Settings) -> list[str]:
         problem = str(error).removeprefix("weights: ")
         raise ConfigError("model", problem, f"the builder of {base}") from error
     check_output_head(base)
-    if cfg.loss["load_balancing_coeff"] > 0:
-        check_has_routers(model)
-        if cfg.compile:
-            fail("loss.load_balancing_coeff", "a number above 0 given with compile: true", "0")
     if is_transformers(model):
         if cfg.tensor_parallel_dim > 1:
             transformers_plan(model)

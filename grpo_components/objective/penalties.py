@@ -1,4 +1,4 @@
-"""KL to the reference, entropy bonus and load balancing, added to any policy loss."""
+"""KL to the reference and entropy bonus, added to any policy loss."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ class Penalties:
         kl_coeff: weight of the KL, a number or a schedule; 0 disables it and needs no reference.
         kl_estimator: k1, k2 or k3, see `kl.py`.
         entropy_coeff: weight of the entropy bonus; 0 disables it.
-        load_balancing_coeff: weight of the trainer's `LoadBalancing` of experts, which is no term
-            of a token; 0 disables it.
 
     Raises:
         ValueError: a setting is out of range; the message names its key under `loss`.
@@ -31,7 +29,6 @@ class Penalties:
         kl_coeff: Scheduled = 0.0,
         kl_estimator: str = "k3",
         entropy_coeff: float = 0.0,
-        load_balancing_coeff: float = 0.0,
     ) -> None:
         self.kl_coeff = as_schedule("loss.kl_coeff", kl_coeff)
         if not self.kl_coeff.lowest >= 0:
@@ -39,13 +36,11 @@ class Penalties:
         if kl_estimator not in ESTIMATORS:
             allowed = ", ".join(ESTIMATORS)
             raise ConfigError("loss.kl_estimator", f"{kl_estimator} given", allowed)
-        for name, coeff in (("entropy", entropy_coeff), ("load_balancing", load_balancing_coeff)):
-            if not coeff >= 0:
-                raise ConfigError(f"loss.{name}_coeff", f"{coeff} given", "0 or a number > 0")
+        if not entropy_coeff >= 0:
+            raise ConfigError("loss.entropy_coeff", f"{entropy_coeff} given", "0 or a number > 0")
         self.needs_reference = self.kl_coeff.highest > 0
         """Whether the KL coefficient is above 0 at any step."""
         self.entropy_coeff = entropy_coeff
-        self.load_balancing_coeff = load_balancing_coeff
         self._estimate = ESTIMATORS[kl_estimator]
 
     def __call__(self, tokens: LossInputs) -> tuple[list[Tensor], TokenMetrics]:

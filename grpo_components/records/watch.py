@@ -72,7 +72,7 @@ class RunWatch:
             float(metrics.get(name, math.nan))
             for name in (
                 *("loss/total", "loss/policy", "loss/penalty"),
-                *("loss/load_balancing", "loss/ptx", "ratio/max"),
+                *("loss/ptx", "ratio/max"),
             )
         )
         known += 0.0 if math.isnan(penalty) else penalty

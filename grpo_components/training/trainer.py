@@ -29,7 +29,6 @@ from grpo_components.rendezvous import Rendezvous
 from grpo_components.training.base_reference import add_reference_logprobs
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.training.grad_norm import clip_grad_norm
-from grpo_components.training.load_balancing import LoadBalancing
 from grpo_components.training.optimizer_offload import OptimizerOffload
 from grpo_components.training.optimizers import set_learning_rate
 from grpo_components.training.policy_loss import PolicyLoss
@@ -106,8 +105,6 @@ class Trainer:
         parts = (self._forward, self._plan, self._num_data_ranks)
         self._is_reference = model.lora is not None and objective.needs_reference
         self._supervised = None if objective.ptx is None else SupervisedLoss(objective.ptx, *parts)
-        coeff = objective.penalties.load_balancing_coeff
-        self._balancing = LoadBalancing(self._model, coeff, self._plan, self._sharding)
         self._optimizer = optimizer.build_optimizer(trained_parameters(self._model))
         schedule = optimizer.build_lr_scheduler
         self._lr_scheduler = schedule and schedule(self._optimizer)
@@ -231,7 +228,7 @@ class Trainer:
         masks = [sample.mask for sample in members]
         trajectories = [sample.trajectory for sample in members]
         batch = token_batch(trajectories, masks, device=self._device)
-        with self._activations, self._balancing.recorder:
+        with self._activations:
             return self._logprobs(batch)
 
     @torch.no_grad()
@@ -251,7 +248,6 @@ class Trainer:
         num_tokens, measured, watch = sum(s.num_tokens for s in part), TokenMetrics(), UpdateWatch()
         set_loss_weights(part, self._objective.aggregation)
         self._optimizer.zero_grad(set_to_none=True)
-        self._balancing.count(samples, self._forward, measured)
         for indices in self._plan(samples):
             if not indices:  # another rank has one more micro-batch: join its collectives
                 (self._forward(samples[:1])[0].sum() * 0.0).backward()
@@ -260,8 +256,7 @@ class Trainer:
             losses = self._weighted_losses(members, measured, watch, first=with_mismatch)
             measured.add({"loss/total": losses * num_tokens})
             # Undo FSDP's average over ranks, because the weights already count all ranks' tokens.
-            loss = losses.sum() + self._balancing.loss(members, measured)
-            (loss * self._num_data_ranks).backward()
+            (losses.sum() * self._num_data_ranks).backward()
         if self._supervised is not None:
             self._supervised.backward(index, measured, num_tokens)
         if self._device.type == "cuda":

@@ -64,7 +64,6 @@ def layout(ranks, tensor, replicate):
         ("loss.dual_clip=3.0", "loss.dual_clip"),
         (f"{GSPO} loss.kl_estimator=k4", "loss.kl_estimator"),
         ("loss.entropy_coeff=-1", "loss.entropy_coeff"),
-        ("loss.load_balancing_coeff=-1", "loss.load_balancing_coeff"),
         ("user=3", "user"),
         # trainer
         (layout(3, 2, 1), "tensor_parallel_dim"),

@@ -57,7 +57,6 @@ def cfg(tmp_path):
             "lora": None,
             "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
             "lr_scheduler": {"_component_": SCHEDULE, "num_warmup_steps": 2},
-            "loss": {"load_balancing_coeff": 0.0},
             "compile": False,
             "metric_logger": {"_component_": "torchtune.training.metric_logging.DiskLogger"},
         }
@@ -129,7 +128,6 @@ def test_a_warm_up_of_the_optimizers_own_schedule_counts_as_well(cfg, warmup, is
         ("model", {"no_such": 1}, "model"),
         ("model", {"_component_": "torchtune.models.llama3.llama3"}, "model"),
         ("checkpointer", {"model_type": "LLAMA3"}, "checkpointer.model_type"),
-        ("loss", {"load_balancing_coeff": 0.01}, "loss.load_balancing_coeff"),
         ("optimizer", {"lr": -1.0}, "optimizer"),
         ("optimizer", {"_component_": "torch.optim.LBFGS"}, "optimizer"),
         ("optimizer", {"_component_": "torch.optim.SparseAdam"}, "optimizer"),
