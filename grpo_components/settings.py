@@ -263,7 +263,7 @@ class Settings(BaseModel):
     gpus_per_reference: GpuShare = 1.0
     cpu_threads: CpuThreads = CpuThreads()
     rollouts_in_flight: Annotated[int, Field(ge=1, le=2**14)]  # groups
-    weights: Literal["object_store", "nccl", "ipc", "gloo"] = "object_store"
+    weights: Literal["object_store", "nccl"] = "object_store"
     push_every_n_steps: Count
     push: Literal["whole", "delta"] = "whole"
     pull_every_m_rollouts: Count

@@ -27,8 +27,7 @@ ONLY_IMPORTERS = {
     "ray": ("grpo_components.cluster",),
     "vllm": (
         *("grpo_components.rollout.vllm_engine", "grpo_components.rollout.vllm_weights"),
-        *("grpo_components.rollout.weight_sender", "grpo_components.rollout.gloo_transfer"),
-        "grpo_components.agents.tool_calls",
+        *("grpo_components.rollout.weight_sender", "grpo_components.agents.tool_calls"),
         *("grpo_components.rollout.vllm_adapters", "grpo_components.rollout.probe_request"),
     ),
 }

@@ -35,7 +35,7 @@ from grpo_components.rollout.generator_options import (
     RewardOptions,
     SamplingOptions,
 )
-from grpo_components.rollout.open_sender import open_sender
+from grpo_components.rollout.relayed_client import open_sender
 from grpo_components.settings import TRUNCATION, Settings
 from grpo_components.training.skipped_steps import skipped_folder
 from grpo_components.training.trainer_options import (
@@ -175,7 +175,7 @@ def _sender(cfg: Settings) -> Callable[..., Any] | None:
     if cfg.weights == "object_store":
         return None
     workers, timeout_s = cfg.generator.tensor_parallel_size, cfg.timeouts.weights_s
-    return partial(open_sender, cfg.weights, cfg.device, workers=workers, timeout_s=timeout_s)
+    return partial(open_sender, cfg.device, workers=workers, timeout_s=timeout_s)
 
 
 def _optimizer_options(cfg: Settings) -> OptimizerOptions:

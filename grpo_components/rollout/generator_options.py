@@ -47,7 +47,7 @@ class EngineOptions:
     takes_turns: bool = False
     """Whether the engine sleeps while a trainer uses its GPU."""
     weight_transfer: str | None = None
-    """vLLM's engine through which weights arrive: nccl, ipc or gloo; None: they are in memory."""
+    """vLLM's engine through which weights arrive, nccl; None: they are in memory."""
     lora: LoraOptions | None = None
     """Adapter that new weights are; None: they are whole models."""
     adapter_path: str | None = None

@@ -24,7 +24,6 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
 from grpo_components.models.lora import ADAPTER_FILE, pushed_shapes
 from grpo_components.replay.schedule import STOP, Schedule
-from grpo_components.rollout import gloo_transfer  # noqa: F401 -- so that vLLM knows `gloo`
 from grpo_components.rollout.completions import (
     Completion,
     Watch,

@@ -1,4 +1,4 @@
-"""Sends weights from a trainer's process to the workers of vLLM engines, by vLLM's own engines."""
+"""Sends weights from a trainer's process to vLLM's workers, by vLLM's own engine of NCCL."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     ParamMeta,
-    TrainerInitInfo,
     TrainerWeightTransferEngine,
     WeightSource,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from grpo_components.exchange.weights import Manifest, TensorEntry
 from grpo_components.rendezvous import open_rendezvous
-from grpo_components.rollout.gloo_transfer import GLOO, GlooTrainerInitInfo
 from grpo_components.rollout.relayed_client import RelayedClient, Request
 
 
@@ -40,11 +37,6 @@ class SnapshotSource(WeightSource):
         self._tensors = [
             (entry, _view(entry, bucket)) for manifest, bucket in buckets for entry in manifest
         ]
-
-    @property
-    def largest(self) -> int:
-        """Size of the largest tensor, in bytes."""
-        return max((entry.nbytes for entry, _ in self._tensors), default=0)
 
     def metadata(self) -> list[ParamMeta]:
         """Return name, dtype and shape of each tensor."""
@@ -81,7 +73,6 @@ class WeightSender:
 
     def __init__(
         self,
-        backend: str,
         device: str,
         *,
         workers: int,
@@ -89,7 +80,7 @@ class WeightSender:
         timeout_s: float,
         buffer_bytes: int,
     ) -> None:
-        self._backend, self._device, self._workers = backend, torch.device(device), workers
+        self._device, self._workers = torch.device(device), workers
         self._host, self._timeout_s, self._buffer_bytes = host, timeout_s, buffer_bytes
         self._links: dict[str, _Link] = {}
         self._clients: dict[int, RelayedClient] = {}
@@ -116,9 +107,8 @@ class WeightSender:
         try:
             link.source.fill(buckets)
             if link.engine is None:
-                info = self._init_info(link.source.largest)
                 link.engine = WeightTransferTrainerFactory.trainer_init(
-                    info, client=client, source=link.source
+                    self._init_info(), client=client, source=link.source
                 )
             link.engine.client = client
             link.engine.send_weights()
@@ -167,23 +157,17 @@ class WeightSender:
                 del self._links[receiver]
         link.close()
 
-    def _init_info(self, largest: int) -> TrainerInitInfo:
-        if self._backend == "ipc":  # a tensor must fit into the buffer
-            size = max(self._buffer_bytes, largest)
-            return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=size)
+    def _init_info(self) -> NCCLTrainerInitInfo:
         rendezvous = open_rendezvous(self._host)
         assert rendezvous.listener is not None
-        group = {
-            "rank": 0,
-            "master_address": rendezvous.host,
-            "master_port": rendezvous.port,
-            "world_size": 1 + self._workers,
-        }
-        if self._backend == GLOO:
-            listener, timeout_s = rendezvous.listener, self._timeout_s
-            return GlooTrainerInitInfo(**group, listener=listener, timeout_s=timeout_s)
         os.close(rendezvous.listener)  # vLLM opens the port itself
-        return NCCLTrainerInitInfo(**group, packed_buffer_size_bytes=self._buffer_bytes)
+        return NCCLTrainerInitInfo(
+            rank=0,
+            master_address=rendezvous.host,
+            master_port=rendezvous.port,
+            world_size=1 + self._workers,
+            packed_buffer_size_bytes=self._buffer_bytes,
+        )
 
 
 def _view(entry: TensorEntry, bucket: NDArray[np.uint8]) -> Tensor:

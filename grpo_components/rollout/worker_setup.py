@@ -13,7 +13,6 @@ import signal
 import threading
 
 from grpo_components.quiet import quiet_libraries
-from grpo_components.rollout import gloo_transfer  # noqa: F401 -- so that vLLM knows `gloo`
 
 
 class WorkerSetup:

@@ -280,7 +280,6 @@ CHECKS = {
     "shared prompts": shared_prompts,
     "NCCL in bf16": collectives,
     "weights: nccl": run_of(SMALLEST, "weights=nccl", *GPU_EACH, gpus=2),
-    "weights: ipc": run_of(SMALLEST, "weights=ipc"),
     **{f"{STEPS} steps of {name}": run_of(name) for name in CONFIGS},
 }
 
@@ -314,7 +313,6 @@ def main(arguments=None):
     if options.on_cpu:
         of_gpus = ("weights: ", f"{STEPS} steps ")
         checks = {name: check for name, check in CHECKS.items() if not name.startswith(of_gpus)}
-        checks["weights: gloo"] = run_of("tiny_async_grpo", "weights=gloo")
         checks[f"{STEPS} steps of tiny_async_grpo"] = run_of("tiny_async_grpo")
     if options.check:
         from grpo_components.rollout.engine_environment import engine_environment

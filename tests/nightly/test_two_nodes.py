@@ -197,15 +197,6 @@ def test_a_synchronous_run_on_two_machines_is_equal_to_one_on_one_to_the_bit(two
     assert_nothing_reserved(two)
 
 
-def test_weights_that_a_trainer_sends_to_another_machine_are_those_of_the_object_store(two):
-    mine = [*SYNCHRONOUS, *SPLIT, "num_steps=2"]
-    for folder, way in (("/tmp/stored", "object_store"), ("/tmp/sent", "gloo")):
-        code, output = finish(start(two, folder, *mine, f"weights={way}"))
-        assert code == 0, output
-    assert_same_run(two.a.path("/tmp/stored"), two.a.path("/tmp/sent"), num_steps=2)
-    assert_clean(two.a, two.b)
-
-
 def test_a_run_resumed_on_nodes_without_its_checkpoint_outlives_20_seconds_without_a_link(two):
     mine = [*SPLIT, "num_steps=2", "save_every_n_steps=2"]
     code, output = finish(start(two, "/tmp/again", *SYNCHRONOUS[:2], *mine))

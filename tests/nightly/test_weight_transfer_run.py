@@ -1,9 +1,11 @@
-"""Runs whose weights go through vLLM's transfer engines: the same bits, and they survive deaths."""
+"""Runs whose weights go through vLLM's engines of `nccl`, on a CPU: same bits, and deaths."""
 
+import os
 import re
 
 import pytest
 from lib.chaos import Fault, forked_recipe
+from lib.nccl_on_cpu import nccl_on_cpu
 from lib.whole_runs import assert_same_run, audit, metrics, records, succeed
 
 pytestmark = pytest.mark.timeout(1800)
@@ -13,16 +15,27 @@ SMALL = (
 )
 
 
+def on_cpu(folder, faults=()):
+    """A recipe, and an environment, in which `weights: nccl` needs no GPU."""
+    recipe, environment = forked_recipe(folder, faults)
+    source = (folder / recipe).read_text()
+    more = "import chaos\n    import nccl_on_cpu\n\n    nccl_on_cpu.install()"
+    (folder / recipe).write_text(source.replace("import chaos\n", f"{more}\n"))
+    path = os.pathsep.join((nccl_on_cpu.FOLDER, environment["PYTHONPATH"]))
+    return {"recipe": recipe, "env": environment | {"PYTHONPATH": path}}
+
+
 def loads(output_dir):
     events = records(output_dir / "logs" / "events.jsonl")
     return [(e["role"], e["version"], e["checksum"]) for e in events if e["event"] == "load"]
 
 
-def test_an_asynchronous_run_repeated_over_gloo_has_the_same_bits(tune):
+def test_an_asynchronous_run_repeated_over_nccl_has_the_same_bits(tune, tmp_path):
     """Two generators and two trainers: one recording, whose weights were in the object store."""
     _, original = succeed(tune, *SMALL, "num_steps=5")
     output, replay = succeed(
-        tune, *SMALL, "num_steps=5", "weights=gloo", f"replay_events={original}"
+        *(tune, *SMALL, "num_steps=5", "weights=nccl", f"replay_events={original}"),
+        **on_cpu(tmp_path),
     )
     assert "events in the recorded order" in output
     assert_same_run(original, replay, num_steps=5)
@@ -37,9 +50,8 @@ def test_receivers_and_the_sender_die_while_weights_are_on_their_way(tune, tmp_p
         Fault("generator_0", "receive_weights", 4),
         Fault("trainer_0", "next_request", 24),
     ]
-    recipe, environment = forked_recipe(tmp_path, faults)
-    knobs = (*SMALL, "num_steps=9", "save_every_n_steps=3", "weights=gloo", "max_restarts=20")
-    output, output_dir = succeed(tune, *knobs, recipe=recipe, env=environment)
+    knobs = (*SMALL, "num_steps=9", "save_every_n_steps=3", "weights=nccl", "max_restarts=20")
+    output, output_dir = succeed(tune, *knobs, **on_cpu(tmp_path, faults))
     died = re.findall(r"^(\w+) died: .* \(restart \d+ of at most 20\)$", output, re.MULTILINE)
     assert {"generator_0", "generator_1", "trainer_0"} <= set(died), output
     assert "Traceback" not in output

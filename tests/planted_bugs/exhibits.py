@@ -292,7 +292,6 @@ CLEAN: dict[str, tuple[str, ...]] = {
     "agents": _AGENTS,
     "adapters": ("lora={rank: 4, alpha: 8}",),
     "deltas, a step of slack": ("push=delta", "max_staleness=1"),
-    "gloo": ("weights=gloo",),
     "tokens masked as too old": ("stale_tokens=mask", "max_staleness=1"),
     "GSPO": (
         f"{_LOSSES}GSPOLoss",

@@ -16,7 +16,6 @@ from grpo_components.settings import teachers_of
 TURNS = "colocate=true max_staleness=0 pull_every_m_rollouts=1"
 GPU = f"{TURNS} device=cuda generator.gpu_memory_utilization=0.4"
 HALVES = "device=cuda gpus_per_trainer=0.5 gpus_per_generator=0.5"
-IPC = f"weights=ipc {HALVES}"
 REUSE = "replay_generation.max_uses=3"
 
 
@@ -46,18 +45,10 @@ REUSE = "replay_generation.max_uses=3"
         # the way of the weights
         ("weights=rdma", "weights"),
         ("weights=nccl", "weights"),
-        ("weights=ipc", "weights"),
-        ("weights=gloo device=cuda", "weights"),
-        ("weights=gloo train_from=groups.jsonl", "weights"),
+        ("weights=nccl device=cuda train_from=groups.jsonl", "weights"),
         (f"weights=nccl {HALVES}", "weights"),
-        ("weights=ipc device=cuda", "weights"),
-        (f"{IPC} num_generators=2", "weights"),
-        (f"{IPC} num_trainers=2", "weights"),
-        (f"{IPC} ray.address=auto", "weights"),
-        (f"{IPC} generator.tensor_parallel_size=2", "weights"),
         (f"weights=nccl {GPU}", "weights"),
-        (f"weights=ipc {GPU} num_generators=2 num_trainers=2", "weights"),
-        ("push=delta weights=gloo", "push"),
+        ("push=delta weights=nccl", "push"),
         # turns
         (f"{TURNS} max_staleness=1", "max_staleness"),
         (f"{TURNS} max_staleness=1 push_every_n_steps=2", "max_staleness"),
@@ -86,12 +77,8 @@ def test_what_is_refused_by_its_key(read, overrides, key):
         "min_generators=2 num_generators=2",
         "pull_every_m_rollouts=1000 object_store_memory=80000000",
         "push_every_n_steps=3 push=delta",
-        "weights=gloo num_trainers=2 generator.tensor_parallel_size=2",
         "weights=object_store train_from=groups.jsonl",
         "weights=nccl device=cuda num_generators=2 num_trainers=6",
-        IPC,
-        f"weights=ipc {GPU}",
-        f"{IPC} gpus_per_generator=0.25 num_generators=2",
         TURNS,
         f"{TURNS} num_generators=2 num_trainers=2",
         f"{TURNS} num_generators=2 num_trainers=8 generator.tensor_parallel_size=4",

@@ -95,7 +95,7 @@ def layout(ranks, tensor, replicate):
             "lora.target_modules",
         ),
         (f"{LORA} lora.use_dora=true", "lora.use_dora"),
-        (f"{LORA} weights=gloo", "weights"),
+        (f"{LORA} weights=nccl", "weights"),
         (f"{LORA} tensor_parallel_dim=2 num_trainers=2", "tensor_parallel_dim"),
         (f"{LORA} reward_shaping.kl_coeff=0.1", "reward_shaping.kl_coeff"),
         # teacher

@@ -55,12 +55,12 @@ def test_a_generator_gets_a_gpu_for_each_tensor_parallel_worker(
 
 def test_the_engine_receives_and_the_first_rank_sends_the_same_way(settings_with, arguments):
     workers = {"generator__tensor_parallel_size": 2, "generator__enforce_eager": True}
-    for way in ("object_store", "gloo"):
+    for way in ("object_store", "nccl"):
         roles = arguments(settings_with(weights=way, timeouts={"weights_s": 7.0}, **workers))
         opens = roles.trainer["ranks"].open_sender
         assert roles.generator["engine"].weight_transfer == (None if way == "object_store" else way)
         assert (opens is None) == (way == "object_store")
-    assert opens.args == ("gloo", "cpu") and opens.keywords == {"workers": 2, "timeout_s": 7.0}
+    assert opens.args == ("cpu",) and opens.keywords == {"workers": 2, "timeout_s": 7.0}
 
 
 def test_adapters_are_the_engines_too(settings_with, arguments):

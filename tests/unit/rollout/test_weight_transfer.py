@@ -1,18 +1,17 @@
-"""Real weights through vLLM's transfer engines over gloo: exact, checked, and never half in use."""
+"""Real weights through vLLM's engines of `nccl`, on a CPU: exact, checked, never half in use."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from lib.nccl_on_cpu import nccl_on_cpu
 from safetensors.torch import load_file
 
 from grpo_components.exchange.weights import pack_bucket
-from grpo_components.rollout.open_sender import open_sender
+from grpo_components.rollout import relayed_client
 
 PROMPTS = [[5, 6, 7, i + 1] for i in range(8)]
 LIMIT_S = 60
@@ -48,9 +47,9 @@ def assert_same(left, right):
 class Relay:
     """Stands for the driver: makes the sender's calls in the receiver, both in this process."""
 
-    def __init__(self, backend="gloo", workers=1, timeout_s=20.0):
-        self.sender = open_sender(
-            backend, "cpu", workers=workers, timeout_s=timeout_s, host="127.0.0.1"
+    def __init__(self, workers=1, timeout_s=20.0):
+        self.sender = relayed_client.open_sender(
+            "cpu", workers=workers, timeout_s=timeout_s, host="127.0.0.1"
         )
         self.timeout_s, self.number, self.kinds = timeout_s, 0, []
         self.pool = ThreadPoolExecutor(4)
@@ -84,8 +83,17 @@ class Relay:
         return received.result()
 
 
+@pytest.fixture(scope="module")
+def on_cpu(build_engine):
+    """vLLM's engines run as they are but for streams and communicator."""
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    nccl_on_cpu.replace_communicator(nccl_engine)
+
+
 @pytest.fixture
-def relay(build_engine):
+def relay(on_cpu, monkeypatch):
+    monkeypatch.setattr(relayed_client, "BUFFER_BYTES", 2**14)  # more than two buffers full
     made = []
 
     def make(**options):
@@ -97,14 +105,16 @@ def relay(build_engine):
         each.pool.shutdown()
 
 
+@pytest.mark.filterwarnings("ignore:Tensor .* exceeds buffer_size_bytes")
 @pytest.mark.parametrize("kind", ["tied", "untied", "experts"])
 def test_weights_that_were_sent_are_those_of_the_object_store_and_of_a_fresh_engine(
     make_engine, checkpoints, relay, kind
 ):
     old, new = checkpoints / f"{kind}_A", checkpoints / f"{kind}_B"
-    engine, way = make_engine(old, weight_transfer="gloo"), relay()
-    before = done(submit(engine))
+    engine, way = make_engine(old, weight_transfer="nccl"), relay()
+    before, already = done(submit(engine)), nccl_on_cpu.Communicator.broadcasts
     way.push(engine, 3, snapshot(new))
+    assert nccl_on_cpu.Communicator.broadcasts - already > 8, "several buffers"
     sent = done(submit(engine))
     way.push(engine, 4, snapshot(old, ranks=1))
     assert way.kinds == ["init", "start", "update", "finish", "start", "update", "finish"]
@@ -115,103 +125,12 @@ def test_weights_that_were_sent_are_those_of_the_object_store_and_of_a_fresh_eng
     assert {int(v) for each in sent for v in each.token_versions} == {3}
 
 
-class Torch:
-    """The module torch for vLLM's GPU code, with the CPU in the place of the GPU."""
-
-    cuda = SimpleNamespace(
-        stream=lambda stream: nullcontext(),
-        Stream=object,
-        current_stream=lambda: SimpleNamespace(synchronize=lambda: None),
-        get_device_properties=lambda index: SimpleNamespace(uuid="GPU-0"),
-        ipc_collect=lambda: None,
-        is_available=lambda: False,
-    )
-    accelerator = SimpleNamespace(current_device_index=lambda: 0)
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-    @staticmethod
-    def empty(*args, device=None, **options):
-        return torch.empty(*args, **options)
-
-
-@pytest.fixture
-def gpu_code_on_the_cpu(build_engine, monkeypatch):
-    """vLLM's engines of NCCL and IPC run as they are, over gloo, and with buffers that are shared.
-
-    What is replaced are streams, NCCL's communicator, and the handles of GPU memory.
-    """
-    from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor
-
-    from grpo_components.rollout import open_sender as opening
-    from grpo_components.rollout.gloo_transfer import GlooGroup
-
-    monkeypatch.setattr(opening, "BUFFER_BYTES", 2**14)  # more than two buffers full
-    sent = SimpleNamespace(buffers={}, broadcasts=0)
-
-    class Communicator:
-        def __init__(self, info, rank):
-            where = {name: getattr(info, name) for name in ("master_address", "master_port")}
-            info = SimpleNamespace(**where, world_size=info.world_size, timeout_s=20.0)
-            self.group = GlooGroup(info, rank)
-
-        def broadcast(self, tensor, src):
-            assert src == 0 and tensor.dtype == torch.uint8 and tensor.is_contiguous()
-            sent.broadcasts += 1
-            self.group.broadcast(tensor)
-
-        def destroy(self):
-            self.group.destroy()
-
-    def export(tensor):
-        sent.buffers[len(sent.buffers)] = tensor
-        return None, (*range(7), len(sent.buffers) - 1)
-
-    def join(info, parallel):
-        return Communicator(info, info.rank_offset + parallel.rank)
-
-    streams = [SimpleNamespace(synchronize=lambda: None)] * 2
-    for module in (ipc_engine, nccl_engine, packed_tensor):
-        monkeypatch.setattr(module, "torch", Torch())
-    monkeypatch.setattr(packed_tensor, "_get_streams", lambda index, number: streams)
-    monkeypatch.setattr(packed_tensor, "reduce_tensor", export)
-    reductions = "torch.multiprocessing.reductions.rebuild_cuda_tensor"
-    monkeypatch.setattr(reductions, lambda *args: sent.buffers[args[7]])
-    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: Communicator(info, 0))
-    monkeypatch.setattr(nccl_engine, "worker_init_process_group", join)
-    return sent
-
-
-@pytest.mark.filterwarnings("ignore:Tensor .* exceeds buffer_size_bytes")
-@pytest.mark.parametrize("backend", ["nccl", "ipc"])
-def test_vllms_engines_for_gpus_bring_the_same_weights_and_find_the_same_damage(
-    make_engine, checkpoints, relay, gpu_code_on_the_cpu, backend
-):
-    engine, way = (
-        make_engine(checkpoints / "tied_A", weight_transfer=backend),
-        relay(backend=backend),
-    )
-    new = snapshot(checkpoints / "tied_B")
-    for version in (1, 2):
-        way.push(engine, version, new)
-    if backend == "nccl":
-        assert way.kinds == ["init", "start", "update", "finish", "start", "update", "finish"]
-        assert gpu_code_on_the_cpu.broadcasts > 8, "several buffers for each transfer"
-    else:
-        assert way.kinds.count("update") > 4 and len(gpu_code_on_the_cpu.buffers) == 2
-    assert_same(done(submit(engine)), done(submit(make_engine(checkpoints / "tied_B"))))
-    announced = [changed(bucket, NORM, checksum=1)[0] for bucket in new]
-    with pytest.raises(ValueError, match=rf"{NORM} is damaged: checksum mismatch"):
-        way.push(engine, 3, new, announced=announced)
-
-
 def test_tokens_have_exact_versions_under_load_with_the_scheduling_of_a_gpu(
     make_engine, checkpoints, relay, force_cuda_defaults
 ):
     force_cuda_defaults()
-    engine, way = make_engine(checkpoints / "tied_A", weight_transfer="gloo"), relay()
-    other = make_engine(checkpoints / "tied_A", weight_transfer="gloo")
+    engine, way = make_engine(checkpoints / "tied_A", weight_transfer="nccl"), relay()
+    other = make_engine(checkpoints / "tied_A", weight_transfer="nccl")
     sampled = {}
     for each, swap in (
         (engine, lambda: way.push(engine, 1, snapshot(checkpoints / "tied_B"))),
@@ -243,7 +162,7 @@ def test_what_is_found_on_arrival_stops_the_engine_with_the_tensors_name_and_no_
     make_engine, checkpoints, relay
 ):
     """The model is half loaded. A new engine joins another group, and takes the same snapshot."""
-    engine, way = make_engine(checkpoints / "tied_A", weight_transfer="gloo"), relay()
+    engine, way = make_engine(checkpoints / "tied_A", weight_transfer="nccl"), relay()
     good = snapshot(checkpoints / "tied_B", ranks=1)
     running = submit(engine, max_tokens=400)
     (manifest, raw), (entry,) = good[0], [e for e in good[0][0] if e.name == NORM]
@@ -254,7 +173,7 @@ def test_what_is_found_on_arrival_stops_the_engine_with_the_tensors_name_and_no_
     with pytest.raises(RuntimeError, match=rf"engine stopped.*{NORM} is damaged"):
         running[0].result(LIMIT_S)
     engine.close()
-    again = make_engine(checkpoints / "tied_A", weight_transfer="gloo")
+    again = make_engine(checkpoints / "tied_A", weight_transfer="nccl")
     way.push(again, 1, good, incarnation=1)
     assert way.kinds.count("init") == 2
     assert_same(done(submit(again)), done(submit(make_engine(checkpoints / "tied_B"))))
@@ -265,7 +184,7 @@ def test_wrong_names_and_shapes_and_a_sender_that_never_starts_leave_the_engine_
 ):
     from grpo_components.rollout.weight_receiver import IncomingWeights, TransferCancelledError
 
-    engine, way = make_engine(checkpoints / "tied_A", weight_transfer="gloo"), relay()
+    engine, way = make_engine(checkpoints / "tied_A", weight_transfer="nccl"), relay()
     before = done(submit(engine))
     good = snapshot(checkpoints / "tied_B", ranks=1)
     manifest = good[0][0]
@@ -296,9 +215,10 @@ def test_wrong_names_and_shapes_and_a_sender_that_never_starts_leave_the_engine_
 @pytest.mark.timeout(600)
 @pytest.mark.nightly
 def test_each_tensor_parallel_worker_takes_its_part_and_checks_the_whole(
-    make_engine, checkpoints, relay
+    make_engine, checkpoints, relay, monkeypatch
 ):
-    engine = make_engine(checkpoints / "tied_A", weight_transfer="gloo", workers=2)
+    monkeypatch.setenv("PYTHONPATH", nccl_on_cpu.FOLDER)  # of the workers
+    engine = make_engine(checkpoints / "tied_A", weight_transfer="nccl", workers=2)
     way, good = relay(workers=2), snapshot(checkpoints / "tied_B")
     way.push(engine, 7, good)
     one_worker = done(submit(make_engine(checkpoints / "tied_B")))
@@ -361,12 +281,10 @@ def test_only_the_announced_tensors_are_loaded_and_all_of_them(build_engine, arr
 
 
 def test_a_sender_that_gets_no_answer_names_the_receiver_and_a_given_up_one_the_reason():
-    from grpo_components.rollout.relayed_client import RelayedClient
-
-    slow = RelayedClient("generator_3", 0.1)
+    slow = relayed_client.RelayedClient("generator_3", 0.1)
     with pytest.raises(TimeoutError, match=r"waited 0\.1 s for generator_3 to answer 'start'"):
         slow.start_weight_update()
-    client, failed = RelayedClient("generator_3", LIMIT_S), []
+    client, failed = relayed_client.RelayedClient("generator_3", LIMIT_S), []
 
     def send():
         try:

@@ -1,0 +1,3 @@
+import nccl_on_cpu
+
+nccl_on_cpu.install()
