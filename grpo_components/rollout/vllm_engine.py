@@ -35,7 +35,7 @@ from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.rollout.prefix_cache import empty_prefix_cache
 from grpo_components.rollout.probe_request import add_probe, probe_reading
-from grpo_components.rollout.vllm_adapters import Adapters, adapter_arguments
+from grpo_components.rollout.vllm_adapters import ADAPTER, adapter_arguments, swap_adapter
 from grpo_components.rollout.vllm_weights import load_into_worker, load_into_workers
 from grpo_components.rollout.weight_receiver import IncomingWeights, TransferCancelledError
 from grpo_components.rollout.worker_processes import (
@@ -77,18 +77,17 @@ class VLLMEngine:
         self._engine.set_weight_version(str(BASE_VERSION))
         self.use = EngineUse(options.max_num_seqs)
         """What the thread spends its time on."""
-        lora = options.lora
-        self._adapters: Adapters | None = None
-        if lora is not None:
-            executor, alone = self._core.model_executor, self._workers is None
-            self._adapters = Adapters(lora, executor, in_process=alone)
+        self._lora = lora = options.lora
+        self._adapter = None if lora is None else ADAPTER
         self._sleep = EngineSleep(self._engine, options.device, keeps_weights=lora is not None)
         self._recompute_kv = options.recompute_kv_after_pull
         self._expected_shapes = pushed_shapes(Path(options.model_path), lora)
-        if self._adapters is not None and options.adapter_path is not None:
-            adapter = load_file(Path(options.adapter_path) / ADAPTER_FILE)
-            check_names_and_shapes(shapes_of(adapter), self._expected_shapes)
-            self._adapters.swap(BASE_VERSION, adapter, self._core.scheduler)
+        if lora is not None:
+            adapter = {name: torch.zeros(shape) for name, shape in self._expected_shapes.items()}
+            if options.adapter_path is not None:
+                adapter = load_file(Path(options.adapter_path) / ADAPTER_FILE)
+                check_names_and_shapes(shapes_of(adapter), self._expected_shapes)
+            swap_adapter(self._engine, lora, adapter)
         self._schedule = Schedule() if schedule is None else schedule
         self._step, self._version, self._longest = 0, BASE_VERSION, options.max_model_len
         self._running: dict[str, Future[Any]] = {}
@@ -234,8 +233,7 @@ class VLLMEngine:
             return future.set_exception(error)
         request_id = next(self._ids)
         try:
-            prompt, adapter = TokensPrompt(prompt_token_ids=prompt_ids), self._adapters
-            lora = adapter and adapter.current
+            prompt, lora = TokensPrompt(prompt_token_ids=prompt_ids), self._adapter
             self._engine.add_request(request_id, prompt, sampling, lora_request=lora)
         except (ValueError, VLLMValidationError) as error:  # e.g. a prompt that is too long
             return future.set_exception(error)
@@ -248,8 +246,8 @@ class VLLMEngine:
     def _add_probe(self, future: Future[Any]) -> None:
         if not (tokens := min(self._schedule.probe_tokens, self._longest - 1)):
             return future.set_result(None)
-        request_id, lora = next(self._ids), self._adapters and self._adapters.current
-        add_probe(self._engine, self._core.scheduler, request_id, tokens, lora)
+        request_id, scheduler = next(self._ids), self._core.scheduler
+        add_probe(self._engine, scheduler, request_id, tokens, self._adapter)
         self._running[request_id] = self._probe = future
 
     def _step_engine(self) -> None:
@@ -275,9 +273,9 @@ class VLLMEngine:
             self._step_engine()  # else it would read these weights in the place of its own
         self._finish_batches_in_flight(core := self._core)
         with self._sleep.woken():
-            if self._adapters is not None:
+            if self._lora is not None:
                 assert not isinstance(tensors, IncomingWeights), "preflight refuses it"
-                self._adapters.swap(version, tensors, core.scheduler)
+                swap_adapter(self._engine, self._lora, tensors)
             elif isinstance(tensors, IncomingWeights):
                 tensors.receive(cast(Any, core.model_executor).collective_rpc)
             elif self._workers is None:
