@@ -319,7 +319,7 @@ class Settings(BaseModel):
     gpus_per_reward_model: GpuShare = 1.0
     num_teachers: Processes = 1  # where there is a teacher
     gpus_per_teacher: GpuShare = 1.0
-    max_failed_samples: Count = 64  # between two training steps
+    max_failed_samples: Annotated[float, Field(ge=0, le=1)] = 0.5  # share, from step to step
     object_store_memory: Annotated[int, Field(ge=75 * 2**20, le=2**50)] | None = None  # bytes
     max_skipped_steps: Count = 10  # in a row
     max_generator_kl: Annotated[float, Field(gt=0, le=1e3)] | None = None  # null: depends on dtype

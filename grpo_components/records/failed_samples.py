@@ -20,21 +20,28 @@ MAX_ERROR_CHARS = 300
 class FailedSamples:
     """Counts and records the failed samples of training and evaluation; ends a run with too many.
 
-    The count restarts with each training step. Every failed sample is written to
+    The counts restart with each training step. Every failed sample is written to
     `failed_samples.jsonl` with its prompt and traceback; the first after each step is also shown to
     the user.
     """
 
     def __init__(
-        self, max_failed_samples: int, logs: Path, attempt: int, note: Callable[[str], None]
+        self,
+        max_failed_samples: float,
+        step_samples: int,
+        logs: Path,
+        attempt: int,
+        note: Callable[[str], None],
     ) -> None:
-        self._max_failed_samples, self._path = max_failed_samples, logs / "failed_samples.jsonl"
+        self._max_failed_samples, self._step_samples = max_failed_samples, step_samples
+        self._path = logs / "failed_samples.jsonl"
         self.attempt, self._note = attempt, note
-        self._count = 0
+        self._count = self._ended = 0
 
     def count_group(self, entry: LedgerEntry, group: GroupSummary) -> bool:
         """Count the failed samples of one group."""
         what = {"group_id": entry.group_id, "epoch": entry.epoch}
+        self._ended += len(group.rewards)
         self._record(entry.prompt, group.errors, f"group {entry.group_id}", what)
         return len(group.errors) == len(group.rewards)
 
@@ -42,6 +49,7 @@ class FailedSamples:
         self, step: int, results: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """Count the failed samples of an evaluation."""
+        self._ended += len(results)
         for result in results:
             errors = [] if result["error"] is None else [result["error"]]
             self._record(result, errors, f"the evaluation at step {step}", {"evaluation": step})
@@ -56,7 +64,7 @@ class FailedSamples:
 
     def take_count(self) -> int:
         """Return how many samples failed since the last call; call it once per training step."""
-        count, self._count = self._count, 0
+        count, self._count, self._ended = self._count, 0, 0
         return count
 
     def _record(
@@ -80,10 +88,11 @@ class FailedSamples:
         if self._count == 0:
             self._note(f"{len(errors)} failed in {where}: {shown} (all errors: {self._path})")
         self._count += len(errors)
-        if self._count >= self._max_failed_samples:
+        if self._count >= self._max_failed_samples * max(self._ended, self._step_samples):
             raise FailedSamplesError(
-                f"max_failed_samples: {self._max_failed_samples} given, but {self._count} samples "
-                f"failed since the last training step; the last error, for prompt "
+                f"max_failed_samples: {self._max_failed_samples:g} given, but {self._count} of "
+                f"{self._ended} samples failed since the last training step (a step trains "
+                f"{self._step_samples}); the last error, for prompt "
                 f"{prompt['prompt_index']}: {shown}; all errors: {self._path}"
             )
 
@@ -95,4 +104,5 @@ def first_line(error: str) -> str:
 
 def build_failed_samples(cfg: Settings, attempt: int, note: Callable[[str], None]) -> FailedSamples:
     """Build `FailedSamples` from the config."""
-    return FailedSamples(cfg.max_failed_samples, Path(cfg.output_dir) / "logs", attempt, note)
+    step_samples, logs = cfg.groups_per_step * cfg.group_size, Path(cfg.output_dir) / "logs"
+    return FailedSamples(cfg.max_failed_samples, step_samples, logs, attempt, note)

@@ -90,7 +90,7 @@ def test_a_copied_recipe_with_an_edited_loss_every_part_of_the_objective_and_par
         *(*SHORT, *OBJECTIVE, "num_steps=6"),
         *("pull_every_m_rollouts=100", "rollouts_in_flight=3"),
         *("environment=unreliable.Environment", "~rewards.correctness.answer_format"),
-        *("rewards.correctness._component_=unreliable.Reward", "max_failed_samples=1000"),
+        *("rewards.correctness._component_=unreliable.Reward", "max_failed_samples=1"),
         *("object_store_memory=80000000", "user.negative_weight=0", "user.note=mine"),
         recipe="my_grpo.py",
         config="my_config.yaml",

@@ -192,7 +192,7 @@ EXHIBITS = (
         overrides=(
             "rewards.correctness._component_=planted_bugs.rewards.Flaky",
             "~rewards.correctness.answer_format",
-            "max_failed_samples=100000",
+            "max_failed_samples=1",
         ),
         bug="failure_as_zero",
     ),

@@ -45,6 +45,7 @@ def layout(ranks, tensor, replicate):
     ("overrides", "key"),
     [
         ("groups_per_step=16384 group_size=16384", "groups_per_step"),
+        ("max_failed_samples=10", "max_failed_samples"),
         ("ppo_epochs=10000 updates_per_batch=1024", "ppo_epochs"),
         (
             "ptx={_component_: a.B, examples_per_update: 65536} updates_per_batch=99",

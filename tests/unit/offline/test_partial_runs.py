@@ -163,7 +163,7 @@ def test_the_other_half_is_stood_in_for(recorded):
 
 
 def test_a_failed_recorded_sample_is_reported_by_its_line(recorded, tmp_path):
-    failures = FailedSamples(9, tmp_path, 0, note=print)
+    failures = FailedSamples(1.0, 9, tmp_path, 0, note=print)
     entry = LedgerEntry(5, RecordedPrompts(recorded)[2], 0, 0, 0, 0)
     failed = replace(group()[0], finish_reason="error", error="it failed", reward=float("nan"))
     assert not failures.count_group(entry, summarize(pack([failed, *group(size=1)])))

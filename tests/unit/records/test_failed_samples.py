@@ -42,7 +42,7 @@ def notes():
 
 @pytest.fixture
 def failures(tmp_path, notes):
-    return FailedSamples(5, tmp_path, 1, notes.append)
+    return FailedSamples(0.5, 12, tmp_path, 1, notes.append)
 
 
 def records(tmp_path):
@@ -98,17 +98,35 @@ def test_a_group_whose_samples_all_failed_is_reported(failures):
 def test_too_many_between_two_steps_end_the_run_with_the_last_error_and_the_file(
     failures, tmp_path
 ):
-    for _ in range(3):  # the count starts anew at every step
-        failures.count_group(entry(1), summary("a", "b", "c", "d"))
-        assert failures.take_count() == 4
-    failures.count_group(entry(1), summary("a", "b", "c", "d"))
+    for _ in range(3):  # the counts start anew at every step
+        failures.count_group(entry(1), summary("a", "b", "c", "d", "e"))
+        assert failures.take_count() == 5
+    failures.count_group(entry(1), summary("a", "b", "c", "d", "e"))
     with pytest.raises(FailedSamplesError) as ended:
         failures.count_group(entry(7), summary("x" * 5000))
     text = str(ended.value)
-    assert text.startswith("max_failed_samples: 5 given, ")
+    assert text.startswith("max_failed_samples: 0.5 given, but 6 of 10 samples ")
     assert "prompt 7: xxx" in text and text.endswith(str(tmp_path / "failed_samples.jsonl"))
     assert len(text) < 1000
     assert records(tmp_path)[-1]["errors"] == {"x" * 5000: 1}, "the record of the last one is kept"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_the_share_is_of_all_samples_that_ended_since_the_step_and_at_least_of_a_batch(
+    share, tmp_path
+):
+    failures = FailedSamples(share, 8, tmp_path, 0, print)
+    for _ in range(50):  # a step that takes many groups, as where dynamic sampling filters
+        failures.count_group(entry(1), summary(scored=7))
+        failures.count_evaluation(1, results(*[None] * 7))
+        if share:  # below each share but 0
+            failures.count_group(entry(1), summary("a"))
+    allowed = math.ceil(share * 8) - 1 if share else 0
+    failures.take_count()
+    for _ in range(allowed):
+        failures.count_group(entry(1), summary("a", scored=0))
+    with pytest.raises(FailedSamplesError):
+        failures.count_group(entry(1), summary("a", scored=0))
 
 
 def test_an_evaluation_without_any_score_ends_the_run(failures):
