@@ -12,6 +12,7 @@ import random
 import tempfile
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import cloudpickle
@@ -50,7 +51,7 @@ from grpo_components.objective.objective import Objective
 from grpo_components.objective.off_policy import NoCorrection, correction_weights
 from grpo_components.objective.penalties import Penalties
 from grpo_components.replay.recorded_run import replayed_run
-from grpo_components.rewards.pool import reward_specs
+from grpo_components.rewards.pool import RewardInput, reward_specs
 from grpo_components.rewards.reward_trial import RewardTrial
 from grpo_components.settings import Settings
 from grpo_components.training.sample import TrainSample
@@ -65,6 +66,7 @@ def try_components(
     cfg: Settings,
     tokenizer: Any,
     dataset: Any,
+    held_out: Any,
     objective: Objective,
 ) -> list[str]:
     """Call each component once as the run will, and refuse one that breaks its kind's contract."""
@@ -97,6 +99,10 @@ def try_components(
             try_environment(cfg, tokenizer, prompts)
         if trial is not None:
             trial.finish()
+            used = {"dataset": not cfg.eval_only, "eval_dataset": not cfg.rollout_only}
+            data = {"dataset": dataset, "eval_dataset": held_out}
+            data = {key: rows for key, rows in data.items() if used[key]}
+            doubts += trial.check_rows(data, partial(_sample, cfg))
     return doubts
 
 
@@ -294,15 +300,21 @@ def check_logger(path: str, logger: Any) -> None:
             fail("metric_logger", f"{path} has no {method}", allowed)
 
 
+def _sample(cfg: Settings, prompt: Any, response_text: str = "") -> RewardInput:
+    """Return the arguments of a reward for a made-up response to a prompt."""
+    sample = reward_input(prompt, response_text, "stop")
+    if not runs_agents(cfg.environment):
+        return sample
+    given = {str(node.get("name", "reward")): 0.0 for node in cfg.rewards.values()}
+    return {**sample, "agent_reward": given, "transcript": []}
+
+
 def _begin_rewards(cfg: Settings, dataset: Any) -> RewardTrial | None:
     """Start the trial of the rewards, with the known answers of the first rows as responses."""
     if cfg.train_from or not cfg.rewards:  # recorded groups have their rewards
         return None
     prompts = [dataset[row] for row in range(min(len(dataset), _ROWS))]
-    samples = [reward_input(prompt, str(prompt["answer"]), "stop") for prompt in prompts]
-    if runs_agents(cfg.environment):
-        given = {str(node.get("name", "reward")): 0.0 for node in cfg.rewards.values()}
-        samples = [{**each, "agent_reward": given, "transcript": []} for each in samples]
+    samples = [_sample(cfg, prompt, str(prompt["answer"])) for prompt in prompts]
     specs = reward_specs(cast(Any, cfg.rewards))
     if replayed_run(cfg):  # it repeats what these gave, and needs no judge
         varying = {

@@ -46,7 +46,7 @@ def build_penalties(cfg: Settings) -> Penalties:
 
 
 def build_objective(
-    cfg: Settings, default_loss: Callable[..., Any], tokenizer: Any, dataset: Any
+    cfg: Settings, default_loss: Callable[..., Any], tokenizer: Any, dataset: Any, held_out: Any
 ) -> Objective:
     """Build every part of the objective, and try each component of the config once.
 
@@ -55,13 +55,14 @@ def build_objective(
         default_loss: the recipe's own loss; see `build_loss`.
         tokenizer: tokenizer for the examples of the supervised loss.
         dataset: data set of the prompts to train on.
+        held_out: data set of the prompts to evaluate on.
 
     Raises:
         ConfigError: a component cannot be built or breaks its kind's contract; names its key.
         DryRunEnd: with `dry_run: true`, after the trial; says what the run would do.
     """
     if cfg.what_if:  # its components are tried before the first part starts, too
-        build_objective(cfg.what_if.later, default_loss, tokenizer, dataset)
+        build_objective(cfg.what_if.later, default_loss, tokenizer, dataset, held_out)
     dynamic = cfg.dynamic_sampling
     objective = Objective(
         loss=build_loss(cfg, default_loss),
@@ -75,7 +76,7 @@ def build_objective(
         teacher_coeff=cfg.teacher.coeff if cfg.teacher else 0.0,
         temperature=as_schedule("generator.temperature", cfg.generator.temperature),
     )
-    doubts = try_components(cfg, tokenizer, dataset, objective)
+    doubts = try_components(cfg, tokenizer, dataset, held_out, objective)
     objective = replace(objective, doubts=tuple(doubts))
     if cfg.dry_run:
         raise DryRunEnd(*plan(cfg, tokenizer, dataset, objective))

@@ -363,7 +363,18 @@ def _prompt_and_tests(row: Row) -> tuple[Question, str]:
         )
     if setup and "asserts" not in tests:
         row.refuse(min(setup), "works only with asserts, but the tests are stdin_stdout")
-    return prompt, json.dumps({**tests, **setup})
+    return prompt, json.dumps({**tests, **setup, **_solution(row)})
+
+
+def _solution(row: Row) -> dict[str, str]:
+    """Return a row's program that passes its tests: the first, where it has a list (APPS)."""
+    value = row.value("solution") if row.has("solution") else None
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = row.parsed("solution")
+    value = value[0] if value and isinstance(value, list) else value
+    if value and not fits(value, AnyText):
+        row.refuse("solution", "must be a program as a text, or a list of them")
+    return {"solution": value} if value else {}
 
 
 def _assert_setup(row: Row, tests: Any) -> dict[str, Any]:
@@ -394,4 +405,5 @@ code_dataset = partial(
 The `answer` holds the tests as JSON text, in one of two forms: `{"stdin_stdout": [{"input": text,
 "output": text}, ...]}` or `{"asserts": [text, ...]}`. A list of either and `{"inputs": [...],
 "outputs": [...]}` are accepted and converted. If a row has `test_imports` (a list of statements) or
-`test_setup_code`, they run before the asserts."""
+`test_setup_code`, they run before the asserts. A `solution`, a program or a list of them, tells
+before the run whether the tests can be passed."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_components.environments.extras import imported_extra
 from grpo_components.errors import fail, shown
-from grpo_components.rewards.maths import RESPONSE_CPU_S
+from grpo_components.rewards.maths import RESPONSE_CPU_S, WRITE
 
 DEPENDS_ON_PROCESS = (
     *("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"),
@@ -70,7 +70,7 @@ class ReasoningGymScore:
         if answer_format not in tuple(_MARKED):
             allowed = ", ".join(_MARKED)
             raise ValueError(f"answer_format: {answer_format!r} given; allowed: {allowed}")
-        self._marked = _MARKED[answer_format]
+        self._marked, self._write = _MARKED[answer_format], WRITE[answer_format]
 
     def __call__(
         self,
@@ -88,3 +88,12 @@ class ReasoningGymScore:
         given = found[0] if self._marked is _MARKED["plain"] else found[-1]
         task = task_of(reasoning_gym["task"], json.dumps({**reasoning_gym["options"], "seed": 0}))
         return float(task.score_answer(given.strip(), ast.literal_eval(reasoning_gym["entry"])))
+
+    def perfect_response(self, *, reasoning_gym: Mapping[str, Any]) -> str | None:
+        """Return the task's own answer as a response has it; None where it gives none.
+
+        Args:
+            reasoning_gym: the row's column of this name.
+        """
+        answer = ast.literal_eval(reasoning_gym["entry"])["answer"]
+        return None if answer is None else self._write.format(answer)

@@ -36,6 +36,8 @@ class CodeTests:
     and classes. Optional `test_imports` (a list of statements) and `test_setup_code` run first, as
     in MBPP. The program never sees the expected results.
 
+    Either form may have a `solution`, a program that passes the tests: `perfect_response` gives it.
+
     Args:
         cpu_s: CPU seconds for each run of the program.
         wall_s: seconds for all tests of one response; must be below `timeouts.reward_s`. If they
@@ -78,6 +80,20 @@ class CodeTests:
         if isinstance(tests, Asserts):
             return float(self._passes_asserts(program, tests))
         return float(self._prints_expected(program, tests))
+
+    def perfect_response(self, *, answer: str) -> str | None:
+        """Return the reference solution as a response has it; None without one.
+
+        Args:
+            answer: the tests as JSON.
+
+        Raises:
+            ValueError: no program can pass the tests.
+        """
+        _read_tests(answer)
+        solution = json.loads(answer).get("solution", "")
+        in_block = f"~~~~~~python\n{solution}\n~~~~~~"
+        return (solution if last_program(solution) else in_block) if solution else None
 
     def _passes_asserts(self, program: str, asserts: Asserts) -> bool:
         outcome = self._sandbox.run_connected(
@@ -164,6 +180,7 @@ def _read_tests(answer: str) -> Asserts | list[dict[str, str]]:
     """Parse `answer` into asserts, or into cases with input and output."""
     try:
         tests = json.loads(answer)
+        tests.pop("solution", None)
         before = imports, set_up = tests.pop("test_imports", []), tests.pop("test_setup_code", "")
         (kind, cases), *more = tests.items()
         fits = {

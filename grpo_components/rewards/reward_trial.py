@@ -6,13 +6,16 @@ import contextlib
 import importlib
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from grpo_components.errors import MAX_MESSAGE, ConfigError
+from grpo_components.errors import MAX_MESSAGE, ConfigError, shown
 from grpo_components.objective.component_errors import (
     MAX_ERROR_CHARS,
     defined_at,
@@ -33,6 +36,9 @@ _ALLOWED = "a class whose objects take prompt_text, response_text, answer and fi
 _IN_TIME = "one that answers in time"
 _SCORES = "one that can score a row of the data set"
 """What is wrong with a reward of ours that raises: not its form."""
+_ANSWERS = "a data set whose answers it accepts, or another answer_format"
+_CHECK_S = 20.0
+"""Seconds for the rewards to score their perfect responses to the rows of all data sets."""
 
 
 class RewardTrial:
@@ -58,6 +64,8 @@ class RewardTrial:
         theirs.close()
         self._stuck.release()
         self._connection.send((rewards, samples))
+        self._with_perfect: list[str] = []
+        """Names of the rewards that have a `perfect_response`."""
 
     def finish(self) -> None:
         """Wait until each reward has returned a finite number."""
@@ -74,13 +82,56 @@ class RewardTrial:
             except (EOFError, ConnectionError):
                 problem = f"ended its process while it was {doing}"
                 raise self._error(name, problem, _ALLOWED) from None
-            if message is None:
+            if isinstance(message, list):
+                self._with_perfect = message
                 return
             name, doing, problem, traceback = message
             if problem:
                 is_ours = self._rewards[name].component.startswith(_OURS)
                 raise self._error(name, problem, _SCORES if is_ours else _ALLOWED, traceback)
             limit_s = self._timeout_s if doing == "called" else self._start_s
+
+    def check_rows(
+        self, data: Mapping[str, Any], sample_of: Callable[[Any], RewardInput]
+    ) -> list[str]:
+        """Let each reward score its own perfect response to the rows; after `finish`."""
+        rows = [(key, row) for key, dataset in data.items() for row in range(len(dataset))]
+        random.Random(0).shuffle(rows)  # so that the time goes to rows from everywhere
+        found = {(name, key): dict[int, str]() for name in self._with_perfect for key in data}
+        deadline = time.monotonic() + _CHECK_S
+        for key, row in rows if self._with_perfect else ():
+            prompt = data[key][row]
+            number, sample = prompt["prompt_index"] + 1, sample_of(prompt)
+            for name in self._with_perfect:
+                try:
+                    self._connection.send((name, sample))
+                    if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+                        return self._refused(found, data)
+                    problem = self._connection.recv()
+                except (EOFError, ConnectionError):
+                    problem = f"ended its process on a perfect response to row {number} of {key}"
+                    raise self._error(name, problem, _ALLOWED) from None
+                text = f"{number}: {shown(prompt['answer'])} ({problem})"
+                found[name, key][number] = text if problem else ""
+        return self._refused(found, data)
+
+    def _refused(
+        self, found: Mapping[tuple[str, str], Mapping[int, str]], data: Mapping[str, Any]
+    ) -> list[str]:
+        lines: list[str] = []
+        for (name, key), rows in found.items():
+            refused = [number for number, problem in rows.items() if problem]
+            text = f"{len(refused):,} of {len(rows):,} rows of {key}"
+            if len(rows) < len(data[key]):
+                text += f" (of {len(data[key]):,}, checked for {_CHECK_S:g} s)"
+            text += ": their own answer scores 0 or fails"
+            if refused:
+                text += f"; the first is row {rows[min(refused)]}"
+            if refused and len(refused) == len(rows):
+                raise ConfigError(f"rewards.{name}", text, _ANSWERS)
+            if refused or len(rows) < len(data[key]):
+                lines.append(f"warning: rewards.{name}: {text}")
+        return lines
 
     def close(self) -> None:
         """Kill the process and its process group."""
@@ -114,14 +165,28 @@ def _problem_of(reward: Any, sample: RewardInput) -> tuple[str, str]:
     return ("" if math.isfinite(number) else f"gave {number}{where}"), ""
 
 
+def _refusal(reward: Any, sample: RewardInput) -> str:
+    """Return why a reward does not accept its perfect response to a row; empty if it does."""
+    try:
+        response = reward.perfect_response(**arguments_for(reward.perfect_response, sample, ()))
+        if response is None:
+            return ""
+        value = float(reward(**arguments_for(reward, {**sample, "response_text": response})))
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        return f"raised {describe(error)}"
+    return "" if value >= getattr(reward, "max_reward", 1.0) else f"gave {value:g}"
+
+
 def _serve(connection: Connection, stack_descriptor: int) -> None:
     answer_on(stack_descriptor)
     rewards, samples = connection.recv()
+    built: dict[str, Any] = {}
     for name, spec in rewards.items():
         connection.send((name, "built", "", ""))
         try:
             module, _, attribute = spec.component.rpartition(".")
-            reward = getattr(importlib.import_module(module), attribute)(**spec.kwargs)
+            factory = getattr(importlib.import_module(module), attribute)
+            reward = built[name] = factory(**spec.kwargs)
         except (Exception, SystemExit) as error:  # user code may raise anything
             problem = f"cannot be built, {describe(error)}"
             connection.send((name, "built", problem, user_traceback(error)))
@@ -135,7 +200,11 @@ def _serve(connection: Connection, stack_descriptor: int) -> None:
         else:
             connection.send((name, "called", *problems[0]))
             return
-    connection.send(None)
+    connection.send([name for name, each in built.items() if hasattr(each, "perfect_response")])
+    with contextlib.suppress(EOFError):
+        while True:
+            name, sample = connection.recv()
+            connection.send(_refusal(built[name], sample))
 
 
 if __name__ == "__main__":

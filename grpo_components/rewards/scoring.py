@@ -75,7 +75,9 @@ def _outcome(
     return value if math.isfinite(value) else f"reward {name}: gave {value}{where}"
 
 
-def arguments_for(reward: Callable[..., Any], sample: RewardInput) -> RewardInput:
+def arguments_for(
+    reward: Callable[..., Any], sample: RewardInput, always: Sequence[str] = CALL
+) -> RewardInput:
     """Return the arguments of one call of a reward: the columns only as far as it takes them."""
     sample = {name: value for name, value in sample.items() if name != SEED}
     try:
@@ -84,7 +86,7 @@ def arguments_for(reward: Callable[..., Any], sample: RewardInput) -> RewardInpu
         parameters = {}
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
         return sample
-    return {name: value for name, value in sample.items() if name in parameters or name in CALL}
+    return {name: value for name, value in sample.items() if name in parameters or name in always}
 
 
 @contextlib.contextmanager

@@ -305,8 +305,8 @@ def checked(*overrides):
 
 @pytest.fixture(scope="module")
 def data(tiny_policy, own):
-    """Tokenizer and data set."""
-    return build_data(checked("output_dir=/tmp/not-made", f"base_model_path={tiny_policy}"))[:2]
+    """Tokenizer and data sets."""
+    return build_data(checked("output_dir=/tmp/not-made", f"base_model_path={tiny_policy}"))
 
 
 @pytest.fixture
