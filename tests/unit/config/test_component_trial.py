@@ -1,5 +1,6 @@
 """Every component is called once before the start: what breaks its kind's contract is refused."""
 
+import json
 import random
 import re
 import runpy
@@ -441,6 +442,19 @@ def test_a_judge_that_is_down_is_refused_before_the_start(tried):
     own = component("rewards.judge", "grpo_components.rewards.judge.LLMJudge", model="m")
     own += ("rewards.judge.base_url=http://127.0.0.1:9/v1", "rewards.judge.retries=0")
     assert refused_key(tried, *own, "rewards.judge.rubric='{{ response }}'") == "rewards.judge"
+
+
+def test_rows_whose_own_answer_is_not_right_are_among_the_doubts(own, tiny_policy):
+    rows = [{"question": "1+1?", "answer": "#### 2"}, {"question": "x?", "answer": "#### 2\n3"}]
+    (own / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = f"{own}/rows.jsonl"
+    folders = ("output_dir=/tmp/not-made", f"base_model_path={tiny_policy}")
+    for key, ignored in (("dataset", "eval_only=true"), ("eval_dataset", "rollout_only=true")):
+        for unused in (False, True):
+            cfg = checked(f"{key}.source={source}", *folders, *([ignored] if unused else []))
+            doubts = build_objective(cfg, grpo_loss, *build_data(cfg)).doubts
+            said = [doubt for doubt in doubts if f" 1 of 2 rows of {key}: " in doubt]
+            assert len(said) == (not unused), doubts
 
 
 def test_what_a_function_makes_for_a_logger_is_looked_at():

@@ -509,6 +509,19 @@ def test_imports_and_setup_code_go_into_the_answer(tmp_path, row):
     assert json.loads(prompt["answer"]) == {**ASSERTS, **BEFORE}
 
 
+@pytest.mark.parametrize("solution", ["print(2)", ["print(2)", "print(3)"], '["print(2)"]'])
+@pytest.mark.parametrize("name", ["solution", "code"])
+@pytest.mark.parametrize("tests", [STDIN, ASSERTS])
+def test_the_first_solution_goes_into_the_answer(tmp_path, tests, name, solution):
+    builder = partial(code_dataset, columns={} if name == "solution" else {"solution": name})
+    row = {"prompt": "Write f.", "tests": tests}
+    prompt = read_one(builder, tmp_path, **row, **{name: solution})
+    assert json.loads(prompt["answer"]) == {**tests, "solution": "print(2)"}
+    for none in (None, "", [], "[]"):
+        prompt = read_one(builder, tmp_path, **row, **{name: none})
+        assert json.loads(prompt["answer"]) == tests
+
+
 @pytest.mark.parametrize("tests", [STDIN, ASSERTS])
 def test_empty_imports_and_setup_code_are_left_out(tmp_path, tests):
     for imports, set_up in (([], ""), (None, None), ("", "")):
@@ -547,6 +560,8 @@ def test_empty_imports_and_setup_code_are_left_out(tmp_path, tests):
                 (ASSERTS, {"test_imports": [1]}),
                 (ASSERTS, {"test_setup_code": ["x = 1"]}),
                 (STDIN, {"test_imports": ["import math"]}),
+                (ASSERTS, {"solution": 5}),
+                (ASSERTS, {"solution": [5]}),
             )
         ),
     ],

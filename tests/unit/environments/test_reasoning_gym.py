@@ -60,6 +60,8 @@ def test_a_task_is_scored_as_by_itself(task):
     answer = str(entry["answer"]).strip()
     assert score(prompt, f"So <answer>{answer}</answer>.") == own.score_answer(answer, entry)
     assert score(prompt, f"So {answer}.") == 0.0
+    perfect = ReasoningGymScore().perfect_response(reasoning_gym=prompt["reasoning_gym"])
+    assert score(prompt, perfect) == 1.0 if entry["answer"] is not None else perfect is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,153 @@
+"""Rows whose own answer a reward does not accept are counted and named before the start."""
+
+import json
+
+import pytest
+
+from grpo_components.data.columns import reward_input
+from grpo_components.errors import ConfigError
+from grpo_components.rewards.code_tests import CodeTests
+from grpo_components.rewards.countdown import CountdownCorrectness
+from grpo_components.rewards.maths import WRITE, MathCorrectness
+from grpo_components.rewards.pool import RewardSpec
+from grpo_components.rewards.reward_trial import RewardTrial
+
+REWARDS = """
+import os
+import threading
+
+
+class Exact:
+    max_reward = 2.0
+
+    def __call__(self, *, prompt_text, response_text, answer, finish_reason, level):
+        part = {"half": 1.0, "none": float("nan")}
+        return part.get(answer, 2.0 * (response_text == f"={answer}"))
+
+    def perfect_response(self, *, answer, level):
+        if answer == "dies":
+            os._exit(0)
+        if answer == "hangs":
+            threading.Event().wait()
+        assert answer != "broken", level
+        return {"unknown": None, "wrong": "?"}.get(answer, f"={answer}")
+
+
+class Unchecked:
+    def __call__(self, *, prompt_text, response_text, answer, finish_reason):
+        return 1.0
+"""
+BAD = ("half", "none", "broken", "wrong")
+
+
+@pytest.fixture
+def checked(tmp_path, monkeypatch):
+    """Check rows with these answers; returns the lines."""
+    (tmp_path / "exact_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def check(names=("Exact", "Unchecked"), **answers):
+        data = {
+            key: [
+                {"prompt_index": row, "prompt_text": "?", "answer": answer, "level": row}
+                for row, answer in enumerate(of_key)
+            ]
+            for key, of_key in answers.items()
+        }
+        specs = {name: RewardSpec(f"exact_rewards.{name}", {}, 1.0, False) for name in names}
+        sample = {**reward_input(data["dataset"][0], "", "stop"), "level": 0}
+        trial = RewardTrial(specs, [sample], 60.0)
+        try:
+            trial.finish()
+            return trial.check_rows(data, lambda prompt: reward_input(prompt, "", "stop"))
+        finally:
+            trial.close()
+
+    return check
+
+
+def test_rows_that_a_perfect_response_cannot_solve_are_one_line_for_each_data_set(checked):
+    rows = ["right"] * 1000 + ["unknown", *BAD]
+    train, held_out = checked(dataset=rows, eval_dataset=["right", "broken"])
+    assert train.startswith("warning: rewards.Exact: 4 of 1,005 rows of dataset: their own answer ")
+    assert train.endswith("; the first is row 1002: 'half' (gave 1)")
+    assert ": 1 of 2 rows of eval_dataset: " in held_out
+    assert "; the first is row 2: 'broken' (raised AssertionError" in held_out, held_out
+
+
+def test_there_is_no_line_if_all_rows_can_be_solved_or_no_reward_knows(checked):
+    assert checked(dataset=["right", "unknown"], eval_dataset=[]) == []
+    assert checked(["Unchecked"], dataset=BAD, eval_dataset=[]) == []
+
+
+@pytest.mark.parametrize("answer", [*BAD, "dies"])
+def test_a_data_set_of_which_no_row_can_be_solved_is_refused(checked, answer):
+    with pytest.raises(ConfigError) as refused:
+        checked(dataset=["right"], eval_dataset=[answer] * 3)
+    assert refused.value.key == "rewards.Exact" and "eval_dataset" in refused.value.problem
+
+
+def test_a_check_that_takes_too_long_ends_and_says_how_many_rows_it_saw(checked, monkeypatch):
+    monkeypatch.setattr("grpo_components.rewards.reward_trial._CHECK_S", 1.5)
+    (line,) = checked(dataset=["right"] + ["hangs"] * 7, eval_dataset=[])
+    assert "(of 8, checked for 1.5 s)" in line and ": 0 of " in line
+
+
+def solved(reward, **row):
+    """The reward of a perfect response; None if there is none."""
+    response = reward.perfect_response(**row)
+    judged = {"prompt_text": "?", "finish_reason": "stop", **row}
+    return None if response is None else reward(response_text=response, **judged)
+
+
+@pytest.mark.parametrize("answer_format", WRITE)
+def test_a_known_answer_in_the_form_that_is_asked_for_is_right(answer_format):
+    reward = MathCorrectness(answer_format)
+    for known in ("42", r"\frac{1}{2}", "(1,2)", r"\text{(C)}\ 12", "x^2 + {y}", "5 million", "no"):
+        assert solved(reward, answer=known) == 1.0, known
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "known"), [("gsm8k", "1+1=2\n#### 2"), ("boxed", r"\frac{1}{2"), ("tag", " ")]
+)
+def test_an_answer_that_no_response_can_give_is_not(answer_format, known):
+    assert solved(MathCorrectness(answer_format), answer=known) == 0.0
+
+
+SQUARE = {"asserts": ["assert square(3) == 9"]}
+PRINTED = {"stdin_stdout": [{"input": "3", "output": "9"}]}
+PROGRAM = "def square(x):\n    '''```'''\n    return x * x"
+
+
+@pytest.mark.parametrize(
+    ("tests", "solution", "worth"),
+    [
+        (SQUARE, PROGRAM, 1.0),
+        (SQUARE, f"So:\n~~~~python\n{PROGRAM}\n~~~~\n", 1.0),
+        (SQUARE, "def square(x):\n    return x", 0.0),
+        (SQUARE, "", None),
+        (PRINTED, "print(int(input()) ** 2)", 1.0),
+        (PRINTED, PROGRAM, 0.0),
+    ],
+)
+def test_a_row_of_code_is_tried_with_its_solution(tests, solution, worth):
+    answer = json.dumps(tests | {"solution": solution})
+    assert solved(CodeTests(wall_s=60.0), answer=answer) == worth
+
+
+@pytest.mark.parametrize(
+    "asserts", ["assert f(1 == 2", "assert np.isclose(f(1), 2)", "import foo\nfoo.f()", "assert 1"]
+)
+def test_asserts_that_no_program_can_pass_need_no_solution(asserts):
+    with pytest.raises(ValueError, match="answer: "):
+        CodeTests().perfect_response(answer=json.dumps({"asserts": [asserts]}))
+
+
+@pytest.mark.parametrize("answer_format", ["tag", "last_line"])
+def test_a_countdown_is_searched_for_an_expression(answer_format):
+    reward = CountdownCorrectness(answer_format)
+    for numbers, target in (([3, 3, 8, 8], 24), ([3, 8, 1], 24), ([7], 7), ([0, 5], 0)):
+        assert solved(reward, answer=json.dumps({"numbers": numbers, "target": target})) == 1.0
+    with pytest.raises(ValueError, match="no expression"):
+        solved(reward, answer='{"numbers": [1, 1, 1, 1], "target": 24}')
+    assert solved(reward, answer='{"numbers": [1, 2, 3, 4, 5, 6], "target": 999}') is None
