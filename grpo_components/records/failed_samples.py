@@ -20,7 +20,8 @@ MAX_ERROR_CHARS = 300
 class FailedSamples:
     """Counts and records the failed samples of training and evaluation; ends a run with too many.
 
-    The counts restart with each training step. Every failed sample is written to
+    The run ends if `max_failed_samples`, a share, of the samples since the last training step
+    failed, and of the `step_samples` that a step trains. Every failed sample is written to
     `failed_samples.jsonl` with its prompt and traceback; the first after each step is also shown to
     the user.
     """

@@ -94,7 +94,10 @@ class RewardTrial:
     def check_rows(
         self, data: Mapping[str, Any], sample_of: Callable[[Any], RewardInput]
     ) -> list[str]:
-        """Let each reward score its own perfect response to the rows; after `finish`."""
+        """Let each reward score its perfect response to every row; return a line if some are wrong.
+
+        Comes after `finish`; `data` has the data sets by their key. All rows wrong is an error.
+        """
         rows = [(key, row) for key, dataset in data.items() for row in range(len(dataset))]
         random.Random(0).shuffle(rows)  # so that the time goes to rows from everywhere
         found = {(name, key): dict[int, str]() for name in self._with_perfect for key in data}

@@ -78,7 +78,7 @@ def _outcome(
 def arguments_for(
     reward: Callable[..., Any], sample: RewardInput, always: Sequence[str] = CALL
 ) -> RewardInput:
-    """Return the arguments of one call of a reward: the columns only as far as it takes them."""
+    """Return the arguments of one call of a reward: `always`, and columns that it takes."""
     sample = {name: value for name, value in sample.items() if name != SEED}
     try:
         parameters = inspect.signature(reward).parameters
