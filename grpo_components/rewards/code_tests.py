@@ -40,8 +40,9 @@ class CodeTests:
 
     Args:
         cpu_s: CPU seconds for each run of the program.
-        wall_s: seconds for all tests of one response; must be below `timeouts.reward_s`. If they
-            end it, though no single test took half of it, the sample has failed.
+        wall_s: seconds for all tests of one response, after the start of the sandbox; must be
+            below `timeouts.reward_s`. If they end it, though no single test took half of it, the
+            sample has failed.
         memory_mib: MiB of address space for each run.
         float_tolerance: largest error of a printed float, absolute or relative to the expected
             one, whichever allows more; 0 compares the text.
@@ -108,20 +109,22 @@ class CodeTests:
         return outcome.status == 0
 
     def _prints_expected(self, program: str, cases: list[dict[str, str]]) -> bool:
-        deadline = time.monotonic() + self.wall_s
-        for number, case in enumerate(cases):
-            left_s = deadline - time.monotonic()
-            cut_off = left_s <= 0
-            if not cut_off:
-                outcome = self._sandbox.run(program, case["input"], wall_s=left_s)
-                killed = outcome.timed_out and time.monotonic() >= deadline
-                # A program that hangs is to blame; one that had little time is not.
-                cut_off = killed and left_s < self.wall_s / 2
-            if cut_off:
-                passed = f"{number} of {len(cases)} tests passed"
-                raise TimeoutError(f"{passed} within {self.wall_s:g} s; allowed: a longer wall_s")
-            if outcome.status != 0 or not self._same(outcome.stdout, case["output"]):
-                return False
+        with self._sandbox.opened(program) as run:
+            deadline = time.monotonic() + self.wall_s  # the start is not charged
+            for number, case in enumerate(cases):
+                left_s = deadline - time.monotonic()
+                cut_off = left_s <= 0
+                if not cut_off:
+                    outcome = run(case["input"], left_s)
+                    killed = outcome.timed_out and time.monotonic() >= deadline
+                    # A program that hangs is to blame; one that had little time is not.
+                    cut_off = killed and left_s < self.wall_s / 2
+                if cut_off:
+                    passed = f"{number} of {len(cases)} tests passed"
+                    allowed = "allowed: a longer wall_s"
+                    raise TimeoutError(f"{passed} within {self.wall_s:g} s; {allowed}")
+                if outcome.status != 0 or not self._same(outcome.stdout, case["output"]):
+                    return False
         return True
 
     def _same(self, printed: str, expected: str) -> bool:

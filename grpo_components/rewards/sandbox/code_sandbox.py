@@ -7,28 +7,31 @@ import json
 import os
 import platform
 import re
-import select
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NoReturn
 
 from grpo_components.rewards.sandbox.fair_queue import FairQueue
-from grpo_components.rewards.sandbox.inside.contain import TIMED_OUT
+from grpo_components.rewards.sandbox.inside.contain import CPU_LIMIT_STATUS
 
 _CONTAIN = Path(__file__).parent / "inside" / "contain.py"
 _OLDEST_KERNEL = (5, 14)
 """First Linux version that counts processes per user namespace and makes mount trees read-only."""
 _GRACE_S = 30.0
-"""Seconds for the sandbox itself to start and end, on top of the program's wall-clock limit."""
+"""Seconds for the sandbox itself to start; they are not charged to the program."""
 _MAX_QUEUE_S = 600.0
 _MAX_LIMIT = 2**20
 """Maximum of every limit (time, memory, processes), each in its own unit."""
-_CPU_LIMIT_STATUS = 128 + 24  # SIGXCPU
-_MAX_REPORT_CHARS = 1000
+_KILLED_STATUS = 128 + 9  # SIGKILL
+_MAX_REPORT_BYTES = 1000
+_OPTIONS = ["-s", "-S", "-P", "-B", "-X", "utf8", "-X", "int_max_str_digits=0"]
+"""Python uses no packages, byte code files or current folder."""
+_ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 
 
 class SandboxError(RuntimeError):
@@ -130,17 +133,38 @@ class CodeSandbox:
         Raises:
             SandboxError: the program could not be started.
         """
-        with (
-            self._slot(used_s),
-            _memory_file(stdin) as given,
-            _memory_file() as out,
-            _memory_file() as err,
-        ):
-            files = (given.fileno(), out.fileno(), err.fileno())
-            started = time.monotonic()
-            running = self._start(program, {"dev/stdin": stdin}, *files, wall_s=wall_s)
-            outcome = self._outcome(running, out, err)
-            return replace(outcome, wall_s=time.monotonic() - started)
+        with self.opened(program, used_s) as run:
+            return run(stdin, wall_s)
+
+    @contextlib.contextmanager
+    def opened(
+        self, program: str, used_s: float = 0.0
+    ) -> Iterator[Callable[[str, float | None], Outcome]]:
+        """Context manager: a function that runs the program with an input and a wall-clock limit.
+
+        The runs share the start of one sandbox and nothing else: each is a process with limits, an
+        empty /tmp and a memory of its own. After a run that hit its wall-clock limit there is none.
+
+        Args:
+            program: source text.
+            used_s: seconds that the caller's earlier programs ran; they delay it in the queue.
+
+        Raises:
+            SandboxError: the program could not be started.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._slot(used_s))
+            files = given, out, err = [stack.enter_context(_memory_file()) for _ in range(3)]
+            running = self._start({"main.py": program}, *(file.fileno() for file in files))
+            stack.callback(running.end)
+            running.wait_until_ready()
+
+            def run(stdin: str = "", wall_s: float | None = None) -> Outcome:
+                for file, text in ((given, stdin), (out, ""), (err, "")):
+                    _rewrite(file, text)
+                return self._outcome(running, out, err, wall_s)
+
+            yield run
 
     def run_connected(
         self, program: str, files: Mapping[str, str], other: str, other_files: Mapping[str, str]
@@ -159,22 +183,24 @@ class CodeSandbox:
         Raises:
             SandboxError: one of the programs could not be started.
         """
-        with self._slot(), _memory_file() as nothing, _memory_file() as err:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._slot())
+            nothing, err = (stack.enter_context(_memory_file()) for _ in range(2))
             with contextlib.ExitStack() as pipes:
                 to_other, of_program, to_program, of_other = ends = [*os.pipe(), *os.pipe()]
                 for end in ends:
                     pipes.callback(os.close, end)
-                helper = self._start(other, other_files, to_other, of_other, nothing.fileno())
-                try:
-                    running = self._start(program, files, to_program, of_program, err.fileno())
-                except SandboxError:
-                    helper.end()
-                    raise
-            try:  # our ends of the pipes are closed now, so each program notices if the other exits
-                return self._outcome(running, nothing, err)
-            finally:
-                if (report := helper.end()) not in ("", TIMED_OUT):
-                    raise SandboxError(f"cannot sandbox a program: {report}")
+                files = {**files, "main.py": program}
+                running = self._start(files, to_program, of_program, err.fileno())
+                stack.callback(running.end)
+                other_files = {**other_files, "main.py": other}
+                helper = self._start(other_files, to_other, of_other, nothing.fileno())
+                stack.callback(helper.end)
+            # Our ends of the pipes are closed now, so each program notices if the other exits.
+            for sandbox in (running, helper):
+                sandbox.wait_until_ready()
+            helper.begin(once=True)
+            return self._outcome(running, nothing, err, None, once=True)
 
     @contextlib.contextmanager
     def _slot(self, used_s: float = 0.0) -> Iterator[None]:
@@ -187,92 +213,115 @@ class CodeSandbox:
                 raise SandboxError(f"{waited}; {others}") from None
             yield
 
-    def _start(
-        self,
-        program: str,
-        files: Mapping[str, str],
-        stdin: int,
-        stdout: int,
-        stderr: int,
-        wall_s: float | None = None,
-    ) -> _Running:
+    def _start(self, files: Mapping[str, str], stdin: int, stdout: int, stderr: int) -> _Running:
         limits, mib = self._limits, 2**20
         job = {
-            "files": {**files, "main.py": program},
+            "files": dict(files),
             "cpu_s": limits.cpu_s,
-            "wall_s": min(limits.wall_s, wall_s or limits.wall_s),
             "memory_bytes": limits.memory_mib * mib,
             "file_bytes": limits.file_mib * mib,
             "threads": limits.threads,
         }
-        report, theirs = os.pipe()
+        # Keeps messages apart, and tells if the other end has died.
+        orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with _memory_file(json.dumps(job)) as described:
-                numbers = map(str, (described.fileno(), theirs, os.getpid()))
+                given = [described.fileno(), theirs.fileno()]
                 process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(_CONTAIN), *numbers],
-                    env={},
-                    pass_fds=[described.fileno(), theirs],
+                    [sys.executable, *_OPTIONS, str(_CONTAIN), *map(str, given), str(os.getpid())],
+                    env=_ENVIRONMENT,
+                    pass_fds=given,
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
                     start_new_session=True,  # keep Ctrl-C away from it
                 )
         except OSError as error:
-            os.close(report)
+            orders.close()
             raise SandboxError(f"cannot start a process for a program: {error}") from error
         finally:
-            os.close(theirs)
-        return _Running(process, report)
+            theirs.close()
+        return _Running(process, orders)
 
-    def _outcome(self, running: _Running, out: IO[bytes], err: IO[bytes]) -> Outcome:
-        status, report = running.wait(self._limits.wall_s + _GRACE_S)
-        if report not in ("", TIMED_OUT):
-            raise SandboxError(f"cannot sandbox a program: {report}")
-        timed_out = report == TIMED_OUT or status == _CPU_LIMIT_STATUS
+    def _outcome(
+        self,
+        running: _Running,
+        out: IO[bytes],
+        err: IO[bytes],
+        wall_s: float | None,
+        once: bool = False,
+    ) -> Outcome:
+        started = time.monotonic()
+        running.begin(once)
+        status = running.wait(min(self._limits.wall_s, wall_s or self._limits.wall_s))
+        seconds = time.monotonic() - started
         size = self._limits.file_mib * 2**20
         stdout, stderr = (
             os.pread(file.fileno(), size, 0).decode(errors="replace") for file in (out, err)
         )
-        return Outcome(status, stdout, stderr, timed_out)
+        timed_out = status in (None, CPU_LIMIT_STATUS)
+        return Outcome(
+            _KILLED_STATUS if status is None else status, stdout, stderr, timed_out, seconds
+        )
 
 
 @dataclass(frozen=True)
 class _Running:
-    """Handle on a running sandbox, to wait for its end or to kill it."""
+    """Handle on a sandbox, to run its program or to kill it."""
 
     process: subprocess.Popen[bytes]
-    report: int
-    """Descriptor of the reading end of the pipe for the sandbox's report."""
+    orders: socket.socket
 
-    def wait(self, timeout_s: float) -> tuple[int, str]:
-        """Wait until the sandbox ends."""
-        ended = select.poll()
-        pidfd = os.pidfd_open(self.process.pid)
+    def wait_until_ready(self) -> None:
+        """Wait until the sandbox is built."""
+        if (answer := self._receive(_GRACE_S)) != "ready":
+            late = f"it was not ready within {_GRACE_S:g} s"
+            raise SandboxError(f"cannot sandbox a program: {answer or late}")
+
+    def begin(self, once: bool) -> None:
+        """Start the program; let the sandbox end with it if it runs only `once`."""
+        with contextlib.suppress(BrokenPipeError):  # `wait` says why
+            self.orders.send(b"x")
+        if once:
+            self.orders.shutdown(socket.SHUT_WR)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Return the program's exit status; None if it took too long and was killed."""
+        answer = self._receive(timeout_s)
+        if answer is None:
+            self.process.kill()
+            return None
+        if not answer.isdigit():
+            raise SandboxError(f"cannot sandbox a program: {answer}")
+        return int(answer)
+
+    def _receive(self, timeout_s: float) -> str | None:
+        self.orders.settimeout(timeout_s)
         try:
-            ended.register(pidfd, select.POLLIN)
-            on_time = bool(ended.poll(timeout_s * 1000))
-        finally:
-            os.close(pidfd)
-            report = self.end()
-        if not on_time:
-            raise SandboxError(f"a sandbox did not end within {timeout_s:g} s")
-        return self.process.returncode, report
+            answer = self.orders.recv(_MAX_REPORT_BYTES).decode(errors="replace")
+        except TimeoutError:
+            return None
+        return answer or "it died"
 
-    def end(self) -> str:
-        """Kill everything in the sandbox and return its report."""
+    def end(self) -> None:
+        """Kill everything in the sandbox."""
+        self.orders.close()
         self.process.kill()
         self.process.wait()
-        with open(self.report, encoding="utf-8", errors="replace") as file:
-            return file.read(_MAX_REPORT_CHARS)
 
 
 def _memory_file(text: str = "") -> IO[bytes]:
     """Create an anonymous file in memory that holds a text."""
     file = os.fdopen(os.memfd_create("program"), "w+b", buffering=0)
+    _rewrite(file, text)
+    return file
+
+
+def _rewrite(file: IO[bytes], text: str) -> None:
+    file.seek(0)
+    file.truncate()
     file.write(text.encode(errors="surrogatepass"))
     file.seek(0)
-    return file
 
 
 def _refuse(why: str) -> NoReturn:

@@ -1,7 +1,9 @@
 """The reward for code: the program in a response, its output, limits and processes."""
 
+import contextlib
 import gc
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import psutil
@@ -151,20 +153,39 @@ def test_an_answer_without_tests_is_an_error(reward, answer):
         reward(prompt_text="", response_text="", answer=answer, finish_reason="stop")
 
 
-def test_all_tests_of_a_response_share_one_deadline(monkeypatch):
-    limits = []
+def test_all_tests_of_a_response_share_one_deadline_and_one_start(monkeypatch):
+    limits, starts = [], []
 
-    def run(self, program, stdin="", wall_s=None):
-        limits.append(wall_s)
-        return Outcome(0, "9\n" if stdin else "contained", "", False)
+    @contextlib.contextmanager
+    def opened(self, program, used_s=0.0):
+        def run(stdin="", wall_s=None):
+            limits.append(wall_s)
+            return Outcome(0, "9\n" if stdin else "contained", "", False)
 
-    monkeypatch.setattr(CodeSandbox, "run", run)
+        starts.append(program)
+        yield run
+
+    monkeypatch.setattr(CodeSandbox, "opened", opened)
     cases = [SQUARES[0]] * 5
     assert scored(CodeTests(wall_s=30.0), fenced("pass"), stdin_stdout=cases) == 1.0
+    assert starts[1:] == ["pass"]
     _, *limits = limits  # without the trial program
     assert limits == sorted(set(limits), reverse=True) and 0 < limits[-1] < limits[0] <= 30.0
     with pytest.raises(TimeoutError):  # the machine may be to blame: a failed sample
         scored(CodeTests(wall_s=1e-9), fenced("pass"), stdin_stdout=cases)
+
+
+def test_the_start_of_a_sandbox_is_not_charged_to_the_program(monkeypatch):
+    """A start that takes longer than all tests may."""
+    start = CodeSandbox._start
+
+    def slowly(*args):
+        time.sleep(2.5)
+        return start(*args)
+
+    reward = CodeTests(wall_s=2.0)
+    monkeypatch.setattr(CodeSandbox, "_start", slowly)
+    assert scored(reward, fenced("print(int(input()) ** 2)"), stdin_stdout=SQUARES) == 1.0
 
 
 def test_a_program_that_hangs_is_worth_nothing_and_one_of_many_slow_tests_a_failed_sample():

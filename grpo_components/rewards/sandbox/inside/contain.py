@@ -1,27 +1,30 @@
-"""Script that the code sandbox starts: gives up all privileges, then becomes the program.
+"""Script that the code sandbox starts: builds the sandbox, then runs the program once per order.
 
-It uses three processes. The first enters new namespaces and enforces the wall-clock limit. The
-second is process 1 of the new PID namespace: it builds the file system and waits for the third, the
-program. When process 1 ends, the kernel kills everything left in its namespace.
+It uses three processes. The first enters new namespaces. The second is process 1 of the new PID
+namespace: it builds the file system, and for each run forks the third, which gives up all
+privileges and becomes the program. When process 1 ends, the kernel kills everything left in its
+namespace.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import gc
 import glob
 import json
 import os
 import resource
-import select
 import signal
+import site
+import stat
 import struct
 import sys
 import sysconfig
+import threading
+import types
 from collections.abc import Callable
 from typing import Any, NoReturn
-
-TIMED_OUT = "wall-clock limit"
-"""Report that the program exceeded its wall-clock limit; any other says why it could not start."""
 
 _CLONE_NEWNS, _CLONE_NEWCGROUP, _CLONE_NEWUTS = 0x20000, 0x2000000, 0x4000000
 _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = (1 << n for n in (27, 28, 29, 30))
@@ -33,7 +36,8 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 
 _NOBODY = 65534
 _FIRST_UID = 1_000_000_000
 """Lowest user id of programs if root runs the sandbox; each has its own, so limits are separate."""
-_CPU_LIMIT_STATUS = 128 + signal.SIGXCPU
+CPU_LIMIT_STATUS = 128 + signal.SIGXCPU
+_CAPABILITY_VERSION = 0x20080522
 _MOUNT_POINT = "/sys"
 """Folder in which the new root is built: exists on every machine and contains no Python."""
 _DEVICES = ("null", "zero", "random", "urandom")
@@ -55,6 +59,8 @@ _FIRST_UNKNOWN = 462
 """System calls from this number on fail with ENOSYS, as they would on an older kernel."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_fopen = _libc.fopen
+_fopen.restype = ctypes.c_void_p
 
 
 def _must(result: int, what: str) -> None:
@@ -88,11 +94,10 @@ def _bind(source: str) -> None:
     _read_only(target, _MS_NOEXEC if source.startswith("/dev/") else _MS_NODEV)
 
 
-def _build_root(python: str, files: dict[str, str], file_bytes: int) -> None:
+def _build_root(files: dict[str, str]) -> None:
     """Build and enter a root with shared libraries, Python without packages, the files and /tmp."""
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
-    space = sum(4 * len(text) for text in files.values()) + 2**20
-    _mount("tmpfs", _MOUNT_POINT, "tmpfs", _MS_NOSUID, f"size={space},mode=755")
+    _mount("tmpfs", _MOUNT_POINT, "tmpfs", _MS_NOSUID, "mode=755")
     folders = [f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64"]
     folders += [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
     folders += ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo"]
@@ -104,7 +109,7 @@ def _build_root(python: str, files: dict[str, str], file_bytes: int) -> None:
         elif os.path.isdir(folder) and not any(f"{folder}/".startswith(f"{b}/") for b in bound):
             _bind(folder)
             bound.append(folder)
-    for name in [python, "/etc/ld.so.cache", *(f"/dev/{device}" for device in _DEVICES)]:
+    for name in ["/etc/ld.so.cache", *(f"/dev/{device}" for device in _DEVICES)]:
         if os.path.exists(name) and not any(name.startswith(f"{b}/") for b in bound):
             _bind(name)
     for folder in bound:  # hide installed packages: they may be private
@@ -116,12 +121,21 @@ def _build_root(python: str, files: dict[str, str], file_bytes: int) -> None:
         with open(f"{_MOUNT_POINT}/{name}", "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
     os.mkdir(f"{_MOUNT_POINT}/tmp")
-    options = f"size={file_bytes},nr_inodes=1024,mode=1777"
-    _mount("tmpfs", f"{_MOUNT_POINT}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, options)
-    _mount("none", _MOUNT_POINT, "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID)
     os.chdir(_MOUNT_POINT)
     _must(_libc.pivot_root(b".", b"."), "pivot_root")
     _must(_libc.umount2(b".", _MNT_DETACH), "umount of the old root")
+
+
+def _renew(file_bytes: int) -> None:
+    """Give the next run an empty /tmp and its own /dev/stdin; all else is read-only."""
+    _libc.umount2(b"/tmp", _MNT_DETACH)
+    options = f"size={file_bytes},nr_inodes=1024,mode=1777"
+    _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+    if stat.S_ISREG(os.fstat(0).st_mode):
+        _mount("none", "/", "", _MS_REMOUNT | _MS_BIND | _MS_NOSUID)
+        with open("/dev/stdin", "wb") as file:
+            os.sendfile(file.fileno(), 0, 0, os.fstat(0).st_size)
+    _mount("none", "/", "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID)
 
 
 def _filter_system_calls() -> None:
@@ -158,11 +172,11 @@ def _filter_system_calls() -> None:
     _must(_libc.prctl(_PR_SET_SECCOMP, 2, header, 0, 0), "seccomp")
 
 
-def _limit(limits: dict[str, Any]) -> None:
+def _limit(limits: dict[str, Any], own_uid: bool) -> None:
     resources = {
         resource.RLIMIT_AS: limits["memory_bytes"],
         resource.RLIMIT_FSIZE: limits["file_bytes"],
-        resource.RLIMIT_NPROC: limits["threads"] + 1,  # process 1 counts too
+        resource.RLIMIT_NPROC: limits["threads"] + (not own_uid),  # else process 1 counts too
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
@@ -201,90 +215,90 @@ def _enter_namespaces() -> int | None:
     return None
 
 
-def _status(wait_status: int) -> int:
-    code = os.waitstatus_to_exitcode(wait_status)
-    return code if code >= 0 else 128 - code
-
-
-def _become_program(job: dict[str, Any], python: str) -> NoReturn:
-    _limit(job)
-    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
-    environment = {"HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-    # Python uses no packages, byte code files or current folder. PYTHONHASHSEED fixes the order of
-    # sets. Without `-S`, as `site` defines `exit` and `quit`.
-    options = ["-s", "-P", "-B", "-X", "utf8", "-X", "int_max_str_digits=0"]
-    os.chdir("/tmp")
-    _filter_system_calls()
-    os.execve(python, [python, *options, "/main.py"], environment)
-
-
-def _init(job: dict[str, Any], python: str, uid: int | None, parent_lives: int) -> int:
-    """Run as process 1: build the root, start the program and wait for it."""
-    _die_with_parent()
-    os.setsid()  # else the program's `kill(0, ...)` would reach the first process
-    _build_root(python, job["files"], job["file_bytes"])
-    _must(_libc.sethostname(b"sandbox", 7), "sethostname")
+def _become_program(job: dict[str, Any], uid: int | None) -> NoReturn:
+    """Run the program in this process as Python runs a script."""
     if uid is not None:
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
         os.setresuid(uid, uid, uid)
-        _die_with_parent()  # a change of user resets it
+    header, none = struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)
+    _must(_libc.capset(header, none), "capset")
+    _limit(job, own_uid=uid is not None)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir("/tmp")
+    _filter_system_calls()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    sys.argv, sys.modules["__main__"] = ["/main.py"], (main := types.ModuleType("__main__"))
+    file = ctypes.c_void_p(_fopen(b"/main.py", b"r"))
+    # Unlike `exec`, it leaves no line of ours in a traceback.
+    failed = ctypes.pythonapi.PyRun_SimpleFileExFlags(file, b"/main.py", 1, None)
+    # As Python ends, without the modules' teardown, which would copy all memory of this fork.
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit._run_exitfuncs()
+    vars(main).clear()
+    gc.collect()
+    status = 1 if failed else 0
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            if not getattr(stream, "closed", False):
+                stream.flush()
+        except Exception:
+            status = 120  # Python's
+    sys.stdout = sys.__stdout__ = None  # flushes what the program had replaced
+    os._exit(status)
+
+
+def _init(job: dict[str, Any], uid: int | None, orders: int) -> None:
+    """Run as process 1: build the root, then run the program for each order until they end."""
+    _die_with_parent()
+    os.setsid()  # else the program's `kill(0, ...)` would reach the first process
+    _build_root(job["files"])
+    _must(_libc.sethostname(b"sandbox", 7), "sethostname")
     _must(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
-    if not os.read(parent_lives, 1):  # the parent is already dead
-        return 1
-    os.close(parent_lives)
-    program = os.fork()
-    if program == 0:
-        _become_program(job, python)
-    while True:  # also reaps orphans
-        ended, wait_status, used = os.wait4(-1, 0)
-        if ended == program:
-            status = _status(wait_status)
-            spent = used.ru_utime + used.ru_stime > job["cpu_s"]
-            # A program that ignores SIGXCPU is killed by SIGKILL instead.
-            return _CPU_LIMIT_STATUS if spent and status == 128 + signal.SIGKILL else status
+    site.setquit()  # `site` itself would look for packages
+    gc.freeze()  # so that no run has to copy the memory of what is loaded
+    os.write(orders, b"ready")
+    while os.read(orders, 1):
+        _renew(job["file_bytes"])
+        program = os.fork()
+        if program == 0:
+            _become_program(job, uid)
+        _, wait_status, used = os.wait4(program, 0)
+        status = os.waitstatus_to_exitcode(wait_status)
+        # A program that ignores SIGXCPU is killed by SIGKILL instead.
+        if status == -signal.SIGKILL and used.ru_utime + used.ru_stime > job["cpu_s"]:
+            status = -signal.SIGXCPU
+        os.write(orders, str(status if status >= 0 else 128 - status).encode())
 
 
-def _main(job: dict[str, Any], report: int, parent: int) -> int:
+def _main(job: dict[str, Any], orders: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with_parent()
     if os.getppid() != parent:
-        return 1
+        return
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # first choice of the out-of-memory killer
-    python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     uid = _enter_namespaces()
-    theirs, ours = os.pipe()
     init = os.fork()
     if init == 0:
-        os.close(ours)
-        code = _reported(report, lambda: _init(job, python, uid, theirs))
-        os._exit(code)  # a normal exit would flush inherited buffers a second time
-    os.close(theirs)
-    os.write(ours, b"x")
-    ended = select.poll()
-    ended.register(os.pidfd_open(init), select.POLLIN)
-    if not ended.poll(job["wall_s"] * 1000):
-        os.write(report, TIMED_OUT.encode())
-        os.kill(init, signal.SIGKILL)
-    return _status(os.waitpid(init, 0)[1])
+        _reported(orders, lambda: _init(job, uid, orders))
+        os._exit(0)  # a normal exit would flush inherited buffers a second time
+    os.close(orders)
+    os.waitpid(init, 0)
 
 
-def _reported(report: int, step: Callable[[], int]) -> int:
+def _reported(orders: int, step: Callable[[], None]) -> None:
     try:
-        return step()
+        step()
     except Exception as error:  # what this machine refused; `CodeSandbox` raises it
-        os.write(report, f"{type(error).__name__}: {error}".encode())
-        return 1
+        os.write(orders, f"{type(error).__name__}: {error}".encode())
 
 
-def _script(job_fd: int, report: int, parent: int) -> int:
+def _script(job_fd: int, orders: int, parent: int) -> None:
     with open(job_fd, encoding="utf-8") as file:
         job = json.load(file)
-    os.set_inheritable(report, False)  # so that exec closes it
-    return _reported(report, lambda: _main(job, report, parent))
+    _reported(orders, lambda: _main(job, orders, parent))
 
 
 if __name__ == "__main__":
-    sys.exit(_script(*map(int, sys.argv[1:])))
+    _script(*map(int, sys.argv[1:]))

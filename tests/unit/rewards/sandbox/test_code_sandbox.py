@@ -70,6 +70,55 @@ def test_runs_are_identical_and_leave_nothing_to_each_other(sandbox):
     assert outcomes[0].stdout.startswith("[] {")
 
 
+def test_runs_in_one_sandbox_leave_nothing_to_each_other(sandbox):
+    program = """
+import builtins, os, sys, threading
+is_left = os.listdir("/tmp") or hasattr(builtins, "left")
+print(input(), open("/dev/stdin").read(), is_left, flush=True)
+builtins.left = sys.modules["left"] = 1
+os.makedirs("/tmp/left/deep")
+os.chmod("/tmp/left", 0)
+out = open("/tmp/out", "w")  # noqa: SIM115
+sys.stdout = open(1, "w", closefd=False)  # written when Python ends
+sys.stdout.write("end")
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+    given = ["a long line", "b", ""]
+    with sandbox.opened(program) as run:
+        outcomes = [run(f"{text}\n") for text in given]
+        ended = [run("")]  # no line to read
+    assert [outcome.stdout for outcome in outcomes] == [f"{t} {t}\n False\nend" for t in given]
+    assert [(outcome.status, outcome.stderr) for outcome in outcomes] == [(0, "")] * 3
+    assert ended[0].status == 1 and ended[0].stderr.startswith("Traceback") and not ended[0].stdout
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "stdout"),
+    [
+        ("print(1)\nimport sys\nsys.stdout.close()", 0, "1\n"),
+        ("print(1)\nimport sys\nsys.stdout = None", 0, "1\n"),
+        ("import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.detach())\nprint(1)", 0, "1\n"),
+        ("f = open(1, 'w')\nf.write('1')", 0, "1"),
+        ("import atexit, sys\natexit.register(print, 2)\nprint(1)\nsys.exit(3)", 3, "1\n2\n"),
+        ("import atexit\natexit.register(print, 2)\nprint(1)\n1/0", 1, "1\n2\n"),
+        ("import threading, time\nprint(1)\n"
+         "threading.Thread(target=lambda: print(time.sleep(0.3))).start()", 0, "1\nNone\n"),
+        ("import os\nprint(1)\nos.close(1)", 120, ""),
+    ],
+)  # fmt: skip
+def test_a_program_ends_as_a_script_of_python(sandbox, program, status, stdout):
+    usual = subprocess.run([sys.executable, "-c", program], env={}, capture_output=True, text=True)
+    assert (usual.returncode, usual.stdout) == (status, stdout)
+    outcome = sandbox.run(program)
+    assert (outcome.status, outcome.stdout) == (status, stdout)
+
+
+def test_a_run_that_dies_does_not_end_those_after_it(sandbox, nothing_left):
+    program = "import os\nn = int(input())\nif n: os.kill(os.getpid(), n)"
+    with sandbox.opened(program) as run:
+        assert [run(f"{n}").status for n in (0, 9, 0, 15, 0)] == [0, 137, 0, 143, 0]
+
+
 def test_nothing_of_the_user_the_project_or_the_machine_is_there(sandbox, tmp_path, monkeypatch):
     monkeypatch.setenv("A_SECRET", "known")
     secret = tmp_path / "secret"
