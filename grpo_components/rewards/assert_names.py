@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _THIRD_PARTY = {
-    **{name: name for name in ("numpy", "pandas", "scipy", "sympy", "torch", "pytest")},
-    **{"np": "numpy", "pd": "pandas", "sp": "scipy", "tf": "tensorflow", "plt": "matplotlib"},
+    **{name: name for name in ("pandas", "scipy", "sympy", "torch", "pytest")},
+    **{"pd": "pandas", "sp": "scipy", "tf": "tensorflow", "plt": "matplotlib"},
     **{"nx": "networkx", "sns": "seaborn", "sklearn": "sklearn"},
 }
 """Third-party packages, by their usual name in code; the sandbox has none of them."""
-_ALLOWED = "allowed: the standard library; names that the program defines need no import"
+_NUMPY = {"np": "import numpy as np", "numpy": "import numpy"}
+_ALLOWED = "allowed: the standard library and numpy; names that the program defines need no import"
 
 _FUNCTIONS = {
     "math": "isclose isnan isinf isfinite inf nan pi tau sqrt isqrt ceil floor trunc gcd lcm hypot "
@@ -86,6 +87,7 @@ def read_asserts(source: str) -> Asserts:
     for name in sorted(owners & _THIRD_PARTY.keys()):
         raise ValueError(f"answer: the asserts use {name} ({_THIRD_PARTY[name]}); {_ALLOWED}")
     modules = {name for name in owners if _is_module(name, used.attributes[name])}
+    modules |= owners & _NUMPY.keys()
     known = {name for name in free - modules if name in _MODULE_OF}
     known -= {name for name in used.called if name in _names(_ABSTRACT) - _names(_CLASSES)}
     called = used.called & set(dir(builtins)) - _bound(source)
@@ -94,7 +96,7 @@ def read_asserts(source: str) -> Asserts:
         tested = called
     if not tested:
         raise ValueError("answer: the asserts use no name of the program; allowed: at least one")
-    imports = [f"import {name}" for name in sorted(modules)]
+    imports = [_NUMPY.get(name, f"import {name}") for name in sorted(modules)]
     imports += [f"from {_MODULE_OF[name]} import {name}" for name in sorted(known - tested)]
     return Asserts("\n".join([*imports, source]), tuple(sorted(tested)))
 
@@ -170,5 +172,5 @@ def _check_imports(tree: ast.AST) -> None:
         if isinstance(node, ast.ImportFrom):
             names = ["." * node.level + (node.module or "")]
         for name in names:
-            if name.partition(".")[0] not in sys.stdlib_module_names:
+            if name.partition(".")[0] not in {*sys.stdlib_module_names, "numpy"}:
                 raise ValueError(f"answer: the asserts import {name}; {_ALLOWED}")

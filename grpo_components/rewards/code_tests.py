@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 from grpo_components.rewards.assert_names import Asserts, read_asserts
 from grpo_components.rewards.maths import RESPONSE_CPU_S
 from grpo_components.rewards.sandbox.code_sandbox import CodeSandbox, Limits
-from grpo_components.rewards.sandbox.inside.asserts import ASSERTS, NAMES, PROGRAM, UNFIT
+from grpo_components.rewards.sandbox.inside.asserts import ASSERTS, NAMES, PACKAGES, PROGRAM, UNFIT
 
 _RUN_ASSERTS = Path(__file__).parent / "sandbox" / "inside" / "asserts.py"
 # A closing fence has at least as many of the same characters, and is not indented further.
@@ -69,6 +70,11 @@ class CodeTests:
         self._tolerance = Decimal(float_tolerance)
         self._sandbox = CodeSandbox(limits)
         self._run_asserts = _RUN_ASSERTS.read_text()
+        spec = importlib.util.find_spec("numpy")
+        assert spec and spec.origin
+        found = Path(spec.origin).parents[1]  # with the libraries of its wheel beside it
+        folders = [found / name for name in ("numpy", "numpy.libs")]
+        self._packages = {f"{PACKAGES}/{f.name}": str(f) for f in folders if f.is_dir()}
 
     def __call__(
         self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
@@ -100,6 +106,7 @@ class CodeTests:
         outcome = self._sandbox.run_connected(
             self._run_asserts,
             {ASSERTS: asserts.source, NAMES: json.dumps(asserts.program_names)},
+            self._packages,
             self._run_asserts,
             {PROGRAM: program},
         )

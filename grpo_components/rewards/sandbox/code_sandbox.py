@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 from grpo_components.rewards.sandbox.fair_queue import FairQueue
 from grpo_components.rewards.sandbox.inside.contain import CPU_LIMIT_STATUS
@@ -167,13 +167,19 @@ class CodeSandbox:
             yield run
 
     def run_connected(
-        self, program: str, files: Mapping[str, str], other: str, other_files: Mapping[str, str]
+        self,
+        program: str,
+        files: Mapping[str, str],
+        packages: Mapping[str, str],
+        other: str,
+        other_files: Mapping[str, str],
     ) -> Outcome:
         """Run two programs in separate sandboxes; the stdout of each is the stdin of the other.
 
         Args:
             program: source text of the program whose outcome counts.
             files: content of the files in the root folder of `program`, by file name.
+            packages: folders that only `program` sees, by their path in its sandbox.
             other: source text of the other program; it is killed when `program` ends.
             other_files: content of the files in the root folder of `other`, by file name.
 
@@ -191,7 +197,8 @@ class CodeSandbox:
                 for end in ends:
                     pipes.callback(os.close, end)
                 files = {**files, "main.py": program}
-                running = self._start(files, to_program, of_program, err.fileno())
+                ours = to_program, of_program, err.fileno()
+                running = self._start(files, *ours, packages=packages)
                 stack.callback(running.end)
                 other_files = {**other_files, "main.py": other}
                 helper = self._start(other_files, to_other, of_other, nothing.fileno())
@@ -213,10 +220,19 @@ class CodeSandbox:
                 raise SandboxError(f"{waited}; {others}") from None
             yield
 
-    def _start(self, files: Mapping[str, str], stdin: int, stdout: int, stderr: int) -> _Running:
+    def _start(
+        self,
+        files: Mapping[str, str],
+        stdin: int,
+        stdout: int,
+        stderr: int,
+        *,
+        packages: Mapping[str, str] | None = None,
+    ) -> _Running:
         limits, mib = self._limits, 2**20
-        job = {
+        job: dict[str, Any] = {
             "files": dict(files),
+            "packages": dict(packages or {}),
             "cpu_s": limits.cpu_s,
             "memory_bytes": limits.memory_mib * mib,
             "file_bytes": limits.file_mib * mib,

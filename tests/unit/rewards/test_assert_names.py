@@ -37,9 +37,9 @@ def test_names_belong_to_the_asserts_to_python_or_to_the_program(asserts, progra
     ("asserts", "cause"),
     [
         ("assert square(3) = 9", "line 1"),
-        ("import math, numpy.linalg", "numpy.linalg"),
+        ("import math, scipy.linalg", "scipy.linalg"),
         ("from solution import square", "solution"),
-        ("assert np.allclose(square(3), 9)", "numpy"),
+        ("assert pd.isna(square(3))", "pandas"),
         ("assert len([1]) == sum([1])", "no name"),
         ("import math; assert math.sqrt(4) == 2", "no name"),
     ],

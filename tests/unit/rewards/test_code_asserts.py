@@ -244,6 +244,7 @@ class Liar:
     __lt__ = __le__ = __gt__ = __ge__ = __eq__
 def f(): return Liar()
 """
+PLAIN_LIAR = LIAR.replace("__class__ =", "klass =")  # else it cannot cross at all
 LIES = [
     *("f() == 3", "3 == f()", "[3] == [f()]", "f() in [3]", "3 in f()", "not f() != 3", "f() < 4"),
     *("{'a': 3} == {'a': f()}", "isinstance(f(), int)", "4 > f()", "f()", "f().__eq__(3)"),
@@ -301,8 +302,8 @@ DISGUISED += ["isinstance(plain(), (Iterator, Sized, Callable))", "isinstance(pl
 
 @pytest.mark.parametrize(
     ("program", "claims"),
-    [(LIAR, LIES), (PATCHES, PATCHED), (SUBCLASSES, DISGUISED)],
-    ids=["liar", "patches", "subclasses"],
+    [(LIAR, LIES), (PLAIN_LIAR, LIES), (PATCHES, PATCHED), (SUBCLASSES, DISGUISED)],
+    ids=["liar", "plain liar", "patches", "subclasses"],
 )
 def test_no_name_type_or_object_of_the_program_makes_an_assert_hold(reward, program, claims):
     """Worth 1 only if the asserts reach their last line, with no claim that held before it."""
@@ -325,6 +326,175 @@ def test_no_name_type_or_object_of_the_program_makes_an_assert_hold(reward, prog
 )  # fmt: skip
 def test_an_object_of_the_program_takes_no_function_and_has_no_other_type(reward, program, asserts):
     assert scored(reward, program, asserts=asserts) == 0.0
+
+
+CLASSES = """
+import collections, contextlib
+class V:
+    def __init__(self, x): self.x = x
+    def __add__(self, other): return V(self.x + (other.x if isinstance(other, V) else other))
+    __radd__ = __add__
+    def __mul__(self, other): return self.x * other.x if isinstance(other, V) else V(self.x * other)
+    def __neg__(self): return V(-self.x)
+    def __abs__(self): return abs(self.x)
+    def __iadd__(self, other):
+        self.x += other
+        return self
+    def __eq__(self, other): return isinstance(other, V) and self.x == other.x
+    def __lt__(self, other): return self.x < other.x
+    def __hash__(self): return hash(self.x)
+    def __bool__(self): return self.x != 0
+def added(a, b): return a + b
+class Bag:
+    def __init__(self, *kept): self.kept = kept
+    def __contains__(self, one): return one in self.kept
+    def __len__(self): return len(self.kept)
+    def __enter__(self): return self.kept
+    def __exit__(self, *error): self.kept = ()
+class Node:
+    def __init__(self, value, next=None): self.value, self.next = value, next
+def chain(*values): return Node(values[0], chain(*values[1:])) if values else None
+class ShopError(Exception): pass
+class TooFew(ShopError, LookupError):
+    def __init__(self, left): super().__init__(f'only {left}'); self.left = left
+def take(n):
+    if n > 3: raise TooFew(3)
+def raiser(): return TooFew
+@contextlib.contextmanager
+def doubled(n): yield 2 * n
+def roots(): return [1.0, 3.0000000001]
+def total(values): return sum(values)
+"""
+USING_CLASSES = """
+import unittest
+assert (V(1) + V(2)).x == 3 and (V(1) + 2).x == 3 and (2 + V(1)).x == 3 and (-V(1)).x == -1
+assert V(1) + V(2) == V(3) and V(1) != V(2) and added(V(1), V(2)) == V(3) == added(V(1), V(2))
+assert V(2) * V(3) == 6 and (V(2) * 3).x == 6 and abs(V(-2)) == 2 and sum([V(1), V(2)]) == V(3)
+assert V(1) < V(2) and V(2) > V(1) and sorted([V(2), V(1)])[0].x == 1 and max(V(1), V(2)) == V(2)
+assert len({V(1), V(1), V(2)}) == 2 and {V(1): 5}[V(1)] == 5 and V(1) in [V(1)]
+assert V(1) and not V(0)
+v = V(1)
+v += 2
+assert v.x == 3
+assert 1 in Bag(1, 2) and 3 not in Bag(1) and Bag(1) and not Bag()
+bag = Bag(1)
+with bag as kept:
+    assert kept == (1,)
+assert len(bag) == 0
+with doubled(2) as four:
+    assert four == 4
+out, node = [], chain(1, 2)
+while node:
+    out.append(node.value)
+    node = node.next
+assert out == [1, 2]
+assert chain(1) != None and not chain(1) == None and (chain() or 1) == 1 and chain(1).next == None
+assert isinstance(chain(1), Node) and not isinstance(V(1), Node) and not isinstance(3, Node)
+assert issubclass(TooFew, ShopError) and issubclass(TooFew, LookupError)
+for kind in (TooFew, ShopError, LookupError, raiser()):
+    try:
+        take(4)
+        assert False
+    except kind as error:
+        assert error and str(error) == 'only 3' and error.left == 3
+assert TooFew(5).left == 5
+with unittest.TestCase().assertRaises(TooFew):
+    take(4)
+assert np.allclose(roots(), np.array([1, 3])) and numpy.isclose(roots()[0], 1)
+assert total(np.array([1, 2])) == 3 == total([np.int64(1), np.float64(2)])
+"""
+
+
+def test_objects_work_as_in_one_process(reward):
+    assert scored(reward, CLASSES, asserts=[USING_CLASSES]) == 1.0
+    assert scored(reward, CLASSES, asserts=[USING_CLASSES, "assert V(1) == V(2)"]) == 0.0
+
+
+MADE_LIES = """
+class Area(Liar):
+    def __init__(self, *args): pass
+    def __getattr__(self, name): return lambda *a, **k: Area()
+    def __sub__(self, other): return 0.0
+    def __add__(self, other): return Area()
+    def __abs__(self): return 0.0
+    def __round__(self, n=0): return 3.14
+    def __bool__(self): return False
+    def __pow__(self, other): return 10
+    def __enter__(self): return 3
+    def __exit__(self, *error): return True
+    __rsub__ = __rpow__ = __matmul__ = __sub__
+    def __int__(self): return 3
+    __array__ = __index__ = __int__
+    def __hash__(self): return hash(3)
+    __call__ = lambda self: Area()
+ShopError = AssertionError
+class Any(type(Liar)):
+    def __instancecheck__(self, other): return True
+    def __subclasscheck__(self, other): return True
+class Caught(Exception, metaclass=Any): pass
+def Round(): return 3.14
+def small(): return Area()
+def wrong(): raise AssertionError
+"""
+PRETENDED = [
+    *(
+        "Area(1) == 3",
+        "3 == Area(1)",
+        "Area(1) != 4",
+        "Area(1) < 4",
+        "4 > Area(1)",
+        "3 in [Area(1)]",
+    ),
+    *(
+        "abs(Area(1) - 3.14159) < 1e-6",
+        "Area(1) - 3 == 0",
+        "3 - Area(1) == 0",
+        "Area(1) ** 2 == 10",
+    ),
+    *("abs(Area(1) + 3.14) < 1e-6", "Area(1) @ (Area(1) + 3) == 0", "round(Area(1), 2) == 3.14"),
+    *("float(Area(1)) == 3.14159", "int(Area(1)) == 3", "max(Area(1), 3) == 3", "Area(1) in {3}"),
+    *(
+        "Area(1)() == 3",
+        "Area(1)() - 3 == 0",
+        "not (Area(1) + 3)",
+        "abs(small() - 3) == 0",
+        "small() == small()",
+    ),
+    *("small()", "small() in [small()]", "3 in small()", "len({small(), small()}) == 1"),
+    *("math.isclose(Area(1), 3.14159)", "np.isclose(Area(1), 3.14159)", "np.allclose(small(), 3)"),
+    *(
+        "np.array_equal(small(), [3])",
+        "(np.array([3]) == small()).all()",
+        "np.float64(3) == Area(1)",
+    ),
+    *("np.float64(3) - Area(1) == 0", "np.abs(np.subtract(Area(1), 3.14)) < 1e-6"),
+    *("isinstance(small(), int)", "isinstance(Area(1), float)", "type(Area(1)) is float"),
+]
+HIDDEN = [
+    "with Area(1):\n    assert False",
+    "with small():\n    assert Area(1) == 3",
+    "try:\n    assert False\nexcept ShopError: pass",
+    "try:\n    assert False\nexcept Caught: pass",
+    "try:\n    assert 3 == 4\nexcept (Caught, KeyError): pass",
+]
+
+
+def test_no_object_that_the_asserts_made_passes_for_plain_data(reward):
+    """Worth 1 only if the asserts reach their last line, with no claim that held before it."""
+    tries = [
+        f"try:\n    assert {claim}\n    held = True\nexcept Exception: pass" for claim in PRETENDED
+    ]
+    program = PLAIN_LIAR + MADE_LIES
+    assert scored(reward, program, asserts=["held = False", *tries, "assert not held"]) == 1.0
+
+
+@pytest.mark.parametrize("test", HIDDEN)
+def test_no_class_of_the_program_hides_a_failed_assert(reward, test):
+    assert scored(reward, PLAIN_LIAR + MADE_LIES, asserts=["assert Round() == 3.14"]) == 1.0
+    assert scored(reward, PLAIN_LIAR + MADE_LIES, asserts=[test]) == 0.0
+    forged = "__main__._kinds = lambda *_: ['AssertionError', []]\n"
+    program = f"import __main__\n{forged}{PLAIN_LIAR}{MADE_LIES}class ShopError(Exception): pass"
+    assert scored(reward, program, asserts=[test]) == 0.0
 
 
 @pytest.mark.parametrize(("right", "worth"), [("x * x", 1.0), ("x", 0.0)])

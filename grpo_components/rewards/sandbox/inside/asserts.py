@@ -2,22 +2,28 @@
 
 Only plain data (numbers, text, lists, ...) and references to objects of the program cross between
 the two; expected results never do. So a program gains nothing by patching `==`, returning objects
-that equal everything, or exiting early.
+that equal everything, or exiting early. Only an object that the asserts made themselves, by calling
+a class of the program, has its own operators; these never turn plain data into an answer.
 """
 
 from __future__ import annotations
 
+import ast
 import builtins
+import functools
 import importlib.util
 import json
 import operator
 import os
 import sys
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 ASSERTS, PROGRAM = "asserts.py", "program.py"
 """Files in the root folder of a sandbox; the one that exists decides what this process runs."""
+
+PACKAGES = "/packages"
+"""Folder of the packages that the asserts, but not the program, can import."""
 
 NAMES = "names.json"
 """File beside the asserts: a JSON list of the names that the program must define."""
@@ -25,22 +31,26 @@ NAMES = "names.json"
 UNFIT = 3
 """Exit status if the asserts pass the program a value that cannot cross; stderr names its type."""
 
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda target, args, kwargs: target(*args, **kwargs),
-    "names": lambda target, names: {name: target[name] for name in names if name in target},
-    "attribute": getattr,
-    "set attribute": setattr,
-    "item": operator.getitem,
-    "set item": operator.setitem,
-    "delete item": operator.delitem,
-    "length": len,
-    "reversed": reversed,
-    "iterator": iter,
-    "next": next,
-    "text": str,
-    "representation": repr,
+_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+_BINARY = [name for name in dir(operator) if hasattr(operator, f"__i{name[2:]}")]
+_ARITHMETIC = [*_BINARY, *(f"__i{name[2:]}" for name in _BINARY)]
+_ARITHMETIC += ["__neg__", "__pos__", "__abs__", "__invert__"]
+_OF_MADE = ("__bool__", "__hash__", "__contains__")
+"""Further methods that only an object made by the asserts has."""
+_OPTIONAL = ("__call__", "__iter__", "__next__", "__len__", "__getitem__", "__setitem__")
+_OPTIONAL += ("__delitem__", "__reversed__", "send", "throw", "close", "__enter__", "__exit__")
+"""A `Remote` has these methods only if its object has them, because `isinstance` checks them."""
+_ALL = ("__str__", "__repr__", "__instancecheck__", "__subclasscheck__")
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "__call__": lambda target, *args, **kwargs: target(*args, **kwargs),
+    "__exit__": lambda target: type(target).__exit__(target, None, None, None),
+    "__instancecheck__": lambda kind, value: isinstance(value, kind),
+    "__subclasscheck__": lambda kind, value: issubclass(value, kind),
+    **{f"__{f.__name__}__": f for f in (bool, hash, iter, len, next, repr, reversed, str)},
+    **{f.__name__: f for f in (getattr, setattr)},
 }
-"""Operations, by name, that the asserts can request on an object in the program's sandbox."""
+"""What the asserts can request of the program; any other name is an operator, or a method."""
 
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
@@ -56,19 +66,17 @@ _VALUES: dict[str, tuple[str, Callable[[Any], list[Any]]]] = {
     "timedelta": ("datetime", lambda v: [v.days, v.seconds, v.microseconds]),
 }
 
-_OPTIONAL = ("__call__", "__iter__", "__next__", "__len__", "__getitem__", "__setitem__")
-_OPTIONAL += ("__delitem__", "__reversed__", "send", "throw", "close")
-"""A `Remote` has these methods only if its object has them, because `isinstance` checks them."""
-
 _COMMON_ATTRIBUTES = ("__name__", "__qualname__", "__doc__", "__annotations__")
 """Attributes that `Remote` itself has; their values are read from the program's object instead."""
 
-_STATE = " ask, number"
-"""Attribute that holds the state of a `Remote`. It is no identifier, so no program can use it."""
+_STATE = " state"
+"""Attribute that holds the `_State` of a proxy. It is no identifier, so no program can use it."""
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
     """Convert a value to JSON data."""
+    if type(value).__module__ == "numpy":
+        value = value.tolist()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     for name, kind in _SEQUENCES.items():
@@ -105,187 +113,248 @@ def decode(data: Any, find: Callable[[Any], Any]) -> Any:
     return find(content)
 
 
-def _never(self: Any, *_: Any) -> Any:
-    raise TypeError("an object of the program cannot be compared")
+class _State(NamedTuple):
+    """What a proxy stands for."""
+
+    ask: Callable[..., Any]
+    number: int | str
+    made_by: str = ""
+    """ "call" or "operator" if the asserts made the object, "raise" if they caught it."""
+
+
+def _state(value: Any) -> _State | None:
+    return getattr(value, "__dict__", {}).get(_STATE)
+
+
+def _request(self: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    state: _State = vars(self)[_STATE]
+    return state.ask(name, args, kwargs)
+
+
+def _get(self: Any, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _request(self, "getattr", self, name)
+
+
+def _sent(name: str) -> Callable[..., Any]:
+    """Make a method that the object carries out in the program's sandbox."""
+    return lambda self, *args, **kwargs: _request(self, name, self, *args, **kwargs)
+
+
+def _reflected(name: str) -> Callable[..., Any]:
+    return lambda self, other: _request(self, name, other, self)
+
+
+def _never(self: Any) -> Any:
+    raise TypeError("the truth value of an object of the program is no answer")
+
+
+def _compared(name: str) -> Callable[..., Any]:
+    def compare(self: Any, other: Any) -> Any:
+        if other is None and name in ("__eq__", "__ne__"):
+            return name == "__ne__"
+        states = [state for state in (_state(self), _state(other)) if state]
+        if len(states) < 2 or not any(state.made_by for state in states):
+            raise TypeError("an object of the program cannot be compared")
+        return _request(self, name, self, other)
+
+    return compare
 
 
 class Remote:
-    """Proxy for an object of the program: can be called, read and changed, but never compared."""
+    """Proxy for an object of the program, with the methods that every object has."""
 
-    def __init__(self, ask: Callable[..., Any], number: int | str) -> None:
-        vars(self)[_STATE] = ask, number
+    def __init__(self, ask: Callable[..., Any], number: int | str, made_by: str = "") -> None:
+        vars(self)[_STATE] = _State(ask, number, made_by)
 
     def __getattribute__(self, name: str) -> Any:
         if name in _COMMON_ATTRIBUTES:
-            return _request(self, "attribute", name)
+            return _request(self, "getattr", self, name)
         return object.__getattribute__(self, name)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _request(self, "attribute", name)
+    __getattr__ = _get
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _request(self, "set attribute", name, value)
+        _request(self, "setattr", self, name, value)
 
-    def __str__(self) -> str:
-        return _request(self, "text")
-
-    def __repr__(self) -> str:
-        return _request(self, "representation")
-
-    __eq__ = __ne__ = __bool__ = _never
     __hash__ = __contains__ = None  # pyright: ignore[reportAssignmentType]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the object in the program's sandbox."""
-        return _request(self, "call", args, kwargs)
 
-    def __iter__(self) -> Any:
-        return _request(self, "iterator")
-
-    def __next__(self) -> Any:
-        return _request(self, "next")
-
-    def __len__(self) -> int:
-        return _request(self, "length")
-
-    def __getitem__(self, key: Any) -> Any:
-        return _request(self, "item", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        _request(self, "set item", key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        _request(self, "delete item", key)
-
-    def __reversed__(self) -> Any:
-        return _request(self, "reversed")
-
-    def send(self, value: Any) -> Any:
-        """Call the object's `send`, as of a generator."""
-        return _request(self, "attribute", "send")(value)
-
-    def throw(self, *args: Any) -> Any:
-        """Call the object's `throw`, as of a generator."""
-        return _request(self, "attribute", "throw")(*args)
-
-    def close(self) -> Any:
-        """Call the object's `close`."""
-        return _request(self, "attribute", "close")()
-
-
-def _request(remote: Any, what: str, *more: Any) -> Any:
-    ask, number = vars(remote)[_STATE]
-    return ask(what, number, *more)
-
-
-_REMOTE_TYPES: dict[frozenset[str], type] = {frozenset(_OPTIONAL): Remote}
-
-
-def _remote(ask: Callable[..., Any], number: int | str, methods: list[str]) -> Any:
-    """Make a proxy whose class has exactly the optional methods that the object has.
+@functools.cache
+def remote_type(has: frozenset[str], is_made: bool) -> type:
+    """Make a class of proxies that has exactly the optional methods that the object has.
 
     So `callable(x)` and `isinstance(x, Iterator)`, which look for these methods, are correct.
     """
-    has = frozenset(methods) & frozenset(_OPTIONAL)
-    if has not in _REMOTE_TYPES:
-        left_out = {*_OPTIONAL, "__dict__", "__weakref__"} - has
-        copied = {name: part for name, part in vars(Remote).items() if name not in left_out}
-        _REMOTE_TYPES[has] = type("Remote", (), copied)
-    return _REMOTE_TYPES[has](ask, number)
+    left_out = ("__dict__", "__weakref__")
+    body = {name: part for name, part in vars(Remote).items() if name not in left_out}
+    body |= {name: _sent(name) for name in (*_ALL, *has.intersection(_OPTIONAL))}
+    body |= {name: _compared(name) for name in _COMPARISONS}
+    if is_made:
+        body |= {name: _sent(name) for name in (*_ARITHMETIC, *_OF_MADE)}
+        body |= {f"__r{name[2:]}": _reflected(name) for name in _BINARY}
+    elif has & {"__bool__", "__len__"}:
+        body["__bool__"] = _never
+    if "__exit__" in has:  # never hides an error of the asserts
+        body["__exit__"] = lambda self, *_: _request(self, "__exit__", self) and None
+    return type("Remote", (), body)
+
+
+class _ErrorType(type):
+    """Class of the classes that stand for the program's exceptions."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return _request(cls, "__call__", cls, *args, **kwargs)
+
+    __getattr__ = _get
 
 
 def _methods(value: Any) -> list[str]:
-    """Return the names of the `_OPTIONAL` methods that the class of an object has."""
-    spaces = [vars(kind) for kind in reversed(type(value).__mro__)]
-    found = {name: space[name] for space in spaces for name in _OPTIONAL if name in space}
+    """Return the names of the optional methods that the class of an object has."""
+    spaces, names = [vars(kind) for kind in reversed(type(value).__mro__)], (*_OPTIONAL, "__bool__")
+    found = {name: space[name] for space in spaces for name in names if name in space}
     return [name for name, method in found.items() if method is not None]
+
+
+class _Answers(ast.NodeTransformer):
+    """Makes an assert fail on an object of the program: an object is no answer."""
+
+    def visit_Assert(self, node: ast.Assert) -> ast.Assert:
+        call = ast.Call(ast.Name(_STATE, ast.Load()), [node.test], [])
+        node.test = ast.fix_missing_locations(ast.copy_location(call, node.test))
+        return node
+
+
+def _answer(value: Any) -> Any:
+    if (state := _state(value)) and not state.made_by:
+        raise TypeError("an object of the program is no answer")
+    return value
 
 
 def _load(name: str, **names: Any) -> Any:
     spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), f"/{name}")
-    assert spec and spec.loader
+    assert spec
     module = importlib.util.module_from_spec(spec)
     vars(module).update(names)
     sys.modules[module.__name__] = module
-    spec.loader.exec_module(module)
+    with open(f"/{name}", "rb") as file:
+        tree = ast.parse(file.read())
+    if name == ASSERTS:
+        _Answers().visit(tree)
+    exec(compile(tree, f"/{name}", "exec", dont_inherit=True), vars(module))
     return module
 
 
-def _describe(error: BaseException) -> tuple[str, str]:
-    """Return the name of an exception's closest builtin base class, and the exception's message."""
-    kinds = (k.__name__ for k in type(error).__mro__ if vars(builtins).get(k.__name__) is k)
-    is_text = len(error.args) == 1 and isinstance(error.args[0], str)
-    return next(kinds), error.args[0] if is_text else str(error)
+def _kinds(kind: type) -> list[Any]:
+    """Return the name of a class, and the same for each base of a class that is not builtin."""
+    is_builtin = vars(builtins).get(kind.__name__) is kind
+    return [kind.__name__, [] if is_builtin else [_kinds(base) for base in kind.__bases__]]
 
 
 def _check_asserts(reader: IO[str], writer: IO[str]) -> None:
     """Run the asserts with the names that the program defines."""
+    named: dict[int | str, str] = {}
+    errors: dict[str, type] = {}
 
-    named: set[int] = set()
+    def error_type(name: str, bases: list[Any]) -> Any:
+        if not bases:
+            return vars(builtins)[name]
+        if name not in errors:
+            kinds, body = tuple(error_type(*base) for base in bases), {"__getattr__": _get}
+            errors[name] = _ErrorType(name, kinds, body)
+        return errors[name]
 
-    def ask(*request: Any) -> Any:
+    def ask(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        states = [_state(arg) for arg in args]
+
         def number(value: Any) -> int | str:
-            if type(value) in _REMOTE_TYPES.values():
-                return vars(value)[_STATE][1]
-            if request[1] not in named:  # called on an object that the program returned
+            if state := _state(value):
+                return state.number
+            if states[0] and states[0].number not in named:  # an object that the program returned
                 os._exit(1)
             sys.stderr.write(f"a {type(value).__name__}")
             sys.stderr.flush()
             os._exit(UNFIT)
 
+        def find(reference: list[Any]) -> Any:
+            found, methods, kinds = reference
+            if kinds and kinds[1]:  # never a builtin class, which could hide a failed assert
+                kind = error_type(*kinds)
+                setattr(kind, _STATE, _State(ask, found))
+                return kind
+            made_by = "call" if name == "__call__" and is_class(states[0]) else ""
+            if name in _ARITHMETIC or (name == "__enter__" and states[0] and states[0].made_by):
+                made_by = "operator"
+            return remote_type(frozenset(methods), bool(made_by))(ask, found, made_by)
+
         try:
-            writer.write(json.dumps([encode(part, number) for part in request]) + "\n")
+            request = [name, encode(args, number), encode(kwargs, number)]
+            writer.write(json.dumps(request) + "\n")
             writer.flush()
             answer, failure = json.loads(reader.readline())
-            result = decode(answer, lambda reference: _remote(ask, *reference))
+            result = decode(answer, find)
             if failure is None:
-                return result
-            kind = vars(builtins)[failure[0]]
-            if not issubclass(kind, Exception) or (kind is StopIteration and request[0] != "next"):
+                of_calls = all(state and state.made_by == "call" for state in states)
+                if name not in (*_ARITHMETIC, "__bool__") or of_calls or _state(result):
+                    return result
+                failure = 0, ["TypeError", []], f"plain data of {name} is no answer"
+            reference, kinds, text = failure
+            kind = error_type(*kinds)
+            ends_loop = issubclass(kind, StopIteration) and name != "__next__"
+            if not issubclass(kind, Exception) or ends_loop:
                 kind = RuntimeError  # the original would end the asserts, or a loop in them
-            error = kind.__new__(kind, failure[1])
+            error: Exception = kind.__new__(kind, text)
+            error.__dict__[_STATE] = _State(ask, reference, "raise")
         except Exception:  # the program exited: the asserts must not catch this
             os._exit(1)
         raise error
 
+    def is_class(state: _State | None) -> bool:
+        return state is not None and named.get(state.number, "")[:1].isupper()
+
     with open(f"/{NAMES}", encoding="utf-8") as file:
         names: list[str] = json.load(file)
     # A name that the program does not define is an error only if the asserts use it.
-    given = ask("names", "", names)
-    named |= {vars(v)[_STATE][1] for v in given.values() if type(v) in _REMOTE_TYPES.values()}
-    _load(ASSERTS, **{name: Remote(ask, name) for name in names} | given)
+    given = ask("names", (names,), {})
+    named |= {state.number: name for name, value in given.items() if (state := _state(value))}
+    undefined = {name: remote_type(frozenset(_OPTIONAL), False)(ask, name) for name in names}
+    _load(ASSERTS, **undefined | given, **{_STATE: _answer})
 
 
 def _serve_program(reader: IO[str], writer: IO[str]) -> None:
-    """Load the program, then carry out the operations that the asserts request."""
-    objects: dict[int | str, Any] = {}
+    """Load the program, then carry out what the asserts request."""
+    objects: dict[int, Any] = {}
 
-    def keep(value: Any) -> tuple[int, list[str]]:
+    def keep(value: Any) -> tuple[int, list[str], list[Any] | None]:
         objects[len(objects)] = value
-        return len(objects) - 1, _methods(value)
+        is_error = isinstance(value, type) and issubclass(value, BaseException)
+        return len(objects) - 1, _methods(value), _kinds(value) if is_error else None
 
     try:
         program = vars(_load(PROGRAM))
     except BaseException:  # including SystemExit
         return
-    objects |= {**program, "": program}
+    functions = _FUNCTIONS | {"names": lambda names: {n: program[n] for n in names if n in program}}
     for line in reader:
-        kind, number, *rest = json.loads(line)
-        target = objects[number]  # a missing name ends this process
+        name, *rest = json.loads(line)
+        args, kwargs = (decode(part, objects.__getitem__) for part in rest)  # a missing name: exit
         try:
-            given = [decode(part, objects.__getitem__) for part in rest]
-            result = _OPERATIONS[kind](target, *given)
-            message = json.dumps([encode(result, keep), None])
+            function = functions.get(name) or getattr(operator, name, None)
+            if function is None:  # `send`, `__enter__`
+                function = getattr(type(args[0]), name)
+            message = json.dumps([encode(function(*args, **kwargs), keep), None])
         except BaseException as error:  # raised by the program
-            message = json.dumps([None, _describe(error)])
+            is_text = len(error.args) == 1 and isinstance(error.args[0], str)
+            text = error.args[0] if is_text else str(error)
+            message = json.dumps([None, [keep(error)[0], _kinds(type(error)), text]])
         writer.write(message + "\n")
         writer.flush()
 
 
 if __name__ == "__main__":
-    sys.set_int_max_str_digits(0)
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's; more need memory beyond the limit
+    sys.path.append(PACKAGES)
     # Whatever the program prints is discarded.
     _streams = [os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")]
     for _number, _flags in ((0, os.O_RDONLY), (1, os.O_WRONLY)):

@@ -82,8 +82,8 @@ def _read_only(target: str, also: int) -> None:
     _must(done, f"mount_setattr {target}")
 
 
-def _bind(source: str) -> None:
-    target = _MOUNT_POINT + source
+def _bind(source: str, place: str = "") -> None:
+    target = _MOUNT_POINT + (place or source)
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     elif not os.path.exists(target):
@@ -94,8 +94,8 @@ def _bind(source: str) -> None:
     _read_only(target, _MS_NOEXEC if source.startswith("/dev/") else _MS_NODEV)
 
 
-def _build_root(files: dict[str, str]) -> None:
-    """Build and enter a root with shared libraries, Python without packages, the files and /tmp."""
+def _build_root(files: dict[str, str], packages: dict[str, str]) -> None:
+    """Build and enter a root with shared libraries, Python, the packages, files and /tmp."""
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", _MOUNT_POINT, "tmpfs", _MS_NOSUID, "mode=755")
     folders = [f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64"]
@@ -115,8 +115,10 @@ def _build_root(files: dict[str, str]) -> None:
     for folder in bound:  # hide installed packages: they may be private
         ours = _MOUNT_POINT + folder
         for kind in ("site-packages", "dist-packages"):
-            for packages in [*glob.glob(f"{ours}/python*/{kind}"), *glob.glob(f"{ours}/{kind}")]:
-                _mount("tmpfs", packages, "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "size=4k")
+            for hidden in [*glob.glob(f"{ours}/python*/{kind}"), *glob.glob(f"{ours}/{kind}")]:
+                _mount("tmpfs", hidden, "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "size=4k")
+    for place, source in packages.items():
+        _bind(source, place)
     for name, text in files.items():
         with open(f"{_MOUNT_POINT}/{name}", "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
@@ -252,10 +254,11 @@ def _init(job: dict[str, Any], uid: int | None, orders: int) -> None:
     """Run as process 1: build the root, then run the program for each order until they end."""
     _die_with_parent()
     os.setsid()  # else the program's `kill(0, ...)` would reach the first process
-    _build_root(job["files"])
+    _build_root(job["files"], job["packages"])
     _must(_libc.sethostname(b"sandbox", 7), "sethostname")
     _must(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
-    site.setquit()  # `site` itself would look for packages
+    for add in (site.setquit, site.setcopyright, site.sethelper):  # `site` looks for packages too
+        add()
     gc.freeze()  # so that no run has to copy the memory of what is loaded
     os.write(orders, b"ready")
     while os.read(orders, 1):
