@@ -25,6 +25,7 @@ class HuggingFaceTokenizer:
             self.eos_id = self.stop_tokens[0]
         self.pad_id = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.special_tokens: dict[str, int] = tokenizer.get_added_vocab()
+        self.chat_template = tokenizer.chat_template or ""
         alone = self._ids("a")
         self.adds_leading_space = tokenizer.convert_ids_to_tokens(alone)[0].startswith("\u2581")
         whole = list(tokenizer("a")["input_ids"])

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
-# Finds the first character of a control token, of any model family: also those that the policy does
-# not use.
-_CONTROL = re.compile(
-    r"<(?=[|\uff5c]|/?(?:tool_\w+|tools|think|thinking|reasoning|s|unk|mask)>"
-    r"|(?:bos|eos|pad|(?:start|end)_of_\w+|begin_of_\w+|fim_\w+|image\w*|unused\d+|reserved\w*"
-    r"|(?:im|file|repo)_\w+|0x[0-9A-Fa-f]{2})>|<SYS>>|</SYS>>)"
-    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_\w+|IMG\w*|THINK)\])"
-)
+_OPENS, _CLOSES = "\ufdd0", "\ufdd1"  # no characters, by Unicode: no text has them
+_QUOTE = re.compile(f"{_OPENS}([^{_CLOSES}]*){_CLOSES}")
+_MARKER = re.compile(r"(?=(<[^<>\s]+>|\[/?[A-Z_]+\]))")
+"""Finds what looks like a marker of a chat, as `[INST]` or `<tools>`, also if it is no token."""
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Encode a text that continues a conversation; names of control tokens become these tokens.
 
-    torchtune's tokenizers would differ: the one of Llama 3 encodes `<|eot_id|>` as plain text, the
-    one of Qwen as a control token, and those based on SentencePiece put a space before each text.
+    In what is `quoted`, they do not. torchtune's tokenizers would differ: the one of Llama 3
+    encodes `<|eot_id|>` as plain text, the one of Qwen as a control token, and those based on
+    SentencePiece put a space before each text.
     """
-    special: dict[str, int] = getattr(tokenizer, "special_tokens", {})
-    pattern = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
+    special: dict[str, int] | None = getattr(tokenizer, "special_tokens", None)
+    names = {*(special or ()), *markers(str(getattr(tokenizer, "chat_template", "")))}
+    if special is None:  # SentencePiece keeps its own: their names are a token each
+        names |= {m for m in markers(text) if len(_encode_alone(tokenizer, m)) == 1}
+    text = unquoted(text, names)
     token_ids: list[int] = []
-    for part in re.split(f"({pattern})", text) if special else [text]:
-        if part in special:
+    for part in re.split(f"({_any_of(frozenset(special or ()))})", text):
+        if special and part in special:
             token_ids.append(special[part])
         elif part:
             token_ids += _encode_alone(tokenizer, part)
@@ -45,12 +48,50 @@ def _encode_alone(tokenizer: Any, text: str) -> list[int]:
     return after_line[len(line) :] if after_line[: len(line)] == line else alone
 
 
+def markers(text: str) -> set[str]:
+    """Return what looks like a marker of a chat."""
+    return set(_MARKER.findall(text))
+
+
 def quoted(text: str) -> str:
-    """Return a text from outside, changed so that it contains no control tokens and no tool tags.
+    """Mark a text from outside: `encode_text` lets nothing in it act as a control token.
 
     Halves of surrogate pairs, which tokenizers refuse, become question marks.
 
     Args:
-        text: text to change, for example the result of a tool, which the policy may influence.
+        text: text to mark, for example the result of a tool, which the policy may influence.
     """
-    return _CONTROL.sub(r"\g<0> ", text.encode("utf-8", "replace").decode("utf-8"))
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    return _OPENS + re.sub(f"[{_OPENS}{_CLOSES}]", "", text) + _CLOSES
+
+
+def unquoted(text: str, names: Iterable[str]) -> str:
+    """Return a text without the marks of `quoted`; what they enclosed spells no control token.
+
+    A blank parts each name, and each marker that the text around has, after its first character.
+    """
+    parts = _QUOTE.split(text)
+    whole = "".join(parts)
+    is_quoted = "".join("01"[number % 2] * len(part) for number, part in enumerate(parts))
+    found = {name.strip() for name in (*names, *markers("\n".join(parts[::2])))}
+    cuts = {0}
+    for name in _starts_of(frozenset(found)).finditer(whole) if len(parts) > 1 else ():
+        start, end = name.span(1)
+        if (first := is_quoted.find("1", start, end)) >= 0:
+            cuts.add(max(start + 1, first))
+    ends = [*sorted(cuts), len(whole)]
+    return " ".join(whole[start:end] for start, end in pairwise(ends))
+
+
+@cache
+def _any_of(names: frozenset[str]) -> str:
+    """Return a pattern that finds the longest of some names, of which there may be thousands."""
+    first = "".join(sorted({re.escape(name[0]) for name in names}))
+    ordered = map(re.escape, sorted(names, key=len, reverse=True))
+    return f"(?=[{first}])(?:{'|'.join(ordered)})" if names else "(?!)"
+
+
+@cache
+def _starts_of(names: frozenset[str]) -> re.Pattern[str]:
+    """Find each name of several characters, also where two overlap, as group 1."""
+    return re.compile(f"(?=({_any_of(frozenset(name for name in names if len(name) > 1))}))")

@@ -50,7 +50,7 @@ _TYPE_NAMES: dict[type, str] = {
 """Annotations that are checked (the types of JSON), and their names in error messages."""
 _MADE: dict[Any, Any] = {str: "1", int: 1, float: 1.0, bool: True}
 """Arguments with which a tool is tried, by annotation."""
-_OPENING_TAG = re.compile(r"<tool_call>\s*")
+_OPENING_TAG = re.compile(r"<tool_call>\s*(?=[\[{])|</?think>")
 _ANY_TAG = re.compile(r"</?tool_call>")
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -327,18 +327,26 @@ def shipped_tools(
 
 
 def _hermes_calls(text: str) -> list[str]:
-    """Return the text of each call: from its opening tag to the next tag, or to the end."""
-    calls = []
+    """Return the text of each call: from its opening tag to the next tag, or to the end.
+
+    What is thought is no call, and neither is a tag without JSON.
+    """
+    calls: list[str] = []
     while found := _OPENING_TAG.search(text):
         text = text[found.end() :]
-        try:
-            inside = json.JSONDecoder().raw_decode(text)[1]  # a program may contain the tags
-        except (ValueError, RecursionError):
-            inside = 0
-        ended = _ANY_TAG.search(text, inside)
-        end = ended.start() if ended else len(text)
-        calls.append(text[:end].strip())
-        text = text[end:]
+        if found[0] == "<think>":
+            text = text.partition("</think>")[2]
+        elif found[0] == "</think>":  # the prompt began this thought
+            calls.clear()
+        else:
+            try:
+                inside = json.JSONDecoder().raw_decode(text)[1]  # a program may contain the tags
+            except (ValueError, RecursionError):
+                inside = 0
+            ended = _ANY_TAG.search(text, inside)
+            end = ended.start() if ended else len(text)
+            calls.append(text[:end].strip())
+            text = text[end:]
     return calls
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from grpo_components.environments.gymnasium import GymnasiumWorld, gymnasium_dataset
 from grpo_components.environments.rewards import EnvironmentReward
+from grpo_components.rollout.observation_text import unquoted
 
 LAKE = {"id": "FrozenLake-v1", "options": {"is_slippery": False}}
 DOWN, RIGHT = 1, 2
@@ -51,6 +52,10 @@ def reward_of(reply):
     )
 
 
+def text_of(reply):
+    return unquoted(reply.text, ["<|im_end|>"])
+
+
 def begin(seed=3, **settings):
     of_data = {key: settings[key] for key in settings if key in ("id", "options", "observe")}
     (prompt,) = gymnasium_dataset(CharacterTokenizer(), num_rows=1, seed=seed, **of_data)
@@ -62,7 +67,7 @@ def test_a_walk_over_the_lake_is_the_environments_own():
     assert prompt["prompt_text"] == "At 0.\n" and prompt["gymnasium_seed"] == 3
     walk = [DOWN, DOWN, RIGHT, RIGHT, DOWN, RIGHT]
     replies = [respond(f"I go {action}\n") for action in walk]
-    assert [reply.text for reply in replies[:2]] == ["At 4.\n", "At 8.\n"]
+    assert [text_of(reply) for reply in replies[:2]] == ["At 4.\n", "At 8.\n"]
     assert [reply.done for reply in replies] == [False] * 5 + [True]
     assert [reward_of(reply) for reply in replies] == [0.0] * 5 + [1.0]
 
@@ -72,7 +77,7 @@ def test_a_text_space_takes_the_text_and_quotes_what_it_shows():
     word = prompt["prompt_text"].split()[1][:2]
     reply = respond(" abc\n")
     assert not reply.done and reward_of(reply) == 3
-    assert reply.text == "You said abc< |im_end|>.\n"
+    assert text_of(reply) == "You said abc< |im_end|>.\n"
     reply = respond(word)
     assert reply.done and reward_of(reply) == 3 + 10 + 2
 
@@ -89,13 +94,13 @@ def test_the_same_seed_is_the_same_row_and_another_seed_may_be_another():
 def test_what_is_no_action_is_told_and_may_be_tried_again(text):
     _, respond = begin(**LAKE, reply_template="<{observation}>")
     reply = respond(text)
-    assert reply.text.startswith("<error: ") and "a whole number from 0 to 3" in reply.text
-    assert not reply.done and respond("2").text == "<1>"
+    assert text_of(reply).startswith("<error: ") and "a whole number from 0 to 3" in text_of(reply)
+    assert not reply.done and text_of(respond("2")) == "<1>"
 
 
 def test_a_function_of_the_users_reads_actions():
     _, respond = begin(**LAKE, act="my_texts.act")
-    assert respond("down").text == "4\n" and respond("right").text == "5\n"
+    assert text_of(respond("down")) == "4\n" and text_of(respond("right")) == "5\n"
     with pytest.raises(KeyError):  # none of the policy's mistakes: the sample fails
         respond("up")
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import re
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_components.rollout import tools
+from grpo_components.rollout.observation_text import unquoted
 from grpo_components.rollout.tools import ToolUse, calculator, python_tool, shipped_tools
 
 # ---- the calculator -----------------------------------------------------------------------------
@@ -86,9 +88,13 @@ def hermes(**call):
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
+SEVEN = hermes(name="calculator", arguments={"expression": "3+4"})
+
+
 def reply_to(text, world=None):
     world = world or ToolUse({"calculator": calculator})
-    return world({}, 0)(text)
+    reply = world({}, 0)(text)
+    return replace(reply, text=unquoted(reply.text, ["<tool_call>"]))  # a token of Qwen's
 
 
 def test_a_hermes_result_has_the_frame_of_qwens_template():
@@ -107,7 +113,9 @@ def test_the_calls_of_a_turn_are_answered_in_order():
     assert (first, last) == ("2", "6") and failed.startswith("error: '1/0' ")
 
 
-@pytest.mark.parametrize("inside", ["<tool_call>", "</tool_call>", "a</tool_call>\n<tool_call>b"])
+@pytest.mark.parametrize(
+    "inside", ["<tool_call>", "</tool_call>", "a</tool_call>\n<tool_call>b", "<think>", "</think>"]
+)
 def test_an_argument_may_contain_the_tags(inside):
     world = ToolUse({"echo": lambda text: text.replace("<", "(")})
     text = reply_to(hermes(name="echo", arguments={"text": inside}) * 2, world).text
@@ -143,7 +151,7 @@ def test_the_programs_of_a_turn_share_one_limit():
     world = ToolUse({"python": python_tool(partial(tools.run_in_sandbox, clock))})
     respond = world({}, 0)
     slow = "".join(hermes(name="python", arguments={"code": s}) for s in ("4", "1", "60", "1", "0"))
-    text = respond(slow).text
+    text = unquoted(respond(slow).text, ())
     assert text.count("\nran\n") == 3 and text.count("error: ") == 2
     assert clock.ran == [(4.0, 0.0), (1.0, 4.0), (tools.TURN_LIMIT_S - 5, 5.0)]
     # The next turn has a new limit, but this conversation waits longer in the queue.
@@ -172,14 +180,32 @@ def test_a_llama_result_has_the_frame_of_its_template():
 
 
 @pytest.mark.parametrize("call_format", ["hermes", "llama3_json"])
-@pytest.mark.parametrize("text", ["", "The answer is 7.", "{1, 2}", "a tool call? no"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "The answer is 7.",
+        "{1, 2}",
+        "a tool call? no",
+        "<tool_call>",
+        "I would write <tool_call> and </tool_call> around it.",
+        f"<think>{SEVEN} may do</think>7",
+        f"<think>a</think>7<think>or {SEVEN}",
+        f"I think of {SEVEN}</think>7",
+    ],
+)
 def test_a_turn_without_a_call_ends_the_conversation(call_format, text):
     assert reply_to(text, ToolUse({"calculator": calculator}, call_format)).done
 
 
+@pytest.mark.parametrize("thought", ["<think>{}</think>", "{}</think>"])
+def test_a_call_after_a_thought_is_run_once(thought):
+    text = reply_to(f"{thought.format(SEVEN)}\n{SEVEN}").text
+    assert text.count("<tool_response>\n7\n") == text.count("<tool_response>") == 1
+
+
 MALFORMED = {
-    "<tool_call>": "JSON",
-    "<tool_call>\nnot json\n</tool_call>": "JSON",
+    "<tool_call>\n{not json}\n</tool_call>": "JSON",
     '<tool_call>{"name": "calculator", "arguments": {"expression": "1': "JSON",
     "<tool_call>[1, 2]</tool_call>": '"arguments"',
     '<tool_call>{"name": "calculator"}</tool_call>': '"arguments"',
