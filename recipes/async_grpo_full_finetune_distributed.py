@@ -152,7 +152,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.cluster.start()
         longest = max(dataset.max_prompt_length, held_out.max_prompt_length)
         self.roles = start_roles(
-            cfg, self.cluster, self.ledger, contract, objective, tokenizer.stop_tokens, longest
+            cfg, self.cluster, self.ledger, contract, objective, tokenizer, longest
         )
         self.weights = WeightSync(
             self.ledger,

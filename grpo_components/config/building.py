@@ -25,6 +25,7 @@ from grpo_components.config.column_checks import check_columns
 from grpo_components.config.lora_checks import check_adapters
 from grpo_components.data.datasets import PromptDataset
 from grpo_components.data.prompt_mix import PromptMix, takes_tools
+from grpo_components.data.tokenizers import hugging_face_tokenizer, num_ids
 from grpo_components.errors import ConfigError, fail
 from grpo_components.exchange.weights import (
     check_names_and_shapes,
@@ -107,7 +108,8 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
     name, most = _lowest(trained)
     if cfg.train_from:
         data["dataset"] = recorded = RecordedPrompts(cfg.train_from)
-        recorded.check(most, name, vocab_size)
+        known = [size for size in (vocab_size, sampled_ids(cfg, tokenizer)) if size is not None]
+        recorded.check(most, name, min(known, default=None))
     longest = cfg.ptx and cfg.ptx.get("max_tokens")
     if isinstance(longest, int) and longest > most:
         raise ConfigError("ptx.max_tokens", f"{longest} given", f"at most {most}, {name}")
@@ -253,6 +255,14 @@ def nested_components(node: Mapping[str, Any]) -> list[str]:
         for key, value in node.items()
         if isinstance(value, Mapping | DictConfig) and "_component_" in value
     ]
+
+
+def sampled_ids(cfg: Settings, tokenizer: Any) -> int | None:
+    """Return how many ids may be sampled, the first ones; None: the model's whole vocabulary."""
+    stops = cfg.generator.stop_token_ids or getattr(tokenizer, "stop_tokens", ())
+    if runs_agents(cfg.environment):
+        tokenizer = hugging_face_tokenizer(cfg.base_model_path)
+    return num_ids(tokenizer, stops)
 
 
 def has_slots_apart(node: DictConfig) -> bool:

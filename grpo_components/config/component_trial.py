@@ -54,6 +54,7 @@ from grpo_components.replay.recorded_run import replayed_run
 from grpo_components.rewards.pool import RewardInput, reward_specs
 from grpo_components.rewards.reward_trial import RewardTrial
 from grpo_components.settings import Settings
+from grpo_components.slow_calls import told_if_slow
 from grpo_components.training.sample import TrainSample
 
 LENGTHS = (3, 1, 4, 2)
@@ -98,7 +99,8 @@ def try_components(
             prompts = [dataset[row] for row in range(min(len(dataset), _ROWS))]
             try_environment(cfg, tokenizer, prompts)
         if trial is not None:
-            trial.finish()
+            with told_if_slow("the trial of the rewards"):
+                trial.finish()
             used = {"dataset": not cfg.eval_only, "eval_dataset": not cfg.rollout_only}
             data = {"dataset": dataset, "eval_dataset": held_out}
             data = {key: rows for key, rows in data.items() if used[key]}

@@ -26,6 +26,7 @@ from grpo_components.rewards.pool import Score
 from grpo_components.rollout.environment_thread import EnvironmentThread, HungCallError
 from grpo_components.rollout.observation_text import encode_text
 from grpo_components.settings import Settings
+from grpo_components.slow_calls import told_if_slow
 
 _ALLOWED = "a torchrl EnvBase with `ask`, see docs/environments.md"
 _ERRORS = "one that returns a text, and raises a ValueError for arguments it cannot use"
@@ -48,7 +49,8 @@ def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, A
 
     def call(function: Any, *args: Any, called: str = name, allowed: str = _ALLOWED) -> Any:
         """Call a function in the environment's thread, in which `sys.exit` must be caught."""
-        return thread.call(_guarded, key, called, allowed, function, *args)
+        with told_if_slow(f"the trial of {called.rstrip(',')}", trial_s):
+            return thread.call(_guarded, key, called, allowed, function, *args)
 
     build = partial(
         build_environment,

@@ -15,6 +15,7 @@ from grpo_components.config.building import (
     build_environment,
     has_slots_apart,
     runs_agents,
+    sampled_ids,
     split_learning_rate,
 )
 from grpo_components.config.gpu_checks import generator_gpus
@@ -67,23 +68,24 @@ def role_arguments(
     contract: StalenessContract,
     objective: ObjectiveOptions,
     num_references: int,
-    stop_tokens: Sequence[int],
+    tokenizer: Any,
     longest_prompt: int,
     scratch: Path,
 ) -> RoleArguments:
     """Return the arguments of every role for a checked config."""
     threads = partial(threads_of, cfg, num_references=num_references)
+    stop_tokens, ids = tokenizer.stop_tokens, sampled_ids(cfg, tokenizer)
     trainer, generator = stand_in_arguments(
         cfg,
-        _trainer(cfg, threads("trainer"), contract, objective),
-        _generator(cfg, threads("generator"), stop_tokens, longest_prompt, scratch),
+        _trainer(cfg, threads("trainer"), contract, objective, ids),
+        _generator(cfg, threads("generator"), stop_tokens, longest_prompt, scratch, ids),
     )
     return RoleArguments(
         parameter_server=_parameter_server(cfg),
         replay_buffer=_replay_buffer(cfg, contract),
         trainer=trainer,
-        reference=_reference(cfg, threads("reference")),
-        teacher=_teacher(cfg, cfg.teacher.path, threads("teacher")) if cfg.teacher else {},
+        reference=_reference(cfg, threads("reference"), ids),
+        teacher=_teacher(cfg, cfg.teacher.path, threads("teacher"), ids) if cfg.teacher else {},
         reward_model=_reward_model(cfg, threads("reward_model")),
         generator=generator,
     )
@@ -121,6 +123,7 @@ def _trainer(
     cpu_threads: int,
     contract: StalenessContract,
     objective: ObjectiveOptions,
+    ids: int | None,
 ) -> dict[str, Any]:
     return {
         "cpu_threads": cpu_threads,
@@ -138,6 +141,7 @@ def _trainer(
             enable_activation_checkpointing=cfg.enable_activation_checkpointing,
             compile_model=cfg.compile,
             logprob_chunk_tokens=cfg.logprob_chunk_tokens,
+            num_ids=ids,
             lora=lora_options(cfg.lora),
         ),
         "batch": BatchOptions(
@@ -201,7 +205,7 @@ def _diagnostics_options(cfg: Settings) -> DiagnosticsOptions:
     )
 
 
-def _reference(cfg: Settings, cpu_threads: int) -> dict[str, Any]:
+def _reference(cfg: Settings, cpu_threads: int, ids: int | None) -> dict[str, Any]:
     return {
         "cpu_threads": cpu_threads,
         "num_gpus": _gpus(cfg, cfg.gpus_per_reference),
@@ -211,14 +215,15 @@ def _reference(cfg: Settings, cpu_threads: int) -> dict[str, Any]:
         "build_checkpointer": _checkpointer(cfg),
         "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
         "logprob_chunk_tokens": cfg.logprob_chunk_tokens,
+        "num_ids": ids,
         "kl_estimator": cfg.reward_shaping.kl_estimator,
     }
 
 
-def _teacher(cfg: Settings, path: str, cpu_threads: int) -> dict[str, Any]:
+def _teacher(cfg: Settings, path: str, cpu_threads: int, ids: int | None) -> dict[str, Any]:
     """Return the arguments of a reference that has the teacher's weights."""
     return {
-        **_reference(cfg, cpu_threads),
+        **_reference(cfg, cpu_threads, ids),
         "num_gpus": _gpus(cfg, cfg.gpus_per_teacher),
         "field": "teacher_logprobs",
         "build_model": partial(hugging_face, path),
@@ -246,6 +251,7 @@ def _generator(
     stop_tokens: Sequence[int],
     longest_prompt: int,
     scratch: Path,
+    ids: int | None,
 ) -> dict[str, Any]:
     options = cfg.generator
     environment = engine_environment(cfg.device, cfg.log_level)
@@ -257,7 +263,7 @@ def _generator(
         # A killed generator leaves a file of vLLM in this folder, which the run removes.
         "env": environment | {"TMPDIR": str(scratch)},
         "build_tokenizer": partial(config.instantiate, cfg.tokenizer),
-        "engine": _engine_options(cfg, longest_prompt),
+        "engine": _engine_options(cfg, longest_prompt, ids),
         "sampling": SamplingOptions(
             group_size=cfg.group_size,
             seed=cfg.seed,
@@ -283,7 +289,7 @@ def _generator(
     }
 
 
-def _engine_options(cfg: Settings, longest_prompt: int) -> EngineOptions:
+def _engine_options(cfg: Settings, longest_prompt: int, ids: int | None) -> EngineOptions:
     options = cfg.generator
     return EngineOptions(
         model_path=cfg.base_model_path,
@@ -295,6 +301,7 @@ def _engine_options(cfg: Settings, longest_prompt: int) -> EngineOptions:
         kv_cache_gib=options.kv_cache_gib,
         enforce_eager=bool(options.enforce_eager),  # preflight replaced null
         recompute_kv_after_pull=cfg.recompute_kv_after_pull,
+        num_ids=ids,
         tensor_parallel_size=options.tensor_parallel_size,
         takes_turns=cfg.colocate,
         weight_transfer=None if cfg.weights == "object_store" else cfg.weights,

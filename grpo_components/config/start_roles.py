@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -43,7 +42,7 @@ def start_roles(
     ledger: Ledger,
     contract: StalenessContract,
     objective: Objective,
-    stop_tokens: Sequence[int],
+    tokenizer: Any,
     longest_prompt: int,
 ) -> Roles:
     """Start all processes without waiting; `Cluster.ready` waits for them."""
@@ -54,7 +53,7 @@ def start_roles(
         contract=contract,
         objective=ObjectiveOptions(**objective.for_trainers),
         num_references=num_references,
-        stop_tokens=stop_tokens,
+        tokenizer=tokenizer,
         longest_prompt=longest_prompt,
         scratch=cluster.scratch,
     )

@@ -26,6 +26,7 @@ class HuggingFaceTokenizer:
         self.pad_id = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.special_tokens: dict[str, int] = tokenizer.get_added_vocab()
         self.chat_template = tokenizer.chat_template or ""
+        self.vocab_size = len(tokenizer)
         alone = self._ids("a")
         self.adds_leading_space = tokenizer.convert_ids_to_tokens(alone)[0].startswith("\u2581")
         whole = list(tokenizer("a")["input_ids"])
@@ -76,6 +77,16 @@ def hugging_face_tokenizer(path: str) -> HuggingFaceTokenizer:
         problem = f"neither the tokenizer nor generation_config.json of {path} has an eos token"
         fail("tokenizer.path", problem, _ALLOWED)
     return HuggingFaceTokenizer(tokenizer, stop_tokens)
+
+
+def num_ids(tokenizer: Any, stop_tokens: Sequence[int]) -> int | None:
+    """Return how many ids a tokenizer knows; None if it does not say.
+
+    A model may have more: its vocabulary is padded, so that its size divides well.
+    """
+    known = getattr(tokenizer, "vocab_size", None) or len(getattr(tokenizer, "encoder", ()))
+    more = (*getattr(tokenizer, "special_tokens", {}).values(), *stop_tokens)
+    return max([known, *(token_id + 1 for token_id in more)]) if known else None
 
 
 def _stop_tokens(folder: Path) -> list[int]:

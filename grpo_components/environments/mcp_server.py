@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_components.environments.extras import imported_extra
+from grpo_components.slow_calls import told_if_slow
 
 _START_S = 60.0
 """Seconds for a server to start."""
@@ -37,7 +38,8 @@ class MCPServer:
         self._thread = threading.Thread(target=self._run, name="mcp", daemon=True)
         self._thread.start()
         try:
-            self._session = self._started.result(_START_S)
+            with told_if_slow(f"the tool server {self.name} to start", _START_S):
+                self._session = self._started.result(_START_S)
         except Exception as error:
             self.close()
             reason = "it did not answer" if isinstance(error, TimeoutError) else str(error)
@@ -50,7 +52,8 @@ class MCPServer:
 
     def list_tools(self) -> list[dict[str, Any]]:
         """Return the server's tools as JSON schemas, as chat templates expect them."""
-        found = self._wait("list_tools", self._all_tools(), _START_S)
+        with told_if_slow(f"the tools of the tool server {self.name}", _START_S):
+            found = self._wait("list_tools", self._all_tools(), _START_S)
         return [
             {
                 "type": "function",

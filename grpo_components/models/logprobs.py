@@ -138,12 +138,14 @@ class ResponseLogprobs:
         model: nn.Module,
         *,
         chunk_tokens: int,
+        num_ids: int | None = None,
         entropy_gradient: bool = False,
         compile_softmax: bool = False,
     ) -> None:
         self._model, self._limit = cast(Any, model), longest_sequence(model)
         self._batch: TokenBatch | None = None
         self._chunk, self._entropy_gradient = chunk_tokens, entropy_gradient
+        self._num_ids = num_ids
         # One graph for all sizes, so that recomputation uses the same graph as the forward pass.
         self._softmax: Callable[..., tuple[Tensor, Tensor]] = (
             torch.compile(logprobs_and_entropies, dynamic=True)
@@ -197,7 +199,8 @@ class ResponseLogprobs:
         hidden = hidden.index_select(0, batch.positions)
 
         def project(chunk: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-            return self._softmax(logits_of(chunk), targets, temperatures, self._entropy_gradient)
+            logits = logits_of(chunk)[:, : self._num_ids]
+            return self._softmax(logits, targets, temperatures, self._entropy_gradient)
 
         def recomputed(*args: Tensor) -> tuple[Tensor, Tensor]:
             return checkpoint(project, *args, use_reentrant=False)  # pyright: ignore

@@ -61,7 +61,11 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
                 problem = f"{where} a prompt and response of {length} tokens"
                 fail("train_from", problem, f"at most {longest}, {limit}")
             if num_ids is not None and largest >= num_ids:
-                fail("train_from", f"{where} token id {largest}", f"below the model's {num_ids}")
+                fail(
+                    "train_from",
+                    f"{where} token id {largest}",
+                    f"below {num_ids}, the policy's ids",
+                )
 
 
 def roles_of(cfg: Settings, trainer: str, generator: str) -> tuple[str, str]:

@@ -42,6 +42,8 @@ class EngineOptions:
     Otherwise they keep the KV of the old weights. Requests that have computed nothing yet never
     read old KV.
     """
+    num_ids: int | None = None
+    """Ids that the tokenizer knows, which alone are sampled; None: all of the vocabulary."""
     tensor_parallel_size: int = 1
     """Processes that share each layer of the model, each with a GPU of its own on CUDA; 1: this."""
     takes_turns: bool = False

@@ -36,7 +36,11 @@ from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.rollout.prefix_cache import empty_prefix_cache
 from grpo_components.rollout.probe_request import add_probe, probe_reading
 from grpo_components.rollout.vllm_adapters import ADAPTER, adapter_arguments, swap_adapter
-from grpo_components.rollout.vllm_weights import load_into_worker, load_into_workers
+from grpo_components.rollout.vllm_weights import (
+    load_into_worker,
+    load_into_workers,
+    never_sample_from,
+)
 from grpo_components.rollout.weight_receiver import IncomingWeights, TransferCancelledError
 from grpo_components.rollout.worker_processes import (
     WORKER_OPTIONS,
@@ -74,6 +78,7 @@ class VLLMEngine:
             self._workers = WorkerProcesses([worker.proc for worker in executor.workers])
             self._engine.collective_rpc(remove_names)
             executor.rpc_broadcast_mq.buffer.is_creator = False  # else vLLM removes the name again
+        self._engine.collective_rpc(cast(Any, never_sample_from), args=(options.num_ids,))
         self._engine.set_weight_version(str(BASE_VERSION))
         self.use = EngineUse(options.max_num_seqs)
         """What the thread spends its time on."""

@@ -37,6 +37,24 @@ _TIMEOUT_S = 300.0
 """Longest wait for all workers to load a part, in seconds."""
 
 
+def never_sample_from(worker: Any, num_ids: int | None) -> None:
+    """Let a worker sample only the first ids; None: all.
+
+    Here, and not in each request: a request may name 1024 ids to allow or to punish.
+    """
+    model = worker.model_runner.model
+    logits_of = model.compute_logits
+
+    def compute_logits(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+        logits = logits_of(*args, **kwargs)
+        if logits is not None:  # of the workers, one may have them all
+            logits[..., num_ids:] = -torch.inf
+        return logits
+
+    if num_ids is not None:
+        model.compute_logits = compute_logits
+
+
 def load_into_worker(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Replace the weights of the one worker of an engine, which runs in this process."""
     parameters = _begin(worker)

@@ -35,11 +35,12 @@ class Reference:
         kl_estimator: str,
         tokens_per_micro_batch: int,
         logprob_chunk_tokens: int,
+        num_ids: int | None = None,
         field: Literal["reference_logprobs", "teacher_logprobs"] = "reference_logprobs",
     ) -> None:
         self._field, self._device = field, torch.device(device)
         model = load_whole_model(build_model, build_checkpointer, self._device, dtype)
-        self._logprobs = ResponseLogprobs(model, chunk_tokens=logprob_chunk_tokens)
+        self._logprobs = ResponseLogprobs(model, chunk_tokens=logprob_chunk_tokens, num_ids=num_ids)
         self._kl_estimator, self._token_budget = kl_estimator, tokens_per_micro_batch
 
     @torch.no_grad()

@@ -98,6 +98,7 @@ class Trainer:
         self._logprobs = ResponseLogprobs(
             self._model,
             chunk_tokens=model.logprob_chunk_tokens,
+            num_ids=model.num_ids,
             entropy_gradient=objective.penalties.entropy_coeff > 0
             or getattr(objective.loss, "needs_entropy", False),
             compile_softmax=model.compile_model,

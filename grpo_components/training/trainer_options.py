@@ -59,6 +59,8 @@ class ModelOptions:
     """Compile layers, softmax and loss with torch.compile."""
     logprob_chunk_tokens: int
     """Positions projected to the vocabulary at a time."""
+    num_ids: int | None = None
+    """Ids that the tokenizer knows, which alone are sampled; None: all of the vocabulary."""
     lora: LoraOptions | None = None
     """Adapters, which alone are trained; None trains all weights."""
 

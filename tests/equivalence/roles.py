@@ -180,7 +180,7 @@ def tiny_arguments(cfg: Settings) -> tuple[RoleArguments, Prompts]:
             off_policy=config.instantiate(cfg.off_policy),
         ),
         num_references=0,
-        stop_tokens=tokenizer.stop_tokens,
+        tokenizer=tokenizer,
         longest_prompt=max(dataset.max_prompt_length, held_out.max_prompt_length),
         scratch=Path(cfg.output_dir),
     )

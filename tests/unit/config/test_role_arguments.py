@@ -1,8 +1,10 @@
 """Each role gets the threads and GPUs that the config gives it, or its share of the cores."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from transformers import AutoTokenizer
 
 from grpo_components.config import role_arguments
 from grpo_components.exchange.staleness import StalenessContract
@@ -11,14 +13,14 @@ from grpo_components.replay.recorded_run import available_cpus
 
 @pytest.fixture
 def arguments():
-    def build(cfg):
+    def build(cfg, **tokenizer):
         contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
         return role_arguments.role_arguments(
             cfg,
             contract=contract,
             objective=None,
             num_references=1,
-            stop_tokens=[0],
+            tokenizer=SimpleNamespace(**{"stop_tokens": [0], **tokenizer}),
             longest_prompt=64,
             scratch=Path("/nowhere"),
         )
@@ -69,3 +71,29 @@ def test_adapters_are_the_engines_too(settings_with, arguments):
         arguments(settings_with(lora=lora, generator__enforce_eager=True)).generator["engine"].lora
     )
     assert adapters.scale == 2.0 and len(adapters.target_modules) == 7  # every layer by default
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "ids"),
+    [
+        ({"encoder": {"a": 0, "b": 1}, "special_tokens": {"<e>": 2, "<f>": 8}}, 9),  # Qwen's
+        ({"vocab_size": 32, "special_tokens": {"<e>": 40}}, 41),  # Phi-3's
+        ({"vocab_size": 32, "stop_tokens": [3]}, 32),
+        ({"vocab_size": 32, "stop_tokens": [50]}, 51),
+        ({}, None),
+    ],
+)
+def test_all_who_sample_or_give_logprobs_know_the_same_ids(
+    settings_with, arguments, tokenizer, ids
+):
+    roles = arguments(settings_with(), **tokenizer)
+    found = (roles.generator["engine"], roles.trainer["model"])
+    assert [each.num_ids for each in found] == [ids] * 2 == [roles.reference["num_ids"], ids]
+
+
+def test_agents_may_be_sampled_what_the_models_own_tokenizer_knows(settings_with, arguments):
+    agents = {"_component_": "grpo_components.agents.environment.AgentEnvironment"}
+    cfg = settings_with(environment={**agents, "agent": "a.b"})
+    known = len(AutoTokenizer.from_pretrained(cfg.base_model_path))
+    roles = arguments(cfg, vocab_size=known - 9)
+    assert roles.generator["engine"].num_ids == known

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,8 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from grpo_components import slow_calls
+from grpo_components.environments import mcp_server
 from grpo_components.environments.mcp_server import MCPServer, MCPServerError
 from grpo_components.environments.mcp_tools import MCPTools
+from grpo_components.rollout.observation_text import unquoted
 
 SERVER = """
 import os, subprocess, time
@@ -188,6 +192,19 @@ def test_no_process_outlives_a_killed_owner(command, tmp_path):
 def test_a_wrong_setting_is_refused(command, settings, problem):
     with pytest.raises(ValueError, match=problem):
         MCPTools(**{"command": command, **settings})
+
+
+def test_a_server_that_never_answers_is_named_while_it_is_waited_for(monkeypatch, caplog):
+    started = threading.Event()
+    monkeypatch.setattr(slow_calls, "_SILENT_S", 0.01)
+    monkeypatch.setattr(mcp_server, "_START_S", 3600.0)
+    monkeypatch.setattr(MCPServer, "_run", lambda self: self._started.set_result(started.wait(60)))
+    server = threading.Thread(target=MCPServer, args=[["never"]], daemon=True)
+    server.start()
+    wait_until(lambda: caplog.messages)
+    assert caplog.messages == ["waiting for the tool server never to start, 3600 s at most"]
+    started.set()
+    server.join()
 
 
 def test_a_missing_package_is_one_line_that_says_what_to_install(command, monkeypatch):

@@ -76,6 +76,17 @@ def test_values_and_gradients_equal_those_of_whole_logits(tied, chunk, masks, en
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def test_ids_that_are_never_sampled_have_no_probability():
+    known = 1 + max(int(t.response_ids.max()) for t in RAGGED)
+    assert known < 50, "some ids must be left out"
+    model = build()
+
+    whole, entropies = from_whole_logits(lambda ids: model(ids)[..., :known], RAGGED, None)
+    shorter = ResponseLogprobs(model, chunk_tokens=4, num_ids=known)(token_batch(RAGGED))
+    torch.testing.assert_close(shorter[0], whole, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(shorter[1], entropies, rtol=1e-5, atol=2e-5)
+
+
 def test_no_more_than_a_chunk_of_logits_exists(monkeypatch):
     largest = 0
     original = torch.log_softmax

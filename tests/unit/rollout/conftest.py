@@ -44,6 +44,7 @@ def build_engine(engine_variables):
         workers=1,
         weight_transfer=None,
         lora=None,
+        num_ids=None,
     ):
         options = EngineOptions(
             model_path=str(path),
@@ -58,6 +59,7 @@ def build_engine(engine_variables):
             tensor_parallel_size=workers,
             weight_transfer=weight_transfer,
             lora=lora,
+            num_ids=num_ids,
         )
         return VLLMEngine(options, seed=0, schedule=schedule)
 

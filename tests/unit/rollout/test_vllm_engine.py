@@ -11,7 +11,11 @@ from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
 
 from grpo_components.exchange.weight_probe import PROBE_IDS
+from grpo_components.models.hugging_face_policy import hugging_face
+from grpo_components.models.logprobs import ResponseLogprobs, token_batch
+from grpo_components.models.lora import LoraOptions
 from grpo_components.replay.schedule import Schedule, open_schedule
+from grpo_components.trajectory import TokenSequence
 
 PROMPTS = [[5, 6, 7, i + 1] for i in range(8)]
 
@@ -105,6 +109,36 @@ def whole_logprobs(path, prompt, completion):
     with torch.no_grad():
         logprobs = torch.log_softmax(model(ids[None]).logits[0], dim=-1)
     return logprobs[torch.arange(len(ids) - 1), ids[1:]][len(prompt) - 1 :].numpy()
+
+
+@pytest.mark.parametrize("lora", [None, LoraOptions(rank=4, alpha=8, target_modules=("q_proj",))])
+def test_ids_beyond_the_tokenizer_are_never_sampled_and_the_trainer_knows(
+    make_engine, checkpoints, lora
+):
+    """Of 256 ids, the tokenizer knows 190: the model would sample one of the others often."""
+    folder, num_ids = checkpoints / "untied_B", 190
+    first = folder if lora else checkpoints / "untied_A"
+    engine = make_engine(first, num_ids=num_ids, lora=lora)
+    if lora is None:
+        engine.load_weights(1, weights(folder)).result()
+    asked = {"max_tokens": 40, "temperature": 0.7, "stop_token_ids": []}
+    found = [engine.submit(ids, seed=i, **asked).result() for i, ids in enumerate(PROMPTS)]
+    greedy = {**asked, "temperature": 0.0}
+    likeliest = [engine.submit(ids, seed=0, **greedy).result() for ids in PROMPTS]
+    assert max(c.token_ids.max() for c in [*found, *likeliest]) < num_ids
+    records = [
+        TokenSequence(np.array(prompt), completion.token_ids.astype(np.int64), 0.7)
+        for prompt, completion in zip(PROMPTS, found, strict=True)
+    ]
+    model = hugging_face(str(folder))
+    model.load_state_dict(weights(folder))
+
+    def gap(num_ids):
+        logprobs = ResponseLogprobs(model, chunk_tokens=50, num_ids=num_ids)
+        trained = logprobs(token_batch(records))[0].detach().numpy()
+        return np.abs(trained - np.concatenate([c.logprobs for c in found])).max()
+
+    assert gap(num_ids) < 1e-4 < 0.1 < gap(None)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
