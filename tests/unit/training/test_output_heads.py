@@ -1,0 +1,152 @@
+"""A checkpoint whose output head is clear trains, whatever the policy; any other is refused."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from lib.config_errors import refused_key
+from lib.trainer_ranks import RAGGED
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from torchtune import config
+from torchtune.training import FullModelHFCheckpointer
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from grpo_components.config.building import check_components
+from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
+from grpo_components.models.logprobs import ResponseLogprobs, token_batch
+from grpo_components.models.lora import lora_options, pushed_shapes, trained_parameters
+from grpo_components.models.meshes import Sharding, arrange_ranks
+from grpo_components.training.policy_weights import load_policy, weight_exports
+from grpo_components.training.trainer_options import ModelOptions
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+SIZES = {"vocab_size": 64, "intermediate_size": 48, "max_position_embeddings": 64}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+BUILDER = {
+    **{"vocab_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32},
+    **{"intermediate_dim": 48, "max_seq_len": 64, "norm_eps": 1e-6, "rope_base": 1e4},
+}
+LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "save_merged": True}
+TABLE = list(itertools.product([True, False], ["missing", "equal", "other"]))
+REFUSED = {(True, "other"), (False, "missing")}
+POLICIES = ["torchtune", "transformers"]
+
+
+@pytest.fixture(scope="module")
+def meshes(one_thread):
+    """This process as the only trainer rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield arrange_ranks(1, "cpu", Sharding())
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Writes a random policy whose config and file say what they are asked to about its head."""
+
+    def write(tied, head):
+        folder = tmp_path_factory.mktemp("base")
+        torch.manual_seed(0)
+        sizes = {**SIZES, **HEADS, "num_hidden_layers": 2, "hidden_size": 32}
+        written = Qwen2Config(**sizes, tie_word_embeddings=tied, rope_theta=1e4)
+        Qwen2ForCausalLM(written).save_pretrained(folder)
+        tensors = load_file(folder / "model.safetensors")
+        tensors.pop(HEAD, None)
+        if head != "missing":
+            tensors[HEAD] = tensors[EMBEDDING] + (head == "other")
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return write
+
+
+def config_of(folder, tied, policy, lora):
+    builder = {"_component_": "torchtune.models.qwen2.qwen2", "tie_word_embeddings": tied}
+    transformers = {"_component_": "grpo_components.models.hugging_face", "path": str(folder)}
+    return OmegaConf.create(
+        {
+            "base_model_path": str(folder),
+            "num_steps": 1,
+            "model": {**builder, **BUILDER} if policy == "torchtune" else transformers,
+            "model_type": "QWEN2" if policy == "torchtune" else None,
+            "lora": {**LORA, "target_modules": ["q_proj"]} if lora else None,
+            "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
+            "lr_scheduler": None,
+            "loss": {"load_balancing_coeff": 0.0},
+            **{"compile": False, "dtype": "fp32"},
+            "tensor_parallel_dim": 1,
+            "dataset": {"max_prompt_tokens": 8},
+            "generator": {"max_response_tokens": 8, "max_model_len": None},
+            "metric_logger": {"_component_": "torchtune.training.metric_logging.DiskLogger"},
+        }
+    )
+
+
+def model_options(cfg, folder, tmp_path):
+    checkpointer = partial(
+        FullModelHFCheckpointer,
+        checkpoint_dir=str(folder),
+        checkpoint_files=["model.safetensors"],
+        model_type="QWEN2",
+        output_dir=str(tmp_path),
+    )
+    return ModelOptions(
+        build_model=partial(config.instantiate, cfg.model),
+        build_checkpointer=checkpointer if cfg.model_type else None,
+        base_model_path=str(folder),
+        model_type=cfg.model_type,
+        dtype="fp32",
+        enable_activation_checkpointing=False,
+        compile_model=False,
+        logprob_chunk_tokens=7,
+        lora=lora_options(cfg.lora),
+    )
+
+
+def weights_of(export):
+    return {name: t.clone() for layer in export.layers() for name, t in layer.items()}
+
+
+def by_transformers(folder):
+    """Logprobs of the responses by transformers, from whole logits."""
+    model, found = AutoModelForCausalLM.from_pretrained(folder).eval(), []
+    for t in RAGGED:
+        prompt, response = map(torch.from_numpy, (t.prompt_ids, t.response_ids))
+        with torch.no_grad():
+            logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        logprobs = torch.log_softmax(logits / t.temperature, dim=-1)
+        found.append(logprobs.gather(1, response[:, None])[:, 0])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("tied", "head"), TABLE)
+def test_a_checkpoint_trains_or_is_refused(base, meshes, tmp_path, tied, head, policy, lora):
+    folder = base(tied, head)
+    cfg = config_of(folder, tied, policy, lora)
+    if (tied, head) in REFUSED:
+        assert refused_key(check_components, cfg) == "base_model_path"
+        return
+    check_components(cfg)
+    options = model_options(cfg, folder, tmp_path)
+    policy = load_policy(options, meshes, Sharding())
+    exports = weight_exports(policy, options, torch.device("cpu"), 0, 1)
+    pushed, whole = weights_of(exports[0]), weights_of(exports[-1])
+    check_names_and_shapes(shapes_of(pushed), pushed_shapes(folder, options.lora))
+    saved = load_file(folder / "model.safetensors")
+    assert saved.keys() - whole.keys() <= ({HEAD} if tied else set()) >= whole.keys() - saved.keys()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(tensor, saved[EMBEDDING if name == HEAD and tied else name])
+    found = ResponseLogprobs(policy, chunk_tokens=7)(token_batch(RAGGED))[0]
+    torch.testing.assert_close(found, by_transformers(folder), rtol=1e-4, atol=1e-4)
+    found.sum().backward()
+    torch.optim.SGD(trained_parameters(policy), lr=0.1).step()
+    after, changed = weights_of(exports[0]), {EMBEDDING} | (set() if tied else {HEAD})
+    for name in after if lora else changed:
+        assert (lora and "lora_A" in name) or not torch.equal(after[name], pushed[name])
+    if HEAD in after and tied:
+        torch.testing.assert_close(after[HEAD], after[EMBEDDING])
