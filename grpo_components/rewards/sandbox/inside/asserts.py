@@ -279,7 +279,7 @@ def _check_asserts(reader: IO[str], writer: IO[str]) -> None:
 
         def find(reference: list[Any]) -> Any:
             found, methods, kinds = reference
-            if kinds and kinds[1]:  # never a builtin class, which could hide a failed assert
+            if kinds and kinds[1]:  # not a builtin class, which could hide a failed assert
                 kind = error_type(*kinds)
                 setattr(kind, _STATE, _State(ask, found))
                 return kind
