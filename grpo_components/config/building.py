@@ -260,7 +260,7 @@ def nested_components(node: Mapping[str, Any]) -> list[str]:
 def sampled_ids(cfg: Settings, tokenizer: Any) -> int | None:
     """Return how many ids may be sampled, the first ones; None: the model's whole vocabulary."""
     stops = cfg.generator.stop_token_ids or getattr(tokenizer, "stop_tokens", ())
-    if runs_agents(cfg.environment):
+    if runs_agents(cfg.environment):  # they have the model's own
         tokenizer = hugging_face_tokenizer(cfg.base_model_path)
     return num_ids(tokenizer, stops)
 

@@ -84,6 +84,7 @@ def num_ids(tokenizer: Any, stop_tokens: Sequence[int]) -> int | None:
 
     A model may have more: its vocabulary is padded, so that its size divides well.
     """
+    # torchtune's tokenizers of Qwen have no vocab_size; Phi-3's leaves out the special tokens.
     known = getattr(tokenizer, "vocab_size", None) or len(getattr(tokenizer, "encoder", ()))
     more = (*getattr(tokenizer, "special_tokens", {}).values(), *stop_tokens)
     return max([known, *(token_id + 1 for token_id in more)]) if known else None

@@ -38,10 +38,7 @@ _TIMEOUT_S = 300.0
 
 
 def never_sample_from(worker: Any, num_ids: int | None) -> None:
-    """Let a worker sample only the first ids; None: all.
-
-    Here, and not in each request: a request may name 1024 ids to allow or to punish.
-    """
+    """Let a worker sample only the first ids; None: all. A request could name 1024 at most."""
     model = worker.model_runner.model
     logits_of = model.compute_logits
 
