@@ -297,7 +297,6 @@ class Settings(BaseModel):
 
     save_every_n_steps: Count
     async_checkpoint: bool = False
-    keep_policy_versions: bool = False
     eval_every_n_steps: Count
     metric_logger: Component
     log_every_n_steps: Count

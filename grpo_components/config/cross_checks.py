@@ -50,7 +50,6 @@ def check_together(settings: Settings) -> None:
     check_keep_best(settings)
     check_curriculum(settings)
     check_reuse(settings)
-    _check_versions(settings)
     _check_rewards(settings)
     _check_logging(settings)
 
@@ -104,13 +103,6 @@ def _check_asynchrony(settings: Settings) -> None:
     if (settings.min_generators or 1) > settings.num_generators:
         problem = f"{settings.min_generators} given with num_generators: {settings.num_generators}"
         fail("min_generators", problem, "at most num_generators, or null for all of them")
-
-
-def _check_versions(settings: Settings) -> None:
-    for key in ("eval_only", "rollout_only", "train_from"):
-        if settings.keep_policy_versions and getattr(settings, key):
-            problem = f"given with {key}, whose run trains no token that its own weights sampled"
-            fail("keep_policy_versions", problem, "false")
 
 
 def _check_objective(settings: Settings) -> None:

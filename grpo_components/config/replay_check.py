@@ -24,7 +24,7 @@ FREE = (
     *("async_checkpoint", "gpus_per_teacher"),
     *("checkpoint_failure", "reward_workers", "rollouts_logged_per_step", "timeouts"),
     *("log_token_logprobs", "max_generator_kl", "dry_run", "push", "weights"),
-    *("replay_until", "replay_without", "resume_from_checkpoint", "keep_policy_versions"),
+    *("replay_until", "replay_without", "resume_from_checkpoint"),
 )
 """Keys that a replay may change, because training does not depend on them. `base_model_path` may
 also change, to another copy of the same model."""

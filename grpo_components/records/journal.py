@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from grpo_components.cluster.calls import Part
 from grpo_components.cluster.handles import Roles
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.exchange.ledger import Ledger
@@ -64,14 +65,12 @@ class Journal:
         self._receipts.step(step, after, versions, mass, batch_hash, sessions, tokens)
         self._checkpoints.hold()
 
-    async def save_if_due(self, step: int, roles: Roles) -> None:
+    async def save_if_due(self, step: int, roles: Roles, batch: Part) -> None:
         """Write the committed state as a checkpoint, every n steps and after the last step."""
         if self.what_if and step == self.what_if.step - 1:
             return  # `stop` saves it
         if step % self._save_every_n_steps == 0 or self._ledger.finished:
-            # The buffered groups may have tokens of the last version that was pushed.
-            await roles.server.wait_kept()
-            await self._checkpoints.save(step, roles.trainers, roles.buffer)
+            await self._checkpoints.save(step, roles.trainers, roles.buffer, batch)
 
     async def stop(self, roles: Roles, sample: Event) -> None:
         """Save the state from which a what-if goes on, before the first step that may differ."""

@@ -132,7 +132,7 @@ class Run:
         self._records.watch.check_step(step, metrics)
         why = result.skipped_because
         self._records.skipped_steps.record(step, trained=not why, why=why)
-        await self._journal.save_if_due(step, self._roles)
+        await self._journal.save_if_due(step, self._roles, batch.packed)
 
     async def finish(self) -> None:
         """Wait until the last checkpoint has been written."""

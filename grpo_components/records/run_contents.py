@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 
-from grpo_components.exchange import policy_versions, trained_batches
 from grpo_components.records.folder_lock import LOCK, is_lock, read_holder
 
 PLACEHOLDERS = (
@@ -27,16 +26,11 @@ _FILES = re.compile(
     r"|logs/[^/]+\.(jsonl|log)"
     r"|checkpoints/(latest|best)|checkpoints/\.(latest|best)\.unfinished"
 )
-_FOLDERS = (
-    *("logs", "checkpoints", "skipped", "code"),
-    *(policy_versions.FOLDER, trained_batches.FOLDER),
-)
+_FOLDERS = ("logs", "checkpoints", "skipped", "code")
 """Folders of a run whose files are checked one by one."""
 _TREES = re.compile(
     r"checkpoints/step_\d+|checkpoints/\.step_\d+\.(unfinished|discarded)"
     r"|skipped/step_\d+|code/attempt_\d+|profile"
-    rf"|{policy_versions.FOLDER}/attempt_\d+"
-    rf"|{trained_batches.FOLDER}/([0-9a-f]{{32}}|\.[0-9a-f]{{32}}\.[0-9a-f]+\.part)"
 )
 """Folders of a run that may contain files with any name."""
 _TOP = re.compile(

@@ -125,7 +125,7 @@ def listening(process):
 
 @pytest.fixture
 def replayed_run(shared_runs, tiny_policy, full_run):
-    """The replay of `full_run`, whose judge is gone: whole pushes, and all versions kept.
+    """The replay of `full_run`, whose judge is gone: whole pushes, each step saved.
 
     It asks for a what-if that changes nothing.
     """
@@ -135,7 +135,7 @@ def replayed_run(shared_runs, tiny_policy, full_run):
             output, output_dir = succeed(
                 tune,
                 *full_knobs(full_run.folder.parent, tiny_policy, full_run.seen["judge"]),
-                "keep_policy_versions=true",
+                "save_every_n_steps=1",
                 *(f"replay_events={full_run.folder}", "replay_until=4"),
                 cwd=full_run.folder.parent,
             )

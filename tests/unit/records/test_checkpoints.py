@@ -240,7 +240,7 @@ class Run:
 
     async def save(self, step=None):
         trainers, buffer = self.roles()
-        await self.checkpoints.save(step or self.ledger.steps_done, trainers, buffer)
+        await self.checkpoints.save(step or self.ledger.steps_done, trainers, buffer, None)
 
     async def restore(self, folder):
         self.ledger.load_state_dict(read_state(folder / "state", "driver")["ledger"])
