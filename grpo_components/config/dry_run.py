@@ -87,10 +87,9 @@ def _trains(cfg: Settings) -> bool:
 
 
 def _kind(cfg: Settings) -> str:
-    if cfg.replay_events and cfg.replay_until is not None:
-        return f"a what-if, which leaves {run_folder(cfg.replay_events)} after {cfg.replay_until}"
     if cfg.replay_events:
-        return f"a replay of {run_folder(cfg.replay_events)}"
+        until = f" up to step {cfg.replay_until}" if cfg.replay_until else ""
+        return f"a replay of {run_folder(cfg.replay_events)}{until}"
     if cfg.eval_only:
         return f"an evaluation only, of {_weights(cfg)}"
     if cfg.rollout_only:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -22,7 +22,6 @@ from grpo_components.config.reading import read_settings
 from grpo_components.config.replay_check import check_replay
 from grpo_components.config.signature_checks import check_components
 from grpo_components.config.training_checks import default_bound
-from grpo_components.config.what_if import check_what_if
 from grpo_components.config_text import MAX_DEPTH, check_values
 from grpo_components.errors import fail
 from grpo_components.offline.partial_runs import check_partial_run
@@ -52,15 +51,6 @@ def read_config(cfg: DictConfig) -> Settings:
     return settings
 
 
-def parts_of(cfg: DictConfig) -> Iterator[DictConfig]:
-    """Yield the config of each part of a run: one, or two in a what-if that changes something."""
-    yield cfg
-    if cfg.get("replay_until") is None or cfg.get("resume_from_checkpoint"):
-        return
-    if check_what_if(settings_of(cfg)).what_if:
-        yield OmegaConf.merge(cfg, {"resume_from_checkpoint": True})  # pyright: ignore
-
-
 def check(cfg: DictConfig) -> Settings:
     """Return a config as typed settings with all defaults, or raise the reason it cannot run.
 
@@ -81,7 +71,7 @@ def check(cfg: DictConfig) -> Settings:
         check_packages(settings.timeouts.startup_s)
     check_components(settings)
     check_same_prompts(settings)
-    return check_what_if(settings)
+    return settings
 
 
 def settings_of(cfg: DictConfig) -> Settings:

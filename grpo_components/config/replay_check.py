@@ -24,7 +24,7 @@ FREE = (
     *("async_checkpoint", "gpus_per_teacher"),
     *("checkpoint_failure", "reward_workers", "rollouts_logged_per_step", "timeouts"),
     *("log_token_logprobs", "max_generator_kl", "dry_run", "push", "weights"),
-    *("replay_until", "replay_without", "resume_from_checkpoint"),
+    *("replay_until", "resume_from_checkpoint"),
 )
 """Keys that a replay may change, because training does not depend on them. `base_model_path` may
 also change, to another copy of the same model."""
@@ -35,11 +35,16 @@ _ALLOWED = "the output folder of a finished run, or its logs/events.jsonl"
 
 def check_replay(settings: Settings) -> None:
     """Refuse a `replay_events` whose run cannot be replayed, at all or with this config."""
+    until = settings.replay_until
     if settings.replay_events is None:
+        if until is not None:
+            fail("replay_until", f"{until} given without replay_events", "both, or null")
         return
+    if until is not None and until > settings.num_steps:
+        fail("replay_until", f"{until} given", f"1 to num_steps ({settings.num_steps})")
     if settings.device != "cpu":
         fail("device", f"{settings.device} given with replay_events", "cpu")
-    if settings.resume_from_checkpoint is not False and settings.replay_until is None:
+    if settings.resume_from_checkpoint is not False:
         problem = "given with replay_events, which replays a run from its start"
         fail("resume_from_checkpoint", problem, "false")
     run, output_dir = run_folder(settings.replay_events), Path(settings.output_dir).resolve()
@@ -47,9 +52,8 @@ def check_replay(settings: Settings) -> None:
         fail("output_dir", f"{output_dir} holds the run to replay", "another folder")
     _check_there(run, "config.yaml", "receipts.jsonl", "logs/events.jsonl")
     before, given = recorded_config(run, settings), settings.model_dump()
-    if settings.replay_until is None:  # else `check_what_if` says which keys may differ
-        for key, saved, now in differences(before, given):
-            fail(key, f"{shown(now)} given, and the run to replay had another", shown(saved))
+    for key, saved, now in differences(before, given):
+        fail(key, f"{shown(now)} given, and the run to replay had another", shown(saved))
     names = (schedule_file(Path("logs"), n) for n in range(before["num_generators"]))
     _check_there(run, *map(str, names))
     try:

@@ -19,7 +19,6 @@ from grpo_components.config.building import (
     split_learning_rate,
 )
 from grpo_components.config.gpu_checks import generator_gpus
-from grpo_components.config.what_if import left_out
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.lora import lora_options
@@ -141,7 +140,6 @@ def _trainer(
             tokens_per_micro_batch=cfg.tokens_per_micro_batch,
             contract=contract,
             mask_overlong=cfg.mask_overlong,
-            left_out=left_out(cfg),
         ),
         "optimizer": _optimizer_options(cfg),
         "objective": objective,

@@ -188,7 +188,7 @@ class Trainer:
     ) -> tuple[list[TrainSample], TokenUse]:
         oldest = self._batch.contract.oldest_trainable(self.policy_version)
         batch_options, corrects = self._batch, self._policy_loss.corrects
-        use = TokenUse(oldest, batch_options.mask_overlong, corrects, batch_options.left_out)
+        use = TokenUse(oldest, batch_options.mask_overlong, corrects)
         logged = self._diagnostics.logged_responses
         samples = make_samples(batch, advantages, use.trained_tokens, logged)
         trajectories = [sample.trajectory for sample in samples]

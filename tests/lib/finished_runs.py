@@ -125,10 +125,7 @@ def listening(process):
 
 @pytest.fixture
 def replayed_run(shared_runs, tiny_policy, full_run):
-    """The replay of `full_run`, whose judge is gone: whole pushes, each step saved.
-
-    It asks for a what-if that changes nothing.
-    """
+    """The replay of `full_run`, whose judge is gone: whole pushes, each step saved."""
 
     def make(folder):
         with starter(tiny_policy, folder) as tune:
@@ -136,7 +133,7 @@ def replayed_run(shared_runs, tiny_policy, full_run):
                 tune,
                 *full_knobs(full_run.folder.parent, tiny_policy, full_run.seen["judge"]),
                 "save_every_n_steps=1",
-                *(f"replay_events={full_run.folder}", "replay_until=4"),
+                f"replay_events={full_run.folder}",
                 cwd=full_run.folder.parent,
             )
         return FinishedRun(output_dir, output)

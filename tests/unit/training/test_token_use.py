@@ -29,8 +29,8 @@ def trajectory(group, versions, mask=None, **fields):
     )
 
 
-def count(trajectories, updated=lambda sample: True, mask_overlong=True, left_out=()):
-    use = TokenUse(oldest=3, mask_overlong=mask_overlong, corrects=False, left_out=left_out)
+def count(trajectories, updated=lambda sample: True, mask_overlong=True):
+    use = TokenUse(oldest=3, mask_overlong=mask_overlong, corrects=False)
     number = len({id(each) for each in trajectories})
     samples = make_samples(pack(trajectories), np.zeros(number), use.trained_tokens, 0)
     keep_updated([sample for sample in samples if updated(sample)])
@@ -53,15 +53,6 @@ def test_each_cause_has_its_tokens_and_a_token_the_first_of_its_causes():
         8: {"failed": 2},
     }
     assert count(BATCH, mask_overlong=False)[7] == {"trained": 9, "stale": 3}
-
-
-def test_a_group_that_is_left_out_has_all_its_tokens_there():
-    usual = count(BATCH)
-    assert count(BATCH, left_out={7}) == {7: {"left_out": 12}, 8: usual[8]}
-    assert count(BATCH, left_out={8}) == {7: usual[7], 8: {"left_out": 2}}
-    facts = {"sampled_tokens": 50, "unanswered_tokens": 45}
-    session = [trajectory(1, [3, 3, 3, 3, 3], session={"sample": 0, **facts})]
-    assert count(session, left_out={1}) == {1: {"left_out": 50}}
 
 
 @pytest.mark.parametrize("mask_overlong", [False, True])
