@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from grpo_components.config.package_checks import check_packages
 from lib.checkpoints import write_checkpoint
 from lib.config_errors import refusal_of, refused_key
 from omegaconf import OmegaConf
 
 from grpo_components.config.checkpointer_checks import checkpoint_files
 from grpo_components.config.output_checks import check_folder, check_inputs
-from grpo_components.config.package_checks import check_packages
 from grpo_components.config.paths import expand_paths, is_path, read_hf_config
 from grpo_components.config.reading import read_settings
 from grpo_components.examples import tiny_policy as tiny_policy_command

@@ -550,26 +550,6 @@ def test_steps_are_repeated_of_a_recorded_run_only(values):
     assert refusal(values | {"replay_until": 1, "replay_events": None}).startswith("replay_until: ")
 
 
-def test_a_run_of_an_older_version_is_read_by_todays_names(values):
-    """Components have moved, GRPO's loss was a component, and younger keys have their defaults."""
-    file = Path(values["replay_events"]) / "config.yaml"
-    saved = OmegaConf.to_container(OmegaConf.load(file))
-    assert isinstance(saved, dict)
-    clip = {key: saved["loss"][key] for key in ("clip_low", "clip_high", "kl_coeff")}
-    saved["loss"] = {"_component_": "grpo_components.objective.losses.GRPOLoss", **clip}
-    moved = saved["dataset"]["_component_"].replace(".data.", ".rollout.")
-    assert moved != saved["dataset"]["_component_"]
-    saved["dataset"]["_component_"] = moved
-    for key in ("max_generator_kl", "user"):
-        saved.pop(key, None)
-    saved["eval"].pop("allow_other_prompts")
-    file.write_text(OmegaConf.to_yaml(OmegaConf.create(saved)))
-    check(values)
-    saved["loss"]["clip_low"] = 0.1
-    file.write_text(OmegaConf.to_yaml(OmegaConf.create(saved)))
-    assert refusal(values).startswith("loss.clip_low: ")
-
-
 def test_the_folder_of_the_run_to_replay_is_not_moved_aside(values):
     values["output_dir"] = values["replay_events"]
     assert refusal(values).startswith("output_dir: ")
