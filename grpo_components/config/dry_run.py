@@ -20,8 +20,8 @@ from grpo_components.config.start_roles import (
 from grpo_components.objective.component_errors import name_of
 from grpo_components.objective.objective import Objective
 from grpo_components.offline.partial_runs import TRAJECTORIES, roles_of
-from grpo_components.records.output_folder import free_names, is_used, real_path
 from grpo_components.records.resume import find_checkpoint, last_attempt, run_of
+from grpo_components.records.run_folder import free_names, is_used, real_path
 from grpo_components.replay.recorded_run import available_cpus, run_folder
 from grpo_components.settings import Settings, teachers_of
 from grpo_components.state_files import read_state

@@ -125,7 +125,7 @@ class Checkpoints:
     ) -> None:
         try:
             self._verify()
-            folder = await asyncio.to_thread(begin, self._folder, step)
+            folder = await asyncio.to_thread(begin, self._folder, step, self._identity.incarnation)
             failures = await asyncio.gather(
                 trainers.write_state(folder), buffer.write_state(folder / "state", parts)
             )
