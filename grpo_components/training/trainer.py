@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +30,7 @@ from grpo_components.rendezvous import Rendezvous
 from grpo_components.training.base_reference import add_reference_logprobs
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.training.grad_norm import clip_grad_norm
-from grpo_components.training.optimizer_offload import OptimizerOffload
+from grpo_components.training.optimizer_offload import state_on_device
 from grpo_components.training.optimizers import set_learning_rate
 from grpo_components.training.policy_loss import PolicyLoss
 from grpo_components.training.policy_weights import load_policy, weight_exports
@@ -109,7 +110,9 @@ class Trainer:
         self._optimizer = optimizer.build_optimizer(trained_parameters(self._model))
         schedule = optimizer.build_lr_scheduler
         self._lr_scheduler = schedule and schedule(self._optimizer)
-        self._offload = OptimizerOffload(self._optimizer, self._device, active=ranks.takes_turns)
+        self._on_device = partial(
+            state_on_device, self._optimizer, self._device, active=ranks.takes_turns
+        )
         self._learning_rate, self._step = optimizer.learning_rate, 0
         self._max_grad_norm = optimizer.clip_grad_norm or math.inf
         terms = (objective.loss, objective.penalties, objective.off_policy)
@@ -143,7 +146,7 @@ class Trainer:
         if self._learning_rate is not None:
             set_learning_rate(self._optimizer, self._learning_rate(step))
         samples, use = self._samples(batch, advantages, step)
-        with self._offload.on_device() as moves:
+        with self._on_device() as moves:
             updates, start_known = self._updates(samples, step)
         if trained := any(is_usable(update) for update in updates):
             self.policy_version += 1
@@ -348,7 +351,7 @@ class Trainer:
 
     def load_state(self, folder: str) -> None:
         """Restore a checkpoint written by any number of ranks; see `TrainerState.load`."""
-        with self._offload.on_device():
+        with self._on_device():
             self.policy_version = self._state.load(Path(folder))
 
     def close(self) -> None:

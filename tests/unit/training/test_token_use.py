@@ -69,7 +69,7 @@ def test_tokens_without_a_usable_update_are_skipped():
 
 
 def test_the_tokens_that_no_client_kept_are_in_no_trajectory():
-    facts = {"sampled_tokens": 50, "unanswered_tokens": 45, **dict.fromkeys(SESSION_COUNTS, 1)}
+    facts = {"sampled_tokens": 50, "unanswered_tokens": 45}
     parts = [
         trajectory(1, [3, 3], session={"sample": 0, **facts}),
         trajectory(1, [2, 3, 3], session={"sample": 0}),  # the session forked
