@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.optim import Optimizer
 from torchtune.training import OffloadActivations
 
 from grpo_components.exchange.weight_deltas import DeltaBucket
@@ -31,10 +32,8 @@ from grpo_components.training.base_reference import add_reference_logprobs
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.training.grad_norm import clip_grad_norm
 from grpo_components.training.optimizer_offload import state_on_device
-from grpo_components.training.optimizers import set_learning_rate
 from grpo_components.training.policy_loss import PolicyLoss
 from grpo_components.training.policy_weights import load_policy, weight_exports
-from grpo_components.training.profiling import StepProfiler
 from grpo_components.training.resource_use import ResourceUse
 from grpo_components.training.sample import (
     TrainSample,
@@ -126,7 +125,10 @@ class Trainer:
         self._exports = weight_exports(self._model, model, self._device, rank, num_ranks)
         log_memory = diagnostics.log_peak_memory_stats
         self._use = ResourceUse(self._model, self._device, model.dtype, num_ranks, log_memory)
-        self._profiler = StepProfiler(diagnostics.build_profiler)
+        build_profiler = diagnostics.build_profiler
+        self._profiler = None if build_profiler is None else build_profiler()[0]
+        if self._profiler is not None:
+            self._profiler.start()
         if ranks.open_sender is not None and rank == 0:  # its methods run beside the training
             calls = ranks.open_sender(host=rendezvous.host).calls
             self.send_weights, self.next_request, self.abandon_send = calls
@@ -173,7 +175,8 @@ class Trainer:
         if why and self._rank == 0:
             folder, outcome = Path(self._diagnostics.skipped_folder), {"skipped_because": why}
             dump_batch(folder, step + 1, batch, advantages, metrics | outcome)
-        self._profiler.step()
+        if self._profiler is not None:
+            self._profiler.step()  # the last one of a cycle writes the traces; collective
         versions = np.concatenate([s.trajectory.token_versions[s.mask] for s in samples])
         return StepResult(
             policy_version=self.policy_version,
@@ -356,5 +359,15 @@ class Trainer:
 
     def close(self) -> None:
         """Write the traces of an unfinished profile and leave the process group."""
-        self._profiler.close()
+        if self._profiler is not None:
+            self._profiler.stop()
         dist.destroy_process_group()
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Set the learning rate of all parameter groups."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao's rejects a float
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
