@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from grpo_components.config.package_checks import check_packages
 from lib.checkpoints import write_checkpoint
 from lib.config_errors import refusal_of, refused_key
 from omegaconf import OmegaConf

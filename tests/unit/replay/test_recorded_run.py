@@ -35,6 +35,7 @@ from grpo_components.replay.recorded_run import FORMAT, available_cpus, read_eve
 from grpo_components.replay.schedule import STOP, open_schedule
 from grpo_components.training.step_result import StepResult
 from grpo_components.trajectory import Trajectory, pack, summarize
+from grpo_tools.audit.__main__ import audit
 
 # ---- whole runs with fakes of the roles ---------------------------------------------------------
 

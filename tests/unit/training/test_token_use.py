@@ -8,7 +8,7 @@ import torch
 
 from grpo_components.training.sample import make_samples
 from grpo_components.training.token_use import TokenUse, keep_updated, keep_weighted
-from grpo_components.trajectory import SESSION_COUNTS, Trajectory, pack, summarize
+from grpo_components.trajectory import Trajectory, pack, summarize
 
 CPU = torch.device("cpu")
 
