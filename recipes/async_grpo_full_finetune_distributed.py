@@ -146,9 +146,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             cfg, self.ledger, prompts, self.temperature, tokenizer, dataset, held_out, __file__
         )
         log = self.records.log
-        self.cluster = build_cluster(
-            cfg, objective.needs_reference, self.ledger, log.note, log.phase
-        )
+        self.cluster = build_cluster(cfg, self.ledger, log.note, log.phase)
         self.cluster.start()
         longest = max(dataset.max_prompt_length, held_out.max_prompt_length)
         self.roles = start_roles(

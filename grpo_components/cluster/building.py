@@ -25,13 +25,11 @@ def threads_of(cfg: Settings, role: str, num_references: int) -> int:
 
 def build_cluster(
     cfg: Settings,
-    needs_reference: bool,
     ledger: Ledger,
     note: Callable[[str], None],
     phase: Callable[[str], None],
 ) -> Cluster:
     """Build the cluster from the config."""
-    threads = threads_of(cfg, "trainer", cfg.num_references * needs_reference)
     return Cluster(
         Path(cfg.output_dir),
         cfg.log_level,
@@ -43,5 +41,4 @@ def build_cluster(
         events=ledger.events,
         address=cfg.ray.address,
         object_store_memory=cfg.object_store_memory,
-        early_threads=threads if cfg.device == "cpu" else None,  # a GPU's roles are not forked
     )

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import worker as ray_worker
 
 from grpo_components.cluster.joined_ray import JoinedRay
 from grpo_components.cluster.own_ray import OwnRay
 from grpo_components.cluster.placement import Need, family_of
-from grpo_components.cluster.ray_start import objects_in_scope
 from grpo_components.cluster.remote_files import RemoteFiles
 from grpo_components.cluster.restarts import Family, RestartBudget
 from grpo_components.cluster.role import Role
@@ -47,7 +47,6 @@ class Cluster:
         events: EventOrder | None = None,
         address: str | None = None,
         object_store_memory: int | None = None,
-        early_threads: int | None = None,
     ) -> None:
         self._output_dir, self._logs = output_dir.absolute(), output_dir.absolute() / "logs"
         self._log_level, self._attempt = log_level, attempt
@@ -64,10 +63,9 @@ class Cluster:
         """References to where the processes of a family find each other, by family."""
         self._gpus: dict[str, Any] = {}
         """References to the GPUs of each role that shares them with another."""
-        early = None if early_threads is None else _environment(early_threads)
         self._joined = JoinedRay(address, output_dir, log_level, note) if address else None
         self._marker = self._joined.marker if self._joined else None
-        self._ray = self._joined or OwnRay(self._logs, log_level, note, object_store_memory, early)
+        self._ray = self._joined or OwnRay(log_level, note, object_store_memory)
         self.scratch = self._ray.scratch
         """Folder for temporary files, on every node; removed at the end."""
 
@@ -112,12 +110,12 @@ class Cluster:
         **kwargs: Any,
     ) -> Role:
         """Start the process of one role, without waiting for it; `ready` waits."""
-        log_file, variables = str(self._logs / f"{name}.log"), _environment(cpu_threads, env)
+        log_file = str(self._logs / f"{name}.log")
         place = Place(str(self._output_dir), self._marker, str(self.scratch), log_file)
-        identity = (name, place, self._log_level, cpu_threads, sys.path)
+        identity = (name, place, self._log_level, cpu_threads, env or {}, sys.path)
 
         def start_process(incarnation: int) -> RoleProcess:
-            options = self._ray.options(name, role_class, variables, num_gpus)
+            options = self._ray.options(name, num_gpus)
             options |= {"num_gpus": 0} if beside else {}
             host = ray.remote(RoleHost).options(**options).remote(*identity)
             given = kwargs | ({"restart_count": incarnation} if counts_restarts else {})
@@ -201,7 +199,7 @@ class Cluster:
                 file.flush()
 
             def beat_of_driver() -> None:
-                beat("driver", resource_use() | {"objects": objects_in_scope()})
+                beat("driver", resource_use() | {"objects": _objects_in_scope()})
 
             async def watch_driver() -> None:
                 while True:
@@ -317,10 +315,7 @@ async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
             tasks.create_task(work)
 
 
-def _environment(cpu_threads: int, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    return {
-        "OMP_NUM_THREADS": str(cpu_threads),
-        # Otherwise waiting threads spin, which slows down other roles on the same cores.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        **(more or {}),
-    }
+def _objects_in_scope() -> int:
+    """Return the number of Ray objects that this process still refers to."""
+    core: Any = ray_worker.global_worker.core_worker  # pyright: ignore[reportAttributeAccessIssue]
+    return len(core.get_all_reference_counts())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import socket
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,16 @@ from ray.exceptions import RayError
 
 from grpo_components.cluster import node_side
 from grpo_components.cluster.nodes import answers, on_node, this_node
+from grpo_components.cluster.own_ray import logging_level
 from grpo_components.cluster.placement import Need, Placement
-from grpo_components.cluster.ray_start import join_ray
 from grpo_components.cluster.remote_files import RemoteFiles
 from grpo_components.errors import fail
+from grpo_components.user_code import PACKAGE, user_modules
 
 _CHECK_S = 120.0
 """Longest wait for a node's answer before the start; it may have to unpack the code first."""
+_CONNECT_S = 10.0
+"""Longest wait for a connection to a cluster's head, in seconds."""
 _END_S = 30.0
 """Longest wait for a node to end the run's processes and remove its files."""
 
@@ -42,7 +48,7 @@ class JoinedRay:
 
     def start(self) -> None:
         """Join the cluster."""
-        join_ray(self._address, self._log_level)
+        _join(self._address, self._log_level)
         (self._output_dir / self.marker).touch()
 
     def reserve(self, needs: Mapping[str, Need], timeout_s: float) -> None:
@@ -88,11 +94,9 @@ class JoinedRay:
         """Say why the nodes that live have no room for roles; empty if they have."""
         return self._placement.why_no_room(names)
 
-    def options(
-        self, name: str, role_class: str, variables: dict[str, str], num_gpus: float
-    ) -> dict[str, Any]:
-        """Return Ray's options for the process of a role."""
-        variables = variables | {node_side.RUN_VARIABLE: self.name}
+    def options(self, name: str, num_gpus: float) -> dict[str, Any]:
+        """Return Ray's options for the process of a role; its GPUs are reserved."""
+        variables = {node_side.RUN_VARIABLE: self.name}
         return {**self._placement.options(name), "runtime_env": {"env_vars": variables}}
 
     def stop(self, kill_roles: Callable[[], None]) -> None:
@@ -122,6 +126,36 @@ class JoinedRay:
         _, left = answers(clearing, "remove the run's files", _END_S)
         for node, problem in (unreachable | left).items():
             self._note(f"{self._hosts[node]} {problem}")
+
+
+def _join(address: str, log_level: str) -> None:
+    """Join a Ray cluster, and send it this package and the user's modules."""
+    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # `exit_code` shows each failure once
+    allowed = "null for a Ray of the run's own, or a cluster of which this machine is a node"
+    try:
+        if address != "auto":  # Ray itself would wait for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        with ThreadPoolExecutor(1) as thread:  # Ray leaves SIGTERM to the main thread
+            thread.submit(
+                ray.init,
+                address=address,
+                log_to_driver=False,
+                logging_level=logging_level(log_level),
+                runtime_env={"py_modules": [str(PACKAGE), *_users_packages()]},
+            ).result()
+    # Ray has no common class for: no cluster there, another version, no or a wrong token.
+    except (RayError, OSError, RuntimeError, ValueError, AssertionError) as error:
+        fail("ray.address", f"{address} given, and it cannot be joined: {error}", allowed)
+
+
+def _users_packages() -> list[str]:
+    """Return the files and packages that the roles may import of the user's code."""
+    found: dict[str, None] = {}
+    for name, path in user_modules(None).items():
+        depth = len(Path(name).parts) - 1
+        found[str(path.parents[depth - 1] if depth else path)] = None
+    return list(found)
 
 
 def _address(node_id: str) -> str:

@@ -19,7 +19,7 @@ from typing import IO
 
 import psutil
 
-from grpo_components.cluster.leftovers import remove_temp_dir
+from grpo_components.cluster.scratch import remove_scratch
 
 LOCK = "lock"
 """File in a run's folder for temporary files, locked by each of its roles on the node."""
@@ -71,7 +71,7 @@ def wait_and_remove(raylet: int, scratch: Path, output_dir: Path, gone_s: float 
         mirror = output_dir / MIRROR
         if mirror.exists() and mirror.read_text(encoding="utf-8") == scratch.name:
             shutil.rmtree(output_dir, ignore_errors=True)
-        remove_temp_dir(scratch)
+        remove_scratch(scratch)
 
 
 def _ends(pid: int, timeout_s: float) -> bool:

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import xxhash
 
-from grpo_components.cluster.leftovers import remove_temp_dir
 from grpo_components.cluster.node_janitor import LOCK, MIRROR, end_janitor, start_janitor
+from grpo_components.cluster.scratch import remove_scratch
 
 RUN_VARIABLE = "GRPO_RUN"
 """Environment variable of every process that a run starts in a joined cluster: the run's name."""
@@ -143,7 +143,7 @@ def _remove_dead_scratch() -> None:
                 continue
             with (folder / LOCK).open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove_temp_dir(folder)
+                remove_scratch(folder)
 
 
 def new_bytes(
@@ -219,4 +219,4 @@ def clear(output_dir: str, scratch: str) -> None:
     end_janitor(Path(scratch))
     if (Path(output_dir) / MIRROR).exists():
         shutil.rmtree(output_dir, ignore_errors=True)
-    remove_temp_dir(Path(scratch))
+    remove_scratch(Path(scratch))

@@ -3,50 +3,60 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+import logging
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
 import ray
+from ray._private import ray_constants
 
-from grpo_components.cluster.leftovers import make_temp_dir, remove_temp_dir, sweep
 from grpo_components.cluster.placement import Need
-from grpo_components.cluster.ray_start import start_ray
-from grpo_components.cluster.role_parents import RoleParents
+from grpo_components.cluster.scratch import make_scratch, remove_scratch, sweep
 
 _SHUTDOWN_KILL_S = 5.0
 """Seconds a stopped process may take to end before it is killed."""
-_EARLY = ("torch", "torchtune", "torchrl")
-"""What most roles import, less Ray and what imports it."""
 
 
 class OwnRay:
-    """Starts Ray for one run and forks the roles' processes from a parent."""
+    """Starts Ray for one run."""
 
     def __init__(
-        self,
-        logs: Path,
-        log_level: str,
-        note: Callable[[str], None],
-        object_store_memory: int | None,
-        early: Mapping[str, str] | None,
+        self, log_level: str, note: Callable[[str], None], object_store_memory: int | None
     ) -> None:
-        self._log_level, self._note, self._early = log_level, note, early
+        self._log_level, self._note = log_level, note
         self._object_store_memory = object_store_memory
         # Processes that `stop` must leave alone, e.g. a logger's service.
         self._not_ours = set(psutil.Process().children(recursive=True))
-        self.scratch = make_temp_dir()
+        # In the main thread, Ray would replace the handler of SIGTERM. Its processes end with the
+        # thread that started them.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
+        self.scratch, self._lock = make_scratch()
         """Folder for temporary files of the run."""
-        self._parents = RoleParents(self.scratch, logs / "role_parent.log", note)
 
     def start(self) -> None:
         """Start Ray, and remove what killed runs left behind."""
         if swept := sweep():
             self._note(f"removed what killed runs left behind: {', '.join(swept)}")
-        if self._early is not None:
-            self._parents.start(dict(self._early), _EARLY)
-        start_ray(self.scratch, self._log_level, self._object_store_memory)
+        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+        # `exit_code` shows each failure once.
+        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+        # A secret for this run; otherwise Ray writes one into the user's home folder.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        # No public switch makes all of Ray's processes listen on loopback only.
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        self._thread.submit(
+            ray.init,
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging_level(self._log_level),
+            object_store_memory=self._object_store_memory,
+            _temp_dir=str(self.scratch),
+        ).result()
 
     def reserve(self, needs: Mapping[str, Need], timeout_s: float) -> None:
         """Do nothing: preflight has checked that the roles fit on this machine."""
@@ -55,29 +65,27 @@ class OwnRay:
         """Return the empty string: the only machine that there is lives."""
         return ""
 
-    def options(
-        self, name: str, role_class: str, variables: dict[str, str], num_gpus: float
-    ) -> dict[str, Any]:
+    def options(self, name: str, num_gpus: float) -> dict[str, Any]:
         """Return Ray's options for the process of a role."""
-        more = self._parents.variables(role_class, variables, num_gpus)
-        environment = {"env_vars": variables | more}
-        return {"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": environment}
+        return {"num_cpus": 0, "num_gpus": num_gpus}
 
     def stop(self, kill_roles: Callable[[], None]) -> None:
-        """Kill every process of the run, whatever its state, and remove Ray's folder."""
+        """Kill every process of the run, whatever its state, and remove its folder."""
         processes = set(psutil.Process().children(recursive=True)) - self._not_ours
         kill_roles()
-        self._parents.stop()
         try:
             ray.shutdown()
         finally:
-            _end(processes)
-            remove_temp_dir(self.scratch)
+            self._thread.shutdown()
+            _, alive = psutil.wait_procs(processes, timeout=_SHUTDOWN_KILL_S)
+            for process in alive:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(alive, timeout=_SHUTDOWN_KILL_S)
+            remove_scratch(self.scratch)
+            self._lock.close()
 
 
-def _end(processes: Iterable[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=_SHUTDOWN_KILL_S)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=_SHUTDOWN_KILL_S)
+def logging_level(log_level: str) -> int:
+    """Return Ray's logging level: at WARNING it tells much that is none of the user's business."""
+    return getattr(logging, "ERROR" if log_level == "WARNING" else log_level)

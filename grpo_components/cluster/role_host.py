@@ -62,8 +62,14 @@ class RoleHost:
         place: Place,
         log_level: str,
         cpu_threads: int,
+        variables: dict[str, str],
         module_path: list[str],
     ) -> None:
+        # Libraries read them when they are loaded: no library of the roles is yet.
+        os.environ["OMP_NUM_THREADS"] = str(cpu_threads)
+        # Otherwise waiting threads spin, which slows down other roles on the same cores.
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ |= variables
         self._name, self._log_file, log_file = name, place.log_file, place.log_file
         self._shares_files, run_name = True, Path(place.scratch).name
         if place.marker is not None:

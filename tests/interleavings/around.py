@@ -132,7 +132,7 @@ def without_ray() -> Iterator[None]:
             cluster_module: {
                 "OwnRay": lambda *given: SimpleNamespace(scratch=None),
                 "resource_use": dict,
-                "objects_in_scope": lambda: 0,
+                "_objects_in_scope": lambda: 0,
                 "_HEARTBEAT_EVERY_S": math.inf,
             },
             receipts_module: {"ChainedFile": Pages},

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -12,7 +12,6 @@ import pytest
 
 from grpo_components.cluster import restarts
 from grpo_components.cluster.cluster import Cluster
-from grpo_components.cluster.leftovers import remove_temp_dir
 from grpo_components.cluster.restarts import RestartBudget
 from grpo_components.cluster.supervision import exit_code
 from grpo_components.errors import RoleFailedError, RoleLostError
@@ -538,9 +537,11 @@ def test_a_failed_restart_is_repeated_in_the_same_attempt(
 
 
 def test_sigterm_while_ray_starts_ends_the_run_like_any_other(output_dir, monkeypatch, capsys):
-    def init(**_):  # Ray sets a handler of its own
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
-        signal.raise_signal(signal.SIGTERM)
+    """Ray sets a handler of its own wherever it may: in the main thread."""
+
+    def init(**_):
+        assert threading.current_thread() is not threading.main_thread()
+        os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr("ray.init", init)
     monkeypatch.setattr("sys.argv", ["recipe"])
@@ -549,7 +550,7 @@ def test_sigterm_while_ray_starts_ends_the_run_like_any_other(output_dir, monkey
     try:
         assert exit_code(own.start) == 143
     finally:
-        remove_temp_dir(own.scratch)
+        own.stop()
         for number, handler in before.items():
             signal.signal(number, handler)
     assert capsys.readouterr().err == "terminated: all roles stopped\n"
