@@ -15,13 +15,10 @@ from typing import Any
 import ray
 from ray._private import worker as ray_worker
 
-from grpo_components.cluster.joined_ray import JoinedRay
-from grpo_components.cluster.own_ray import OwnRay
-from grpo_components.cluster.placement import Need, family_of
-from grpo_components.cluster.remote_files import RemoteFiles
+from grpo_components.cluster.ray_cluster import Need, RayCluster, family_of
 from grpo_components.cluster.restarts import Family, RestartBudget
 from grpo_components.cluster.role import Role
-from grpo_components.cluster.role_host import Place, RoleHost, resource_use
+from grpo_components.cluster.role_host import RoleHost, resource_use
 from grpo_components.cluster.role_process import RoleProcess
 from grpo_components.cluster.supervision import apart, root_cause
 from grpo_components.errors import ReplayStop, RoleFailedError
@@ -48,7 +45,7 @@ class Cluster:
         address: str | None = None,
         object_store_memory: int | None = None,
     ) -> None:
-        self._output_dir, self._logs = output_dir.absolute(), output_dir.absolute() / "logs"
+        self._logs = output_dir.absolute() / "logs"
         self._log_level, self._attempt = log_level, attempt
         self._budget = budget or RestartBudget(0, math.inf)
         self._heartbeat_s, self._events = heartbeat_s, events or EventOrder()
@@ -63,9 +60,9 @@ class Cluster:
         """References to where the processes of a family find each other, by family."""
         self._gpus: dict[str, Any] = {}
         """References to the GPUs of each role that shares them with another."""
-        self._joined = JoinedRay(address, output_dir, log_level, note) if address else None
-        self._marker = self._joined.marker if self._joined else None
-        self._ray = self._joined or OwnRay(log_level, note, object_store_memory)
+        folder, store = output_dir.absolute(), object_store_memory
+        self._ray = RayCluster(folder, log_level, note, address, store)
+        self._start_phase = "joining the Ray cluster" if address else "starting Ray"
         self.scratch = self._ray.scratch
         """Folder for temporary files, on every node; removed at the end."""
 
@@ -76,16 +73,11 @@ class Cluster:
 
     def start(self) -> None:
         """Start Ray on this machine, private to this run, or join a cluster."""
-        self._phase("joining the Ray cluster" if self._joined else "starting Ray")
+        self._phase(self._start_phase)
         self._ray.start()
 
-    @property
-    def remote_files(self) -> RemoteFiles | None:
-        """Files of the run on nodes that do not see its folder; None without a joined cluster."""
-        return self._joined.files if self._joined else None
-
     def reserve(self, needs: Mapping[str, Need], timeout_s: float) -> None:
-        """Reserve room for roles in a joined cluster; on this machine, preflight has checked it."""
+        """See `RayCluster.reserve`."""
         self._ray.reserve(needs, timeout_s)
         self._budget.why_no_room = self._why_no_room
 
@@ -111,16 +103,15 @@ class Cluster:
     ) -> Role:
         """Start the process of one role, without waiting for it; `ready` waits."""
         log_file = str(self._logs / f"{name}.log")
-        place = Place(str(self._output_dir), self._marker, str(self.scratch), log_file)
-        identity = (name, place, self._log_level, cpu_threads, env or {}, sys.path)
+        given = (log_file, str(self.scratch), self._log_level, cpu_threads, env or {}, sys.path)
 
         def start_process(incarnation: int) -> RoleProcess:
             options = self._ray.options(name, num_gpus)
             options |= {"num_gpus": 0} if beside else {}
-            host = ray.remote(RoleHost).options(**options).remote(*identity)
-            given = kwargs | ({"restart_count": incarnation} if counts_restarts else {})
+            host = ray.remote(RoleHost).options(**options).remote(name, *given)
+            arguments = kwargs | ({"restart_count": incarnation} if counts_restarts else {})
             met = [self._rendezvous_of(name, host) if meets else None, *map(self._gpus_of, beside)]
-            return RoleProcess(incarnation, host, host.start.remote(role_class, given, *met))
+            return RoleProcess(incarnation, host, host.start.remote(role_class, arguments, *met))
 
         role = Role(
             name,
@@ -204,8 +195,6 @@ class Cluster:
             async def watch_driver() -> None:
                 while True:
                     beat_of_driver()
-                    if self._joined:
-                        await self._joined.files.bring()
                     await asyncio.sleep(_HEARTBEAT_EVERY_S)
 
             async def attempt() -> None:
@@ -287,8 +276,6 @@ class Cluster:
             await role.replay_restart(event["what"])
 
     def _record_start(self, role: str, identity: dict[str, Any]) -> None:
-        if self._joined and not identity["shares_files"]:
-            self._joined.files.add_node(identity["node_id"])
         record = {"role": role, **identity, "attempt": self._attempt, "started": time.time()}
         with (self._logs / "roles.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")

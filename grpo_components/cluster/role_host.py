@@ -18,16 +18,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 
-from grpo_components.cluster.interfaces import network_environment
-from grpo_components.cluster.node_side import open_run_folder, open_scratch
-from grpo_components.cluster.nodes import this_node
+from grpo_components.cluster.ray_cluster import this_node
 from grpo_components.errors import ConfigError, RoleFailedError
 from grpo_components.plain_text import PlainFormatter
 from grpo_components.quiet import quiet_libraries
@@ -39,27 +37,14 @@ DUMP_STACKS = signal.SIGUSR1
 _MAIN_LANE = "main"
 
 
-@dataclass(frozen=True)
-class Place:
-    """Folders of a run, and the log of one role."""
-
-    output_dir: str
-    """Folder of the run, as the driver sees it."""
-    marker: str | None
-    """File in it by which a node of a joined cluster sees that it shares the folder."""
-    scratch: str
-    """Folder of the run's temporary files, on every node."""
-    log_file: str
-    """File that gets stdout and stderr of the role's process."""
-
-
 class RoleHost:
     """Ray actor that runs one role, a plain class, in its own process."""
 
     def __init__(
         self,
         name: str,
-        place: Place,
+        log_file: str,
+        scratch: str,
         log_level: str,
         cpu_threads: int,
         variables: dict[str, str],
@@ -70,13 +55,13 @@ class RoleHost:
         # Otherwise waiting threads spin, which slows down other roles on the same cores.
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         os.environ |= variables
-        self._name, self._log_file, log_file = name, place.log_file, place.log_file
-        self._shares_files, run_name = True, Path(place.scratch).name
-        if place.marker is not None:
-            self._shares_files = open_run_folder(place.output_dir, place.marker, run_name)
-            open_scratch(Path(place.scratch), place.output_dir)
+        self._name, self._log_file = name, log_file
+        Path(scratch).mkdir(mode=0o700, exist_ok=True)
+        os.environ["TMPDIR"] = scratch
+        tempfile.tempdir = None  # Python keeps the folder that it found first
         # A killed process leaves its semaphores in /dev/shm; the prefix tells which run's they are.
-        multiprocessing.current_process()._config["semprefix"] = f"/{run_name}"  # pyright: ignore
+        semaphores = f"/{Path(scratch).name}"
+        multiprocessing.current_process()._config["semprefix"] = semaphores  # pyright: ignore
         descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
@@ -125,7 +110,6 @@ class RoleHost:
             "node": socket.gethostname(),
             "node_id": this_node(),
             "tmp": tempfile.gettempdir(),
-            "shares_files": self._shares_files,
         }
 
     def _build(self, role_class: str, kwargs: dict[str, Any]) -> None:
@@ -238,3 +222,18 @@ def resource_use() -> dict[str, Any]:
             "open_files": process.num_fds(),
             "processes": len(process.children(recursive=True)),
         }
+
+
+def network_environment(address: str) -> dict[str, str]:
+    """Return the variables by which gloo, NCCL and vLLM use the interface that has an address.
+
+    Left alone, each picks one by itself, maybe one that other nodes cannot reach.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in (each.address for each in addresses):
+            return {
+                "GLOO_SOCKET_IFNAME": name,
+                "NCCL_SOCKET_IFNAME": f"={name}",  # without it, eth1 would also name eth10
+                "VLLM_HOST_IP": address,
+            }
+    return {}

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from grpo_components.cluster.nodes import send_signal, this_node
+from grpo_components.cluster.ray_cluster import on_node, this_node
 
 
 @dataclass
@@ -53,11 +53,11 @@ class RoleProcess:
         """Send a signal to the process, if its pid is known."""
         if not self.pid:
             return
-        if self.node_id != this_node():
-            send_signal(self.node_id, self.pid, number)
+        if self.node_id == this_node():
+            _signal(self.pid, number)
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+        with contextlib.suppress(RayError):  # the node, or Ray itself, has gone
+            on_node(self.node_id, _signal, self.pid, number)
 
     async def wait_turn(self, turn: Callable[[], Awaitable[Any]]) -> bool:
         """Wait for a turn in a replay, or until the process is replaced."""
@@ -73,3 +73,8 @@ class RoleProcess:
         if came:
             waiting.result()
         return came
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

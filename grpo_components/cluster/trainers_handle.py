@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from grpo_components.cluster.batch import Batch
 from grpo_components.cluster.calls import Part
-from grpo_components.cluster.remote_files import RemoteFiles
 from grpo_components.cluster.role import Role
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.training.step_result import StepResult
@@ -31,9 +30,8 @@ class TrainersHandle:
         ledger: Ledger,
         train_step_s: float,
         weights_s: float,
-        remote_files: RemoteFiles | None = None,
     ) -> None:
-        self._roles, self._ledger, self._remote_files = roles, ledger, remote_files
+        self._roles, self._ledger = roles, ledger
         self._train_step_s, self._weights_s = train_step_s, weights_s
         self.turn: Callable[[], AbstractAsyncContextManager[dict[str, float]]]
         self.turn = partial(nullcontext, {})
@@ -86,28 +84,12 @@ class TrainersHandle:
 
     async def write_state(self, folder: Path) -> list[str | None]:
         """Write the held state to a checkpoint; return why it failed, or None, for each rank."""
-        failures = await self._on_all("write_state", str(folder), lane=CHECKPOINT_LANE)
-        if self._remote_files:
-            nodes = {role.process.node_id for role in self._roles}
-            await self._remote_files.bring_checkpoint(folder, nodes)
-        return failures
+        return await self._on_all("write_state", str(folder), lane=CHECKPOINT_LANE)
 
     async def load_state(self, checkpoint: Path) -> None:
         """Load the state of a checkpoint on every rank."""
-        if not self._remote_files:
-            async with self.turn():
-                await self._on_all("load_state", str(checkpoint))
-            return
-        paths = {role.process.node_id: checkpoint for role in self._roles}
-        for node_id in paths:
-            paths[node_id] = await self._remote_files.path_on(node_id, checkpoint)
-        limit_s = self._train_step_s
-        calls = (
-            role.call("load_state", str(paths[role.process.node_id]), timeout_s=limit_s)
-            for role in self._roles
-        )
         async with self.turn():
-            await asyncio.gather(*calls)
+            await self._on_all("load_state", str(checkpoint))
 
     async def _on_all(self, method: str, *args: Any, lane: str = "main") -> list[Any]:
         """Call a method of all ranks at the same time: they wait for each other in collectives."""

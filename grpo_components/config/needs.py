@@ -1,35 +1,29 @@
-"""Says what each family of roles needs of a joined cluster: resources, and files on its nodes."""
+"""Says what each family of roles needs of a joined cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
-from grpo_components.cluster.placement import Need
+from grpo_components.cluster.ray_cluster import Need
 from grpo_components.config.role_arguments import RoleArguments
-from grpo_components.replay.recorded_run import replayed_run
 from grpo_components.settings import Settings, teachers_of
 
 
 def needs_of(cfg: Settings, arguments: RoleArguments, num_references: int) -> dict[str, Need]:
     """Return the needs of each family of roles; those not named run beside the driver."""
-    policy = {"base_model_path": cfg.base_model_path}
-    generator = policy | _read_by_generators(cfg)
-    teacher = {"teacher.path": cfg.teacher.path if cfg.teacher else ""}
-    scorer = {"reward_model.path": cfg.reward_model.path or ""}
+    scorers = int(bool(cfg.reward_model.path))
     needs = {
-        "trainer": _need(cfg.num_trainers, arguments.trainer, "PACK", policy),
-        "reference": _need(num_references, arguments.reference, "PACK", policy),
-        "teacher": _need(teachers_of(cfg), arguments.teacher, "PACK", teacher),
-        "reward_model": _need(int(any(scorer.values())), arguments.reward_model, "PACK", scorer),
-        "generator": _need(cfg.num_generators, arguments.generator, "SPREAD", generator),
+        "trainer": _need(cfg.num_trainers, arguments.trainer, "PACK"),
+        "reference": _need(num_references, arguments.reference, "PACK"),
+        "teacher": _need(teachers_of(cfg), arguments.teacher, "PACK"),
+        "reward_model": _need(scorers, arguments.reward_model, "PACK"),
+        "generator": _need(cfg.num_generators, arguments.generator, "SPREAD"),
     }
     if hosts := hosts_of(cfg, 0):
         del needs["generator"]
-        shared = {"paths": generator, "together": len(hosts), "guests": "generator"}
-        needs["trainer"] = replace(needs["trainer"], **shared)
+        needs["trainer"] = replace(needs["trainer"], together=len(hosts), guests="generator")
     return {family: need for family, need in needs.items() if need.count}
 
 
@@ -41,29 +35,8 @@ def hosts_of(cfg: Settings, generator: int) -> list[str]:
     return [f"trainer_{generator * workers + worker}" for worker in range(workers)]
 
 
-def _read_by_generators(cfg: Settings) -> dict[str, str]:
-    """Return the files that only generators read, by config key."""
-    found = {
-        f"tokenizer.{key}": str(value)
-        for key, value in cfg.tokenizer.items()
-        if key != "_component_" and isinstance(value, str) and Path(value).exists()
-    }
-    if isinstance(cfg.eval_only, str):
-        found["eval_only"] = cfg.eval_only
-    if cfg.train_from:
-        found["train_from"] = cfg.train_from
-    if replayed := replayed_run(cfg):
-        found["replay_events"] = str(replayed / "logs")
-    return found
-
-
-def _need(
-    count: int,
-    arguments: Mapping[str, Any],
-    strategy: Literal["PACK", "SPREAD"],
-    paths: Mapping[str, str],
-) -> Need:
+def _need(count: int, arguments: Mapping[str, Any], strategy: Literal["PACK", "SPREAD"]) -> Need:
     """Return the need of `count` processes with the same arguments for `Cluster.spawn`."""
     num_gpus = arguments.get("num_gpus", 0)
     resources = {"GPU": num_gpus} if num_gpus else {"CPU": arguments.get("cpu_threads", 1)}
-    return Need(count, resources, strategy, paths)
+    return Need(count, resources, strategy)

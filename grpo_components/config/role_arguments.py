@@ -68,7 +68,6 @@ def role_arguments(
     num_references: int,
     tokenizer: Any,
     longest_prompt: int,
-    scratch: Path,
 ) -> RoleArguments:
     """Return the arguments of every role for a checked config."""
     threads = partial(threads_of, cfg, num_references=num_references)
@@ -76,7 +75,7 @@ def role_arguments(
     trainer, generator = stand_in_arguments(
         cfg,
         _trainer(cfg, threads("trainer"), contract, objective, ids),
-        _generator(cfg, threads("generator"), stop_tokens, longest_prompt, scratch, ids),
+        _generator(cfg, threads("generator"), stop_tokens, longest_prompt, ids),
     )
     return RoleArguments(
         parameter_server={"remembers": "push"},
@@ -239,18 +238,15 @@ def _generator(
     cpu_threads: int,
     stop_tokens: Sequence[int],
     longest_prompt: int,
-    scratch: Path,
     ids: int | None,
 ) -> dict[str, Any]:
     options = cfg.generator
-    environment = engine_environment(cfg.device, cfg.log_level)
     return {
         "cpu_threads": cpu_threads,
         "num_gpus": _gpus(cfg, generator_gpus(cfg)),
         "counts_restarts": True,
         "min_living": cfg.num_generators if cfg.min_generators is None else cfg.min_generators,
-        # A killed generator leaves a file of vLLM in this folder, which the run removes.
-        "env": environment | {"TMPDIR": str(scratch)},
+        "env": engine_environment(cfg.device, cfg.log_level),
         "build_tokenizer": partial(config.instantiate, cfg.tokenizer),
         "engine": _engine_options(cfg, longest_prompt, ids),
         "sampling": SamplingOptions(

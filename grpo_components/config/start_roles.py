@@ -55,7 +55,6 @@ def start_roles(
         num_references=num_references,
         tokenizer=tokenizer,
         longest_prompt=longest_prompt,
-        scratch=cluster.scratch,
     )
     spawn, timeouts, weights_s = cluster.spawn, cfg.timeouts, cfg.timeouts.weights_s
     cluster.reserve(needs_of(cfg, arguments, num_references), timeouts.startup_s)
@@ -72,12 +71,12 @@ def start_roles(
         spawn(f"generator_{n}", generator, number=n, beside=hosts_of(cfg, n), **arguments.generator)
         for n in range(cfg.num_generators)
     ]
-    waits, counts, files = cfg.stale_groups == "wait", bool(cfg.curriculum), cluster.remote_files
+    waits, counts = cfg.stale_groups == "wait", bool(cfg.curriculum)
     limits, batch_limits = (timeouts.rollout_s, weights_s), (timeouts.batch_s, weights_s)
     roles = Roles(
         generators=[GeneratorHandle(role, ledger, *limits, counts) for role in generators],
         buffer=ReplayBufferHandle(buffer, ledger, *batch_limits, wait_for_stale=waits),
-        trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, weights_s, files),
+        trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, weights_s),
         server=ParameterServerHandle(server, weights_s),
         references=references,
         teachers=teachers,

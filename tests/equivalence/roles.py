@@ -182,7 +182,6 @@ def tiny_arguments(cfg: Settings) -> tuple[RoleArguments, Prompts]:
         num_references=0,
         tokenizer=tokenizer,
         longest_prompt=max(dataset.max_prompt_length, held_out.max_prompt_length),
-        scratch=Path(cfg.output_dir),
     )
     for own in (arguments.trainer, arguments.generator):
         for key in ("num_gpus", "meets", "min_living", "replay", "counts_restarts", "env"):

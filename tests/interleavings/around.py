@@ -130,7 +130,7 @@ def without_ray() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         for module, changes in {
             cluster_module: {
-                "OwnRay": lambda *given: SimpleNamespace(scratch=None),
+                "RayCluster": lambda *given: SimpleNamespace(scratch=None),
                 "resource_use": dict,
                 "_objects_in_scope": lambda: 0,
                 "_HEARTBEAT_EVERY_S": math.inf,

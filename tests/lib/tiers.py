@@ -9,7 +9,7 @@ import pytest
 
 TIERS = {
     "e2e": ("tune", "shared_runs", "bench", "interpreter", "wheel_install"),
-    "ray": ("cluster", "parent"),
+    "ray": ("cluster",),
     "ranks": ("ranks",),
     "engine": ("build_engine",),
 }

@@ -1,9 +1,8 @@
-"""One run on two machines that share no files: equal to one machine, and through every fault."""
+"""One run on two machines that share a folder: equal to one machine, and through every fault."""
 
 import contextlib
 import json
 import re
-import shutil
 import subprocess
 import threading
 from collections import Counter
@@ -17,7 +16,9 @@ from lib.whole_runs import assert_same_run, records
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "async_grpo_full_finetune_distributed.py"
 POLICY = Path("/tmp/torchtune-async-grpo")
-WORK = Path("/tmp/work")
+SHARED = Path("/tmp/shared")
+"""Folder that both machines see."""
+WORK = SHARED / "work"
 REWARD = """
 class Shortness:
     max_reward = 1.0
@@ -56,12 +57,14 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def make_machines(tiny_policy):
+def make_machines(tiny_policy, tmp_path_factory):
     """Returns a function that makes two machines with a Ray cluster."""
     made = []
 
     def make(*cpus, **environment):
-        two = TwoMachines({POLICY: POLICY}, cpus)
+        shared = tmp_path_factory.mktemp("shared")
+        (shared / WORK.name).mkdir()
+        two = TwoMachines({POLICY: POLICY, shared: SHARED}, cpus)
         made.append(two)
         two.a.environment |= environment  # the same of both
         two.start_ray()
@@ -74,10 +77,9 @@ def make_machines(tiny_policy):
 
 @pytest.fixture(scope="module")
 def two(make_machines):
-    """Two machines; the first one alone has a fork of the recipe and a reward of its user."""
+    """Two machines with a fork of the recipe and a reward of their user."""
     machines = make_machines(5, 5)
     folder = machines.a.path(WORK)
-    folder.mkdir()
     (folder / "lengths.py").write_text(REWARD)
     recipe = RECIPE.read_text().replace("return losses, {", "return 2 * losses, {")
     assert recipe != RECIPE.read_text()
@@ -86,7 +88,6 @@ def two(make_machines):
 
 
 def start(two, output_dir, *overrides, recipe=RECIPE.stem, address="auto"):
-    two.a.path(WORK).mkdir(exist_ok=True)
     command = [BIN / "tune", "run", recipe, "--config", "tiny_async_grpo_2x2"]
     settings = [f"output_dir={output_dir}", f"ray.address={address}", *overrides]
     # nsenter keeps the working directory of this machine; env -C sets it on the other.
@@ -125,7 +126,7 @@ def assert_clean(*machines):
     """Only Ray's own processes and folders are left."""
     for machine in machines:
         running = machine.processes().values()
-        ours = ("RoleHost", "tune", "node_janitor", "agents.host")
+        ours = ("RoleHost", "tune", "agents.host")
         assert not [line for line in running if any(word in line for word in ours)], running
         left = [path.name for path in machine.path("/tmp").iterdir()]
         assert not [name for name in left if name.startswith("grpo-")], left
@@ -177,37 +178,36 @@ def without_link(two, run, pattern):
 def test_a_synchronous_run_on_two_machines_is_equal_to_one_on_one_to_the_bit(two):
     """Although the link between them is down for 20 seconds of it."""
     mine = [*SYNCHRONOUS, *SPLIT, "num_steps=2", "rewards.short._component_=lengths.Shortness"]
-    alone = start(two, "/tmp/alone", *mine, recipe="my_grpo.py", address="null")
+    alone = start(two, f"{SHARED}/alone", *mine, recipe="my_grpo.py", address="null")
     code, output = finish(alone)
     assert code == 0, output
-    both = start(two, "/tmp/both", *mine, recipe="my_grpo.py")
+    both = start(two, f"{SHARED}/both", *mine, recipe="my_grpo.py")
     on_line, outlived = without_link(two, both, "evaluating")
     code, output = finish(both, on_line)
     assert (code, outlived) == (0, [True]), output
-    assert "node-b (10.77.0.2) does not see /tmp/both: its files come through Ray" in output
-    started = assert_whole(two, "/tmp/both", "2 steps, policy version 2")
+    assert "joined the Ray cluster at auto: roles on " in output
+    started = assert_whole(two, f"{SHARED}/both", "2 steps, policy version 2")
     assert Counter(started.values())["node-b"] >= 2
     assert started["trainer_0"] != started["trainer_1"]
     assert started["generator_0"] != started["generator_1"]
-    assert_same_run(two.a.path("/tmp/alone"), two.a.path("/tmp/both"), num_steps=2)
-    rewards = records(two.a.path("/tmp/both") / "logs" / "metrics.jsonl")[-1]
+    assert_same_run(two.a.path(f"{SHARED}/alone"), two.a.path(f"{SHARED}/both"), num_steps=2)
+    rewards = records(two.a.path(f"{SHARED}/both") / "logs" / "metrics.jsonl")[-1]
     assert any("short" in key for key in rewards)
     assert_clean(two.a, two.b)
-    assert not two.b.path("/tmp/both").exists()
     assert_nothing_reserved(two)
 
 
-def test_a_run_resumed_on_nodes_without_its_checkpoint_outlives_20_seconds_without_a_link(two):
+def test_a_resumed_run_outlives_20_seconds_without_a_link(two):
     mine = [*SPLIT, "num_steps=2", "save_every_n_steps=2"]
-    code, output = finish(start(two, "/tmp/again", *SYNCHRONOUS[:2], *mine))
+    code, output = finish(start(two, f"{SHARED}/again", *SYNCHRONOUS[:2], *mine))
     assert code == 0, output
 
     resumed = [*SPLIT, "resume_from_checkpoint=true", "num_steps=8", "save_every_n_steps=3"]
-    run = start(two, "/tmp/again", *SYNCHRONOUS[:2], *resumed)
+    run = start(two, f"{SHARED}/again", *SYNCHRONOUS[:2], *resumed)
     on_line, outlived = without_link(two, run, r"step +4/")
     code, output = finish(run, on_line)
     assert (code, outlived) == (0, [True]), output
-    assert_whole(two, "/tmp/again", "8 steps, policy version 8")
+    assert_whole(two, f"{SHARED}/again", "8 steps, policy version 8")
     assert_clean(two.a, two.b)
 
 
@@ -215,7 +215,7 @@ def test_two_runs_side_by_side_on_a_slow_link_end_well(two):
     two.slow_down()
     small = ["num_generators=1", "num_trainers=1", "num_references=1", "groups_per_step=2"]
     steps = ["num_steps=2", "group_size=4", "eval_dataset.num_rows=8"]
-    folders = ("/tmp/one", "/tmp/other")
+    folders = (f"{SHARED}/one", f"{SHARED}/other")
     runs = [start(two, folder, *small, *steps) for folder in folders]
     for run in runs:
         code, output = finish(run)
@@ -229,28 +229,26 @@ def test_two_runs_side_by_side_on_a_slow_link_end_well(two):
 
 def test_a_run_whose_link_is_down_for_good_ends_with_one_line(make_machines):
     two = make_machines(5, 5)
-    run = start(two, "/tmp/cut", *SPLIT, "num_steps=50")
+    run = start(two, f"{SHARED}/cut", *SPLIT, "num_steps=50")
     code, output = finish(run, once(r"step +3/", lambda: two.link("down")))
     assert code == 1, output
     (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
     assert "have no room for it" in error or "could not be written" in error
     assert "Traceback" not in output
     assert_clean(two.a)
-    audit = two.a.run("env", "-C", WORK, "python", "-m", "grpo_components.audit", "/tmp/cut")
+    audit = two.a.run("env", "-C", WORK, "python", "-m", "grpo_components.audit", f"{SHARED}/cut")
     assert "every rule holds" in audit
-    # The other machine clears up by itself, once its Ray has found out.
+    # Roles on the other machine end by themselves, once its Ray has found out.
     namespace = Path(f"/proc/{two.b.pid}/ns/pid").stat().st_ino
-    left = [each for each in psutil.process_iter() if is_janitor_in(each, namespace)]
+    left = [each for each in psutil.process_iter() if is_role_in(each, namespace)]
     assert not psutil.wait_procs(left, timeout=240)[1]
-    assert_clean(two.b)
-    assert not two.b.path("/tmp/cut").exists()
 
 
-def is_janitor_in(process, namespace):
-    """Whether a process clears up after a run, in a PID namespace."""
+def is_role_in(process, namespace):
+    """Whether a process is a role's, in a PID namespace."""
     with contextlib.suppress(psutil.Error, OSError):
         its_own = Path(f"/proc/{process.pid}/ns/pid").stat().st_ino
-        return its_own == namespace and "grpo_components.cluster.node_janitor" in process.cmdline()
+        return its_own == namespace and "RoleHost" in process.cmdline()[0]
     return False
 
 
@@ -263,22 +261,21 @@ def test_a_run_goes_on_when_a_machine_is_killed_with_all_its_roles(make_machines
     two = make_machines(9, 5, RAY_max_direct_call_object_size=at_most)
     sizes = ["num_steps=12", "groups_per_step=4", "group_size=4", "eval_dataset.num_rows=8"]
     if groups_are == "open sessions of agents":
-        two.a.path(WORK).mkdir()
-        (two.a.path(WORK) / "slow_agent.py").write_text(AGENT)  # the other machine has no such file
+        (two.a.path(WORK) / "slow_agent.py").write_text(AGENT)
         sizes += AGENTS
-    run = start(two, "/tmp/run", *sizes, "save_every_n_steps=5")
+    run = start(two, f"{SHARED}/run", *sizes, "save_every_n_steps=5")
     code, output = finish(run, once(r"step +3/", two.b.kill), timeout_s=600)
     assert code == 0, output
     restarts = re.findall(r"^(\w+) .*restarting", output, re.MULTILINE)
     assert restarts and set(restarts) <= {"generator_1", "generator_0"}, output
-    assert_whole(two, "/tmp/run", "12 steps, policy version 12")
+    assert_whole(two, f"{SHARED}/run", "12 steps, policy version 12")
     assert_clean(two.a)
 
 
 REFUSED = {
-    "cpu_threads.trainer: one process needs 40 CPU": ["cpu_threads.trainer=40"],
+    "cpu_threads.trainer: 40 CPU needed on one node": ["cpu_threads.trainer=40"],
     "ray.address: its 2 nodes with 10 CPU have no room": ["num_generators=90"],
-    "base_model_path: node-b (10.77.0.2) has no": ["base_model_path=/tmp/mine"],
+    "output_dir: node-b (10.77.0.2) does not see /tmp/mine;": ["output_dir=/tmp/mine"],
     "ray.address: 10.77.0.9:1 given, and it": ["ray.address=10.77.0.9:1"],
     "ray.address: auto given": [],
 }
@@ -288,12 +285,11 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def refused(two):
     """Exit code and output of each refused run. They go side by side, as most of them wait."""
-    shutil.copytree(POLICY / "tiny_policy", two.a.path("/tmp/mine"))
     given, runs = two.a.environment, {}
     for number, (says, overrides) in enumerate(REFUSED.items()):
         token = {} if overrides else {"RAY_AUTH_TOKEN": "0" * 64}
         two.a.environment = given | token
-        runs[says] = start(two, f"/tmp/refused{number}", *SPLIT, *overrides)
+        runs[says] = start(two, f"{SHARED}/refused{number}", *SPLIT, *overrides)
     two.a.environment = given
     ends = {says: finish(run) for says, run in runs.items()}
     assert_clean(two.a, two.b)
@@ -309,7 +305,7 @@ def test_what_a_cluster_lacks_and_a_wrong_token_are_one_line_before_any_role_sta
 
 def test_a_run_of_its_own_listens_on_loopback_only_beside_a_cluster(two):
     sizes = ["num_steps=1", "num_generators=1", "num_trainers=1", "eval_dataset.num_rows=8"]
-    run = start(two, "/tmp/private", *sizes, "loss.kl_coeff=0", address="null")
+    run = start(two, f"{SHARED}/private", *sizes, "loss.kl_coeff=0", address="null")
     heard = []
 
     def listen():

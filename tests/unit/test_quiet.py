@@ -90,8 +90,8 @@ def test_nothing_is_held_back_at_debug(caplog):
 
 IN_A_ROLE = """
 import sys
-from grpo_components.cluster.role_host import Place, RoleHost
-RoleHost("generator_0", Place("", None, "/tmp/test", sys.argv[1]), "WARNING", 1, [])
+from grpo_components.cluster.role_host import RoleHost
+RoleHost("generator_0", sys.argv[1], sys.argv[2], "WARNING", 1, {}, [])
 from importlib.util import find_spec
 from pathlib import Path
 from vllm.logger import init_logger
@@ -109,7 +109,7 @@ def test_a_warning_of_vllm_is_in_the_log_of_its_role_and_not_on_the_console(tmp_
     """vLLM configures its own loggers while it is imported."""
     log = tmp_path / "generator_0.log"
     environment = os.environ | engine_environment("cpu", "WARNING")
-    result = interpreter("-c", IN_A_ROLE, log, env=environment)
+    result = interpreter("-c", IN_A_ROLE, log, tmp_path, env=environment)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "" and "QKVParallelLinear" not in result.stderr
     written = log.read_text()

@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from grpo_tools.audit.scoring import Scorer, segments
 from lib.token_engine import policy, sample
 
 from grpo_components.trajectory import Trajectory
+from grpo_tools.audit.scoring import Scorer, segments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

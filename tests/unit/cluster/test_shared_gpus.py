@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from grpo_components.cluster.cluster import Cluster
-from grpo_components.cluster.placement import Need, Placement
+from grpo_components.cluster.ray_cluster import Need, RayCluster
 from grpo_components.cluster.restarts import RestartBudget
 
 COUNTER = "lib.counter_role.Counter"
@@ -58,12 +58,12 @@ class Placed:
 
 
 @pytest.mark.timeout(120)
-def test_in_a_joined_cluster_it_is_placed_in_the_bundle_of_its_trainers(cluster):
-    need = Need(4, {"GPU": 1}, "PACK", {}, together=2, guests="generator")
-    placement = Placement()
-    placement.reserve({"trainer": need}, 30, lambda line: None)
+def test_in_a_joined_cluster_it_is_placed_in_the_bundle_of_its_trainers(cluster, tmp_path):
+    need = Need(4, {"GPU": 1}, "PACK", together=2, guests="generator")
+    joined = RayCluster(tmp_path, "WARNING", lambda line: None, "auto", None)
+    joined.reserve({"trainer": need}, 30)
     names = [*(f"trainer_{n}" for n in range(4)), "generator_0", "generator_1"]
-    options = {name: placement.options(name) for name in names}
+    options = {name: joined.options(name, 0) for name in names}
     bundles = {
         name: given["scheduling_strategy"].placement_group_bundle_index
         for name, given in options.items()
@@ -74,4 +74,4 @@ def test_in_a_joined_cluster_it_is_placed_in_the_bundle_of_its_trainers(cluster)
     assert len({group.id for group, _ in found.values()}) == 1
     assert sorted(found[f"trainer_{n}"][1][0] for n in range(4)) == [0, 1, 2, 3]
     assert found["generator_1"][1] == []
-    placement.remove()
+    joined.stop(lambda: None)

@@ -39,10 +39,8 @@ class ReachedRayError(BaseException):
 class NoCluster:
     """Takes the place of Ray: what is to be sent to a role must be fit to be sent."""
 
-    remote_files = None
-
-    def __init__(self, cfg, *_):
-        self.scratch = Path(cfg.output_dir)
+    def __init__(self, *_):
+        pass
 
     def start(self):
         pass

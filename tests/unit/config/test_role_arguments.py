@@ -1,6 +1,5 @@
 """Each role gets the threads and GPUs that the config gives it, or its share of the cores."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +21,6 @@ def arguments():
             num_references=1,
             tokenizer=SimpleNamespace(**{"stop_tokens": [0], **tokenizer}),
             longest_prompt=64,
-            scratch=Path("/nowhere"),
         )
 
     return build
