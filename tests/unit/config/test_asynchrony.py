@@ -27,9 +27,6 @@ REUSE = "replay_generation.max_uses=3"
         ("min_generators=2", "min_generators"),
         ("object_store_memory=1000000000000000", "object_store_memory"),
         ("object_store_memory=80000000 ray.address=auto", "object_store_memory"),
-        ("rollouts_in_flight=16384 group_size=256", "rollouts_in_flight"),
-        ("num_generators=1000 rollouts_in_flight=1000", "num_generators"),
-        ("max_staleness=1000000 groups_per_step=100", "max_staleness"),
         # trained groups again
         ("replay_generation.share=1", "replay_generation.share"),
         ("replay_generation.share=0", "replay_generation.share"),

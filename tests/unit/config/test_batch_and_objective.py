@@ -44,13 +44,7 @@ def layout(ranks, tensor, replicate):
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        ("groups_per_step=16384 group_size=16384", "groups_per_step"),
         ("max_failed_samples=10", "max_failed_samples"),
-        ("ppo_epochs=10000 updates_per_batch=1024", "ppo_epochs"),
-        (
-            "ptx={_component_: a.B, examples_per_update: 65536} updates_per_batch=99",
-            "ptx.examples_per_update",
-        ),
         ("num_trainers=2 updates_per_batch=33", "num_trainers"),
         ("tokens_per_micro_batch=95", "tokens_per_micro_batch"),
         # objective

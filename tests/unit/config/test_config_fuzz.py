@@ -352,25 +352,14 @@ def test_overrides_of_any_form(recipe, overrides):
     recipe(overrides=[text for text in overrides if not text.startswith("-h")])
 
 
-@pytest.mark.nightly
-def test_a_number_of_400_digits_is_refused_at_every_key(recipe):
-    for key in KEYS:
-        refusal = recipe(**changed(recipe.values, {key: 10**400}))
-        assert refusal.startswith(f"config error: {'.'.join(key)}: "), (key, refusal)
-
-
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
         (["generator.stop_token_ids=[384]"], "generator.stop_token_ids: "),
         (["checkpointer=torchtune.training.FullModelMetaCheckpointer"], "checkpointer._component_"),
-        (["groups_per_step=65536", "group_size=65536"], "groups_per_step: "),
         ([f"seed={'9' * 400}"], "seed: "),
-        ([f"model.vocab_size={'9' * 5000}"], "model.vocab_size: "),
-        ([f"{'model.' * 200}x=1"], "model.model."),
         ([f"output_dir={'x' * 300}"], "output_dir: "),
         ([f"dataset.source={'x' * 5000}"], "dataset.source: "),
-        ([f"seed={'[' * 60_000}"], "seed.0.0"),
         ([f"{'x' * 5000}=1"], "xxxx"),
         (["output_dir=~/"], "output_dir: "),
     ],

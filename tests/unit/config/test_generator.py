@@ -21,10 +21,6 @@ WARM = "generator.temperature={{schedule: constant, start: 1.0, warmup_steps: {}
         ("generator.repetition_penalty=1.1", "generator.repetition_penalty"),
         (WARM.format(101), "generator.temperature.warmup_steps"),
         ("generator.max_model_len=95", "generator.max_model_len"),
-        (
-            "generator.max_num_seqs=4096 generator.max_model_len=4194304",
-            "generator.max_num_seqs",
-        ),
         ("generator.kv_cache_gib=524288", "generator.kv_cache_gib"),
         ("environment.max_turns=33", "environment.max_turns"),
     ],
