@@ -287,7 +287,6 @@ def _trainer(case: Case, folder: Path, rank: int, meeting: Rendezvous | None) ->
         diagnostics=DiagnosticsOptions(
             log_peak_memory_stats=False,
             build_profiler=None,
-            skipped_folder=str(folder / "skipped"),
         ),
     )
     samples = case.groups * cfg.group_size

@@ -275,7 +275,6 @@ def build_ours(setting: Setting, folder: Path) -> Trainer:
         diagnostics=DiagnosticsOptions(
             log_peak_memory_stats=True,
             build_profiler=None,
-            skipped_folder=str(folder / "skipped"),
         ),
     )
 

@@ -158,7 +158,6 @@ class TrainerSide:
             diagnostics=DiagnosticsOptions(
                 log_peak_memory_stats=False,
                 build_profiler=None,
-                skipped_folder=f"{scratch}/skipped",
             ),
         )
         self._export_s = 0.0

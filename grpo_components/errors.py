@@ -66,10 +66,7 @@ class FailedSamplesError(RuntimeError):
 
 
 class SkippedStepsError(RuntimeError):
-    """All steps, or too many in a row, were skipped.
-
-    The message has the reasons, and the folder with the batches of these steps.
-    """
+    """All steps, or too many in a row, were skipped; the message has the reason."""
 
 
 FailureKind = Literal["died", "silent", "raised", "waited", "refused", "lost"]

@@ -78,7 +78,7 @@ def open_run(
         evaluation=evaluation,
         failures=failures,
         agreement=GeneratorAgreement(cfg.max_generator_kl, exact=cfg.device == "cpu"),
-        skipped_steps=SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, log.note),
+        skipped_steps=SkippedSteps(cfg.max_skipped_steps, log.note),
         rollouts_logged=cfg.rollouts_logged_per_step,
         watch=_watch(cfg, ledger, log, tokenizer),
         curriculum=curriculum,

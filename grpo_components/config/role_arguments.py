@@ -36,7 +36,6 @@ from grpo_components.rollout.generator_options import (
 )
 from grpo_components.rollout.relayed_client import open_sender
 from grpo_components.settings import TRUNCATION, Settings
-from grpo_components.training.skipped_steps import skipped_folder
 from grpo_components.training.trainer_options import (
     BatchOptions,
     DiagnosticsOptions,
@@ -188,7 +187,6 @@ def _diagnostics_options(cfg: Settings) -> DiagnosticsOptions:
     return DiagnosticsOptions(
         log_peak_memory_stats=cfg.log_peak_memory_stats,
         build_profiler=partial(config.instantiate, cfg.profiler) if profiles else None,
-        skipped_folder=str(skipped_folder(cfg.output_dir)),
         logged_responses=cfg.log_token_logprobs * cfg.rollouts_logged_per_step * cfg.group_size,
     )
 

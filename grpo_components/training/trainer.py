@@ -42,8 +42,6 @@ from grpo_components.training.sample import (
     split_responses,
     spread_advantages,
 )
-from grpo_components.training.skip_reasons import UpdateWatch, nothing_to_train
-from grpo_components.training.skipped_steps import dump_batch
 from grpo_components.training.step_result import StepResult
 from grpo_components.training.supervised import SupervisedLoss
 from grpo_components.training.token_logprobs import gather_logprobs, keep_logprobs, probe_logprobs
@@ -117,7 +115,7 @@ class Trainer:
         terms = (objective.loss, objective.penalties, objective.off_policy)
         teacher, is_compiled = objective.teacher_coeff, model.compile_model
         self._policy_loss = PolicyLoss(*terms, teacher_coeff=teacher, compile_loss=is_compiled)
-        self._is_first_update, self._skipped_because = True, ""
+        self._skipped_because = ""
         base, scheduler = Path(model.base_model_path), self._lr_scheduler
         self._state = TrainerState(
             self._model, self._optimizer, scheduler, base, rank, num_ranks, self._device, model.lora
@@ -171,10 +169,7 @@ class Trainer:
             "time/train": seconds,
             "time/train_cpu": time.process_time() - cpu_started,
         }
-        why = "" if trained else self._skipped_because or nothing_to_train(samples)
-        if why and self._rank == 0:
-            folder, outcome = Path(self._diagnostics.skipped_folder), {"skipped_because": why}
-            dump_batch(folder, step + 1, batch, advantages, metrics | outcome)
+        why = "" if trained else self._skipped_because or _nothing_to_train(samples)
         if self._profiler is not None:
             self._profiler.step()  # the last one of a cycle writes the traces; collective
         versions = np.concatenate([s.trajectory.token_versions[s.mask] for s in samples])
@@ -252,7 +247,7 @@ class Trainer:
         """Make one optimizer update from the aggregated loss of a part of the global batch."""
         if not (samples := [s for s in part if s.num_tokens]):  # the same on every rank
             return {}
-        num_tokens, measured, watch = sum(s.num_tokens for s in part), TokenMetrics(), UpdateWatch()
+        num_tokens, measured = sum(s.num_tokens for s in part), TokenMetrics()
         set_loss_weights(part, self._objective.aggregation)
         self._optimizer.zero_grad(set_to_none=True)
         for indices in self._plan(samples):
@@ -260,7 +255,7 @@ class Trainer:
                 (self._forward(samples[:1])[0].sum() * 0.0).backward()
                 continue
             members = [samples[i] for i in indices]
-            losses = self._weighted_losses(members, measured, watch, first=with_mismatch)
+            losses = self._weighted_losses(members, measured, first=with_mismatch)
             measured.add({"loss/total": losses * num_tokens})
             # Undo FSDP's average over ranks, because the weights already count all ranks' tokens.
             (losses.sum() * self._num_data_ranks).backward()
@@ -276,14 +271,14 @@ class Trainer:
             self._optimizer.step()
             keep_updated(samples)
         elif not self._skipped_because:
-            first_of = self._policy_loss.name if self._is_first_update else ""
-            self._skipped_because = watch.reason(self._model, metrics, first_of)
-        self._is_first_update = False
+            names = "loss/total", "loss/ptx", "grad_norm"
+            bad = [name for name in names if not math.isfinite(metrics.get(name, 0.0))]
+            self._skipped_because = ", ".join(f"{name} is {metrics[name]}" for name in bad)
         metrics["time/update"] = time.perf_counter() - began
         return {**metrics, "lr": float(self._optimizer.param_groups[0]["lr"])}
 
     def _weighted_losses(
-        self, members: list[TrainSample], measured: TokenMetrics, watch: UpdateWatch, first: bool
+        self, members: list[TrainSample], measured: TokenMetrics, first: bool
     ) -> Tensor:
         """Return a micro-batch's token losses [N], each multiplied by its response's weight."""
         trainer_logprobs, entropy = self._forward(members)
@@ -317,7 +312,6 @@ class Trainer:
             entropy=entropy,
         )
         losses, token_metrics, correction = self._policy_loss(inputs, start)
-        watch.record(members, inputs, correction, losses)
         keep_weighted(members, correction)
         ratio = (trainer_logprobs.detach() - generator_logprobs).exp()
         measured.add({"ratio/mean": ratio, "ratio/max": ratio, "entropy": entropy, **token_metrics})
@@ -371,3 +365,10 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
+
+
+def _nothing_to_train(samples: list[TrainSample]) -> str:
+    failed = sum(sample.trajectory.failed for sample in samples)
+    cut_off = sum(sample.trajectory.finish_reason == "length" for sample in samples)
+    counts = f"{failed} failed, {cut_off} were cut off"
+    return f"no token of its {len(samples)} responses can be trained: {counts}"

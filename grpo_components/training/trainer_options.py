@@ -127,7 +127,5 @@ class DiagnosticsOptions:
     """Report this process's peak memory so far, in GiB."""
     build_profiler: Callable[[], tuple[Any, Any]] | None
     """Builds torchtune's profiler and its settings; None disables profiling."""
-    skipped_folder: str
-    """Folder that receives the batches of skipped steps."""
     logged_responses: int = 0
     """Number of each batch's first responses for which a step returns token logprobs."""

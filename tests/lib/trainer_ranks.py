@@ -195,7 +195,6 @@ def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
         "ptx": None,
         "log_peak_memory_stats": False,
         "build_profiler": None,
-        "skipped_folder": f"{folder}/skipped",
         "logged_responses": 0,
     }
     assert not changes.keys() - values.keys()

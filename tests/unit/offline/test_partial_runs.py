@@ -125,7 +125,6 @@ def role_arguments(logged_responses):
     diagnostics = DiagnosticsOptions(
         log_peak_memory_stats=False,
         build_profiler=None,
-        skipped_folder="/run/skipped",
         logged_responses=logged_responses,
     )
     engine = EngineOptions(

@@ -6,7 +6,6 @@ Updates are by SGD, whose steps are the gradients: Adam would blow round-off up 
 
 import copy
 import math
-import re
 from functools import partial
 from itertools import pairwise
 
@@ -22,7 +21,6 @@ from lib.trainer_ranks import (
     SIBLINGS,
     SMALL,
     WHOLE,
-    Blind,
     Ends,
     Mean,
     Steep,
@@ -367,8 +365,8 @@ def test_a_loss_of_the_users_own_is_corrected_like_ours(ranks, base, off_policy)
 
 @pytest.mark.parametrize(
     ("loss", "problem"),
-    [(Mean(), "shape ()"), (Blind(), "no finite number"), (Ends(), "SystemExit")],
-    ids=["Mean", "Blind", "Ends"],
+    [(Mean(), "shape ()"), (Ends(), "SystemExit")],
+    ids=["Mean", "Ends"],
 )
 def test_a_loss_that_breaks_its_contract_is_an_error_by_its_name(ranks, base, loss, problem):
     """It is not a skipped step."""
@@ -384,23 +382,17 @@ def test_advantages_of_another_shape_are_an_error_by_that_name(ranks, base):
     assert isinstance(error, ConfigError) and str(error).startswith("advantages: shape")
 
 
-def test_a_skipped_step_tells_the_first_token_or_parameter_that_is_no_number(ranks, base):
+def test_a_skipped_step_tells_which_number_is_not_finite(ranks, base):
     spoiled = ADVANTAGES.copy()
     spoiled[[4, 2]] = math.nan
-    skipped = RAGGED[2]
-    number = sum(t.group_id == skipped.group_id for t in RAGGED[:2])
-    position = int(np.flatnonzero(skipped.response_mask)[0])
-    place = f"group {skipped.group_id}, response {number}, token {position} (advantage nan)"
     calls = [step(RAGGED, spoiled), step(RAGGED, ADVANTAGES, 1)]
     for first, second in ranks.run(base, 2, calls, tokens_per_micro_batch=SMALL):
-        assert first["skipped_because"] == f"the loss is nan at {place}"
+        assert first["skipped_because"].startswith("loss/total is nan")
         assert all(causes.keys() == {"skipped"} for causes in first["group_tokens"].values())
         assert all(causes.keys() == {"trained"} for causes in second["group_tokens"].values())
         assert second["skipped_because"] == ""
     for (steep,) in ranks.run(base, 2, calls[1:], loss=Steep()):
-        why = steep["skipped_because"]
-        assert why.startswith("the loss is finite"), why
-        assert re.search(r"gradient of (tok_embeddings|layers\.0)\S*weight has (nan|-?inf)$", why)
+        assert steep["skipped_because"].startswith("grad_norm is ")
 
 
 def test_proximal_logprobs_are_those_of_the_start_of_the_step_in_every_update(ranks, base):
