@@ -50,7 +50,6 @@ from grpo_components.objective.losses import LossInputs
 from grpo_components.objective.objective import Objective
 from grpo_components.objective.off_policy import NoCorrection, correction_weights
 from grpo_components.objective.penalties import Penalties
-from grpo_components.replay.recorded_run import replayed_run
 from grpo_components.rewards.pool import RewardInput, reward_specs
 from grpo_components.rewards.reward_trial import RewardTrial
 from grpo_components.settings import Settings
@@ -318,11 +317,4 @@ def _begin_rewards(cfg: Settings, dataset: Any) -> RewardTrial | None:
     prompts = [dataset[row] for row in range(min(len(dataset), _ROWS))]
     samples = [_sample(cfg, prompt, str(prompt["answer"])) for prompt in prompts]
     specs = reward_specs(cast(Any, cfg.rewards))
-    if replayed_run(cfg):  # it repeats what these gave, and needs no judge
-        varying = {
-            name
-            for name, spec in specs.items()
-            if getattr(_get_component_from_path(spec.component), "varies", False)
-        }
-        specs = {name: spec for name, spec in specs.items() if name not in varying}
     return RewardTrial(specs, samples, cfg.timeouts.reward_s)

@@ -86,7 +86,6 @@ class LLMJudge:
     """
 
     max_reward = 1.0
-    varies = True
 
     def __init__(
         self,

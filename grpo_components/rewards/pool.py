@@ -16,17 +16,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Pipe
-from traceback import StackSummary
 from typing import Any
 
 from grpo_components.errors import ConfigError
-from grpo_components.objective.component_errors import (
-    place_in,
-    stack_text,
-    users_part,
-)
-from grpo_components.rewards.score_log import Outcome, ScoreLog
-from grpo_components.rewards.stuck_stack import StuckStack
 
 _START_TIMEOUT_S = 120.0
 """Seconds for a process to import and build all rewards."""
@@ -74,8 +66,6 @@ class Score:
     the traceback of its code. None if all succeeded."""
     used: dict[str, float] = field(default_factory=dict, compare=False)
     """What the rewards used for this sample, by reward and kind: `judge_requests`, `judge_cost`."""
-    varying: dict[str, Outcome] = field(default_factory=dict, compare=False)
-    """Outcome of each reward that may give the same sample another one, for a replay."""
 
 
 def reward_specs(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardSpec]:
@@ -101,7 +91,7 @@ class RewardPool:
     the deadline for any other reason has failed.
 
     A reward that misses its first deadlines and has never answered would fail every sample of the
-    run. So it ends the run: `score` raises a `ConfigError` that names it and its line.
+    run. So it ends the run: `score` raises a `ConfigError` that names it.
     """
 
     def __init__(
@@ -110,10 +100,8 @@ class RewardPool:
         *,
         num_workers: int,
         timeout_s: float,
-        log: ScoreLog | None = None,
     ) -> None:
         self._rewards, self._timeout_s = rewards, timeout_s
-        self._outcomes = log or ScoreLog()
         self._log = logging.getLogger(__name__)
         self._answered: set[str] = set()
         """Names of the rewards that have answered for at least one sample."""
@@ -156,7 +144,6 @@ class RewardPool:
         for worker in self._workers.copy():
             worker.kill()
         self._threads.shutdown()
-        self._outcomes.close()
 
     def _get_worker(self) -> _Worker:
         # One process per thread: a process dies with the thread that started it (PDEATHSIG).
@@ -174,12 +161,10 @@ class RewardPool:
 
     def _score_one(self, sample: RewardInput) -> Score:
         too_costly: list[str] = []
-        recorded = self._outcomes.recorded(sample)
         while True:
             worker = self._get_worker()
-            score = self._score_with(worker, sample, too_costly, recorded)
+            score = self._score_with(worker, sample, too_costly)
             if score is not None:
-                self._outcomes.record(sample, score.varying)
                 return score
             too_costly.append(worker.running)
             end = sample["response_text"][-_LOGGED_CHARS:]
@@ -190,11 +175,10 @@ class RewardPool:
         worker: _Worker,
         sample: RewardInput,
         too_costly: list[str],
-        recorded: dict[str, Outcome] | None,
     ) -> Score | None:
         """Score a sample in one process; return None if a reward exceeded its CPU limit."""
         try:
-            score = worker.score((sample, too_costly, recorded), self._timeout_s)
+            score = worker.score((sample, too_costly), self._timeout_s)
             self._thread.num_missed = 0
             return score
         except TimeoutError:
@@ -214,19 +198,18 @@ class RewardPool:
 
     def _missed(self, worker: _Worker) -> Score:
         """Return the score of a sample whose deadline passed; refuse a reward that always hangs."""
-        name, stack = worker.running, worker.stack()
+        name = worker.running
         self._late[name] += 1
         self._drop(worker)
-        where, lines = place_in(stack), stack_text(stack)
         missed = self._thread.num_missed = getattr(self._thread, "num_missed", 0) + 1
         if name not in self._answered | worker.answered and missed >= _MISSES_OF_A_HANG:
-            problem = f"{self._rewards[name].component} hangs{where}: no answer for the first "
+            problem = f"{self._rewards[name].component} hangs: no answer for the first "
             problem += f"{missed} samples, {self._timeout_s:g} s each (timeouts.reward_s)"
-            error = ConfigError(f"rewards.{name}", problem, "one that answers", lines)
-            self._log.error("%s\n%s", error, lines)
+            error = ConfigError(f"rewards.{name}", problem, "one that answers")
+            self._log.error("%s", error)
             raise error
-        error = f"reward {name}: TimeoutError{where}: no score after {self._timeout_s:g} s\n{lines}"
-        return Score(math.nan, {}, False, error.strip())
+        error = f"reward {name}: TimeoutError: no score after {self._timeout_s:g} s"
+        return Score(math.nan, {}, False, error)
 
     def _drop(self, worker: _Worker) -> None:
         self._thread.worker = None
@@ -239,18 +222,15 @@ class _Worker:
 
     def __init__(self, rewards: dict[str, RewardSpec], max_cpu_s: float) -> None:
         self._connection, theirs = Pipe()
-        self._stuck = StuckStack()
-        descriptors = [theirs.fileno(), self._stuck.theirs]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "grpo_components.rewards.scoring", *map(str, descriptors)],
+            [sys.executable, "-m", "grpo_components.rewards.scoring", str(theirs.fileno())],
             # Pass on sys.path, because a Ray worker extends it without setting PYTHONPATH.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            pass_fds=descriptors,
+            pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # own process group: `kill` also ends what rewards start
         )
         theirs.close()
-        self._stuck.release()
         self._connection.send((rewards, max_cpu_s))
         self._ready, self._names = False, tuple(rewards)
         self.answered: set[str] = set()
@@ -279,10 +259,6 @@ class _Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(_EXIT_TIMEOUT_S) == -signal.SIGPROF
         return False
-
-    def stack(self) -> StackSummary:
-        """Return where the process is in the user's code, outermost call first."""
-        return users_part(self._stuck.ask(self._process.pid))
 
     def kill(self) -> None:
         """Kill the process and its process group. Any thread may call this."""

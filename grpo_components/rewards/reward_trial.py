@@ -20,14 +20,10 @@ from grpo_components.objective.component_errors import (
     MAX_ERROR_CHARS,
     defined_at,
     describe,
-    place_in,
-    stack_text,
     user_traceback,
-    users_part,
 )
 from grpo_components.rewards.pool import RewardInput, RewardSpec
 from grpo_components.rewards.scoring import arguments_for
-from grpo_components.rewards.stuck_stack import StuckStack, answer_on
 
 _START_TIMEOUT_S, _START_DEADLINES = 45.0, 4
 """Time to import and build one reward: in seconds, or in deadlines of a call if that is more."""
@@ -50,19 +46,16 @@ class RewardTrial:
         self._rewards, self._timeout_s = rewards, timeout_s
         self._start_s = max(_START_TIMEOUT_S, _START_DEADLINES * timeout_s)
         self._connection, theirs = Pipe()
-        self._stuck = StuckStack()
-        descriptors = [theirs.fileno(), self._stuck.theirs]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "grpo_components.rewards.reward_trial", *map(str, descriptors)],
+            [sys.executable, "-m", "grpo_components.rewards.reward_trial", str(theirs.fileno())],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            pass_fds=descriptors,
+            pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # own process group: `close` also ends what rewards start
         )
         theirs.close()
-        self._stuck.release()
         self._connection.send((rewards, samples))
         self._with_perfect: list[str] = []
         """Names of the rewards that have a `perfect_response`."""
@@ -73,11 +66,10 @@ class RewardTrial:
         while True:
             try:
                 if not self._connection.poll(limit_s):
-                    stack = users_part(self._stuck.ask(self._process.pid))
                     key = "timeouts.reward_s" if doing == "called" else "to import and build it"
                     what = "no answer" if doing == "called" else "not built"
-                    hang = f"hangs{place_in(stack)}: {what} within {limit_s:g} s, {key}"
-                    raise self._error(name, hang, _IN_TIME, stack_text(stack))
+                    hang = f"hangs: {what} within {limit_s:g} s, {key}"
+                    raise self._error(name, hang, _IN_TIME)
                 message = self._connection.recv()
             except (EOFError, ConnectionError):
                 problem = f"ended its process while it was {doing}"
@@ -180,8 +172,7 @@ def _refusal(reward: Any, sample: RewardInput) -> str:
     return "" if value >= getattr(reward, "max_reward", 1.0) else f"gave {value:g}"
 
 
-def _serve(connection: Connection, stack_descriptor: int) -> None:
-    answer_on(stack_descriptor)
+def _serve(connection: Connection) -> None:
     rewards, samples = connection.recv()
     built: dict[str, Any] = {}
     for name, spec in rewards.items():
@@ -211,4 +202,4 @@ def _serve(connection: Connection, stack_descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])), int(sys.argv[2]))
+    _serve(Connection(int(sys.argv[1])))

@@ -18,8 +18,6 @@ from typing import Any, cast
 from grpo_components.data.columns import CALL, SEED
 from grpo_components.objective.component_errors import defined_at, describe, failure_text
 from grpo_components.rewards.pool import RewardInput, RewardSpec, Score
-from grpo_components.rewards.score_log import Outcome
-from grpo_components.rewards.stuck_stack import answer_on
 
 _MAX_CPU_S = 120.0
 _PR_SET_PDEATHSIG = 1
@@ -30,27 +28,20 @@ def score_sample(
     sample: RewardInput,
     announce: Callable[[str], None],
     too_costly: Sequence[str] = (),
-    recorded: Mapping[str, Outcome] | None = None,
     max_cpu_s: float = _MAX_CPU_S,
 ) -> Score:
     """Apply all rewards to one sample."""
-    terms, used, varying = dict[str, float](), dict[str, float](), dict[str, Outcome]()
-    success, failed = False, partial(Score, math.nan, {}, False, used=used, varying=varying)
+    terms, used = dict[str, float](), dict[str, float]()
+    success, failed = False, partial(Score, math.nan, {}, False, used=used)
     for name, (spec, reward) in rewards.items():
         announce(name)
         if name in too_costly:
             terms[name] = 0.0
             continue
-        varies = getattr(reward, "varies", False)
-        if varies and recorded is not None:
-            outcome = recorded.get(name, f"reward {name}: the replayed run has no outcome of it")
-        else:
-            outcome = _outcome(name, reward, sample, max_cpu_s)
-            if hasattr(reward, "take_use"):
-                now = cast(Any, reward).take_use()
-                used |= {f"{name}_{kind}": value for kind, value in now.items()}
-        if varies:
-            varying[name] = outcome
+        outcome = _outcome(name, reward, sample, max_cpu_s)
+        if hasattr(reward, "take_use"):
+            now = cast(Any, reward).take_use()
+            used |= {f"{name}_{kind}": value for kind, value in now.items()}
         if isinstance(outcome, str):
             return failed(outcome)
         terms[name] = outcome
@@ -59,12 +50,12 @@ def score_sample(
     total = sum(spec.weight * terms[name] for name, (spec, _) in rewards.items())
     if not math.isfinite(total):
         return failed(f"rewards: the weighted sum is {total}")
-    return Score(total, terms, success, None, used, varying)
+    return Score(total, terms, success, None, used)
 
 
 def _outcome(
     name: str, reward: Callable[..., float], sample: RewardInput, max_cpu_s: float
-) -> Outcome:
+) -> float | str:
     where = defined_at(reward)
     try:
         with _cpu_limit(getattr(reward, "response_cpu_s", None), max_cpu_s):
@@ -128,11 +119,10 @@ def _counts_failures() -> str:
     return f"rewards: a reward that raises gives the reward {score.reward} and no failed sample"
 
 
-def _serve(connection: Connection, stack_descriptor: int) -> None:
+def _serve(connection: Connection) -> None:
     """Run a reward process: build the rewards, then score samples until the owner exits."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
-    answer_on(stack_descriptor)
     try:
         specs, max_cpu_s = connection.recv()
         rewards = _build(specs)
@@ -148,12 +138,12 @@ def _serve(connection: Connection, stack_descriptor: int) -> None:
     announce = connection.send if len(rewards) > 1 else lambda _: None
     while True:
         try:
-            sample, too_costly, recorded = connection.recv()
+            sample, too_costly = connection.recv()
         except EOFError:
             return
-        score = score_sample(rewards, sample, announce, too_costly, recorded, max_cpu_s)
+        score = score_sample(rewards, sample, announce, too_costly, max_cpu_s)
         connection.send(score)
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])), int(sys.argv[2]))
+    _serve(Connection(int(sys.argv[1])))

@@ -66,7 +66,7 @@ class Generator:
         # At Python's 5 ms, collectors' threads hold up each engine step that waits for the GIL.
         sys.setswitchinterval(_SWITCH_S)
         limit_malloc_arenas(_MALLOC_ARENAS)
-        self._rewards = open_reward_pool(rewards, replay, number, restart_count)
+        self._rewards = open_reward_pool(rewards)
         self._tokenizer = build_tokenizer()
         self._sampling, self._stop_token_ids = sampling, set(sampling.stop_token_ids)
         schedule = open_schedule(

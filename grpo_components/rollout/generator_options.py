@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from grpo_components.models.lora import LoraOptions
 from grpo_components.rewards.pool import RewardPool, RewardSpec
-from grpo_components.rewards.score_log import open_score_log
 
 if TYPE_CHECKING:
     from torchrl.envs import EnvBase
@@ -113,14 +112,6 @@ class ReplayOptions:
     """Longest wait for the next recorded command in a replay, in seconds."""
 
 
-def open_reward_pool(
-    rewards: RewardOptions, replay: ReplayOptions, number: int, restart_count: int
-) -> RewardPool:
+def open_reward_pool(rewards: RewardOptions) -> RewardPool:
     """Start a generator's reward processes."""
-    folders = (replay.schedule_folder, replay.replayed_folder)
-    return RewardPool(
-        rewards.rewards,
-        num_workers=rewards.num_workers,
-        timeout_s=rewards.timeout_s,
-        log=open_score_log(number, *folders, restart_count),
-    )
+    return RewardPool(rewards.rewards, num_workers=rewards.num_workers, timeout_s=rewards.timeout_s)

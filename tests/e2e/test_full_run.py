@@ -90,7 +90,7 @@ def test_its_last_step_is_saved(full_run):
 
 
 def test_its_replay_has_the_same_bits(full_run, replayed_run, tiny_policy):
-    """The recorded run pushed deltas, the replay whole weights; no judge is asked."""
+    """The recorded run pushed deltas, the replay whole weights."""
     assert "events in the recorded order" in replayed_run.output
     back = [re.findall(r"^(\w+) is back", r.output, re.M) for r in (full_run, replayed_run)]
     assert back[1] == back[0][1:]

@@ -1,8 +1,8 @@
 """The finished runs that tests share, each made once per session."""
 
 import contextlib
-import random
 import re
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -98,7 +98,6 @@ def full_run(shared_runs, tiny_policy):
         ]
         recipe, environment = forked_recipe(folder, faults)
         with judge_server() as judge, starter(tiny_policy, folder) as tune:
-            judge.default = lambda _: f"Score: {random.random():.3f}"
             knobs = full_knobs(folder, tiny_policy, judge.url)
             process, output_dir = tune(*knobs, "push=delta", recipe=recipe, env=environment)
             shown = wait_for_line(process)
@@ -125,10 +124,11 @@ def listening(process):
 
 @pytest.fixture
 def replayed_run(shared_runs, tiny_policy, full_run):
-    """The replay of `full_run`, whose judge is gone: whole pushes, each step saved."""
+    """The replay of `full_run`: whole pushes, each step saved."""
 
     def make(folder):
-        with starter(tiny_policy, folder) as tune:
+        port = urlsplit(full_run.seen["judge"]).port
+        with judge_server(port), starter(tiny_policy, folder) as tune:
             output, output_dir = succeed(
                 tune,
                 *full_knobs(full_run.folder.parent, tiny_policy, full_run.seen["judge"]),

@@ -38,8 +38,8 @@ class JudgeServer:
 
 
 @contextlib.contextmanager
-def judge_server() -> Iterator[JudgeServer]:
-    """Run a server on a free port; its address is `url`."""
+def judge_server(port: int = 0) -> Iterator[JudgeServer]:
+    """Run a server, on a free port unless one is given; its address is `url`."""
     judge, closing = JudgeServer(), threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -65,7 +65,7 @@ def judge_server() -> Iterator[JudgeServer]:
         def log_message(self, format: str, *args: Any) -> None:
             """Write nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     judge.url = f"http://127.0.0.1:{server.server_port}/v1"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})

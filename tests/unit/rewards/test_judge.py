@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 from grpo_components.rewards import judge as module
 from grpo_components.rewards.judge import JudgeError, LLMJudge
 from grpo_components.rewards.pool import RewardPool, RewardSpec
-from grpo_components.rewards.score_log import ScoreLog
 
 RUBRIC = "Grade {{ response }} as an answer to {{ prompt }} ({{ answer }})."
 KEY = "sk-very-secret-0123456789"
@@ -152,47 +151,17 @@ def test_the_key_is_sent_and_shown_nowhere(server, make, monkeypatch, caplog):
     assert KEY not in caplog.text
 
 
-def test_a_judge_that_is_down_is_a_failed_sample_and_a_replay_repeats_it(server, tmp_path):
-    """Grades too, by the seed of the sample: the same text got other grades, and once none."""
-    server.answers = ["Score: 1", "Score: 2", (400, b"", {}), "Score: 3"]
+def test_a_judge_that_is_down_is_a_failed_sample(server):
+    server.answers = ["Score: 1", (400, b"", {}), "Score: 3"]
     arguments = {"base_url": server.url, "model": "m", "rubric": RUBRIC}
     specs = {"judge": RewardSpec(COMPONENT, arguments, 1.0, False)}
-    samples = [{**CALL, "seed": seed} for seed in (1, 2, 3, 3)]
-    path = tmp_path / "logs" / "outcomes.jsonl"
-    pool = RewardPool(specs, num_workers=1, timeout_s=60, log=ScoreLog(path))
-    live = [pool.score([sample])[0] for sample in samples]
+    pool = RewardPool(specs, num_workers=1, timeout_s=60)
+    scores = [pool.score([CALL])[0] for _ in range(3)]
     pool.close()
-    assert [score.reward for score in live] == pytest.approx([0.1, 0.2, math.nan, 0.3], nan_ok=True)
-    down = live[2]
+    assert [score.reward for score in scores] == pytest.approx([0.1, math.nan, 0.3], nan_ok=True)
+    down = scores[1]
     assert down.error and down.error.startswith("reward judge: JudgeError")
     assert (down.terms, down.success, down.used["judge_failures"]) == ({}, False, 1)
-    replayed = ScoreLog(tmp_path / "again.jsonl", path)
-    pool = RewardPool(specs, num_workers=2, timeout_s=60, log=replayed)
-    order = (1, 0, 2, 3)
-    again = [pool.score([samples[i]])[0] for i in order]
-    (unknown,) = pool.score([{**CALL, "seed": 4}])
-    pool.close()
-    assert len(server.requests) == 4
-    assert [json.dumps(score.terms) for score in again] == [
-        json.dumps(live[i].terms) for i in order
-    ]
-    assert [score.error for score in again] == [live[i].error for i in order]
-    assert unknown.error == "reward judge: the replayed run has no outcome of it"
-    assert (tmp_path / "again.jsonl").read_text().count("\n") == 6
-
-
-def test_a_restarted_generator_repeats_its_own_life(tmp_path):
-    path = tmp_path / "outcomes.jsonl"
-    for life, value in enumerate((0.1, 0.2)):
-        log = ScoreLog(path, restart_count=life)
-        log.record(CALL, {"judge": value})
-        log.record(CALL, {})
-        log.close()
-    for life, value in enumerate((0.1, 0.2)):
-        assert ScoreLog(None, path, life).recorded(CALL) == {"judge": value}
-    assert ScoreLog(None, path, 2).recorded(CALL) == {}
-    assert ScoreLog(None, tmp_path / "none", 0).recorded(CALL) == {}
-    assert ScoreLog(path).recorded(CALL) is None
 
 
 @pytest.mark.parametrize(

@@ -319,20 +319,15 @@ def line_of(folder, text):
     return f"({folder / 'some_rewards.py'}:{1 + REWARDS.split(text)[0].count(chr(10))})"
 
 
-def test_a_reward_that_waits_too_long_is_a_failed_sample(make_pool, folder):
+def test_a_reward_that_waits_too_long_is_a_failed_sample(make_pool):
     """Not a score of 0: a busy machine may be the reason."""
     (score,) = make_pool(timeout_s=1, thrift=reward("Thrifty")).score(samples("sleep"))
-    line, *lines = score.error.splitlines()
-    where = line_of(folder, 'ctypes.PyDLL(None).pause()\n        if response_text == "power"')
     assert math.isnan(score.reward)
-    assert line == f"reward thrift: TimeoutError {where}: no score after 1 s"
-    assert "in __call__" in lines[1] and "pause()" in lines[2]
+    assert score.error == "reward thrift: TimeoutError: no score after 1 s"
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_reward_that_always_hangs_is_refused_after_two_deadlines_with_its_line(
-    make_pool, folder, num_workers
-):
+def test_a_reward_that_always_hangs_is_refused_after_two_deadlines(make_pool, num_workers):
     """All of its samples would fail: it is to blame, not the responses."""
     pool = make_pool(
         num_workers=num_workers, timeout_s=1, process=reward("Process"), mood=reward("Moody")
@@ -341,8 +336,7 @@ def test_a_reward_that_always_hangs_is_refused_after_two_deadlines_with_its_line
         pool.score(samples(*["endless"] * 20))
     message = str(refused.value)
     assert message.startswith("rewards.mood: some_rewards.Moody ") and len(message) <= 300
-    assert line_of(folder, "ctypes.PyDLL(None).pause()  # holds the") in message
-    assert "timeouts.reward_s" in message and "in __call__" in refused.value.user_traceback
+    assert "timeouts.reward_s" in message
 
 
 def test_samples_that_hang_a_reward_which_answers_others_only_fail_themselves(make_pool):
@@ -371,7 +365,7 @@ def test_a_reward_that_takes_too_long_is_named_and_its_process_killed(make_pool)
     pool = make_pool(timeout_s=2, process=reward("Process"), mood=reward("Moody"))
     (first,) = pool.score(samples("fine"))
     (endless,) = pool.score(samples("endless"))
-    assert endless.error.startswith("reward mood: TimeoutError ")
+    assert endless.error.startswith("reward mood: TimeoutError: ")
     assert not psutil.pid_exists(int(first.terms["process"]))
     (last,) = pool.score(samples("fine"))
     assert last.terms["process"] != first.terms["process"]

@@ -57,7 +57,7 @@ def test_a_reward_gets_the_columns_of_the_row(file, component):
 
 @pytest.mark.parametrize(
     ("kind", "what", "timeout_s"),
-    [("raises", "KeyError", 30.0), ("unbuilt", "RuntimeError", 30.0), ("hangs", "hangs", 1.0)],
+    [("raises", "KeyError", 30.0), ("unbuilt", "RuntimeError", 30.0)],
 )
 def test_a_reward_that_fails_is_refused_with_its_line_and_traceback(file, kind, what, timeout_s):
     with pytest.raises(ConfigError) as refused:
