@@ -177,7 +177,7 @@ def unpack(packed: PackedTrajectories) -> list[Trajectory]:
     for name in _SCALAR:
         columns[name] = packed[name].tolist()
     for name in _OBJECTS:
-        columns[name] = _objects(packed, name)
+        columns[name] = packed[name]
     return [Trajectory(**{name: columns[name][i] for name in columns}) for i in range(size)]
 
 
@@ -227,13 +227,8 @@ def concatenate(groups: Iterable[PackedTrajectories]) -> PackedTrajectories:
     for name in _SCALAR:
         joined[name] = np.concatenate([part[name] for part in parts])
     for name in _OBJECTS:
-        joined[name] = [value for part in parts for value in _objects(part, name)]
+        joined[name] = [value for part in parts for value in part[name]]
     return joined
-
-
-def _objects(packed: PackedTrajectories, name: str) -> list[Any]:
-    """Return a column; groups in older checkpoints have no `session`."""
-    return packed[name] if name in packed else [None] * len(packed["group_id"])
 
 
 def response_numbers(packed: PackedTrajectories) -> NDArray[np.int64]:
@@ -244,7 +239,7 @@ def response_numbers(packed: PackedTrajectories) -> NDArray[np.int64]:
     Args:
         packed: packed trajectories; those of a session follow each other.
     """
-    sessions, groups = _objects(packed, "session"), packed["group_id"].tolist()
+    sessions, groups = packed["session"], packed["group_id"].tolist()
     numbers: list[int] = []
     last: tuple[int, int] | None = None
     for group, session in zip(groups, sessions, strict=True):
@@ -286,7 +281,7 @@ def batch_hash(packed: PackedTrajectories) -> str:
     for name in sorted(packed.keys() - {"attempt", "error", "session"}):
         digest.update(name.encode())
         update(packed[name])
-    if any(_objects(packed, "session")):
+    if any(packed["session"]):
         update(response_numbers(packed))
     return digest.hexdigest()
 
@@ -344,7 +339,7 @@ def summarize(group: PackedTrajectories) -> GroupSummary:
         versions = np.array([-1])
     responses = [*_responses(group)]
     first = [rows[0] for rows in responses]
-    sessions, reasons = _objects(group, "session"), group["finish_reason"]
+    sessions, reasons = group["session"], group["finish_reason"]
     return GroupSummary(
         group_id=group_id,
         prompt_index=int(group["prompt_index"][0]),

@@ -18,8 +18,7 @@ from grpo_tools.audit.lines import UnreadableError, parse
 from grpo_tools.audit.reuse import begin_reuse, check_choice
 from grpo_tools.audit.weights import Weights, check_contract
 
-_FORMATS = (1, 2)
-"""Known values of `format` in a start record; with format 1, records have no hashes."""
+_FORMAT = 2
 
 
 class RunAudit:
@@ -108,9 +107,8 @@ class RunAudit:
     def _begin(self, start: Record) -> None:
         expected = self._start["attempt"] + 1 if self._start else 0
         attempt, step = start["attempt"], start["steps_done"]
-        known = start["format"] in _FORMATS
+        known = start["format"] == _FORMAT
         self._check("header", known, f"format is {start['format']}", fatal=True)
-        self._chain.check_format(start["format"])
         self._check("header", attempt == expected, f"attempt {expected} is missing", fatal=True)
         self._check(
             "steps",
@@ -153,7 +151,7 @@ class RunAudit:
         sampled = round(sampled * self._start["group_size"])
         check("tokens", tokens <= sampled, f"trains {tokens} of {sampled} tokens")
         share = tokens / sampled if sampled else None
-        stated = record.get("trained_share", share)  # receipts of older versions have none
+        stated = record["trained_share"]
         same = stated is None if share is None else stated and math.isclose(stated, share)
         check("tokens", bool(same), f"trained_share is {stated}, but {share} by the events")
         listed = [(t["group_id"], t["prompt_index"], t["epoch"]) for t in record["trained"]]

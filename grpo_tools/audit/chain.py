@@ -7,10 +7,6 @@ from pathlib import Path
 from grpo_components.records.receipt_chain import END_FILE, End, link, read_end, split
 from grpo_tools.audit.findings import Findings
 
-_NO_CHAIN = (
-    "no chain: written by an older version; changes that break no other rule stay undetected"
-)
-
 
 class Chain:
     """Checks the hash of each record, and that `receipts.end` names the last record."""
@@ -24,41 +20,25 @@ class Chain:
         except (OSError, ValueError) as error:
             self._problem = f"cannot be read: {error}"
         self._end = End()
-        self._unchained = 0
         self._reached = self._known == self._end
 
     def follow(self, line: bytes) -> bytes:
         """Check the hash of the next line."""
         fields, stated = split(line)
         expected = link(self._end.chain, fields)
-        if stated is None:
-            if self._unchained < self._end.records:
-                self._check("chain", False, "has no hash, but earlier records have")
-            self._unchained += 1
-        else:
-            self._check(
-                "chain",
-                stated == expected,
-                "hash mismatch: this record or its predecessor was changed, or a record between "
-                "them is missing",
-            )
+        self._check(
+            "chain",
+            stated == expected,
+            "hash mismatch: this record or its predecessor was changed, or a record between "
+            "them is missing",
+        )
         self._end = End(self._end.records + 1, stated or expected)
         self._reached |= self._end == self._known
         return fields
 
-    def check_format(self, number: int) -> None:
-        """Check that the records so far have hashes if and only if the run's format has them."""
-        chained = self._end.records > self._unchained
-        if chained or number > 1:
-            problem = f"format {number} has {'a' if number > 1 else 'no'} hash in every record"
-            self._check("chain", chained == (number > 1), problem)
-
     def finish(self, unfinished: bool) -> None:
         """Compare the last record with `receipts.end`."""
         self._findings.where = END_FILE
-        if self._end.records == self._unchained and self._known is None and not self._problem:
-            self._findings.notes.append(_NO_CHAIN)
-            return
         self._check("chain", not self._problem, self._problem)
         if self._problem:
             return

@@ -172,10 +172,9 @@ class LoadsCheck:
             found = loads.get(identity, [])
             problem = f"{name} loads version {version}, which logs/events.jsonl lacks"
             self._check("loads", bool(found), problem)
-            known = [each for each in found if each is not None]  # older versions wrote no checksum
             problem = f"{name} loads version {version} with {checksum}, but with "
-            problem += f"{known[:1]} in logs/events.jsonl"
-            self._check("loads", not known or checksum in known, problem)
+            problem += f"{found[:1]} in logs/events.jsonl"
+            self._check("loads", not found or checksum in found, problem)
 
 
 def cross_checks(folder: Path, attempts: Iterable[int], findings: Findings) -> list[CrossCheck]:

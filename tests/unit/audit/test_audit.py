@@ -168,7 +168,7 @@ def a_stale_group_is_dropped_at_eta_zero(r):
     for record in r[1:7]:
         record["token_versions"] = {str(record["trained_from"]): 14}
         record["max_staleness"] = 0
-        del record["trained_share"]  # as older versions wrote it
+        record["trained_share"] = 1.0
 
 
 def a_group_vanishes(r):

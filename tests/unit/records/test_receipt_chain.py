@@ -78,17 +78,6 @@ def test_lost_records_leave_a_gap_that_no_later_record_closes(path):
     assert not is_chained(path)
 
 
-def test_the_first_new_record_chains_records_of_an_older_version(tmp_path):
-    path = tmp_path / "receipts.jsonl"
-    path.write_text('{"value": 1}\n{"value": 2}\n')
-    write(path, 3)
-    first, second, third = path.read_bytes().splitlines()
-    fields, stated = split(third)
-    assert split(second) == (second, None)
-    assert stated == link(link(link("", first), second), fields)
-    assert read_end(path) == End(3, stated)
-
-
 def test_a_link_instead_of_the_end_file_is_not_followed(path, tmp_path):
     own = tmp_path / "own"
     own.write_text("mine")

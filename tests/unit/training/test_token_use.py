@@ -8,7 +8,7 @@ import torch
 
 from grpo_components.training.sample import make_samples
 from grpo_components.training.token_use import TokenUse, keep_updated, keep_weighted
-from grpo_components.trajectory import Trajectory, pack, summarize
+from grpo_components.trajectory import SESSION_COUNTS, Trajectory, pack, summarize
 
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ def test_tokens_without_a_usable_update_are_skipped():
 
 
 def test_the_tokens_that_no_client_kept_are_in_no_trajectory():
-    facts = {"sampled_tokens": 50, "unanswered_tokens": 45}
+    facts = {"sampled_tokens": 50, "unanswered_tokens": 45, **dict.fromkeys(SESSION_COUNTS, 0)}
     parts = [
         trajectory(1, [3, 3], session={"sample": 0, **facts}),
         trajectory(1, [2, 3, 3], session={"sample": 0}),  # the session forked
