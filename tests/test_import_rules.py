@@ -53,7 +53,7 @@ WITHOUT_TORCH = (
 ROOMS = (
     *("ground", "objective", "replay", "exchange", "models", "training", "data", "rewards"),
     *("agents", "rollout", "environments", "cluster", "offline", "evaluation"),
-    *("records", "config", "versions", "audit", "plan", "examples"),
+    *("records", "config", "audit", "plan", "examples"),
 )
 """The ground is the modules that stand in no room."""
 MAX_ROOM = 0.14
