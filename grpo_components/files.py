@@ -1,8 +1,10 @@
-"""Files of one record per line: names, and appending after a restart."""
+"""Appends to files of one record per line, and replaces files as a whole."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO, TypeVar
@@ -37,3 +39,22 @@ def first_and_last(steps: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
     """Return the first and the last steps of a run, to compare them."""
     number = max(1, min(_MAX_STEPS_PER_END, len(steps) // 2))
     return steps[:number], steps[-number:]
+
+
+def write_whole(target: Path, content: str | bytes, durable: bool = False) -> None:
+    """Replace a file as a whole, on disk if `durable`; on failure the old file stays unchanged.
+
+    A link or pipe at the target's path is replaced, not written to.
+    """
+    unfinished = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
+    try:
+        with unfinished.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(unfinished, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise

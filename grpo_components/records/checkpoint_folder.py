@@ -10,7 +10,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from grpo_components.whole_files import write_whole
+from grpo_components.files import write_whole
 
 LATEST = "latest"
 BEST = "best"

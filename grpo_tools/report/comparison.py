@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from grpo_components.files import FAILURES
-from grpo_components.whole_files import write_whole
+from grpo_components.files import write_whole
 from grpo_tools.report.curves import metric_charts
 from grpo_tools.report.history import state_text
 from grpo_tools.report.page import NoStepsError

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from grpo_components.files import ANSWERS, FAILURES
 from grpo_components.shapes import fits
-from grpo_components.whole_files import write_whole
+from grpo_components.files import write_whole
 from grpo_tools.report.books import books_section
 from grpo_tools.report.curves import MAX_OTHER_CHARTS, metric_charts
 from grpo_tools.report.difficulty import difficulty_charts

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from grpo_components import whole_files
+from grpo_components import files
 from grpo_tools.report.__main__ import main
 from grpo_tools.report.page import Live, write_report
 
@@ -151,7 +151,7 @@ def test_a_failed_write_keeps_the_earlier_page(run, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(whole_files.os, "replace", full)
+    monkeypatch.setattr(files.os, "replace", full)
     with pytest.raises(OSError, match="No space"):
         write_report(run)
     assert (run / "report.html").read_text(encoding="utf-8") == before

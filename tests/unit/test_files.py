@@ -5,8 +5,8 @@ import stat
 
 import pytest
 
-from grpo_components import whole_files
-from grpo_components.whole_files import write_whole
+from grpo_components import files
+from grpo_components.files import write_whole
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_folder_in_the_targets_place_is_an_error_and_leaves_nothing(target):
 
 
 def test_even_a_guessed_name_is_not_followed(target, own, monkeypatch):
-    monkeypatch.setattr(whole_files.secrets, "token_hex", lambda _: "guessed")
+    monkeypatch.setattr(files.secrets, "token_hex", lambda _: "guessed")
     target.with_name(".report.html.guessed.part").symlink_to(own)
     with pytest.raises(FileExistsError):
         write_whole(target, "page")
@@ -77,7 +77,7 @@ def test_a_failure_keeps_the_old_file(target, monkeypatch, failure):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(whole_files.os, "fsync" if failure == "write" else "replace", full)
+    monkeypatch.setattr(files.os, "fsync" if failure == "write" else "replace", full)
     with pytest.raises(OSError):
         write_whole(target, "after", durable=True)
     assert target.read_text() == "before"
