@@ -34,7 +34,7 @@ from grpo_components.rollout.generator_options import (
     RewardOptions,
     SamplingOptions,
 )
-from grpo_components.rollout.relayed_client import open_sender
+from grpo_components.rollout.open_sender import open_sender
 from grpo_components.settings import TRUNCATION, Settings
 from grpo_components.training.trainer_options import (
     BatchOptions,

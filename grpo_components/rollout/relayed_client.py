@@ -1,4 +1,4 @@
-"""What a trainer has to send weights: a sender, and what stands in it for a generator."""
+"""Stands in for the receiver in a vLLM trainer engine, whose calls the driver relays."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 Request = tuple[str, Any]
 """A call of the trainer engine: its kind (init, start, update or finish) and its argument."""
-BUFFER_BYTES = 256 * 2**20
-"""Bytes of one buffer on the GPU, which is filled before it is sent."""
 _SLACK_S = 5.0
 """Seconds added to the relay's wait, so that the error of the sender or receiver is first."""
 
@@ -82,13 +80,3 @@ class RelayedClient:
         except TimeoutError:
             problem = f"waited {self._timeout_s:g} s for {self._receiver} to answer {kind!r}"
             raise TimeoutError(f"the sender of weights {problem}") from None
-
-
-def open_sender(device: str, *, workers: int, timeout_s: float, host: str) -> Any:
-    """Return a `WeightSender`; the driver passes this function on, and never calls it."""
-    # Imported here: vLLM takes seconds, and the driver imports this module.
-    from grpo_components.rollout.weight_sender import WeightSender
-
-    return WeightSender(
-        device, workers=workers, host=host, timeout_s=timeout_s, buffer_bytes=BUFFER_BYTES
-    )

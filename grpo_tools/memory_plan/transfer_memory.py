@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_components.models.loading import DTYPES
-from grpo_components.rollout.relayed_client import BUFFER_BYTES
+from grpo_components.rollout.open_sender import BUFFER_BYTES
 from grpo_components.settings import Settings
 from grpo_tools.memory_plan.model_sizes import ModelSizes
 

@@ -11,7 +11,7 @@ from lib.nccl_on_cpu import nccl_on_cpu
 from safetensors.torch import load_file
 
 from grpo_components.exchange.weights import pack_bucket
-from grpo_components.rollout import relayed_client
+from grpo_components.rollout import open_sender, relayed_client
 
 PROMPTS = [[5, 6, 7, i + 1] for i in range(8)]
 LIMIT_S = 60
@@ -48,7 +48,7 @@ class Relay:
     """Stands for the driver: makes the sender's calls in the receiver, both in this process."""
 
     def __init__(self, workers=1, timeout_s=20.0):
-        self.sender = relayed_client.open_sender(
+        self.sender = open_sender.open_sender(
             "cpu", workers=workers, timeout_s=timeout_s, host="127.0.0.1"
         )
         self.timeout_s, self.number, self.kinds = timeout_s, 0, []
@@ -93,7 +93,7 @@ def on_cpu(build_engine):
 
 @pytest.fixture
 def relay(on_cpu, monkeypatch):
-    monkeypatch.setattr(relayed_client, "BUFFER_BYTES", 2**14)  # more than two buffers full
+    monkeypatch.setattr(open_sender, "BUFFER_BYTES", 2**14)  # more than two buffers full
     made = []
 
     def make(**options):
