@@ -138,13 +138,12 @@ class _WithHidden:
     """Stands for a model whose base has computed its hidden states already."""
 
     def __init__(self, model: Any, hidden: Tensor) -> None:
-        self._model, self._hidden = model, hidden
+        self._model = model
+        # No method: an object that holds its own method is freed by the garbage collector alone.
+        setattr(self, model.base_model_prefix, lambda *_, **__: _BaseOutput(hidden))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
-
-    def base(self, *args: Any, **kwargs: Any) -> _BaseOutput:
-        return _BaseOutput(self._hidden)
 
 
 def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
@@ -160,7 +159,6 @@ def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
     Returns:
         [N, V] logits.
     """
-    rest = _WithHidden(model, hidden[None])
-    setattr(rest, cast(Any, model).base_model_prefix, rest.base)
     forward: Any = type(model).forward
+    rest = _WithHidden(model, hidden[None])
     return forward(rest, inputs_embeds=hidden[None], use_cache=False).logits[0]

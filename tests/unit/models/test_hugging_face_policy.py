@@ -1,5 +1,6 @@
 """A transformers model gives the logprobs and gradients of its own code, with each prompt once."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_components.models import hugging_face
-from grpo_components.models.hugging_face_policy import decoder_layers, longest_sequence
+from grpo_components.models.hugging_face_policy import decoder_layers, logits_of, longest_sequence
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.trajectory import TokenSequence
 
@@ -86,3 +87,15 @@ def test_values_and_gradients_are_those_of_the_models_own_code(family, tmp_path)
             parameter.grad, gradients[name].grad, rtol=1e-4, atol=1e-4, msg=name
         )
     assert not entropies.requires_grad
+
+
+def test_hidden_states_are_freed_without_the_garbage_collector(tmp_path):
+    model = hugging_face(str(folder_of("qwen3", tmp_path)))
+    gc.collect()
+    gc.disable()
+    try:
+        logits_of(model, torch.randn(3, SIZES["hidden_size"]))
+        kept = [each for each in gc.get_objects() if type(each).__name__ == "_WithHidden"]
+    finally:
+        gc.enable()
+    assert not kept
