@@ -29,6 +29,8 @@ from ray.util.scheduling_strategies import (
 from grpo_components.cluster.scratch import make_scratch, remove_scratch, sweep
 from grpo_components.errors import fail
 
+_EARLY_WORKERS = 4
+"""Processes that every run needs: trainer, generator, replay buffer and parameter server."""
 _CONNECT_S, _NODE_S = 10.0, 120.0
 """Longest waits for a connection to a cluster's head, and for the answer of a node, in seconds."""
 _END_S = 5.0
@@ -95,8 +97,10 @@ class RayCluster:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             # No public switch makes all of Ray's processes listen on loopback only.
             ray_constants.ENABLE_RAY_CLUSTER = False
-            folder = {"_temp_dir": str(self.scratch), "object_store_memory": self._store_bytes}
-            self._init("local", include_dashboard=False, **folder)
+            # Roles count no CPUs: Ray only starts so many workers before they ask for them.
+            options = {"num_cpus": _EARLY_WORKERS, "object_store_memory": self._store_bytes}
+            folder = str(self.scratch)
+            self._init("local", include_dashboard=False, _temp_dir=folder, **options)
             return
         try:
             if self._address != "auto":  # Ray itself would wait for minutes
