@@ -21,8 +21,8 @@ from grpo_components.trajectory import Trajectory, response_numbers, unpack
 from grpo_components.versions.__main__ import open_run
 from grpo_components.versions.kept_run import KeptRun
 from grpo_components.versions.scoring import Scorer, Segment, segments
-from grpo_tools.audit.lines import records_of
 from grpo_tools.audit.settings import Settings, read_settings
+from grpo_tools.json_lines import records_of
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.25}
 """Largest difference allowed between two engines, in nats, by the run's `dtype`."""
