@@ -54,7 +54,7 @@ class ReplayError(RuntimeError):
 
 
 class ReplayStop(Exception):
-    """A what-if has repeated what it should; the rest of the run is live."""
+    """A replay has repeated the steps that it should."""
 
 
 class StarvedError(RuntimeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
-from pydantic import AfterValidator, BaseModel, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from grpo_components.setting_types import (
@@ -49,7 +49,6 @@ from grpo_components.setting_types import (
     loss_section,
 )
 from grpo_components.time_limits import derived_limits
-from grpo_components.what_if import WhatIf
 
 
 class RewardShapingSettings(BaseModel):
@@ -297,7 +296,6 @@ class Settings(BaseModel):
 
     save_every_n_steps: Count
     async_checkpoint: bool = False
-    keep_policy_versions: bool = False
     eval_every_n_steps: Count
     metric_logger: Component
     log_every_n_steps: Count
@@ -313,8 +311,7 @@ class Settings(BaseModel):
     restart_window_s: Annotated[float, Field(gt=0, le=1e9)] = 3600.0
     min_generators: Processes | None = None  # null: num_generators
     replay_events: PathText | None = None
-    replay_until: CountOrZero | None = None  # step from which other keys apply; null: replay all
-    replay_without: list[CountOrZero] = Field(default_factory=list)  # groups that are not trained
+    replay_until: Count | None = None  # last step that is repeated; null: replay all
     reward_model: RewardModelSettings = RewardModelSettings()
     gpus_per_reward_model: GpuShare = 1.0
     num_teachers: Processes = 1  # where there is a teacher
@@ -336,12 +333,6 @@ class Settings(BaseModel):
     fsdp_cpu_offload: bool = False
     timeouts: Timeouts = Timeouts()
     user: Annotated[DictConfig, free_section()] = Field(default_factory=OmegaConf.create)
-    _what_if: WhatIf | None = PrivateAttr(None)  # set by preflight, and in no file
-
-    @property
-    def what_if(self) -> WhatIf | None:
-        """Where a what-if stops repeating the recorded run; None if all of it is repeated."""
-        return self._what_if
 
     @property
     def evaluates(self) -> bool:

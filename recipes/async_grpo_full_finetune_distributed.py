@@ -192,13 +192,12 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
 @preflight.parse
 def recipe_main(cfg: DictConfig) -> None:
     """Run the recipe; the command line overrides keys of the config."""
-    for part in preflight.parts_of(cfg):  # two in a what-if, which repeats a run and leaves it
-        recipe = AsyncGRPOFullFinetuneRecipeDistributed()
-        try:
-            recipe.setup(part)
-            asyncio.run(recipe.train())
-        finally:
-            recipe.cleanup()
+    recipe = AsyncGRPOFullFinetuneRecipeDistributed()
+    try:
+        recipe.setup(cfg)
+        asyncio.run(recipe.train())
+    finally:
+        recipe.cleanup()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What the process does that starts agents: imports the agent once, then forks one per session.
+"""The process that starts agents: imports the agent once, then forks a watcher for each session.
 
-The owner's messages and the answers are lines of JSON. If the owner ends, however it does, this
-process kills all agents with all that they started. If this process is killed, another one does.
+A watcher forks the agent and adopts all that this starts. It kills them when the agent has ended,
+and when the owner ends the session's connection, as its death does. What a killed watcher leaves
+is adopted and killed here.
 """
 
 from __future__ import annotations
@@ -16,23 +17,19 @@ import json
 import os
 import random
 import select
-import selectors
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_components.agents.rewards import checked_reward
 from grpo_components.objective.component_errors import failure_text
 
-MARK = "GRPO_AGENTS"
-"""Environment variable with a text that all agents of this process, and their programs, have."""
 _PDEATHSIG, _SUBREAPER = 1, 36
-_KILL_S = 10.0
-"""Seconds until the kernel has ended a killed process."""
-_MAX_LINE = 1 << 20
+_MAX_PART = 1 << 20
 _MAX_ERROR_CHARS = 8000
 _MAX_RESULT = 1 << 20
 """Bytes that an agent may send as its result; more, or others than its reward, fail its sample."""
@@ -41,150 +38,123 @@ _MAX_SAID = 1000
 _libc = ctypes.CDLL(None)
 
 
-class AgentHost:
-    """Starts an agent for each session that the owner begins, and says how it ended."""
+class _Agent(NamedTuple):
+    function: Callable[[Any], Any] | None
+    """None if the agent is a command."""
+    command: list[str]
 
-    def __init__(
-        self, owner: socket.socket, function: Callable[[Any], Any] | None, command: list[str]
-    ) -> None:
-        self._owner, self._function, self._command = owner, function, command
-        self._selector = selectors.DefaultSelector()
-        self._running: dict[int, tuple[int, int, bytearray]] = {}
-        """Number of a session -> its process, a descriptor of it, and what came through its pipe:
-        the result of a function; the end of what a command said on its standard error."""
-        self._keys: dict[int, str] = {}
-        self._input = bytearray()
 
-    def serve(self) -> None:
-        """Serve the owner until it ends."""
-        self._selector.register(self._owner, selectors.EVENT_READ, self._read_owner)
-        try:
-            while True:
-                for key, _ in self._selector.select():
-                    # One that ended was reported with its pipe, which may be in this list, too.
-                    if self._selector.get_map().get(key.fileobj) is key:
-                        key.data()
-        except (EOFError, ConnectionError):
-            return
-        finally:
-            for number, (pid, _, _) in self._running.items():
-                self._end(number)
-                os.waitpid(pid, 0)
-                self._kill_escaped(self._keys[number])
+def _serve(owner: socket.socket, agent: _Agent) -> None:
+    """Fork a watcher for each connection that the owner sends, until the owner ends."""
+    watchers: dict[int, int] = {}
+    poll = select.poll()
+    poll.register(owner, select.POLLIN)
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor in watchers:
+                poll.unregister(descriptor)
+                os.waitpid(watchers.pop(descriptor), 0)
+                os.close(descriptor)
+                _kill_children(watchers.values())
+                continue
+            received = list[int]()
+            with contextlib.suppress(ConnectionError):
+                _, received, _, _ = socket.recv_fds(owner, 1, 1)
+            if not received:
+                for watcher in watchers.values():  # their connections end, too
+                    os.waitpid(watcher, 0)
+                return _kill_children()
+            with socket.socket(fileno=received[0]) as connection:
+                if (watcher := os.fork()) == 0:
+                    owner.close()
+                    _in_child(_watch, connection, agent)
+            watchers[pidfd := os.pidfd_open(watcher)] = watcher
+            poll.register(pidfd, select.POLLIN)
+            with contextlib.suppress(ConnectionError):
+                owner.sendall(b"1")  # for the next one
 
-    def _read_owner(self) -> None:
-        received = self._owner.recv(_MAX_LINE)
-        if not received:
-            raise EOFError
-        self._input += received
-        while (end := self._input.find(b"\n")) >= 0:
-            line, self._input = bytes(self._input[:end]), self._input[end + 1 :]
-            message = json.loads(line)
-            if "task" in message:
-                self._start(message["session"], message["task"], message["variables"])
-            elif message["session"] in self._running:
-                self._end(message["session"])
 
-    def _start(self, number: int, task: dict[str, Any], variables: dict[str, str]) -> None:
-        reading, writing = os.pipe()
-        parent, pid = os.getpid(), os.fork()
-        if pid == 0:
-            self._be_agent(parent, writing, task, variables)
-        os.close(writing)
-        os.set_blocking(reading, False)
-        self._running[number] = (pid, os.pidfd_open(pid), bytearray())
-        self._keys[number] = variables["OPENAI_API_KEY"]
+def _watch(connection: socket.socket, agent: _Agent) -> None:
+    """Run an agent until it or the connection ends, kill what is left, and say how it ended."""
+    os.setsid()
+    _libc.prctl(_SUBREAPER, 1)
+    line = connection.makefile("rb").readline()
+    if not line.endswith(b"\n"):
+        return  # the owner has ended
+    (reading, writing), watcher = os.pipe(), os.getpid()
+    if (pid := os.fork()) == 0:
+        connection.close()
+        os.close(reading)
+        _in_child(_run, agent, watcher, writing, **json.loads(line))
+    os.close(writing)
+    kept, poll = bytearray(), select.poll()
+    for descriptor in (reading, connection.fileno(), os.pidfd_open(pid)):
+        poll.register(descriptor, select.POLLIN)
+    while len(kept) <= _MAX_RESULT and {each for each, _ in poll.poll()} == {reading}:
+        if not _keep(kept, reading, agent.command):
+            poll.unregister(reading)  # closed by the agent, which may run on
+    os.kill(pid, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    _kill_children()
+    while _keep(kept, reading, agent.command):  # the rest, which nobody can write any more
+        pass
+    what, text = "said" if agent.command else "result", kept.decode("utf-8", "replace")
+    with contextlib.suppress(OSError):  # the owner may have ended
+        connection.sendall(json.dumps({"status": status, what: text}).encode() + b"\n")
 
-        def read() -> None:
-            with contextlib.suppress(BlockingIOError):
-                # One part at a time: an agent may write without end.
-                if part := os.read(reading, _MAX_LINE):
-                    self._keep(self._running[number][2], part)
-                    if len(self._running[number][2]) > _MAX_RESULT:
-                        self._end(number)
-                    return
-                # Closed by the agent, which may run on: else the pipe would be ready all the time.
-                with contextlib.suppress(KeyError):
-                    self._selector.unregister(reading)
 
-        def ended() -> None:
-            self._selector.unregister(self._running[number][1])
-            read()  # the rest: a pipe holds no more than a part
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(reading)
-            os.close(reading)
-            self._report(number)
+def _keep(kept: bytearray, reading: int, command: list[str]) -> bytes:
+    """Read a part of an agent's result, or of what a command says, which is for the log, too."""
+    part = os.read(reading, _MAX_PART)
+    kept += part
+    del kept[_MAX_RESULT + 1 :]
+    if command:
+        with contextlib.suppress(OSError):  # a full disk is no fault of the agent
+            os.write(2, part)
+        del kept[:-_MAX_SAID]
+    return part
 
-        self._selector.register(reading, selectors.EVENT_READ, read)
-        self._selector.register(self._running[number][1], selectors.EVENT_READ, ended)
 
-    def _keep(self, kept: bytearray, part: bytes) -> None:
-        """Keep what came from an agent; what a command says is also for this process's log."""
-        kept += part
-        del kept[_MAX_RESULT + 1 :]
-        if self._command:
-            with contextlib.suppress(OSError):  # a full disk is no fault of the agent
-                os.write(2, part)
-            del kept[:-_MAX_SAID]
+def _run(
+    agent: _Agent, watcher: int, writing: int, task: dict[str, Any], variables: dict[str, str]
+) -> None:
+    """Run an agent in its own process."""
+    os.setsid()
+    _die_with(watcher)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.update(variables)
+    random.seed(task["seed"])
+    if agent.function is None:
+        os.dup2(writing, 2)
+        _become(agent.command, task)
+        return
+    result = _result_of(agent.function, task)
+    while result:
+        result = result[os.write(writing, result) :]
 
-    def _end(self, number: int) -> None:
-        """Kill an agent; `_report` follows once the kernel has ended it."""
-        for kill in (os.kill, os.killpg):  # it may not have its group yet
-            with contextlib.suppress(ProcessLookupError):
-                kill(self._running[number][0], signal.SIGKILL)
 
-    def _report(self, number: int) -> None:
-        pid, descriptor, result = self._running[number]
-        self._end(number)  # what it started; the process itself is not reaped yet
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        os.close(descriptor)
-        del self._running[number]
-        self._kill_escaped(self._keys.pop(number))
-        what = "said" if self._command else "result"
-        answer = {"session": number, "status": status, what: result.decode("utf-8", "replace")}
-        self._owner.sendall(json.dumps(answer).encode() + b"\n")
+def _in_child(work: Callable[..., None], *arguments: Any, **more: Any) -> None:
+    """Do the work of a forked process, and end it."""
+    status = 1
+    try:
+        work(*arguments, **more)
+        status = 0
+    except Exception:  # into the log, as in any process
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
 
-    def _kill_escaped(self, key: str) -> None:
-        """Kill what an ended agent started in process groups of its own.
 
-        This process adopts such orphans. A program among them has the session's key in its
-        environment.
-        """
-        own = {pid for pid, _, _ in self._running.values()}
-        for pid in {pid for pid in _children() if pid not in own}:
-            killed = False
-            if _has(pid, f"OPENAI_API_KEY={key}".encode()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                    killed = True
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0 if killed else os.WNOHANG)  # this takes a while
-
-    def _be_agent(
-        self, parent: int, writing: int, task: dict[str, Any], variables: dict[str, str]
-    ) -> None:
-        """Run the agent in this new process, and end it."""
-        status = 1
-        try:
-            os.setsid()
-            _die_with(parent)
-            self._owner.close()
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.environ.update(variables)
-            random.seed(task["seed"])
-            if self._command:
-                os.dup2(writing, 2)
-                _become(self._command, task)
-            assert self._function is not None
-            result = _result_of(self._function, task)
-            while result:
-                result = result[os.write(writing, result) :]
-            status = 0
-        finally:
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(status)
+def _kill_children(spared: Collection[int] = ()) -> None:
+    """Kill all children but some; what these leave behind becomes a child, and is killed, too."""
+    children = Path("/proc/self/task", str(os.getpid()), "children")
+    while found := {int(pid) for pid in children.read_text().split()}.difference(spared):
+        for pid in found:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def _result_of(function: Callable[[Any], Any], task: dict[str, Any]) -> bytes:
@@ -216,52 +186,6 @@ def _become(command: list[str], task: Mapping[str, Any]) -> None:
         os._exit(127)
 
 
-def _start_guard() -> None:
-    """Start a process that kills what agents leave behind if this one is killed.
-
-    Ray kills the children of a role when the driver is gone: this process, with its agents, but not
-    what these have started.
-    """
-    host = os.pidfd_open(os.getpid())
-    if os.fork():
-        os.close(host)
-        return
-    os.setsid()
-    os.dup2(host, 3)
-    os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # the owner must see that the connection ends
-    select.select([3], [], [])
-    mark = f"{MARK}={os.environ[MARK]}".encode()
-    while found := [pid for pid in _processes() if _has(pid, mark)]:
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                ended = os.pidfd_open(pid)
-                os.kill(pid, signal.SIGKILL)
-                select.select([ended], [], [], _KILL_S)
-                os.close(ended)
-    os._exit(0)
-
-
-def _processes() -> list[int]:
-    """Return all other processes."""
-    found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return [pid for pid in found if pid != os.getpid()]
-
-
-def _has(pid: int, variable: bytes) -> bool:
-    """Whether a process was started with an environment variable; False if it has ended."""
-    try:
-        return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-
-
-def _children() -> list[int]:
-    return [
-        int(pid)
-        for pid in Path("/proc/self/task", str(os.getpid()), "children").read_text().split()
-    ]
-
-
 def _die_with(parent: int) -> None:
     """Let the kernel kill this process when its parent ends."""
     _libc.prctl(_PDEATHSIG, signal.SIGKILL)
@@ -270,7 +194,7 @@ def _die_with(parent: int) -> None:
 
 
 def imported(path: str) -> Callable[[Any], Any]:
-    """Import an agent's function."""
+    """Import an agent's function by its dotted path; raise a ValueError if it is none."""
     module, _, name = path.rpartition(".")
     found = getattr(importlib.import_module(module), name, None) if module else None
     if not callable(found):
@@ -284,22 +208,18 @@ def main() -> None:
     agent, parent = json.loads(sys.argv[2]), os.getppid()
     os.environ["PYTHONPATH"] = sys.argv[3]  # the owner's: an agent's Python may be another one
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
-    _start_guard()
     _die_with(parent)  # while the agent's own code runs here, which may hang
-    command = [] if isinstance(agent, str) else agent
     try:
-        function = imported(agent) if isinstance(agent, str) else None
+        made = _Agent(imported(agent), []) if isinstance(agent, str) else _Agent(None, agent)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         problem = failure_text(f"environment.agent: {agent} cannot be imported", error)
         owner.sendall(json.dumps({"problem": problem}).encode() + b"\n")
         return
-    _libc.prctl(_PDEATHSIG, 0)  # from here on it ends its agents before itself
+    _libc.prctl(_PDEATHSIG, 0)  # from here on it ends when the owner's connection does
     _libc.prctl(_SUBREAPER, 1)
-    if os.getppid() != parent:
-        return
     gc.freeze()  # so that a forked process copies fewer pages
     owner.sendall(b'{"problem": null}\n')
-    AgentHost(owner, function, command).serve()
+    _serve(owner, made)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -15,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_components.agents.host import MARK
 from grpo_components.agents.rewards import checked_reward
 
 _START_S = 120.0
@@ -48,11 +46,9 @@ class AgentProcesses:
         self._name = agent if isinstance(agent, str) else " ".join(agent)
         self._starting = asyncio.Lock()
         self._host: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._running: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._next = 0
+        self._control: socket.socket | None = None
+        self._sessions: set[socket.socket] = set()
+        """Connections to the watchers of agents."""
 
     async def run(
         self,
@@ -62,39 +58,46 @@ class AgentProcesses:
         failure: asyncio.Future[str],
     ) -> Outcome:
         """Run an agent to its end; whatever happens, nothing of it is left."""
-        await self._ensure_host()
-        number, self._next = self._next, self._next + 1
-        ended = self._running[number] = asyncio.get_running_loop().create_future()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            await self._start_watcher(theirs)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=_MAX_LINE)
+        self._sessions.add(ours)
+        message = {"task": dict(task), "variables": dict(variables)}
+        writer.write(json.dumps(message, default=str).encode() + b"\n")
+        report = asyncio.create_task(_line(reader))
         try:
-            self._send({"session": number, "task": dict(task), "variables": dict(variables)})
-            waiting: set[asyncio.Future[Any]] = {ended, failure}
+            waiting: set[asyncio.Future[Any]] = {report, failure}
             await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if failure.done():
                 return Outcome(error=f"agent: {failure.result()}")
-            if not ended.done():
+            if not report.done():
                 limit = f"{timeout_s:g} s, half of timeouts.rollout_s"
                 return Outcome(error=f"agent: TimeoutError: {self._name} did not end in {limit}")
-            return self._outcome(ended.result())
+            return self._outcome(report.result())
         finally:
-            if not ended.done():
-                self._send({"session": number})
-                await asyncio.wait([ended], timeout=_KILL_S)
-            self._running.pop(number, None)
+            writer.write_eof()  # it kills what is left
+            await asyncio.wait([report], timeout=_KILL_S)
+            report.cancel()
+            self._sessions.discard(ours)
+            writer.close()
 
     def close(self) -> None:
         """Kill all agents, and the process that starts them. Any thread may call this."""
-        if self._host is not None and self._socket is not None:
+        for connection in [*self._sessions, *filter(None, [self._control])]:
             with contextlib.suppress(OSError):  # it has ended already
-                self._socket.shutdown(socket.SHUT_RDWR)  # it ends its agents and itself
+                connection.shutdown(socket.SHUT_RDWR)
+        if self._host is not None:
             try:
                 self._host.wait(_KILL_S)
             except subprocess.TimeoutExpired:
                 self._host.kill()
                 self._host.wait()
 
-    def _outcome(self, ended: Mapping[str, Any]) -> Outcome:
-        if "lost" in ended:
-            return Outcome(error=f"agent: {ended['lost']}")
+    def _outcome(self, line: bytes) -> Outcome:
+        if not line.endswith(b"\n"):
+            return Outcome(error="agent: the process that watches it was killed")
+        ended = json.loads(line)
         status = ended["status"]
         if text := ended.get("result"):
             return _result(text)
@@ -109,17 +112,19 @@ class AgentProcesses:
         how += f": {last}" if last else ""
         return Outcome(error=f"agent: {self._name} {how}" + (f"\n{said}" if before else ""))
 
-    def _send(self, message: Mapping[str, Any]) -> None:
-        if self._writer is not None:
-            self._writer.write(json.dumps(message, default=str).encode() + b"\n")
+    async def _start_watcher(self, connection: socket.socket) -> None:
+        """Start the process that will run an agent and report through a connection."""
+        async with self._starting:  # one at a time: a socket holds few descriptors
+            if self._control is None or self._host is None or self._host.poll() is not None:
+                self._control = await self._start_host()
+            # If the host has just ended, the connection ends, too; if it hangs, the agent is late.
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(_KILL_S):
+                    socket.send_fds(self._control, [b"1"], [connection.fileno()])
+                    await asyncio.get_running_loop().sock_recv(self._control, 1)
 
-    async def _ensure_host(self) -> None:
-        async with self._starting:
-            if self._host is None or self._host.poll() is not None:
-                await self._start_host()
-
-    async def _start_host(self) -> None:
-        self._socket, theirs = socket.socketpair()
+    async def _start_host(self) -> socket.socket:
+        control, theirs = socket.socketpair()
         local = os.environ.get("NO_PROXY", os.environ.get("no_proxy", ""))
         no_proxy = ",".join(filter(None, ["127.0.0.1", "localhost", local]))
         self._host = subprocess.Popen(
@@ -131,7 +136,6 @@ class AgentProcesses:
                 **os.environ,
                 # A Ray worker extends sys.path without setting PYTHONPATH.
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                MARK: secrets.token_hex(16),
                 "PYTHONHASHSEED": "0",  # an agent may iterate over a set, and a replay again
                 "NO_PROXY": no_proxy,
                 "no_proxy": no_proxy,
@@ -141,28 +145,28 @@ class AgentProcesses:
             start_new_session=True,
         )
         theirs.close()
-        reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=_MAX_LINE)
+        control.setblocking(False)
         problem: str | None = f"its process did not start within {_START_S:g} s"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_START_S):
-                line = await reader.readline()
-                problem = json.loads(line)["problem"] if line else "its process ended"
+                line, loop = b"", asyncio.get_running_loop()
+                while not line.endswith(b"\n"):
+                    part = await loop.sock_recv(control, _MAX_LINE)
+                    line += part or b'{"problem": "its process ended"}\n'
+                problem = json.loads(line)["problem"]
         if problem is not None:
             self._host.kill()
             self._host.wait()
             raise AgentImportError(problem)
-        self._reading = asyncio.create_task(self._read(reader, self._writer))
+        return control
 
-    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while line := await reader.readline():
-            answer = json.loads(line)
-            ended = self._running.get(answer["session"])
-            if ended is not None and not ended.done():
-                ended.set_result(answer)
-        for ended in self._running.values():
-            if not ended.done():
-                ended.set_result({"lost": "the process that starts agents ended"})
-        writer.close()
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    """Read how an agent ended; no whole line if its watcher was killed."""
+    try:
+        return await reader.readline()
+    except ConnectionError:
+        return b""
 
 
 def _result(text: str) -> Outcome:

@@ -23,7 +23,7 @@ from grpo_components.agents.requests import RequestError
 from grpo_components.agents.session import Session
 
 _HOST = "127.0.0.1"
-_START_S, _STOP_S = 60.0, 10.0
+_STOP_S = 10.0
 _MAX_BODY = 1 << 21
 """Bytes of a request: the tokenizer reads it in the event loop that all sessions share."""
 _KEEP_ALIVE_S = 3600

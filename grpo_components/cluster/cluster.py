@@ -229,7 +229,7 @@ class Cluster:
                     return await apart(attempt())
                 except ExceptionGroup as failures:
                     failure = root_cause(failures)
-                    if isinstance(failure, ReplayStop):  # a what-if has repeated its first part
+                    if isinstance(failure, ReplayStop):
                         return
                     if not isinstance(failure, RoleFailedError) or not self._mends(failure):
                         raise

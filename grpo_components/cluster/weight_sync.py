@@ -55,11 +55,6 @@ class WeightSync:
         if is_due:
             self._probe.pushed(policy_version, probe_logprobs)
             await self.push()
-        elif self._roles.server.keeps_versions and policy_version > self._ledger.policy_version:
-            version = await self._roles.trainers.gather_weights()
-            buckets, _ = self._roles.trainers.export_weights(version)  # whole, for no generator
-            await self._roles.server.keep(self._ledger.attempt, version, buckets)
-            is_due = True
         seconds = time.perf_counter() - began if is_due else 0.0
         return {"time/push": seconds, "push/bytes": self._pushes.nbytes}
 
@@ -72,9 +67,6 @@ class WeightSync:
         await self._roles.server.push(version, buckets, manifests, chain)
         self._ever_pushed = True
         await self._ledger.publish(version)
-        if self._roles.server.keeps_versions:
-            pushes = [bucket for _, each in chain for bucket in each] + buckets
-            await self._roles.server.keep(self._ledger.attempt, version, pushes)
 
     async def pull_if_due(self, generator: GeneratorHandle, entry: LedgerEntry) -> None:
         """Pull weights every m rollouts, and when a group needs newer ones."""
@@ -119,10 +111,7 @@ class WeightSync:
         """Load the newest published weights; return whether no restart cancelled it."""
         version, buckets, references = await self._roles.server.newest(generator.held_version)
         began = time.perf_counter()
-        kept = await self._kept(generator, version)
-        if kept is not None:
-            loaded = await generator.load_weights(version, [kept])
-        elif self._roles.transfer is None:
+        if self._roles.transfer is None:
             loaded = await generator.load_weights(version, buckets)
         else:
             loaded = await self._roles.transfer.load(generator.role, version, buckets, references)
@@ -130,7 +119,7 @@ class WeightSync:
         if loaded is None:
             return False
         generator.version, checksum, probe = loaded
-        generator.held_version = version if kept is None else -1  # it holds no base of deltas
+        generator.held_version = version
         pushed = await self._pushed_checksum(references)
         if checksum != pushed:
             raise RuntimeError(
@@ -142,18 +131,6 @@ class WeightSync:
         await self._roles.server.acknowledge(generator.name, version)
         self._probe.check(generator.name, version, probe)
         return True
-
-    async def _kept(self, generator: GeneratorHandle, version: int) -> Any:
-        """Return a version from the files of `keep_policy_versions`, for a generator that is late.
-
-        None if it was not restarted, has weights, or the files do not have the version.
-        """
-        server, has_weights = self._roles.server, generator.version or generator.held_version >= 0
-        if not server.keeps_versions or has_weights or self._roles.transfer is not None:
-            return None
-        if generator.role.process.incarnation == 0:
-            return None
-        return await server.kept(self._ledger.attempt, version)
 
     async def _pushed_checksum(self, references: list[Any]) -> str:
         """Return the checksum of a pushed snapshot; hundreds of generators may ask for it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -22,22 +21,11 @@ from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.settings import TRUNCATION, Settings, biasing
 
-_PRODUCTS = (
-    (("groups_per_step", "group_size"), 2**20, "samples of one step, held by the driver"),
-    (("rollouts_in_flight", "group_size"), 2**16, "requests to one engine"),
-    (("num_generators", "rollouts_in_flight"), 2**16, "groups that all generators have room for"),
-    (("max_staleness", "groups_per_step"), 2**22, "groups in the replay buffer"),
-    (("ppo_epochs", "updates_per_batch"), 2**20, "optimizer updates of one step"),
-    (("generator.max_num_seqs", "generator.max_model_len"), 2**31, "token ids in a table of vLLM"),
-    (("ptx.examples_per_update", "updates_per_batch"), 2**22, "examples of one step"),
-)
-"""Keys to multiply, the largest allowed product, and what it counts; a null counts as 1."""
 _PACKAGES = {"TensorBoardLogger": "tensorboard", "WandBLogger": "wandb", "CometLogger": "comet_ml"}
 
 
 def check_together(settings: Settings) -> None:
     """Refuse values that contradict each other or that this machine cannot hold."""
-    _check_products(settings)
     _check_memory(settings)
     _check_asynchrony(settings)
     check_colocated(settings)
@@ -50,7 +38,6 @@ def check_together(settings: Settings) -> None:
     check_keep_best(settings)
     check_curriculum(settings)
     check_reuse(settings)
-    _check_versions(settings)
     _check_rewards(settings)
     _check_logging(settings)
 
@@ -64,21 +51,6 @@ def kl_sections(settings: Settings) -> dict[str, Mapping[Any, Any]]:
 def needs_reference(section: Mapping[Any, Any]) -> bool:
     """Whether a section needs the reference: its `kl_coeff` (number or schedule) ever exceeds 0."""
     return as_schedule("kl_coeff", section.get("kl_coeff", 0)).highest > 0
-
-
-def _check_products(settings: Settings) -> None:
-    for keys, most, what in _PRODUCTS:
-        factors = [_number(settings, key) for key in keys]
-        product = math.prod(factors)
-        if product > most:
-            problem = f"{factors[0]} given, x {' x '.join(keys[1:])} = {product:.10g} {what}"
-            fail(keys[0], problem, f"at most {most}")
-
-
-def _number(settings: Settings, key: str) -> int:
-    section, _, name = key.rpartition(".")
-    holder = getattr(settings, section) if section else settings
-    return getattr(holder, name, None) or 1
 
 
 def _check_memory(settings: Settings) -> None:
@@ -104,13 +76,6 @@ def _check_asynchrony(settings: Settings) -> None:
     if (settings.min_generators or 1) > settings.num_generators:
         problem = f"{settings.min_generators} given with num_generators: {settings.num_generators}"
         fail("min_generators", problem, "at most num_generators, or null for all of them")
-
-
-def _check_versions(settings: Settings) -> None:
-    for key in ("eval_only", "rollout_only", "train_from"):
-        if settings.keep_policy_versions and getattr(settings, key):
-            problem = f"given with {key}, whose run trains no token that its own weights sampled"
-            fail("keep_policy_versions", problem, "false")
 
 
 def _check_objective(settings: Settings) -> None:

@@ -20,8 +20,8 @@ from grpo_components.config.start_roles import (
 from grpo_components.objective.component_errors import name_of
 from grpo_components.objective.objective import Objective
 from grpo_components.offline.partial_runs import TRAJECTORIES, roles_of
-from grpo_components.records.output_folder import free_names, is_used, real_path
 from grpo_components.records.resume import find_checkpoint, last_attempt, run_of
+from grpo_components.records.run_folder import free_names, is_used, real_path
 from grpo_components.replay.recorded_run import available_cpus, run_folder
 from grpo_components.settings import Settings, teachers_of
 from grpo_components.state_files import read_state
@@ -87,10 +87,9 @@ def _trains(cfg: Settings) -> bool:
 
 
 def _kind(cfg: Settings) -> str:
-    if cfg.replay_events and cfg.replay_until is not None:
-        return f"a what-if, which leaves {run_folder(cfg.replay_events)} after {cfg.replay_until}"
     if cfg.replay_events:
-        return f"a replay of {run_folder(cfg.replay_events)}"
+        until = f" up to step {cfg.replay_until}" if cfg.replay_until else ""
+        return f"a replay of {run_folder(cfg.replay_events)}{until}"
     if cfg.eval_only:
         return f"an evaluation only, of {_weights(cfg)}"
     if cfg.rollout_only:

@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 from grpo_components.config.building import build
 from grpo_components.config.component_trial import try_components
 from grpo_components.config.dry_run import plan
-from grpo_components.config.what_if import left_out
 from grpo_components.errors import DryRunEnd
 from grpo_components.objective.dynamic_sampling import DynamicSampling
 from grpo_components.objective.losses import at_step
@@ -29,7 +28,7 @@ def build_reward_shaping(cfg: Settings) -> RewardShaping:
     """Build the reward shaping, which subtracts penalties; without penalties it changes nothing."""
     settings = {key: getattr(cfg.reward_shaping, key) for key in _SHAPING}
     longest = cfg.generator.max_response_tokens
-    return RewardShaping(**settings, max_response_tokens=longest, left_out=left_out(cfg))
+    return RewardShaping(**settings, max_response_tokens=longest)
 
 
 def build_loss(cfg: Settings, default_loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,8 +60,6 @@ def build_objective(
         ConfigError: a component cannot be built or breaks its kind's contract; names its key.
         DryRunEnd: with `dry_run: true`, after the trial; says what the run would do.
     """
-    if cfg.what_if:  # its components are tried before the first part starts, too
-        build_objective(cfg.what_if.later, default_loss, tokenizer, dataset, held_out)
     dynamic = cfg.dynamic_sampling
     objective = Objective(
         loss=build_loss(cfg, default_loss),

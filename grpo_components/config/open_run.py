@@ -33,14 +33,8 @@ from grpo_components.records.resume import Stateful, begin_run
 from grpo_components.records.run import RunRecords
 from grpo_components.records.run_log import RunLog
 from grpo_components.records.watch import RunWatch
-from grpo_components.replay.comparison import Comparison
 from grpo_components.replay.event_log import EventLog, open_event_order
-from grpo_components.replay.recorded_run import (
-    read_original,
-    read_replayed,
-    replayed_run,
-    run_folder,
-)
+from grpo_components.replay.recorded_run import read_replayed
 from grpo_components.settings import Settings
 from grpo_components.training.skipped_steps import SkippedSteps
 
@@ -72,13 +66,12 @@ def open_run(
     on_result = log.evaluation, checkpoints.add_evaluation
     on_group = failures.count_evaluation, ledger.pin_weights, log.evaluation_answers
     evaluation = build_evaluation(cfg, held_out, temperature, *on_group, on_result)
-    comparison = _compare(cfg, ledger, log)
     receipts = build_receipts(cfg, ledger, start.attempt, start.identity, curriculum)
     journal = Journal(
         *(start, ledger, prompts, receipts, checkpoints),
-        original=original or comparison,
+        original=original,
         save_every_n_steps=cfg.save_every_n_steps,
-        what_if=cfg.what_if,
+        replay_until=cfg.replay_until,
     )
     return RunRecords(
         *(start, ledger, event_log, journal, log),
@@ -89,20 +82,8 @@ def open_run(
         rollouts_logged=cfg.rollouts_logged_per_step,
         watch=_watch(cfg, ledger, log, tokenizer),
         curriculum=curriculum,
-        comparison=comparison,
+        replay_until=cfg.replay_until,
     )
-
-
-def _compare(cfg: Settings, ledger: Ledger, log: RunLog) -> Comparison | None:
-    """Compare the live part of a what-if with the run that it left; None in all other runs."""
-    if cfg.replay_events is None or replayed_run(cfg):
-        if cfg.replay_until is not None and cfg.what_if is None:
-            log.note("what-if: no key differs from the recorded run's, so all of it is repeated")
-        return None
-    original = read_original(cfg.replay_events)
-    comparison = Comparison(run_folder(cfg.replay_events), original, ledger.steps_done, log.note)
-    ledger.events.listen(comparison.check_load)
-    return comparison
 
 
 def _check_prompts(cfg: Settings, prompts: Stateful) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 from grpo_components.config.checkpointer_checks import check_writable
 from grpo_components.errors import fail
-from grpo_components.records.folder_lock import refuse_folder_in_use, short
-from grpo_components.records.output_folder import is_used, real_path
 from grpo_components.records.resume import find_checkpoint, run_of
+from grpo_components.records.run_folder import is_used, real_path, refuse_folder_in_use, short
 from grpo_components.replay.recorded_run import run_folder
 from grpo_components.settings import Settings
 

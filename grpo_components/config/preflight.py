@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,15 +15,11 @@ from grpo_components.config.cross_checks import check_together, needs_reference
 from grpo_components.config.file_checks import check_files
 from grpo_components.config.gpu_checks import check_gpus
 from grpo_components.config.output_checks import check_folder, check_inputs
-from grpo_components.config.package_checks import check_packages
 from grpo_components.config.paths import expand_paths
-from grpo_components.config.prompt_match import check_same_prompts
 from grpo_components.config.reading import read_settings
 from grpo_components.config.replay_check import check_replay
 from grpo_components.config.signature_checks import check_components
 from grpo_components.config.training_checks import default_bound
-from grpo_components.config.what_if import check_what_if
-from grpo_components.config_text import MAX_DEPTH, check_values
 from grpo_components.errors import fail
 from grpo_components.offline.partial_runs import check_partial_run
 from grpo_components.quiet import quiet_libraries
@@ -52,15 +48,6 @@ def read_config(cfg: DictConfig) -> Settings:
     return settings
 
 
-def parts_of(cfg: DictConfig) -> Iterator[DictConfig]:
-    """Yield the config of each part of a run: one, or two in a what-if that changes something."""
-    yield cfg
-    if cfg.get("replay_until") is None or cfg.get("resume_from_checkpoint"):
-        return
-    if check_what_if(settings_of(cfg)).what_if:
-        yield OmegaConf.merge(cfg, {"resume_from_checkpoint": True})  # pyright: ignore
-
-
 def check(cfg: DictConfig) -> Settings:
     """Return a config as typed settings with all defaults, or raise the reason it cannot run.
 
@@ -77,11 +64,8 @@ def check(cfg: DictConfig) -> Settings:
     check_resume(settings.model_dump(), needs_reference)
     check_replay(settings)
     check_partial_run(settings)
-    if not settings.train_from:  # no generator
-        check_packages(settings.timeouts.startup_s)
     check_components(settings)
-    check_same_prompts(settings)
-    return check_what_if(settings)
+    return settings
 
 
 def settings_of(cfg: DictConfig) -> Settings:
@@ -96,13 +80,12 @@ def settings_of(cfg: DictConfig) -> Settings:
 def _resolved(cfg: DictConfig) -> dict[str, Any]:
     """Return the plain values of a config, with interpolations replaced."""
     try:
-        check_values(OmegaConf.to_container(cfg, resolve=False))
         given: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         allowed = "a value of its own, or ${key} of a key that the config has"
         fail(error.full_key or "config", str(error).splitlines()[0], allowed)
     except RecursionError:
-        fail("config", "nested too deeply to be read", f"at most {MAX_DEPTH} levels")
+        fail("config", "nested too deeply to be read, or refers to itself", "plain values")
     return given
 
 

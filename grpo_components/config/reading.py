@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from grpo_components.config.moved import REMOVED
 from grpo_components.errors import ConfigError, fail, shown
 from grpo_components.settings import Settings
 
@@ -47,8 +46,6 @@ def _refuse(given: Mapping[str, Any], error: Mapping[str, Any]) -> NoReturn:
     prefix = "".join(f"{name}." for name in names)
     if is_unknown:
         name = str(error["loc"][-1])
-        if not prefix and name in REMOVED:
-            fail(name, REMOVED[name], "a config without it")
         keys = [key for schema in schemas for key in schema.get("properties", ())]
         fail(f"{prefix}{name}", "unknown key", nearest(name, keys, prefix))
     allowed = _join(map(_allowed, schemas))

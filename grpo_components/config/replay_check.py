@@ -9,12 +9,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from grpo_components.config.moved import REMOVED, moved_to
 from grpo_components.config.reading import read_settings
 from grpo_components.errors import fail, shown
 from grpo_components.replay.recorded_run import FORMAT, read_events, read_json_lines, run_folder
 from grpo_components.replay.schedule import schedule_file
-from grpo_components.setting_types import PENALTIES
 from grpo_components.settings import Settings
 
 FREE = (
@@ -24,32 +22,34 @@ FREE = (
     *("async_checkpoint", "gpus_per_teacher"),
     *("checkpoint_failure", "reward_workers", "rollouts_logged_per_step", "timeouts"),
     *("log_token_logprobs", "max_generator_kl", "dry_run", "push", "weights"),
-    *("replay_until", "replay_without", "resume_from_checkpoint", "keep_policy_versions"),
+    *("replay_until", "resume_from_checkpoint"),
 )
 """Keys that a replay may change, because training does not depend on them. `base_model_path` may
 also change, to another copy of the same model."""
-_SAME_LOSS = "grpo_components.objective.losses.GRPOLoss"
-"""Loss component that computes the same bits as the recipe's own loss."""
 _ALLOWED = "the output folder of a finished run, or its logs/events.jsonl"
 
 
 def check_replay(settings: Settings) -> None:
     """Refuse a `replay_events` whose run cannot be replayed, at all or with this config."""
+    until = settings.replay_until
     if settings.replay_events is None:
+        if until is not None:
+            fail("replay_until", f"{until} given without replay_events", "both, or null")
         return
+    if until is not None and until > settings.num_steps:
+        fail("replay_until", f"{until} given", f"1 to num_steps ({settings.num_steps})")
     if settings.device != "cpu":
         fail("device", f"{settings.device} given with replay_events", "cpu")
-    if settings.resume_from_checkpoint is not False and settings.replay_until is None:
+    if settings.resume_from_checkpoint is not False:
         problem = "given with replay_events, which replays a run from its start"
         fail("resume_from_checkpoint", problem, "false")
     run, output_dir = run_folder(settings.replay_events), Path(settings.output_dir).resolve()
     if run.is_relative_to(output_dir):
         fail("output_dir", f"{output_dir} holds the run to replay", "another folder")
     _check_there(run, "config.yaml", "receipts.jsonl", "logs/events.jsonl")
-    before, given = recorded_config(run, settings), settings.model_dump()
-    if settings.replay_until is None:  # else `check_what_if` says which keys may differ
-        for key, saved, now in differences(before, given):
-            fail(key, f"{shown(now)} given, and the run to replay had another", shown(saved))
+    before, given = _recorded_config(run, settings), settings.model_dump()
+    for key, saved, now in _differences(before, given):
+        fail(key, f"{shown(now)} given, and the run to replay had another", shown(saved))
     names = (schedule_file(Path("logs"), n) for n in range(before["num_generators"]))
     _check_there(run, *map(str, names))
     try:
@@ -76,44 +76,16 @@ def _check_there(run: Path, *names: str) -> None:
             fail("replay_events", f"{run} has no {name}", _ALLOWED)
 
 
-def recorded_config(run: Path, settings: Settings) -> dict[str, Any]:
-    """Return the config of a recorded run in today's form, as plain values."""
+def _recorded_config(run: Path, settings: Settings) -> dict[str, Any]:
+    """Return the config of a recorded run, with the replay's values of keys that may change."""
     given = settings.model_dump()
     saved: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
     moved = {saved[key]: given[key] for key in ("base_model_path", "output_dir")}
-    before = _with_defaults(_of_this_version(saved, given), given)
+    before = read_settings(saved).model_dump()
     here = {key: _elsewhere(before[key], moved) for key in given}
     run_path = {saved["output_dir"]: given["output_dir"]}  # in a copy of the run's config
     same = (key for key in given if key in FREE or _elsewhere(given[key], run_path) == here[key])
     return here | {key: given[key] for key in same}
-
-
-def _of_this_version(saved: Any, given: dict[str, Any]) -> Any:
-    """Return a saved config in today's form: no removed keys, new paths, keys of `loss`."""
-    named = _with_new_paths({key: saved[key] for key in saved if key not in REMOVED})
-    if named["loss"].get("_component_") == _SAME_LOSS and "_component_" not in given["loss"]:
-        del named["loss"]["_component_"]
-    named["loss"] = PENALTIES | named["loss"]
-    return named
-
-
-def _with_new_paths(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    renamed = {key: _with_new_paths(item) for key, item in value.items()}
-    path = renamed.get("_component_")
-    if isinstance(path, str):
-        renamed["_component_"] = moved_to(path) or path
-    return renamed
-
-
-def _with_defaults(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved config with defaults for the keys that its older version did not have."""
-    required = {
-        key: given[key] for key, field in Settings.model_fields.items() if field.is_required()
-    }
-    whole = {**read_settings(required).model_dump(), **saved}
-    return read_settings(whole).model_dump()  # sections may lack keys, too
 
 
 def _elsewhere(value: Any, moved: Mapping[str, str]) -> Any:
@@ -127,11 +99,11 @@ def _elsewhere(value: Any, moved: Mapping[str, str]) -> Any:
     return value
 
 
-def differences(before: Any, given: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _differences(before: Any, given: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield (key, recorded value, given value) of the values in which two configs differ."""
     if isinstance(before, dict) and isinstance(given, dict):
         for name in before | given:
             inner = f"{key}.{name}" if key else name
-            yield from differences(before.get(name), given.get(name), inner)
+            yield from _differences(before.get(name), given.get(name), inner)
     elif before != given:
         yield key, before, given

@@ -19,8 +19,6 @@ from grpo_components.config.building import (
     split_learning_rate,
 )
 from grpo_components.config.gpu_checks import generator_gpus
-from grpo_components.config.what_if import left_out
-from grpo_components.exchange import policy_versions, trained_batches
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.lora import lora_options
@@ -81,7 +79,7 @@ def role_arguments(
         _generator(cfg, threads("generator"), stop_tokens, longest_prompt, scratch, ids),
     )
     return RoleArguments(
-        parameter_server=_parameter_server(cfg),
+        parameter_server={"remembers": "push"},
         replay_buffer=_replay_buffer(cfg, contract),
         trainer=trainer,
         reference=_reference(cfg, threads("reference"), ids),
@@ -102,19 +100,11 @@ def _gpus(cfg: Settings, per_role: float) -> float:
     return per_role if cfg.device == "cuda" else 0
 
 
-def _parameter_server(cfg: Settings) -> dict[str, Any]:
-    folder = Path(cfg.output_dir).absolute() / policy_versions.FOLDER
-    folders = str(folder), str(Path(cfg.base_model_path).absolute())
-    return {"remembers": "push", "versions": folders if cfg.keep_policy_versions else None}
-
-
 def _replay_buffer(cfg: Settings, contract: StalenessContract) -> dict[str, Any]:
-    batches = Path(cfg.output_dir).absolute() / trained_batches.FOLDER
     return {
         "contract": contract,
         "stale_tokens": cfg.stale_tokens,
         "timeout_s": cfg.timeouts.batch_s,
-        "batches_folder": str(batches) if cfg.keep_policy_versions else None,
     }
 
 
@@ -150,7 +140,6 @@ def _trainer(
             tokens_per_micro_batch=cfg.tokens_per_micro_batch,
             contract=contract,
             mask_overlong=cfg.mask_overlong,
-            left_out=left_out(cfg),
         ),
         "optimizer": _optimizer_options(cfg),
         "objective": objective,

@@ -16,7 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 from torchtune.config._utils import _get_component_from_path
 
-from grpo_components.config.argument_types import check_types
 from grpo_components.config.building import (
     SHIPPED_ENVIRONMENT,
     build,
@@ -25,7 +24,6 @@ from grpo_components.config.building import (
     refused_by,
 )
 from grpo_components.config.column_checks import call_of, columns_taken
-from grpo_components.config.moved import moved_to
 from grpo_components.config.reading import nearest
 from grpo_components.data.columns import CALL
 from grpo_components.errors import fail, shown
@@ -41,6 +39,14 @@ _ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
     "ptx": (1, ()),
     "lr_scheduler": (1, ("num_training_steps",)),
 }
+_FORMS_PROMPTS = (
+    "prompt_template",
+    "chat_template",
+    "chat_template_kwargs",
+    "system_prompt",
+    "tools",
+)
+"""Arguments of data sets that shape prompts."""
 _OF_REWARDS = ("weight", "is_success")
 """Keys of a reward that the recipe reads, not the component."""
 
@@ -63,6 +69,7 @@ def check_components(settings: Settings) -> None:
             build(f"environment.{name}", part)
     if settings.environment["_component_"].endswith(".MultiTurnEnvironment"):
         _check_world(settings.environment)
+    _check_same_prompts(settings)
     for name, node in settings.rewards.items():
         _check_reward(f"rewards.{name}", node, settings)
 
@@ -81,6 +88,26 @@ def _check_reward(key: str, node: DictConfig, settings: Settings) -> None:
     if getattr(made, "wall_s", 0) >= limit_s:  # else slow programs would make failed samples
         problem = f"{made.wall_s:g} given with timeouts.reward_s: {limit_s:g}"
         fail(f"{key}.wall_s", problem, "a number below timeouts.reward_s")
+
+
+def _check_same_prompts(settings: Settings) -> None:
+    """Refuse held-out prompts that would look different from those of training; not in a mix."""
+    if settings.eval_dataset is None or settings.eval_only or not settings.evaluates:
+        return
+    if settings.eval.allow_other_prompts:
+        return
+    forms: list[dict[str, Any]] = []
+    for node in (settings.dataset, settings.eval_dataset):
+        component = _get_component_from_path(node["_component_"])
+        values = {p.name: node.get(p.name, p.default) for p in parameters_of(component)}
+        forms.append({name: value for name, value in values.items() if name in _FORMS_PROMPTS})
+    for name in forms[0].keys() & forms[1].keys():
+        expected, found = (form[name] for form in forms)
+        if found != expected:
+            problem = f"{shown(found)}, and dataset.{name} is {shown(expected)}: held-out prompts "
+            problem += "would look different"
+            allowed = f"${{dataset.{name}}}, or eval.allow_other_prompts: true"
+            fail(f"eval_dataset.{name}", problem, allowed)
 
 
 def _check_world(environment: DictConfig) -> None:
@@ -106,8 +133,6 @@ def _check_call(key: str, component: Any, arguments: Sequence[str], *, by_name: 
 
 def imported_component(key: str, path: str) -> Any:
     """Import and return the class or function of a dotted path."""
-    if moved := moved_to(path):
-        fail(key, f"{path} has moved", moved)
     try:
         component = _get_component_from_path(path)
     except BaseException as error:  # a user's module may raise anything
@@ -179,6 +204,4 @@ def _check_arguments(
                 allowed = "a class whose objects do, or a function that makes one"
                 fail(f"{key}._component_", f"{path} itself takes a sample", allowed)
             fail(f"{key}.{name}", "missing", f"the argument of {path}")
-    if not (is_reward and path.startswith("grpo_components.")):
-        check_types(key, component, node)  # our rewards check more when built
     return component

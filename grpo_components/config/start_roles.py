@@ -78,7 +78,7 @@ def start_roles(
         generators=[GeneratorHandle(role, ledger, *limits, counts) for role in generators],
         buffer=ReplayBufferHandle(buffer, ledger, *batch_limits, wait_for_stale=waits),
         trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, weights_s, files),
-        server=ParameterServerHandle(server, weights_s, keeps_versions=cfg.keep_policy_versions),
+        server=ParameterServerHandle(server, weights_s),
         references=references,
         teachers=teachers,
         reward_model=RewardModelHandle(scorer, timeouts.rollout_s) if scorer else None,

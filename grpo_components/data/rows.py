@@ -14,11 +14,9 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 from datasets.exceptions import DatasetsError
-from huggingface_hub import constants as hub_constants
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from grpo_components.hub import reachable_or_cached
 from grpo_components.shapes import AnyText, fits
 
 Question = str | list[dict[str, Any]]
@@ -144,16 +142,11 @@ def read_rows(source: str, name: str | None, split: str) -> Iterable[Any]:
         raise ValueError(
             f"dataset {source}: not readable; allowed: a file of {kinds}, or a hub name"
         )
-    with reachable_or_cached() as offline:
-        try:
-            return datasets.load_dataset(source, name, split=split)
-        except (OSError, ValueError, DatasetsError) as error:
-            if offline and isinstance(error, OSError):
-                problem = f"no copy in the cache, and {hub_constants.ENDPOINT} cannot be reached"
-                allowed = f"a file of {', '.join(_READERS)}, or a connection to the hub"
-                raise ValueError(f"dataset {source}: {problem}; allowed: {allowed}") from error
-            cause = f"{error}: {error.__cause__}" if error.__cause__ else error
-            raise ValueError(f"dataset {source}: cannot be loaded: {cause}") from error
+    try:
+        return datasets.load_dataset(source, name, split=split)
+    except (OSError, ValueError, DatasetsError) as error:
+        cause = f"{error}: {error.__cause__}" if error.__cause__ else error
+        raise ValueError(f"dataset {source}: cannot be loaded: {cause}") from error
 
 
 def _check_there(path: Path) -> None:

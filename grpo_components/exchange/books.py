@@ -14,7 +14,6 @@ from grpo_components.exchange.books_tail import read_tail
 
 TokenCause = Literal[
     "trained",
-    "left_out",
     "stale",
     "overlong",
     "off_policy",
@@ -28,7 +27,6 @@ TRAINED_FROM = ("trained", "off_policy", "skipped", "written")
 """Causes of the tokens that a step's `token_versions` counts."""
 _OF_TOKENS = {
     "trained": "trained",
-    "left_out": "masked: left out by a what-if",
     "stale": "masked: older than max_staleness",
     "overlong": "masked: cut off (mask_overlong)",
     "off_policy": "masked: off_policy gave weight 0",
@@ -103,8 +101,6 @@ class Books:
         self._resume_points, self._events = set(resume_points), events
         self._account: _Account | None = None
         self._kept: dict[int, _Account | None] = {0: _Account()}
-        self._ends: dict[int, _Account | None] = {}
-        """Step -> account at the end record after it, from which a what-if goes on."""
         self._undone = Amount()
         self._start: Record = {}
         self._step, self._ended = 0, True
@@ -184,10 +180,7 @@ class Books:
     def _begin(self, start: Record) -> None:
         self.finish()
         before, step = self._account, start["steps_done"]
-        now = self._kept.get(step)
-        if start.get("continues"):
-            now = self._ends.setdefault(step, before)
-        now = deepcopy(now)
+        now = deepcopy(self._kept.get(step))
         for account, sign in ((before, 1), (now if before else None, -1)):
             total = account.total() if account else Amount()
             self._undone.add(sign * total.groups, sign * total.tokens)

@@ -44,8 +44,6 @@ class Ledger:
         """Event order that records every change; `open_run` sets the run's."""
         self.reuse = GroupReuse(contract)
         """Trained groups that later steps train again; `open_run` sets the run's."""
-        self.first_batch: Sequence[int] = ()
-        """Groups that the next step trains, where a what-if begins; empty: the buffer chooses."""
         self._contract, self._prompts = contract, prompts
         self._living: dict[int, LedgerEntry] = {}
         self._reissued: deque[tuple[Prompt, int]] = deque()
@@ -145,8 +143,7 @@ class Ledger:
         event = self.events.next_recorded(
             lambda e: e["event"] == "sample" or (e["event"] == "drop" and e["reason"] == "stale")
         )
-        first, buffered = set(self.first_batch), {e.group_id for e in self.in_state("buffered")}
-        recorded = (list(self.first_batch), []) if first and first <= buffered else None
+        recorded = None
         if event is not None:
             groups = event["groups"]
             recorded = (groups, []) if event["event"] == "sample" else ([], groups)
@@ -215,7 +212,6 @@ class Ledger:
             return []
         groups, reuse = [entry.group_id for entry in entries], self.reuse.begin_step(summaries)
         await self.events.take("sample", step=self.steps_done + 1, groups=groups, **reuse)
-        self.first_batch = ()
         for entry in entries:
             entry.state = "in_training"
         self._wake(opened=False)
@@ -266,7 +262,6 @@ class Ledger:
             "dropped_groups": dict(self.dropped_groups),
             "living": [vars(entry) | {"text": None, "parts": ()} for entry in self.living()],
             "reissued": self.waiting_prompts,
-            "first_batch": list(self.first_batch),
             **self.reuse.state_dict(),
         }
 
@@ -282,11 +277,10 @@ class Ledger:
         self.published_version = 0
         self.dropped_groups = Counter(state["dropped_groups"])
         self.reuse.load_state_dict(state, self.policy_version)
-        self._reissued, self.first_batch = deque(state["reissued"]), state.get("first_batch", ())
+        self._reissued = deque(state["reissued"])
         entries = [LedgerEntry(**entry) for entry in state["living"]]
         buffered = [entry for entry in entries if entry.state == "buffered"]
         buffered.sort(key=lambda entry: (entry.start_version, entry.group_id))
-        buffered.sort(key=lambda entry: entry.group_id not in self.first_batch)
         kept: set[int] = set()
         for entry in buffered:
             turn = self._contract.step_of(self.policy_version, len(kept), self.reuse.counts)

@@ -12,22 +12,14 @@ class VLLMParameterServer:
     It holds references to immutable buckets in Ray's object store, never their bytes. So it needs
     no lock and no GPU, no reader sees parts of two versions, and each node has one copy. A
     superseded snapshot is freed when its last reader is done.
-
-    With `keep_policy_versions`, it also writes each version to a file. Only that reads the bytes.
     """
 
-    def __init__(self, versions: tuple[str, str] | None = None) -> None:
+    def __init__(self) -> None:
         self._version = -1
         self._buckets: list[Any] = []
         self._manifests: list[Any] = []
         self._chain: list[tuple[int, list[Any]]] = []
         self._acknowledged: dict[str, int] = {}
-        self._versions: tuple[Any, Any] | None = None
-        if versions is not None:
-            # Other runs need none of what it imports.
-            from grpo_components.exchange.policy_versions import KeptVersions, PolicyVersions
-
-            self._versions = PolicyVersions(*versions), KeptVersions(*versions)
 
     def push(
         self,
@@ -64,15 +56,3 @@ class VLLMParameterServer:
     def acknowledged(self) -> dict[str, int]:
         """Return the version that each generator last loaded."""
         return dict(self._acknowledged)
-
-    def keep(self, attempt: int, version: int, *pushes: Any) -> int:
-        """Write a version to its file, in a thread of its own; see `PolicyVersions.keep`."""
-        assert self._versions is not None, "the run keeps no versions"
-        return self._versions[0].keep(attempt, version, pushes)
-
-    def kept(self, attempt: int, version: int) -> Any:
-        """Return a version's bucket, rebuilt from the files; call it in the thread of `keep`."""
-        assert self._versions is not None, "the run keeps no versions"
-        from grpo_components.exchange.policy_versions import VersionId
-
-        return self._versions[1].bucket(VersionId(attempt, version))

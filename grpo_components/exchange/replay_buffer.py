@@ -14,7 +14,6 @@ from torchrl.data import ReplayBuffer as TorchRLReplayBuffer
 from torchrl.data.replay_buffers import Sampler, Writer
 
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.exchange.trained_batches import write_batch
 from grpo_components.state_files import read_state, write_state
 from grpo_components.trajectory import (
     GroupSummary,
@@ -140,9 +139,7 @@ class ReplayBuffer:
         contract: StalenessContract,
         timeout_s: float,
         stale_tokens: Literal["mask", "drop"] = "drop",
-        batches_folder: str | None = None,
     ) -> None:
-        self._batches_folder = batches_folder
         self._make_room(contract.max_living_groups)
         self._contract, self._timeout_s = contract, timeout_s
         self._stale_tokens = stale_tokens
@@ -187,19 +184,6 @@ class ReplayBuffer:
         reuse: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> tuple[PackedTrajectories, BatchSummary]:
         """Consume one batch of whole groups, waiting until there are enough fresh ones."""
-        taken = await self._take(num_groups, policy_version, recorded, reuse)
-        content = taken[1].batch_hash
-        if self._batches_folder is not None and content:
-            await asyncio.to_thread(write_batch, Path(self._batches_folder), content, taken[0])
-        return taken
-
-    async def _take(
-        self,
-        num_groups: int,
-        policy_version: int,
-        recorded: tuple[list[int], list[int]] | None,
-        reuse: tuple[Sequence[int], Sequence[int]] | None,
-    ) -> tuple[PackedTrajectories, BatchSummary]:
         if recorded is not None:
             return self._batch(*await self._take_as_recorded(*recorded), reuse)
 
@@ -273,12 +257,13 @@ class ReplayBuffer:
         for item in items:
             self._buffer.add(item)
 
-    def write_state(self, folder: str, *parts: Any) -> str | None:
+    def write_state(self, folder: str, batch: PackedTrajectories, *parts: Any) -> str | None:
         """Write groups to a checkpoint; safe while others use the buffer."""
         pairs = zip(parts[::2], parts[1::2], strict=True)
         groups = [{"group": group, "summary": asdict(summary)} for group, summary in pairs]
         try:
             write_state(Path(folder), "buffer", groups)
+            write_state(Path(folder), "batch", batch)
         except OSError as error:
             return f"{error}"
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,7 +61,6 @@ class RewardShaping:
         max_response_tokens: the length at which the generator stops a response.
         overlong_tokens: tokens before the limit over which the length penalty grows; 0 disables it.
         overlong_penalty: penalty of a response of full length, in units of reward.
-        left_out: numbers of groups whose responses all count as failed.
 
     Raises:
         ValueError: a setting is out of range; the message names its key.
@@ -73,7 +72,6 @@ class RewardShaping:
         max_response_tokens: int,
         overlong_tokens: int = 0,
         overlong_penalty: float = 1.0,
-        left_out: Collection[int] = (),
     ) -> None:
         self.kl_coeff = as_schedule("reward_shaping.kl_coeff", kl_coeff)
         if self.kl_coeff.lowest < 0:
@@ -94,7 +92,6 @@ class RewardShaping:
             )
         self.max_response_tokens = max_response_tokens
         self.overlong_tokens, self.overlong_penalty = overlong_tokens, overlong_penalty
-        self.left_out = left_out
 
     @property
     def needs_reference(self) -> bool:
@@ -108,7 +105,7 @@ class RewardShaping:
         the environment's next words had no room.
 
         Returns:
-            [B, G] float64, a new array; NaN where the sample failed or its group is left out.
+            [B, G] float64, a new array; NaN where the sample failed.
         """
         shaped = batch.rewards.astype(np.float64)
         coefficient = self.kl_coeff(step)
@@ -120,8 +117,6 @@ class RewardShaping:
             lengths = np.where(batch.cut_off, longest, batch.response_lengths)
             excess = lengths - (longest - self.overlong_tokens)
             shaped -= self.overlong_penalty * np.clip(excess / self.overlong_tokens, 0.0, 1.0)
-        if self.left_out:
-            shaped[np.isin(batch.group_ids, list(self.left_out))] = np.nan
         return shaped
 
 

@@ -18,11 +18,14 @@ _EVALUATION = "evaluation.json"
 """Name of the file in a checkpoint that has the metrics of its evaluation."""
 
 
-def begin(checkpoints: Path, step: int) -> Path:
-    """Remove leftovers of a killed run, and make a hidden folder to write a checkpoint into."""
+def begin(checkpoints: Path, step: int, incarnation: str) -> Path:
+    """Remove leftovers of a killed run, and make a hidden folder to write a checkpoint into.
+
+    Its name has the driver's id: roles of a killed driver may still write into theirs.
+    """
     checkpoints.mkdir(parents=True, exist_ok=True)
     clean(checkpoints)
-    unfinished = checkpoints / f".step_{step}.unfinished"
+    unfinished = checkpoints / f".step_{step}.{incarnation}.unfinished"
     unfinished.mkdir()
     return unfinished
 

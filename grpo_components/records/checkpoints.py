@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
+from grpo_components.cluster.calls import Part
 from grpo_components.cluster.handles import ReplayBufferHandle, TrainersHandle
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.records.checkpoint_folder import (
@@ -71,14 +72,16 @@ class Checkpoints:
         if self._writing is not None and self._writing.done():
             self._writing.result()
 
-    async def save(self, step: int, trainers: TrainersHandle, buffer: ReplayBufferHandle) -> None:
+    async def save(
+        self, step: int, trainers: TrainersHandle, buffer: ReplayBufferHandle, batch: Part
+    ) -> None:
         """Write a checkpoint between two training steps, once the previous one has been written."""
         await self.finish()
         if not self._writes:
             return
         await trainers.hold_state(in_background=self._in_background)
         self._writing = asyncio.create_task(
-            self._write(step, self._held, self._buffered, trainers, buffer)
+            self._write(step, self._held, [batch, *self._buffered], trainers, buffer)
         )
         # Retrieve the error, so that asyncio does not warn if the run ends with another one.
         self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -116,15 +119,15 @@ class Checkpoints:
         self,
         step: int,
         state: dict[str, Any],
-        buffered: list[Any],
+        parts: list[Any],
         trainers: TrainersHandle,
         buffer: ReplayBufferHandle,
     ) -> None:
         try:
             self._verify()
-            folder = await asyncio.to_thread(begin, self._folder, step)
+            folder = await asyncio.to_thread(begin, self._folder, step, self._identity.incarnation)
             failures = await asyncio.gather(
-                trainers.write_state(folder), buffer.write_state(folder / "state", buffered)
+                trainers.write_state(folder), buffer.write_state(folder / "state", parts)
             )
             for failure in (*failures[0], failures[1]):
                 if failure is not None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from grpo_components.cluster.calls import Part
 from grpo_components.cluster.handles import Roles
 from grpo_components.cluster.weight_sync import WeightSync
+from grpo_components.errors import ReplayStop
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.records.checkpoints import Checkpoints
 from grpo_components.records.receipts import Receipts
 from grpo_components.records.resume import RunStart, Stateful, roll_back
-from grpo_components.replay.comparison import Comparison
-from grpo_components.replay.event_order import Event
 from grpo_components.replay.recorded_run import Original
 from grpo_components.training.step_result import StepResult
-from grpo_components.what_if import WhatIf
 
 
 class Journal:
@@ -31,13 +30,13 @@ class Journal:
         receipts: Receipts,
         checkpoints: Checkpoints,
         *,
-        original: Original | Comparison | None,
+        original: Original | None,
         save_every_n_steps: int,
-        what_if: WhatIf | None = None,
+        replay_until: int | None = None,
     ) -> None:
         self._start, self._ledger, self._prompts = start, ledger, prompts
         self._receipts, self._checkpoints, self._original = receipts, checkpoints, original
-        self._save_every_n_steps, self.what_if = save_every_n_steps, what_if
+        self._save_every_n_steps, self._replay_until = save_every_n_steps, replay_until
 
     async def commit(
         self, batch_hash: str, result: StepResult, sessions: Mapping[str, int] | None = None
@@ -64,34 +63,20 @@ class Journal:
         self._receipts.step(step, after, versions, mass, batch_hash, sessions, tokens)
         self._checkpoints.hold()
 
-    async def save_if_due(self, step: int, roles: Roles) -> None:
+    async def save_if_due(self, step: int, roles: Roles, batch: Part) -> None:
         """Write the committed state as a checkpoint, every n steps and after the last step."""
-        if self.what_if and step == self.what_if.step - 1:
-            return  # `stop` saves it
-        if step % self._save_every_n_steps == 0 or self._ledger.finished:
-            # The buffered groups may have tokens of the last version that was pushed.
-            await roles.server.wait_kept()
-            await self._checkpoints.save(step, roles.trainers, roles.buffer)
-
-    async def stop(self, roles: Roles, sample: Event) -> None:
-        """Save the state from which a what-if goes on, before the first step that may differ."""
-        if self.what_if and self.what_if.keeps_batch:
-            oldest = self._ledger.policy_version - self.what_if.later.max_staleness
-            self._ledger.first_batch = sample["groups"]
-            for entry in self._ledger.living():
-                if entry.group_id in sample["groups"]:  # its tokens are as fresh as the step needs
-                    entry.state, entry.start_version = "buffered", max(entry.start_version, oldest)
-            self._checkpoints.hold()
-        await self._checkpoints.save(self._ledger.steps_done, roles.trainers, roles.buffer)
-        await self._checkpoints.finish()
+        stops = step == self._replay_until
+        if stops or step % self._save_every_n_steps == 0 or self._ledger.finished:
+            await self._checkpoints.save(step, roles.trainers, roles.buffer, batch)
+        if stops:
+            await self._checkpoints.finish()
+            raise ReplayStop(step)
 
     async def restore(self, roles: Roles, weights: WeightSync) -> None:
         """Load this attempt's checkpoint, if any, into trainers and buffer.
 
         Unless the run is new, also publish the trainers' weights and load them into all generators.
         """
-        if self.what_if:
-            self._checkpoints.hold()  # it may end before the first step
         if self._start.checkpoint:
             await self._checkpoints.restore(self._start.checkpoint, roles.trainers, roles.buffer)
         if self._start.attempt or self._start.checkpoint:

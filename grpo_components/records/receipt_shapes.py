@@ -111,7 +111,6 @@ _START = {
     "max_staleness": _Whole,
     "groups_per_step": _Whole,
     "group_size": _Whole,
-    "continues": (bool | None, None),  # only where a what-if goes on from a saved batch
     "replay_generation": (_object(share=_Number, max_uses=_Whole) | None, None),
     "carried": (dict[_Version, _Whole], {}),  # records of older versions have no counts of tokens
 }

@@ -67,7 +67,6 @@ class Receipts:
             steps_done=self._step,
             policy_version=self._policy_version,
             num_steps=ledger.num_steps,
-            **({"continues": True} if ledger.first_batch else {}),
             **self._settings,
             carried={
                 str(entry.group_id): tokens

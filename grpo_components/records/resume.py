@@ -14,15 +14,15 @@ from omegaconf import OmegaConf
 
 from grpo_components.errors import fail, shown
 from grpo_components.records.checkpoint_folder import earlier, latest, point_latest
-from grpo_components.records.code_snapshot import copy_code
-from grpo_components.records.folder_lock import FolderLock, lock_folder
-from grpo_components.records.leftover_roles import wait_for_roles
-from grpo_components.records.output_folder import (
+from grpo_components.records.code_snapshot import CODE
+from grpo_components.records.receipt_chain import END_FILE
+from grpo_components.records.run_folder import (
+    FolderLock,
+    lock_folder,
     prepare_output_folder,
     real_path,
     reopen_output_folder,
 )
-from grpo_components.records.receipt_chain import END_FILE
 from grpo_components.records.run_identity import RunIdentity, new_identity
 from grpo_components.settings import Settings
 from grpo_components.state_files import read_state
@@ -150,8 +150,7 @@ def _resume_in_place(
     cfg: Settings, folder: Path, lock: FolderLock, ledger: Stateful, prompts: Stateful
 ) -> RunStart:
     """Start another attempt in the folder of the run."""
-    wait_for_roles(folder, lock.died)
-    # Look again: until now, a role of the old attempt could still write a checkpoint.
+    # Look again: until the lock was taken, another run could write a checkpoint.
     checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)
     assert checkpoint is not None, "it was there before the lock was taken"
     state = _load(checkpoint, ledger, prompts)
@@ -234,7 +233,8 @@ def last_start(output_dir: Path) -> dict[str, Any]:
 
 def _copy_history(run: Path, folder: Path) -> None:
     """Copy what shows a run from its start: receipts, earlier configs and code snapshots."""
-    copy_code(run, folder)
+    if (run / CODE).is_dir():
+        shutil.copytree(run / CODE, folder / CODE, dirs_exist_ok=True)
     for name in (END_FILE, "receipts.jsonl"):  # the copied end file may be older, never newer
         if (run / name).is_file():
             shutil.copy2(run / name, folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from numpy.typing import NDArray
@@ -28,7 +27,6 @@ from grpo_components.records.step_metrics import (
     session_counts,
 )
 from grpo_components.records.watch import RunWatch
-from grpo_components.replay.comparison import Comparison
 from grpo_components.replay.event_log import EventLog
 from grpo_components.training.skipped_steps import SkippedSteps
 from grpo_components.training.step_result import StepResult
@@ -62,8 +60,8 @@ class RunRecords:
     """Warns of what no error shows."""
     curriculum: Curriculum | None = None
     """Draws the run's prompts; None if they come in turn."""
-    comparison: Comparison | None = None
-    """Compares the live part of a what-if with the run that it left; None in all other runs."""
+    replay_until: int | None = None
+    """Last step of a replay; None in all other runs."""
 
     def run_with(self, roles: Roles, weights: WeightSync) -> Run:
         """Return a run with these records and with roles that have been started."""
@@ -83,7 +81,6 @@ class Run:
         self._ledger, self._journal, self._log = records.ledger, records.journal, records.log
         self._evaluation = records.evaluation
         self._tasks: asyncio.TaskGroup | None = None
-        self._ledger.events.at_stop = partial(self._journal.stop, roles)
 
     async def restore(self) -> None:
         """Bring the roles to the state that this attempt starts from; do nothing in a new run."""
@@ -126,13 +123,11 @@ class Run:
         metrics |= await self._evaluation.collect(step)
         metrics |= reward_use([generator.reward_use for generator in self._roles.generators])
         await self._log_step(step, batch, advantages, result, metrics)
-        if self._records.comparison:
-            self._records.comparison.check_step(step, metrics)
         self._records.agreement.check(step, metrics)
         self._records.watch.check_step(step, metrics)
         why = result.skipped_because
         self._records.skipped_steps.record(step, trained=not why, why=why)
-        await self._journal.save_if_due(step, self._roles)
+        await self._journal.save_if_due(step, self._roles, batch.packed)
 
     async def finish(self) -> None:
         """Wait until the last checkpoint has been written."""
@@ -148,11 +143,10 @@ class Run:
 
     def summary(self) -> None:
         """Show the closing summary."""
+        if (until := self._records.replay_until) is not None:
+            how = "resume_from_checkpoint=true, without replay_events"
+            return self._log.note(f"steps 1 to {until} repeated; to go on with other keys: {how}")
         skipped, replayed = self._records.skipped_steps, self._ledger.events.summary()
-        if self._journal.what_if:
-            return self._log.note(self._journal.what_if.leaves(replayed))
-        if self._records.comparison:
-            replayed = self._records.comparison.summary()
         self._journal.close()  # the books need the end record
         bias = self._records.watch.bias.summary()
         self._log.summary(self._ledger.dropped_groups, replayed, skipped.summary(), bias)

@@ -64,8 +64,7 @@ def open_event_order(
     listeners: list[Listener] = [log.write]
     if original:
         listeners.insert(0, original.check_load)
-    stop, limit_s = cfg.what_if and cfg.what_if.step, stall_limit_s(cfg.timeouts.rollout_s)
-    events = EventOrder(attempt, recorded, limit_s, listeners, stop)
+    events = EventOrder(attempt, recorded, stall_limit_s(cfg.timeouts.rollout_s), listeners)
     events.note(
         "start",
         format=FORMAT,

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from grpo_components.errors import ReplayError, ReplayStop
+from grpo_components.errors import ReplayError
 
 Event = dict[str, Any]
 """Name (`event`), `attempt` and fields of one event; a line of the log adds `number` and `time`."""
@@ -49,7 +49,6 @@ class EventOrder:
         recorded: Sequence[Event] | None = None,
         timeout_s: float = 0.0,
         listeners: Iterable[Listener] = (),
-        stop: int | None = None,
     ) -> None:
         self.attempt = attempt
         self.replaying = recorded is not None
@@ -60,10 +59,6 @@ class EventOrder:
         self._timeout_s, self._listeners = timeout_s, list(listeners)
         self._moved = asyncio.Event()
         self._waiting: Counter[str] = Counter()
-        self._stop = None if stop is None else ("sample", stop)
-        self._stopping = False
-        self.at_stop: Callable[[Event], Awaitable[None]] | None = None
-        """Saves the state once the turn of the last `sample` has come, before it happens."""
 
     def listen(self, listener: Listener) -> None:
         """Add a listener for all further events; it is called after the earlier listeners."""
@@ -74,8 +69,6 @@ class EventOrder:
         key = _key(event, identity)
         while self.replaying and self._left[key]:
             if _key(self._next["event"], self._next) == key:
-                if key == self._stop:
-                    await self._stop_here()
                 return True
             waiter, moved = _describe(event, identity), self._moved
             self._waiting[waiter] += 1
@@ -84,8 +77,7 @@ class EventOrder:
                 async with asyncio.timeout(self._timeout_s):
                     await moved.wait()
             except TimeoutError:
-                if not self._stopping:  # else it is cancelled once the state is saved
-                    raise ReplayError(self._stalled()) from None
+                raise ReplayError(self._stalled()) from None
             finally:
                 self._waiting[waiter] -= 1
         return not self.replaying
@@ -142,17 +134,10 @@ class EventOrder:
 
     def summary(self) -> str:
         """Return how many events a replay has repeated to its end; empty for a live run."""
-        if self._done < len(self._recorded) and not self._stopping:
+        if self._done < len(self._recorded):
             left = _describe(self._next["event"], self._next)
             raise ReplayError(f"the replay ended before event {self._next['number']}: {left}")
         return f"{self._done} events in the recorded order" if self.replaying else ""
-
-    async def _stop_here(self) -> None:
-        """Save the state; no event can happen meanwhile, as none but this one has its turn."""
-        assert self.at_stop is not None, "the run sets it"
-        self._stopping = True
-        await self.at_stop(self._next)
-        raise ReplayStop(f"{self._done} events in the recorded order")
 
     @property
     def _next(self) -> Event:

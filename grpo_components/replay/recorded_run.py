@@ -53,13 +53,8 @@ def run_folder(replay_events: str) -> Path:
 
 
 def replayed_run(cfg: Any) -> Path | None:
-    """Return the folder of the run that is replayed; None in a live run.
-
-    What follows the repeated part of a what-if is live: it resumes that part.
-    """
-    if cfg.replay_events is None or cfg.resume_from_checkpoint is not False:
-        return None
-    return run_folder(cfg.replay_events)
+    """Return the folder of the run that is replayed; None in a live run."""
+    return cfg.replay_events and run_folder(cfg.replay_events)
 
 
 def read_events(run: Path) -> list[Event]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from grpo_components.errors import ConfigError
-from grpo_components.hub import reachable_or_cached
 from grpo_components.models.loading import DTYPES
 from grpo_components.models.micro_batches import padded_micro_batches
 from grpo_components.trajectory import GroupSummary, PackedTrajectories, summarize
@@ -46,11 +43,10 @@ class RewardModel:
         dtype: str,
     ) -> None:
         self._device, self._weight = torch.device(device), weight
-        with contextlib.nullcontext() if Path(path).exists() else reachable_or_cached():
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
-            model, loading = AutoModelForSequenceClassification.from_pretrained(
-                path, dtype=DTYPES[dtype], output_loading_info=True
-            )
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=DTYPES[dtype], output_loading_info=True
+        )
         self._model: Any = model.to(self._device).requires_grad_(False).eval()
         config = self._model.config
         if config.num_labels != 1:

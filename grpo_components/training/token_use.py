@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from grpo_components.trajectory import Trajectory
 class TokenUse:
     """Counts, for each group of a step, its sampled tokens by what the step makes of them.
 
-    The causes: `left_out` (of a group that a what-if leaves out), `failed` (of a failed sample),
+    The causes: `failed` (of a failed sample),
     `overlong` (of a response that a length limit ended), `stale` (older than the contract allows),
     `unanswered` (sampled for an agent, in none of its trajectories), `off_policy` (every update
     gave it the weight 0), `skipped` (no update of it had a finite loss and gradient), and
@@ -28,18 +28,14 @@ class TokenUse:
     has. Every cause is counted by itself, none as what is left over.
     """
 
-    def __init__(
-        self, oldest: int, mask_overlong: bool, corrects: bool, left_out: Collection[int] = ()
-    ) -> None:
+    def __init__(self, oldest: int, mask_overlong: bool, corrects: bool) -> None:
         self._oldest, self._mask_overlong, self._corrects = oldest, mask_overlong, corrects
-        self._left_out_groups = left_out
 
     def trained_tokens(self, trajectory: Trajectory) -> NDArray[np.bool_]:
         """Return [R] bool, which response tokens are trained: sampled by the policy, not masked."""
         cut_off = self._mask_overlong and trajectory.finish_reason == "length"
-        left_out = trajectory.group_id in self._left_out_groups
         fresh = trajectory.token_versions >= self._oldest
-        return trajectory.response_mask & fresh & (not (left_out or trajectory.failed or cut_off))
+        return trajectory.response_mask & fresh & (not (trajectory.failed or cut_off))
 
     def count(
         self, samples: Sequence[TrainSample], device: torch.device, num_copies: int
@@ -61,13 +57,9 @@ class TokenUse:
 
     def _not_trained(self, trajectory: Trajectory) -> Mapping[str, int]:
         sampled, unanswered = trajectory.response_mask, unanswered_tokens(trajectory)
-        left_out = trajectory.group_id in self._left_out_groups
         if trajectory.failed:  # of a failed session, no trajectory has the tokens
             session = trajectory.session or {}
-            tokens = session.get("sampled_tokens", int(sampled.sum()))
-            return {"left_out" if left_out else "failed": tokens}
-        if left_out:
-            return {"left_out": int(sampled.sum()) + unanswered}
+            return {"failed": session.get("sampled_tokens", int(sampled.sum()))}
         if self._mask_overlong and trajectory.finish_reason == "length":
             return {"overlong": int(sampled.sum()), "unanswered": unanswered}
         old = trajectory.token_versions < self._oldest

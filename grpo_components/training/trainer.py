@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.optim import Optimizer
 from torchtune.training import OffloadActivations
 
 from grpo_components.exchange.weight_deltas import DeltaBucket
@@ -29,11 +31,9 @@ from grpo_components.rendezvous import Rendezvous
 from grpo_components.training.base_reference import add_reference_logprobs
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.training.grad_norm import clip_grad_norm
-from grpo_components.training.optimizer_offload import OptimizerOffload
-from grpo_components.training.optimizers import set_learning_rate
+from grpo_components.training.optimizer_offload import state_on_device
 from grpo_components.training.policy_loss import PolicyLoss
 from grpo_components.training.policy_weights import load_policy, weight_exports
-from grpo_components.training.profiling import StepProfiler
 from grpo_components.training.resource_use import ResourceUse
 from grpo_components.training.sample import (
     TrainSample,
@@ -109,7 +109,9 @@ class Trainer:
         self._optimizer = optimizer.build_optimizer(trained_parameters(self._model))
         schedule = optimizer.build_lr_scheduler
         self._lr_scheduler = schedule and schedule(self._optimizer)
-        self._offload = OptimizerOffload(self._optimizer, self._device, active=ranks.takes_turns)
+        self._on_device = partial(
+            state_on_device, self._optimizer, self._device, active=ranks.takes_turns
+        )
         self._learning_rate, self._step = optimizer.learning_rate, 0
         self._max_grad_norm = optimizer.clip_grad_norm or math.inf
         terms = (objective.loss, objective.penalties, objective.off_policy)
@@ -123,7 +125,10 @@ class Trainer:
         self._exports = weight_exports(self._model, model, self._device, rank, num_ranks)
         log_memory = diagnostics.log_peak_memory_stats
         self._use = ResourceUse(self._model, self._device, model.dtype, num_ranks, log_memory)
-        self._profiler = StepProfiler(diagnostics.build_profiler)
+        build_profiler = diagnostics.build_profiler
+        self._profiler = None if build_profiler is None else build_profiler()[0]
+        if self._profiler is not None:
+            self._profiler.start()
         if ranks.open_sender is not None and rank == 0:  # its methods run beside the training
             calls = ranks.open_sender(host=rendezvous.host).calls
             self.send_weights, self.next_request, self.abandon_send = calls
@@ -143,7 +148,7 @@ class Trainer:
         if self._learning_rate is not None:
             set_learning_rate(self._optimizer, self._learning_rate(step))
         samples, use = self._samples(batch, advantages, step)
-        with self._offload.on_device() as moves:
+        with self._on_device() as moves:
             updates, start_known = self._updates(samples, step)
         if trained := any(is_usable(update) for update in updates):
             self.policy_version += 1
@@ -170,7 +175,8 @@ class Trainer:
         if why and self._rank == 0:
             folder, outcome = Path(self._diagnostics.skipped_folder), {"skipped_because": why}
             dump_batch(folder, step + 1, batch, advantages, metrics | outcome)
-        self._profiler.step()
+        if self._profiler is not None:
+            self._profiler.step()  # the last one of a cycle writes the traces; collective
         versions = np.concatenate([s.trajectory.token_versions[s.mask] for s in samples])
         return StepResult(
             policy_version=self.policy_version,
@@ -188,7 +194,7 @@ class Trainer:
     ) -> tuple[list[TrainSample], TokenUse]:
         oldest = self._batch.contract.oldest_trainable(self.policy_version)
         batch_options, corrects = self._batch, self._policy_loss.corrects
-        use = TokenUse(oldest, batch_options.mask_overlong, corrects, batch_options.left_out)
+        use = TokenUse(oldest, batch_options.mask_overlong, corrects)
         logged = self._diagnostics.logged_responses
         samples = make_samples(batch, advantages, use.trained_tokens, logged)
         trajectories = [sample.trajectory for sample in samples]
@@ -348,10 +354,20 @@ class Trainer:
 
     def load_state(self, folder: str) -> None:
         """Restore a checkpoint written by any number of ranks; see `TrainerState.load`."""
-        with self._offload.on_device():
+        with self._on_device():
             self.policy_version = self._state.load(Path(folder))
 
     def close(self) -> None:
         """Write the traces of an unfinished profile and leave the process group."""
-        self._profiler.close()
+        if self._profiler is not None:
+            self._profiler.stop()
         dist.destroy_process_group()
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Set the learning rate of all parameter groups."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao's rejects a float
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

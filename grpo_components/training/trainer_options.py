@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +79,6 @@ class BatchOptions:
     """Staleness contract; tokens older than it allows are not trained."""
     mask_overlong: bool
     """Do not train responses that were cut off at the length limit."""
-    left_out: Collection[int] = ()
-    """Numbers of groups that are not trained."""
 
 
 @dataclass(frozen=True, kw_only=True)

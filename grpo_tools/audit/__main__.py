@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rescore",
         action="store_true",
-        help="compute the logprob of every trained token again (needs keep_policy_versions)",
+        help="compute the logprob of every trained token again (needs save_every_n_steps: 1)",
     )
     options = parser.parse_args(arguments)
     path = options.output_dir / "receipts.jsonl"
@@ -101,11 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _rescore(output_dir: Path) -> int:
     quiet_libraries("WARNING")
     # Torch and transformers take seconds to import.
-    from grpo_tools.audit.rescore import NothingKeptError, rescore
+    from grpo_tools.audit.rescore import CannotRescoreError, rescore
 
     try:
         result = rescore(output_dir)
-    except NothingKeptError as error:
+    except CannotRescoreError as error:
         sys.stderr.write(f"cannot rescore: {one_line(str(error))}\n")
         return 2
     sys.stdout.write(result.table())

@@ -39,8 +39,6 @@ class RunAudit:
         self._findings, self._check = findings, findings.check
         self._resume_points = set(resume_points)
         self._snapshots = {0: History()}
-        self._ends: dict[int, History] = {}
-        """Step -> state at the end record after it, from which attempts of a what-if go on."""
         self._history = History()
         self._start: Record = {}
         self._weights = Weights(self._history, findings)
@@ -120,12 +118,7 @@ class RunAudit:
             f"resumes after step {step}, which is not recorded",
             fatal=True,
         )
-        if start.get("continues"):
-            whole = step in self._ends or (self._ended and self._history.step == step)
-            self._check("steps", whole, f"goes on after an end of step {step}", fatal=True)
-            self._history = deepcopy(self._ends.setdefault(step, self._history))
-        else:
-            self._history = deepcopy(self._snapshots[step])
+        self._history = deepcopy(self._snapshots[step])
         left = self._history.policy_version
         self._check(
             "versions",

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
-from grpo_components.exchange import trained_batches
-from grpo_components.exchange.policy_versions import VersionId
-from grpo_components.exchange.trained_batches import read_batch
+from grpo_components.exchange.weights import checkpoint_files, pack_bucket, snapshot_checksum
+from grpo_components.models.lora import ADAPTER_FILE, ADAPTER_FOLDER
 from grpo_components.settings import TRUNCATION
-from grpo_components.trajectory import Trajectory, response_numbers, unpack
-from grpo_components.versions.__main__ import open_run
-from grpo_components.versions.kept_run import KeptRun
-from grpo_components.versions.scoring import Scorer, Segment, segments
+from grpo_components.state_files import read_state
+from grpo_components.trajectory import Trajectory, batch_hash, response_numbers, unpack
+from grpo_tools.audit.scoring import Scorer, Segment, segments
 from grpo_tools.audit.settings import Settings, read_settings
 from grpo_tools.json_lines import records_of
 
@@ -37,9 +36,7 @@ Record = dict[str, Any]
 class Response:
     """A response of a batch, and which of its tokens were trained."""
 
-    step: int
-    sample: int
-    """Number of the response in its group, from 0."""
+    name: str
     trajectory: Trajectory
     trained: NDArray[np.bool_]
     """[R]."""
@@ -49,50 +46,38 @@ class Response:
 class Rescored:
     """What was found."""
 
-    tolerance: float
     dtype: str
-    steps: int = 0
-    tokens: int = 0
+    steps: int
     versions: int = 0
     swapped: int = 0
     """Responses that continued over a swap of weights."""
-    total: float = 0.0
-    largest: float = -1.0
-    where: str = "none"
-    worst: float = 0.0
-    """Largest difference as a share of what is allowed for its token."""
-    worst_where: str = "none"
+    gaps: list[NDArray[np.float64]] = field(default_factory=list)
+    """Of each segment, the differences of its trained tokens."""
     off: int = 0
-    """Tokens beyond the tolerance."""
+    """Tokens beyond what is allowed."""
+    worst: float = -1.0
+    """Largest difference as a share of what is allowed for its token."""
+    where: str = "none"
     problems: list[str] = field(default_factory=list)
 
     def add(self, values: NDArray[np.float64], response: Response, segment: Segment) -> None:
         """Compare the tokens of a segment with what the generator recorded."""
-        part = slice(segment.first, segment.end)
-        recorded = response.trajectory.generator_logprobs[part].astype(np.float64)
-        trained = response.trained[part]
-        gaps = np.abs(values - recorded)
-        gaps = np.where(np.isfinite(gaps), gaps, np.inf)[trained]
-        if not len(gaps):
+        part, t = slice(segment.first, segment.end), response.trajectory
+        trained = np.flatnonzero(response.trained[part])
+        if not len(trained):
             return
-        self.tokens += len(gaps)
-        self.total += float(gaps.sum())
-        shares = gaps / allowed(recorded[trained], self.dtype)
-        shares = np.where(np.isfinite(shares), shares, np.inf)
+        recorded, computed = t.generator_logprobs[part][trained].astype(float), values[trained]
+        gaps = np.nan_to_num(np.abs(computed - recorded), nan=np.inf)
+        shares = np.nan_to_num(gaps / allowed(recorded, self.dtype), nan=np.inf)
+        self.gaps.append(gaps)
         self.off += int((shares > 1).sum())
-
-        def where(index: int) -> str:
-            at, t = int(np.flatnonzero(trained)[index]), response.trajectory
-            return (
-                f"step {response.step}, group {t.group_id}, response {response.sample}, token "
-                f"{segment.first + at}, version {segment.version} of attempt {t.attempt}: recorded "
-                f"{recorded[at]:.6f}, computed {values[at]:.6f}"
-            )
-
-        if gaps.max() > self.largest:
-            self.largest, self.where = float(gaps.max()), where(int(gaps.argmax()))
         if shares.max() > self.worst:
-            self.worst, self.worst_where = float(shares.max()), where(int(shares.argmax()))
+            at = int(shares.argmax())
+            self.worst = float(shares[at])
+            self.where = (
+                f"{response.name}, token {segment.first + trained[at]}, version {segment.version} "
+                f"of attempt {t.attempt}: recorded {recorded[at]:.6f}, computed {computed[at]:.6f}"
+            )
 
     @property
     def broken(self) -> str:
@@ -101,22 +86,23 @@ class Rescored:
         if more := len(self.problems) - len(found):
             found.append(f"and {more} more")
         if self.off:
-            differ = f"{self.off:,} of {self.tokens:,} tokens differ by more"
-            found.append(f"{differ}; the worst: {self.worst_where}")
+            tokens = sum(map(len, self.gaps))
+            found.append(
+                f"{self.off:,} of {tokens:,} tokens differ by more; the worst: {self.where}"
+            )
         return "; ".join(found)
 
     def table(self) -> str:
         """Return the lines to print."""
-        mean = self.total / self.tokens if self.tokens else math.nan
-        lines = [
-            f"rescored: {self.tokens:,} trained tokens of {self.steps} steps under "
-            f"{self.versions} policy versions; {self.swapped:,} responses over a swap of weights",
-            f"difference of the logprobs: {self.largest:.2e} at most, {mean:.2e} on average; "
-            f"allowed is {self.tolerance:.0e} ({self.dtype}), and less for likely tokens: the "
-            f"worst has {self.worst:.2g} of it",
-            f"the largest: {self.where}",
-        ]
-        return "".join(f"{line}\n" for line in lines)
+        gaps = np.concatenate(self.gaps or [np.array([math.nan])])
+        return (
+            f"rescored: {sum(map(len, self.gaps)):,} trained tokens of {self.steps} steps under "
+            f"{self.versions} policy versions; {self.swapped:,} responses over a swap of weights\n"
+            f"difference of the logprobs: {gaps.max():.2e} at most, {gaps.mean():.2e} on average; "
+            f"allowed is {TOLERANCE[self.dtype]:.0e} ({self.dtype}), and less for likely tokens: "
+            f"the worst has {self.worst:.2g} of it\n"
+            f"the worst: {self.where}\n"
+        )
 
 
 def allowed(logprobs: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
@@ -131,149 +117,143 @@ def allowed(logprobs: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
     return np.minimum(most, most * -np.expm1(np.minimum(logprobs, 0.0)) + _FLOOR)
 
 
-class NothingKeptError(Exception):
-    """The run has kept no policy versions."""
+class CannotRescoreError(Exception):
+    """The run lacks checkpoints, or samples in a way that is not repeated."""
 
 
 def rescore(output_dir: Path) -> Rescored:
-    """Score all tokens that the steps of a run trained, but for steps that were rolled back."""
+    """Score all tokens that the steps of a run trained; steps that were rolled back do not count.
+
+    Raises a CannotRescoreError if a step has no checkpoint, or the run samples in another way.
+    """
     starts, steps, pulls = _receipts(output_dir)
-    begins = {attempt: start["policy_version"] for attempt, start in starts.items()}
     try:
         configs = {attempt: _config(output_dir, attempt) for attempt in starts}
-        run = open_run(output_dir, begins)
     except (OSError, ValueError) as error:
-        raise NothingKeptError(str(error)) from error
-    if not configs:
-        raise NothingKeptError(f"no receipts in {output_dir}")
-    if not run:
-        raise NothingKeptError(f"no versions in {run.folder} (keep_policy_versions: false)")
+        raise CannotRescoreError(str(error)) from error
+    checkpoints = {n: output_dir / "checkpoints" / f"step_{n}" for n in steps}
+    for folder in checkpoints.values():
+        if not (folder / "state" / "batch.json").is_file():
+            needed = "save_every_n_steps: 1, and keep_last_n: null"
+            raise CannotRescoreError(f"no checkpoint {folder}: the run needs {needed}")
     for config in configs.values():
         _check_sampling(config)
-    dtype = str(configs[max(configs)].get("dtype", "fp32"))
-    result = Rescored(TOLERANCE[dtype], dtype)
-    _compare_checksums(run, pulls, result)
-    responses = [
-        response
-        for record in steps
-        for response in _responses(output_dir, record, starts, configs, result)
-    ]
-    result.steps = len(steps)
-    _score(run, responses, configs, result)
+    last = configs[max(configs)]
+    result = Rescored(str(last.get("dtype", "fp32")), len(steps))
+    weights = {0: Path(str(last.get("base_model_path")))}
+    for step, record in steps.items():
+        weights.setdefault(record["policy_version"], checkpoints[step])
+    responses = list[Response]()
+    try:
+        _compare_checksums(weights, pulls, result)
+        for step, record in steps.items():
+            attempt = record["attempt"]
+            oldest = record["trained_from"] - starts[attempt]["max_staleness"]
+            cuts = configs[attempt].get("mask_overlong") == "true"
+            responses += _responses(checkpoints[step], record, oldest, cuts, result)
+        _score(weights, responses, configs, result)
+    # What a damaged file can raise.
+    except (OSError, ValueError, LookupError, SafetensorError) as error:
+        result.problems.append(f"{type(error).__name__}: {error}")
     return result
 
 
 def _score(
-    run: KeptRun, responses: list[Response], configs: Mapping[int, Settings], result: Rescored
+    weights: dict[int, Path],
+    responses: list[Response],
+    configs: dict[int, Settings],
+    result: Rescored,
 ) -> None:
-    todo: dict[VersionId, list[tuple[Segment, Trajectory]]] = {}
+    todo: dict[int, list[tuple[Segment, Trajectory]]] = {}
     for number, response in enumerate(responses):
         trajectory = response.trajectory
         recompute = configs[trajectory.attempt].get("recompute_kv_after_pull") == "true"
-        name = f"step {response.step}, group {trajectory.group_id}, response {response.sample}"
         try:
             parts = segments(trajectory, number, recompute)
-            identities = [run.identity(trajectory.attempt, part.version) for part in parts]
         except ValueError as error:
-            result.problems.append(f"{name}: {error}")
+            result.problems.append(f"{response.name}: {error}")
+            continue
+        if missing := sorted({part.version for part in parts} - weights.keys()):
+            result.problems.append(f"{response.name}: version {missing[0]} has no checkpoint")
             continue
         result.swapped += any(not part.begins for part in parts) or (
             recompute and len({part.version for part in parts}) > 1
         )
-        for identity, part in zip(identities, parts, strict=True):
-            todo.setdefault(identity, []).append((part, trajectory))
+        for part in parts:
+            todo.setdefault(part.version, []).append((part, trajectory))
     scorer, result.versions = Scorer(), len(todo)
-    with tempfile.TemporaryDirectory() as scratch:
-        for number, identity in enumerate(sorted(todo)):
-            folder = Path(scratch) / f"{number}"
-            try:
-                run.write_merged(identity, folder)
-            except ValueError as error:
-                result.problems.append(str(error))
-                return
-            scorer.load(folder)
-            for segment, values in scorer.logprobs(todo[identity]):
-                result.add(values, responses[segment.response], segment)
-            for file in folder.iterdir():
-                file.unlink()
+    for version in sorted(todo):
+        folder = weights[version]
+        adapter = folder / ADAPTER_FOLDER
+        scorer.load(*((weights[0], adapter) if adapter.is_dir() else (folder,)))
+        for segment, values in scorer.logprobs(todo[version]):
+            result.add(values, responses[segment.response], segment)
 
 
 def _responses(
-    output_dir: Path,
-    record: Record,
-    starts: Mapping[int, Record],
-    configs: Mapping[int, Settings],
-    result: Rescored,
+    checkpoint: Path, record: Record, oldest: int, cuts: bool, result: Rescored
 ) -> Iterator[Response]:
     """Yield the responses of a step's batch that can have trained tokens."""
-    step, config = record["step"], configs[record["attempt"]]
-    try:
-        batch = read_batch(output_dir / trained_batches.FOLDER, record["batch_hash"])
-    except ValueError as error:
-        result.problems.append(f"step {step}: {error}")
-        return
-    oldest = record["trained_from"] - starts[record["attempt"]]["max_staleness"]
-    cuts = config.get("mask_overlong") == "true"
-    causes = record.get("tokens", {}).items()  # of a what-if's steps, some groups are left out
-    left_out = {int(group) for group, counts in causes if "left_out" in counts}
-    found, counts = list[Response](), Counter[int]()
-    samples, numbers = Counter[int](), response_numbers(batch).tolist()
-    last = -1
-    for number, trajectory in zip(numbers, unpack(batch), strict=True):
-        samples[trajectory.group_id] += number != last
+    step, batch = record["step"], read_state(checkpoint / "state", "batch")
+    if batch_hash(batch) != record["batch_hash"]:
+        result.problems.append(f"step {step}: the batch in {checkpoint} is not the receipt's")
+    counts, samples, last = Counter[int](), Counter[int](), -1
+    for number, t in zip(response_numbers(batch).tolist(), unpack(batch), strict=True):
+        samples[t.group_id] += number != last
         last = number
-        cut_off = cuts and trajectory.finish_reason == "length"
-        if trajectory.failed or cut_off or trajectory.group_id in left_out:
+        if t.failed or (cuts and t.finish_reason == "length"):
             continue
-        trained = trajectory.response_mask & (trajectory.token_versions >= oldest)
-        counts.update(trajectory.token_versions[trained].tolist())
-        found.append(Response(step, samples[trajectory.group_id] - 1, trajectory, trained))
+        trained = t.response_mask & (t.token_versions >= oldest)
+        counts.update(t.token_versions[trained].tolist())
+        name = f"step {step}, group {t.group_id}, response {samples[t.group_id] - 1}"
+        yield Response(name, t, trained)
     expected = {int(version): count for version, count in record["token_versions"].items()}
     if counts != expected:
         problem = f"the batch has {dict(counts)} tokens by version, the receipt {expected}"
         result.problems.append(f"step {step}: {problem}")
-    yield from found
 
 
-def _compare_checksums(run: KeptRun, pulls: list[tuple[int, Record]], result: Rescored) -> None:
-    """Check that what the receipts say was published is what was kept."""
-    for attempt, pull in pulls:
-        try:
-            identity = run.identity(attempt, pull["version"])
-            kept = run.kept.header(identity).checksum
-        except ValueError as error:
-            result.problems.append(str(error))
-            continue
-        if kept != pull["published"]:
-            problem = f"{identity} is kept with checksum {kept}, published was {pull['published']}"
-            result.problems.append(f"{run.folder}: {problem}")
+def _compare_checksums(weights: dict[int, Path], pulls: list[Record], result: Rescored) -> None:
+    """Check that what the receipts say was published is what was saved."""
+    saved: dict[int, str] = {}
+    for pull in pulls:
+        version = pull["version"]
+        if version == 0 or version not in weights:
+            continue  # no checkpoint has version 0
+        if version not in saved:
+            adapter = weights[version] / ADAPTER_FOLDER
+            is_adapter = adapter.is_dir()
+            files = [adapter / ADAPTER_FILE] if is_adapter else checkpoint_files(weights[version])
+            manifests = (pack_bucket(list(load_file(file).items()))[0] for file in files)
+            saved[version] = snapshot_checksum(manifests)
+        if saved[version] != pull["published"]:
+            found = f"has checksum {saved[version]}, published was {pull['published']}"
+            result.problems.append(f"version {version} in {weights[version]} {found}")
 
 
-def _receipts(
-    output_dir: Path,
-) -> tuple[dict[int, Record], list[Record], list[tuple[int, Record]]]:
-    """Return the start record of each attempt, the steps that count, and all pulls."""
-    starts, steps, pulls = dict[int, Record](), dict[int, Record](), list[tuple[int, Record]]()
+def _receipts(output_dir: Path) -> tuple[dict[int, Record], dict[int, Record], list[Record]]:
+    """Return the start record of each attempt; the steps and pulls that were not rolled back."""
+    starts, steps, pulls = dict[int, Record](), dict[int, Record](), list[Record]()
     for record in records_of(output_dir / "receipts.jsonl"):
-        attempt = record["attempt"]
         if record["record"] == "start":
-            starts[attempt] = record
+            starts[record["attempt"]] = record
             steps = {n: each for n, each in steps.items() if n <= record["steps_done"]}
+            pulls = [pull for pull in pulls if pull["version"] <= record["policy_version"]]
         elif record["record"] == "step":
             steps[record["step"]] = record
-        pulls += [(attempt, pull) for pull in record.get("acknowledged", ())]
-    return starts, list(steps.values()), pulls
+        pulls += record.get("acknowledged", ())
+    return starts, steps, pulls
 
 
 def _config(output_dir: Path, attempt: int) -> Settings:
     """Return the config of an attempt; a file has the number of the last attempt that had it."""
-    files = {
-        int(number): path
+    numbers = [
+        int(number)
         for path in output_dir.glob("config_attempt_*.yaml")
         if (number := path.stem.removeprefix("config_attempt_")).isdigit()
-    }
-    last = min((number for number in files if number >= attempt), default=None)
-    path = output_dir / "config.yaml" if last is None else files[last]
+    ]
+    last = min((number for number in numbers if number >= attempt), default=None)
+    path = output_dir / ("config.yaml" if last is None else f"config_attempt_{last}.yaml")
     try:
         return read_settings(path)
     except ValueError as error:
@@ -286,4 +266,5 @@ def _check_sampling(config: Settings) -> None:
     for name, neutral in TRUNCATION.items():
         given = float(generator.get(name, neutral)) if isinstance(generator, dict) else neutral
         if given != neutral and not (name == "top_k" and given == -1):
-            raise NothingKeptError(f"generator.{name}: {given:g} given; only {neutral:g} is scored")
+            problem = f"generator.{name}: {given:g} given; only {neutral:g} is scored"
+            raise CannotRescoreError(problem)

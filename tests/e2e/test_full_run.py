@@ -2,15 +2,11 @@
 
 import ipaddress
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from lib.whole_runs import KEYS, assert_same_run, audit, metrics, receipts, records, rescore
 from safetensors.torch import load_file
-
-from grpo_components.versions.__main__ import main as versions
 
 pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
 
@@ -96,7 +92,6 @@ def test_its_last_step_is_saved(full_run):
 def test_its_replay_has_the_same_bits(full_run, replayed_run, tiny_policy):
     """The recorded run pushed deltas, the replay whole weights; no judge is asked."""
     assert "events in the recorded order" in replayed_run.output
-    assert "what-if: no key differs" in replayed_run.output
     back = [re.findall(r"^(\w+) is back", r.output, re.M) for r in (full_run, replayed_run)]
     assert back[1] == back[0][1:]
     after = assert_same_run(full_run.folder, replayed_run.folder, num_steps=8)
@@ -111,40 +106,3 @@ def test_all_tokens_of_the_replay_are_scored_again_with_their_own_versions(repla
     assert over_swaps and int(over_swaps[1]) > 0, table
     trained = sum(sum(r["token_versions"].values()) for r in receipts(replayed_run.folder))
     assert f"rescored: {trained:,} trained tokens of 8 steps" in table
-
-
-@pytest.mark.nightly
-def test_a_kept_version_is_the_checkpoint_of_its_step_and_loads_elsewhere(replayed_run, tmp_path):
-    """Rebuilt from the base model and the changes, with every byte; transformers and vLLM agree."""
-    rebuilt, folder = tmp_path / "version_8", str(replayed_run.folder)
-    assert versions([folder, "--version", "8", "--to", str(rebuilt)]) == 0
-    saved = replayed_run.folder / "checkpoints" / "step_8"
-    names = {path.name for path in saved.iterdir()} - {"state"}
-    assert {path.name for path in rebuilt.iterdir()} == names
-    for name in names:
-        assert (rebuilt / name).read_bytes() == (saved / name).read_bytes(), name
-    code = LOADS.format(folder=str(rebuilt))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-LOADS = """
-import os
-os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1",
-                  TORCHDYNAMO_DISABLE="1", VLLM_LOGGING_LEVEL="ERROR")
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from vllm import LLM, SamplingParams
-tokenizer = AutoTokenizer.from_pretrained({folder!r})
-ids = tokenizer("Question: Tom has 3 apples and gets 4 more. How many now?\\nAnswer:\\n").input_ids
-model = AutoModelForCausalLM.from_pretrained({folder!r}).float()
-llm = LLM({folder!r}, dtype="float32", enforce_eager=True, max_model_len=128,
-          logprobs_mode="processed_logprobs")
-sampling = SamplingParams(temperature=1.0, seed=0, max_tokens=8, logprobs=0)
-output = llm.generate({{"prompt_token_ids": ids}}, sampling, use_tqdm=False)[0].outputs[0]
-whole = torch.tensor([ids + list(output.token_ids)])
-with torch.no_grad():
-    expected = torch.log_softmax(model(whole).logits[0], -1)
-for i, (token, entry) in enumerate(zip(output.token_ids, output.logprobs)):
-    assert abs(entry[token].logprob - expected[len(ids) - 1 + i, token].item()) < 1e-4
-"""

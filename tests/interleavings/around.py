@@ -68,7 +68,9 @@ class Checkpoints:
         self.held = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
         self._buffered = [p for e in ledger.in_state("buffered") for p in e.parts]
 
-    async def save(self, step: int, trainers: TrainersHandle, buffer: ReplayBufferHandle) -> None:
+    async def save(
+        self, step: int, trainers: TrainersHandle, buffer: ReplayBufferHandle, batch: Any
+    ) -> None:
         """See `Checkpoints.save`."""
         if "trainer_0" not in self._world.bound.crash:
             return  # nobody would read it
@@ -76,7 +78,7 @@ class Checkpoints:
         await trainers.hold_state(in_background=False)
         folder = Path(f"step_{step}")
         await asyncio.gather(
-            trainers.write_state(folder), buffer.write_state(folder / "state", buffered)
+            trainers.write_state(folder), buffer.write_state(folder / "state", [batch, *buffered])
         )
         world = self._world
         world.journal._start = replace(world.journal._start, driver=held, checkpoint=folder)

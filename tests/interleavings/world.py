@@ -227,7 +227,7 @@ class World:
     async def finish_step(self, batch: Batch, advantages: Any, result: StepResult) -> None:
         """As `Run.finish_step`, without evaluation and logs."""
         step = await self.journal.commit(batch.batch_hash, result)
-        await self.journal.save_if_due(step, self.roles)
+        await self.journal.save_if_due(step, self.roles, batch.packed)
 
     async def finish(self) -> None:
         """Nothing is left to write."""

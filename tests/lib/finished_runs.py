@@ -125,18 +125,15 @@ def listening(process):
 
 @pytest.fixture
 def replayed_run(shared_runs, tiny_policy, full_run):
-    """The replay of `full_run`, whose judge is gone: whole pushes, and all versions kept.
-
-    It asks for a what-if that changes nothing.
-    """
+    """The replay of `full_run`, whose judge is gone: whole pushes, each step saved."""
 
     def make(folder):
         with starter(tiny_policy, folder) as tune:
             output, output_dir = succeed(
                 tune,
                 *full_knobs(full_run.folder.parent, tiny_policy, full_run.seen["judge"]),
-                "keep_policy_versions=true",
-                *(f"replay_events={full_run.folder}", "replay_until=4"),
+                "save_every_n_steps=1",
+                f"replay_events={full_run.folder}",
                 cwd=full_run.folder.parent,
             )
         return FinishedRun(output_dir, output)

@@ -181,7 +181,6 @@ def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
         "tokens_per_micro_batch": WHOLE,
         "contract": StalenessContract(9, 1),
         "mask_overlong": False,
-        "left_out": (),
         "build_optimizer": partial(torch.optim.SGD, lr=LEARNING_RATE),
         "build_lr_scheduler": None,
         "learning_rate": None,

@@ -6,9 +6,10 @@ from lib.whole_runs import LORA, assert_same_run, rescore, succeed, transformers
 pytestmark = pytest.mark.timeout(1800)
 
 
-def test_its_tokens_are_scored_again_by_adapters_that_were_kept(lora_run, tune, tiny_policy):
-    """The new generator gets its adapter from the files of `keep_policy_versions`."""
-    kept = (f"replay_events={lora_run.folder}", "keep_policy_versions=true")
+def test_its_tokens_are_scored_again_by_the_adapters_of_its_checkpoints(
+    lora_run, tune, tiny_policy
+):
+    kept = (f"replay_events={lora_run.folder}", "save_every_n_steps=1")
     output, replay = succeed(tune, *LORA, *transformers_policy(tiny_policy), *kept)
     assert "events in the recorded order" in output
     code, table = rescore(replay)

@@ -54,12 +54,22 @@ def writes(task):
     return 1.0
 
 def hangs(task):
-    code = "import time; time.sleep(600)"
-    start = [sys.executable, "-c", code]
-    children = [subprocess.Popen(start, start_new_session=new) for new in (False, True)]
-    pids = [os.getpid(), *(child.pid for child in children)]
+    start = ["sleep", "600"]
+    children = [subprocess.Popen(start, start_new_session=new).pid for new in (False, True)]
+    if (child := os.fork()) == 0:
+        os.setsid()
+        time.sleep(600)
+    pids = [os.getpid(), *children, child]
     open(task["file"], "w").write(" ".join(map(str, pids)))
+    if task.get("kills"):
+        os.kill(os.getppid(), 9)
     time.sleep(600)
+
+def waits(task):
+    open(task["file"], "w").write(str(os.getpid()))
+    while not os.path.exists(task["file"] + ".go"):
+        time.sleep(0.05)
+    return 1.0
 """
 TASK = {"answer": "sk-1", "seed": 5}
 SENDS_NOTHING = {"sent": "", "size": 0, "endless": False, "exits": False}
@@ -165,7 +175,7 @@ def test_nothing_is_left_of_an_agent_that_does_not_end(agents, fails_after):
     limit = "agent: TimeoutError: my_agent.hangs did not end in 3 s, half of timeouts.rollout_s"
     assert outcome.error == (limit if fails_after is None else "agent: enough")
     pids = [int(pid) for pid in file.read_text().split()]
-    assert len(pids) == 3
+    assert len(pids) == 4
     assert not [pid for pid in pids if is_alive(pid)]
 
 
@@ -183,38 +193,70 @@ asyncio.run(run())
 """
 
 
-def test_nothing_is_left_if_the_generator_is_killed(agents):
+@pytest.mark.parametrize("host_first", [False, True], ids=["alone", "with what starts agents"])
+def test_nothing_is_left_if_the_generator_is_killed(agents, host_first):
+    """Ray kills the children of a role with it when the driver is gone."""
     file = agents / "pids"
     path = os.pathsep.join(filter(None, sys.path))
     environment = {**os.environ, "PYTHONPATH": path}
     with subprocess.Popen([sys.executable, "-c", OWNER, str(file)], env=environment) as owner:
-        assert until(lambda: file.exists() and len(file.read_text().split()) == 3)
+        assert until(lambda: len(read(file)) == 4)
+        if host_first:
+            (host,) = children(owner.pid)
+            os.kill(host, signal.SIGKILL)
         owner.send_signal(signal.SIGKILL)
-    pids = [int(pid) for pid in file.read_text().split()]
-    assert until(lambda: not [pid for pid in pids if is_alive(pid)])
+    assert until(lambda: not [pid for pid in read(file) if is_alive(pid)])
 
 
-def test_nothing_is_left_if_the_process_that_starts_agents_is_killed(agents):
-    """As Ray does when the driver is gone."""
-    file = agents / "pids"
+def read(file):
+    return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 
-    def pids():
-        return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 
+def children(pid):
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_an_agent_that_kills_its_parent_fails_alone_and_nothing_of_it_is_left(agents):
     async def run():
         processes = AgentProcesses("my_agent.hangs")
         failure = asyncio.get_running_loop().create_future()
+        variables = {"OPENAI_API_KEY": "sk-1"}
+        files = [agents / "kills", agents / "other"]
+        tasks = [{**TASK, "file": str(file), "kills": file is files[0]} for file in files]
+        kills, other = (processes.run(task, variables, 60.0, failure) for task in tasks)
+        other = asyncio.create_task(other)
+        outcome = await kills
+        left = await asyncio.to_thread(lambda: until(lambda: not alive(files[0])))
+        assert left and await asyncio.to_thread(lambda: until(lambda: len(alive(files[1])) == 4))
+        failure.set_result("enough")
+        await other
+        processes.close()
+        return outcome, alive(files[1])
+
+    def alive(file):
+        return [pid for pid in read(file) if is_alive(pid)]
+
+    outcome, left = asyncio.run(run())
+    assert outcome.error == "agent: the process that watches it was killed" and not left
+
+
+def test_agents_outlive_the_process_that_starts_them_and_the_next_ones_have_another(agents):
+    file = agents / "pid"
+
+    async def run():
+        processes = AgentProcesses("my_agent.waits")
+        failure = asyncio.get_running_loop().create_future()
         task, variables = {**TASK, "file": str(file)}, {"OPENAI_API_KEY": "sk-1"}
         running = asyncio.create_task(processes.run(task, variables, 60.0, failure))
-        while len(pids()) < 3:
-            await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(lambda: until(lambda: read(file)))
         processes._host.kill()
-        outcome = await running
+        processes._host.wait()
+        (agents / "pid.go").touch()
+        outcomes = [await running, await processes.run(task, variables, 60.0, failure)]
         processes.close()
-        return outcome
+        return outcomes
 
-    assert asyncio.run(run()).error == "agent: the process that starts agents ended"
-    assert until(lambda: not [pid for pid in pids() if is_alive(pid)])
+    assert [outcome.reward for outcome in asyncio.run(run())] == [{"reward": 1.0}] * 2
 
 
 def until(condition):

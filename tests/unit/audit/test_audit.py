@@ -343,13 +343,6 @@ def test_a_version_has_the_same_weights_after_a_resume(records, audit):
     assert "checksums" in audit(records)[1]
 
 
-def test_an_attempt_goes_on_only_from_the_end_of_another(records, audit):
-    """As that of a what-if; `test_recorded_run.py` has those that do."""
-    records = resumed(records)
-    records[6]["continues"] = True
-    assert audit(records)[1] == ["steps"]
-
-
 @pytest.mark.parametrize("change", [{"steps_done": 7}, {"steps_done": 4}, {"attempt": 2}])
 def test_an_attempt_that_resumes_from_an_unknown_step_is_refused(records, change, audit):
     records = resumed(records)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from lib.token_engine import policy, sample
 
-from grpo_components.exchange.policy_versions import PolicyVersions
-from grpo_components.exchange.trained_batches import write_batch
 from grpo_components.exchange.weights import pack_bucket, snapshot_checksum
+from grpo_components.state_files import write_state
 from grpo_components.trajectory import batch_hash, pack
 from grpo_tools.audit.__main__ import _rescore as rescore
 from grpo_tools.audit.rescore import allowed
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class KeptRun:
-    """A run of two attempts: versions 1 and 2, then a rollback to 1, and another version 2.
+    """A run of two attempts: versions 1 and 2, then a rollback to 1, and other versions 2 and 3.
 
     Attempt 0 trained steps 1 and 2, attempt 1 step 2 again and step 3.
     """
@@ -27,12 +26,10 @@ class KeptRun:
     def __init__(self, folder, policies, base):
         self.folder, self.policies = folder, dict(policies)
         self.config = {"base_model_path": f"{base}", "dtype": "fp32", "generator": {"top_p": 1.0}}
-        writer, self.checksums = PolicyVersions(folder / "policy_versions", base), {}
-        for identity in ((0, 1), (0, 2), (1, 1), (1, 2)):
-            tensors = self.policies[identity].state_dict().items()
-            bucket = pack_bucket(list(tensors))
-            writer.keep(*identity, [bucket])
-            self.checksums[identity] = snapshot_checksum([bucket[0]])
+        self.checksums = {}
+        for identity in ((0, 1), (0, 2), (1, 2)):
+            manifest, _ = pack_bucket(list(self.policies[identity].state_dict().items()))
+            self.checksums[identity] = snapshot_checksum([manifest])
         self.batches = {
             (0, 1): [self.response(0, 0, [0] * 5), self.response(0, 1, [0] * 9)],
             (0, 2): [self.response(0, 2, [1] * 6), self.response(0, 3, [0] * 2 + [1] * 3)],
@@ -56,7 +53,10 @@ class KeptRun:
                 if of != attempt:
                     continue
                 packed = pack(batch)
-                write_batch(self.folder / "trained_batches", batch_hash(packed), packed)
+                checkpoint = self.folder / "checkpoints" / f"step_{step}"
+                write_state(checkpoint / "state", "batch", packed)
+                saved = self.policies.get((attempt, step), self.policies[0, 2])
+                saved.save_pretrained(checkpoint)
                 versions = np.concatenate([t.token_versions for t in batch])
                 counts = dict(zip(*np.unique(versions, return_counts=True), strict=True))
                 pulls = [
@@ -70,6 +70,7 @@ class KeptRun:
                         "attempt": attempt,
                         "step": step,
                         "trained_from": step - 1,
+                        "policy_version": step,
                         "token_versions": {str(v): int(n) for v, n in counts.items()},
                         "batch_hash": batch_hash(packed),
                         "acknowledged": pulls,
@@ -82,8 +83,7 @@ class KeptRun:
 
 @pytest.fixture(scope="module", name="policies")
 def _policies():
-    found = {(0, 0): policy(0), (0, 1): policy(1), (0, 2): policy(2), (1, 2): policy(3)}
-    return found | {(1, 1): found[0, 1]}
+    return {(0, 0): policy(0), (0, 1): policy(1), (0, 2): policy(2), (1, 2): policy(3)}
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_all_tokens_that_count_are_scored_over_a_rollback(kept_run, capsys):
     kept_run.write()
     assert rescore(kept_run.folder) == 0
     output = capsys.readouterr().out
-    assert output.startswith("rescored: 36 trained tokens of 3 steps under 4 policy versions; 2 ")
+    assert output.startswith("rescored: 36 trained tokens of 3 steps under 3 policy versions; 2 ")
     assert "allowed is 1e-04 (fp32), and less for likely tokens" in output and output.endswith(
         "all agree\n"
     )
@@ -134,11 +134,12 @@ def test_a_label_that_is_one_version_off_is_named(
     assert last.startswith("broken: rescore: ") and f"the worst: {named}" in last
 
 
-def test_the_attempt_of_a_token_decides_on_its_weights(kept_run, capsys):
-    plant(kept_run, (1, 3), 1, attempt=0)
+def test_tokens_of_weights_that_were_rolled_back_are_found(kept_run, capsys):
+    stale = kept_run.response(0, 6, [2] * 6)
+    plant(kept_run, (1, 3), 1, generator_logprobs=stale.generator_logprobs)
     kept_run.write()
     assert rescore(kept_run.folder) == 1
-    assert "version 2 of attempt 0: recorded" in capsys.readouterr().out
+    assert "step 3, group 6" in capsys.readouterr().out
 
 
 def test_other_logprobs_tokens_and_temperatures_are_found(kept_run, capsys):
@@ -164,36 +165,36 @@ def test_less_is_allowed_for_likely_tokens_and_never_more_than_for_others():
     assert (allowed(np.log([1.0, 1e-6]), "bf16") == 0.25).all()
 
 
-def test_what_is_missing_or_damaged_is_named(kept_run, capsys):
+def test_what_is_damaged_is_named(kept_run, capsys):
     kept_run.write()
-    versions = kept_run.folder / "policy_versions" / "attempt_1"
+    checkpoints = kept_run.folder / "checkpoints"
 
     def broken():
         assert rescore(kept_run.folder) == 1
         return capsys.readouterr().out.splitlines()[-1]
 
-    (versions / "version_2").rename(versions / "away")
-    assert "version 2 of attempt 1 is not kept" in broken()
-    (versions / "version_2").write_bytes((versions / "away").read_bytes()[:-1])
-    assert "version_2 (version 2 of attempt 1) is damaged: checksum mismatch" in broken()
-    (versions / "away").replace(versions / "version_2")
-    batches = kept_run.folder / "trained_batches"
-    content = batch_hash(pack(kept_run.batches[1, 3]))
-    (batches / content).rename(batches / "away")
-    assert f"step 3: no batch {batches / content}" in broken()
-    (batches / batch_hash(pack(kept_run.batches[0, 2]))).rename(batches / content)
-    assert f"{batches / content} is damaged: its hash is" in broken()
+    path = checkpoints / "step_2" / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert "SafetensorError" in broken()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert "version 2 in " in broken()
+    path.write_bytes(whole)
+    batches = [checkpoints / f"step_{step}" / "state" / "batch.npz" for step in (2, 3)]
+    batches[0].replace(batches[1])
+    assert "step_2" in broken()
 
 
-def test_receipts_that_name_other_weights_or_counts_are_found(kept_run, capsys):
+def test_receipts_that_name_other_weights_batches_or_counts_are_found(kept_run, capsys):
     kept_run.checksums[1, 2] = "0123456789abcdef"
     kept_run.write()
     path = kept_run.folder / "receipts.jsonl"
-    path.write_text(path.read_text().replace('"2": 10', '"2": 9'))
+    content = batch_hash(pack(kept_run.batches[1, 3]))
+    path.write_text(path.read_text().replace('"2": 10', '"2": 9').replace(content, "0" * 32))
     assert rescore(kept_run.folder) == 1
     output = capsys.readouterr().out
-    assert "broken: rescore: " in output and "version 2 of attempt 1 is kept with" in output
-    assert "step 3: the batch has" in output
+    assert "broken: rescore: version 2 in " in output and "published was 0123456789abcdef" in output
+    assert "step 3: the batch in " in output and "step 3: the batch has" in output
 
 
 def test_masked_and_failed_responses_are_not_scored(kept_run, capsys):
@@ -208,18 +209,18 @@ def test_masked_and_failed_responses_are_not_scored(kept_run, capsys):
     assert capsys.readouterr().out.startswith("rescored: 25 trained tokens")
 
 
-@pytest.mark.parametrize("what", ["versions", "sampling", "config"])
+@pytest.mark.parametrize("what", ["checkpoints", "sampling", "config"])
 def test_a_run_that_cannot_be_scored_says_why(kept_run, capsys, what):
     if what == "sampling":
         kept_run.config["generator"]["top_p"] = 0.9
     kept_run.write()
-    if what == "versions":
-        (kept_run.folder / "policy_versions").rename(kept_run.folder / "elsewhere")
+    if what == "checkpoints":
+        (kept_run.folder / "checkpoints" / "step_1").rename(kept_run.folder / "elsewhere")
     if what == "config":
         (kept_run.folder / "config.yaml").unlink()
     assert rescore(kept_run.folder) == 2
     error = capsys.readouterr().err
     assert error.startswith("cannot rescore: ")
-    named = {"versions": "keep_policy_versions", "sampling": "generator.top_p: 0.9 given"}
+    named = {"checkpoints": "save_every_n_steps: 1", "sampling": "generator.top_p: 0.9 given"}
     assert named.get(what, "config.yaml") in error
     assert torch.is_grad_enabled()

@@ -267,7 +267,7 @@ def test_what_may_be_reused_survives_a_restart_of_the_buffer_and_a_checkpoint(tm
         state, folder = ledger.state_dict(), tmp_path / "state"
         folder.mkdir()
         parts = [part for entry in ledger.stored() for part in entry.parts]
-        assert await buffer.write_state(folder, parts) is None
+        assert await buffer.write_state(folder, [None, *parts]) is None
         after = setting_with_reuse()
         after.ledger.load_state_dict(state)
         await after.buffer.read_state(folder)
@@ -304,7 +304,8 @@ def test_checkpointed_groups_come_back_with_their_parts_and_without_their_text(t
         await before.buffer.add(group)
         assert await before.buffer.texts([group.entry]) == [{"text of": 0}]
         tmp_path.joinpath("state").mkdir()
-        assert await before.buffer.write_state(tmp_path / "state", group.entry.parts) is None
+        parts = [group.packed, *group.entry.parts]
+        assert await before.buffer.write_state(tmp_path / "state", parts) is None
         after = Setting()
         after.ledger.load_state_dict(before.ledger.state_dict())
         await after.buffer.read_state(tmp_path / "state")

@@ -25,8 +25,6 @@ REUSE = "replay_generation.max_uses=3"
         ("push_every_n_steps=4", "push_every_n_steps"),
         ("max_staleness=0 push_every_n_steps=2", "push_every_n_steps"),
         ("min_generators=2", "min_generators"),
-        ("keep_policy_versions=true eval_only=true", "keep_policy_versions"),
-        ("keep_policy_versions=true rollout_only=true", "keep_policy_versions"),
         ("object_store_memory=1000000000000000", "object_store_memory"),
         ("object_store_memory=80000000 ray.address=auto", "object_store_memory"),
         ("rollouts_in_flight=16384 group_size=256", "rollouts_in_flight"),

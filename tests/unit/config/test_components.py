@@ -1,6 +1,5 @@
 """A component that is not there, or does not take its arguments, is refused by its key."""
 
-import importlib
 import sys
 from pathlib import Path
 
@@ -9,14 +8,12 @@ import torch
 from lib.config_errors import refusal_of, refused_key
 from omegaconf import OmegaConf
 
-from grpo_components.config.argument_types import check_types
 from grpo_components.config.building import (
     SHIPPED_ENVIRONMENT,
     build,
     build_environment,
     has_slots_apart,
 )
-from grpo_components.config.moved import moved_to
 from grpo_components.config.signature_checks import imported_component
 
 GRPO = "grpo_components.objective.losses.GRPOLoss"
@@ -281,54 +278,3 @@ def test_an_environment_gets_what_its_signature_names_and_its_parts_are_built(ow
     assert has_slots_apart(component("own_parts.Names"))
     assert not has_slots_apart(component("own_parts.three"))
     assert not has_slots_apart(OmegaConf.create(SHIPPED_ENVIRONMENT))
-
-
-@pytest.mark.parametrize("name", ["rewards.MathCorrectness", "rewards.BoxedFormat", "datasets.Row"])
-def test_what_moved_is_named_at_its_new_place(name):
-    error = refusal_of(imported_component, "a", f"grpo_components.rollout.{name}")
-    assert error.allowed == moved_to(f"grpo_components.rollout.{name}")
-    importlib.import_module(error.allowed.rpartition(".")[0])
-
-
-# ---- types in a signature -----------------------------------------------------------------------
-
-
-class Typed:
-    def __init__(
-        self,
-        rate: float,
-        *,
-        count: int = 1,
-        text: str | None = None,
-        flag: bool = False,
-        either: "int | str" = 1,
-        items: list[int] | None = None,
-        free=None,
-        **rest: int,
-    ) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        *(("rate", "x"), ("rate", True), ("rate", [1.0]), ("rate", {"a": 1}), ("count", "1")),
-        *(("text", -1), ("text", ["a"]), ("flag", 1), ("flag", "true"), ("either", [1])),
-        *(("items", "1"), ("items", {"a": 1}), ("count", None), ("free", float("nan"))),
-    ],
-)
-def test_a_value_of_another_type_is_refused(name, wrong):
-    assert refused_key(check_types, "model", Typed, {name: wrong}) == f"model.{name}"
-
-
-def test_what_a_signature_allows_or_does_not_say_is_let_through():
-    check_types("model", Typed, {"rate": 1, "count": 2.0, "text": "a", "either": "x", "items": [1]})
-    check_types("model", Typed, {"rate": 1e-3, "text": None, "free": [1], "items": None})
-    check_types("model", print, {"sep": 1})
-
-    def optimizer(params, lr: float = 1.0, eps: float = 1.0): ...
-
-    schedule = {"schedule": "constant", "start": 1}
-    check_types("optimizer", optimizer, {"lr": schedule})
-    assert refused_key(check_types, "optimizer", optimizer, {"eps": schedule}) == "optimizer.eps"
-    optimizer.__annotations__["eps"] = "NoSuchName"
-    check_types("optimizer", optimizer, {"eps": schedule})

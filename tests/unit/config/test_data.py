@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from grpo_components.config import prompts
 from grpo_components.config.building import build_data, shared_prompts
 from grpo_components.config.column_checks import check_columns, columns_taken
-from grpo_components.config.prompt_match import check_same_prompts
+from grpo_components.config.signature_checks import check_components
 from grpo_components.data.curriculum import CurriculumRule
 from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.data.prompt_stream import PromptStream
@@ -361,7 +361,7 @@ def mix(**parts):
     return {"_component_": MIXED, "parts": parts}
 
 
-def own(tokenizer, *, prompts, system_message="", enable_thinking=False):
+def own(tokenizer, *, prompts):
     """A data set of a user's own."""
 
 
@@ -381,22 +381,17 @@ OWN = {"_component_": f"{__name__}.own", "prompts": "train.txt"}
         (MATH, PLAIN | {"prompt_template": REASON}, None),
         (mix(words=PLAIN, chats=CHAT), CHAT, None),
         (mix(words=PLAIN, chats=CHAT), mix(a=CHAT, b=PLAIN), None),
-        (mix(words=PLAIN, chats=CHAT), CHAT | LATIN, "system_prompt"),
-        (CHAT, mix(a=CHAT, b=CHAT | LATIN), "parts.b.system_prompt"),
         (CHAT, None, None),
-        (CHAT, CHAT | {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         (OWN, OWN | {"prompts": "held_out.txt"}, None),
         (OWN, PLAIN, None),  # they share no argument
-        (OWN | {"system_message": "Go."}, OWN, "system_message"),
-        (OWN | {"enable_thinking": True}, OWN, "enable_thinking"),
     ],
 )
 def test_held_out_prompts_of_another_form_are_refused(settings_with, dataset, held_out, name):
     given = {"dataset": dataset, "eval_dataset": held_out}
     if name is None:
-        check_same_prompts(settings_with(**given))
+        check_components(settings_with(**given))
         return
-    assert refused_key(check_same_prompts, settings_with(**given)) == f"eval_dataset.{name}"
-    check_same_prompts(settings_with(**given, eval={"allow_other_prompts": True}))
+    assert refused_key(check_components, settings_with(**given)) == f"eval_dataset.{name}"
+    check_components(settings_with(**given, eval={"allow_other_prompts": True}))
     for half in ({"eval_only": True}, {"rollout_only": True}, {"train_from": "file.jsonl"}):
-        check_same_prompts(settings_with(**given, **half))
+        check_components(settings_with(**given, **half))

@@ -158,14 +158,13 @@ def test_a_hub_data_set_is_asked_for_by_name_configuration_and_split(monkeypatch
 
 @pytest.mark.parametrize(
     ("error", "cause"),
-    [(ConnectionError("offline"), "127.0.0.1:1 cannot"), (ValueError("no split"), "no split")],
+    [(ConnectionError("offline"), "offline"), (ValueError("no split"), "no split")],
 )
 def test_a_hub_data_set_that_cannot_be_loaded_is_named(monkeypatch, error, cause):
     def load_dataset(path, name, split):
         raise error
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(ValueError, match=rf"some/where.*{re.escape(cause)}"):
         load("some/where")
 

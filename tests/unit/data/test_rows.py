@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from lib.properties import many
 
 from grpo_components.config.file_checks import SUFFIXES as CHECKED_SUFFIXES
-from grpo_components.data import rows
 from grpo_components.data.rows import SUFFIXES, Row, read_rows
 
 
@@ -152,24 +151,3 @@ def test_a_missing_column_of_a_filter_is_no_matter_of_names():
     with pytest.raises(ValueError) as refused:
         Row({"a": 1}, "dataset x, row 1", None).value("b")
     assert "columns" not in str(refused.value) and str(refused.value).endswith("allowed: a")
-
-
-def test_a_hub_out_of_reach_is_said_at_once_in_one_line(monkeypatch, caplog):
-    """Without the hub's client, which would try for half a minute and say so each time."""
-    monkeypatch.setattr(rows.hub_constants, "ENDPOINT", "http://127.0.0.1:1")
-    asked = []
-    load = rows.datasets.load_dataset
-    monkeypatch.setattr(
-        rows.datasets,
-        "load_dataset",
-        lambda *args, **kwargs: (
-            asked.append(rows.hub_constants.HF_HUB_OFFLINE) or load(*args, **kwargs)
-        ),
-    )
-    with pytest.raises(ValueError) as refused:
-        read_rows("nobody/nothing", None, "train")
-    message = str(refused.value)
-    assert message.startswith("dataset nobody/nothing: ") and "127.0.0.1:1" in message
-    assert "\n" not in message and "; allowed: " in message and len(message) <= 285
-    assert asked == [True] and not rows.hub_constants.HF_HUB_OFFLINE
-    assert not [record for record in caplog.records if "Retrying" in record.getMessage()]

@@ -6,7 +6,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from unittest.mock import AsyncMock, MagicMock
+from unittest.mock import MagicMock
 
 import numpy as np
 import torch
@@ -366,7 +366,7 @@ class Run:
             self.note_waits(ids)
             self.trained += [(e.prompt_index, e.epoch) for e in entries]
             await self.work(5)  # an evaluation: the rollouts go on
-            await self.journal.save_if_due(step, MagicMock(server=AsyncMock()))
+            await self.journal.save_if_due(step, MagicMock(), None)
 
     def token_use(self, batch, oldest, updated):
         """What the trainers count of a batch."""
@@ -381,13 +381,13 @@ class Run:
         driver = {"ledger": self.ledger.state_dict(), "prompts": self.prompts.state_dict()}
         self.held = driver, parts_of(self.ledger.stored())
 
-    async def save(self, step, trainers, buffer):
+    async def save(self, step, trainers, buffer, batch):
         """As `Checkpoints` does."""
         folder = str(self.folder / f"{self.attempt}-{step}")
         await self.work(5)
         driver, buffered = self.held
         write_state(Path(folder), "driver", driver)
-        assert self.buffer.write_state(folder, *buffered) is None
+        assert self.buffer.write_state(folder, batch, *buffered) is None
         self.saved = folder
 
     def note_uses(self, new, reused):

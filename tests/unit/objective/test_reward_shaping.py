@@ -142,10 +142,3 @@ def test_kl_of_a_response_is_the_sum_over_its_own_tokens(estimator, responses):
 
 def test_every_estimator_can_be_summed():
     assert set(FORMULAS) == set(ESTIMATORS)
-
-
-def test_all_responses_of_a_group_that_is_left_out_count_as_failed():
-    batch = {"rewards": np.ones(SHAPE), "response_lengths": NO_TOKENS, "reference_kl": None}
-    batch |= {"cut_off": np.zeros(SHAPE, bool), "group_ids": np.array([12, 7])}
-    shaped = RewardShaping(0.0, 64, left_out=frozenset({7, 99}))(SimpleNamespace(**batch), 0)
-    assert shaped[0].tolist() == [1.0] * 3 and np.isnan(shaped[1]).all()

@@ -27,7 +27,7 @@ from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.checkpoint_folder import latest, point_latest, rate
 from grpo_components.records.checkpoints import Checkpoints
-from grpo_components.records.folder_lock import lock_folder
+from grpo_components.records.run_folder import lock_folder
 from grpo_components.records.run_identity import new_identity
 from grpo_components.settings import Settings
 from grpo_components.state_files import read_state
@@ -240,7 +240,7 @@ class Run:
 
     async def save(self, step=None):
         trainers, buffer = self.roles()
-        await self.checkpoints.save(step or self.ledger.steps_done, trainers, buffer)
+        await self.checkpoints.save(step or self.ledger.steps_done, trainers, buffer, None)
 
     async def restore(self, folder):
         self.ledger.load_state_dict(read_state(folder / "state", "driver")["ledger"])

@@ -186,7 +186,7 @@ def test_a_checkpoint_that_finds_no_room_leaves_the_last_one_as_it_was(disk, fai
     async def save(step):
         account.state["steps_done"] = step
         checkpoints.hold()
-        await checkpoints.save(step, *handles(trainer, buffer, account))
+        await checkpoints.save(step, *handles(trainer, buffer, account), None)
 
     asyncio.run(save(1))
     if full == "from the start":
@@ -236,7 +236,7 @@ def test_a_checkpoint_folder_that_cannot_be_written_to_is_told(unprivileged, fai
 
     async def save():
         checkpoints.hold()
-        await checkpoints.save(1, *handles(Writer("trainer"), Writer("buffer"), account))
+        await checkpoints.save(1, *handles(Writer("trainer"), Writer("buffer"), account), None)
 
     if failure == "error":
         with pytest.raises(

@@ -158,17 +158,17 @@ def test_a_replays_weights_are_compared_with_the_originals():
 def test_checkpoints_are_written_every_n_steps_and_after_the_last(tmp_path):
     async def run():
         setting = Setting(tmp_path)
-        roles, saved = MagicMock(server=MagicMock(wait_kept=AsyncMock())), []
+        roles, saved = MagicMock(), []
         setting.checkpoints.save = AsyncMock(side_effect=lambda step, *_: saved.append(step))
         for number in range(4):
             entry = await setting.buffered()
             await setting.ledger.take([entry.group_id])
             step = await setting.journal.commit(f"hash {number}", RESULT)
-            await setting.journal.save_if_due(step, roles)
+            await setting.journal.save_if_due(step, roles, None)
         assert saved == [2, 4]
         setting.ledger.num_steps = 5
         setting.ledger.steps_done = 5
-        await setting.journal.save_if_due(5, roles)
+        await setting.journal.save_if_due(5, roles, None)
         assert saved == [2, 4, 5]
 
     asyncio.run(run())

@@ -18,6 +18,7 @@ from grpo_components.records.checkpoint_folder import latest, point_latest
 from grpo_components.records.receipt_chain import read_end
 from grpo_components.records.receipts import Receipts
 from grpo_components.records.resume import begin_run, check_resume, last_attempt, roll_back
+from grpo_components.records.run_folder import LOCK
 from grpo_components.settings import Settings
 from grpo_tools.audit.__main__ import audit
 
@@ -64,7 +65,8 @@ def run(tmp_path):
     point_latest(checkpoint)
     receipts(folder, parts()[0], 0).close()
     (folder / "logs").mkdir()
-    OmegaConf.save(OmegaConf.create({"output_dir": "/before", **VALUES}), folder / "config.yaml")
+    written = OmegaConf.to_yaml(OmegaConf.create({"output_dir": "/before", **VALUES}))
+    (folder / "config.yaml").write_text(f"# run: 1\n{written}")
     return folder
 
 
@@ -274,6 +276,7 @@ def test_a_compatible_change_is_accepted(run, change):
 
 
 def test_a_data_set_of_another_length_is_refused_and_nothing_is_touched(run):
+    (run / LOCK).touch()
     before = sorted(Path(run).rglob("*"))
     with pytest.raises(ValueError, match=r"^dataset: .*8 rows; allowed: .*9 rows"):
         begin(config(run, True), num_rows=8)

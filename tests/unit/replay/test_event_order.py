@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_components.errors import ReplayError, ReplayStop
+from grpo_components.errors import ReplayError
 from grpo_components.replay.event_log import EventLog
 from grpo_components.replay.event_order import ENVELOPE, ORDERED, EventOrder
 
@@ -195,34 +195,3 @@ def test_a_replay_records_the_same_events_again():
             order.record(event["event"], **fields)
     ordered = [event for event in events if event["event"] in ORDERED]
     assert again == [{k: v for k, v in event.items() if k != "number"} for event in ordered]
-
-
-def test_a_what_if_stops_at_its_sample_while_all_others_wait_without_limit():
-    order, log = live()
-    order.record("finish", group=1, response_tokens=[1])
-    order.record("sample", step=1, groups=[1])
-    order.record("step", step=1, version=1)
-    order.record("sample", step=2, groups=[2])
-    order.record("finish", group=3, response_tokens=[3])
-    saved = []
-
-    async def run():
-        stopping = EventOrder(recorded=log, timeout_s=0.05, stop=2)
-
-        async def save(sample):
-            await asyncio.sleep(0.2)  # longer than a replay may stand still
-            saved.append(sample["groups"])
-
-        stopping.at_stop = save
-        late = asyncio.create_task(stopping.take("finish", group=3, response_tokens=[3]))
-        for event in log[:3]:
-            fields = {name: value for name, value in event.items() if name not in ENVELOPE}
-            await stopping.take(event["event"], **fields)
-        with pytest.raises(ReplayStop, match=r"^3 events in the recorded order"):
-            await stopping.take("sample", step=2, groups=[2])
-        assert not late.done(), "what follows the sample never happens"
-        late.cancel()
-        assert stopping.summary() == "3 events in the recorded order"
-
-    asyncio.run(run())
-    assert saved == [[2]]

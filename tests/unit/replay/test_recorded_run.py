@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -36,7 +35,6 @@ from grpo_components.replay.recorded_run import FORMAT, available_cpus, read_eve
 from grpo_components.replay.schedule import STOP, open_schedule
 from grpo_components.training.step_result import StepResult
 from grpo_components.trajectory import Trajectory, pack, summarize
-from grpo_components.what_if import WhatIf
 from grpo_tools.audit.__main__ import audit
 
 # ---- whole runs with fakes of the roles ---------------------------------------------------------
@@ -147,7 +145,7 @@ class Checkpoints:
         state = json.loads(json.dumps(run.ledger.state_dict()))
         self.held = state, stored, run.weights
 
-    async def save(self, step, trainers, buffer):
+    async def save(self, step, trainers, buffer, batch):
         await self.run.work(8)
         self.saved = self.held
 
@@ -158,7 +156,7 @@ class Checkpoints:
 class Run:
     """The recipe's loops around the real ledger, buffer, receipts, events and schedules."""
 
-    def __init__(self, plan, folder, seed, replayed=None, what_if=None, before=None):
+    def __init__(self, plan, folder, seed, replayed=None, replay_until=None, before=None):
         self.plan, self.folder, self.replayed = plan, folder, replayed
         self.random, self.before = random.Random(seed), before
         (folder / "logs").mkdir(parents=True, exist_ok=before is not None)
@@ -172,17 +170,13 @@ class Run:
             {
                 "output_dir": str(folder),
                 "replay_events": replayed and str(replayed),
-                "resume_from_checkpoint": before is not None,
-                "what_if": None,
                 "timeouts": TIMEOUTS,
             }
         )
         original = replayed and read_original(str(replayed))
         attempt, self.groups = int(before is not None), {}
         if before:
-            self.replayed = original = None
             self.ledger.load_state_dict(before[0])
-        cfg.what_if = what_if and {"step": what_if.step}
         self.log = EventLog(folder)
         self.events = self.ledger.events = open_event_order(cfg, attempt, self.log, original)
         self.buffer = ReplayBuffer(contract=contract, timeout_s=20)
@@ -196,13 +190,10 @@ class Run:
         )
         self.checkpoints = Checkpoints(self)
         parts = (MagicMock(), self.ledger, MagicMock(), receipts, self.checkpoints)
-        options = {"save_every_n_steps": NUM_STEPS + 1, "what_if": what_if}
+        options = {"save_every_n_steps": NUM_STEPS + 1, "replay_until": replay_until}
         self.journal = Journal(*parts, original=original, **options)
-        self.events.at_stop = partial(self.journal.stop, MagicMock())
         self.weights = before[2] if before else 0
         self.served, self.server = (0, 0), asyncio.Lock()
-        if not before:
-            self.checkpoints.hold()
         self.trained, self.spanning, self.reused = [], 0, 0
 
     async def main(self):
@@ -374,6 +365,7 @@ class Run:
             self.trained.append([entry.group_id for entry in entries])
             if evaluating:
                 await self.evaluate(step)
+            await self.journal.save_if_due(step, MagicMock(), None)
 
 
 async def make_and_run(*args, objective="recorded", **kwargs):
@@ -436,23 +428,21 @@ def test_a_replays_own_log_is_a_run_to_replay(tmp_path):
 
 
 @settings(max_examples=many(20), deadline=None)
-@given(plans(), st.integers(0, NUM_STEPS - 1), st.booleans(), st.integers(0, 2**32))
-def test_a_what_if_leaves_any_run_at_its_step_and_passes_the_audit(plan, until, keeps_batch, seed):
-    what_if = WhatIf(until + 1, keeps_batch and not plan.reuses, ("loss",), plan)
+@given(plans(), st.integers(1, NUM_STEPS - 1), st.integers(0, 2**32))
+def test_a_replay_of_some_steps_is_resumed_with_another_objective(plan, until, seed):
     with tempfile.TemporaryDirectory() as name:
-        folders = [Path(name) / part for part in ("original", "what_if")]
+        folders = [Path(name) / part for part in ("original", "replay")]
         asyncio.run(make_and_run(plan, folders[0], seed))
-        first = asyncio.run(make_and_run(plan, folders[1], seed + 1, folders[0], what_if))
+        first = asyncio.run(make_and_run(plan, folders[1], seed + 1, folders[0], until))
         assert first.ledger.steps_done == until, "no step ran that may differ"
         before, last = first.checkpoints.saved, folders[1]
         options = {"before": before, "objective": "another"}
-        second = asyncio.run(make_and_run(plan, last, seed + 2, folders[0], **options))
+        second = asyncio.run(make_and_run(plan, last, seed + 2, **options))
         original, there = (read_original(str(folder)) for folder in folders)
         report, summary = audit(folders[1] / "receipts.jsonl")
     assert report.broken.keys() <= {"config"}, (report.broken, summary)  # it has no config
-    equal = until + what_if.keeps_batch
-    hashes = [[run.batch_hashes[step] for step in range(1, equal + 1)] for run in (original, there)]
-    assert hashes[0] == hashes[1], "what the step trains is recorded"
+    hashes = [[run.batch_hashes[step] for step in range(1, until + 1)] for run in (original, there)]
+    assert hashes[0] == hashes[1]
     same = original.checksums.keys() & there.checksums.keys()
     version = before[0]["policy_version"]
     assert all(original.checksums[v] == there.checksums[v] for v in same if v <= version)
@@ -545,31 +535,20 @@ def test_the_base_model_may_lie_elsewhere(values):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("device", "cuda"), ("resume_from_checkpoint", True), ("max_staleness", 1)]
+    ("key", "value"),
+    [
+        *(("device", "cuda"), ("resume_from_checkpoint", True), ("max_staleness", 1)),
+        ("replay_until", 10**6),
+    ],
 )
 def test_a_key_that_matters_is_named(values, key, value):
     values[key] = value
     assert refusal(values).startswith(f"{key}: ")
 
 
-def test_a_run_of_an_older_version_is_read_by_todays_names(values):
-    """Components have moved, GRPO's loss was a component, and younger keys have their defaults."""
-    file = Path(values["replay_events"]) / "config.yaml"
-    saved = OmegaConf.to_container(OmegaConf.load(file))
-    assert isinstance(saved, dict)
-    clip = {key: saved["loss"][key] for key in ("clip_low", "clip_high", "kl_coeff")}
-    saved["loss"] = {"_component_": "grpo_components.objective.losses.GRPOLoss", **clip}
-    moved = saved["dataset"]["_component_"].replace(".data.", ".rollout.")
-    assert moved != saved["dataset"]["_component_"]
-    saved["dataset"]["_component_"] = moved
-    for key in ("max_generator_kl", "user"):
-        saved.pop(key, None)
-    saved["eval"].pop("allow_other_prompts")
-    file.write_text(OmegaConf.to_yaml(OmegaConf.create(saved)))
-    check(values)
-    saved["loss"]["clip_low"] = 0.1
-    file.write_text(OmegaConf.to_yaml(OmegaConf.create(saved)))
-    assert refusal(values).startswith("loss.clip_low: ")
+def test_steps_are_repeated_of_a_recorded_run_only(values):
+    check(values | {"replay_until": values["num_steps"]})
+    assert refusal(values | {"replay_until": 1, "replay_events": None}).startswith("replay_until: ")
 
 
 def test_the_folder_of_the_run_to_replay_is_not_moved_aside(values):

@@ -213,6 +213,7 @@ def test_a_server_that_ends_is_an_error_and_no_silence(run, module):
         run("good", engine=scripted_engine(None, arrived=ends))
 
 
-def test_the_death_of_the_process_that_starts_agents_fails_its_sessions_alone(run):
-    (lost,) = run("kills its parent")
-    assert lost.score.error == "agent: the process that starts agents ended"
+def test_an_agent_that_kills_its_parent_fails_its_session_alone(run):
+    lost, good = run("kills its parent", "good")
+    assert lost.score.error == "agent: the process that watches it was killed"
+    assert good.score.error is None

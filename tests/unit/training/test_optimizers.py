@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_components.training.optimizers import set_learning_rate
+from grpo_components.training.trainer import set_learning_rate
 
 
 @pytest.mark.parametrize("rate", [9.0, torch.tensor(9.0)])

@@ -8,7 +8,7 @@ import torch
 
 from grpo_components.training.sample import make_samples
 from grpo_components.training.token_use import TokenUse, keep_updated, keep_weighted
-from grpo_components.trajectory import SESSION_COUNTS, Trajectory, pack, summarize
+from grpo_components.trajectory import Trajectory, pack, summarize
 
 CPU = torch.device("cpu")
 
@@ -29,8 +29,8 @@ def trajectory(group, versions, mask=None, **fields):
     )
 
 
-def count(trajectories, updated=lambda sample: True, mask_overlong=True, left_out=()):
-    use = TokenUse(oldest=3, mask_overlong=mask_overlong, corrects=False, left_out=left_out)
+def count(trajectories, updated=lambda sample: True, mask_overlong=True):
+    use = TokenUse(oldest=3, mask_overlong=mask_overlong, corrects=False)
     number = len({id(each) for each in trajectories})
     samples = make_samples(pack(trajectories), np.zeros(number), use.trained_tokens, 0)
     keep_updated([sample for sample in samples if updated(sample)])
@@ -55,15 +55,6 @@ def test_each_cause_has_its_tokens_and_a_token_the_first_of_its_causes():
     assert count(BATCH, mask_overlong=False)[7] == {"trained": 9, "stale": 3}
 
 
-def test_a_group_that_is_left_out_has_all_its_tokens_there():
-    usual = count(BATCH)
-    assert count(BATCH, left_out={7}) == {7: {"left_out": 12}, 8: usual[8]}
-    assert count(BATCH, left_out={8}) == {7: usual[7], 8: {"left_out": 2}}
-    facts = {"sampled_tokens": 50, "unanswered_tokens": 45}
-    session = [trajectory(1, [3, 3, 3, 3, 3], session={"sample": 0, **facts})]
-    assert count(session, left_out={1}) == {1: {"left_out": 50}}
-
-
 @pytest.mark.parametrize("mask_overlong", [False, True])
 def test_the_counts_add_up_to_what_the_generator_sampled(mask_overlong):
     found = count(BATCH, mask_overlong=mask_overlong)
@@ -78,7 +69,7 @@ def test_tokens_without_a_usable_update_are_skipped():
 
 
 def test_the_tokens_that_no_client_kept_are_in_no_trajectory():
-    facts = {"sampled_tokens": 50, "unanswered_tokens": 45, **dict.fromkeys(SESSION_COUNTS, 1)}
+    facts = {"sampled_tokens": 50, "unanswered_tokens": 45}
     parts = [
         trajectory(1, [3, 3], session={"sample": 0, **facts}),
         trajectory(1, [2, 3, 3], session={"sample": 0}),  # the session forked

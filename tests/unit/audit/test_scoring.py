@@ -7,7 +7,7 @@ import pytest
 from lib.token_engine import policy, sample
 
 from grpo_components.trajectory import Trajectory
-from grpo_components.versions.scoring import Scorer, segments
+from grpo_tools.audit.scoring import Scorer, segments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

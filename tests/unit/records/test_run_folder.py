@@ -1,9 +1,13 @@
-"""No run overwrites another one: the folder of an ended run is moved aside."""
+"""No run overwrites another one: a folder has one holder, and an ended run's is moved aside."""
 
 import errno
-import json
+import fcntl
 import multiprocessing
 import os
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +17,12 @@ from lib.properties import many
 from omegaconf import OmegaConf
 
 from grpo_components.files import append_line
-from grpo_components.records.folder_lock import LOCK, lock_folder, read_holder
-from grpo_components.records.output_folder import (
+from grpo_components.records.run_folder import (
+    LOCK,
+    lock_folder,
     prepare_output_folder,
     real_path,
+    refuse_folder_in_use,
     reopen_output_folder,
 )
 from grpo_components.records.run_identity import new_identity
@@ -60,7 +66,6 @@ def test_a_fresh_folder_is_made_with_its_parents_and_nothing_is_moved(tmp_path, 
     assert sorted(p.name for p in folder.iterdir()) == ["config.yaml", "logs", LOCK]
     assert [p.name for p in folder.parent.iterdir()] == ["a"]
     lock.release()
-    assert sorted(p.name for p in folder.iterdir()) == ["config.yaml", "logs"]
 
 
 def test_the_config_is_written_resolved(tmp_path):
@@ -140,15 +145,10 @@ def race(folder, gate, results, done):
     done.wait()
 
 
-@pytest.mark.parametrize("before", ["nothing", "a run", "a run that was killed"])
+@pytest.mark.parametrize("before", ["nothing", "a run"])
 def test_one_of_several_runs_that_start_together_gets_the_folder(tmp_path, before):
     if before != "nothing":
         whole_run(tmp_path / "a")
-    if before == "a run that was killed":
-        lock = lock_folder(tmp_path / "a")
-        record = json.loads((tmp_path / "a" / LOCK).read_text())
-        lock.release()
-        (tmp_path / "a" / LOCK).write_text(json.dumps(record | {"start_ticks": 1}).ljust(1024))
     number, results = 5, FORK.Queue()
     gate, done = FORK.Barrier(number), FORK.Event()
     processes = [
@@ -159,17 +159,16 @@ def test_one_of_several_runs_that_start_together_gets_the_folder(tmp_path, befor
         process.start()
     outcomes = [results.get(timeout=60) for _ in processes]
     winners = [pid for pid, outcome in outcomes if not isinstance(outcome, str)]
-    holder = read_holder(tmp_path / "a")
+    holder = (tmp_path / "a" / LOCK).read_text()
     done.set()
     for process in processes:
         process.join()
     assert len(winners) == 1, outcomes
-    assert holder is not None and holder.pid == winners[0]
+    assert holder.startswith(f"pid {winners[0]} on ")
     refusals = [outcome for _, outcome in outcomes if isinstance(outcome, str)]
     assert all(refusal.startswith("output_dir: ") for refusal in refusals), outcomes
     moved = {p.name for p in tmp_path.iterdir()}
     assert moved == ({"a"} if before == "nothing" else {"a", "a-1"})
-    assert not (tmp_path / "a-1" / LOCK).exists()
 
 
 @pytest.mark.parametrize(
@@ -180,9 +179,9 @@ def test_one_of_several_runs_that_start_together_gets_the_folder(tmp_path, befor
         {"config.yaml": OmegaConf.to_yaml(cfg().model_dump())},  # mine, to start runs with
         {"config.yaml": OmegaConf.to_yaml(cfg().model_dump()), "logs/mine.log": ""},
         {"receipts.jsonl": '{"record": "start"}'},
-        {"checkpoints/step_1/model.safetensors": ""},
-        {LOCK: "mine"},
+        {LOCK: "", "mine": ""},
         {".thesis.tex.swp": ""},
+        {"checkpoints/step_1/model.safetensors": ""},
     ],
 )
 def test_a_folder_with_other_files_is_refused_and_not_touched(tmp_path, content):
@@ -195,24 +194,10 @@ def test_a_folder_with_other_files_is_refused_and_not_touched(tmp_path, content)
     assert {p: p.read_bytes() if p.is_file() else None for p in tmp_path.rglob("*")} == before
 
 
-@pytest.mark.parametrize(
-    "name", ["notes.md", "logs/thesis.tex", "checkpoints/step_x/a", "other/run.log", ".a.swp"]
-)
-def test_a_run_with_a_foreign_file_is_refused_with_its_name(tmp_path, name):
-    whole_run(tmp_path / "a")
-    (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "a" / name).write_text("mine")
-    with pytest.raises(ValueError, match=f"^output_dir: .* {name}, "):
-        prepare(tmp_path / "a")
-    assert (tmp_path / "a" / name).read_text() == "mine"
-    assert not (tmp_path / "a" / LOCK).exists() and not (tmp_path / "a-1").exists()
-
-
-def test_empty_folders_and_placeholders_do_not_count(tmp_path):
-    (tmp_path / "a" / "data" / "deep").mkdir(parents=True)
+def test_files_of_nobody_do_not_count(tmp_path):
+    (tmp_path / "a" / "lost+found").mkdir(parents=True)
     (tmp_path / "a" / ".gitkeep").touch()
     assert whole_run(tmp_path / "a") is None
-    assert (tmp_path / "a" / "data" / "deep").is_dir()
     assert whole_run(tmp_path / "a") == tmp_path / "a-1"
 
 
@@ -252,3 +237,124 @@ def test_a_full_disk_is_an_error_that_names_the_file_and_closes_it(tmp_path):
             append_line(file, "a record")
         assert (failed.value.errno, failed.value.filename) == (errno.ENOSPC, str(path))
         assert file.closed, "what is left of the line is not tried again"
+
+
+# ---- the lock -----------------------------------------------------------------------------------
+
+TAKE = """
+import sys
+from pathlib import Path
+from grpo_components.records.run_folder import lock_folder
+lock = lock_folder(Path(sys.argv[1]))
+sys.stdout.write("locked\\n")
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def start():
+    """Start a process that takes a folder and keeps it until its input ends."""
+    processes = []
+
+    def holder(folder):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        process = subprocess.Popen([sys.executable, "-c", TAKE, str(folder)], **pipes)
+        processes.append(process)
+        assert process.stdout.readline() == "locked\n"
+        return process
+
+    yield holder
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def refusal(folder):
+    with pytest.raises(ValueError) as refused:
+        lock_folder(folder)
+    assert re.fullmatch(r"output_dir: [^\n]+; allowed: [^\n]+", str(refused.value))
+    return str(refused.value)
+
+
+def test_a_folder_in_use_is_refused_with_pid_and_host_of_the_holder(tmp_path, start):
+    process = start(tmp_path / "run")
+    for check in (lock_folder, refuse_folder_in_use):
+        with pytest.raises(ValueError, match=f"is in use by pid {process.pid} on "):
+            check(tmp_path / "run")
+
+
+@pytest.mark.parametrize("end", ["exit", "terminate", "kill"])
+def test_the_next_process_gets_the_folder_however_the_last_one_ended(tmp_path, start, end):
+    process = start(tmp_path)
+    if end == "exit":
+        process.communicate()
+    else:  # not waited for: it is a zombie
+        process.send_signal(signal.SIGKILL if end == "kill" else signal.SIGTERM)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        refuse_folder_in_use(tmp_path)
+    lock_folder(tmp_path).release()
+
+
+def test_the_lock_is_released_once(tmp_path):
+    lock = lock_folder(tmp_path)
+    assert f"pid {os.getpid()} on " in refusal(tmp_path)
+    lock.release()
+    again = lock_folder(tmp_path)
+    lock.release()
+    assert f"pid {os.getpid()} on " in refusal(tmp_path)
+    again.release()
+
+
+def test_a_fork_does_not_release_the_lock_of_its_parent(tmp_path):
+    lock = lock_folder(tmp_path)
+    if (pid := os.fork()) == 0:
+        lock.release()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert f"pid {os.getpid()} on " in refusal(tmp_path)
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert not lock_folder(tmp_path).atomic
+
+
+def test_a_folder_with_that_name_is_refused(tmp_path):
+    (tmp_path / LOCK).mkdir()
+    refusal(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["moved", "removed", "replaced"])
+def test_verify_notices_a_folder_that_is_no_longer_the_runs(tmp_path, how):
+    folder = tmp_path / "run"
+    lock = lock_folder(folder)
+    lock.verify()
+    (folder / LOCK).unlink() if how == "removed" else folder.rename(tmp_path / "moved")
+    other = lock_folder(folder) if how == "replaced" else None
+    with pytest.raises(OSError) as lost:
+        lock.verify()
+    assert (lost.value.errno, lost.value.filename) == (errno.ESTALE, str(folder))
+    lock.release()
+    if other is not None:  # it releases its own alone
+        refusal(folder)
+
+
+def test_a_folder_that_was_moved_before_it_was_locked_is_opened_again(tmp_path, monkeypatch):
+    """A process that moves a folder has locked it; the next one must lock the new folder."""
+    folder: Path = tmp_path / "run"
+    flock, calls = fcntl.flock, []
+
+    def moved_meanwhile(descriptor, how):
+        if not calls:
+            folder.rename(tmp_path / "moved")
+        calls.append(how)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", moved_meanwhile)
+    lock = lock_folder(folder)
+    lock.verify()
+    assert len(calls) == 2 and folder.is_dir()

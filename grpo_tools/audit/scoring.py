@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from grpo_components.models.lora import ADAPTER_FILE, read_adapter_options
 from grpo_components.trajectory import Trajectory
 
 _MAX_TOKENS = 4096
@@ -34,7 +36,6 @@ class Segment:
     first: int
     """Position in the response of the segment's first token."""
     end: int
-    """Position after the segment's last token."""
     version: int
     begins: bool
     """Whether all KV is computed by this version; else the segment before has left its own."""
@@ -46,7 +47,7 @@ def segments(trajectory: Trajectory, response: int, recompute_kv: bool) -> list[
     """Split a response where a turn begins or the weights change.
 
     A turn is a request of its own: the engine computes its whole prompt by the weights that it has
-    then, because a swap empties the prefix cache.
+    then. Raises a ValueError if, in one turn, a version follows a newer one.
     """
     found: list[Segment] = []
     numbered = zip(range(len(trajectory.response_ids)), trajectory.response_mask, strict=True)
@@ -75,27 +76,45 @@ class Scorer:
         """KV of the responses that continue with a later version."""
         self._model: Any = None
 
-    def load(self, folder: Path) -> None:
-        """Load the weights of the next version, in float32."""
+    def load(self, model: Path, adapter: Path | None = None) -> None:
+        """Load the weights of the next version, in float32; an adapter is merged into its model."""
         self._model = None  # first, so that there are never two
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        if adapter is None:
+            return
+        scale, tensors = read_adapter_options(adapter).scale, load_file(adapter / ADAPTER_FILE)
+        for name, a in tensors.items():
+            path = name.removesuffix("lora_A.weight")
+            if path != name:
+                b = tensors[f"{path}lora_B.weight"]
+                weight = self._model.get_parameter(
+                    f"{path.removeprefix('base_model.model.')}weight"
+                )
+                weight.data += scale * (b.float() @ a.float())
 
     @torch.inference_mode()
     def logprobs(
         self, todo: Sequence[tuple[Segment, Trajectory]]
     ) -> Iterator[tuple[Segment, NDArray[np.float64]]]:
         """Yield the logprobs of each segment's tokens, at their sampling temperature."""
-        alone = [pair for pair in todo if pair[0].continues or not pair[0].begins]
-        for segment, trajectory in alone:
-            yield segment, self._with_kv(segment, trajectory)
-        together = [pair for pair in todo if pair[0].begins and not pair[0].continues]
+        together = list[tuple[Segment, Trajectory]]()
+        for segment, trajectory in todo:
+            if segment.begins and not segment.continues:
+                together.append((segment, trajectory))
+            else:
+                yield segment, self._with_kv(segment, trajectory)
         together.sort(key=lambda pair: len(pair[1].prompt_ids) + pair[0].end)
         while together:
             # The longest one comes last, and decides how many there is room for.
             longest = len(together[-1][1].prompt_ids) + together[-1][0].end
             count = max(1, _MAX_TOKENS // longest)
             members, together = together[-count:], together[:-count]
-            yield from self._padded(members)
+            rows = [_ids(each)[: len(each.prompt_ids) + part.end - 1] for part, each in members]
+            # What follows a token does not change it, so padding at the end needs no mask.
+            inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            logits = self._model(input_ids=inputs, use_cache=False).logits
+            for (segment, trajectory), row in zip(members, logits, strict=True):
+                yield segment, _logprobs(row, segment, trajectory, 0)
 
     def _with_kv(self, segment: Segment, trajectory: Trajectory) -> NDArray[np.float64]:
         ids, prompt = _ids(trajectory), len(trajectory.prompt_ids)
@@ -106,16 +125,6 @@ class Scorer:
         if segment.continues:
             self._kv[segment.response] = output.past_key_values
         return _logprobs(output.logits[0], segment, trajectory, start)
-
-    def _padded(
-        self, members: Sequence[tuple[Segment, Trajectory]]
-    ) -> Iterator[tuple[Segment, NDArray[np.float64]]]:
-        rows = [_ids(each)[: len(each.prompt_ids) + segment.end - 1] for segment, each in members]
-        # What follows a token does not change it, so padding at the end needs no mask.
-        inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        logits = self._model(input_ids=inputs, use_cache=False).logits
-        for (segment, trajectory), row in zip(members, logits, strict=True):
-            yield segment, _logprobs(row, segment, trajectory, 0)
 
 
 def _ids(trajectory: Trajectory) -> Tensor:
@@ -129,5 +138,4 @@ def _logprobs(
     first = len(trajectory.prompt_ids) + segment.first - 1 - start
     rows = logits[first : first + segment.end - segment.first].float() / trajectory.temperature
     sampled = torch.from_numpy(trajectory.response_ids[segment.first : segment.end].copy())
-    chosen = rows.log_softmax(-1).gather(-1, sampled[:, None])[:, 0]
-    return chosen.double().numpy()
+    return rows.log_softmax(-1).gather(-1, sampled[:, None])[:, 0].double().numpy()

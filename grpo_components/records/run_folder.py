@@ -1,0 +1,174 @@
+"""Prepares the folder of a run: locks it, writes the config, never overwrites another run."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from grpo_components.errors import fail
+from grpo_components.files import cut_torn_line
+from grpo_components.records.run_identity import RunIdentity
+from grpo_components.settings import Settings
+
+LOCK = "run.lock"
+"""Name of the lock file, whose text is the process that holds the folder."""
+_CONFIG_HEAD = "# run: "
+"""First characters of every run's config.yaml."""
+_NOBODYS = (LOCK, "lost+found", ".gitkeep", ".gitignore", ".DS_Store")
+_NAME_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+_MAX_PATH_CHARS = 100
+
+
+class FolderLock:
+    """A lock on a folder (flock), which the kernel releases when this process ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / LOCK).open("a+", encoding="utf-8")
+        except OSError as error:
+            problem = f"{short(folder)} cannot be written to: {error.strerror}"
+            fail("output_dir", problem, "a writable folder")
+        self.atomic = True
+        """Whether the file system has locks."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            holder = self._file.read() or "another process"
+            self._file.close()
+            allowed = "another folder, or this one after that run has ended"
+            fail("output_dir", f"{short(folder)} is in use by {holder}", allowed)
+        except OSError:
+            self.atomic = False
+        self._file.truncate(0)
+        self._file.write(f"pid {os.getpid()} on {socket.gethostname()[:64]}")
+        self._file.flush()
+
+    def verify(self) -> None:
+        """Raise an OSError if the folder was moved, removed or replaced during the run."""
+        if not self.holds():
+            problem = "no longer belongs to this run: it was moved, removed or replaced"
+            raise OSError(errno.ESTALE, problem, str(self.folder))
+
+    def holds(self) -> bool:
+        """Whether the folder still has the file that is locked."""
+        try:
+            here = os.lstat(self.folder / LOCK)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(os.fstat(self._file.fileno()), here)
+
+    def release(self) -> None:
+        """Release the folder; a second call does nothing."""
+        self._file.close()
+
+
+def lock_folder(folder: Path) -> FolderLock:
+    """Lock a folder, which is made if it is missing; a ConfigError if another process holds it."""
+    while not (lock := FolderLock(folder)).holds():  # it was moved aside before it was locked
+        lock.release()
+    return lock
+
+
+def refuse_folder_in_use(folder: Path) -> None:
+    """Refuse a folder that a process holds; an early check, which `lock_folder` makes again."""
+    if (folder / LOCK).exists():
+        lock_folder(folder).release()
+
+
+def real_path(path: str | Path) -> Path:
+    """Return the absolute path without symbolic links; parts that do not exist stay as they are."""
+    return Path(os.path.realpath(path))
+
+
+def short(path: Path) -> str:
+    """Return a path as text for a message; only the end of a very long path."""
+    text = str(path)
+    return text if len(text) <= _MAX_PATH_CHARS else f"...{text[3 - _MAX_PATH_CHARS :]}"
+
+
+def prepare_output_folder(
+    folder: Path, cfg: Settings, identity: RunIdentity
+) -> tuple[FolderLock, Path | None]:
+    """Make and lock the folder of a new run, and return where an earlier run's was moved to.
+
+    Only the holder of its lock moves a folder, so that a running run keeps its folder.
+    """
+    moved_to = None
+    while True:
+        is_used(folder)  # first, so that no lock file is made in a foreign folder
+        lock = lock_folder(folder)
+        try:
+            if not is_used(folder):
+                _write_config(folder, cfg, identity)
+                (folder / "logs").mkdir(exist_ok=True)
+                return lock, moved_to
+            moved_to = _move_aside(folder)
+        except BaseException:
+            lock.release()
+            raise
+        lock.release()
+
+
+def is_used(folder: Path) -> bool:
+    """Whether a folder has an earlier run, to be moved aside; refuses one with anything else."""
+    allowed = "a new or empty folder, or the folder of a run"
+    try:
+        names = [each.name for each in folder.iterdir()] if folder.exists() else []
+    except OSError as error:
+        fail("output_dir", f"{short(folder)} cannot be read: {error.strerror}", allowed)
+    if not set(names) - set(_NOBODYS):
+        return False
+    if "config.yaml" in names and (folder / "config.yaml").is_file():
+        with (folder / "config.yaml").open(encoding="utf-8", errors="replace") as file:
+            if file.read(len(_CONFIG_HEAD)) == _CONFIG_HEAD:
+                return True
+    problem = f"{short(folder)} is not empty and does not contain a run of this recipe"
+    fail("output_dir", problem, allowed)
+
+
+def free_names(folder: Path) -> Iterator[Path]:
+    """Yield the paths to which an earlier run may be moved, `<name>-1`, `-2`, ..., if not taken."""
+    for number in itertools.count(1):
+        path = folder.with_name(f"{folder.name}-{number}")
+        if not os.path.lexists(path):
+            yield path
+
+
+def _move_aside(folder: Path) -> Path:
+    for moved_to in free_names(folder):
+        try:
+            folder.rename(moved_to)
+        except OSError as error:
+            if error.errno in _NAME_TAKEN:  # another process took it just now
+                continue
+            problem = f"{short(folder)} contains an earlier run and cannot be moved aside"
+            fail("output_dir", f"{problem}: {error.strerror}", "another folder")
+        return moved_to
+    raise AssertionError("the names do not end")
+
+
+def reopen_output_folder(folder: Path, cfg: Settings, attempt: int, identity: RunIdentity) -> None:
+    """Prepare a run's locked folder for another attempt; keep the config of the one before."""
+    (folder / "logs").mkdir(exist_ok=True)
+    if (folder / "config.yaml").exists():
+        (folder / "config.yaml").rename(folder / f"config_attempt_{attempt - 1}.yaml")
+    _write_config(folder, cfg, identity)
+    for path in [*folder.glob("*.jsonl"), *folder.glob("logs/*.jsonl")]:
+        cut_torn_line(path)
+
+
+def _write_config(folder: Path, cfg: Settings, identity: RunIdentity) -> None:
+    """Write config.yaml; the identity goes into comments, so that the config stays valid."""
+    head = "".join(f"# {name}: {value}\n" for name, value in identity.as_dict().items())
+    text = head + OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump()))
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
