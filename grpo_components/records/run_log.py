@@ -247,7 +247,8 @@ class RunLog:
             self._show_how_to_go_on()
 
     def _report(self) -> None:
-        from grpo_tools.report.page import NoStepsError, write_report  # once there is a run to show
+        from grpo_tools.report.page import write_report  # once there is a run to show
+        from grpo_tools.report.run_files import NoStepsError
 
         try:
             self.note(f"report: {write_report(self._output_dir)}")

@@ -14,8 +14,9 @@ from grpo_tools.audit.attempts import RunAudit
 from grpo_tools.audit.chain import Chain
 from grpo_tools.audit.cross_checks import cross_checks
 from grpo_tools.audit.findings import RULES, FatalViolation, Findings
-from grpo_tools.audit.lines import UnreadableError, lines_of, parse, records_of
+from grpo_tools.audit.lines import UnreadableError, lines_of, parse
 from grpo_tools.audit.one_run import check_one_run
+from grpo_tools.json_lines import records_of
 
 
 def audit(path: Path, unfinished: bool = False) -> tuple[Findings, str]:

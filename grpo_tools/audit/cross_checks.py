@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from grpo_tools.audit.findings import Findings
 from grpo_tools.audit.history import Record
-from grpo_tools.audit.lines import records_of
 from grpo_tools.audit.settings import Settings, correction_bounds, read_settings
+from grpo_tools.json_lines import records_of
 
 _SLACK = 1e-6
 """Relative tolerance: the order of summation changes the rounding of a mean."""

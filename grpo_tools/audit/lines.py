@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_LINE_BYTES = 64 * 2**20
@@ -44,21 +43,6 @@ def parse(line: bytes) -> Any:
         if not level:
             return value
     raise UnreadableError(_TOO_DEEP)
-
-
-def records_of(path: Path, word: bytes = b"{") -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a JSON-lines file; skip lines that cannot be read."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for line in lines_of(file):
-            if word in line:
-                try:
-                    record = parse(line)
-                except UnreadableError:
-                    continue
-                if isinstance(record, dict):
-                    yield record
 
 
 def _children(value: Any) -> list[Any]:

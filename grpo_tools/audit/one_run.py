@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from grpo_tools.audit.lines import UnreadableError, parse, records_of
+from grpo_tools.audit.lines import UnreadableError, parse
+from grpo_tools.json_lines import records_of
 
 Check = Callable[[str, bool, str], Any]
 RULE = "one_run"

@@ -19,9 +19,9 @@ from grpo_components.models.lora import ADAPTER_FILE, ADAPTER_FOLDER
 from grpo_components.settings import TRUNCATION
 from grpo_components.state_files import read_state
 from grpo_components.trajectory import Trajectory, batch_hash, response_numbers, unpack
-from grpo_tools.audit.lines import records_of
 from grpo_tools.audit.scoring import Scorer, Segment, segments
 from grpo_tools.audit.settings import Settings, read_settings
+from grpo_tools.json_lines import records_of
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.25}
 """Largest difference allowed between two engines, in nats, by the run's `dtype`."""

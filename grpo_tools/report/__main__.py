@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_components.plain_text import one_line
 from grpo_tools.report.comparison import write_comparison
 from grpo_tools.report.page import write_report
 from grpo_tools.report.rollouts import MAX_GROUPS
@@ -20,27 +19,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         epilog="example: grpo report /tmp/run_a /tmp/run_b --output both.html",
     )
-    parser.add_argument(
-        "output_dirs",
-        type=Path,
-        nargs="+",
-        metavar="OUTPUT_DIR",
-        help="output_dir of a run; of several runs, the page overlays the curves",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="path of the page (default: report.html in OUTPUT_DIR; comparison.html in the "
-        "current folder for several runs)",
-    )
-    parser.add_argument(
-        "--rollouts",
-        type=_count,
-        default=MAX_GROUPS,
-        metavar="N",
-        help=f"show at most N groups, spread over the run (default {MAX_GROUPS})",
-    )
+    what = "output_dir of a run; of several runs, the page overlays the curves"
+    parser.add_argument("output_dirs", type=Path, nargs="+", metavar="OUTPUT_DIR", help=what)
+    what = "path of the page (default: report.html in OUTPUT_DIR; comparison.html in the current "
+    what += "folder for several runs)"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=what)
+    what = f"show at most N groups, spread over the run (default {MAX_GROUPS})"
+    parser.add_argument("--rollouts", type=_count, default=MAX_GROUPS, metavar="N", help=what)
     options = parser.parse_args(arguments)
     folders, target = options.output_dirs, options.output
     try:
@@ -49,9 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             page = write_report(folders[0], options.rollouts, target=target)
     except OSError as error:
-        sys.stderr.write(f"no report: {one_line(str(error))}\n")
+        sys.stderr.write(f"no report: {error}\n")
         return 2
-    sys.stdout.write(f"{one_line(str(page))} ({page.stat().st_size / 1e6:.1f} MB)\n")
+    sys.stdout.write(f"{page} ({page.stat().st_size / 1e6:.1f} MB)\n")
     return 0
 
 

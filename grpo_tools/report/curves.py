@@ -1,14 +1,16 @@
-"""Draws charts of the metrics over steps, as plotly figures."""
+"""Draws charts as plotly figures: of the metrics over steps, of the prompts by difficulty."""
 
 from __future__ import annotations
 
 import math
-import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
+from grpo_tools.json_lines import Record
 from grpo_tools.report.panels import (
     BOOKKEEPING,
     PANELS,
@@ -16,7 +18,6 @@ from grpo_tools.report.panels import (
     Panel,
     reward_term_panels,
 )
-from grpo_tools.report.run_files import Number, Record
 from grpo_tools.report.safe_text import label
 
 MAX_POINTS = 1000
@@ -33,6 +34,7 @@ _FREE_ROWS = 8
 """Number of rows on the vertical axis that fit into `_HEIGHT`."""
 _LEGEND_CHARS, _SYMBOL_CHARS = 48, 9
 """Width of a legend on a narrow screen, and of the line before each name, in characters."""
+_BINS = ("0 %", "to 20 %", "to 40 %", "to 60 %", "to 80 %", "over 80 %", "100 %")
 Chart = dict[str, Any]
 """Keys: `title`, `about` (one line) and `figure` (plotly's `data` and `layout`)."""
 
@@ -55,6 +57,83 @@ def metric_charts(*runs: Sequence[Record], names: Sequence[str] = ("",)) -> dict
     }
 
 
+def chart(
+    title: str,
+    about: str,
+    traces: Sequence[dict[str, Any]],
+    x_title: str = "step",
+    rows: int = 0,
+    **layout: Any,
+) -> Chart:
+    """Return a chart for the page; `rows`: number of rows on its vertical axis."""
+    x_axis: dict[str, Any] = {"title": {"text": x_title}}
+    if x_title == "step":
+        steps = sorted({x for trace in traces for x in trace["x"]})
+        x_axis |= {"tickmode": "array", "tickvals": steps} if len(steps) <= _FEW_STEPS else {}
+    legend = max(0, _legend_rows(traces) - 2)  # the margin has room for two rows
+    height = _HEIGHT + _ROW_HEIGHT * max(legend, rows - _FREE_ROWS)
+    shared = {"xaxis": x_axis, "showlegend": len(traces) > 1, "height": height}
+    figure = {"data": [*traces], "layout": shared | layout}
+    return {"title": title, "about": about, "figure": figure}
+
+
+def curve(
+    name: str,
+    x: Sequence[float],
+    y: Sequence[float],
+    combine: Callable[[Sequence[float]], float] = itemgetter(-1),
+    **trace: Any,
+) -> dict[str, Any]:
+    """Return the plotly trace of a curve."""
+    x, y = thinned(x, y, combine)
+    mode = "lines" if len(y) > 1 else "markers"  # a single point has no line
+    return {"type": "scatter", "mode": mode, "name": label(name), "x": x, "y": y, **trace}
+
+
+def thinned(
+    x: Sequence[float],
+    y: Sequence[float],
+    combine: Callable[[Sequence[float]], float],
+) -> tuple[list[float], list[float]]:
+    """Combine neighbors, up to `MAX_POINTS` points; round to what a screen shows."""
+    width = math.ceil(len(y) / MAX_POINTS) or 1
+    starts = range(0, len(y), width)
+    return (
+        [_rounded(x[min(start + width, len(x)) - 1]) for start in starts],
+        [_rounded(combine(y[start : start + width])) for start in starts],
+    )
+
+
+def measured_after(record: Record, key: str) -> int:
+    """Return the step after which a metric was measured."""
+    return record.get("eval/step", record["step"]) if key.startswith("eval/") else record["step"]
+
+
+def values_of(records: Sequence[Record], key: str) -> list[float]:
+    """Return the values of a metric in the records that have one: null is none."""
+    return [record[key] for record in records if isinstance(record.get(key), int | float)]
+
+
+def difficulty_charts(results: Sequence[Record]) -> Sequence[Chart]:
+    """Return a histogram of prompts by success rate; nothing if the run had no curriculum."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for each in results:
+        prompt = each["prompt_index"]
+        if prompt is not None and each["scored"]:
+            last[prompt] = _bin(each["successes"], each["scored"])
+            first.setdefault(prompt, last[prompt])
+    if not first:
+        return ()
+    traces = []
+    for color, (name, bins) in enumerate({"first group": first, "last group": last}.items()):
+        counts = Counter(bins.values())
+        bars = {"x": list(_BINS), "y": [counts[number] for number in range(len(_BINS))]}
+        traces.append({"type": "bar", "name": name, "meta": {"color": color}, **bars})
+    about = f"{len(first):,} prompts by the share of right responses in a group"
+    return [chart("Difficulty of the prompts", about, traces, x_title="success rate")]
+
+
 def _parts(panel: Panel) -> list[Panel]:
     """Return a panel for each curve if there are many: several runs in one would be unreadable."""
     if len(panel.curves) <= _MAX_CURVES_PER_RUN:
@@ -65,78 +144,11 @@ def _parts(panel: Panel) -> list[Panel]:
     ]
 
 
-def chart(
-    title: str,
-    about: str,
-    traces: Sequence[dict[str, Any]],
-    x_title: str = "step",
-    rows: int = 0,
-    **layout: Any,
-) -> Chart:
-    """Return a chart for the page."""
-    x_axis: dict[str, Any] = {"title": {"text": x_title}}
-    if x_title == "step" and len({x for trace in traces for x in trace["x"]}) <= _FEW_STEPS:
-        x_axis |= {"tickmode": "array", "tickvals": sorted({x for t in traces for x in t["x"]})}
-    legend = max(0, _legend_rows(traces) - 2)  # the margin has room for two rows
-    shared = {
-        **{"xaxis": x_axis, "showlegend": len(traces) > 1},
-        "height": _HEIGHT + _ROW_HEIGHT * max(legend, rows - _FREE_ROWS),
-    }
-    return {
-        "title": title,
-        "about": about,
-        "figure": {"data": [*traces], "layout": shared | layout},
-    }
-
-
-def _legend_rows(traces: Sequence[dict[str, Any]]) -> int:
-    rows, used = 1, 0
-    for trace in traces:
-        width = len(trace.get("name", "")) + _SYMBOL_CHARS
-        if used and used + width > _LEGEND_CHARS:
-            rows, used = rows + 1, 0
-        used += width
-    return rows
-
-
-def curve(name: str, x: Sequence[float], y: Sequence[float], **trace: Any) -> dict[str, Any]:
-    """Return the plotly trace of a curve."""
-    mode = "lines" if len(y) > 1 else "markers"  # a single point has no line
-    lines = {"type": "scatter", "mode": mode, "name": label(name)}
-    return {**lines, "x": short(x), "y": short(y), **trace}
-
-
-def thinned(
-    x: Sequence[float],
-    y: Sequence[float],
-    combine: Callable[[Sequence[float]], float],
-) -> tuple[list[float], list[float]]:
-    """Reduce a curve to at most `MAX_POINTS` points by combining neighbors."""
-    width = math.ceil(len(y) / MAX_POINTS) or 1
-    starts = range(0, len(y), width)
-    return (
-        [x[min(start + width, len(x)) - 1] for start in starts],
-        [combine(y[start : start + width]) for start in starts],
-    )
-
-
-def measured_after(record: Record, key: str) -> int:
-    """Return the step after which a metric was measured."""
-    step = record.get("eval/step") if key.startswith("eval/") else None
-    return step if isinstance(step, int) else record["step"]
-
-
-def short(values: Sequence[float]) -> list[float]:
-    """Round to six significant digits, more than a screen shows."""
-    return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
-
-
 def _chart(runs: Sequence[Sequence[Record]], names: Sequence[str], panel: Panel) -> Chart | None:
     several = len(panel.curves) > 1  # even if only one of them has data
     traces = []
     for run, (metrics, run_name) in enumerate(zip(runs, names, strict=True)):
-        for number, (key, curve_name) in enumerate(panel.curves.items()):
-            name = curve_name or key
+        for number, (key, name) in enumerate(panel.curves.items()):
             style = {"run": run, "color": number}
             if len(runs) > 1:  # a color for each run, a dash for each curve
                 name = f"{run_name}: {name}" if several else run_name
@@ -155,18 +167,34 @@ def _chart(runs: Sequence[Sequence[Record]], names: Sequence[str], panel: Panel)
 def _trace(
     metrics: Sequence[Record], key: str, name: str, panel: Panel, style: dict[str, Any]
 ) -> dict[str, Any] | None:
-    points = [(measured_after(r, key), float(r[key])) for r in metrics if _is_number(r.get(key))]
-    if not points:
+    values = values_of(metrics, key)
+    if not values:
         return None
-    steps, values = [list(column) for column in zip(*points, strict=True)]
+    steps = [measured_after(each, key) for each in metrics if values_of([each], key)]
     if key.startswith("eval/"):
         line = {} if "dash" in style else {"dash": "dot"}
         return curve(name, steps, values, mode="lines+markers", line=line, meta=style)
-    largest = panel.total or key.endswith("max")
-    steps, values = thinned(steps, values, max if largest else fmean)
     style = style | {"smooth": panel.smooth and not key.endswith("max")}
-    return curve(name, steps, values, meta=style)
+    combine = max if panel.total or key.endswith("max") else fmean
+    return curve(name, steps, values, combine, meta=style)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Number) and abs(value) < sys.float_info.max  # also False for NaN
+def _legend_rows(traces: Sequence[dict[str, Any]]) -> int:
+    rows, used = 1, 0
+    for trace in traces:
+        width = len(trace["name"]) + _SYMBOL_CHARS
+        if used and used + width > _LEGEND_CHARS:
+            rows, used = rows + 1, 0
+        used += width
+    return rows
+
+
+def _bin(successes: int, scored: int) -> int:
+    """Return the number of a bin: none right, five equal ones, all right."""
+    if successes in (0, scored):
+        return len(_BINS) - 1 if successes else 0
+    return -(-5 * successes // scored)  # rounded up
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -1,107 +1,137 @@
-"""Writes the history of a run: its state, attempts, restarts and rollbacks."""
+"""Writes the history of a run: state, attempts, restarts, token accounts, dropped groups."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
-from grpo_tools.report.run_files import Receipts, Record
-from grpo_tools.report.safe_text import escaped
-from grpo_tools.report.tables import table
+from grpo_components.exchange.books import close_books, reader_of
+from grpo_tools.json_lines import Record
+from grpo_tools.report.run_files import History
+from grpo_tools.report.safe_text import escaped, table
 
-_MAX_EVENTS = 200
-_MAX_ERROR_CHARS = 4000
-_MAX_STATE_CHARS = 200
+_MAX_ROWS, _MAX_EVENTS, _MAX_ERROR_CHARS, _MAX_LINE_CHARS = 100, 200, 4000, 300
+_REASONS = {
+    "stale": "older than max_staleness when the batch was formed",
+    "failed": "none of its samples could be scored, or its generator was lost",
+    "filtered": "dynamic sampling replaced its prompt with another",
+}
+_ACCOUNTS = (
+    "What became of every group whose generation ended, over all attempts, and of every token that "
+    "the policy sampled for them. Both sides are counted apart, so the residual is 0 only if "
+    "nothing is missing."
+)
 
 
-def state_line(
-    receipts: Receipts,
-    failures: Mapping[int, str | None],
-    metrics: Sequence[Record],
-    *,
-    live: bool = False,
-) -> str:
+def state_line(history: History, metrics: Sequence[Record], *, live: bool) -> str:
     """Return HTML with the run's state in one line, and the error that ended it, if any."""
-    state = escaped(state_text(receipts, failures, metrics, live=live), _MAX_STATE_CHARS)
-    state = f'<p class="state">{state}</p>'
-    why = failures.get(receipts.starts[-1]["attempt"]) if receipts.starts else None
+    state = f'<p class="state">{escaped(state_text(history, metrics, live=live))}</p>'
+    why = history.failures.get(history.starts[-1]["attempt"]) if history.starts else None
     return state + (f'<pre class="warn">{escaped(why, _MAX_ERROR_CHARS)}</pre>' if why else "")
 
 
-def state_text(
-    receipts: Receipts,
-    failures: Mapping[int, str | None],
-    metrics: Sequence[Record],
-    *,
-    live: bool = False,
-) -> str:
-    """Return the run's state in a few words; the arguments are those of `state_line`."""
-    last, attempts = metrics[-1]["step"] if metrics else 0, len(receipts.starts)
+def state_text(history: History, metrics: Sequence[Record], *, live: bool = False) -> str:
+    """Return the run's state in a few words."""
     how, planned = "running" if live else "running or killed", ""
-    if receipts.starts:
-        start = receipts.starts[-1]
-        how = _ending(receipts, failures, start["attempt"]) or how
-        planned = f" of {start.get('num_steps')}"
-        if start.get("num_steps") == 0:
+    if history.starts:
+        start = history.starts[-1]
+        how = _ending(history, start["attempt"]) or how
+        planned = f" of {start['num_steps']}"
+        if start["num_steps"] == 0:
             return f"{how}; only an evaluation"
+    attempts = len(history.starts)
     several = f", {attempts} attempts" if attempts > 1 else ""
-    return f"{how}; {last}{planned} steps{several}"
+    return f"{how}; {metrics[-1]['step']}{planned} steps{several}"
 
 
 def history_tables(
-    receipts: Receipts, failures: Mapping[int, str | None], role_events: Sequence[Record]
+    history: History, role_events: Sequence[Record], phases: Sequence[Record]
 ) -> str:
-    """Return HTML tables of attempts, restarts and rollbacks."""
+    """Return HTML tables of attempts, restarts and rollbacks, and of the last attempt's phases."""
+    if not history.starts:
+        return '<p class="about">no receipts.jsonl: attempts are unknown</p>'
     rows = []
-    for start in receipts.starts:
-        attempt, done = start["attempt"], start["steps_done"]
-        how = _ending(receipts, failures, attempt) or "no end recorded"
-        if why := failures.get(attempt):
+    for attempt, done in ((start["attempt"], start["steps_done"]) for start in history.starts):
+        how = _ending(history, attempt) or "no end recorded"
+        if why := history.failures.get(attempt):
             how += f": {why}"
-        rows.append((attempt, done, receipts.last_steps.get(attempt, done), how))
-    parts = [
-        '<div class="box"><h3>Attempts</h3>',
-        '<p class="about">A later attempt replaces all steps after the one it resumes from, '
-        "once it has trained a step.</p>",
-        table(("attempt", "resumes after step", "last step", "how it ended"), rows),
-        "</div>",
-    ]
-    if not rows:
-        parts = ['<p class="about">no receipts.jsonl: attempts are unknown</p>']
-    events = [event for event in role_events if event["event"] != "start"]
-    if events:
+        rows.append((attempt, done, history.last_steps.get(attempt, done), how))
+    about = "A later attempt replaces all steps after the one it resumes from, "
+    columns = ("attempt", "resumes after step", "last step", "how it ended")
+    found = _box("Attempts", about + "once it has trained a step.", columns, rows)
+    if events := [event for event in role_events if event["event"] != "start"]:
+        keys = ("minute", "event", "attempt", "role")
         rows = [
-            (
-                event["minute"],
-                event["event"],
-                event.get("attempt"),
-                event.get("role"),
-                f"{event.get('what')}{'; given up' if event.get('given_up') else ''}",
-            )
-            for event in events[-_MAX_EVENTS:]
+            [*map(e.get, keys), f"{e['what']}{'; given up' if e.get('given_up') else ''}"]
+            for e in events[-_MAX_EVENTS:]
         ]
-        extent = f"the last {len(rows)} of {len(events)}" if len(events) > len(rows) else "all"
+        about = f"the last {len(rows)} of {len(events)}" if len(events) > len(rows) else "all"
         columns = ("minute", "what", "attempt", "role", "why")
-        head = f'<div class="box"><h3>Restarts and rollbacks</h3><p class="about">{extent}</p>'
-        parts += [head, table(columns, rows), "</div>"]
-    return "".join(parts)
+        found += _box("Restarts and rollbacks", about, columns, rows)
+    if last := [each for each in phases if each["attempt"] == phases[-1]["attempt"]]:
+        rows = [(each["phase"], round(each["seconds"], 1)) for each in last]
+        about = "last attempt, from the command on; a report made after the run also has its end"
+        found += _box("Start and end", about, ("phase", "seconds"), rows)
+    return found
 
 
-def phases_table(phases: Sequence[Record]) -> str:
-    """Return an HTML table of what the phases of the last attempt's start and end took."""
-    last = [each for each in phases if each["attempt"] == phases[-1]["attempt"]]
-    if not last:
+def token_accounts(folder: Path) -> str:
+    """Return HTML with both sides of the token accounts and their residual."""
+    books = close_books(reader_of(folder))
+    if not books.known:
         return ""
-    rows = [(each["phase"], round(each["seconds"], 1)) for each in last[-_MAX_EVENTS:]]
-    about = "last attempt, from the command on; a report made after the run also has its end"
-    head = f'<div class="box"><h3>Start and end</h3><p class="about">{about}</p>'
-    return head + table(("phase", "seconds"), rows) + "</div>"
+    notes = "".join(f'<p class="about">{_line(line)}</p>' for line in books.beside())
+    problem = f'<p class="warn">{_line(books.problem)}</p>' if books.problem else ""
+    rows = table(("books", "groups", "tokens"), books.table())
+    return f'<div class="box"><p class="about">{_ACCOUNTS}</p>{rows}{problem}{notes}</div>'
 
 
-def _ending(receipts: Receipts, failures: Mapping[int, str | None], attempt: int) -> str | None:
+def dropped_section(drops: Sequence[Record], failed_samples: Sequence[Record]) -> str:
+    """Return HTML that lists dropped groups and failed samples."""
+    found = '<p class="about">No group was dropped.</p>'
+    if drops:
+        counts = Counter(drop["reason"] for drop in drops).most_common()
+        why = [(reason, n, _REASONS.get(reason, "")) for reason, n in counts]
+        keys = ("step", "group_id", "reason", "prompt_index", "epoch")
+        last = [
+            [*map(drop.get, keys), "yes" if drop["reissue"] else "no"]
+            for drop in drops[-_MAX_ROWS:]
+        ]
+        columns = ("before step", "group", "reason", "prompt", "epoch", "issued again")
+        found = (
+            f'<div class="box">{table(("reason", "groups", "meaning"), why)}'
+            f"<details><summary>the last {len(last)} of {len(drops):,}</summary>"
+            f"{table(columns, last)}</details></div>"
+        )
+    if failed_samples:
+        rows = []
+        for record in failed_samples[-_MAX_ROWS:]:
+            where = f"group {record.get('group_id')}"
+            if "evaluation" in record:
+                where = f"evaluation at step {record['evaluation']}"
+            errors = "\n".join(f"{n} x {error}" for error, n in record["errors"].items())
+            place = (str(record.get("attempt", 0)), where, str(record.get("prompt_index")))
+            rows.append((*place, errors))
+        about = f"the last {len(rows)} of {len(failed_samples):,} records in "
+        columns = ("attempt", "where", "prompt", "errors")
+        found += _box("Failed samples", about + "logs/failed_samples.jsonl", columns, rows)
+    return found
+
+
+def _ending(history: History, attempt: int) -> str | None:
     """Return in a few words how an attempt ended; None if no file says so."""
-    if attempt in failures:
-        return "interrupted" if failures[attempt] is None else "failed"
-    end = receipts.ends.get(attempt)
-    if end is None:
+    if attempt in history.failures:
+        return "interrupted" if history.failures[attempt] is None else "failed"
+    if attempt not in history.ends:
         return None
-    return "finished" if end.get("finished") else "stopped early"
+    return "finished" if history.ends[attempt]["finished"] else "stopped early"
+
+
+def _box(title: str, about: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    head = f'<div class="box"><h3>{title}</h3><p class="about">{about}</p>'
+    return f"{head}{table(columns, rows)}</div>"
+
+
+def _line(text: str) -> str:
+    return escaped(text, _MAX_LINE_CHARS)

@@ -22,11 +22,12 @@ def write_pages(output_dir: Path, ends_within: Callable[[float], bool]) -> None:
     """Write pages until the run ends; the pauses grow with what a page takes."""
     pause_s, next_s, failed = _FIRST_S, _SHORTEST_S, False
     while not ends_within(pause_s):
-        from grpo_tools.report.page import Live, NoStepsError, write_report  # not in a short run
+        from grpo_tools.report.page import write_report  # not in a short run
+        from grpo_tools.report.run_files import NoStepsError
 
         began = time.process_time()
         try:
-            write_report(output_dir, live=Live(next_s))
+            write_report(output_dir, next_page_s=next_s)
         except NoStepsError:
             continue
         except Exception as error:  # e.g. the disk is full: say so once, and try again

@@ -2,164 +2,211 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib.resources import files
 from pathlib import Path
+from string import Template
+from typing import Any
 
-from typing_extensions import TypedDict
-
-from grpo_components.files import ANSWERS, FAILURES
-from grpo_components.shapes import fits
-from grpo_components.files import write_whole
-from grpo_tools.report.books import books_section
-from grpo_tools.report.curves import MAX_OTHER_CHARTS, metric_charts
-from grpo_tools.report.difficulty import difficulty_charts
-from grpo_tools.report.dropped import dropped_section
-from grpo_tools.report.held_out import held_out_table
-from grpo_tools.report.history import history_tables, phases_table, state_line
-from grpo_tools.report.page_parts import PageParts, clock, controls
-from grpo_tools.report.rollouts import MAX_GROUPS, read_answers, read_rollouts
-from grpo_tools.report.run_facts import read_facts
-from grpo_tools.report.run_files import (
-    Number,
-    read_failures,
-    read_metrics,
-    read_receipts,
-    read_records,
+from grpo_components.files import ANSWERS, write_whole
+from grpo_tools.json_lines import Record, records_of
+from grpo_tools.report.curves import (
+    MAX_POINTS,
+    Chart,
+    difficulty_charts,
+    metric_charts,
+    thinned,
+    values_of,
 )
-from grpo_tools.report.safe_text import escaped
-from grpo_tools.report.tiles import tiles
+from grpo_tools.report.facts import facts_line, held_out_table, tiles
+from grpo_tools.report.history import dropped_section, history_tables, state_line, token_accounts
+from grpo_tools.report.rollouts import MAX_GROUPS, read_answers, read_rollouts
+from grpo_tools.report.run_files import read_run
+from grpo_tools.report.safe_text import escaped, script_json
 from grpo_tools.report.timeline import timeline
-from grpo_tools.report.unread import INCOMPLETE, Unread
 from grpo_tools.report.viewer import answers_section, rollouts_section
 
-_MAX_CONFIG_BYTES = 2**20
-_MAX_CONFIGS = 100
-_WAIT = "time/wait_for_batch"
+_MAX_TITLE_CHARS, _MAX_CONFIG_CHARS = 200, 100_000
 
 
-class _Role(TypedDict):
-    role: str
-    started: Number
+@dataclass
+class PageParts:
+    """Collects the sections of a page, and the data that its script reads."""
 
+    _charts: list[Chart] = field(default_factory=list)
+    _sections: dict[str, str] = field(default_factory=dict)
 
-class _Heartbeat(TypedDict):
-    role: str
-    time: Number
+    def add(self, name: str, content: str) -> None:
+        """Add a section."""
+        self._sections[name] = content
 
+    def charts(self, found: Sequence[Chart]) -> str:
+        """Return HTML for these charts, which the page's script draws."""
+        cards = []
+        for chart in found:
+            title, about = escaped(chart["title"], _MAX_TITLE_CHARS), escaped(chart["about"])
+            height = chart["figure"]["layout"]["height"]
+            cards.append(
+                f'<div class="chart"><h3>{title}</h3><p>{about}</p>'
+                f'<div class="plot" role="img" aria-label="{title}" '
+                f'data-chart="{len(self._charts)}" style="height: {height}px"></div></div>'
+            )
+            self._charts.append(chart)
+        return f'<div class="charts">{"".join(cards)}</div>'
 
-class _Phase(TypedDict):
-    attempt: int
-    phase: str
-    seconds: Number
+    def metrics(self, sections: Mapping[str, Sequence[Chart]]) -> None:
+        """Add a section of charts for each section that has any."""
+        for name, found in sections.items():
+            if found:
+                self.add(name, self.charts(found))
 
+    def others(self, found: Sequence[Chart]) -> None:
+        """Add a folded section with the charts that have no section of their own, if any."""
+        if found:
+            folded = f"<summary>{len(found)} more</summary>{self.charts(found)}"
+            self.add("Other metrics", f"<details>{folded}</details>")
 
-class NoStepsError(FileNotFoundError):
-    """The run has not logged a step or an evaluation yet."""
+    def html(self, title: str, state: str, top: str, command: str, **data: Any) -> str:
+        """Return the page; `data` is what its script reads besides the charts."""
+        from plotly.offline import get_plotlyjs  # imported here because it reads 5 MB
 
-
-@dataclass(frozen=True)
-class Live:
-    """Says that the run goes on, so that its page reloads itself."""
-
-    next_s: float
-    """Seconds until the next page is written."""
+        data = {"charts": [chart["figure"] for chart in self._charts], **data}
+        script, plotly = _resource("page.js"), get_plotlyjs()
+        anchors = {name: name.lower().replace(" ", "-") for name in self._sections}
+        return Template(_resource("page.html")).substitute(
+            title=escaped(title),
+            state=state,
+            links="".join(f'<a href="#{anchors[name]}">{name}</a>' for name in anchors),
+            top=top,
+            sections="\n".join(
+                f'<section><h2 id="{anchors[name]}">{name}</h2>{content}</section>'
+                for name, content in self._sections.items()
+            ),
+            footer=f"written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by "
+            f"<code>grpo report {escaped(command)}</code>",
+            style=_resource("page.css"),
+            data="\n".join(
+                f'<script type="application/json" id="data-{name}">{script_json(value)}</script>'
+                for name, value in data.items()
+            ),
+            plotly=plotly,
+            script=script,
+            script_hashes=" ".join(map(_hash, (plotly, script))),
+        )
 
 
 def write_report(
-    output_dir: Path,
+    folder: Path,
     max_groups: int = MAX_GROUPS,
-    live: Live | None = None,
+    next_page_s: float | None = None,
     target: Path | None = None,
 ) -> Path:
-    """Write the report of a run that has ended, is still running, or was killed."""
-    page = _page(output_dir, max_groups, live)
-    target = target or output_dir / "report.html"
-    write_whole(target, page)
+    """Write the report of a run that has ended or was killed.
+
+    With `next_page_s`, the run goes on: its page reloads itself after so many seconds.
+    """
+    target = target or folder / "report.html"
+    write_whole(target, _page(folder, max_groups, next_page_s))
     return target
 
 
-def _page(folder: Path, max_groups: int, live: Live | None) -> str:
-    logs, unread, parts = folder / "logs", Unread(folder), PageParts()
-    receipts = read_receipts(folder / "receipts.jsonl", unread)
-    metrics = read_metrics(logs / "metrics.jsonl", receipts.attempts, unread)
-    if not metrics and not unread.has_skipped(logs / "metrics.jsonl"):
-        raise NoStepsError(f"no step is logged in {logs / 'metrics.jsonl'}")
-    events = logs / "events.jsonl"
+def _page(folder: Path, max_groups: int, next_page_s: float | None) -> str:
+    logs, parts, is_live = folder / "logs", PageParts(), next_page_s is not None
+    metrics, history = read_run(folder)
     over_time, role_events = timeline(
-        read_records(events, unread=unread),
-        list(read_records(logs / "roles.jsonl", _Role, unread)),
-        list(read_records(logs / "heartbeats.jsonl", _Heartbeat, unread)),
-        sum(record[_WAIT] for record in metrics if fits(record.get(_WAIT), Number)),
-        lambda: unread.skip_file(events, "skipped events without a required field"),
+        records_of(logs / "events.jsonl"),
+        list(records_of(logs / "roles.jsonl")),
+        list(records_of(logs / "heartbeats.jsonl")),
+        sum(values_of(metrics, "time/wait_for_batch")),
     )
-    failures = read_failures(logs / FAILURES, unread)
-    rollouts = read_rollouts(logs / "rollouts.jsonl", receipts.attempts, max_groups, unread)
-    answers = read_answers(logs / ANSWERS, receipts.attempts, max_groups, unread)
+    rollouts = read_rollouts(logs / "rollouts.jsonl", history.attempts, max_groups)
+    answers = read_answers(logs / ANSWERS, history.attempts, max_groups)
     sections = metric_charts(metrics)
     others = sections.pop("Other metrics")
-    if len(others) == MAX_OTHER_CHARTS:
-        unread.skip_file(
-            logs / "metrics.jsonl", f"only {MAX_OTHER_CHARTS} of the other metrics are drawn"
-        )
     trained = any(record["step"] > 0 for record in metrics)  # else it has no curves, only values
     if trained:
         parts.metrics(sections)
     parts.add("Evaluation", held_out_table(metrics) + answers_section(answers))
     if trained or rollouts.logged:
         parts.add("Rollouts", rollouts_section(rollouts))
-    history = parts.charts(over_time) + history_tables(receipts, failures, role_events)
-    history += phases_table(list(read_records(logs / "phases.jsonl", _Phase, unread)))
-    if prompts := difficulty_charts(receipts):
+    phases = list(records_of(logs / "phases.jsonl"))
+    times = parts.charts(over_time) + history_tables(history, role_events, phases)
+    if prompts := difficulty_charts(history.results):
         parts.add("Prompts", parts.charts(prompts))
-    parts.add("Timeline", history)
-    dropped = dropped_section(receipts, logs / "failed_samples.jsonl", unread)
-    parts.add("Dropped groups", books_section(folder, receipts) + dropped)
-    parts.add("Config", _config(folder, unread))
-    parts.others(others if trained else ())
-    parts.data = {
-        "rollouts": rollouts.groups,
-        "answers": answers.groups,
-        "page": {
-            "clocks": [clock(metrics)],
-            "live": None if live is None else {"written": time.time(), "next_s": live.next_s},
-        },
-    }
-    choices = controls(metrics) if trained else ""
-    state = state_line(receipts, failures, metrics, live=live is not None)
+    parts.add("Timeline", times)
+    failed_samples = list(records_of(logs / "failed_samples.jsonl"))
+    dropped = dropped_section(history.drops, failed_samples)
+    parts.add("Dropped groups", token_accounts(folder) + dropped)
+    parts.add("Config", _config(folder))
+    if trained:
+        parts.others(others)
     return parts.html(
         f"Run {folder.resolve().name}",
-        state + read_facts(folder).html() + _unread(unread, live),
-        f'<div class="tiles">{tiles(metrics, receipts)}</div>' + choices,
-        f"written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by "
-        f"<code>python -m grpo_tools.report {escaped(folder)}</code>",
+        state_line(history, metrics, live=is_live) + facts_line(folder, metrics),
+        f'<div class="tiles">{tiles(metrics, history)}</div>'
+        + (controls(metrics) if trained else ""),
+        str(folder),
+        rollouts=rollouts.groups,
+        answers=answers.groups,
+        page={
+            "clocks": [clock(metrics)],
+            "live": {"written": time.time(), "next_s": next_page_s} if is_live else None,
+        },
     )
 
 
-def _natural_order(path: Path) -> tuple[int, str]:
-    """Return a sort key that orders file names by the number in them."""
-    return len(path.name), path.name
+def controls(*runs: Sequence[Record]) -> str:
+    """Return HTML to choose smoothing and horizontal axis of the curves."""
+    width = max(math.ceil(len(run) / MAX_POINTS) for run in runs)
+    several = f"; each point combines {width} steps" if width > 1 else ""
+    axis = (
+        '<label>Horizontal axis <select id="axis"><option value="step">steps</option>'
+        '<option value="minutes">minutes of wall-clock time</option></select></label>'
+    )
+    return (
+        '<div class="controls"><label for="smoothing">Smoothing of the curves</label>'
+        '<input type="range" id="smoothing" min="0" max="50" value="8">'
+        f'<span><span id="smoothing-shown">over about 8 points</span>{several}</span>'
+        f"{axis if all(map(clock, runs)) else ''}"
+        "<span>Drag in a chart to zoom, double-click to reset.</span></div>"
+    )
 
 
-def _unread(unread: Unread, live: Live | None) -> str:
-    """Return HTML that lists what could not be read."""
-    found = unread.notes()
-    if live is not None:  # the run is writing these lines now
-        found = [note for note in found if not note.endswith(INCOMPLETE)]
-    notes = "\n".join(map(escaped, found))
-    return f'<pre class="warn">not read:\n{notes}</pre>' if notes else ""
+def clock(metrics: Sequence[Record]) -> dict[str, list[float]]:
+    """Return steps and the wall-clock minutes at their ends; empty if they were not measured."""
+    timed = [record for record in metrics if "time/wall_clock" in record]
+    if not timed:
+        return {}
+    minutes = [record["time/wall_clock"] / 60 for record in timed]
+    steps, minutes = thinned([record["step"] for record in timed], minutes, max)
+    return {"steps": steps, "minutes": minutes}
 
 
-def _config(folder: Path, unread: Unread) -> str:
-    parts = []
-    earlier = sorted(folder.glob("config_attempt_*.yaml"), key=_natural_order)[-_MAX_CONFIGS:]
+def _config(folder: Path) -> str:
+    earlier = sorted(
+        folder.glob("config_attempt_*.yaml"), key=lambda path: (len(path.name), path.name)
+    )
+    found = ""
     for path in [folder / "config.yaml", *earlier]:
-        if config := unread.head(path, _MAX_CONFIG_BYTES):
-            is_last = path.name == "config.yaml"
-            name = f"{path.name} (last attempt)" if is_last and earlier else path.name
-            parts.append(
-                f'<details class="box"><summary>{escaped(name)}</summary>'
-                f"<pre>{escaped(config, 100_000)}</pre></details>"
-            )
-    return "".join(parts) or '<p class="about">no config.yaml</p>'
+        if path.exists():
+            last = " (last attempt)" if earlier and path.name == "config.yaml" else ""
+            text = escaped(path.read_text(encoding="utf-8"), _MAX_CONFIG_CHARS)
+            summary = f"<summary>{path.name}{last}</summary>"
+            found += f'<details class="box">{summary}<pre>{text}</pre></details>'
+    return found or '<p class="about">no config.yaml</p>'
+
+
+def _resource(name: str) -> str:
+    return (files("grpo_tools.report") / name).read_text(encoding="utf-8")
+
+
+def _hash(script: str) -> str:
+    """Return the hash by which the page's Content-Security-Policy allows a script."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

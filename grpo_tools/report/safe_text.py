@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from grpo_components.plain_text import plain
 
-_MAX_LABEL_CHARS = 60
+_MAX_LABEL_CHARS, _MAX_CELL_CHARS = 60, 500
 _NOT_PLAIN = re.compile(r"[^\x20-\x7e\n\t]+")
 
 
@@ -35,18 +35,20 @@ def label(value: Any) -> str:
 
 def script_json(value: Any) -> str:
     """Return a value as JSON that cannot open or close a tag or comment in a script element."""
-    try:
-        found = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    except ValueError:  # a mean of damaged values may be NaN or infinite
-        found = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+    found = json.dumps(value, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         found = found.replace(character, f"\\u{ord(character):04x}")
     return found
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return an HTML table, with numbers aligned right."""
+    head = "".join(f'<th scope="col">{escaped(column)}</th>' for column in columns)
+    body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
+    parts = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="scroll"><table>{parts}</table></div>'
+
+
+def _cell(value: Any) -> str:
+    kind = ' class="number"' if isinstance(value, (int, float)) else ""
+    return f"<td{kind}>{escaped('-' if value is None else value, _MAX_CELL_CHARS)}</td>"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from grpo_components.rollout.engine_use import NO_GROUP, NO_REWARD
-from grpo_components.shapes import fits
 from grpo_components.time_use import IDLE, STARTING
-from grpo_tools.report.curves import MAX_POINTS, Chart, chart, curve
-from grpo_tools.report.run_files import Number, Record
+from grpo_tools.json_lines import Record
+from grpo_tools.report.curves import Chart, chart, curve
 from grpo_tools.report.safe_text import label
 
 _NO_BATCH, _BETWEEN_STEPS = f"{IDLE}: no batch", f"{IDLE}: between steps"
@@ -51,35 +50,30 @@ def seconds_by_role(
 
 def time_use_charts(heartbeats: Sequence[Record], waited_s: float) -> list[Chart]:
     """Draw the time of each role by activity, and the share of each engine's sequences in use."""
-    by_role = seconds_by_role(heartbeats, waited_s)
+    by_role = dict(sorted(seconds_by_role(heartbeats, waited_s).items()))
     if not by_role:
         return []
-    names = sorted(by_role)
+    walls = [sum(seconds.values()) for seconds in by_role.values()]
     traces = []
     for color, kind in enumerate(_KINDS):
         parts = [
-            sum(
-                s
-                for activity, s in by_role[name].items()
-                if _KIND_OF.get(activity, "working") == kind
-            )
-            for name in names
+            sum(s for what, s in seconds.items() if _KIND_OF.get(what, "working") == kind)
+            for seconds in by_role.values()
         ]
         if not any(parts):
             continue
-        walls = [sum(by_role[name].values()) for name in names]
-        shares = [part / wall if wall else 0.0 for part, wall in zip(parts, walls, strict=True)]
-        texts = [f"{part:.1f} s of {wall:.1f} s" for part, wall in zip(parts, walls, strict=True)]
+        both = [*zip(parts, walls, strict=True)]
         trace: dict[str, Any] = {"type": "bar", "orientation": "h", "name": label(kind)}
-        trace |= {"y": list(map(label, names)), "x": [round(share, 5) for share in shares]}
-        trace |= {"text": texts, "textposition": "none", "meta": {"color": color}}
+        trace |= {"y": [*map(label, by_role)], "x": [round(part / wall, 5) for part, wall in both]}
+        trace |= {"text": [f"{part:.1f} s of {wall:.1f} s" for part, wall in both]}
+        trace |= {"textposition": "none", "meta": {"color": color}}
         trace["hovertemplate"] = "%{y}: %{text}, %{x:.1%}<extra>%{fullData.name}</extra>"
         traces.append(trace)
     about = "share of the time of each role's processes, from their start to the last heartbeat"
     axis = {"autorange": "reversed", "automargin": True, "dtick": 1}
     layout: dict[str, Any] = {"yaxis": axis, "barmode": "stack", "bargap": 0.35}
     layout["xaxis"] = {"range": [0, 1], "tickformat": ".0%", "title": {"text": "share"}}
-    charts = [chart("Time of each role", about, traces, "share", rows=len(names), **layout)]
+    charts = [chart("Time of each role", about, traces, "share", rows=len(by_role), **layout)]
     return charts + [each for each in [_sequences_chart(heartbeats)] if each]
 
 
@@ -92,16 +86,13 @@ def _sequences_chart(heartbeats: Sequence[Record]) -> Chart | None:
         for beats in processes:
             used = before = 0.0  # seconds: full-engine time, and all time
             for beat in beats:
-                if not fits(beat.get("sequence_share"), Number):
-                    continue
                 wall = sum(value for key, value in beat["seconds"].items() if key != STARTING)
-                if wall > before:
+                if "sequence_share" in beat and wall > before:
                     minutes.append((beat["time"] - first) / 60)
                     shares.append((beat["sequence_share"] * wall - used) / (wall - before))
                     used, before = beat["sequence_share"] * wall, wall
         if minutes:
-            width = -(-len(minutes) // MAX_POINTS)
-            traces.append(curve(role, minutes[::width], shares[::width]))
+            traces.append(curve(role, minutes, shares))
     if not traces:
         return None
     about = "mean share of generator.max_num_seqs in use between two heartbeats"
@@ -113,16 +104,9 @@ def _processes(heartbeats: Sequence[Record]) -> dict[str, list[list[Record]]]:
     """Return the heartbeats that carry times: by role, and by process of that role."""
     by_role: dict[str, list[list[Record]]] = {}
     for beat in heartbeats:
-        seconds = beat.get("seconds")
-        if not isinstance(seconds, Mapping) or not seconds or not all(_counts(seconds.values())):
-            continue
-        processes = by_role.setdefault(beat["role"], [])
-        wall = sum(seconds.values())
-        if not processes or wall < sum(processes[-1][-1]["seconds"].values()):
-            processes.append([])  # its clock began again: a new process
-        processes[-1].append(beat)
+        if seconds := beat.get("seconds"):
+            processes = by_role.setdefault(beat["role"], [])
+            if not processes or sum(seconds.values()) < sum(processes[-1][-1]["seconds"].values()):
+                processes.append([])  # its clock began again: a new process
+            processes[-1].append(beat)
     return by_role
-
-
-def _counts(values: Iterable[Any]) -> Iterator[bool]:
-    return (isinstance(value, Number) and 0 <= value < 1e12 for value in values)

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from grpo_tools.audit import lines
-from grpo_tools.audit.lines import UnreadableError, lines_of, parse, records_of
+from grpo_tools.audit.lines import UnreadableError, lines_of, parse
 
 REFUSED = {
     "the same key twice": '{"a": 1, "a": 1}',
@@ -78,11 +78,3 @@ def test_an_endless_line_is_cut(monkeypatch):
     assert found == [b"{}\n", b"1" * 11]
     with pytest.raises(UnreadableError, match="longer"):
         parse(found[1])
-
-
-def test_other_files_are_read_without_their_damaged_lines(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"a": 1}\n{"a": 1, "a": 2}\n[1]\n\xff\n{"b": 2}\n{"c"')
-    assert list(records_of(path)) == [{"a": 1}, {"b": 2}]
-    assert list(records_of(path, b'"b"')) == [{"b": 2}]
-    assert list(records_of(tmp_path)) == []

@@ -222,6 +222,12 @@ def test_logprobs_are_written_with_their_responses(make, tmp_path):
     ]
 
 
+READABLE = {
+    **{"response": "5", "finish_reason": "stop", "response_tokens": 1, "versions": [0, 0]},
+    **{"reward_terms": {}, "success": True},
+}
+
+
 def answered(prompt, version, *rewards, logged=True):
     """Results of one prompt, as `Generator.evaluate` returns them."""
     for reward in rewards:
@@ -229,7 +235,8 @@ def answered(prompt, version, *rewards, logged=True):
         result = {"prompt_index": prompt, "prompt_text": f"{prompt}+1?", "error": error}
         result |= {"reward": reward, "oldest_version": None if error else version}
         if logged:
-            result |= {"answer": f"{prompt + 1}", "readable": {"reward": reward, "error": error}}
+            readable = READABLE | {"reward": reward, "error": error}
+            result |= {"answer": f"{prompt + 1}", "readable": readable}
         yield result
 
 
@@ -242,7 +249,10 @@ def test_the_answers_of_an_evaluation_are_written_with_one_line_per_prompt(make,
     assert first == {
         **{"step": 10, "attempt": 1, "policy_version": 7, "prompt_index": 4},
         **{"prompt": "4+1?", "answer": "5"},
-        "responses": [{"reward": None, "error": "failed"}, {"reward": 0.5, "error": None}],
+        "responses": [
+            {**READABLE, "reward": None, "error": "failed"},
+            {**READABLE, "reward": 0.5, "error": None},
+        ],
     }
     assert second["prompt_index"] == 6 and len(second["responses"]) == 1
 

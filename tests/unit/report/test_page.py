@@ -10,7 +10,7 @@ import pytest
 
 from grpo_components import files
 from grpo_tools.report.__main__ import main
-from grpo_tools.report.page import Live, write_report
+from grpo_tools.report.page import write_report
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202e\x1b]0;\x07'\"&lt;"
 
@@ -61,7 +61,8 @@ def run(tmp_path):
     write("logs/rollouts.jsonl", {**group, "responses": [response], "advantages": [0.0]})
     restart = {"role": HOSTILE, "what": HOSTILE, "attempt": 0, "time": 3.0}
     write("logs/events.jsonl", {"event": "restart", **restart})
-    write("logs/roles.jsonl", {"role": HOSTILE, "started": 1.0, "attempt": 0, "pid": 1})
+    start = {"role": HOSTILE, "started": 1.0, "attempt": 0, "pid": 1, "node": HOSTILE}
+    write("logs/roles.jsonl", start)
     write("logs/heartbeats.jsonl", {"role": HOSTILE, "time": 2.0, "rss_mib": 100.0})
     write("logs/failed_samples.jsonl", {"group_id": 0, "errors": {HOSTILE: 2}})
     (folder / "config.yaml").write_text(f"output_dir: {HOSTILE!r}\n")
@@ -168,33 +169,6 @@ def test_the_command_prints_the_path_or_the_reason(run, tmp_path, capsys):
     assert "--rollouts: '-3' given; allowed: 0 or more" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("receipts.jsonl", "logs/events.jsonl", "logs/roles.jsonl", "logs/heartbeats.jsonl"),
-        *("logs/failed_samples.jsonl", "logs/rollouts.jsonl", "logs/metrics.jsonl"),
-    ],
-)
-def test_a_damaged_record_is_all_that_the_page_loses(run, name):
-    """Valid JSON with fields of the wrong type."""
-    kinds = (None, "x", float("nan"), [1], {"x": 1})
-    whole = (run / name).read_text().splitlines()[:-1]
-    damaged = [
-        json.dumps({**json.loads(line), key: kind})
-        for line in whole
-        for key in json.loads(line)
-        for kind in kinds
-    ]
-    kinds_of_event = ("publish", "load", "issue", "finish", "buffer", "drop", "step", "restart")
-    damaged += [json.dumps({"event": kind, "time": 1.0}) for kind in kinds_of_event]
-    before = write_report(run).read_text(encoding="utf-8")
-    (run / name).write_text("".join(f"{line}\n" for line in [*damaged, *whole]))
-    found = Page(write_report(run).read_text(encoding="utf-8"))
-    assert len(found.scripts) == len(Page(before).scripts)
-    groups = json.loads(found.scripts[1][1])
-    assert any("alert(2)" in response["text"] for g in groups for response in g["responses"])
-
-
 def test_an_evaluation_alone_shows_what_it_has(run):
     record = {"step": 0, "attempt": 0, "eval/success_rate": 0.25}
     (run / "logs/metrics.jsonl").write_text(json.dumps(record) + "\n")
@@ -238,8 +212,8 @@ def test_throughput_is_total_tokens_over_total_time(run):
     metrics = [{"step": s, "attempt": 0, rate: 100 / took} for s, took in ((1, 1), (2, 9))]
     (run / "logs/metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
     step = {"record": "step", "attempt": 0, "token_versions": {"0": 60, "1": 40}}
-    receipts = [{"record": "start", "attempt": 0, "steps_done": 0}]
-    receipts += [{**step, "step": s} for s in (1, 2)]
+    start = {"record": "start", "attempt": 0, "steps_done": 0, "num_steps": 2}
+    receipts = [start | {"carried": {}}, *({**step, "step": s, "events": []} for s in (1, 2))]
     (run / "receipts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in receipts))
     html = write_report(run).read_text(encoding="utf-8")
     assert "<b>20</b><span>trained tokens per second</span>" in html
@@ -251,34 +225,16 @@ def data_of(html, name):
 
 
 def test_only_a_live_page_says_that_it_reloads_itself(run):
-    live = write_report(run, live=Live(30.0)).read_text(encoding="utf-8")
+    live = write_report(run, next_page_s=30.0).read_text(encoding="utf-8")
     assert data_of(live, "page")["live"]["next_s"] == 30.0
     assert "running; 1 of 9 steps" in live
     ended = write_report(run).read_text(encoding="utf-8")
     assert data_of(ended, "page")["live"] is None
-    assert "incomplete last line" in ended and "incomplete last line" not in live, (
-        "the run is still writing that line"
-    )
-
-
-def test_date_duration_host_and_versions_are_on_top(run):
-    starts = [
-        {"event": "start", "attempt": 0, "cpus": 2, "libraries": {"torch": "1.0"}, "time": 0.0},
-        {"event": "issue", "attempt": 0, "time": 90.0},
-        {"event": "start", "attempt": 1, "cpus": 8, "libraries": {"torch": "<2.0>"}, "time": 4e6},
-        {"event": "issue", "attempt": 1, "time": 4e6 + 15},
-    ]
-    (run / "logs/events.jsonl").write_text("".join(json.dumps(s) + "\n" for s in starts))
-    roles = [{"role": "a", "started": 1.0, "attempt": a, "node": f"host{a}"} for a in (0, 1)]
-    (run / "logs/roles.jsonl").write_text("".join(json.dumps(r) + "\n" for r in roles))
-    top = write_report(run).read_text(encoding="utf-8").partition("<main>")[0]
-    assert "1970-01-01 00:00 UTC" in top and "1 min 45 s" in top
-    assert "host1 (8 CPUs)" in top and "torch &lt;2.0&gt;" in top and "host0" not in top
 
 
 def test_answers_of_evaluations_are_on_the_page_as_text(run):
     line = json.loads((run / "logs/rollouts.jsonl").read_text().splitlines()[0])
-    line = {key: line[key] for key in line.keys() - {"advantages", "group_id"}}
+    line = {key: line[key] for key in line if key not in ("advantages", "group_id")}
     path = run / "logs/evaluation_answers.jsonl"
     assert "no evaluation samples are logged" in write_report(run).read_text(encoding="utf-8")
     path.write_text(json.dumps(line | {"policy_version": 3}) + "\n")

@@ -95,7 +95,8 @@ def answers(steps, prompts):
     for step in steps:
         for prompt in prompts:
             line = group(step) | {"prompt_index": prompt, "policy_version": step - 1}
-            yield {key: line[key] for key in line.keys() - {"advantages", "group_id", "epoch"}}
+            without = ("advantages", "group_id", "epoch")
+            yield {key: line[key] for key in line if key not in without}
 
 
 def test_of_many_evaluations_whole_ones_are_shown_with_the_first_and_the_last(write):

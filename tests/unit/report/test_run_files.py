@@ -6,26 +6,13 @@ from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
-from typing_extensions import TypedDict
 
 from grpo_components.files import first_and_last
-from grpo_components.shapes import fits
-from grpo_tools.report.run_files import (
-    Attempts,
-    Items,
-    Number,
-    read_metrics,
-    read_receipts,
-    read_records,
-)
+from grpo_tools.json_lines import records_of
+from grpo_tools.report.run_files import Attempts, read_history, read_metrics
 
 # (steps done at its start, steps it trains) of each attempt.
 ATTEMPTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=5)
-
-
-class Timed(TypedDict):
-    role: str
-    at: Number
 
 
 def play(plan):
@@ -51,7 +38,8 @@ def test_the_last_attempt_of_a_step_counts(plan):
     """An attempt that trained no step replaces nothing."""
     history, metrics, receipts = play(plan)
     with tempfile.TemporaryDirectory() as folder:
-        attempts = read_receipts(write(Path(folder) / "receipts.jsonl", receipts)).attempts
+        write(Path(folder) / "receipts.jsonl", receipts)
+        attempts = read_history(Path(folder)).attempts
     counted = [record for record in metrics if attempts.counts(record)]
     assert {r["step"]: r["attempt"] for r in counted} == dict(enumerate(history, start=1))
     assert len(counted) == len(history)
@@ -84,8 +72,8 @@ def test_metrics_alone_show_where_an_attempt_resumed(tmp_path):
 def test_incomplete_lines_and_other_values_are_skipped(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"a": 1}, [2], {"a": 3}], torn='{"a": 4, "b')
     path.write_bytes(b'\xff\xfe{"torn\n' + path.read_bytes())
-    assert list(read_records(path)) == [{"a": 1}, {"a": 3}]
-    assert list(read_records(tmp_path / "none.jsonl")) == []
+    assert list(records_of(path)) == [{"a": 1}, {"a": 3}]
+    assert list(records_of(tmp_path / "none.jsonl")) == []
 
 
 def test_dropped_groups_have_their_prompts_and_superseded_drops_are_skipped(tmp_path):
@@ -104,7 +92,8 @@ def test_dropped_groups_have_their_prompts_and_superseded_drops_are_skipped(tmp_
         step(1, 2, issued(2, 73), {"trained": 2}),
         {"record": "end", "attempt": 1, "step": 2, "finished": True, "events": []},
     ]
-    receipts = read_receipts(write(tmp_path / "receipts.jsonl", records))
+    write(tmp_path / "receipts.jsonl", records)
+    receipts = read_history(tmp_path)
     assert receipts.drops == [
         {
             **{"step": 1, "attempt": 0, "group_id": 1, "prompt_index": 71, "epoch": 0},
@@ -115,17 +104,11 @@ def test_dropped_groups_have_their_prompts_and_superseded_drops_are_skipped(tmp_
     assert list(receipts.ends) == [1]
 
 
-def test_nan_is_null_and_extreme_numbers_and_depths_are_skipped(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text(
-        f'{{"a": [NaN, -Infinity, 1e999]}}\n{{"a": {"9" * 5000}}}\n{"[" * 100_000}\n{{"b": 1}}\n'
-    )
-    assert list(read_records(path)) == [{"a": [None, None, None]}, {"b": 1}]
+def test_nan_and_infinity_are_null(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": [NaN, -Infinity, 1.5]}\n')
+    assert list(records_of(tmp_path / "a.jsonl")) == [{"a": [None, None, 1.5]}]
 
 
-def test_records_without_the_required_fields_are_skipped(tmp_path):
-    records = [{"role": "a", "at": 1}, {"role": "a"}, {"role": ["a"], "at": 1.5}, {"at": "x"}]
-    path = write(tmp_path / "a.jsonl", records)
-    assert list(read_records(path, Timed)) == records[:1]
-    assert fits([{"role": "a", "at": 1}, records[0] | {"more": [2]}], Items[Timed])
-    assert not fits(records[:2], Items[Timed])
+def test_only_lines_with_a_word_are_parsed(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"a": 1}, {"b": 2}])
+    assert list(records_of(path, b'"b"')) == [{"b": 2}]

@@ -1,0 +1,78 @@
+"""When, how long, where and with which versions a run ran; what the last evaluation found."""
+
+import json
+import re
+
+import pytest
+
+from grpo_tools.report.facts import duration, facts_line, held_out_table, read_facts
+
+
+@pytest.fixture
+def write(tmp_path):
+    (tmp_path / "logs").mkdir()
+
+    def write(name, *records):
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / "logs" / name).write_text(text + '{"torn')
+        return tmp_path
+
+    return write
+
+
+def start(time, cpus=2, **libraries):
+    return {"event": "start", "time": time, "cpus": cpus, "libraries": libraries}
+
+
+def roles(*nodes, attempt=0):
+    return [{"role": "x", "attempt": attempt, "node": node} for node in nodes]
+
+
+def test_they_are_those_of_the_last_attempt_but_for_the_date(write):
+    folder = write("events.jsonl", start(1000.0, torch="1"), start(9000.0, 4, torch="2"))
+    write("roles.jsonl", *roles("old"), *roles("b", "a", "b", attempt=1))
+    steps = [{"step": step, "time/wall_clock": 32.5 * step} for step in (1, 2)]
+    assert read_facts(folder, steps) == {
+        **{"began": "1970-01-01 00:16 UTC", "duration": "1 min 5 s"},
+        **{"host": "b, a (4 CPUs)", "versions": "torch 2"},
+    }
+
+
+def test_without_files_nothing_is_known(tmp_path):
+    assert read_facts(tmp_path, []) == {}
+
+
+def test_many_hosts_are_counted_and_names_are_text(write):
+    folder = write("roles.jsonl", *roles(*(f"<b>{i}" for i in range(9))))
+    assert read_facts(folder, [])["host"].endswith("3 and 5 more")
+    assert facts_line(folder, []).count("<b>") == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *((0.2, "0 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (3700, "1 h 1 min")),
+        (200_000, "2 d 7 h"),
+    ],
+)
+def test_a_duration_in_words(seconds, text):
+    assert duration(seconds) == text
+
+
+def rows(html):
+    return re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", html)
+
+
+def test_it_shows_each_metric_of_the_last_evaluation_with_its_interval():
+    values = {"eval/success_rate": 0.5, "eval/success_rate_low": 0.25, "eval/success_rate_high": 1}
+    more = {"eval/pass_at_2": 0.123456, "eval/policy_version": 7, "eval/prompts": 60}
+    first = {"step": 0, "eval/success_rate": 0.1}
+    html = held_out_table(
+        [first, {"step": 9, "eval/step": 8, **values, **more}, {"step": 10, "my/own": 1}]
+    )
+    assert rows(html) == [("success_rate", "0.5", "0.25 to 1"), ("pass_at_2", "0.1235", "-")]
+    assert "step 8: policy version 7, 60 prompts" in html
+
+
+def test_without_an_evaluation_there_is_no_table():
+    assert held_out_table([]) == held_out_table([{"step": 1, "my/own": 2.0}]) == ""
