@@ -1,0 +1,335 @@
+"""Reads the text of an answer: one spelling of symbols, words and units, and exact numbers."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from typing import NamedTuple
+
+_SYMBOLS = str.maketrans(
+    {
+        **{"–": "-", "−": "-", "—": "-", "⁄": "/", "×": r"\times ", "·": r"\cdot "},  # noqa: RUF001
+        **{"∞": r"\infty ", "π": r"\pi ", "∪": r"\cup ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}"},  # noqa: RUF001
+        **{"²": "^{2}", "³": "^{3}", "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne "},
+        **{"½": r" \frac{1}{2}", "¼": r" \frac{1}{4}", "¾": r" \frac{3}{4}", "±": r"\pm "},
+        **{"⅓": r" \frac{1}{3}", "⅔": r" \frac{2}{3}", "~": " ", "。": " ", "✓": " ", "、": ","},
+        **{"€": "«euro»", "£": "«gbp»", "₹": "«rupee»", "¢": "«cent»", "°": r"^\circ ", "«": "<"},
+        **{"≈": " ", "¥": "«yen»", "￥": "«yen»", "₩": "«won»", "»": ">", "’": "'", "′": "'"},  # noqa: RUF001
+        **{"″": "''", '"': "''"},
+        **{0xFF01 + n: chr(0x21 + n) for n in range(94)},  # full-width forms
+    }
+)
+_DIMENSIONS = {
+    "time": "s sec second=1 min minute=60 h hr hour=3600 day=86400 week=604800",
+    "calendar": "month=1 yr year=12",
+    "length": "m meter metre=1 mm=1/1000 cm centimeter centimetre=1/100 dm=1/10 km kilometer "
+    "kilometre=1000 in inch inche=254/10000 ft foot feet=3048/10000 yd yard=9144/10000 "
+    "mi mile=1609344/1000",
+    "mass": "g gram=1 mg=1/1000 kg kilogram=1000 t ton tonne=1000000 lb pound=45359237/100000 "
+    "oz ounce=45359237/1600000",
+    "volume": "l liter litre=1 ml milliliter millilitre=1/1000",
+    "dollar": "dollar usd buck=1 cent=1/100",
+    **{name: f"{name}=1" for name in ("euro", "gbp", "rupee", "yen", "won", "percent")},
+    "angle": "deg degree=1",
+}
+_UNITS = {
+    name: (dimension, Fraction(size))
+    for dimension, units in _DIMENSIONS.items()
+    for names, size in re.findall(r"([a-z ]+)=([\d/]+)", units)
+    for name in names.split()
+}
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "k": 10**3, "lakh": 10**5}
+_SCALES |= {"million": 10**6, "crore": 10**7, "billion": 10**9, "trillion": 10**12}
+_COUNTS, _IGNORED, _CHANGES, _FUNCTIONS, _ABBREVIATIONS = (
+    names.split()
+    for names in (
+        "zero one two three four five six seven eight nine ten eleven twelve",
+        "and the a an answer is are final result approximately approx about of so or all therefore "
+        "exactly roughly around option choice equals",
+        # These change a number, so that it cannot stand for the one without them:
+        "not half halve halves tenth third fourth fifth hundredth squared cubed plus minus times "
+        "root factorial over x no than",
+        "sin cos tan cot sec csc arcsin arccos arctan log ln exp sqrt max lcm gcd det lim pi mod "
+        "frac infty binom sinh cosh tanh deg",
+        "am pm mph kph rs sq st nd rd th eur inr lbs to hz per",
+    )
+)
+_SHORT = {*_UNITS, *_SCALES, *_COUNTS, *_IGNORED, *_CHANGES, *_ABBREVIATIONS}
+
+_RUN = re.compile(r"(?<!\\overline\{)[^\W\d_]+(?:-[^\W\d_]{4,}|['.][^\W\d_]+)*\.?")
+_ALL_WORDS = re.compile(r"[^\W\d_]+(?:[\s,.'!?:()-]+[^\W\d_]+)*[.!]?")
+_TEXT = re.compile(
+    r"\\(text(?!color)\w*|mathrm|mbox|operatorname|mathbf|mathit|mathsf|boldsymbol|bm|bold|underline|boxed"
+    r"|fbox|emph|(?:text)?color\{\w+\})\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+)
+_POWER = r"(?:\^\{?-?\d\}?)?"
+_LETTER_UNIT = re.compile(
+    rf"(?<=[\d}}])(\s*)([NmgsJVKLWhATCFHB]{_POWER}(?:\s*[/ ]\s*[A-Za-z]{{1,3}}{_POWER})*)"
+    r"(?=\s*(?:$|[,;)\]]))"
+)
+_UNIT = re.compile(rf"(«[^»]*»{_POWER}(?:\s*[/·]?\s*«[^»]*»{_POWER})*)")
+_Rules = list[tuple[str, str | Callable[[re.Match[str]], str]]]
+
+
+def _repeating(match: re.Match[str]) -> str:
+    whole, once, again = match.groups()
+    nines = 10 ** len(once + again) - 10 ** len(once)
+    return rf"\frac{{{int(whole + once + again) - int(whole + once)}}}{{{nines}}}"
+
+
+# Spellings of one thing, each with the one that the rules below read.
+_SPELLINGS: _Rules = [
+    (r"<\|[\w-]+\|>|</s>|\s*####\s*$|[*`]{1,3}(?![\d(a-z\\])|(?<![\w)])[*`]+|\\\\\s*$", ""),
+    (r"^\s*=|\bUS(?=\$)", ""),
+    (r"\d", lambda m: str(int(m[0]))),  # digits of other scripts
+    (r"\\(?:left|right|displaystyle|large|Large|quad|qquad|limits)(?![A-Za-z])", " "),
+    (r"\\color\{\w+\}(?!\{)|\\approx(?![a-z])|\\[()\[\]]|(?<!\\)\$|\n", " "),
+    (r"(?<=\d)(?:\\[,! ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", ""),
+    (r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])", lambda m: m[0].replace(",", "")),
+    (r"(?<!\\)\\[,;:! ]", " "),
+    (r"^\D{0,9}\d{1,3}(?: \d{3})+(?![ \d]*\d)", lambda m: re.sub(r"(?<=\d) ", "", m[0])),
+    (r"(?:US)?\\\$|\bUSD\b", " «dollar» "),
+    (r"\bRs\.?(?=\s*\d)", "«rupee» "),
+    (r"\\?%", " «percent» "),
+    (r"\\[dtc]frac(?![a-z])", r"\\frac"),
+    (r"\\frac\s*(\d)\s*(\d)(?!\d)", r"\\frac{\1}{\2}"),
+    (r"\\(?:emptyset|varnothing)(?![a-z])|\\\{\s*\\\}", "«no» «solution»"),
+    (r"\^\s*\{?\\circ\s*\}?\s*(?:([CF])(?![a-z]))?", lambda m: f" «deg{m[1] or ''}» "),
+    (r"(?<=\d)\s*\\mu\s*«?m\b»?", "«μm»"),
+    (r"(?<=\d)\s*\\Omega", "«ohm»"),
+    (r"(?<=\d)\s*h(?=\s*\d+\s*(?:min|$))", "«h» "),
+    (r"(?<=\d)\s*''", "«in» "),
+    (r"(?<=\d)\s*'", "«ft» "),
+    (r"(?<=\d)\s+«?R»?\s*(?=\d)", " «remainder» "),
+    (r"\bi\.e\..*$", ""),
+    (r"\b0x([0-9a-fA-F]{1,99})\b", lambda m: str(int(m[1], 16))),
+    (r"(?<=\d)[eE]([+-]?\d{1,3})(?![\w.])", r"\\times 10^{\1}"),
+    (r"(?<=\d)\s*[xX*]\s*(?=10\s*\^)", r"\\times "),
+    (r"\*\*", "^"),
+    (r"\^\s*(-?\d+)", r"^{\1}"),
+    (r"(?<![\d.])(\d+)\.(\d*)\\(?:overline|bar)\{?(\d+)\}?", _repeating),
+    (r"(?<![\d.])(\d+)\.(\d*?)(\d+?)\3{2,}(?:\.\.\.|\\[lc]?dots)", _repeating),
+    (r"(?<![\w./})^])(?:(\d+)\s+)?(\d+)\s*/\s*(\d+)(?![\w.^])", r"\1\\frac{\2}{\3}"),
+    (r"\\sqrt\s*(?=\d)(\d+)", r"\\sqrt{\1}"),
+    (r"\(?\\?\b(?:p?mod|bmod)\s*\{?(\w+)\}?\)?", r" «mod\1» "),
+    (r"\\equiv", " «congruent» "),
+    (r"\(?(?<!\w)(\d[0-9A-F]*)\)?_\{?\s*(\d+)\s*\}?", r"\1 «base\2» "),
+    (r"^[A-J]{2,5}$", lambda m: ", ".join(m[0]) if [*m[0]] == sorted({*m[0]}) else m[0]),
+    (r"\\geq?(?:slant)?(?![a-z])|>=", r"\\ge "),
+    (r"\\leq?(?:slant)?(?![a-z])|<=", r"\\le "),
+    (r"^\\\{\s*\w\s*(?:\\mid|:|\|)(.*)\\\}$", r"\1"),  # {x | x > 2}
+    (r"^\w\s*\\in(?![a-z])", ""),
+    (r",?\s*(?:\(?\w\s*\\in\s*\\(?:mathbb|mathbf)\{?\s*[ZN]\}?\)?)$", ""),
+    (r"\\langle(?![a-z])(.*)\\rangle", r"(\1)"),
+    (r"\\begin\{[pb]matrix\}([^&]*|(?:(?!\\\\).)*)\\end\{[pb]matrix\}", r"(\1)"),
+    (r"\{bmatrix\}", "{pmatrix}"),
+]
+# The same for words, once they are marked: «word».
+_WORDINGS: _Rules = [
+    (r"(?<=»)\s+(?=\^)", ""),
+    (r"(?i)«no»\s*«solutions?»|«empty» «set»|^«none»$", "«no solution»"),
+    (r"(?i)(?:«all» )?«reals?» «numbers?»|«all» «reals?»", r"\\mathbb{R}"),
+    (r"«(?:negative|minus)»\s*(?=[\d\\])", "-"),
+    (r"(\d+) «out» «of» (\d+)", r"\\frac{\1}{\2}"),
+    (r"(?<=\d)\s*\^?\s*\{?\s*«(?:st|nd|rd|th)»\s*\}?", ""),
+    (r"«pi»", r"\\pi "),
+    (r"«(?:square|sq)»\s*(«[^»]*»)", r"\1^2"),
+    (r"«cubic»\s*(«[^»]*»)", r"\1^3"),
+    (r"«([mk])ph»", lambda m: "«mile»/«hour»" if m[1] == "m" else "«km»/«hour»"),
+    (r"\s*«per»\s*", "/"),
+    (r"(?<=»)/([A-Za-z])\b", r"/«\1»"),
+    (r"\\frac\{\s*(«[^{}]*)\}\{\s*(«[^{}]*(?:\{-?\d\})?)\}", r"\1/\2"),
+    (
+        r"(?<=[^\s(])\s*\((?=[^()]*«[^»]{2,})(?![^()]*«or»)[^()]*\)\s*$|\s*«since».*$",
+        "",
+    ),  # a remark
+    (r"«(\w)»(?=\s*=)", r"\1"),
+    (r"(«(?:dollar|euro|gbp|rupee|yen|won)»)\s*(-?\d+(?:\.\d+)?)", r"\2 \1"),
+]
+_COMPILED = [
+    [(re.compile(pattern), into) for pattern, into in rules] for rules in (_SPELLINGS, _WORDINGS)
+]
+
+
+def read(text: str, loose: bool = False) -> str:
+    """Return an answer in one spelling, with each word as «word»; `loose`: `5m` has a unit."""
+    text = text.translate(_SYMBOLS)
+    for _ in range(6):
+        text, changed = _TEXT.subn(_unwrapped, text)
+        if not changed:
+            break
+    for pattern, into in _COMPILED[0]:
+        text = pattern.sub(into, text)
+    if r"\begin" not in text:
+        text = text.replace(r"\\", ",")
+    text = _LETTER_UNIT.sub(
+        lambda m: re.sub(r"[A-Za-z]+", r"«\g<0>»", m[0]) if loose or m[1] or "/" in m[0] else m[0],
+        bare(text),
+    )
+    if loose:
+        text = re.sub(r"(?<=\d)\s*\\frac\{([A-Za-z]+)\}\{([A-Za-z]+)", r" \\frac{«\1»}{«\2»", text)
+        text = re.sub(r"(?<=\d)k$", "«k»", text)
+    wordy = _ALL_WORDS.fullmatch(text.strip()) is not None
+    parts = re.split(r"(«[^»]*»|\\[A-Za-z]+(?:\{[a-z]?matrix\})?)", text)
+    for n in range(0, len(parts), 2):
+        parts[n] = _RUN.sub(lambda m: _word(m) if _is_word(m[0], wordy) else m[0], parts[n])
+    text = re.sub(r"»\s*«", "» «", "".join(parts))
+    text = re.sub(rf"(?i)«({'|'.join(_COUNTS)})»", lambda m: str(_COUNTS.index(m[1].lower())), text)
+    if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
+        text = re.sub(r"([\d.]+)\s*«deg»", r"\\frac{\1\\pi}{180}", text)
+    for pattern, into in _COMPILED[1]:
+        text = pattern.sub(into, text)
+    return bare(re.sub(r"\s+", " ", text))
+
+
+def bare(text: str) -> str:
+    """Return a text without the blanks and punctuation around it."""
+    return text.lstrip(" ,;:").rstrip(" .,;:")
+
+
+def _unwrapped(match: re.Match[str]) -> str:
+    is_style = not re.match("text|mathrm|mbox|operatorname|emph", match[1])
+    is_letters = re.fullmatch(r"[\W_]*[A-Zeid](?:[^\w{}]+[A-J])*[\W_]*", match[2])
+    if is_style or is_letters or match[2] in _FUNCTIONS:
+        return match[2]
+    return f" {_RUN.sub(_word, re.sub('[{}]', '', match[2]))} "
+
+
+def _word(match: re.Match[str]) -> str:
+    return f"«{match[0].replace('.', '')}»"
+
+
+def _is_word(run: str, wordy: bool) -> bool:
+    run = run.rstrip(".")
+    if (len(run) < 2 and run.isascii()) or not {*run.lower().split("-")}.isdisjoint(_FUNCTIONS):
+        return False
+    has_vowel = any(letter in "aeiou" for letter in run.lower())
+    is_long = len(run) > 3 or (len(run) == 3 and has_vowel)
+    return is_long or run.lower() in _SHORT or not run.isascii() or (wordy and has_vowel)
+
+
+def is_words(text: str) -> bool:
+    """Whether a read text has words and no mathematics."""
+    return "«" in text and not re.search(r"[\w\\=<>^+*/]", re.sub(r"«[^»]*»", "", text))
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a read text without those that say nothing."""
+    found = [word for run in re.findall(r"«([^»]*)»", text) for word in run.lower().split()]
+    return [word for word in found if word not in _IGNORED] or found
+
+
+_NUMBER = re.compile(
+    r"([+-]?)\s*(?:(\d*)\s*\\frac\{\s*([+-]?\d+)\s*\}\{\s*([+-]?\d+)\s*\}"
+    r"|(\d+\.?\d*|\.\d+)(\s*\\(?:times|cdot)\s*10(?=\^))?(?:\^\{([+-]?\d{1,4})\})?)"
+)
+
+
+def number(text: str) -> Fraction | None:
+    """Return the number that a text writes out: whole, decimal, fraction, mixed, power."""
+    match = _NUMBER.fullmatch(text.strip())
+    if not match or len(text) > 900:
+        return None
+    sign, whole, top, bottom, digits, ten, power = match.groups()
+    try:
+        if top:
+            value = Fraction(int(top), int(bottom))
+            if value.denominator == 1 and abs(int(bottom)) != 1:
+                return None  # a division that is not carried out
+            value += int(whole or 0)
+        elif ten:
+            value = Fraction(digits.rstrip(".")) * Fraction(10) ** int(power)
+        elif len(digits) * abs(int(power or 1)) > 2000:
+            return None
+        else:
+            value = Fraction(digits.rstrip(".")) ** int(power or 1)
+    except ZeroDivisionError:
+        return None
+    return -value if sign == "-" else value
+
+
+def times(text: str, factor: Fraction) -> str:
+    """Return a formula times a number; a number that is written out stays one."""
+    if factor == 1:
+        return text
+    value = number(text)
+    product = factor if value is None else value * factor
+    fraction = rf"\frac{{{product.numerator}}}{{{product.denominator}}}"
+    return fraction if value is not None else f"({text})*{fraction}"
+
+
+class Quantity(NamedTuple):
+    """A formula with its unit: `factor` of the basic units of `dimensions`; and other words.
+
+    `plain` is the value as a number without unit: 0.5 for 50%.
+    """
+
+    value: str
+    plain: str
+    factor: Fraction
+    dimensions: frozenset[tuple[str, int]]
+    words: frozenset[str]
+
+
+def quantities(text: str) -> list[Quantity]:
+    """Return the formulas of an answer, each with the words after it (or first)."""
+    pieces = [*_UNIT.split(text), ""]
+    found, lead = [], ""
+    for formula, unit in zip(pieces[::2], pieces[1::2], strict=True):
+        if bare(formula):
+            found.append(_quantity(bare(formula), f"{lead} {unit}"))
+            lead = ""
+        else:
+            lead += unit
+    return found
+
+
+def _quantity(formula: str, text: str) -> Quantity:
+    factor, scale = Fraction(1), Fraction(1)
+    dimensions: Counter[str] = Counter()
+    others: set[str] = set()
+    for slash, word, power in re.findall(r"(/?)\s*«([^»]*)»(?:\^\{?(-?\d))?", text):
+        low = word.lower() if len(word) > 1 else word
+        stem = low if len(low) < 3 or low.endswith("ss") else low.removesuffix("s")
+        if unit := _UNITS.get(word) or _UNITS.get(low) or _UNITS.get(stem):
+            times_ = int(power or 1) * (-1 if slash else 1)
+            factor *= unit[1] ** times_
+            dimensions[unit[0]] += times_
+        elif low in _SCALES or stem in _SCALES:
+            scale *= _SCALES.get(low) or _SCALES[stem]
+        elif low not in _IGNORED:
+            others.add(stem)
+    plain = value = times(formula, scale)
+    if [*dimensions] == ["percent"]:
+        plain = times(value, Fraction(1, 100))
+    elif [*dimensions] == ["angle"]:
+        plain = rf"\frac{{({value})\pi}}{{180}}"
+    return Quantity(value, plain, factor, frozenset(dimensions.items()), frozenset(others))
+
+
+def total(parts: list[Quantity]) -> Quantity | None:
+    """Return `3 h 20 min` as one quantity; None unless of one kind, in ever smaller units."""
+    values = [number(part.value) for part in parts]
+    kinds = {part.dimensions for part in parts}
+    if len(kinds) != 1 or not all(kinds) or any(part.words for part in parts):
+        return None
+    sizes = [part.factor for part in parts]
+    if None in values or any(a <= b for a, b in itertools.pairwise(sizes)):
+        return None
+    amount = sum((v * s for v, s in zip(values, sizes, strict=True) if v is not None), Fraction(0))
+    return Quantity(times("1", amount), "", Fraction(1), parts[0].dimensions, frozenset())
+
+
+def are_compatible(known: Quantity, given: Quantity) -> bool:
+    """Whether two units may be those of equal quantities: one side may lack unit and words."""
+    if not (known.words ^ given.words).isdisjoint(_CHANGES) or re.search(
+        r"base(?!10\b)", " ".join(given.words - known.words)
+    ):
+        return False
+    if known.dimensions and given.dimensions and known.dimensions != given.dimensions:
+        return False
+    names = [part.words | {name for name, _ in part.dimensions} for part in (known, given)]
+    return names[0] <= names[1] or names[1] <= names[0]
