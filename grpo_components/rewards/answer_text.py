@@ -32,7 +32,9 @@ _DIMENSIONS = {
     "oz ounce=45359237/1600000",
     "volume": "l liter litre=1 ml milliliter millilitre=1/1000",
     "dollar": "dollar usd buck=1 cent=1/100",
-    **{name: f"{name}=1" for name in ("euro", "gbp", "rupee", "yen", "won", "percent")},
+    "euro": "euro eur=1",
+    "rupee": "rupee rs inr=1",
+    **{name: f"{name}=1" for name in ("gbp", "yen", "won", "percent")},
     "angle": "deg degree=1",
 }
 _UNITS = {
@@ -44,7 +46,7 @@ _UNITS = {
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "k": 10**3, "lakh": 10**5}
 _SCALES |= {"million": 10**6, "crore": 10**7, "billion": 10**9, "trillion": 10**12}
 _COUNTS, _IGNORED, _CHANGES, _FUNCTIONS, _ABBREVIATIONS = (
-    names.split()
+    re.findall(r"\w+", names)
     for names in (
         "zero one two three four five six seven eight nine ten eleven twelve",
         "and the a an answer is are final result approximately approx about of so or all therefore "
@@ -54,7 +56,7 @@ _COUNTS, _IGNORED, _CHANGES, _FUNCTIONS, _ABBREVIATIONS = (
         "root factorial over x no than",
         "sin cos tan cot sec csc arcsin arccos arctan log ln exp sqrt max lcm gcd det lim pi mod "
         "frac infty binom sinh cosh tanh deg",
-        "am pm mph kph rs sq st nd rd th eur inr lbs to hz per",
+        "am pm mph kph sq st nd rd th lbs to hz per",
     )
 )
 _SHORT = {*_UNITS, *_SCALES, *_COUNTS, *_IGNORED, *_CHANGES, *_ABBREVIATIONS}
@@ -67,7 +69,7 @@ _TEXT = re.compile(
 )
 _POWER = r"(?:\^\{?-?\d\}?)?"
 _LETTER_UNIT = re.compile(
-    rf"(?<=[\d}}])(\s*)([NmgsJVKLWhATCFHB]{_POWER}(?:\s*[/ ]\s*[A-Za-z]{{1,3}}{_POWER})*)"
+    rf"(?<=[\d}}])(\s*)([NmgsJVKLWhATCFHBk]{_POWER}(?:\s*[/ ]\s*[A-Za-z]{{1,3}}{_POWER})*)"
     r"(?=\s*(?:$|[,;)\]]))"
 )
 _UNIT = re.compile(rf"(«[^»]*»{_POWER}(?:\s*[/·]?\s*«[^»]*»{_POWER})*)")
@@ -82,9 +84,8 @@ def _repeating(match: re.Match[str]) -> str:
 
 # Spellings of one thing, each with the one that the rules below read.
 _SPELLINGS: _Rules = [
-    (r"<\|[\w-]+\|>|</s>|\s*####\s*$|[*`]{1,3}(?![\d(a-z\\])|(?<![\w)])[*`]+|\\\\\s*$", ""),
+    (r"<\|[\w-]+\|>|</s>|\s*####\s*$|[*`]{1,3}(?![\d(a-z\\*])|(?<![\w)])[*`]+|\\\\\s*$", ""),
     (r"^\s*=|\bUS(?=\$)", ""),
-    (r"\d", lambda m: str(int(m[0]))),  # digits of other scripts
     (r"\\(?:left|right|displaystyle|large|Large|quad|qquad|limits)(?![A-Za-z])", " "),
     (r"\\color\{\w+\}(?!\{)|\\approx(?![a-z])|\\[()\[\]]|(?<!\\)\$|\n", " "),
     (r"(?<=\d)(?:\\[,! ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", ""),
@@ -92,14 +93,12 @@ _SPELLINGS: _Rules = [
     (r"(?<!\\)\\[,;:! ]", " "),
     (r"^\D{0,9}\d{1,3}(?: \d{3})+(?![ \d]*\d)", lambda m: re.sub(r"(?<=\d) ", "", m[0])),
     (r"(?:US)?\\\$|\bUSD\b", " «dollar» "),
-    (r"\bRs\.?(?=\s*\d)", "«rupee» "),
     (r"\\?%", " «percent» "),
     (r"\\[dtc]frac(?![a-z])", r"\\frac"),
     (r"\\frac\s*(\d)\s*(\d)(?!\d)", r"\\frac{\1}{\2}"),
     (r"\\(?:emptyset|varnothing)(?![a-z])|\\\{\s*\\\}", "«no» «solution»"),
     (r"\^\s*\{?\\circ\s*\}?\s*(?:([CF])(?![a-z]))?", lambda m: f" «deg{m[1] or ''}» "),
-    (r"(?<=\d)\s*\\mu\s*«?m\b»?", "«μm»"),
-    (r"(?<=\d)\s*\\Omega", "«ohm»"),
+    (r"(?<=\d)\s*\\(mu|Omega)(?:\s*«?m\b»?)?", r" «\1» "),
     (r"(?<=\d)\s*h(?=\s*\d+\s*(?:min|$))", "«h» "),
     (r"(?<=\d)\s*''", "«in» "),
     (r"(?<=\d)\s*'", "«ft» "),
@@ -109,6 +108,7 @@ _SPELLINGS: _Rules = [
     (r"(?<=\d)[eE]([+-]?\d{1,3})(?![\w.])", r"\\times 10^{\1}"),
     (r"(?<=\d)\s*[xX*]\s*(?=10\s*\^)", r"\\times "),
     (r"\*\*", "^"),
+    (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
     (r"\^\s*(-?\d+)", r"^{\1}"),
     (r"(?<![\d.])(\d+)\.(\d*)\\(?:overline|bar)\{?(\d+)\}?", _repeating),
     (r"(?<![\d.])(\d+)\.(\d*?)(\d+?)\3{2,}(?:\.\.\.|\\[lc]?dots)", _repeating),
@@ -125,29 +125,25 @@ _SPELLINGS: _Rules = [
     (r",?\s*(?:\(?\w\s*\\in\s*\\(?:mathbb|mathbf)\{?\s*[ZN]\}?\)?)$", ""),
     (r"\\langle(?![a-z])(.*)\\rangle", r"(\1)"),
     (r"\\begin\{[pb]matrix\}([^&]*|(?:(?!\\\\).)*)\\end\{[pb]matrix\}", r"(\1)"),
-    (r"\{bmatrix\}", "{pmatrix}"),
+    (r"\\\\(?!.*\\end)", ","),
 ]
 # The same for words, once they are marked: «word».
 _WORDINGS: _Rules = [
+    (r"(\\(?:sin|cos|tan|cot|sec|csc)[^«]*?)([\d.]+)\s*«deg»", r"\1\\frac{\2\\pi}{180}"),
     (r"(?<=»)\s+(?=\^)", ""),
     (r"(?i)«no»\s*«solutions?»|«empty» «set»|^«none»$", "«no solution»"),
     (r"(?i)(?:«all» )?«reals?» «numbers?»|«all» «reals?»", r"\\mathbb{R}"),
     (r"«(?:negative|minus)»\s*(?=[\d\\])", "-"),
     (r"(\d+) «out» «of» (\d+)", r"\\frac{\1}{\2}"),
     (r"(?<=\d)\s*\^?\s*\{?\s*«(?:st|nd|rd|th)»\s*\}?", ""),
-    (r"«pi»", r"\\pi "),
-    (r"«(?:square|sq)»\s*(«[^»]*»)", r"\1^2"),
-    (r"«cubic»\s*(«[^»]*»)", r"\1^3"),
-    (r"«([mk])ph»", lambda m: "«mile»/«hour»" if m[1] == "m" else "«km»/«hour»"),
+    (r"«(sq|square|cubic)»\s*(«[^»]*»)", lambda m: f"{m[2]}^{3 if m[1] == 'cubic' else 2}"),
+    (r"«mph»", "«mile»/«hour»"),
+    (r"«kph»", "«km»/«hour»"),
     (r"\s*«per»\s*", "/"),
     (r"(?<=»)/([A-Za-z])\b", r"/«\1»"),
     (r"\\frac\{\s*(«[^{}]*)\}\{\s*(«[^{}]*(?:\{-?\d\})?)\}", r"\1/\2"),
-    (
-        r"(?<=[^\s(])\s*\((?=[^()]*«[^»]{2,})(?![^()]*«or»)[^()]*\)\s*$|\s*«since».*$",
-        "",
-    ),  # a remark
-    (r"«(\w)»(?=\s*=)", r"\1"),
-    (r"(«(?:dollar|euro|gbp|rupee|yen|won)»)\s*(-?\d+(?:\.\d+)?)", r"\2 \1"),
+    (r"(?<=[^\s(])\s*\((?=[^()]*«[^»]{2,})(?![^()]*«or»)[^()]*\)\s*$|\s*«since».*$", ""),
+    (r"(«(?:dollar|euro|gbp|rupee|rs|yen|won)»)\s*(-?\d+(?:\.\d+)?)", r"\2 \1"),
 ]
 _COMPILED = [
     [(re.compile(pattern), into) for pattern, into in rules] for rules in (_SPELLINGS, _WORDINGS)
@@ -157,29 +153,22 @@ _COMPILED = [
 def read(text: str, loose: bool = False) -> str:
     """Return an answer in one spelling, with each word as «word»; `loose`: `5m` has a unit."""
     text = text.translate(_SYMBOLS)
-    for _ in range(6):
-        text, changed = _TEXT.subn(_unwrapped, text)
-        if not changed:
-            break
+    while _TEXT.search(text):
+        text = _TEXT.sub(_unwrapped, text)
     for pattern, into in _COMPILED[0]:
         text = pattern.sub(into, text)
-    if r"\begin" not in text:
-        text = text.replace(r"\\", ",")
     text = _LETTER_UNIT.sub(
         lambda m: re.sub(r"[A-Za-z]+", r"«\g<0>»", m[0]) if loose or m[1] or "/" in m[0] else m[0],
         bare(text),
     )
     if loose:
         text = re.sub(r"(?<=\d)\s*\\frac\{([A-Za-z]+)\}\{([A-Za-z]+)", r" \\frac{«\1»}{«\2»", text)
-        text = re.sub(r"(?<=\d)k$", "«k»", text)
     wordy = _ALL_WORDS.fullmatch(text.strip()) is not None
     parts = re.split(r"(«[^»]*»|\\[A-Za-z]+(?:\{[a-z]?matrix\})?)", text)
     for n in range(0, len(parts), 2):
         parts[n] = _RUN.sub(lambda m: _word(m) if _is_word(m[0], wordy) else m[0], parts[n])
     text = re.sub(r"»\s*«", "» «", "".join(parts))
     text = re.sub(rf"(?i)«({'|'.join(_COUNTS)})»", lambda m: str(_COUNTS.index(m[1].lower())), text)
-    if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
-        text = re.sub(r"([\d.]+)\s*«deg»", r"\\frac{\1\\pi}{180}", text)
     for pattern, into in _COMPILED[1]:
         text = pattern.sub(into, text)
     return bare(re.sub(r"\s+", " ", text))
@@ -211,13 +200,10 @@ def _is_word(run: str, wordy: bool) -> bool:
     return is_long or run.lower() in _SHORT or not run.isascii() or (wordy and has_vowel)
 
 
-def is_words(text: str) -> bool:
-    """Whether a read text has words and no mathematics."""
-    return "«" in text and not re.search(r"[\w\\=<>^+*/]", re.sub(r"«[^»]*»", "", text))
-
-
 def words(text: str) -> list[str]:
-    """Return the words of a read text without those that say nothing."""
+    """Return the words of a text without mathematics, but those that say nothing; else none."""
+    if re.search(r"[\w\\=<>^+*/]", re.sub(r"«[^»]*»", "", text)):
+        return []
     found = [word for run in re.findall(r"«([^»]*)»", text) for word in run.lower().split()]
     return [word for word in found if word not in _IGNORED] or found
 
@@ -234,18 +220,18 @@ def number(text: str) -> Fraction | None:
     if not match or len(text) > 900:
         return None
     sign, whole, top, bottom, digits, ten, power = match.groups()
+    exponent = int(power or 1)
     try:
         if top:
             value = Fraction(int(top), int(bottom))
             if value.denominator == 1 and abs(int(bottom)) != 1:
                 return None  # a division that is not carried out
             value += int(whole or 0)
-        elif ten:
-            value = Fraction(digits.rstrip(".")) * Fraction(10) ** int(power)
-        elif len(digits) * abs(int(power or 1)) > 2000:
+        elif len("10" if ten else digits) * abs(exponent) > 2000:
             return None
         else:
-            value = Fraction(digits.rstrip(".")) ** int(power or 1)
+            value = Fraction("10" if ten else digits.rstrip(".")) ** exponent
+            value *= Fraction(digits.rstrip(".")) if ten else 1
     except ZeroDivisionError:
         return None
     return -value if sign == "-" else value
@@ -273,6 +259,17 @@ class Quantity(NamedTuple):
     dimensions: frozenset[tuple[str, int]]
     words: frozenset[str]
 
+    def may_equal(self, given: Quantity) -> bool:
+        """Whether the units may be those of equal quantities: one may lack unit and words."""
+        if not (self.words ^ given.words).isdisjoint(_CHANGES):
+            return False
+        if any(re.match(r"base(?!10\b)", word) for word in given.words - self.words):
+            return False
+        if self.dimensions and given.dimensions and self.dimensions != given.dimensions:
+            return False
+        names = [side.words | {name for name, _ in side.dimensions} for side in (self, given)]
+        return names[0] <= names[1] or names[1] <= names[0]
+
 
 def quantities(text: str) -> list[Quantity]:
     """Return the formulas of an answer, each with the words after it (or first)."""
@@ -284,6 +281,12 @@ def quantities(text: str) -> list[Quantity]:
             lead = ""
         else:
             lead += unit
+    sizes = [q.factor for q in found]
+    amounts = [v * q.factor for q in found if (v := number(q.value)) is not None]
+    is_one_kind = len({q.dimensions for q in found}) == 1 < len(amounts) == len(found)
+    if is_one_kind and found[0].dimensions and all(a > b for a, b in itertools.pairwise(sizes)):
+        value = times("1", sum(amounts, Fraction(0)) / sizes[0])
+        return [found[0]._replace(value=value, plain=value)]  # 3 h 20 min
     return found
 
 
@@ -308,28 +311,3 @@ def _quantity(formula: str, text: str) -> Quantity:
     elif [*dimensions] == ["angle"]:
         plain = rf"\frac{{({value})\pi}}{{180}}"
     return Quantity(value, plain, factor, frozenset(dimensions.items()), frozenset(others))
-
-
-def total(parts: list[Quantity]) -> Quantity | None:
-    """Return `3 h 20 min` as one quantity; None unless of one kind, in ever smaller units."""
-    values = [number(part.value) for part in parts]
-    kinds = {part.dimensions for part in parts}
-    if len(kinds) != 1 or not all(kinds) or any(part.words for part in parts):
-        return None
-    sizes = [part.factor for part in parts]
-    if None in values or any(a <= b for a, b in itertools.pairwise(sizes)):
-        return None
-    amount = sum((v * s for v, s in zip(values, sizes, strict=True) if v is not None), Fraction(0))
-    return Quantity(times("1", amount), "", Fraction(1), parts[0].dimensions, frozenset())
-
-
-def are_compatible(known: Quantity, given: Quantity) -> bool:
-    """Whether two units may be those of equal quantities: one side may lack unit and words."""
-    if not (known.words ^ given.words).isdisjoint(_CHANGES) or re.search(
-        r"base(?!10\b)", " ".join(given.words - known.words)
-    ):
-        return False
-    if known.dimensions and given.dimensions and known.dimensions != given.dimensions:
-        return False
-    names = [part.words | {name for name, _ in part.dimensions} for part in (known, given)]
-    return names[0] <= names[1] or names[1] <= names[0]

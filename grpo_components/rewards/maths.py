@@ -11,17 +11,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from grpo_components.rewards.answer_text import (
-    Quantity,
-    are_compatible,
-    is_words,
-    number,
-    quantities,
-    read,
-    times,
-    total,
-    words,
-)
+from grpo_components.rewards.answer_text import Quantity, number, quantities, read, times, words
 
 RESPONSE_CPU_S = 4.0
 """Most CPU seconds that one of our rewards spends on a response; beyond them, the reward is 0."""
@@ -34,12 +24,7 @@ _MAX_BITS, _MAX_DEPTH = 200_000, 40
 """Largest number that is evaluated (60,000 digits), and deepest nesting of brackets."""
 
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
-_HASHES = re.compile(r"####([^\n]*)")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-
-
-def _last(pattern: re.Pattern[str]) -> Callable[[str], str]:
-    return lambda text: (pattern.findall(text) or [""])[-1]
 
 
 def last_boxed(text: str) -> str:
@@ -61,9 +46,9 @@ def last_boxed(text: str) -> str:
 
 
 _FIND: dict[str, Callable[[str], str]] = {
-    "tag": _last(_TAG),
+    "tag": lambda text: (_TAG.findall(text) or [""])[-1],
     "boxed": last_boxed,
-    "gsm8k": _last(_HASHES),
+    "gsm8k": lambda text: (re.findall(r"####([^\n]*)", text) or [""])[-1],
     "plain": str,
 }
 
@@ -93,6 +78,7 @@ class MathCorrectness:
         # Imported here because they take seconds.
         self._math_verify = importlib.import_module("math_verify")
         self._sympy = importlib.import_module("sympy")
+        self._infinities = [getattr(self._sympy, name) for name in ("oo", "zoo", "nan")]
         for part in ("parser", "grader"):
             logging.getLogger(f"math_verify.{part}").addFilter(_is_news)
 
@@ -120,34 +106,36 @@ class MathCorrectness:
         return float(given == answer or self._is_right(known, read(given, is_number)))
 
     def _is_right(self, known: str, given: str) -> bool:
-        ours, theirs = _choice(known), _choice(given)
-        if ours is None:
+        (letter, value), (other, their_value) = _choice(known), _choice(given)
+        if not letter:
             return self._equal(known, given)
-        letter, value = ours
-        if theirs is None:
-            return bool(value) and self._equal(value, given)
-        is_value_given = value and theirs[1]
-        return letter == theirs[0] and (not is_value_given or self._equal(value, theirs[1]))
+        if other and (other != letter or not (value and their_value)):
+            return other == letter
+        return self._equal(value, their_value)
 
     def _equal(self, known: str, given: str) -> bool:
         """Compare two answers that were read: words, equations, lists, sets, or quantities."""
-        if _squeezed(known) == _squeezed(given):
-            return True
-        if is_words(known) or is_words(given):
-            return is_words(known) and is_words(given) and words(known) == words(given)
+        squeezed = [re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", text) for text in (known, given)]
+        said = words(known), words(given)
+        if squeezed[0] == squeezed[1] or any(said):
+            return squeezed[0] == squeezed[1] or said[0] == said[1]
         values, others = _values(known), _values(given)
         is_equation = (values, others) != ([known], [given])
         if is_equation and len(values) == 1 and any(self._equal(values[0], v) for v in others):
             # of 3+4 = 7, one side is the known number, and the others are true
             return len(others) == 1 or all(self._is_same_value(values[0], v, False) for v in others)
-        sums = total(quantities(known)), total(quantities(given))
-        if sums[0] and sums[1] and sums[0].dimensions == sums[1].dimensions:
-            return sums[0] == sums[1]
+        amounts, others = quantities(known), quantities(given)
+        are_measures = all(len(side) == 1 and side[0].dimensions for side in (amounts, others))
+        if are_measures and self._is_same_quantity(amounts[0], others[0]):
+            return True  # 3 hours and 20 minutes
         (kind, ours), (other, theirs) = _items(known), _items(given)
         if kind and other and kind != other:
             return False
         if len(ours) == len(theirs) == 1:
-            is_same = self._are_same_quantities(quantities(ours[0]), quantities(theirs[0]))
+            amounts, others = quantities(ours[0]), quantities(theirs[0])
+            is_same = len(amounts) == len(others) and all(
+                map(self._is_same_quantity, amounts, others)
+            )
         else:
             is_same = self._are_same_items(ours, theirs, (kind + other)[:1] in ("(", "["))
         return is_same or self._is_same_set(known, given)
@@ -168,15 +156,10 @@ class MathCorrectness:
             left.remove(match)
         return True
 
-    def _are_same_quantities(self, ours: list[Quantity], theirs: list[Quantity]) -> bool:
-        if len(ours) != len(theirs) or not all(map(are_compatible, ours, theirs)):
-            return False
-        has_words = [any(part.dimensions or part.words for part in side) for side in (ours, theirs)]
-        if len(ours) > 1 and has_words[0] != has_words[1]:
-            return False
-        return all(map(self._is_same_quantity, ours, theirs))
-
     def _is_same_quantity(self, known: Quantity, given: Quantity) -> bool:
+        """Compare two formulas with units and words: one side may lack these."""
+        if not known.may_equal(given):
+            return False
         if known.dimensions and given.dimensions:
             return self._is_same_value(known.value, times(given.value, given.factor / known.factor))
         sides = [(known.value, given.value), (known.plain, given.plain)]
@@ -189,7 +172,7 @@ class MathCorrectness:
             return abs(ours - theirs) <= ("." in known + given) * _TOLERANCE * abs(ours)
         if ":" in known + given:
             if _CLOCK.fullmatch(known) and _CLOCK.fullmatch(given):
-                return [*map(int, known.split(":"))] == [*map(int, given.split(":"))]
+                return known.zfill(5) == given.zfill(5)
             return self._equal(_quotients(known), _quotients(given))
         return (ours is None or not is_final) and self._is_same_formula(known, given)
 
@@ -203,42 +186,29 @@ class MathCorrectness:
         if {letter.swapcase() for letter in letters[0] - letters[1]} & (letters[1] - letters[0]):
             return False  # 3x and 3X
         try:
-            return theirs is not None and self._are_equal(ours, theirs, "." in known + given)
+            return not isinstance(theirs, str | None) and self._are_equal(
+                ours, theirs, "." in known + given
+            )
         except (ArithmeticError, RecursionError, MemoryError, TypeError, AttributeError):
             return False  # caused by the response
 
     def _are_equal(self, ours: Any, theirs: Any, is_decimal: bool) -> bool:
-        if _is_costly(ours) or _is_costly(theirs):  # 9^{9^9}: compare as it is written
+        if max(_bits(ours), _bits(theirs)) > _MAX_BITS:  # 9^{9^9}: compare as it is written
             return ours == theirs
-        sides = [self._renamed(side) for side in (ours, theirs)]
+        n = self._sympy.Symbol("n", integer=True, positive=True)
+        sides = [
+            side.subs(dict.fromkeys([s for s in side.free_symbols if s.name == "n"], n))
+            for side in (ours, theirs)
+        ]
         are_numbers = [getattr(side, "is_number", False) for side in sides]
-        if any(are_numbers) and any(map(self._is_infinite, sides)):
-            return sides[0] == sides[1]  # sympy may call an infinite product equal to 5
+        if any(are_numbers) and any(side.has(*self._infinities) for side in sides):
+            return ours == theirs  # sympy may call an infinite product equal to 5
         if all(are_numbers):
             one, two = (self._sympy.N(side, 60) for side in sides)
             return bool(abs(one - two) <= (float(_TOLERANCE) if is_decimal else 1e-40) * abs(one))
         # math-verify's own time-out needs signals; the reward pool enforces the deadline instead.
         return self._math_verify.verify(
             *sides, timeout_seconds=None, allow_set_relation_comp=True, float_rounding=12
-        )
-
-    def _renamed(self, expression: Any) -> Any:
-        """Read an i as the only letter as imaginary; an only k, m or n as any whole number."""
-        symbols = {symbol.name: symbol for symbol in getattr(expression, "free_symbols", ())}
-        if [*symbols] == ["i"]:
-            return expression.subs(symbols["i"], self._sympy.I)
-        indices = [symbol for name, symbol in symbols.items() if name in "kmn"]
-        if len(indices) != 1:
-            return expression
-        return expression.subs(indices[0], self._sympy.Symbol("n", integer=True, positive=True))
-
-    def _is_infinite(self, expression: Any) -> bool:
-        if not isinstance(expression, self._sympy.Expr):
-            return False
-        infinite = (self._sympy.oo, -self._sympy.oo, self._sympy.zoo, self._sympy.nan)
-        return any(
-            part in infinite or (part.is_Pow and part.base == 0)  # 1/0 is 0**-1
-            for part in self._sympy.preorder_traversal(expression)
         )
 
     def _is_same_set(self, known: str, given: str) -> bool:
@@ -257,10 +227,14 @@ class MathCorrectness:
         sets = []
         for part in map(self._parse, _split(text)):
             for item in part.args if isinstance(part, self._sympy.FiniteSet) else [part]:
-                if _is_costly(item):
+                if _bits(item) > _MAX_BITS:
                     return None
                 if isinstance(item, self._sympy.logic.boolalg.Boolean):
-                    if not all(map(_is_simple, item.atoms(self._sympy.core.relational.Relational))):
+                    relations = item.atoms(self._sympy.core.relational.Relational)
+                    sides = [(side.lhs - side.rhs).as_poly() for side in relations]
+                    if not all(
+                        side and side.is_univariate and side.degree() <= 2 for side in sides
+                    ):
                         return None  # solving others may take minutes
                     item = item.as_set()
                 if not isinstance(item, self._sympy.Set):
@@ -269,10 +243,14 @@ class MathCorrectness:
         return self._sympy.Union(*sets) if sets else None
 
     def _parse(self, text: str) -> Any:
+        letters = {*_LETTER.findall(text)}
+        renamed = {"i": "I"} if letters - {"e"} == {"i"} else {}
+        if len(letters & {*"kmn"}) == 1:  # 2k+1 and 2n+1 are one family of numbers
+            renamed = dict.fromkeys("kmn", "n")
+        text = _LETTER.sub(lambda match: renamed.get(match[0], match[0]), text.rstrip(". "))
+        reading = [self._math_verify.LatexExtractionConfig()]
         found = self._math_verify.parse(
-            f"${text.rstrip('.').strip()}$",
-            extraction_config=[self._math_verify.LatexExtractionConfig()],
-            parsing_timeout=None,
+            f"${text}$", extraction_config=reading, parsing_timeout=None
         )
         return found[0] if found else None
 
@@ -290,19 +268,13 @@ _LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _CLOCK = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)")
 
 
-def _choice(text: str) -> tuple[str, str] | None:
-    """Return letter and value of `(C) 12`, `C. 12`, `C`; None for anything else."""
+def _choice(text: str) -> tuple[str, str]:
+    """Return letter and value of `(C) 12`, `C. 12`, `C`; no letter for anything else."""
     match = _CHOICE.fullmatch(re.sub(r"[«»{}]|\\[a-z]+(?=\{\()", "", text).strip())
-    if not match:
-        return None
-    value = re.sub(r"^[\s:.)]+", "", match[3])
-    if value and re.match(_NO_VALUE, value):
-        return None
+    value = re.sub(r"^[\s:.)]+", "", match[3]) if match else ""
+    if not match or (value and re.match(_NO_VALUE, value)):
+        return "", text
     return (match[1] or match[2]).upper(), read(value)
-
-
-def _squeezed(text: str) -> str:
-    return re.sub(r"(?<![\d\w])\s+|\s+(?![\d\w])", "", text)
 
 
 def _quotients(text: str) -> str:
@@ -362,63 +334,40 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 def _is_slow_to_read(text: str) -> bool:
     """Whether a text is slow to parse: deeply nested brackets, or a huge binomial."""
-    depth = 0
-    for mark in re.findall(r"[\[({\])}]", text):
-        depth = depth + 1 if mark in "[({" else max(0, depth - 1)
-        if depth > _MAX_DEPTH:
-            return True
-    # These are evaluated by the parser.
-    return re.search(r"(?:binom|choose|gcd|lcm).{0,40}?(?:\d{6}|[\^!]|binom)", text) is not None
-
-
-def _is_simple(relation: Any) -> bool:
-    """Whether a relation is linear or quadratic in its one symbol."""
-    if len(relation.free_symbols) != 1:
-        return False
-    polynomial = (relation.lhs - relation.rhs).as_poly(*relation.free_symbols)
-    return polynomial is not None and polynomial.degree() <= 2
-
-
-def _is_costly(expression: Any) -> bool:
-    """Whether an unevaluated sympy expression has parts that are expensive to evaluate."""
-    try:
-        return not _bits(expression) <= _MAX_BITS
-    except (RecursionError, OverflowError):
-        return True
+    steps = (1 if mark in "[({" else -1 for mark in re.findall(r"[\[({\])}]", text))
+    depths = itertools.accumulate(steps, lambda depth, step: max(0, depth + step), initial=0)
+    evaluated = r"(?:binom|choose|gcd|lcm).{0,40}?(?:\d{6}|[\^!]|binom)"  # by the parser itself
+    return max(depths) > _MAX_DEPTH or re.search(evaluated, text) is not None
 
 
 def _bits(expression: Any) -> float:
     """Estimate the bits of the largest intermediate number; infinity if a part is costly."""
     if getattr(expression, "is_Rational", False):
         return expression.p.bit_length() + expression.q.bit_length()
-    kind, parts = type(expression).__name__, getattr(expression, "args", ())
-    is_matrix = getattr(expression, "is_Matrix", False)
+    kind, is_matrix = type(expression).__name__, getattr(expression, "is_Matrix", False)
+    parts: Any = getattr(expression, "args", ())
     if is_matrix and hasattr(expression, "__iter__"):
-        parts = list(expression)
+        parts = [*expression]
     sizes = [_bits(part) for part in parts]
     largest = max(sizes, default=1.0)
-    if (is_matrix and len(parts) > 36) or not largest <= _MAX_BITS:
+    if (is_matrix and len(parts) > 36) or largest > _MAX_BITS:
         return math.inf
     if kind in ("Pow", "MatPow"):
-        base, exponent = parts
-        factors = exponent.args if exponent.is_Mul else [exponent]
-        power = math.prod(_size(part) for part in factors)  # in 3x or -n, only the numbers count
-        is_sum = getattr(base, "is_Matrix", False) or getattr(base, "is_Add", False)
+        power = math.prod(map(_size, parts[1].args if parts[1].is_Mul else parts[1:]))
+        is_sum = any(getattr(parts[0], kind, False) for kind in ("is_Matrix", "is_Add"))
         return math.inf if power > 36 and is_sum else max(sizes[0], 1.0) * power
     if re.search("factorial|gamma|Factorial|fibonacci|bell|catalan", kind):
-        largest = 2.0 ** min(largest, 64)
-        return largest * math.log2(largest + 2)
+        return largest * 2.0 ** min(largest, 64)
     if kind in ("Sum", "Product"):
         terms = math.prod(_size(limit[2] - limit[1]) for limit in expression.limits)
         return math.inf if terms > 2000 else sizes[0] * terms
-    if getattr(expression, "is_Function", False) and largest > 4000:
-        return math.inf
     return sum(sizes) or 1.0
 
 
 def _size(expression: Any) -> float:
     """Return a number that the absolute value of an expression does not exceed; 1 for a symbol."""
-    if getattr(expression, "is_Rational", False):
+    bits = _bits(expression)
+    if getattr(expression, "is_Rational", False) and bits < 64:
         return float(max(abs(expression.p), expression.q))
     is_number = getattr(expression, "is_number", False) and expression.is_finite is not False
-    return 2.0 ** min(_bits(expression), 64) if is_number else 1.0
+    return 2.0 ** min(bits, 64) if is_number else 1.0
