@@ -30,17 +30,18 @@ _DIMENSIONS = {
     "mi mile=1609344/1000",
     "mass": "g gram=1 mg=1/1000 kg kilogram=1000 t ton tonne=1000000 lb pound=45359237/100000 "
     "oz ounce=45359237/1600000",
-    "volume": "l liter litre=1 ml milliliter millilitre=1/1000",
+    "volume": "l L liter litre=1 ml milliliter millilitre=1/1000",
     "dollar": "dollar usd buck=1 cent=1/100",
     "euro": "euro eur=1",
     "rupee": "rupee rs inr=1",
-    **{name: f"{name}=1" for name in ("gbp", "yen", "won", "percent")},
+    "yen": "yen yuan 元=1",
+    **{name: f"{name}=1" for name in ("gbp", "won", "percent")},
     "angle": "deg degree=1",
 }
 _UNITS = {
     name: (dimension, Fraction(size))
     for dimension, units in _DIMENSIONS.items()
-    for names, size in re.findall(r"([a-z ]+)=([\d/]+)", units)
+    for names, size in re.findall(r"([^\d=]+)=([\d/]+)", units)
     for name in names.split()
 }
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "k": 10**3, "lakh": 10**5}
@@ -69,7 +70,7 @@ _TEXT = re.compile(
 )
 _POWER = r"(?:\^\{?-?\d\}?)?"
 _LETTER_UNIT = re.compile(
-    rf"(?<=[\d}}])(\s*)([NmgsJVKLWhATCFHBk]{_POWER}(?:\s*[/ ]\s*[A-Za-z]{{1,3}}{_POWER})*)"
+    rf"(?<=[\d}}])(\s*)([NmgsJVKLWhATCFHB]{_POWER}(?:\s*[/ ]\s*[A-Za-z]{{1,3}}{_POWER})*)"
     r"(?=\s*(?:$|[,;)\]]))"
 )
 _UNIT = re.compile(rf"(«[^»]*»{_POWER}(?:\s*[/·]?\s*«[^»]*»{_POWER})*)")
@@ -82,9 +83,14 @@ def _repeating(match: re.Match[str]) -> str:
     return rf"\frac{{{int(whole + once + again) - int(whole + once)}}}{{{nines}}}"
 
 
+def _letters(match: re.Match[str]) -> str:
+    letters = re.findall("[A-J]", match[0])
+    return ", ".join(letters) if letters == sorted({*letters}) else match[0]
+
+
 # Spellings of one thing, each with the one that the rules below read.
 _SPELLINGS: _Rules = [
-    (r"<\|[\w-]+\|>|</s>|\s*####\s*$|[*`]{1,3}(?![\d(a-z\\*])|(?<![\w)])[*`]+|\\\\\s*$", ""),
+    (r"<\|[\w-]+\|>|</s>|\s*####\s*$|[*`]{1,3}(?![\d(a-z\\*])|(?<![\w)*])[*`]+|\\\\\s*$", ""),
     (r"^\s*=|\bUS(?=\$)", ""),
     (r"\\(?:left|right|displaystyle|large|Large|quad|qquad|limits)(?![A-Za-z])", " "),
     (r"\\color\{\w+\}(?!\{)|\\approx(?![a-z])|\\[()\[\]]|(?<!\\)\$|\n", " "),
@@ -103,7 +109,6 @@ _SPELLINGS: _Rules = [
     (r"(?<=\d)\s*''", "«in» "),
     (r"(?<=\d)\s*'", "«ft» "),
     (r"(?<=\d)\s+«?R»?\s*(?=\d)", " «remainder» "),
-    (r"\bi\.e\..*$", ""),
     (r"\b0x([0-9a-fA-F]{1,99})\b", lambda m: str(int(m[1], 16))),
     (r"(?<=\d)[eE]([+-]?\d{1,3})(?![\w.])", r"\\times 10^{\1}"),
     (r"(?<=\d)\s*[xX*]\s*(?=10\s*\^)", r"\\times "),
@@ -117,7 +122,7 @@ _SPELLINGS: _Rules = [
     (r"\(?\\?\b(?:p?mod|bmod)\s*\{?(\w+)\}?\)?", r" «mod\1» "),
     (r"\\equiv", " «congruent» "),
     (r"\(?(?<!\w)(\d[0-9A-F]*)\)?_\{?\s*(\d+)\s*\}?", r"\1 «base\2» "),
-    (r"^[A-J]{2,5}$", lambda m: ", ".join(m[0]) if [*m[0]] == sorted({*m[0]}) else m[0]),
+    (r"^(?:[A-J ]|\([A-J]\)){2,9}$", _letters),
     (r"\\geq?(?:slant)?(?![a-z])|>=", r"\\ge "),
     (r"\\leq?(?:slant)?(?![a-z])|<=", r"\\le "),
     (r"^\\\{\s*\w\s*(?:\\mid|:|\|)(.*)\\\}$", r"\1"),  # {x | x > 2}
@@ -163,6 +168,7 @@ def read(text: str, loose: bool = False) -> str:
     )
     if loose:
         text = re.sub(r"(?<=\d)\s*\\frac\{([A-Za-z]+)\}\{([A-Za-z]+)", r" \\frac{«\1»}{«\2»", text)
+        text = re.sub(r"(?<=\d)k$", "«k»", text)
     wordy = _ALL_WORDS.fullmatch(text.strip()) is not None
     parts = re.split(r"(«[^»]*»|\\[A-Za-z]+(?:\{[a-z]?matrix\})?)", text)
     for n in range(0, len(parts), 2):
@@ -181,8 +187,9 @@ def bare(text: str) -> str:
 
 def _unwrapped(match: re.Match[str]) -> str:
     is_style = not re.match("text|mathrm|mbox|operatorname|emph", match[1])
-    is_letters = re.fullmatch(r"[\W_]*[A-Zeid](?:[^\w{}]+[A-J])*[\W_]*", match[2])
-    if is_style or is_letters or match[2] in _FUNCTIONS:
+    is_choice = re.fullmatch(r"[\W_]*[A-J](?:[^\w{}]+[A-J])*[\W_]*", match[2])
+    is_unit = match.string[: match.start()].rstrip()[-1:].isdigit()
+    if is_style or (is_choice and not is_unit) or match[2] in ("e", "i", "d", *_FUNCTIONS):
         return match[2]
     return f" {_RUN.sub(_word, re.sub('[{}]', '', match[2]))} "
 
@@ -192,12 +199,11 @@ def _word(match: re.Match[str]) -> str:
 
 
 def _is_word(run: str, wordy: bool) -> bool:
-    run = run.rstrip(".")
-    if (len(run) < 2 and run.isascii()) or not {*run.lower().split("-")}.isdisjoint(_FUNCTIONS):
+    run, is_ascii = run.rstrip(".").lower(), run.isascii()
+    if (len(run) < 2 and is_ascii) or not {*run.split("-")}.isdisjoint(_FUNCTIONS):
         return False
-    has_vowel = any(letter in "aeiou" for letter in run.lower())
-    is_long = len(run) > 3 or (len(run) == 3 and has_vowel)
-    return is_long or run.lower() in _SHORT or not run.isascii() or (wordy and has_vowel)
+    has_vowel = not {*"aeiou"}.isdisjoint(run)
+    return len(run) > 3 or run in _SHORT or not is_ascii or (has_vowel and (wordy or len(run) == 3))
 
 
 def words(text: str) -> list[str]:
@@ -272,7 +278,7 @@ class Quantity(NamedTuple):
 
 
 def quantities(text: str) -> list[Quantity]:
-    """Return the formulas of an answer, each with the words after it (or first)."""
+    """Return the formulas of an answer, each with its unit: the words after it, or the first."""
     pieces = [*_UNIT.split(text), ""]
     found, lead = [], ""
     for formula, unit in zip(pieces[::2], pieces[1::2], strict=True):
@@ -298,9 +304,9 @@ def _quantity(formula: str, text: str) -> Quantity:
         low = word.lower() if len(word) > 1 else word
         stem = low if len(low) < 3 or low.endswith("ss") else low.removesuffix("s")
         if unit := _UNITS.get(word) or _UNITS.get(low) or _UNITS.get(stem):
-            times_ = int(power or 1) * (-1 if slash else 1)
-            factor *= unit[1] ** times_
-            dimensions[unit[0]] += times_
+            exponent = int(power or 1) * (-1 if slash else 1)
+            factor *= unit[1] ** exponent
+            dimensions[unit[0]] += exponent
         elif low in _SCALES or stem in _SCALES:
             scale *= _SCALES.get(low) or _SCALES[stem]
         elif low not in _IGNORED:

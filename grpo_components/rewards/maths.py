@@ -78,7 +78,8 @@ class MathCorrectness:
         # Imported here because they take seconds.
         self._math_verify = importlib.import_module("math_verify")
         self._sympy = importlib.import_module("sympy")
-        self._infinities = [getattr(self._sympy, name) for name in ("oo", "zoo", "nan")]
+        oo, zoo, nan = (getattr(self._sympy, name) for name in ("oo", "zoo", "nan"))
+        self._infinities = (oo, -oo, zoo, nan)
         for part in ("parser", "grader"):
             logging.getLogger(f"math_verify.{part}").addFilter(_is_news)
 
@@ -137,12 +138,11 @@ class MathCorrectness:
                 map(self._is_same_quantity, amounts, others)
             )
         else:
-            is_same = self._are_same_items(ours, theirs, (kind + other)[:1] in ("(", "["))
+            is_ordered = (kind + other)[:1] in ("(", "[")
+            is_same = len(ours) == len(theirs) and self._are_same_items(ours, theirs, is_ordered)
         return is_same or self._is_same_set(known, given)
 
     def _are_same_items(self, ours: list[str], theirs: list[str], is_ordered: bool) -> bool:
-        if len(ours) != len(theirs):
-            return False
         names = [*map(_name, ours)]
         is_named = len({*names} - {""}) == len(names)
         if is_ordered or (is_named and not any(map(_name, theirs))):  # x=1, y=2 and (1, 2)
@@ -177,7 +177,9 @@ class MathCorrectness:
         return (ours is None or not is_final) and self._is_same_formula(known, given)
 
     def _is_same_formula(self, known: str, given: str) -> bool:
-        if re.search(r"\d[\s()]+\d+(?!\s*/|\d)|«", given) or ("=" in known) != ("=" in given):
+        if re.search(r"\d[\s()]+\d+(?!\s*/|\d)|«", given) or bool(_EQUALS.search(known)) != bool(
+            _EQUALS.search(given)
+        ):
             return False  # math-verify would add `12 13`
         ours, theirs = self._parse(known), self._parse(given)
         if ours is None:
@@ -264,6 +266,7 @@ _NAME = re.compile(
     r"\\?[A-Za-z]\w{0,9}(?:_\{?\w+\}?)?(?:\s*\(\s*[A-Za-z]\s*\))?'*|\([A-Za-z](?:,\s*[A-Za-z])*\)"
     r"|\\(?:angle|triangle|overline|vec|hat)\s*\{?\s*[A-Za-z]{1,3}\}?|«[^»]*»(?:\s*«[^»]*»)*"
 )
+_EQUALS = re.compile(r"=(?![^{}]*\})")  # not that of \sum_{n=1}
 _LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _CLOCK = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)")
 
@@ -293,7 +296,7 @@ def _name(text: str) -> str:
 
 def _values(text: str) -> list[str]:
     """Return the sides of an equation that are no names: of `x = 3+4 = 7`, `3+4` and `7`."""
-    sides = [side.strip() for side in text.split("=")] if len(_split(text)) == 1 else [text]
+    sides = [side.strip() for side in _EQUALS.split(text)] if len(_split(text)) == 1 else [text]
     return [side for side in sides if not _NAME.fullmatch(side)] or [text]
 
 
