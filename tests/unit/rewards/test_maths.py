@@ -383,7 +383,7 @@ DEBATABLE = {
     ("ACD", "CDA"): "letters that run together are a word: their order counts",
     (r"\sqrt[3]{x^2}", "x^{2/3}"): "sympy takes the principal root, which differs for x < 0",
 }
-LIMITS = {(r"3^{\text{rd}}", "3"), ("20", r"\$20 per hour"), (r"\overline{abc} = 123", "123")}
+LIMITS = {(r"\overline{abc} = 123", "123")}
 """Right answers that are not paid."""
 
 
