@@ -51,8 +51,6 @@ _FIND: dict[str, Callable[[str], str]] = {
     "gsm8k": lambda text: (re.findall(r"####([^\n]*)", text) or [""])[-1],
     "plain": str,
 }
-WRITE = {"tag": "<answer>{}</answer>", "boxed": r"\boxed{{{}}}", "gsm8k": "#### {}", "plain": "{}"}
-"""How a response writes its answer, by `answer_format`."""
 
 
 class MathCorrectness:
@@ -76,7 +74,7 @@ class MathCorrectness:
         if answer_format not in tuple(_FIND):
             allowed = ", ".join(_FIND)
             raise ValueError(f"answer_format: {answer_format!r} given; allowed: {allowed}")
-        self._find, self._write = _FIND[answer_format], WRITE[answer_format]
+        self._find = _FIND[answer_format]
         # Imported here because they take seconds.
         self._math_verify = importlib.import_module("math_verify")
         self._sympy = importlib.import_module("sympy")
@@ -95,16 +93,7 @@ class MathCorrectness:
         known = read(answer)
         if not known:
             raise ValueError(f"answer: cannot parse {answer!r} as mathematics; allowed: a formula")
-        is_number = not re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+|«[^»]*»", "", known))
-        return float(given == answer or self._is_right(known, read(given, is_number)))
-
-    def perfect_response(self, *, answer: str) -> str:
-        """Return the known answer as a response has it.
-
-        Args:
-            answer: the known answer.
-        """
-        return self._write.format(answer)
+        return float(given == answer or self._is_right(known, read(given, not _has_letters(known))))
 
     def _is_right(self, known: str, given: str) -> bool:
         (letter, value), (other, their_value) = _choice(known), _choice(given)
@@ -122,6 +111,8 @@ class MathCorrectness:
             return squeezed[0] == squeezed[1] or said[0] == said[1]
         values, others = _values(known), _values(given)
         is_equation = (values, others) != ([known], [given])
+        if not any(map(_has_letters, values)):
+            values = values[-1:]  # a known 3+4 = 7 is 7
         if is_equation and len(values) == 1 and any(self._equal(values[0], v) for v in others):
             # of 3+4 = 7, one side is the known number, and the others are true
             return len(others) == 1 or all(self._is_same_value(values[0], v, False) for v in others)
@@ -287,6 +278,10 @@ def _quotients(text: str) -> str:
         for a, b in itertools.pairwise(text.split(":"))
     ]
     return f"({','.join(quotients)})" if quotients else text
+
+
+def _has_letters(text: str) -> bool:
+    return re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+|«[^»]*»", "", text)) is not None
 
 
 def _name(text: str) -> str:
