@@ -51,6 +51,8 @@ _FIND: dict[str, Callable[[str], str]] = {
     "gsm8k": lambda text: (re.findall(r"####([^\n]*)", text) or [""])[-1],
     "plain": str,
 }
+WRITE = {"tag": "<answer>{}</answer>", "boxed": r"\boxed{{{}}}", "gsm8k": "#### {}", "plain": "{}"}
+"""How a response writes its answer, by `answer_format`."""
 
 
 class MathCorrectness:
@@ -74,7 +76,7 @@ class MathCorrectness:
         if answer_format not in tuple(_FIND):
             allowed = ", ".join(_FIND)
             raise ValueError(f"answer_format: {answer_format!r} given; allowed: {allowed}")
-        self._find = _FIND[answer_format]
+        self._find, self._write = _FIND[answer_format], WRITE[answer_format]
         # Imported here because they take seconds.
         self._math_verify = importlib.import_module("math_verify")
         self._sympy = importlib.import_module("sympy")
@@ -94,6 +96,10 @@ class MathCorrectness:
         if not known:
             raise ValueError(f"answer: cannot parse {answer!r} as mathematics; allowed: a formula")
         return float(given == answer or self._is_right(known, read(given, not _has_letters(known))))
+
+    def perfect_response(self, *, answer: str) -> str:
+        """Return the known answer as a response has it."""
+        return self._write.format(answer)
 
     def _is_right(self, known: str, given: str) -> bool:
         (letter, value), (other, their_value) = _choice(known), _choice(given)

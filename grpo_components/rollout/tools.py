@@ -113,7 +113,11 @@ def python_tool(run: Callable[[str], str]) -> Tool:
     """Make a tool that runs a Python program and returns its output."""
 
     def python(code: str) -> str:
-        """Run a Python program and return what it prints."""
+        """Run a Python program and return what it prints.
+
+        Args:
+            code: source text of the program.
+        """
         if not isinstance(code, str):
             raise ValueError("code must be a text")
         return run(code) or "(the program printed nothing)"

@@ -260,7 +260,8 @@ def test_the_wheel_carries_the_recipes_inside_the_package_only(wheel: Path):
         assert f"grpo_components/_recipes/configs/{name}.yaml" in names
     assert "grpo_components/py.typed" in names
     top_level = {name.split("/")[0] for name in names}
-    assert {name for name in top_level if not name.endswith(".dist-info")} == {"grpo_components"}
+    packages = {name for name in top_level if not name.endswith(".dist-info")}
+    assert packages == {"grpo_components", "grpo_tools"}
 
 
 def registry_without_our_recipe() -> Any:

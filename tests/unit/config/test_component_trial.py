@@ -412,7 +412,6 @@ def test_what_is_no_profiler_is_refused_where_it_is_enabled(tried, path):
     [
         ("profiler.wait_step=1", "profiler.wait_step"),
         ("profiler.active_steps=0", "profiler.active_steps"),
-        ("profiler.with_stack=maybe", "profiler.with_stack"),
         ("profiler.output_dir=/dev/null/x", "profiler.output_dir"),
         ("~checkpointer.output_dir", "checkpointer.output_dir"),
         ("checkpointer.output_dir=/dev/null", "checkpointer.output_dir"),

@@ -9,7 +9,7 @@ from lib.config_errors import refusal_of, refused_key
 from omegaconf import OmegaConf
 
 from grpo_components.config import prompts
-from grpo_components.config.building import build_data, shared_prompts
+from grpo_components.config.building import SHIPPED_ENVIRONMENT, build_data, shared_prompts
 from grpo_components.config.column_checks import check_columns, columns_taken
 from grpo_components.config.signature_checks import check_components
 from grpo_components.data.curriculum import CurriculumRule
@@ -81,12 +81,16 @@ def data_cfg(tmp_path, monkeypatch):
             "model": {"_component_": "a.Model"},
             "dataset": {"_component_": GSM8K, "source": str(tmp_path / "train.jsonl")},
             "eval_dataset": {"_component_": GSM8K, "source": str(tmp_path / "held_out.jsonl")},
-            "generator": {"max_response_tokens": 10, "max_model_len": None},
+            "generator": {
+                "max_response_tokens": 10,
+                "max_model_len": None,
+                "stop_token_ids": None,
+            },
             "tokens_per_micro_batch": 100,
             "train_from": None,
             "eval_only": None,
             "rewards": {},
-            "environment": {"_component_": "an.Environment"},
+            "environment": dict(SHIPPED_ENVIRONMENT),
             "ptx": None,
         }
     )

