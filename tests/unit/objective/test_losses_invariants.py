@@ -111,34 +111,6 @@ def test_on_policy_every_objective_has_the_gradient_of_reinforce(name, seed):
     torch.testing.assert_close(gradient(LOSSES[name](), inputs), -inputs.advantages)
 
 
-@every_loss
-@given(seed=st.integers(0, 999))
-def test_the_ratio_is_to_the_generator_and_not_to_the_trainer_itself(name, seed):
-    inputs = random_inputs(seed, staleness=1 + torch.arange(N) % 3)  # 0 would be the trainer's
-    if name != "decoupled, recomputed":
-        inputs = replace(inputs, proximal_logprobs=None)
-    metrics = LOSSES[name]()(inputs)[1]
-    assert (metrics["ratio/mean"] != 1).all()
-    assert not any(values.requires_grad for values in metrics.values())
-
-
-@given(st.integers(0, 999))
-def test_one_token_is_a_sequence_where_gspo_is_grpo(seed):
-    inputs = random_inputs(seed, sequence_ids=torch.arange(N))
-    gspo, grpo = GSPOLoss(0.2, 0.3), GRPOLoss(0.2, 0.3)
-    torch.testing.assert_close(gspo(inputs)[0], grpo(inputs)[0])
-    torch.testing.assert_close(gradient(gspo, inputs), gradient(grpo, inputs))
-
-
-@given(st.integers(0, 999))
-def test_unclipped_and_uncut_decoupled_ppo_is_the_plain_importance_weight(seed):
-    inputs = random_inputs(seed)
-    expected = gradient(REINFORCELoss(), replace(inputs, proximal_logprobs=None))
-    for proximal in ("recomputed", "loglinear"):
-        loss = DecoupledPPOLoss(1.0, 1e9, max_weight=None, proximal=proximal)
-        torch.testing.assert_close(gradient(loss, inputs), expected)
-
-
 @pytest.mark.parametrize("kind", [GRPOLoss, GSPOLoss, DecoupledPPOLoss])
 def test_an_overflowing_ratio_that_is_clipped_leaves_finite_gradients(kind):
     far = torch.full((N,), -200.0)  # exp(200) is infinite in float32
