@@ -27,7 +27,7 @@ def k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return k2, half the squared log ratio: in the loss, it has the gradient of k1 in the reward."""
+    """Return k2, half the squared log ratio; its gradient in the loss is k1's in the reward."""
     return 0.5 * (logprobs - other_logprobs) ** 2
 
 

@@ -23,21 +23,8 @@ from transformers import (
 from grpo_components.training.reward_model import RewardModel
 from grpo_components.trajectory import Trajectory, batch_hash, pack, unpack
 
-WORDS = [
-    "[UNK]",
-    "[END]",
-    "[PAD]",
-    "What",
-    "is",
-    "two",
-    "plus",
-    "three",
-    "It",
-    "five",
-    "six",
-    ".",
-    "?",
-]
+WORDS = ["[UNK]", "[END]", "[PAD]", "What", "is", "two", "plus", "three", "It", "five", "six"]
+WORDS += [".", "?"]
 SHAPE = {
     "vocab_size": len(WORDS),
     "hidden_size": 32,

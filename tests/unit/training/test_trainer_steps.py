@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import pickle
 from functools import partial
 
 import numpy as np
@@ -15,7 +14,6 @@ from lib.trainer_ranks import (
     LOPSIDED,
     RAGGED,
     HalfBlind,
-    Ranks,
     SquaredLogprobs,
     assert_weights_close,
     assert_weights_equal,
@@ -23,7 +21,6 @@ from lib.trainer_ranks import (
     export,
     exported,
     hf_weights,
-    make,
     step,
     untimed,
 )
@@ -56,22 +53,6 @@ def test_a_gradient_that_is_not_finite_trains_nothing_and_spoils_nothing(ranks, 
     assert_weights_equal(exported(results, 2), hf_weights(base))
     undisturbed = ranks.step(base, 2, RAGGED, ADVANTAGES, build_optimizer=adam)
     assert_weights_equal(exported(results, 5), exported(undisturbed, 2))
-
-
-def test_skipped_steps_are_counted(ranks, base):
-    spoiled = ADVANTAGES.copy()
-    spoiled[2] = math.nan
-    nothing = [make(1, 2, [False] * 3)] * 2  # no token of which can be trained
-    steps = [
-        step(RAGGED, ADVANTAGES, 0),
-        step(RAGGED, spoiled, 1),
-        step(nothing, ADVANTAGES[: len(nothing)], 2),
-        step(RAGGED, ADVANTAGES, 3),
-    ]
-    results = ranks.run(base, 2, steps)
-    for measured in results:
-        assert [metrics["skipped_steps"] for metrics in measured] == [0, 1, 2, 2]
-        assert [metrics["policy_version"] for metrics in measured] == [1, 1, 1, 2]
 
 
 def test_a_loss_that_is_no_number_trains_nothing_even_if_its_gradient_is_one(ranks, base):
@@ -277,14 +258,6 @@ def test_a_folder_that_cannot_be_written_is_told_by_every_rank(ranks, base, tmp_
     (tmp_path / "file").touch()
     results = ranks.run(base, 2, save_to(tmp_path / "file" / "saved"))
     assert all("Not a directory" in rank_results[1] for rank_results in results)
-
-
-def test_pickle_builds_nothing_but_the_description_of_tensors(ranks, base, tmp_path):
-    ranks.run(base, 1, save_to(tmp_path))
-    (file,) = tmp_path.rglob(".metadata")
-    file.write_bytes(pickle.dumps({"a": Ranks}).replace(b"Ranks", b"Rank2"))
-    with pytest.raises(pickle.UnpicklingError, match=r"\.metadata .*Rank2"):
-        ranks.run(base, 1, [("load_state", str(tmp_path))])
 
 
 def test_bf16_compute_exports_the_rounded_float32_masters(ranks, base):
