@@ -196,6 +196,7 @@ def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
         "log_peak_memory_stats": False,
         "build_profiler": None,
         "logged_responses": 0,
+        "num_ids": None,
     }
     assert not changes.keys() - values.keys()
     values |= changes

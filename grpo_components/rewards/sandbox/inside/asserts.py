@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import importlib.machinery
 import importlib.util
 import json
 import operator
@@ -232,17 +233,25 @@ def _answer(value: Any) -> Any:
     return value
 
 
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads a file; in the asserts, an object of the program is no answer."""
+
+    def source_to_code(self, data: Any, path: Any, **_: Any) -> Any:
+        tree = ast.parse(data)
+        if path == f"/{ASSERTS}":
+            _Answers().visit(tree)
+        return compile(tree, path, "exec", dont_inherit=True)
+
+
 def _load(name: str, **names: Any) -> Any:
-    spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), f"/{name}")
+    path, module_name = f"/{name}", name.removesuffix(".py")
+    loader = _Loader(module_name, path)
+    spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
     assert spec
     module = importlib.util.module_from_spec(spec)
     vars(module).update(names)
     sys.modules[module.__name__] = module
-    with open(f"/{name}", "rb") as file:
-        tree = ast.parse(file.read())
-    if name == ASSERTS:
-        _Answers().visit(tree)
-    exec(compile(tree, f"/{name}", "exec", dont_inherit=True), vars(module))
+    loader.exec_module(module)
     return module
 
 
