@@ -103,9 +103,6 @@ class RewardShaping:
 
         A response that the limit ended counts as one of full length, even if it is shorter because
         the environment's next words had no room.
-
-        Returns:
-            [B, G] float64, a new array; NaN where the sample failed.
         """
         shaped = batch.rewards.astype(np.float64)
         coefficient = self.kl_coeff(step)
