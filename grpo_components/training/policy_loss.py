@@ -50,7 +50,7 @@ class PolicyLoss:
     def __call__(
         self, inputs: LossInputs, start: Tensor
     ) -> tuple[Tensor, TokenMetrics, Tensor | None]:
-        """Return a micro-batch's losses [N], metrics [N] by name, and weights [N], None without any."""
+        """Return the losses [N] of a micro-batch, metrics [N] by name, and weights [N] or None."""
         inputs, distilled = with_teacher(inputs, self._teacher_coeff)
         weights = None
         if self.corrects:
