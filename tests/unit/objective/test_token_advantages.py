@@ -7,25 +7,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lib.trajectories import trajectory as record
 
 from grpo_components.objective.token_advantages import TokenNormalizedAdvantages
-from grpo_components.trajectory import Trajectory
 
 
 def response(advantage, tokens):
     """Tokens (generator, reference, by): policy, stale (sampled, not trained), environment."""
     sampled = np.array([by != "environment" for *_, by in tokens], bool)
-    trajectory = Trajectory(
-        prompt_ids=np.arange(2),
-        response_ids=np.arange(len(tokens)),
-        response_mask=sampled,
+    trajectory = record(
+        len(tokens),
+        sampled,
         generator_logprobs=np.array([generator for generator, *_ in tokens], np.float32),
-        token_versions=np.where(sampled, 0, -1).astype(np.int32),
-        prompt_index=0,
-        epoch=0,
-        group_id=0,
-        attempt=0,
-        finish_reason="stop",
         reference_logprobs=np.array([reference for _, reference, _ in tokens], np.float32),
         advantage=advantage,
     )

@@ -6,13 +6,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from lib.trajectories import trajectory as record
 from safetensors.torch import save_file
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 from torchtune.training import FullModelHFCheckpointer
 
 from grpo_components.training.reference import Reference
-from grpo_components.trajectory import Trajectory, batch_hash, pack, unpack
+from grpo_components.trajectory import batch_hash, pack, unpack
 
 build_model = partial(
     qwen2,
@@ -72,18 +73,12 @@ def make(number, mask):
     rng = np.random.default_rng(number)
     mask = np.array(mask, bool)
     logprobs = rng.normal(-4, 0.5, len(mask))
-    return Trajectory(
+    return record(
+        rng.integers(0, 50, len(mask)),
+        mask,
         prompt_ids=rng.integers(0, 50, 4),
-        response_ids=rng.integers(0, 50, len(mask)),
-        response_mask=mask,
         # The values at the environment's tokens must not matter.
         generator_logprobs=np.where(mask, logprobs, np.nan).astype(np.float32),
-        token_versions=np.where(mask, 3, -1).astype(np.int32),
-        prompt_index=0,
-        epoch=0,
-        group_id=0,
-        attempt=0,
-        finish_reason="stop",
         temperature=0.8,
     )
 
