@@ -29,6 +29,8 @@ from torchtune.training import setup_torch_profiler
 
 from grpo_components.exchange.weights import checkpoint_shapes
 from grpo_components.objective.schedules import Schedule
+from grpo_components.training.token_metrics import over_updates
+from grpo_components.training.trainer import set_learning_rate
 
 # ---- steps, versions, rates ---------------------------------------------------------------------
 
@@ -69,6 +71,37 @@ def test_a_learning_rate_schedule_follows_the_training_step(ranks, base):
     steps = [step(RAGGED, ADVANTAGES, number) for number in (0, 1, 2, 7)]
     results = ranks.run(base, 1, steps, learning_rate=schedule)[0]
     assert [metrics["lr"] for metrics in results] == pytest.approx([0.4, 0.4, 0.3, 0.1])
+
+
+@pytest.mark.parametrize("rate", [9.0, torch.tensor(9.0)])
+def test_the_next_step_has_the_rate_that_was_set(rate):
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))]} for _ in range(2)]
+    optimizer = torch.optim.SGD(groups, lr=rate, foreach=False)
+    kept = [group["lr"] for group in optimizer.param_groups]
+    set_learning_rate(optimizer, 0.25)
+    for group, before in zip(optimizer.param_groups, kept, strict=True):
+        assert group["lr"] is before or not isinstance(before, torch.Tensor)
+        group["params"][0].grad = torch.ones(2)
+    optimizer.step()
+    for group in optimizer.param_groups:
+        assert torch.equal(group["params"][0], torch.full((2,), 0.75))
+
+
+def test_fresh_tokens_of_several_updates_weigh_alike():
+    parts = [
+        {"mismatch/fresh_kl": 0.5, "mismatch/fresh_tokens": 3.0},
+        {"mismatch/generator_kl": 0.1},  # an update without a fresh token
+        {"mismatch/fresh_kl": 0.1, "mismatch/fresh_tokens": 9.0},
+    ]
+    metrics = over_updates(parts)
+    assert metrics["mismatch/fresh_kl"] == pytest.approx((0.5 * 3 + 0.1 * 9) / 12)
+    assert metrics["mismatch/fresh_tokens"] == 12
+
+
+def test_a_step_without_fresh_tokens_has_none():
+    metrics = over_updates([{"mismatch/generator_kl": 0.1}])
+    assert math.isnan(metrics["mismatch/fresh_kl"])
+    assert math.isnan(metrics["mismatch/fresh_tokens"])
 
 
 def test_a_bad_update_leaves_the_good_ones_of_its_batch(ranks, base):
