@@ -28,7 +28,7 @@ ONLY_IMPORTERS = {
     "vllm": (
         *("grpo_components.rollout.vllm_engine", "grpo_components.rollout.vllm_weights"),
         *("grpo_components.rollout.weight_sender", "grpo_components.agents.tool_calls"),
-        *("grpo_components.rollout.vllm_adapters", "grpo_components.rollout.probe_request"),
+        "grpo_components.rollout.vllm_adapters",
     ),
 }
 # Imported in a notebook within seconds: the record, the maths, and the rewards that users write.

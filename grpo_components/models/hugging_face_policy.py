@@ -151,13 +151,6 @@ def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
 
     Runs the forward pass of the model's class with the base's part left out, so that no family's
     rule is repeated here (Granite's and Cohere's scales, Gemma 2's cap).
-
-    Args:
-        model: a transformers model, inside its forward pass if it is sharded.
-        hidden: [N, D] hidden states that the base model returned.
-
-    Returns:
-        [N, V] logits.
     """
     forward: Any = type(model).forward
     rest = _WithHidden(model, hidden[None])

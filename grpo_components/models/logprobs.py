@@ -49,12 +49,7 @@ def parts_of(
     trajectories: Sequence[Trajectory | TokenSequence],
     masks: Sequence[NDArray[np.bool_]] | None = None,
 ) -> list[Part]:
-    """Return what a forward pass has to read for the wanted logprobs.
-
-    Args:
-        trajectories: B trajectories or token sequences.
-        masks: [R] bool for each of them, which response tokens are wanted; None means all.
-    """
+    """Return what a forward pass has to read for the wanted logprobs."""
     parts: list[Part] = []
     for number, t in enumerate(trajectories):
         last = len(t.response_ids) - 1
@@ -107,17 +102,7 @@ def token_batch(
 def logprobs_and_entropies(
     logits: Tensor, targets: Tensor, temperatures: Tensor, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the logprobs of the targets, and the entropies of their distributions.
-
-    Args:
-        logits: [N, V] of any floating dtype, not yet divided by the temperature.
-        targets: [N] int64 token ids.
-        temperatures: [N] float32 sampling temperatures.
-        entropy_gradient: compute the entropy with a gradient.
-
-    Returns:
-        Natural-log probabilities [N] float32, and entropies [N] float32 in nats.
-    """
+    """Return the logprobs of the targets, and the entropies of their distributions."""
     logprobs = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
     seen = logprobs if entropy_gradient else logprobs.detach()
     entropy = -(seen.exp() * seen).sum(dim=-1)

@@ -25,14 +25,7 @@ class GroupNormalizedAdvantages:
         self.eps = _positive("advantages.eps", eps)
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Return the advantages of a batch.
-
-        Args:
-            rewards: [B, G] float64, one row per group; NaN where the sample failed.
-
-        Returns:
-            [B, G] float32.
-        """
+        """Return the advantages of a batch."""
         centred, count = _centred(rewards)
         return (centred / (_deviation(centred, count) + self.eps)).astype(np.float32)
 
@@ -53,14 +46,7 @@ class BatchScaledAdvantages:
         self.eps = _positive("advantages.eps", eps)
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Return the advantages of a batch.
-
-        Args:
-            rewards: [B, G] float64, one row per group; NaN where the sample failed.
-
-        Returns:
-            [B, G] float32.
-        """
+        """Return the advantages of a batch."""
         deviation = _deviation(*_centred(rewards.reshape(1, -1)))
         return (_centred(rewards)[0] / (deviation + self.eps)).astype(np.float32)
 
@@ -73,14 +59,7 @@ class GroupCenteredAdvantages:
     """
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Return the advantages of a batch.
-
-        Args:
-            rewards: [B, G] float64, one row per group; NaN where the sample failed.
-
-        Returns:
-            [B, G] float32, in units of reward.
-        """
+        """Return the advantages of a batch."""
         return _centred(rewards)[0].astype(np.float32)
 
 
@@ -92,14 +71,7 @@ class LeaveOneOutAdvantages:
     """
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Return the advantages of a batch.
-
-        Args:
-            rewards: [B, G] float64, one row per group; NaN where the sample failed.
-
-        Returns:
-            [B, G] float32, in units of reward.
-        """
+        """Return the advantages of a batch."""
         centred, count = _centred(rewards)
         return (centred * (count / np.maximum(count - 1, 1))).astype(np.float32)
 
@@ -119,14 +91,7 @@ class BatchNormalizedAdvantages:
         self.eps = _positive("advantages.eps", eps)
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Return the advantages of a batch.
-
-        Args:
-            rewards: [B, G] float64, one row per group; NaN where the sample failed.
-
-        Returns:
-            [B, G] float32.
-        """
+        """Return the advantages of a batch."""
         centred, count = _centred(rewards.reshape(1, -1))
         normalized = centred / (_deviation(centred, count) + self.eps)
         return normalized.reshape(rewards.shape).astype(np.float32)

@@ -1,7 +1,8 @@
 """Weights that sum the losses of single tokens to the loss of an optimizer update.
 
 The weights are computed once per update, from the token counts of all its responses, whatever rank
-or micro-batch trains them. Padding is not counted, so it cannot dilute anything. S is the number of
+or micro-batch trains them: [S] counts give [S] weights, each that of every token of a response.
+Padding is not counted, so it cannot dilute anything. S is the number of
 all responses of the update, as in the papers: one without a trained token (failed, cut off and
 masked, too old) adds nothing to the sum but still counts in S. TokenMean divides by tokens, not S.
 """
@@ -21,15 +22,7 @@ class TokenMean:
     """
 
     def __call__(self, token_counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the weights for one optimizer update.
-
-        Args:
-            token_counts: [S] number of trained tokens of each response, over all ranks and
-                micro-batches; 0 for a response without any.
-
-        Returns:
-            [S] weight that each token of a response has; the update's loss is the weighted sum.
-        """
+        """Return the weights for one optimizer update."""
         return np.full(len(token_counts), 1.0 / max(int(token_counts.sum()), 1))
 
 
@@ -40,15 +33,7 @@ class SequenceMean:
     """
 
     def __call__(self, token_counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the weights for one optimizer update.
-
-        Args:
-            token_counts: [S] number of trained tokens of each response, over all ranks and
-                micro-batches; 0 for a response without any.
-
-        Returns:
-            [S] weight that each token of a response has; the update's loss is the weighted sum.
-        """
+        """Return the weights for one optimizer update."""
         return 1.0 / (len(token_counts) * np.maximum(token_counts, 1).astype(np.float64))
 
 
@@ -69,13 +54,5 @@ class ConstantLength:
         self.length = length
 
     def __call__(self, token_counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the weights for one optimizer update.
-
-        Args:
-            token_counts: [S] number of trained tokens of each response, over all ranks and
-                micro-batches; 0 for a response without any.
-
-        Returns:
-            [S] weight that each token of a response has; the update's loss is the weighted sum.
-        """
+        """Return the weights for one optimizer update."""
         return np.full(len(token_counts), 1.0 / (max(len(token_counts), 1) * self.length))

@@ -22,17 +22,6 @@ def clipped_objective(
     With a dual clip c, the loss of a token with A < 0 is -w max(min(rho A, clip(rho, low, high) A),
     c A): Ye et al. 2020, arXiv 1912.09729, eq. 5. A token has no gradient where a clip binds or A
     is 0.
-
-    Args:
-        log_ratio: [N] log rho, with the gradient.
-        advantages: [N] A.
-        low: smallest ratio that is not clipped.
-        high: largest ratio that is not clipped.
-        dual_clip: the dual clip c, above 1; None disables it.
-        log_weight: [N] log w, without gradient; None means w = 1.
-
-    Returns:
-        Losses [N], and the metrics of the ratio [N] by logged key.
     """
     ratio = log_ratio.detach().exp()
     too_low, too_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
@@ -54,12 +43,7 @@ def clipped_objective(
 
 
 def importance_weight(log_ratio: Tensor, bound: float | None) -> Tensor:
-    """Return min(exp(log_ratio), bound), without gradient and always finite: times A = 0 it is 0.
-
-    Args:
-        log_ratio: [N] log ratios, in nats.
-        bound: largest weight; None allows up to the largest finite number.
-    """
+    """Return min(exp(log_ratio), bound), without gradient and finite: times A = 0 it is 0."""
     ratio = log_ratio.detach().exp()
     return ratio.clamp(max=torch.finfo(ratio.dtype).max if bound is None else bound)
 
@@ -76,11 +60,7 @@ def ratio_metrics(ratio: Tensor, too_low: Tensor, too_high: Tensor) -> dict[str,
 
 
 def checked_clip_low(value: Scheduled) -> Schedule:
-    """Return the schedule of `loss.clip_low`, checked.
-
-    Raises:
-        ValueError: its value is not above 0 and at most 1 at every step.
-    """
+    """Return the schedule of `loss.clip_low`, checked."""
     schedule = as_schedule("loss.clip_low", value)
     if not (schedule.lowest > 0 and schedule.highest <= 1):
         raise ConfigError("loss.clip_low", f"{value} given", "above 0, at most 1")
@@ -88,11 +68,7 @@ def checked_clip_low(value: Scheduled) -> Schedule:
 
 
 def checked_clip_high(value: Scheduled) -> Schedule:
-    """Return the schedule of `loss.clip_high`, checked.
-
-    Raises:
-        ValueError: its value is not above 0 at every step.
-    """
+    """Return the schedule of `loss.clip_high`, checked."""
     schedule = as_schedule("loss.clip_high", value)
     if not schedule.lowest > 0:
         raise ConfigError("loss.clip_high", f"{value} given", "a number > 0")
@@ -100,11 +76,7 @@ def checked_clip_high(value: Scheduled) -> Schedule:
 
 
 def checked_dual_clip(value: float | None) -> float | None:
-    """Return the bound of the dual clip, `loss.dual_clip`, checked; None disables the dual clip.
-
-    Raises:
-        ValueError: it is neither None nor a finite number above 1.
-    """
+    """Return the bound of the dual clip, `loss.dual_clip`, checked; None disables the dual clip."""
     # To Python a bool is an int, but in a config it is not a number.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (is_number and 1 < value < float("inf")):

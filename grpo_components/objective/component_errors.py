@@ -27,11 +27,7 @@ _MAX_FRAMES = 20
 
 
 def name_of(component: Any) -> str:
-    """Return the dotted path of a component's class, or of a function.
-
-    Args:
-        component: object made from a config's `_component_`, or a function of the recipe.
-    """
+    """Return the dotted path of a component's class, or of a function."""
     named = cast(Any, component if hasattr(component, "__qualname__") else type(component))
     return f"{named.__module__}.{named.__qualname__}"
 
@@ -46,13 +42,6 @@ def named_failure(
     """Context manager: turn a component's error into a `ConfigError` that says where it was.
 
     The message has the component's key and name, and the file and line of the error.
-
-    Args:
-        key: key of the component in the config.
-        name: name of the component.
-        kinds: exceptions to convert; by default only `SystemExit`, which would end the process
-            silently.
-        allowed: what a component of this kind must be, for the message.
     """
     try:
         yield
@@ -64,39 +53,20 @@ def named_failure(
 
 
 def describe(error: BaseException, max_chars: int = MAX_ERROR_CHARS, where: str = "") -> str:
-    """Return type, place and message of an error, in one line.
-
-    Args:
-        error: error with its traceback.
-        max_chars: longest message shown.
-        where: place to show if no line of the traceback is in the user's code.
-    """
+    """Return type, place and message of an error, in one line."""
     text = " ".join(f"{error}".split())
     text = text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
     return f"{type(error).__name__}{place_of(error) or where}: {text}"
 
 
 def failure_text(what: str, error: BaseException, where: str = "") -> str:
-    """Return the text of a failed sample's error: one line, then the traceback of the user's code.
-
-    Args:
-        what: the part of the config that failed, such as `reward correctness`.
-        error: what it raised, with its traceback.
-        where: place to show if no line of the traceback is in the user's code.
-    """
+    """Return the error of a failed sample: one line, then the traceback of the user's code."""
     trace = user_traceback(error, installed=True)
     return f"{what}: {describe(error, MAX_FAILURE_CHARS, where)}\n{trace}".strip()
 
 
 def place_of(error: BaseException) -> str:
-    """Return the innermost line of the user's own code in a traceback, as " (file:line)".
-
-    Args:
-        error: error with its traceback.
-
-    Returns:
-        The place; an empty string if no line is in the user's code.
-    """
+    """Return the innermost line of the user's code in a traceback as " (file:line)", else ""."""
     return place_in(traceback.extract_tb(error.__traceback__))
 
 
@@ -104,12 +74,6 @@ def defined_at(component: Any) -> str:
     """Return where a function, or the call of an object, begins, as " (file:line)".
 
     For what it returned wrongly, there is no traceback.
-
-    Args:
-        component: function, or object that can be called.
-
-    Returns:
-        The place; an empty string for code that is not Python.
     """
     while isinstance(component, partial):
         component = cast(Any, component.func)
@@ -119,29 +83,13 @@ def defined_at(component: Any) -> str:
 
 
 def place_in(stack: traceback.StackSummary) -> str:
-    """Return the innermost line of the user's own code in a stack, as " (file:line)".
-
-    Args:
-        stack: stack, outermost call first.
-
-    Returns:
-        The place; an empty string if no line is in the user's code.
-    """
+    """Return the innermost line of the user's code in a stack as " (file:line)", else ""."""
     found = next(filter(_is_users, reversed(stack)), None)
     return "" if found is None else f" ({found.filename}:{found.lineno})"
 
 
 def user_traceback(error: BaseException, *, installed: bool = False) -> str:
-    """Return an error's traceback from the first line of the user's code on.
-
-    Args:
-        error: error with its traceback, causes included.
-        installed: whether the traceback of an installed component counts as well.
-
-    Returns:
-        The traceback as Python prints it, without the calls that lead to the user's code; empty if
-        the error was raised outside of any component.
-    """
+    """Return an error's traceback from the first line of the user's code on; "" if it has none."""
     report = traceback.TracebackException.from_exception(error)
     if not (users_part(report.stack) if installed else place_of(error)):
         return ""
@@ -159,9 +107,6 @@ def users_part(stack: traceback.StackSummary) -> traceback.StackSummary:
     """Return the part of a stack from its first line in the user's code on.
 
     For an installed component, it is what follows the last line of this package.
-
-    Args:
-        stack: stack, outermost call first.
     """
     first = next((n for n, frame in enumerate(stack) if _is_users(frame)), None)
     if first is None:
@@ -171,11 +116,7 @@ def users_part(stack: traceback.StackSummary) -> traceback.StackSummary:
 
 
 def stack_text(stack: traceback.StackSummary) -> str:
-    """Return a stack as text, under a heading; empty for an empty stack.
-
-    Args:
-        stack: stack of a call that hangs, outermost call first.
-    """
+    """Return a stack as text, under a heading; empty for an empty stack."""
     return "".join(["Where it hangs (innermost call last):\n", *stack.format()]) if stack else ""
 
 

@@ -27,20 +27,6 @@ def objective_losses(
 
     Losses are weighted and penalties added here only, for every loss. A token with weight 0 is
     masked: loss and penalties see 0 in place of its inputs, and its loss and gradient are 0.
-
-    Args:
-        loss: function of the N tokens; returns losses [N] and metrics [N] by name.
-        penalties: KL to the reference and entropy bonus; the weights do not scale them.
-        inputs: the N tokens of a micro-batch.
-        weights: [N] finite numbers >= 0, without gradient; None means 1 for each token.
-        name: name of the loss, for error messages.
-
-    Returns:
-        The losses [N], and the metrics [N] of loss and penalties; among these `loss/policy`, the
-        weighted policy loss.
-
-    Raises:
-        ConfigError: the loss does not return what its contract demands.
     """
     kept = None if weights is None else weights != 0
     tokens = inputs if kept is None else _with_masked_tokens_neutral(inputs, kept)

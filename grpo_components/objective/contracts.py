@@ -20,14 +20,6 @@ def checked_losses(name: str, returned: Any, inputs: LossInputs) -> tuple[Tensor
     """Return what a loss returned, if it is losses [N] with a gradient and metrics [N] by name.
 
     The check does not read values, so it does not wait for the device.
-
-    Args:
-        name: name of the loss.
-        returned: what the loss returned.
-        inputs: what the loss was called with.
-
-    Raises:
-        ConfigError: the loss returned something else; the message says what.
     """
     like = inputs.trainer_logprobs
     wanted = f"[{len(like)}]"
@@ -59,16 +51,7 @@ def checked_losses(name: str, returned: Any, inputs: LossInputs) -> tuple[Tensor
 
 
 def check_numbers(name: str, losses: Tensor, inputs: LossInputs) -> None:
-    """Refuse losses unless they and their gradient with respect to trainer_logprobs are finite.
-
-    Args:
-        name: name of the loss.
-        losses: [N] losses that `checked_losses` returned, with their graph.
-        inputs: what the loss was called with; all of its numbers are finite.
-
-    Raises:
-        ConfigError: there is no gradient, or a number is not finite; the message has the first.
-    """
+    """Refuse losses unless they and their gradient with respect to trainer_logprobs are finite."""
     allowed = "finite losses that depend on trainer_logprobs with a finite gradient"
     found = torch.autograd.grad(losses.sum(), inputs.trainer_logprobs, allow_unused=True)
     gradient = cast("Tensor | None", found[0])
@@ -84,17 +67,6 @@ def checked_weights(name: str, returned: Any, log_ratios: Tensor) -> Tensor:
     """Return what an off-policy correction returned, if it is one number per token.
 
     The check does not read values, so it does not wait for the device.
-
-    Args:
-        name: name of the correction.
-        returned: what the correction returned.
-        log_ratios: [N] log ratios that the correction was called with.
-
-    Returns:
-        The weights [N], of the log ratios' dtype and without gradient.
-
-    Raises:
-        ConfigError: the correction returned something else; the message says what.
     """
     allowed = "[N] floating-point weights >= 0, one for each token"
     if not isinstance(returned, Tensor) or returned.shape != log_ratios.shape:
@@ -106,17 +78,7 @@ def checked_weights(name: str, returned: Any, log_ratios: Tensor) -> Tensor:
 
 
 def check_first_weights(name: str, weights: Tensor, log_ratios: Tensor) -> None:
-    """Refuse weights that are negative or not finite.
-
-    Args:
-        name: name of the correction.
-        weights: [N] weights that `checked_weights` returned.
-        log_ratios: [N] log ratios that the correction was called with; where one is not finite,
-            the weight is not checked, since the correction is not to blame.
-
-    Raises:
-        ConfigError: a weight is refused; the message has the first.
-    """
+    """Refuse weights that are negative or not finite, but where the log ratio is not finite."""
     wrong = weights[log_ratios.isfinite() & ~((weights >= 0) & weights.isfinite())]
     if len(wrong):
         allowed = "finite weights >= 0, one for each token"
@@ -126,18 +88,7 @@ def check_first_weights(name: str, weights: Tensor, log_ratios: Tensor) -> None:
 def checked_aggregation(
     aggregation: Callable[[NDArray[np.int64]], Any], token_counts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Call the aggregation and check that it gives each response with tokens a finite weight.
-
-    Args:
-        aggregation: function from token counts to weights of the same shape.
-        token_counts: [S] number of trained tokens of each response.
-
-    Returns:
-        The weights [S].
-
-    Raises:
-        ConfigError: the aggregation returned something else; the message says what.
-    """
+    """Call the aggregation and check that it gives each response with tokens a finite weight."""
     name = name_of(aggregation)
     with named_failure("aggregation", name):
         returned = aggregation(token_counts)
@@ -156,16 +107,7 @@ def advantages_of(
 ) -> NDArray[np.floating]:
     """Call the `advantages` component and check that it gives each response a number.
 
-    Args:
-        advantages: function from rewards [B, G] to advantages of the same shape.
-        rewards: [B, G] float64; NaN where the sample failed. Where any has failed, advantages that
-            are not finite are accepted.
-
-    Returns:
-        [B, G] advantages, floating point.
-
-    Raises:
-        ConfigError: the component returned something else; the message says what.
+    Where any sample has failed, advantages that are not finite are accepted.
     """
     name = name_of(advantages)
     with named_failure("advantages", name):

@@ -24,16 +24,7 @@ from grpo_components.objective.losses import LossInputs, TokenMetrics
 
 
 def with_teacher(inputs: LossInputs, coeff: float) -> tuple[LossInputs, TokenMetrics]:
-    """Add the teacher's term to the advantages of a micro-batch.
-
-    Args:
-        inputs: the N tokens; without `teacher_logprobs` they are returned as they are.
-        coeff: weight of the term, in units of advantage per nat.
-
-    Returns:
-        The tokens with advantages A - coeff (log pi - log pi_teacher), without gradient, and
-        metrics [N]: `teacher/kl` (k1, the estimate in the advantages) and `teacher/kl_k3`.
-    """
+    """Add the teacher's term to the advantages of a micro-batch."""
     teacher = inputs.teacher_logprobs
     if teacher is None:
         return inputs, {}

@@ -33,9 +33,6 @@ def doubts_about_loss(loss: Loss) -> Iterator[str]:
 
     The loss is called with single-token responses, whose ratios to the generator are given and
     whose advantages are 1 and -1.
-
-    Args:
-        loss: loss that passed its trial; without an off-policy correction, which may do its part.
     """
     better, worse = (_gradients(loss, advantage) for advantage in (1.0, -1.0))
     if all(_same(values) and values[0] != 0 for values in (better, worse)):
@@ -64,13 +61,7 @@ def doubts_about_loss(loss: Loss) -> Iterator[str]:
 def doubts_about_micro_batches(
     loss: Loss, penalties: Penalties, inputs: LossInputs
 ) -> Iterator[str]:
-    """Yield whether a response's losses depend on which others are in its micro-batch.
-
-    Args:
-        loss: loss that passed its trial.
-        penalties: penalties that are added to it.
-        inputs: tokens of several responses of different lengths.
-    """
+    """Yield whether a response's losses depend on which others are in its micro-batch."""
     whole, again = (objective_losses(loss, penalties, inputs, None)[0] for _ in range(2))
     if not torch.equal(whole, again):  # it has a state, or draws random numbers
         return
@@ -89,12 +80,7 @@ def doubts_about_micro_batches(
 def doubts_about_advantages(
     advantages: Callable[[NDArray[np.float64]], Any], group_size: int
 ) -> Iterator[str]:
-    """Yield whether a response can have a lower advantage than one with the same or less reward.
-
-    Args:
-        advantages: function from rewards [B, G] to advantages [B, G].
-        group_size: number of responses in a group.
-    """
+    """Yield whether a response can have a lower advantage than one with the same or less reward."""
     if group_size < 2:
         return
     rewards = np.ones((4, group_size))

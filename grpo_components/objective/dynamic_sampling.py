@@ -35,18 +35,7 @@ class DynamicSampling:
         self._too_few_valid = 0
 
     def keeps(self, rewards: Sequence[float], successes: Sequence[bool]) -> bool:
-        """Decide whether to keep a group; call it once per group, in order of their finish.
-
-        Args:
-            rewards: [G] rewards of the group's samples; NaN where the sample failed.
-            successes: [G] whether the sample solved its problem.
-
-        Returns:
-            True if at least two samples that did not fail have different rewards.
-
-        Raises:
-            StarvedError: with this group, more than `max_discarded` in a row were discarded.
-        """
+        """Decide whether to keep a group; call it once per group, in order of their finish."""
         valid = [not math.isnan(reward) for reward in rewards]
         distinct = {reward for reward, is_valid in zip(rewards, valid, strict=True) if is_valid}
         if len(distinct) > 1:

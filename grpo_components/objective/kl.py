@@ -22,41 +22,17 @@ from torch import Tensor
 
 
 def k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return k1, the log ratio: for the reward, as its gradient in the loss is zero on average.
-
-    Args:
-        logprobs: [N] logprobs of the policy.
-        other_logprobs: [N] logprobs of the other distribution, at the same tokens.
-
-    Returns:
-        [N] logprobs - other_logprobs, in nats.
-    """
+    """Return k1, the log ratio: for the reward, as its gradient in the loss is zero on average."""
     return logprobs - other_logprobs
 
 
 def k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return k2, half the squared log ratio: its gradient in the loss is that of k1 in the reward.
-
-    Args:
-        logprobs: [N] logprobs of the policy.
-        other_logprobs: [N] logprobs of the other distribution, at the same tokens.
-
-    Returns:
-        [N] (logprobs - other_logprobs)^2 / 2, in nats.
-    """
+    """Return k2, half the squared log ratio; its gradient in the loss is k1's in the reward."""
     return 0.5 * (logprobs - other_logprobs) ** 2
 
 
 def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return k3, unbiased and >= 0: its gradient in the loss is that of KL(other || policy).
-
-    Args:
-        logprobs: [N] logprobs of the policy.
-        other_logprobs: [N] logprobs of the other distribution, at the same tokens.
-
-    Returns:
-        [N] exp(d) - d - 1 with d = other_logprobs - logprobs, in nats.
-    """
+    """Return k3, unbiased and >= 0: its gradient in the loss is that of KL(other || policy)."""
     difference = other_logprobs - logprobs
     return torch.expm1(difference) - difference
 

@@ -75,12 +75,7 @@ class LossInputs:
 def at_step(
     loss: Callable[..., tuple[Tensor, TokenMetrics]], settings: Mapping[str, Scheduled]
 ) -> Callable[[LossInputs], tuple[Tensor, TokenMetrics]]:
-    """Turn a loss with settings into a loss of the tokens alone; schedules follow `tokens.step`.
-
-    Args:
-        loss: function of the tokens, and of each setting as a keyword argument.
-        settings: the settings of the config's `loss` by name: numbers or schedules.
-    """
+    """Turn a loss with settings into a loss of the tokens alone; schedules follow `tokens.step`."""
     schedules = {name: as_schedule(f"loss.{name}", value) for name, value in settings.items()}
 
     @functools.wraps(getattr(loss, "func", loss))  # of a partial: the function inside

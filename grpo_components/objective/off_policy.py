@@ -2,6 +2,8 @@
 
 Every preset turns the log ratios d_t = log pi_proximal - log pi_generator of the sampled tokens
 (pi_proximal: the trainer's policy at the start of the training step) into one weight per token.
+Its arguments are `log_ratios` [N], those of the trained tokens of whole responses laid end to end,
+and `sequence_ids` [N] int64, 0 to S - 1; it returns weights [N] of the log ratios' dtype.
 The weight multiplies the token's policy loss and carries no gradient; weight 0 masks the token
 (`composition.py`). T is the number of a response's trained tokens. With `stale_tokens: mask`, its
 first tokens may be older than `max_staleness`; sums and means leave these out. Log ratios, and
@@ -61,15 +63,7 @@ class TokenTIS:
         self.cap = _checked_cap(cap)
 
     def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
-        """Return the weights of a micro-batch's tokens.
-
-        Args:
-            log_ratios: [N] float, d_t in nats of the trained tokens of whole responses.
-            sequence_ids: [N] int64, 0..S-1: the response of each token.
-
-        Returns:
-            [N] weights in (0, cap], of the log ratios' dtype, without gradient.
-        """
+        """Return the weights of a micro-batch's tokens."""
         return _ratios(log_ratios.detach()).clamp(max=self.cap)
 
 
@@ -93,15 +87,7 @@ class SequenceTIS:
         self.cap = _checked_cap(cap)
 
     def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
-        """Return the weights of a micro-batch's tokens, the same for all tokens of a response.
-
-        Args:
-            log_ratios: [N] float, d_t in nats of the trained tokens of whole responses.
-            sequence_ids: [N] int64, 0..S-1: the response of each token.
-
-        Returns:
-            [N] weights in (0, cap], of the log ratios' dtype, without gradient.
-        """
+        """Return the weights of a micro-batch's tokens, the same for all tokens of a response."""
         sums, _ = _sums(log_ratios, sequence_ids)
         return _ratios(sums).clamp(max=self.cap)[sequence_ids].to(log_ratios.dtype)
 
@@ -137,15 +123,7 @@ class MaskedIS:
         self.level = level
 
     def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
-        """Return the weights of a micro-batch's tokens.
-
-        Args:
-            log_ratios: [N] float, d_t in nats of the trained tokens of whole responses.
-            sequence_ids: [N] int64, 0..S-1: the response of each token.
-
-        Returns:
-            [N] weights, 0 or within [low, high], of the log ratios' dtype, without gradient.
-        """
+        """Return the weights of a micro-batch's tokens."""
         if self.level == "token":
             ratios = _ratios(log_ratios.detach())
         else:
@@ -177,15 +155,7 @@ class GeometricMask:
         self.low, self.high = _checked_band(low, high)
 
     def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
-        """Return the weights of a micro-batch's tokens, the same for all tokens of a response.
-
-        Args:
-            log_ratios: [N] float, d_t in nats of the trained tokens of whole responses.
-            sequence_ids: [N] int64, 0..S-1: the response of each token.
-
-        Returns:
-            [N] weights, 0 or 1, of the log ratios' dtype, without gradient.
-        """
+        """Return the weights of a micro-batch's tokens, the same for all tokens of a response."""
         sums, counts = _sums(log_ratios, sequence_ids)
         means = _ratios(sums / counts)
         kept = (means >= self.low) & (means <= self.high)
@@ -220,16 +190,7 @@ class OffPolicySequenceMask:
         self.threshold = threshold
 
     def __call__(self, log_ratios: Tensor, sequence_ids: Tensor, advantages: Tensor) -> Tensor:
-        """Return the weights of a micro-batch's tokens.
-
-        Args:
-            log_ratios: [N] float, d_t in nats of the trained tokens of whole responses.
-            sequence_ids: [N] int64, 0..S-1: the response of each token.
-            advantages: [N] float, advantage of each token.
-
-        Returns:
-            [N] weights, 0 or 1, of the log ratios' dtype, without gradient.
-        """
+        """Return the weights of a micro-batch's tokens."""
         sums, counts = _sums(log_ratios, sequence_ids)
         far = (-sums / counts > self.threshold)[sequence_ids]
         return (~(far & (advantages < 0))).to(log_ratios.dtype)
@@ -238,16 +199,7 @@ class OffPolicySequenceMask:
 def correction_weights(
     correction: Callable[..., Tensor], inputs: LossInputs, start_logprobs: Tensor
 ) -> Tensor:
-    """Call a correction with the arguments that its attributes ask for.
-
-    Args:
-        correction: a preset above, or the user's own of the same kind.
-        inputs: the tokens of a micro-batch.
-        start_logprobs: [N] logprobs of the policy at the start of the step.
-
-    Returns:
-        What the correction returned: weights [N], not yet checked.
-    """
+    """Call a correction with the arguments that its attributes ask for."""
     follows = getattr(correction, "follows_updates", False)
     policy = inputs.trainer_logprobs.detach() if follows else start_logprobs
     more = (inputs.advantages,) if getattr(correction, "needs_advantages", False) else ()
@@ -262,13 +214,6 @@ def mismatch_summary(
     With rho_t = exp(d_t): `mismatch/generator_kl` is the mean of rho - d - 1 (k3, Schulman 2020,
     "Approximating KL divergence"), an estimate of KL(generator || trainer) in nats per token;
     `mismatch/effective_sample_size` is (sum rho)^2 / (M sum rho^2), in (0, 1] (Kong 1992).
-
-    Args:
-        log_ratios: [M] d_t in nats of all sampled tokens of the step, from all ranks; M >= 1.
-        weights: [M] the correction's weights of these tokens.
-
-    Returns:
-        Metric values by key, computed in float64.
     """
     log_ratio = np.clip(log_ratios.astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = np.exp(log_ratio)

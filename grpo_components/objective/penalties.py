@@ -44,12 +44,7 @@ class Penalties:
         self._estimate = ESTIMATORS[kl_estimator]
 
     def __call__(self, tokens: LossInputs) -> tuple[list[Tensor], TokenMetrics]:
-        """Compute the penalty terms whose coefficient is above 0.
-
-        Returns:
-            Up to two terms [N] with their gradient, and metrics [N] without: the KL to the
-            reference if there is a reference, and the sum of the terms if there are any.
-        """
+        """Compute the penalty terms whose coefficient is above 0."""
         terms: list[Tensor] = []
         metrics: TokenMetrics = {}
         if tokens.reference_logprobs is None:

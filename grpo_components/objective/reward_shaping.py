@@ -103,9 +103,6 @@ class RewardShaping:
 
         A response that the limit ended counts as one of full length, even if it is shorter because
         the environment's next words had no room.
-
-        Returns:
-            [B, G] float64, a new array; NaN where the sample failed.
         """
         shaped = batch.rewards.astype(np.float64)
         coefficient = self.kl_coeff(step)
@@ -123,17 +120,7 @@ class RewardShaping:
 def sequence_kl(
     logprobs: Tensor, reference: Tensor, lengths: list[int], estimator: str
 ) -> list[float]:
-    """Estimate KL(policy || reference) of each response, as a sum over its tokens.
-
-    Args:
-        logprobs: [N] float, logprobs of the policy that sampled; responses are laid end to end.
-        reference: [N] float, logprobs of the reference at the same tokens.
-        lengths: [S] number of tokens of each response; they sum to N.
-        estimator: k1, k2 or k3 (`grpo_components.objective.kl`).
-
-    Returns:
-        [S] KL of each response in nats, summed in float64.
-    """
+    """Estimate KL(policy || reference) of each response, as a sum over its tokens."""
     per_token = ESTIMATORS[estimator](logprobs.detach().double(), reference.detach().double())
     ends = itertools.accumulate(lengths)
     return [

@@ -67,14 +67,7 @@ class TokenNormalizedAdvantages:
         return self.kl_coeff.highest > 0
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Return the rewards, as the advantages that `per_token` starts from.
-
-        Args:
-            rewards: [B, G] float64; NaN where the sample failed.
-
-        Returns:
-            [B, G] float32, in units of reward.
-        """
+        """Return the rewards, as the advantages that `per_token` starts from."""
         return np.where(np.isfinite(rewards), rewards, 0.0).astype(np.float32)
 
     def per_token(

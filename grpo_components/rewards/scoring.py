@@ -105,20 +105,6 @@ def _build(specs: dict[str, RewardSpec]) -> dict[str, tuple[RewardSpec, Callable
     return built
 
 
-def _counts_failures() -> str:
-    """Score a sample by a reward that raises; return what is wrong unless it counts as failed."""
-
-    def raises(**sample: Any) -> float:
-        raise RuntimeError("raised on purpose, to see that it counts as a failure")
-
-    spec = RewardSpec("", {}, 1.0, False)
-    sample: RewardInput = dict.fromkeys(map(str, CALL), "")
-    score = score_sample({"check": (spec, raises)}, sample, lambda name: None)
-    if math.isnan(score.reward) and score.error:
-        return ""
-    return f"rewards: a reward that raises gives the reward {score.reward} and no failed sample"
-
-
 def _serve(connection: Connection) -> None:
     """Run a reward process: build the rewards, then score samples until the owner exits."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -129,9 +115,6 @@ def _serve(connection: Connection) -> None:
     except Exception as error:  # sent to the owner, which raises it
         logging.getLogger(__name__).exception("rewards cannot be built")  # into the owner's log
         connection.send(f"rewards cannot be built: {describe(error)}")
-        return
-    if problem := _counts_failures():
-        connection.send(problem)
         return
     connection.send(None)
     # Nobody needs to hear the name of the only reward; a message costs more than most rewards.

@@ -37,16 +37,7 @@ def set_token_specs(env: EnvBase, num_slots: int) -> None:
 
 
 def slot_state(tokens: Any, *, done: bool, truncated: bool = False) -> TensorDict:
-    """Build the state of one slot, as an environment returns it.
-
-    Args:
-        tokens: [T] token ids of the prompt and the conversation so far.
-        done: whether the response has ended.
-        truncated: whether a limit ended the response.
-
-    Returns:
-        tokens [T] int64; done, terminated and truncated [1] bool.
-    """
+    """Build the state of one slot, as an environment returns it."""
     return TensorDict(
         tokens=torch.as_tensor(tokens, dtype=torch.int64),
         done=torch.tensor([done]),
@@ -96,16 +87,7 @@ class SingleTurnEnvironment(EnvBase):
     def begin_scoring(
         self, slot: int, response_ids: list[int], finish_reason: str
     ) -> Future[Score] | None:
-        """Start to score a response, while others of its group are sampled; `step` waits for it.
-
-        Args:
-            slot: number of the slot.
-            response_ids: [R] token ids of the response.
-            finish_reason: why it ended.
-
-        Returns:
-            The score to come; None if it is left to `step`.
-        """
+        """Start to score a response, while others of its group are sampled; `step` waits for it."""
         # A subclass with a step of its own may not want these scores.
         is_ours = type(self)._step is SingleTurnEnvironment._step
         if is_ours and hasattr(self._score, "begin"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -26,12 +27,9 @@ from grpo_components.rollout.generator_options import (
     SamplingOptions,
     open_reward_pool,
 )
-from grpo_components.rollout.malloc_arenas import give_back_freed, limit_malloc_arenas
 from grpo_components.rollout.observation_text import encode_text
-from grpo_components.rollout.open_rollouts import open_rollouts
-from grpo_components.rollout.rollouts import Sample
+from grpo_components.rollout.rollouts import Rollouts, Sample
 from grpo_components.rollout.sequence_budget import SequenceBudget
-from grpo_components.rollout.token_texts import token_texts
 from grpo_components.rollout.vllm_engine import BASE_VERSION, VLLMEngine
 from grpo_components.rollout.weight_receiver import IncomingWeights
 from grpo_components.trajectory import GroupSummary, PackedTrajectories, Trajectory, pack, summarize
@@ -43,6 +41,10 @@ _SWITCH_S = 0.0005
 _END_S = 10.0
 """Seconds that the engine may take to notice the end of a sender of weights."""
 _MALLOC_ARENAS = 2  # with one for each of a hundred threads, memory creeps up
+_M_ARENA_MAX = -8
+"""Parameter of glibc's `mallopt`."""
+_MAX_UTF8_BYTES = 4
+"""Most bytes of one character, and therefore most tokens that can share a character."""
 _NO_REPLAY = ReplayOptions()
 
 
@@ -77,12 +79,14 @@ class Generator:
         self._budget = SequenceBudget(rollouts_in_flight, sampling.group_size)
         threads = rollouts_in_flight if replay.replayed_folder is None else _REPLAY_THREADS
         threads *= sampling.group_size  # of some groups, only one response may be left
-        self._rollouts = open_rollouts(
-            *(self._engine, self._rewards, sampling, environment, engine),
-            decode=self._decode,
-            encode=partial(encode_text, self._tokenizer),
-            threads=threads,
-        )
+        shared = self._engine, self._rewards, sampling, environment
+        if environment.runs_agents:
+            from grpo_components.rollout.agent_rollouts import AgentRollouts  # a web server
+
+            self._rollouts = AgentRollouts(*shared, engine)
+        else:
+            encode = partial(encode_text, self._tokenizer)
+            self._rollouts = Rollouts(*shared, decode=self._decode, encode=encode, threads=threads)
         self.version = self._loading = BASE_VERSION
         self._rebuilt, self._rebuilding = RebuiltWeights(), asyncio.Lock()
         self._sleeps = 0
@@ -321,3 +325,44 @@ class Generator:
             return self._tokenizer.decode([token_id])
         except (KeyError, TypeError):
             return "\N{REPLACEMENT CHARACTER}"
+
+
+def token_texts(token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
+    """Decode each token of a response.
+
+    If several tokens share a character, the last of them gets it. Each token is decoded together
+    with its predecessor, because some tokens lose their leading space when decoded alone.
+    """
+    texts: list[str] = []
+    before: list[int] = []
+    pending: list[int] = []
+    for number, token_id in enumerate(token_ids, start=1):
+        pending.append(token_id)
+        found = decode(before + pending)[len(decode(before)) :]
+        is_torn = found.endswith("\N{REPLACEMENT CHARACTER}")
+        if is_torn and len(pending) < _MAX_UTF8_BYTES and number < len(token_ids):
+            texts.append("")
+            continue
+        texts.append(found)
+        before, pending = pending, []
+    return texts
+
+
+def limit_malloc_arenas(count: int) -> None:
+    """Let the threads of this process share arenas; does nothing without glibc.
+
+    By default there are eight for each core, and each keeps what its threads once used.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, count)
+
+
+def give_back_freed() -> None:
+    """Return freed memory to the system; does nothing without glibc.
+
+    Otherwise the process stays about as large as its longest batches once made it.
+    """
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)

@@ -21,6 +21,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from grpo_components.exchange.weight_probe import PROBE_IDS, ProbeReading
 from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
 from grpo_components.models.lora import ADAPTER_FILE, pushed_shapes
 from grpo_components.replay.schedule import STOP, Schedule
@@ -33,8 +34,6 @@ from grpo_components.rollout.completions import (
 from grpo_components.rollout.engine_sleep import EngineAsleepError, EngineSleep, sleep_arguments
 from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import EngineOptions
-from grpo_components.rollout.prefix_cache import empty_prefix_cache
-from grpo_components.rollout.probe_request import add_probe, probe_reading
 from grpo_components.rollout.vllm_adapters import ADAPTER, adapter_arguments, swap_adapter
 from grpo_components.rollout.vllm_weights import (
     load_into_worker,
@@ -370,3 +369,50 @@ def _build(options: EngineOptions, seed: int) -> LLMEngine:
             seed=seed,
             **more,
         ).llm_engine
+
+
+def empty_prefix_cache(scheduler: Any) -> None:
+    """Make every cached block unreachable for new requests, even while requests are running.
+
+    Running requests keep the blocks they hold. vLLM's own `reset_prefix_cache` does nothing while
+    any request holds a block, unless it preempts all requests.
+
+    New blocks of a running request attend to its old KV (keys and values), so no other request may
+    share them. They are therefore cached under a salt that is unique to the request: `cache_salt`
+    enters the hash of a request's first block, and the hash of each block enters that of the next.
+    A request that has computed nothing yet needs no salt, because all its KV will come from the new
+    weights.
+    """
+    manager = scheduler.kv_cache_manager
+    pool = manager.block_pool
+    manager.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
+    if still_cached := len(pool.cached_block_hash_to_block):
+        raise RuntimeError(f"vLLM's prefix cache still has {still_cached} blocks of old weights")
+    for request in scheduler.requests.values():
+        if request.num_computed_tokens:
+            request.cache_salt = request.request_id
+            request.block_hashes = []
+            request.update_block_hashes()
+
+
+def add_probe(
+    engine: LLMEngine, scheduler: Any, request_id: str, max_tokens: int, lora: Any
+) -> None:
+    """Add the probe before all requests that wait: a pull waits for it."""
+    prompt = TokensPrompt(prompt_token_ids=list(PROBE_IDS[:max_tokens]))
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
+    # vLLM takes such a request past its prefix cache; but what is cached now is of old weights.
+    sampling.skip_reading_prefix_cache = False
+    engine.add_request(request_id, prompt, sampling, lora_request=lora)
+    request = scheduler.requests[next(reversed(scheduler.requests))]
+    scheduler.waiting.remove_request(request)
+    scheduler.waiting.prepend_request(request)
+
+
+def probe_reading(output: Any) -> ProbeReading:
+    """Return what the engine computed of the probe."""
+    (label,) = {int(span.version) for span in output.outputs[0].weight_versions}
+    if cached := output.num_cached_tokens:  # vLLM has computed no logprobs of these
+        return ProbeReading((), label, cached)
+    pairs = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+    return ProbeReading([found[token].logprob for found, token in pairs], label, 0)

@@ -24,14 +24,6 @@ class PolicyLoss:
 
     Every call checks the shapes and dtypes of what the parts return, which costs nothing. Only the
     first call checks the values of the weights, because that waits for the device.
-
-    Args:
-        loss: policy loss of each token.
-        penalties: KL and entropy terms, added to the weighted loss.
-        off_policy: function of the log ratios [N] of trainer to generator, and of the response of
-            each token [N]; returns the tokens' weights [N].
-        teacher_coeff: weight of the teacher's term in the advantages; 0 without a teacher.
-        compile_loss: compile the loss with torch.compile.
     """
 
     def __init__(
@@ -58,16 +50,7 @@ class PolicyLoss:
     def __call__(
         self, inputs: LossInputs, start: Tensor
     ) -> tuple[Tensor, TokenMetrics, Tensor | None]:
-        """Compute the losses of one micro-batch.
-
-        Args:
-            inputs: values of the micro-batch's N trained tokens.
-            start: [N] logprobs by the policy at the start of the step, without gradient.
-
-        Returns:
-            Weighted losses with penalties [N], metrics [N] by name, and the off-policy weights [N]
-            (None without a correction).
-        """
+        """Return the losses [N] of a micro-batch, metrics [N] by name, and weights [N] or None."""
         inputs, distilled = with_teacher(inputs, self._teacher_coeff)
         weights = None
         if self.corrects:

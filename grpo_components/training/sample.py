@@ -54,14 +54,7 @@ def make_samples(
     trained_tokens: Callable[[Trajectory], NDArray[np.bool_]],
     num_logged: int,
 ) -> list[TrainSample]:
-    """Build the samples of a batch.
-
-    Args:
-        batch: packed trajectories of S responses, group by group.
-        advantages: [S] numbers, one per response.
-        trained_tokens: function of a trajectory; returns [R] bool, which of its tokens are trained.
-        num_logged: number of first responses of whose first trajectory token logprobs are logged.
-    """
+    """Build the samples of a batch."""
     responses = response_numbers(batch).tolist()
     num_responses = len(set(responses))
     if np.shape(advantages) != (num_responses,):
@@ -89,12 +82,7 @@ def split_responses(samples: Sequence[TrainSample], num_parts: int) -> list[list
 
 
 def set_loss_weights(part: Sequence[TrainSample], aggregation: Any) -> None:
-    """Set each token's weight in an update; the trajectories of a session weigh as one response.
-
-    Args:
-        part: samples of the update.
-        aggregation: function from [S] trained tokens of each response to [S] weights of a token.
-    """
+    """Set each token's weight in an update; the trajectories of a session weigh as one response."""
     _, index = np.unique([sample.response for sample in part], return_inverse=True)
     counts = np.zeros(index.max() + 1, np.int64)
     np.add.at(counts, index, [sample.num_tokens for sample in part])

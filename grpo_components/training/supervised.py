@@ -58,14 +58,6 @@ class SupervisedLoss:
     """Minimizes coeff x mean negative log-likelihood of the examples' tokens, over all ranks.
 
     This is the pretraining mix of InstructGPT, arXiv 2203.02155, eq. 2 (gamma is `coeff`).
-
-    Args:
-        examples: examples to train on.
-        forward: function of samples; returns logprobs [N] and entropies [N] of their N trained
-            tokens, with gradients.
-        plan: function of the samples of a global batch; returns the indices of the samples in each
-            of this rank's micro-batches.
-        num_data_ranks: number of ranks over which FSDP averages gradients.
     """
 
     def __init__(

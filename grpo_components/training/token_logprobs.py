@@ -22,12 +22,7 @@ Logprobs = list[float | None]
 
 
 def keep_logprobs(members: Sequence[TrainSample], logprobs: Tensor) -> None:
-    """Store the logprobs of logged responses in their samples.
-
-    Args:
-        members: samples of a micro-batch.
-        logprobs: [N] logprobs of their trained tokens, by the policy that the step starts from.
-    """
+    """Store the logprobs of logged responses in their samples."""
     if any(sample.logged for sample in members):
         parts = logprobs.detach().cpu().split([sample.num_tokens for sample in members])
         for sample, part in zip(members, parts, strict=True):

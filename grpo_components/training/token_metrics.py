@@ -57,13 +57,7 @@ class TokenMetrics:
                 self._sums[key] = self._sums.get(key, values.new_zeros(())) + values.sum()
 
     def add_mismatch(self, log_ratios: Tensor, weights: Tensor | None, fresh: Tensor) -> None:
-        """Keep a micro-batch's mismatch between trainer and generator.
-
-        Args:
-            log_ratios: [N] log ratios of trainer to generator, in nats.
-            weights: [N] weights of the off-policy correction; None means 1 for each token.
-            fresh: [N] bool, whether the trainer's current version sampled the whole response.
-        """
+        """Keep a micro-batch's mismatch between trainer and generator."""
         self._log_ratios.append(log_ratios.detach().cpu().numpy())
         self._fresh.append(fresh.cpu().numpy())
         ones = torch.ones_like(log_ratios) if weights is None else weights

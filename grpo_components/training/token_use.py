@@ -72,12 +72,7 @@ def unanswered_tokens(trajectory: Trajectory) -> int:
 
 
 def keep_weighted(members: Sequence[TrainSample], weights: Tensor | None) -> None:
-    """Note which tokens of a micro-batch have an off-policy weight above 0; waits for no device.
-
-    Args:
-        members: samples of the micro-batch.
-        weights: [N] weights of their trained tokens; None without a correction.
-    """
+    """Note which tokens of a micro-batch have an off-policy weight above 0; waits for no device."""
     if weights is None:
         return
     parts = (weights.detach() != 0).split([sample.num_tokens for sample in members])

@@ -35,7 +35,8 @@ from grpo_components.training.trainer_options import (
     OptimizerOptions,
     RankOptions,
 )
-from grpo_components.trajectory import Trajectory, pack
+from grpo_components.trajectory import pack
+from lib.trajectories import trajectory as record
 
 VOCABULARY, TEMPERATURE, LEARNING_RATE = 64, 0.8, 0.5
 HEADS = {"num_heads": 4, "num_kv_heads": 2}
@@ -276,19 +277,18 @@ def random_policy(folder):
 def make(number, prompt_length, mask, finish_reason="stop"):
     rng = np.random.default_rng(number)
     size = len(mask)
-    return Trajectory(
-        prompt_ids=rng.integers(0, VOCABULARY, prompt_length),
-        response_ids=rng.integers(0, VOCABULARY, size),
-        response_mask=np.array(mask, bool),
-        generator_logprobs=rng.normal(-4.2, 0.5, size).astype(np.float32),
+    prompt, response = (rng.integers(0, VOCABULARY, count) for count in (prompt_length, size))
+    logprobs = [rng.normal(-4.2, 0.5, size).astype(np.float32) for _ in range(2)]
+    return record(
+        response,
+        mask,
+        prompt_ids=prompt,
+        generator_logprobs=logprobs[0],
         token_versions=np.zeros(size, np.int32),
-        prompt_index=0,
-        epoch=0,
         group_id=number // 2,
-        attempt=0,
         finish_reason=finish_reason,
         temperature=TEMPERATURE,
-        reference_logprobs=rng.normal(-4.2, 0.5, size).astype(np.float32),
+        reference_logprobs=logprobs[1],
     )
 
 

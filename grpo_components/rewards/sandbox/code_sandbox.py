@@ -144,13 +144,6 @@ class CodeSandbox:
 
         The runs share the start of one sandbox and nothing else: each is a process with limits, an
         empty /tmp and a memory of its own. After a run that hit its wall-clock limit there is none.
-
-        Args:
-            program: source text.
-            used_s: seconds that the caller's earlier programs ran; they delay it in the queue.
-
-        Raises:
-            SandboxError: the program could not be started.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._slot(used_s))
@@ -176,18 +169,8 @@ class CodeSandbox:
     ) -> Outcome:
         """Run two programs in separate sandboxes; the stdout of each is the stdin of the other.
 
-        Args:
-            program: source text of the program whose outcome counts.
-            files: content of the files in the root folder of `program`, by file name.
-            packages: folders that only `program` sees, by their path in its sandbox.
-            other: source text of the other program; it is killed when `program` ends.
-            other_files: content of the files in the root folder of `other`, by file name.
-
-        Returns:
-            The outcome of `program`, without its stdout.
-
-        Raises:
-            SandboxError: one of the programs could not be started.
+        The outcome is that of `program`, without its stdout; the other is killed when it ends.
+        Files are in the root folder of a program, by name; only `program` sees `packages`.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._slot())

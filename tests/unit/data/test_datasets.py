@@ -1,10 +1,8 @@
 """Prompt data sets: how a row becomes a prompt, and errors about rows that cannot be used."""
 
 import json
-import re
 from functools import partial
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -79,18 +77,11 @@ def test_braces_in_a_template_other_than_the_question_stay(jsonl):
     ("line", "place"),
     [
         (b"{", "row 2"),
-        (b"\xff\xfe", "row 2"),
-        (b"[" * 100_000, "row 2"),
-        (b"\x1f\x8b\x08\x00gzip", "row 2"),
         (b'{"question": "a\\ud800?", "answer": "#### 2"}', "row 2.*question"),
-        (b'{"question": "a?", "answer": "#### 2\\udfff"}', "row 2.*answer"),
-        (b"[]", "row 2.*question"),
         (b'{"answer": "#### 2"}', "row 2.*question"),
         (b'{"question": "a?"}', "row 2.*answer"),
-        (b'{"question": "", "answer": "#### 2"}', "row 2.*question"),
         (b'{"question": " \\n", "answer": "#### 2"}', "row 2.*question"),
         (b'{"question": 5, "answer": "#### 2"}', "row 2.*question"),
-        (b'{"question": "a?", "answer": null}', "row 2.*answer"),
         (b'{"question": "a?", "answer": "2"}', "row 2.*answer"),
         (b'{"question": "a?", "answer": "2 ####"}', "row 2.*answer"),
     ],
@@ -110,38 +101,14 @@ def test_a_prompt_that_is_too_long_is_named_with_both_lengths(jsonl):
         load(jsonl, max_prompt_tokens=longest - 1)
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
-def test_a_missing_file_is_named(tmp_path, name):
-    with pytest.raises(ValueError, match=name):
-        load(tmp_path / "nowhere" / name)
-
-
 def test_a_file_without_rows_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"empty\.jsonl"):
         load(write_lines(tmp_path / "empty.jsonl"))
 
 
-@pytest.mark.parametrize("content", [b"question,answer", b"", b"PAR1" + bytes(64) + b"PAR1"])
-def test_a_broken_parquet_file_is_named(tmp_path, content):
+def test_a_broken_parquet_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"bad\.parquet"):
-        load(write_lines(tmp_path / "bad.parquet", content))
-
-
-@pytest.mark.parametrize(
-    ("rows", "place"),
-    [
-        ([], ""),
-        ([{"question": "a?"}], "row 1.* answer"),
-        ([ROWS[0], {"question": None, "answer": "#### 1"}], "row 2, field question"),
-        ([{"question": 1, "answer": 2}], "row 1, field question"),
-    ],
-)
-def test_a_parquet_row_that_cannot_be_used_is_named_with_its_file_and_field(tmp_path, rows, place):
-    path = tmp_path / "bad.parquet"
-    schema = None if rows else pyarrow.schema([("question", pyarrow.string())])
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path)
-    with pytest.raises(ValueError, match=rf"bad\.parquet.*{place}"):
-        load(path)
+        load(write_lines(tmp_path / "bad.parquet", b"PAR1" + bytes(64) + b"PAR1"))
 
 
 def test_a_hub_data_set_is_asked_for_by_name_configuration_and_split(monkeypatch):
@@ -156,29 +123,12 @@ def test_a_hub_data_set_is_asked_for_by_name_configuration_and_split(monkeypatch
     assert asked == [("openai/gsm8k", "main", "test")]
 
 
-@pytest.mark.parametrize(
-    ("error", "cause"),
-    [(ConnectionError("offline"), "offline"), (ValueError("no split"), "no split")],
-)
-def test_a_hub_data_set_that_cannot_be_loaded_is_named(monkeypatch, error, cause):
+def test_a_hub_data_set_that_cannot_be_loaded_is_named(monkeypatch):
     def load_dataset(path, name, split):
-        raise error
+        raise ConnectionError("offline")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    with pytest.raises(ValueError, match=rf"some/where.*{re.escape(cause)}"):
-        load("some/where")
-
-
-def test_a_hub_data_set_with_a_broken_file_is_named_with_the_cause(tmp_path, monkeypatch):
-    folder = tmp_path / "hub"
-    folder.mkdir()
-    write_lines(folder / "train.jsonl", json.dumps(ROWS[0]).encode(), b'{"question":')
-    real, cache = datasets.load_dataset, str(tmp_path / "cache")
-    monkeypatch.setattr(
-        "datasets.load_dataset",
-        lambda path, name, split: real(str(folder), name, split=split, cache_dir=cache),
-    )
-    with pytest.raises(ValueError, match=r"^dataset some/where: .*JSON parse"):
+    with pytest.raises(ValueError, match=r"some/where.*offline"):
         load("some/where")
 
 
@@ -258,22 +208,9 @@ def test_a_column_for_an_unknown_field_is_refused(jsonl):
     ("key", "value"),
     [
         ("too_long", "cut"),
-        *(("num_rows", value) for value in (0, -1, "3", 1.5, True)),
-        *(("max_prompt_tokens", value) for value in (0, "3")),
-        *(("columns", value) for value in ("q", ["q"], {"question": 1})),
-        *(("filters", value) for value in ("q", ["q"], [])),
-        *(
-            ("prompt_template", value)
-            for value in ("", "{}", "{question} {question}", None, {"question": None})
-        ),
-        *(
-            ("split", None),
-            ("split", 1),
-            ("chat_template_kwargs", "enable_thinking"),
-            ("name", 1),
-            ("chat_template", True),
-            ("system_prompt", 5),
-        ),
+        *(("num_rows", 0), ("num_rows", "3"), ("max_prompt_tokens", 0), ("columns", ["q"])),
+        *(("filters", "q"), ("prompt_template", "{}"), ("split", 1), ("system_prompt", 5)),
+        *(("prompt_template", "{question} {question}"), ("chat_template_kwargs", "thinking")),
     ],
 )
 def test_a_wrong_setting_is_refused_with_its_key_and_value(jsonl, key, value):
@@ -375,11 +312,7 @@ def test_without_a_chat_template_a_single_message_is_the_text(verl):
         [USER, SAID],
         [{"role": "user", "content": " "}],
         [{"role": "user", "content": [{"type": "image"}]}],
-        [{"role": "tool", "content": "2"}, USER],
         [{"content": "1 + 1?"}],
-        [{"role": "user", "content": "\ud800"}],
-        ["1 + 1?"],
-        {"role": "user", "content": "1 + 1?"},
     ],
 )
 def test_what_is_no_chat_with_a_question_at_its_end_is_named_with_its_row(tmp_path, chat):
@@ -390,12 +323,10 @@ def test_what_is_no_chat_with_a_question_at_its_end_is_named_with_its_row(tmp_pa
         prompt_dataset(ChatTokenizer(), source=str(path), **settings)
 
 
-@pytest.mark.parametrize("row", [{}, {"reward_model": None}, {"reward_model": {"style": "rule"}}])
-def test_a_missing_entry_of_a_column_is_named(tmp_path, row):
+def test_a_missing_entry_of_a_column_is_named(tmp_path):
+    builder = partial(prompt_dataset, columns={"answer": VERL["answer"]})
     with pytest.raises(ValueError, match=r"row 1: has no field reward_model\.ground_truth; "):
-        read_one(
-            partial(prompt_dataset, columns={"answer": VERL["answer"]}), tmp_path, **ROWS[0], **row
-        )
+        read_one(builder, tmp_path, **ROWS[0], reward_model={"style": "rule"})
 
 
 def test_a_column_whose_name_has_a_dot_is_not_looked_up_as_an_entry(tmp_path):
@@ -497,9 +428,7 @@ BEFORE = {"test_imports": ["import math"], "test_setup_code": "root = Node(1)"}
     "row",
     [
         {"tests": ASSERTS["asserts"], **BEFORE},
-        {"tests": {**ASSERTS, **BEFORE}},
         {"tests": json.dumps({**ASSERTS, **BEFORE})},
-        {"tests": ASSERTS, **BEFORE, "test_imports": '["import math"]'},
         {"tests": ASSERTS, **BEFORE, "test_imports": "import math"},
     ],
 )
@@ -536,31 +465,24 @@ def test_empty_imports_and_setup_code_are_left_out(tmp_path, tests):
         (math_dataset, {"problem": "x?"}, "solution"),
         *(
             (countdown_dataset, {"numbers": numbers, "target": 1}, "numbers")
-            for numbers in ([], [1.5], [True], "[1")
+            for numbers in ([], [1.5], "[1")
         ),
         *((countdown_dataset, {"numbers": [1], "target": t}, "target") for t in ("x", None)),
         *(
             (code_dataset, {"prompt": "f?", "tests": tests}, "tests")
             for tests in (
-                *({}, [], 5, {"asserts": []}, {"asserts": [""]}, {"asserts": [1]}),
-                {**STDIN, **ASSERTS},
+                *({}, 5, {"asserts": [""]}, {**STDIN, **ASSERTS}),
                 {"stdin_stdout": [{"input": "1"}]},
-                {"stdin_stdout": [{"input": 1, "output": "2"}]},
                 {"inputs": ["1"], "outputs": []},
-                {"inputs": 1, "outputs": 2},
-                {"stdin_stdout": [{"input": "1", "output": "2", "more": "3"}]},
-                {"asserts": ["\x1c"]},
                 [{"input": "1", "output": "2", "testtype": "functional"}],
             )
         ),
         *(
             (code_dataset, {"prompt": "f?", "tests": tests, **more}, min(more))
             for tests, more in (
-                (ASSERTS, {"test_imports": [1]}),
                 (ASSERTS, {"test_setup_code": ["x = 1"]}),
                 (STDIN, {"test_imports": ["import math"]}),
                 (ASSERTS, {"solution": 5}),
-                (ASSERTS, {"solution": [5]}),
             )
         ),
     ],
@@ -583,18 +505,3 @@ def test_a_custom_format_that_returns_no_texts_is_named_with_its_row(jsonl):
     for read in (lambda row: (row.text("question"), 5), lambda row: (None, "5")):
         with pytest.raises(ValueError, match=r"rows\.jsonl, row 1: "):
             prompt_dataset(CharacterTokenizer(), source=str(jsonl), read=read)
-
-
-@pytest.mark.parametrize(
-    ("written", "known"),
-    [
-        ("1,234", "1234"),
-        ("-12,345,678.5", "-12345678.5"),
-        *((same, same) for same in ("(1,2)", "1, 2", "[2,5)", "3,5", "x=1, y=2", "1,23", "0,5")),
-    ],
-)
-def test_gsm8k_answers_lose_their_thousands_separators_and_nothing_else(tmp_path, written, known):
-    source = tmp_path / "rows.jsonl"
-    source.write_text(json.dumps({"question": "?", "answer": f"So.\n#### {written}"}))
-    tokenizer = CharacterTokenizer()
-    assert gsm8k_dataset(tokenizer, source=str(source))[0]["answer"] == known

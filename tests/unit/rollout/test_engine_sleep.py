@@ -9,10 +9,10 @@ from concurrent.futures import wait
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from lib.real_engine import assert_same, weights
 
 from grpo_components.rollout import engine_sleep
-from grpo_components.rollout.engine_sleep import EngineAsleepError, sleep_arguments
+from grpo_components.rollout.engine_sleep import EngineAsleepError
 
 LONG = [int(i) for i in np.random.default_rng(0).integers(1, 255, 300)]
 
@@ -25,16 +25,6 @@ def answers(engine):
     """Of a prompt that fills several blocks of the cache, and of short ones beside it."""
     futures = [ask(engine), *(ask(engine, [5, 6, 7, i + 1]) for i in range(8))]
     return [future.result() for future in futures]
-
-
-def weights(path):
-    return load_file(path / "model.safetensors")
-
-
-def assert_same(left, right):
-    for a, b in zip(left, right, strict=True):
-        np.testing.assert_array_equal(a.token_ids, b.token_ids)
-        np.testing.assert_array_equal(a.logprobs, b.logprobs)
 
 
 def spoil(values, with_value=torch.nan):
@@ -115,20 +105,6 @@ def test_an_engine_that_lost_its_memory_is_a_fresh_one_with_new_weights(
     assert_same(after, before)
 
 
-def test_without_its_buffers_the_engine_would_be_another(make_engine, checkpoints, lose_memory):
-    """The test above sees what is not restored."""
-    engine = make_engine(checkpoints / "tied_A")
-    asleep = engine.sleep()
-    asleep.result()
-    worker = engine._core.model_executor.driver_worker.worker
-    assert worker._sleep_saved_buffers, "the model has buffers, e.g. rotary tables"
-    worker._sleep_saved_buffers = {}
-    engine.load_weights(1, weights(checkpoints / "tied_A")).result()
-    logprobs = ask(engine).result().logprobs
-    fresh = ask(make_engine(checkpoints / "tied_A")).result().logprobs
-    assert not np.array_equal(logprobs, fresh)
-
-
 @pytest.mark.parametrize("scheduling", ["synchronous", "asynchronous"])
 def test_a_sleeping_engine_has_aborted_what_ran_and_refuses_what_comes(
     make_engine, checkpoints, force_cuda_defaults, scheduling
@@ -157,9 +133,3 @@ def test_a_sleeping_engine_has_aborted_what_ran_and_refuses_what_comes(
     engine.load_weights(1, weights(checkpoints / "tied_B")).result()
     assert_same([ask(engine).result()], [ask(make_engine(checkpoints / "tied_B")).result()])
     assert not engine._engine.output_processor.request_states, "nothing of the aborted is left"
-
-
-def test_on_a_cpu_sleep_frees_nothing_and_vllm_is_not_asked_to():
-    assert sleep_arguments("cuda") == {"enable_sleep_mode": True}
-    assert sleep_arguments("cpu") == {}
-    assert engine_sleep._LEVELS == {"cuda": 2, "cpu": 0}

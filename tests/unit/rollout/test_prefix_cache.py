@@ -5,22 +5,16 @@ never cached, and show nothing.
 """
 
 from contextlib import closing
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
+from lib.real_engine import weights
 
 from grpo_components.replay.schedule import Schedule
-from grpo_components.rollout.prefix_cache import empty_prefix_cache
 
 LONG = np.random.default_rng(0).integers(1, 255, 300).tolist()
 SHORT = LONG[:100]
 ASKED = {}, {"seed": 7}, {"temperature": 0.0}  # the last as an evaluation asks
-
-
-def weights(path):
-    return load_file(path / "model.safetensors")
 
 
 def ask(engine, prompt=LONG, *, seed=1, max_tokens=8, temperature=1.0, name="a request"):
@@ -73,22 +67,6 @@ def fresh(build_engine, checkpoints):
         with closing(build_engine(checkpoints / name)) as engine:
             answers[name] = [ask(engine, **own).result() for own in ASKED]
     return answers
-
-
-def test_a_block_that_stays_cached_is_an_error():
-    """vLLM's `evict_blocks` does not report what it did."""
-    scheduler = SimpleNamespace(
-        requests={},
-        kv_cache_manager=SimpleNamespace(
-            evict_blocks=lambda block_ids: None,
-            block_pool=SimpleNamespace(
-                blocks=[SimpleNamespace(block_id=1, block_hash=b"old")],
-                cached_block_hash_to_block={b"old": 1},
-            ),
-        ),
-    )
-    with pytest.raises(RuntimeError, match=r"\b1 block"):
-        empty_prefix_cache(scheduler)
 
 
 @pytest.mark.parametrize(

@@ -9,28 +9,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from lib.real_engine import PROMPTS, submit, whole_logprobs
 from safetensors.torch import load_file
-from transformers import Qwen2ForCausalLM
 
 from grpo_components.exchange.shared_weights import open_shared
-
-PROMPTS = [[5, 6, 7, i + 1] for i in range(8)]
-
-
-def submit(engine, max_tokens):
-    return [
-        engine.submit(ids, max_tokens=max_tokens, temperature=1.0, seed=i, stop_token_ids=[])
-        for i, ids in enumerate(PROMPTS)
-    ]
-
-
-def whole_logprobs(path, prompt, completion):
-    """Logprobs of a completion by transformers, in one forward pass."""
-    model = Qwen2ForCausalLM.from_pretrained(path).float()
-    ids = torch.tensor([*prompt, *completion.token_ids.tolist()])
-    with torch.no_grad():
-        logprobs = torch.log_softmax(model(ids[None]).logits[0], dim=-1)
-    return logprobs[torch.arange(len(ids) - 1), ids[1:]][len(prompt) - 1 :].numpy()
 
 
 def shared_memory(processes):

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import Qwen2ForCausalLM
+from lib.real_engine import PROMPTS, assert_same, submit, weights, whole_logprobs
 
 from grpo_components.exchange.weight_probe import PROBE_IDS
 from grpo_components.models.hugging_face_policy import hugging_face
@@ -16,25 +15,6 @@ from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.models.lora import LoraOptions
 from grpo_components.replay.schedule import Schedule, open_schedule
 from grpo_components.trajectory import TokenSequence
-
-PROMPTS = [[5, 6, 7, i + 1] for i in range(8)]
-
-
-def weights(path):
-    return load_file(path / "model.safetensors")
-
-
-def submit(engine, max_tokens=24):
-    return [
-        engine.submit(ids, max_tokens=max_tokens, temperature=1.0, seed=i, stop_token_ids=[0])
-        for i, ids in enumerate(PROMPTS)
-    ]
-
-
-def assert_same(left, right):
-    for a, b in zip(left, right, strict=True):
-        np.testing.assert_array_equal(a.token_ids, b.token_ids)
-        np.testing.assert_array_equal(a.logprobs, b.logprobs)
 
 
 @pytest.mark.parametrize(
@@ -100,15 +80,6 @@ def test_cached_prefixes_of_old_weights_are_not_used(make_engine, checkpoints):
     ask(engine)
     engine.load_weights(1, weights(checkpoints / "tied_B")).result()
     assert_same([ask(engine)], [ask(make_engine(checkpoints / "tied_B"))])
-
-
-def whole_logprobs(path, prompt, completion):
-    """Logprobs of a completion by transformers, in one forward pass."""
-    model = Qwen2ForCausalLM.from_pretrained(path).float()
-    ids = torch.tensor([*prompt, *completion.token_ids.tolist()])
-    with torch.no_grad():
-        logprobs = torch.log_softmax(model(ids[None]).logits[0], dim=-1)
-    return logprobs[torch.arange(len(ids) - 1), ids[1:]][len(prompt) - 1 :].numpy()
 
 
 @pytest.mark.parametrize("lora", [None, LoraOptions(rank=4, alpha=8, target_modules=("q_proj",))])

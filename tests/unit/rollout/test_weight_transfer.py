@@ -8,17 +8,12 @@ import numpy as np
 import pytest
 import torch
 from lib.nccl_on_cpu import nccl_on_cpu
-from safetensors.torch import load_file
+from lib.real_engine import assert_same, submit, weights
 
 from grpo_components.exchange.weights import pack_bucket
 from grpo_components.rollout import open_sender, relayed_client
 
-PROMPTS = [[5, 6, 7, i + 1] for i in range(8)]
 LIMIT_S = 60
-
-
-def weights(path):
-    return load_file(path / "model.safetensors")
 
 
 def snapshot(path, ranks=2):
@@ -27,21 +22,8 @@ def snapshot(path, ranks=2):
     return [pack_bucket(tensors[rank::ranks]) for rank in range(ranks)]
 
 
-def submit(engine, max_tokens=24):
-    return [
-        engine.submit(ids, max_tokens=max_tokens, temperature=1.0, seed=i, stop_token_ids=[])
-        for i, ids in enumerate(PROMPTS)
-    ]
-
-
 def done(futures):
     return [future.result(timeout=LIMIT_S) for future in futures]
-
-
-def assert_same(left, right):
-    for a, b in zip(left, right, strict=True):
-        np.testing.assert_array_equal(a.token_ids, b.token_ids)
-        np.testing.assert_array_equal(a.logprobs, b.logprobs)
 
 
 class Relay:

@@ -9,7 +9,7 @@ from lib.trainer_ranks import ADVANTAGES, RAGGED, assert_weights_equal, export, 
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from grpo_components.training.optimizer_offload import moved, state_on_device
+from grpo_components.training.optimizer_offload import state_on_device
 from grpo_tools.memory_plan.live_bytes import imagined_ranks
 
 CPU = torch.device("cpu")
@@ -70,16 +70,6 @@ def test_between_two_steps_all_of_the_state_is_elsewhere_and_no_bit_changes(name
         for weight, other in zip(weights, expected, strict=True):
             whole = [w.to_local() if sharded else w for w in (weight, other)]
             assert torch.equal(*whole)
-
-
-def test_a_copy_has_the_placements_of_what_was_copied():
-    with imagined_ranks(2):
-        mesh = init_device_mesh("cpu", (2,))
-        tensor = distribute_tensor(torch.arange(10.0).view(5, 2), mesh, [Shard(0)])
-        copy = moved(tensor, CPU)
-        assert isinstance(copy, DTensor) and copy.placements == tensor.placements
-        assert copy.shape == tensor.shape and copy.stride() == tensor.stride()
-        assert torch.equal(copy.to_local(), tensor.to_local())
 
 
 @pytest.fixture(scope="module")

@@ -6,16 +6,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from lib.properties import many
+from lib.trajectories import trajectory as record
 from safetensors.torch import save_file
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 from torchtune.training import FullModelHFCheckpointer
 
 from grpo_components.training.reference import Reference
-from grpo_components.trajectory import Trajectory, batch_hash, pack, unpack
+from grpo_components.trajectory import batch_hash, pack, unpack
 
 build_model = partial(
     qwen2,
@@ -75,18 +73,12 @@ def make(number, mask):
     rng = np.random.default_rng(number)
     mask = np.array(mask, bool)
     logprobs = rng.normal(-4, 0.5, len(mask))
-    return Trajectory(
+    return record(
+        rng.integers(0, 50, len(mask)),
+        mask,
         prompt_ids=rng.integers(0, 50, 4),
-        response_ids=rng.integers(0, 50, len(mask)),
-        response_mask=mask,
         # The values at the environment's tokens must not matter.
         generator_logprobs=np.where(mask, logprobs, np.nan).astype(np.float32),
-        token_versions=np.where(mask, 3, -1).astype(np.int32),
-        prompt_index=0,
-        epoch=0,
-        group_id=0,
-        attempt=0,
-        finish_reason="stop",
         temperature=0.8,
     )
 
@@ -94,8 +86,11 @@ def make(number, mask):
 def test_the_divergence_is_that_of_the_policys_tokens_in_the_whole_context(model, reference):
     masks = [[True] * 3, [], [True, False, False, True, True], [True, True, False, True]]
     group = [make(number, mask) for number, mask in enumerate(masks)]
+    before = batch_hash(pack(group))
     packed, divergences = reference.add_logprobs(pack(group))
+    assert batch_hash({**packed, "reference_logprobs": None}) == before
     for trajectory, divergence in zip(unpack(packed), divergences, strict=True):
+        trajectory.check()
         ids = torch.tensor(np.concatenate([trajectory.prompt_ids, trajectory.response_ids]))
         logprobs = torch.log_softmax(model(ids[None])[0] / 0.8, dim=-1)
         taken = logprobs[torch.arange(len(ids) - 1), ids[1:]].detach().numpy()[3:]
@@ -103,20 +98,6 @@ def test_the_divergence_is_that_of_the_policys_tokens_in_the_whole_context(model
         own = trajectory.response_mask
         by_hand = (trajectory.generator_logprobs - taken)[own].sum()
         assert divergence == pytest.approx(by_hand, abs=1e-4)
-
-
-@settings(max_examples=many(10), deadline=None)
-@given(st.lists(st.lists(st.booleans(), max_size=6), min_size=1, max_size=5))
-def test_logprobs_added_in_the_packed_form_are_those_added_to_each_record(reference, masks):
-    """And everything else stays the same bits."""
-    group = [make(number, mask) for number, mask in enumerate(masks)]
-    before = batch_hash(pack(group))
-    packed, _ = reference.add_logprobs(pack(group))
-    for trajectory, added in zip(group, unpack(packed), strict=True):
-        added.check()
-        trajectory.reference_logprobs = added.reference_logprobs
-    assert batch_hash(packed) == batch_hash(pack(group))
-    assert batch_hash({**packed, "reference_logprobs": None}) == before
 
 
 def test_a_teacher_fills_its_own_field_beside_the_references(reference, arguments):

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from lib.trajectories import trajectory as record
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForSequenceClassification,
@@ -21,23 +22,10 @@ from transformers import (
 )
 
 from grpo_components.training.reward_model import RewardModel
-from grpo_components.trajectory import Trajectory, batch_hash, pack, unpack
+from grpo_components.trajectory import batch_hash, pack, unpack
 
-WORDS = [
-    "[UNK]",
-    "[END]",
-    "[PAD]",
-    "What",
-    "is",
-    "two",
-    "plus",
-    "three",
-    "It",
-    "five",
-    "six",
-    ".",
-    "?",
-]
+WORDS = ["[UNK]", "[END]", "[PAD]", "What", "is", "two", "plus", "three", "It", "five", "six"]
+WORDS += [".", "?"]
 SHAPE = {
     "vocab_size": len(WORDS),
     "hidden_size": 32,
@@ -93,16 +81,8 @@ def build(path, **changes):
 
 
 def trajectory(reward, failed=False):
-    return Trajectory(
-        prompt_ids=np.array([1, 2]),
-        response_ids=np.array([3]),
-        response_mask=np.array([True]),
-        generator_logprobs=np.array([-1.0], np.float32),
-        token_versions=np.array([4], np.int32),
-        prompt_index=5,
-        epoch=0,
-        group_id=6,
-        attempt=0,
+    return record(
+        [3],
         finish_reason="error" if failed else "stop",
         reward=math.nan if failed else reward,
         reward_terms={} if failed else {"correctness": reward},

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lib.trajectories import trajectory as record
 
 from grpo_components.errors import ConfigError
 from grpo_components.objective.aggregation import ConstantLength, SequenceMean, TokenMean
@@ -16,7 +17,6 @@ from grpo_components.training.sample import (
 )
 from grpo_components.trajectory import (
     SESSION_COUNTS,
-    Trajectory,
     batch_hash,
     concatenate,
     pack,
@@ -27,20 +27,8 @@ from grpo_components.trajectory import (
 
 
 def trajectory(tokens, group=0, session=None, reward=1.0):
-    return Trajectory(
-        prompt_ids=np.array([1, 2]),
-        response_ids=np.arange(tokens),
-        response_mask=np.ones(tokens, bool),
-        generator_logprobs=np.full(tokens, -0.5, np.float32),
-        token_versions=np.zeros(tokens, np.int32),
-        prompt_index=4,
-        epoch=0,
-        group_id=group,
-        attempt=0,
-        finish_reason="stop",
-        reward=reward,
-        session=session and {**dict.fromkeys(SESSION_COUNTS, 0), "forks": [], **session},
-    )
+    session = session and {**dict.fromkeys(SESSION_COUNTS, 0), "forks": [], **session}
+    return record(tokens, group_id=group, reward=reward, session=session)
 
 
 def session(number, **facts):

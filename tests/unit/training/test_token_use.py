@@ -5,28 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from lib.trajectories import trajectory as record
 
 from grpo_components.training.sample import make_samples
 from grpo_components.training.token_use import TokenUse, keep_updated, keep_weighted
-from grpo_components.trajectory import SESSION_COUNTS, Trajectory, pack, summarize
+from grpo_components.trajectory import SESSION_COUNTS, pack, summarize
 
 CPU = torch.device("cpu")
 
 
 def trajectory(group, versions, mask=None, **fields):
-    size = len(versions)
-    return Trajectory(
-        prompt_ids=np.arange(2),
-        response_ids=np.arange(size),
-        response_mask=np.ones(size, bool) if mask is None else np.array(mask, bool),
-        generator_logprobs=np.zeros(size, np.float32),
-        token_versions=np.array(versions, np.int32),
-        prompt_index=0,
-        epoch=0,
-        group_id=group,
-        attempt=0,
-        **{"finish_reason": "stop", **fields},
-    )
+    versions = np.array(versions, np.int32)
+    return record(len(versions), mask, group_id=group, token_versions=versions, **fields)
 
 
 def count(trajectories, updated=lambda sample: True, mask_overlong=True):

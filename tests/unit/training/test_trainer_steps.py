@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import pickle
 from functools import partial
 
 import numpy as np
@@ -15,7 +14,6 @@ from lib.trainer_ranks import (
     LOPSIDED,
     RAGGED,
     HalfBlind,
-    Ranks,
     SquaredLogprobs,
     assert_weights_close,
     assert_weights_equal,
@@ -23,7 +21,6 @@ from lib.trainer_ranks import (
     export,
     exported,
     hf_weights,
-    make,
     step,
     untimed,
 )
@@ -32,6 +29,8 @@ from torchtune.training import setup_torch_profiler
 
 from grpo_components.exchange.weights import checkpoint_shapes
 from grpo_components.objective.schedules import Schedule
+from grpo_components.training.token_metrics import over_updates
+from grpo_components.training.trainer import set_learning_rate
 
 # ---- steps, versions, rates ---------------------------------------------------------------------
 
@@ -58,22 +57,6 @@ def test_a_gradient_that_is_not_finite_trains_nothing_and_spoils_nothing(ranks, 
     assert_weights_equal(exported(results, 5), exported(undisturbed, 2))
 
 
-def test_skipped_steps_are_counted(ranks, base):
-    spoiled = ADVANTAGES.copy()
-    spoiled[2] = math.nan
-    nothing = [make(1, 2, [False] * 3)] * 2  # no token of which can be trained
-    steps = [
-        step(RAGGED, ADVANTAGES, 0),
-        step(RAGGED, spoiled, 1),
-        step(nothing, ADVANTAGES[: len(nothing)], 2),
-        step(RAGGED, ADVANTAGES, 3),
-    ]
-    results = ranks.run(base, 2, steps)
-    for measured in results:
-        assert [metrics["skipped_steps"] for metrics in measured] == [0, 1, 2, 2]
-        assert [metrics["policy_version"] for metrics in measured] == [1, 1, 1, 2]
-
-
 def test_a_loss_that_is_no_number_trains_nothing_even_if_its_gradient_is_one(ranks, base):
     calls = [step(RAGGED, ADVANTAGES), *export(0)]
     results = ranks.run(base, 2, calls, loss=HalfBlind())
@@ -88,6 +71,37 @@ def test_a_learning_rate_schedule_follows_the_training_step(ranks, base):
     steps = [step(RAGGED, ADVANTAGES, number) for number in (0, 1, 2, 7)]
     results = ranks.run(base, 1, steps, learning_rate=schedule)[0]
     assert [metrics["lr"] for metrics in results] == pytest.approx([0.4, 0.4, 0.3, 0.1])
+
+
+@pytest.mark.parametrize("rate", [9.0, torch.tensor(9.0)])
+def test_the_next_step_has_the_rate_that_was_set(rate):
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))]} for _ in range(2)]
+    optimizer = torch.optim.SGD(groups, lr=rate, foreach=False)
+    kept = [group["lr"] for group in optimizer.param_groups]
+    set_learning_rate(optimizer, 0.25)
+    for group, before in zip(optimizer.param_groups, kept, strict=True):
+        assert group["lr"] is before or not isinstance(before, torch.Tensor)
+        group["params"][0].grad = torch.ones(2)
+    optimizer.step()
+    for group in optimizer.param_groups:
+        assert torch.equal(group["params"][0], torch.full((2,), 0.75))
+
+
+def test_fresh_tokens_of_several_updates_weigh_alike():
+    parts = [
+        {"mismatch/fresh_kl": 0.5, "mismatch/fresh_tokens": 3.0},
+        {"mismatch/generator_kl": 0.1},  # an update without a fresh token
+        {"mismatch/fresh_kl": 0.1, "mismatch/fresh_tokens": 9.0},
+    ]
+    metrics = over_updates(parts)
+    assert metrics["mismatch/fresh_kl"] == pytest.approx((0.5 * 3 + 0.1 * 9) / 12)
+    assert metrics["mismatch/fresh_tokens"] == 12
+
+
+def test_a_step_without_fresh_tokens_has_none():
+    metrics = over_updates([{"mismatch/generator_kl": 0.1}])
+    assert math.isnan(metrics["mismatch/fresh_kl"])
+    assert math.isnan(metrics["mismatch/fresh_tokens"])
 
 
 def test_a_bad_update_leaves_the_good_ones_of_its_batch(ranks, base):
@@ -277,14 +291,6 @@ def test_a_folder_that_cannot_be_written_is_told_by_every_rank(ranks, base, tmp_
     (tmp_path / "file").touch()
     results = ranks.run(base, 2, save_to(tmp_path / "file" / "saved"))
     assert all("Not a directory" in rank_results[1] for rank_results in results)
-
-
-def test_pickle_builds_nothing_but_the_description_of_tensors(ranks, base, tmp_path):
-    ranks.run(base, 1, save_to(tmp_path))
-    (file,) = tmp_path.rglob(".metadata")
-    file.write_bytes(pickle.dumps({"a": Ranks}).replace(b"Ranks", b"Rank2"))
-    with pytest.raises(pickle.UnpicklingError, match=r"\.metadata .*Rank2"):
-        ranks.run(base, 1, [("load_state", str(tmp_path))])
 
 
 def test_bf16_compute_exports_the_rounded_float32_masters(ranks, base):

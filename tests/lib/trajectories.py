@@ -1,0 +1,21 @@
+"""A record for tests that look at a few of its fields."""
+
+import numpy as np
+
+from grpo_components.trajectory import Trajectory
+
+
+def trajectory(response, mask=None, **fields):
+    """A response of these token ids, or of this many; all of them are sampled, but for `mask`."""
+    ids = np.arange(response) if isinstance(response, int) else np.asarray(response)
+    mask = np.ones(len(ids), bool) if mask is None else np.array(mask, bool)
+    made = {
+        "prompt_ids": np.array([1, 2]),
+        "response_ids": ids,
+        "response_mask": mask,
+        "generator_logprobs": np.zeros(len(ids), np.float32),
+        "token_versions": np.where(mask, 0, -1).astype(np.int32),
+        "finish_reason": "stop",
+        **dict.fromkeys(("prompt_index", "epoch", "group_id", "attempt"), 0),
+    }
+    return Trajectory(**made | fields)
