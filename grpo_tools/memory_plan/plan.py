@@ -12,7 +12,7 @@ from torchtune import config
 from grpo_components.models.lora import lora_options
 from grpo_components.settings import Settings, teachers_of
 from grpo_tools.memory_plan.generator_memory import generator_memory
-from grpo_tools.memory_plan.host_memory import HostMemory, node_bytes
+from grpo_tools.memory_plan.host_memory import HostMemory
 from grpo_tools.memory_plan.model_sizes import ModelSizes
 from grpo_tools.memory_plan.rates import Rates
 from grpo_tools.memory_plan.role_memory import GIB, Device, RoleMemory, gib
@@ -49,7 +49,7 @@ def plan_run(
     memory = gpu_gib if is_gpu else psutil.virtual_memory().total / GIB
     device = Device(is_gpu, memory)
     roles = list(_roles(cfg, sizes, prompt_tokens, device, needs_reference))
-    host = HostMemory.of(cfg, sizes, roles)
+    host = HostMemory(cfg, sizes, roles)
     problems = [role.smaller for role in roles if role.role == "generator" and role.smaller]
     lines = [*_size_lines(cfg, sizes), *_table(roles)]
     lines += [f"{role.role}: {note}" for role in roles for note in role.notes]
@@ -70,7 +70,7 @@ def plan_run(
             cache = roles[0].parts["KV cache"]
             lines += Rates.of(cfg, sizes, prompt_tokens, cache, needs_reference).lines(cfg)
     else:
-        needed = node_bytes(roles, host)
+        needed = sum(role.count * role.total for role in roles) + host.object_store + GIB
         text = f"tensors and object store {gib(needed)} of {gib(device.nbytes)} GiB"
         lines.append(f"{text}; the libraries of each process come on top")
         if needed > device.nbytes:

@@ -72,7 +72,7 @@ def host_memory(push, is_gpu=True, **changes):
     cfg = settings(push=push, async_checkpoint=False, **changes)
     generator = generator_memory(cfg, SIZES, 512, Device(is_gpu, 80.0))
     trainer = RoleMemory("trainer", cfg.num_trainers, 1.0, 0, {}, host_bytes(cfg, SIZES))
-    return cfg, generator, HostMemory.of(cfg, SIZES, [generator, trainer])
+    return cfg, generator, HostMemory(cfg, SIZES, [generator, trainer])
 
 
 @pytest.mark.parametrize("workers", [1, 2])
