@@ -7,16 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_components.exchange.books import Books
 from grpo_components.plain_text import one_line
 from grpo_components.quiet import quiet_libraries
 from grpo_tools.audit.attempts import RunAudit
-from grpo_tools.audit.chain import Chain
-from grpo_tools.audit.cross_checks import cross_checks
 from grpo_tools.audit.findings import RULES, FatalViolation, Findings
-from grpo_tools.audit.lines import UnreadableError, lines_of, parse
 from grpo_tools.audit.one_run import check_one_run
-from grpo_tools.json_lines import records_of
 
 
 def audit(path: Path, unfinished: bool = False) -> tuple[Findings, str]:
@@ -24,44 +19,20 @@ def audit(path: Path, unfinished: bool = False) -> tuple[Findings, str]:
     if not path.is_file() or not path.stat().st_size:
         raise FileNotFoundError(path)
     findings = Findings()
-    chain = Chain(
-        path, findings
-    )  # reads receipts.end before the records: the run may still be writing both
-    starts = _starts(path)
-    checks = cross_checks(path.parent, [attempt for attempt, _ in starts], findings)
-    points = [step for _, step in starts]
-    events = path.parent / "logs" / "events.jsonl"
-    books = Books(points, lambda: records_of(events))
-    run = RunAudit(path.name, points, chain, checks, books, findings)
+    run = RunAudit(path, findings)
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(lines_of(file), start=1):
+            for number, line in enumerate(file, start=1):
                 if unfinished and not line.endswith(b"\n"):
                     break  # incomplete: the run was killed, or is writing it now
                 run.follow(line, number)
         run.finish(unfinished)
+        findings.where = str(path.parent)
+        check_one_run(path, findings.check)
     except FatalViolation:
         pass
-    findings.notes += [f"books: {line}" for line in books.beside()]
-    findings.where = str(path.parent)
-    check_one_run(path, findings.check)
+    findings.notes += [f"books: {line}" for line in run.books.beside()]
     return findings, run.summary()
-
-
-def _starts(path: Path) -> list[tuple[int, int]]:
-    """Return (`attempt`, `steps_done`) of each start record; skip unreadable records."""
-    found: list[tuple[int, int]] = []
-    with path.open("rb") as file:
-        for line in lines_of(file):
-            if line.startswith(b'{"record": "start"'):
-                try:
-                    record = parse(line)
-                except UnreadableError:
-                    continue
-                values = (record.get("attempt"), record.get("steps_done"))
-                if all(type(value) is int for value in values):
-                    found.append(values)
-    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from pathlib import Path
 
 from grpo_components.exchange.books import Amount, Books
 from grpo_components.records.receipt_shapes import mismatch
 from grpo_tools.audit.chain import Chain
-from grpo_tools.audit.cross_checks import CrossCheck
-from grpo_tools.audit.draws import begin_draws
+from grpo_tools.audit.choices import begin_draws, begin_reuse, check_choice
+from grpo_tools.audit.cross_checks import ConfigCheck, MetricsCheck
 from grpo_tools.audit.findings import Findings
 from grpo_tools.audit.groups import check_ends, follow_events
 from grpo_tools.audit.history import History, Record
-from grpo_tools.audit.lines import UnreadableError, parse
-from grpo_tools.audit.reuse import begin_reuse, check_choice
 from grpo_tools.audit.weights import Weights, check_contract
+from grpo_tools.json_lines import records_of
 
 _FORMAT = 2
 
@@ -24,19 +24,19 @@ _FORMAT = 2
 class RunAudit:
     """Checks a run's receipts line by line."""
 
-    def __init__(
-        self,
-        name: str,
-        resume_points: Iterable[int],
-        chain: Chain,
-        cross_checks: Sequence[CrossCheck],
-        books: Books,
-        findings: Findings,
-    ) -> None:
-        self._name, self._chain, self._cross_checks = name, chain, cross_checks
-        self.books = books
-        self._findings, self._check = findings, findings.check
-        self._resume_points = set(resume_points)
+    def __init__(self, path: Path, findings: Findings) -> None:
+        self._name, self._findings, self._check = path.name, findings, findings.check
+        self._chain = Chain(path, findings)
+        starts = [
+            (start["attempt"], start["steps_done"])
+            for start in records_of(path, b'"record": "start"')
+            if type(start.get("attempt")) is type(start.get("steps_done")) is int
+        ]
+        self._config = ConfigCheck(path.parent, max(starts, default=(0, 0))[0], findings)
+        self._metrics = MetricsCheck(path.parent, findings)
+        events = path.parent / "logs" / "events.jsonl"
+        self._resume_points = [step for _, step in starts]
+        self.books = Books(self._resume_points, lambda: records_of(events))
         self._snapshots = {0: History()}
         self._history = History()
         self._start: Record = {}
@@ -47,14 +47,13 @@ class RunAudit:
         """Check the next line."""
         where = self._findings.where = f"{self._name} line {number}"
         fields = self._chain.follow(line.removesuffix(b"\n"))
-        record, problem = None, None
+        record: Record = {}
         try:
-            record = parse(fields)
-        except UnreadableError as error:
+            record = json.loads(fields)
+            problem = mismatch(record)
+        except (ValueError, RecursionError) as error:
             problem = str(error)
-        problem = problem or mismatch(record)
         self._check("parses", problem is None, problem or "", fatal=True)
-        assert isinstance(record, dict)
         kind, attempt = record["record"], record["attempt"]
         what = f"step {record['step']}" if kind == "step" else f"{kind} record"
         self._findings.where = f"{where} (attempt {attempt}, {what})"
@@ -72,8 +71,8 @@ class RunAudit:
             (self._step if kind == "step" else self._end)(record)
         self.books.follow(record)
         self._check_books()
-        for rule in self._cross_checks:
-            rule.follow(record)
+        self._config.follow(record)
+        self._metrics.follow(record)
 
     def finish(self, unfinished: bool) -> None:
         """Make the checks that need the whole file, after its last line."""
@@ -85,8 +84,7 @@ class RunAudit:
         self.books.finish()
         self._check_books()
         self._chain.finish(unfinished)
-        for rule in self._cross_checks:
-            rule.finish()
+        self._metrics.finish()
 
     def summary(self) -> str:
         """Return one line on the run: attempts, steps, policy version and counts of groups."""

@@ -1,99 +1,75 @@
-"""Compares the receipts with the run's other files: config, metrics and events."""
+"""Compares the receipts with the run's config and metrics."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import yaml
 
 from grpo_tools.audit.findings import Findings
 from grpo_tools.audit.history import Record
-from grpo_tools.audit.settings import Settings, correction_bounds, read_settings
 from grpo_tools.json_lines import records_of
 
 _SLACK = 1e-6
 """Relative tolerance: the order of summation changes the rounding of a mean."""
 
 
-class CrossCheck(Protocol):
-    """A check that compares the records with another file of the run."""
-
-    def follow(self, record: Record) -> None:
-        """Check the next record; its fields are complete."""
-        ...
-
-    def finish(self) -> None:
-        """Make the checks that need all records."""
-
-
-class ConfigCheck:
-    """Compares the settings in each start record with the attempt's config.
+def config_path(folder: Path, attempt: int) -> Path:
+    """Return the path of an attempt's config.
 
     The run's last process wrote `config.yaml`; an earlier process whose last attempt was n wrote
     `config_attempt_<n>.yaml`. A rollback begins an attempt in the same process, with its config.
     """
+    paths = {int(p.stem.rpartition("_")[2]): p for p in folder.glob("config_attempt_*.yaml")}
+    later = [number for number in sorted(paths) if number >= attempt]
+    return paths[later[0]] if later else folder / "config.yaml"
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a saved config."""
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+class ConfigCheck:
+    """Compares the settings in each start record with the attempt's config."""
 
     def __init__(self, folder: Path, last_attempt: int, findings: Findings) -> None:
-        self._check, self._findings, self._last = findings.check, findings, last_attempt
-        numbers = (_number_of(path) for path in folder.glob("config_attempt_*.yaml"))
-        self._until = sorted(number for number in numbers if number is not None)
-        self._folder = folder
-        self._read: dict[Path, Settings | None] = {}
-        self._settings: Settings | None = None
+        self._check, self._folder, self._last = findings.check, folder, last_attempt
+        self._config: dict[str, Any] | None = None
 
     def follow(self, record: Record) -> None:
         """Compare a start record, or check the correction mass of a step."""
         if record["record"] == "start":
-            self._settings = self._settings_of(record["attempt"])
-            if self._settings is not None:
-                self._compare(record, self._settings)
-        elif record["record"] == "step" and self._settings is not None:
-            self._check_mass(record["correction_mass"], self._settings)
+            self._config = self._config_of(record["attempt"])
+            if self._config is not None:
+                self._compare(record, self._config)
+        elif record["record"] == "step" and self._config is not None:
+            self._check_mass(record["correction_mass"], self._config)
 
-    def finish(self) -> None:
-        """Do nothing: `follow` makes every check."""
-
-    def _settings_of(self, attempt: int) -> Settings | None:
-        until = next((number for number in self._until if number >= attempt), None)
-        name = "config.yaml" if until is None else f"config_attempt_{until}.yaml"
-        path = self._folder / name
-        if path not in self._read:
-            self._read[path] = None
-            try:
-                self._read[path] = read_settings(path) if path.exists() else None
-            except (OSError, ValueError) as error:
-                self._check("config", False, f"{name} cannot be read: {error}")
-        settings = self._read[path]
+    def _config_of(self, attempt: int) -> dict[str, Any] | None:
+        path = config_path(self._folder, attempt)
+        if not path.exists():
+            return None
+        config, has_earlier = read_config(path), any(self._folder.glob("config_attempt_*.yaml"))
         # A run that resumed in a new folder has a single config here, that of its last attempt.
-        resumed = settings is not None and settings.get("resume_from_checkpoint") != "false"
-        only_last = until is None and not self._until and resumed
-        return None if only_last and attempt < self._last else settings
+        only_last = config.get("resume_from_checkpoint") and not has_earlier
+        return None if only_last and attempt < self._last else config
 
-    def _compare(self, start: Record, settings: Settings) -> None:
-        for key in start.keys() & settings.keys():
-            setting = settings[key]
-            if key == "num_steps" and settings.get("eval_only", "false") != "false":
-                setting = "0"
-            if isinstance(start[key], dict):
-                self._compare_section(key, start[key], setting)
-                continue
-            holds = setting == str(start[key])
-            self._check("config", holds, f"{key} is {start[key]}, but {setting} in the config")
+    def _compare(self, start: Record, config: dict[str, Any]) -> None:
+        for key in start.keys() & config.keys():
+            stated, setting = start[key], config[key]
+            if isinstance(stated, dict):
+                section = setting or {}
+                setting = {name: float(section.get(name, "nan")) for name in stated}
+            elif key == "num_steps" and config.get("eval_only"):
+                setting = 0
+            problem = f"{key} is {stated}, but {setting} in the config"
+            self._check("config", stated == setting, problem)
 
-    def _compare_section(self, key: str, recorded: Record, setting: Any) -> None:
-        section = setting if isinstance(setting, dict) else {}
-        for name, value in recorded.items():
-            try:
-                holds = float(section[name]) == value
-            except (KeyError, ValueError):
-                holds = False
-            given = section.get(name, "missing")
-            problem = f"{key}.{name} is {value}, but {given} in the config"
-            self._check("config", holds, problem)
-
-    def _check_mass(self, mass: float | None, settings: Settings) -> None:
-        low, high = correction_bounds(settings.get("off_policy"))
+    def _check_mass(self, mass: float | None, config: dict[str, Any]) -> None:
+        low, high = correction_bounds(config.get("off_policy") or {})
         if mass is not None:
             slack = _SLACK * max(1.0, mass)
             holds = low - slack <= mass <= high + slack
@@ -106,11 +82,11 @@ class MetricsCheck:
 
     def __init__(self, folder: Path, findings: Findings) -> None:
         self._check, self._findings = findings.check, findings
-        found: dict[tuple[int, int], Record] = {}
-        for record in records_of(folder / "logs" / "metrics.jsonl"):
-            attempt, step = record.get("attempt"), record.get("step")
-            if type(attempt) is int and type(step) is int and step > 0:
-                found[attempt, step] = record
+        found = {
+            (record["attempt"], record["step"]): record
+            for record in records_of(folder / "logs" / "metrics.jsonl")
+            if record.get("step", 0) > 0
+        }
         self._found, self._seen = found, set[tuple[int, int]]()
         self._last: dict[int, int] = {}
         for attempt, step in found:
@@ -142,49 +118,15 @@ class MetricsCheck:
             self._check("metrics", not missing, problem)
 
 
-class LoadsCheck:
-    """Compares each pull (weight load that a generator acknowledged) with `logs/events.jsonl`."""
-
-    def __init__(self, folder: Path, findings: Findings) -> None:
-        self._check, self._findings = findings.check, findings
-        self._path = folder / "logs" / "events.jsonl"
-        self._pulls: list[tuple[str, tuple[int, str, int], str]] = []
-
-    def follow(self, record: Record) -> None:
-        """Collect the acknowledged pulls of a record."""
-        for pull in record.get("acknowledged", ()):
-            identity = (record["attempt"], pull["generator"], pull["version"])
-            self._pulls.append((self._findings.where, identity, pull["checksum"]))
-
-    def finish(self) -> None:
-        """Compare the pulls with the log, which is read last so that it has all of them."""
-        loads: dict[tuple[Any, Any, Any], list[Any]] = {}
-        for event in records_of(self._path, b'"load"'):
-            identity = (event.get("attempt"), event.get("role"), event.get("version"))
-            if event.get("event") == "load" and all(type(v) in (int, str) for v in identity):
-                loads.setdefault(identity, []).append(event.get("checksum"))
-        logged = {attempt for attempt, _, _ in loads}
-        for where, identity, checksum in self._pulls:
-            attempt, name, version = identity
-            if attempt not in logged:  # the attempt's log is in another folder
-                continue
-            self._findings.where = where
-            found = loads.get(identity, [])
-            problem = f"{name} loads version {version}, which logs/events.jsonl lacks"
-            self._check("loads", bool(found), problem)
-            problem = f"{name} loads version {version} with {checksum}, but with "
-            problem += f"{found[:1]} in logs/events.jsonl"
-            self._check("loads", not found or checksum in found, problem)
-
-
-def cross_checks(folder: Path, attempts: Iterable[int], findings: Findings) -> list[CrossCheck]:
-    """Return the checks that compare the receipts with the run's other files."""
-    last = max(attempts, default=0)
-    return [
-        ConfigCheck(folder, last, findings),
-        MetricsCheck(folder, findings),
-        LoadsCheck(folder, findings),
-    ]
+def correction_bounds(off_policy: dict[str, Any]) -> tuple[float, float]:
+    """Return the bounds of the mean weight that an off-policy correction can give to tokens."""
+    component = str(off_policy.get("_component_", "")).rpartition("off_policy.")[2]
+    if component == "NoCorrection":
+        return 1.0, 1.0
+    if component == "GeometricMask":
+        return 0.0, 1.0
+    key = {"TokenTIS": "cap", "SequenceTIS": "cap", "MaskedIS": "high"}.get(component, "")
+    return 0.0, float(off_policy.get(key, math.inf))
 
 
 def _measured(record: Record) -> dict[str, float | None]:
@@ -202,11 +144,6 @@ def _measured(record: Record) -> dict[str, float | None]:
 
 
 def _same(metric: Any, value: float | None) -> bool:
-    if isinstance(metric, bool) or not isinstance(metric, int | float) or value is None:
-        return metric is None and value is None
+    if metric is None or value is None:
+        return metric is value
     return math.isclose(metric, value, rel_tol=1e-9, abs_tol=1e-9)
-
-
-def _number_of(path: Path) -> int | None:
-    number = path.stem.removeprefix("config_attempt_")
-    return int(number) if number.isascii() and number.isdecimal() and len(number) < 10 else None

@@ -17,7 +17,6 @@ RULES = {
     "sampled": "a generator acknowledged the version of every trained token (0: the base model)",
     "acknowledged": "no generator loads a version older than its own or newer than the trainer's",
     "checksums": "a version has one checksum: as published, and on every generator",
-    "loads": "logs/events.jsonl has every acknowledged pull with the same checksum",
     "issued": "groups are issued once, numbered 0, 1, 2, ...",
     "prompts": "a prompt is issued again only if it was handed back, and trained at most once",
     "reissued": "prompts that were handed back are issued before new ones",

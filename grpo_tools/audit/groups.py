@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from grpo_tools.audit.draws import check_draw, check_result
+from grpo_tools.audit.choices import check_draw, check_result, follow_reused, follow_trained
 from grpo_tools.audit.findings import Findings
 from grpo_tools.audit.history import Group, History, Prompt, Record
-from grpo_tools.audit.reuse import follow_reused, follow_trained
 
 _STATES = ("in_flight", "buffered", "in_training")
 

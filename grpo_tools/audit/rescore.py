@@ -19,8 +19,8 @@ from grpo_components.models.lora import ADAPTER_FILE, ADAPTER_FOLDER
 from grpo_components.settings import TRUNCATION
 from grpo_components.state_files import read_state
 from grpo_components.trajectory import Trajectory, batch_hash, response_numbers, unpack
+from grpo_tools.audit.cross_checks import config_path, read_config
 from grpo_tools.audit.scoring import Scorer, Segment, segments
-from grpo_tools.audit.settings import Settings, read_settings
 from grpo_tools.json_lines import records_of
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.25}
@@ -128,8 +128,8 @@ def rescore(output_dir: Path) -> Rescored:
     """
     starts, steps, pulls = _receipts(output_dir)
     try:
-        configs = {attempt: _config(output_dir, attempt) for attempt in starts}
-    except (OSError, ValueError) as error:
+        configs = {attempt: read_config(config_path(output_dir, attempt)) for attempt in starts}
+    except OSError as error:
         raise CannotRescoreError(str(error)) from error
     checkpoints = {n: output_dir / "checkpoints" / f"step_{n}" for n in steps}
     for folder in checkpoints.values():
@@ -149,7 +149,7 @@ def rescore(output_dir: Path) -> Rescored:
         for step, record in steps.items():
             attempt = record["attempt"]
             oldest = record["trained_from"] - starts[attempt]["max_staleness"]
-            cuts = configs[attempt].get("mask_overlong") == "true"
+            cuts = bool(configs[attempt].get("mask_overlong"))
             responses += _responses(checkpoints[step], record, oldest, cuts, result)
         _score(weights, responses, configs, result)
     # What a damaged file can raise.
@@ -161,13 +161,13 @@ def rescore(output_dir: Path) -> Rescored:
 def _score(
     weights: dict[int, Path],
     responses: list[Response],
-    configs: dict[int, Settings],
+    configs: dict[int, Record],
     result: Rescored,
 ) -> None:
     todo: dict[int, list[tuple[Segment, Trajectory]]] = {}
     for number, response in enumerate(responses):
         trajectory = response.trajectory
-        recompute = configs[trajectory.attempt].get("recompute_kv_after_pull") == "true"
+        recompute = bool(configs[trajectory.attempt].get("recompute_kv_after_pull"))
         try:
             parts = segments(trajectory, number, recompute)
         except ValueError as error:
@@ -245,26 +245,10 @@ def _receipts(output_dir: Path) -> tuple[dict[int, Record], dict[int, Record], l
     return starts, steps, pulls
 
 
-def _config(output_dir: Path, attempt: int) -> Settings:
-    """Return the config of an attempt; a file has the number of the last attempt that had it."""
-    numbers = [
-        int(number)
-        for path in output_dir.glob("config_attempt_*.yaml")
-        if (number := path.stem.removeprefix("config_attempt_")).isdigit()
-    ]
-    last = min((number for number in numbers if number >= attempt), default=None)
-    path = output_dir / ("config.yaml" if last is None else f"config_attempt_{last}.yaml")
-    try:
-        return read_settings(path)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def _check_sampling(config: Settings) -> None:
+def _check_sampling(config: Record) -> None:
     """Refuse a run whose logprobs are of a distribution that is not computed here."""
-    generator = config.get("generator")
     for name, neutral in TRUNCATION.items():
-        given = float(generator.get(name, neutral)) if isinstance(generator, dict) else neutral
+        given = (config.get("generator") or {}).get(name, neutral)
         if given != neutral and not (name == "top_k" and given == -1):
             problem = f"generator.{name}: {given:g} given; only {neutral:g} is scored"
             raise CannotRescoreError(problem)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from grpo_components.models.loading import DTYPES
 from grpo_components.models.lora import lora_options
+from grpo_components.rollout.open_sender import BUFFER_BYTES
 from grpo_components.settings import Settings
 from grpo_tools.memory_plan.model_sizes import ModelSizes
 from grpo_tools.memory_plan.role_memory import GIB, GPU_PROCESS_BYTES, Device, RoleMemory, gib
-from grpo_tools.memory_plan.transfer_memory import transfer_bytes
 
 _LARGE_GPU_GIB, _TOKENS_LARGE, _TOKENS_SMALL = 70, 16384, 8192
 """vLLM 0.32's default of max_num_batched_tokens on a GPU: from this size on, and below it."""
@@ -68,6 +68,18 @@ def generator_memory(
     if fits < 1 or (device.is_gpu and weights > _MAX_WEIGHTS * device.nbytes):
         memory.smaller = _smaller(cfg, weights, cache, sequence, device)
     return memory
+
+
+def transfer_bytes(cfg: Settings, sizes: ModelSizes) -> tuple[int, int]:
+    """Return the bytes on the GPU of the first trainer rank, and of a worker of a generator.
+
+    As vLLM's source has it: two buffers of NCCL at either end, and the tensors of which the sender
+    packs one.
+    """
+    largest = sizes.dim * max(sizes.vocabulary, sizes.intermediate) * DTYPES[cfg.dtype].itemsize
+    if cfg.weights == "nccl":
+        return 3 * (BUFFER_BYTES + largest), 2 * (BUFFER_BYTES + largest)
+    return 0, 0
 
 
 def _work(cfg: Settings, sizes: ModelSizes, device: Device) -> int:

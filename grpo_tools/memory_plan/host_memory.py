@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from grpo_components.settings import Settings
 from grpo_tools.memory_plan.model_sizes import ModelSizes
-from grpo_tools.memory_plan.role_memory import GIB, RoleMemory, gib
+from grpo_tools.memory_plan.role_memory import RoleMemory, gib
 
 _SNAPSHOTS = 3
 """Snapshots in the object store at most: the newest one, one that a generator still reads, and one
@@ -18,40 +17,23 @@ _RAY_SHARE = 0.3
 """Share of a node's memory that Ray takes for its object store by default."""
 
 
-@dataclass(frozen=True)
 class HostMemory:
-    """Memory of a push in the nodes' CPU memory."""
+    """CPU memory of a push, in bytes, of a run's roles."""
 
-    snapshot: int
-    """Bytes of all weights, in the compute dtype."""
-    snapshots: int
-    """Snapshots in an object store at most, or as many bytes in deltas."""
-    object_store: int
-    """Bytes in the object store of a node that has generators."""
-    trainers: int
-    """Bytes of all trainer ranks together, beside their GPUs."""
-    generators: int
-    """Bytes of all generators together, beside their GPUs."""
-    first_rank: int
-    """Bytes of the checkpoint, which rank 0 reads whole."""
-
-    @classmethod
-    def of(cls, cfg: Settings, sizes: ModelSizes, roles: list[RoleMemory]) -> HostMemory:
-        """Return the memory of a run's roles."""
-        snapshot = sizes.snapshot_bytes(cfg.dtype)
-        snapshots = _DELTA_SNAPSHOTS if cfg.push == "delta" else _SNAPSHOTS
-
+    def __init__(self, cfg: Settings, sizes: ModelSizes, roles: list[RoleMemory]) -> None:
         def host(name: str) -> int:
             return sum(r.count * sum(r.host.values()) for r in roles if r.role == name)
 
-        return cls(
-            snapshot,
-            snapshots,
-            snapshots * snapshot,
-            host("trainer"),
-            host("generator"),
-            sizes.weight_bytes(cfg.dtype),
-        )
+        self.snapshot = sizes.snapshot_bytes(cfg.dtype)
+        """All weights, in the compute dtype."""
+        self.snapshots = _DELTA_SNAPSHOTS if cfg.push == "delta" else _SNAPSHOTS
+        """Snapshots in an object store at most, or as many bytes in deltas."""
+        self.object_store = self.snapshots * self.snapshot
+        """Object store of a node that has generators."""
+        self.trainers, self.generators = host("trainer"), host("generator")
+        """All trainer ranks together, and all generators together, beside their GPUs."""
+        self.first_rank = sizes.weight_bytes(cfg.dtype)
+        """The checkpoint, which rank 0 reads whole."""
 
     def lines(self) -> Iterator[str]:
         """Yield lines of text about it."""
@@ -75,8 +57,3 @@ class HostMemory:
             return None
         problem = f"object_store_memory: {given} given, and {self.snapshots} pushes"
         return f"{problem} take {gib(self.object_store)} GiB; allowed: {self.object_store} or more"
-
-
-def node_bytes(roles: list[RoleMemory], host: HostMemory) -> int:
-    """Return the bytes of everything on a machine without GPUs, for its tensors alone."""
-    return sum(role.count * role.total for role in roles) + host.object_store + GIB

@@ -12,12 +12,11 @@ from torchtune import config
 from grpo_components.models.lora import lora_options
 from grpo_components.settings import Settings, teachers_of
 from grpo_tools.memory_plan.generator_memory import generator_memory
-from grpo_tools.memory_plan.host_memory import HostMemory, node_bytes
+from grpo_tools.memory_plan.host_memory import HostMemory
 from grpo_tools.memory_plan.model_sizes import ModelSizes
 from grpo_tools.memory_plan.rates import Rates
 from grpo_tools.memory_plan.role_memory import GIB, Device, RoleMemory, gib
 from grpo_tools.memory_plan.trainer_memory import reference_memory, teacher_memory, trainer_memory
-from grpo_tools.memory_plan.turns import in_turns, start_problem
 
 _COLUMNS = (
     *("weights", "gradients", "optimizer", "activations"),
@@ -50,7 +49,7 @@ def plan_run(
     memory = gpu_gib if is_gpu else psutil.virtual_memory().total / GIB
     device = Device(is_gpu, memory)
     roles = list(_roles(cfg, sizes, prompt_tokens, device, needs_reference))
-    host = HostMemory.of(cfg, sizes, roles)
+    host = HostMemory(cfg, sizes, roles)
     problems = [role.smaller for role in roles if role.role == "generator" and role.smaller]
     lines = [*_size_lines(cfg, sizes), *_table(roles)]
     lines += [f"{role.role}: {note}" for role in roles for note in role.notes]
@@ -61,7 +60,7 @@ def plan_run(
             together = in_turns(trainer, generator, device, _less_for_vllm(cfg))
             placed = [together, *others]
             lines += [f"{together.role}: {note}" for note in together.notes]
-            if problem := start_problem(cfg, trainer, device):
+            if problem := _start_problem(cfg, trainer, device):
                 problems.append(problem)
         gpus = _place(placed)
         lines += _gpu_lines(gpus, device)
@@ -71,7 +70,7 @@ def plan_run(
             cache = roles[0].parts["KV cache"]
             lines += Rates.of(cfg, sizes, prompt_tokens, cache, needs_reference).lines(cfg)
     else:
-        needed = node_bytes(roles, host)
+        needed = sum(role.count * role.total for role in roles) + host.object_store + GIB
         text = f"tensors and object store {gib(needed)} of {gib(device.nbytes)} GiB"
         lines.append(f"{text}; the libraries of each process come on top")
         if needed > device.nbytes:
@@ -85,7 +84,7 @@ def plan_run(
 def _roles(
     cfg: Settings, sizes: ModelSizes, prompt_tokens: int, device: Device, needs_reference: bool
 ) -> Iterator[RoleMemory]:
-    """Yield the memory of each role that the run starts; see `plan_run`."""
+    """Yield the memory of each role that the run starts."""
     if not cfg.train_from:
         yield generator_memory(cfg, sizes, prompt_tokens, device)
     if not (cfg.eval_only or cfg.rollout_only):
@@ -94,6 +93,37 @@ def _roles(
         yield reference_memory(cfg, sizes, prompt_tokens, device)
     if cfg.teacher and teachers_of(cfg):
         yield teacher_memory(cfg, cfg.teacher.path, prompt_tokens, device)
+
+
+def in_turns(
+    trainer: RoleMemory, generator: RoleMemory, device: Device, less_cache: str
+) -> RoleMemory:
+    """Return the memory of a trainer and a generator's worker that take turns on one GPU.
+
+    It is that of the larger turn: all that one role takes, and what stays of the other.
+    """
+    generating, training = generator.total + trainer.resting, trainer.total + generator.resting
+    note = f"{gib(generating)} GiB while it generates, {gib(trainer.resting)} of them the trainer's"
+    note += f"; {gib(training)} while it trains, {gib(generator.resting)} of them the generator's"
+    return RoleMemory(
+        "trainer and generator in turns",
+        trainer.count,
+        trainer.share,
+        max(generating, training),
+        parts={},
+        notes=[note],
+        smaller=trainer.smaller if training > device.nbytes else less_cache,
+    )
+
+
+def _start_problem(cfg: Settings, trainer: RoleMemory, device: Device) -> str | None:
+    """Return what is wrong with the memory that vLLM wants to be free at its start, if anything."""
+    given, most = cfg.generator.gpu_memory_utilization, 1 - trainer.resting / device.nbytes
+    if given <= most:
+        return None
+    problem = f"generator.gpu_memory_utilization: {given:g} given, which must be free when vLLM "
+    problem += f"starts, and a trainer's weights take {gib(trainer.resting)} GiB"
+    return f"{problem}; allowed: at most {int(100 * most) / 100:g}"
 
 
 def _size_lines(cfg: Settings, sizes: ModelSizes) -> Iterator[str]:

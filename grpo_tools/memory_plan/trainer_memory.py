@@ -21,14 +21,10 @@ from grpo_components.models.loading import DTYPES
 from grpo_components.models.lora import adapted_model, lora_options
 from grpo_components.models.meshes import Sharding
 from grpo_components.settings import Settings
+from grpo_tools.memory_plan.generator_memory import transfer_bytes
 from grpo_tools.memory_plan.longest_batch import BatchShape, MicroBatch, longest_micro_batches
 from grpo_tools.memory_plan.model_sizes import ModelSizes
-from grpo_tools.memory_plan.passes import (
-    Bytes,
-    PolicyOptions,
-    inference_bytes,
-    training_bytes,
-)
+from grpo_tools.memory_plan.passes import Bytes, PolicyOptions, inference_bytes, training_bytes
 from grpo_tools.memory_plan.role_memory import (
     FRAGMENTATION,
     GPU_PROCESS_BYTES,
@@ -36,23 +32,17 @@ from grpo_tools.memory_plan.role_memory import (
     RoleMemory,
     gib,
 )
-from grpo_tools.memory_plan.transfer_memory import transfer_bytes
 
+_STATIC = ("weights", "gradients", "optimizer")
 _OFFLOADED_LAYERS = 6
 """Layers whose activations torchtune's offloading has on the GPU: five that leave, one that comes.
 """
 _PUSHED_LAYERS = 3
 """Copies of a unit during a push: the shard's cast, the gathered tensor, the renamed one."""
-
-
 _PINNED = 2
 """Page-locked memory that a tensor takes at most, over its bytes: PyTorch rounds up to 2**n."""
-
-
 _BYTES_PER_TOKEN = 256
 """Of losses, metrics and their inputs, for each token of a micro-batch: 32 numbers of 64 bits."""
-
-
 _KERNELS = 1.005
 """What kernels allocate for themselves, and what else is not in the passes; 1.001 was measured."""
 
@@ -85,14 +75,17 @@ def trainer_memory(
 ) -> RoleMemory:
     """Predict the memory of a trainer rank."""
     options = policy_options(cfg)
-    found, batch = _most(options, _batches(cfg, sizes, prompt_tokens))
-    others = ("weights", "gradients", "optimizer", "activations")
-    parts = {name: found[name] for name in others}
-    static = sum(parts[name] for name in others[:3])
-    peak = _peak(found)
+    found, batch = max(
+        (
+            (training_bytes(options, batch.sequences, has_gradients=not batch.is_only), batch)
+            for batch in _batches(cfg, sizes, prompt_tokens)
+        ),
+        key=lambda each: _peak(each[0]),
+    )
+    parts = {name: found[name] for name in (*_STATIC, "activations")}
+    static = sum(parts[name] for name in _STATIC)
     push = _PUSHED_LAYERS * max(sizes.units) * DTYPES[cfg.dtype].itemsize
-    pushed = static + push
-    total, host = _with_rest(max(peak, pushed), batch), _host(cfg, sizes)
+    total, host = _with_rest(max(_peak(found), static + push), batch), host_bytes(cfg, sizes)
     chunk = _above(found, "logits", static + parts["activations"])
     layer = _above(found, "layer", static + parts["activations"])
     if cfg.enable_activation_offloading:
@@ -102,7 +95,7 @@ def trainer_memory(
         parts["activations"] = int(parts["activations"] * kept)
     if cfg.fsdp_cpu_offload:
         total -= static
-        for name in others[:3]:
+        for name in _STATIC:
             host[name], parts[name] = parts[name], 0
     parts["work"] = max(total - sum(parts.values()), 0)
     if not device.is_gpu:
@@ -127,7 +120,7 @@ def trainer_memory(
 def reference_memory(
     cfg: Settings, sizes: ModelSizes, prompt_tokens: int, device: Device
 ) -> RoleMemory:
-    """Predict the memory of a reference; see `trainer_memory` for the arguments."""
+    """Predict the memory of a reference."""
     processes = ("reference", cfg.num_references, cfg.gpus_per_reference)
     whole = "num_references: a reference is whole on one GPU; allowed: 0, without a KL"
     options = policy_options(cfg)
@@ -210,14 +203,6 @@ def _batches(cfg: Settings, sizes: ModelSizes, prompt_tokens: int) -> list[Micro
     return longest_micro_batches(shape, sizes.flops, token / keys)
 
 
-def _most(options: PolicyOptions, batches: list[MicroBatch]) -> tuple[Bytes, MicroBatch]:
-    found = [
-        (training_bytes(options, batch.sequences, has_gradients=not batch.is_only), batch)
-        for batch in batches
-    ]
-    return max(found, key=lambda each: _peak(each[0]))
-
-
 def _peak(found: Bytes) -> int:
     return max(nbytes for name, nbytes in found.items() if name.startswith("peak of"))
 
@@ -233,7 +218,7 @@ def _above(found: Bytes, part: str, base: int) -> int:
     return max(max(peaks, default=base) - base, 0)
 
 
-def _host(cfg: Settings, sizes: ModelSizes) -> dict[str, int]:
+def host_bytes(cfg: Settings, sizes: ModelSizes) -> dict[str, int]:
     """Return what a rank holds in CPU memory for pushes, and with copies for checkpoints."""
     bucket = sizes.largest_bucket(cfg.dtype, cfg.num_trainers)
     # A delta is there beside the bytes that were compared, and may be as long as either.
@@ -249,7 +234,7 @@ def _smaller(
 ) -> str:
     """Return the key that makes a trainer smaller."""
     parts, room = memory.parts, device.nbytes * (cfg.gpus_per_trainer if device.is_gpu else 1)
-    static = sum(parts[name] for name in ("weights", "gradients", "optimizer"))
+    static = sum(parts[name] for name in _STATIC)
     if static > 0.6 * room:
         more = math.ceil(cfg.num_trainers * static / (0.5 * room))
         shards = cfg.data_parallel_replicate_dim

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from grpo_components.errors import fail
@@ -19,17 +19,6 @@ from grpo_tools.simulate.simulation import WARM_UP_STEPS, Prediction, simulate
 Split = tuple[int, int, int]
 """Number of generators, trainers and references."""
 _SPLITS_SHOWN = 6
-_ROWS: dict[str, tuple[Callable[[Recorded], str], Callable[[Prediction], str]]] = {
-    "seconds a step": (lambda r: f"{r.step_s:.3f}", lambda p: f"{p.step_s:.3f}"),
-    "samples per second": (lambda r: "", lambda p: f"{p.samples_per_s:.1f}"),
-    "staleness, mean": (lambda r: f"{r.staleness_mean:.2f}", lambda p: f"{p.staleness_mean:.2f}"),
-    "staleness, max": (lambda r: f"{r.staleness_max}", lambda p: f"{p.staleness_max}"),
-    "groups dropped as stale": (
-        lambda r: f"{r.dropped_stale}",
-        lambda p: f"{p.dropped['stale']}",
-    ),
-}
-"""What the table shows of the recorded run and of a prediction."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         setup = changed(run.setup, options.overrides)
         if setup.num_steps < 2 * WARM_UP_STEPS:
             fail("num_steps", f"{setup.num_steps} given", f"{2 * WARM_UP_STEPS} or more")
-        predict = partial(_predict, run, options.seed)
+
+        def predict(setup: Setup) -> Prediction:
+            lengths = run.lengths(setup, options.seed)
+            return simulate(setup, run.times, lengths, seed=options.seed, filtered=run.filtered)
+
         lines = [*_fitted(run), "", *_compared(run, predict(run.setup), setup, predict(setup))]
         if options.gpus is not None:
             lines += ["", *_advice(setup, options.gpus, advise(setup, options.gpus, predict))]
@@ -83,11 +76,10 @@ def advise(
             tried[split] = predict(replace(setup, **dict(zip(names, split, strict=True))))
         return tried[split].step_s
 
-    start = [gpus // kinds] * kinds + [0] * (3 - kinds)
-    start[0] += gpus - sum(start)
-    best, stride = (start[0], start[1], start[2]), max(1, gpus // 8)
+    each, references = gpus // kinds, gpus // kinds * (kinds - 2)
+    best, stride = (gpus - each - references, each, references), max(1, gpus // 8)
     while stride:
-        moves = [split for split in _moves(best, kinds, stride) if step_s(split) < step_s(best)]
+        moves = [split for split in _moves(best, stride) if step_s(split) < step_s(best)]
         if moves:
             best = min(moves, key=step_s)
         else:
@@ -96,22 +88,15 @@ def advise(
     return dict(sorted(tried.items(), key=lambda item: item[1].step_s))
 
 
-def _moves(split: Split, kinds: int, stride: int) -> list[Split]:
-    """Return the splits that differ by `stride` GPUs, moved from one kind of role to another."""
-    found: list[Split] = []
-    for source in range(kinds):
-        for target in range(kinds):
-            if source != target and split[source] > stride:
-                moved = list(split)
-                moved[source] -= stride
-                moved[target] += stride
-                found.append((moved[0], moved[1], moved[2]))
-    return found
-
-
-def _predict(run: Recorded, seed: int, setup: Setup) -> Prediction:
-    lengths = run.lengths(setup, seed)
-    return simulate(setup, run.times, lengths, seed=seed, filtered=run.filtered)
+def _moves(split: Split, stride: int) -> Iterator[Split]:
+    """Yield the splits that differ by `stride` GPUs, moved from one kind of role to another."""
+    kinds = [kind for kind, number in enumerate(split) if number]
+    for source, target in itertools.permutations(kinds, 2):
+        if split[source] > stride:
+            moved = list(split)
+            moved[source] -= stride
+            moved[target] += stride
+            yield moved[0], moved[1], moved[2]
 
 
 def _fitted(run: Recorded) -> list[str]:
@@ -124,7 +109,6 @@ def _fitted(run: Recorded) -> list[str]:
         f"  response      {statistics.fmean(lengths):.1f} tokens, at most {max(lengths)}",
         f"  training step {_ms(times.update_s)} + {1e6 * times.train_s_per_token:.1f} us a token",
         f"  weights       gather {_ms(times.gather_s)}, swap {_ms(times.load_s)}",
-        f"  driver        {_ms(times.call_s)} a call",
     ]
 
 
@@ -134,12 +118,16 @@ def _compared(run: Recorded, own: Prediction, setup: Setup, other: Prediction) -
         for name, value in vars(setup).items()
         if value != getattr(run.setup, name)
     ]
-    rows = [("", "recorded", "simulated", "changed")]
-    rows += [(name, of_run(run), of(own), of(other)) for name, (of_run, of) in _ROWS.items()]
-    rows += [
-        (f"idle: {family}", "", _idle(own, family), _idle(other, family))
-        for family in dict.fromkeys([*own.idle, *other.idle])
+    rows = [
+        ("", "recorded", "simulated", "changed"),
+        ("seconds a step", *(f"{each.step_s:.3f}" for each in (run, own, other))),
+        ("samples per second", "", *(f"{each.samples_per_s:.1f}" for each in (own, other))),
+        ("staleness, mean", *(f"{each.staleness_mean:.2f}" for each in (run, own, other))),
+        ("staleness, max", *(f"{each.staleness_max}" for each in (run, own, other))),
+        ("groups dropped as stale", *(f"{each.dropped['stale']}" for each in (run, own, other))),
     ]
+    families = dict.fromkeys([*own.idle, *other.idle])
+    rows += [(f"idle: {each}", "", _idle(own, each), _idle(other, each)) for each in families]
     width = 4 if changes else 3
     lines = [f"{row[0]:24}" + "".join(f"{cell:>12}" for cell in row[1:width]) for row in rows]
     return [*lines, *([f"changed: {' '.join(changes)}"] if changes else [])]

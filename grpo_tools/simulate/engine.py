@@ -6,25 +6,9 @@ import asyncio
 import heapq
 import math
 from collections import Counter, deque
-from dataclasses import dataclass
 
+from grpo_tools.simulate.times import StepTime
 from grpo_tools.simulate.virtual_time import BusyTime
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of one step of an engine."""
-
-    per_step: float
-    """Seconds of every step."""
-    per_sequence: float
-    """Seconds more for each sequence in the batch."""
-    per_prompt: float
-    """Seconds more for each prompt that is read in the step."""
-
-    def of(self, sequences: int, prompts: float = 0) -> float:
-        """Return the seconds of a step with so many sequences and new prompts."""
-        return self.per_step + self.per_sequence * sequences + self.per_prompt * prompts
 
 
 class VirtualEngine:

@@ -15,10 +15,9 @@ import yaml
 
 from grpo_components.replay.recorded_run import read_json_lines
 from grpo_components.rollout.engine_use import NO_REWARD
-from grpo_tools.simulate.engine import StepTime
 from grpo_tools.simulate.settings import Setup, setup_of
 from grpo_tools.simulate.simulation import WARM_UP_STEPS
-from grpo_tools.simulate.times import Lengths, Times
+from grpo_tools.simulate.times import Lengths, StepTime, Times
 
 Record = dict[str, Any]
 
@@ -41,7 +40,8 @@ class Recorded:
     """Mean seconds of a step, from the end of the one before; without evaluations and saves."""
     staleness_mean: float
     staleness_max: int
-    dropped_stale: int
+    dropped: Counter[str]
+    """Dropped groups by reason."""
 
     def lengths(self, setup: Setup, seed: int) -> Lengths:
         """Return the lengths of responses for a changed setup."""
@@ -55,23 +55,18 @@ class Recorded:
 
 
 def fit(folder: Path) -> Recorded:
-    """Fit the times of a run from its config, event log, metrics and heartbeats.
-
-    Raises:
-        OSError: a file is missing.
-        UnfitError: the run is too short, or one of its roles was restarted.
-    """
+    """Fit the times of a run from its config, event log, metrics and heartbeats."""
     config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     events = defaultdict[str, list[Record]](list)
     for event in read_json_lines(folder / "logs" / "events.jsonl"):
         events[event["event"]].append(event)
-    beats = read_json_lines(folder / "logs" / "heartbeats.jsonl")
     records = read_json_lines(folder / "logs" / "metrics.jsonl")
     steps = [each for each in records if each["step"] > WARM_UP_STEPS]
     if events["restart"] or events["rollback"]:
         raise UnfitError("a role was restarted; a simulation needs an undisturbed run")
     if len(steps) < WARM_UP_STEPS:
         raise UnfitError(f"{2 * WARM_UP_STEPS} steps or more are needed")
+    beats = read_json_lines(folder / "logs" / "heartbeats.jsonl")
     roles = {beat["role"]: beat for beat in beats}  # the last heartbeat has the sums
     setup = setup_of(config, "reference_0" in roles)
     groups = tuple(tuple(event["response_tokens"]) for event in events["finish"])
@@ -80,13 +75,13 @@ def fit(folder: Path) -> Recorded:
         dropped[event["reason"]] += len(event["groups"])
     return Recorded(
         setup=setup,
-        times=_times(setup, events, steps, beats, roles),
+        times=_times(setup, events, steps, roles),
         groups=groups,
         filtered=dropped["filtered"] / len(groups),
         step_s=_step_s(steps, events),
         staleness_mean=statistics.fmean(step["staleness/mean"] for step in steps),
         staleness_max=max(step["staleness/max"] for step in steps),
-        dropped_stale=dropped["stale"],
+        dropped=dropped,
     )
 
 
@@ -102,7 +97,6 @@ def _times(
     setup: Setup,
     events: Mapping[str, Sequence[Record]],
     steps: Sequence[Record],
-    beats: Sequence[Record],
     roles: Mapping[str, Record],
 ) -> Times:
     generators = [beat for name, beat in roles.items() if name.startswith("generator_")]
@@ -132,7 +126,6 @@ def _times(
         export_s=spent(trainer, "export_weights") / pushes,
         reference_s_per_token=spent(references, "add_logprobs")
         / (responses + groups * prompt_tokens / prompts),
-        call_s=_call_s(setup, events, [beat for beat in beats if beat["role"] == "driver"]),
     )
 
 
@@ -173,20 +166,3 @@ def _train(
     ratios = [a / (update_s + per_token * n) for a, n in zip(seconds, tokens, strict=True)]
     mean = statistics.fmean(ratios)
     return update_s, per_token, tuple(ratio / mean for ratio in ratios)
-
-
-def _call_s(
-    setup: Setup, events: Mapping[str, Sequence[Record]], driver: Sequence[Record]
-) -> float:
-    """Return the driver's CPU seconds of a call, from its heartbeats and the calls meanwhile."""
-    first, last = driver[0], driver[-1]
-    if last["time"] == first["time"]:
-        raise UnfitError("heartbeats.jsonl has one heartbeat of the driver; two are needed")
-    ranks = setup.num_trainers
-    each = {"issue": 2, "buffer": 1, "load": 3 + ranks, "step": 2 + ranks, "push": 1 + 2 * ranks}
-    each["finish"] = int(setup.num_references > 0)
-    calls = sum(
-        number * sum(first["time"] <= event["time"] <= last["time"] for event in events[name])
-        for name, number in each.items()
-    )
-    return (last["cpu_s"] - first["cpu_s"]) / calls

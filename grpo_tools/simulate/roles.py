@@ -158,27 +158,13 @@ class VirtualPart:
         return result if self.number is None else result[self.number]
 
 
-class Driver:
-    """The process that makes all calls: one thread, which sends and receives one at a time."""
-
-    def __init__(self, call_s: float) -> None:
-        self._call_s, self._turn, self.calls = call_s, asyncio.Lock(), 0
-        self.busy = BusyTime()
-
-    async def half_call(self, parts: float = 1.0) -> None:
-        """Send a call, or receive a result: half of `call_s` each."""
-        async with self._turn:
-            with self.busy.count():
-                await asyncio.sleep(parts * self._call_s / 2)
-
-
 class VirtualRole:
     """Calls the methods of a role in this process, with the interface of `cluster.role.Role`."""
 
     lost = False
 
-    def __init__(self, name: str, target: Any, driver: Driver) -> None:
-        self.name, self._target, self._driver = name, target, driver
+    def __init__(self, name: str, target: Any) -> None:
+        self.name, self._target = name, target
         self.recover: Callable[[], Awaitable[None]] | None = None
         self._lanes: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -197,8 +183,6 @@ class VirtualRole:
         return [VirtualPart(task, number) for number in range(num_returns)]
 
     async def _run(self, method: str, args: tuple[Any, ...], lane: str) -> Any:
-        self._driver.calls += 1
-        await self._driver.half_call()
         values = [await arg.value() if isinstance(arg, VirtualPart) else arg for arg in args]
         function = getattr(self._target, method)
         if not asyncio.iscoroutinefunction(function):
@@ -226,13 +210,4 @@ class VirtualRole:
 
     async def answer(self, part: VirtualPart, what: str, timeout_s: float) -> Any:
         """Wait for a result; see `Role.answer`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                value = await part.value()
-        except TimeoutError as error:
-            if error.args:  # the role's own
-                raise
-            problem = f"{self.name} did not answer {what} within {timeout_s:g} s of virtual time"
-            raise TimeoutError(problem) from None
-        await self._driver.half_call()
-        return value
+        return await part.value()

@@ -3,62 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from grpo_components.errors import fail, shown
 from grpo_components.exchange.staleness import StalenessContract
+
+Count = Annotated[int, Field(ge=1, le=10**6)]
+CountOrNone = Annotated[int, Field(ge=0, le=10**6)]
 
 
 @dataclass(frozen=True)
 class Setup:
     """Keys of a config that decide how a run's roles work together, and two of responses."""
 
-    num_generators: int
-    num_trainers: int
-    num_references: int
-    rollouts_in_flight: int
-    push_every_n_steps: int
-    pull_every_m_rollouts: int
-    max_staleness: int
+    num_generators: Count
+    num_trainers: Count
+    num_references: CountOrNone
+    rollouts_in_flight: Count
+    push_every_n_steps: Count
+    pull_every_m_rollouts: Count
+    max_staleness: CountOrNone
     stale_groups: Literal["drop", "wait"]
-    groups_per_step: int
-    group_size: int
-    num_steps: int
-    max_response_tokens: int
-    max_num_seqs: int
-    length_scale: float = 1.0
+    groups_per_step: Count
+    group_size: Count
+    num_steps: Count
+    max_response_tokens: Count
+    max_num_seqs: Count = 256
+    length_scale: Annotated[float, Field(ge=1e-3, le=1e6)] = 1.0
     """Factor of the length of every response."""
-    length_tail: float = 1.0
+    length_tail: Annotated[float, Field(ge=0, le=1e6)] = 1.0
     """Factor of what a response exceeds the median by."""
 
-    def check(self) -> None:
-        """Refuse settings that no run may have."""
-        for field in fields(self):
-            value, least = getattr(self, field.name), _LEAST.get(field.name, 1)
-            if isinstance(value, str):
-                continue
-            if not least <= value <= _MOST:
-                fail(field.name, f"{shown(value)} given", f"{least} to {_MOST}")
-        contract = StalenessContract(self.max_staleness, self.groups_per_step)
-        if self.push_every_n_steps > contract.max_push_interval:
-            given = f"{self.push_every_n_steps} given with max_staleness {self.max_staleness}"
-            fail("push_every_n_steps", given, f"1 to {contract.max_push_interval}")
 
-
-_LEAST = {
-    **{"max_staleness": 0, "num_references": 0},
-    **{"length_scale": 1e-3, "length_tail": 0.0},
-}
-_MOST = 10**6
-_NESTED = {"max_response_tokens": "generator", "max_num_seqs": "generator"}
-_CHOICES = {"stale_groups": ("drop", "wait")}
+_OF_GENERATOR = ("max_response_tokens", "max_num_seqs")
 _NOT_SIMULATED = ("colocate", "teacher", "replay_generation")
 
 
 def key_of(name: str) -> str:
     """Return the key of the config, or of the simulation, for a field of `Setup`."""
-    return f"{_NESTED[name]}.{name}" if name in _NESTED else name
+    return f"generator.{name}" if name in _OF_GENERATOR else name
 
 
 def setup_of(config: Mapping[str, Any], has_references: bool) -> Setup:
@@ -66,13 +53,10 @@ def setup_of(config: Mapping[str, Any], has_references: bool) -> Setup:
     for key in _NOT_SIMULATED:
         if config.get(key):
             fail(key, "used by the recorded run, and not simulated", "a run without it")
-    sections = {name: config.get(section) or {} for name, section in _NESTED.items()}
-    values = {
-        field.name: sections.get(field.name, config)[field.name]
-        for field in fields(Setup)
-        if field.name in sections.get(field.name, config)
+    given = {**config["generator"], **config}
+    values: dict[str, Any] = {
+        field.name: given[field.name] for field in fields(Setup) if field.name in given
     }
-    values.setdefault("max_num_seqs", 256)
     if not has_references:
         values["num_references"] = 0
     return Setup(**values)
@@ -81,22 +65,20 @@ def setup_of(config: Mapping[str, Any], has_references: bool) -> Setup:
 def changed(setup: Setup, overrides: Sequence[str]) -> Setup:
     """Return the settings with some keys changed."""
     names = {key_of(field.name): field.name for field in fields(Setup)}
-    present, new = asdict(setup), {}
+    new: dict[str, Any] = {}
     for override in overrides:
         key, _, text = override.partition("=")
         if key not in names:
             fail(key, "no key of a simulation", ", ".join(names))
-        name = names[key]
-        if name in _CHOICES:
-            if text not in _CHOICES[name]:
-                fail(key, f"{shown(text)} given", " or ".join(_CHOICES[name]))
-            new[name] = text
-            continue
-        kind = type(present[name])
-        try:
-            new[name] = kind(text)
-        except ValueError:
-            fail(key, f"{shown(text)} given", "a number" if kind is float else "a whole number")
-    result = replace(setup, **new)
-    result.check()
+        new[names[key]] = text
+    try:
+        result = replace(setup, **new)
+    except ValidationError as error:
+        first = error.errors()[0]
+        allowed = first["msg"].removeprefix("Input should be ")
+        fail(key_of(str(first["loc"][0])), f"{shown(first['input'])} given", allowed)
+    most = StalenessContract(result.max_staleness, result.groups_per_step).max_push_interval
+    if result.push_every_n_steps > most:
+        given = f"{result.push_every_n_steps} given with max_staleness {result.max_staleness}"
+        fail("push_every_n_steps", given, f"1 to {most}")
     return result

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import importlib.util
 import itertools
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
@@ -27,14 +27,14 @@ from grpo_components.cluster.handles import (
     TrainersHandle,
 )
 from grpo_components.cluster.weight_sync import WeightSync
-from grpo_components.config.start_roles import PARAMETER_SERVER, REPLAY_BUFFER
 from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.parameter_server import VLLMParameterServer
+from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.replay.event_order import Event, EventOrder
 from grpo_components.training.step_result import StepResult
 from grpo_tools.simulate.engine import VirtualEngine
 from grpo_tools.simulate.roles import (
-    Driver,
     VirtualGenerator,
     VirtualReference,
     VirtualRole,
@@ -66,8 +66,6 @@ class Prediction:
     """Trained responses per second."""
     events: list[tuple[float, Event]] = field(default_factory=list)
     """All events of the run, each with its virtual time."""
-    calls: int = 0
-    """Calls that the driver made."""
 
 
 @lru_cache(maxsize=1)
@@ -79,11 +77,6 @@ def _recipe_class() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.AsyncGRPOFullFinetuneRecipeDistributed
-
-
-def _role_class(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 def simulate(
@@ -128,13 +121,13 @@ class _Simulation:
             engine.cancel()
         return self._measured()
 
-    def _role(self, name: str, target: Any) -> Any:
-        return VirtualRole(name, target, self._driver)
-
     def _build_roles(self, contract: StalenessContract) -> None:
         setup, times, ledger, limit = self._setup, self._times, self._ledger, _PATIENCE_S
-        self._driver = Driver(times.call_s)
         size, ranks = setup.group_size, setup.num_trainers
+
+        def roles(name: str, targets: Sequence[Any]) -> list[Any]:
+            return [VirtualRole(f"{name}_{n}", target) for n, target in enumerate(targets)]
+
         self._engines = [
             VirtualEngine(times.engine_step, times.load_s, setup.max_num_seqs)
             for _ in range(setup.num_generators)
@@ -149,21 +142,18 @@ class _Simulation:
         self._references = [
             VirtualReference(times, size, self._lengths) for _ in range(setup.num_references)
         ]
-        buffer = _role_class(REPLAY_BUFFER)(contract=contract, timeout_s=limit)
-        server = _role_class(PARAMETER_SERVER)()
+        buffer: Any = VirtualRole("replay_buffer", ReplayBuffer(contract=contract, timeout_s=limit))
+        server: Any = VirtualRole("parameter_server", VLLMParameterServer())
+        references = roles("reference", self._references)
         waits = setup.stale_groups == "wait"
-        trainers = [self._role(f"trainer_{n}", each) for n, each in enumerate(self._trainers)]
-        references = [self._role(f"reference_{n}", each) for n, each in enumerate(self._references)]
         self._roles = Roles(
             generators=[
-                GeneratorHandle(self._role(f"generator_{n}", each), ledger, limit, limit)
-                for n, each in enumerate(generators)
+                GeneratorHandle(role, ledger, limit, limit)
+                for role in roles("generator", generators)
             ],
-            buffer=ReplayBufferHandle(
-                self._role("replay_buffer", buffer), ledger, limit, limit, wait_for_stale=waits
-            ),
-            trainers=TrainersHandle(trainers, ledger, limit, limit),
-            server=ParameterServerHandle(self._role("parameter_server", server), limit),
+            buffer=ReplayBufferHandle(buffer, ledger, limit, limit, wait_for_stale=waits),
+            trainers=TrainersHandle(roles("trainer", self._trainers), ledger, limit, limit),
+            server=ParameterServerHandle(server, limit),
             references=ReferencesHandle(references, limit) if references else None,
             reward_model=None,
         )
@@ -204,7 +194,7 @@ class _Simulation:
         return True
 
     async def finish_step(self, batch: Batch, advantages: NDArray[Any], result: StepResult) -> None:
-        """Commit a step, and take the driver's time for its records."""
+        """Commit a step, and note the staleness of its tokens."""
         trained_from = self._ledger.policy_version
         self._ledger.finish_step(result.policy_version)
         done = self._ledger.steps_done
@@ -217,7 +207,6 @@ class _Simulation:
                     self._staleness[trained_from - version] += tokens
         if done in (WARM_UP_STEPS, self._setup.num_steps):
             self._marks.append((asyncio.get_running_loop().time(), self._busy()))
-        await self._driver.half_call(2.0)
 
     async def finish(self) -> None:
         """Nothing is left to write."""
@@ -227,7 +216,6 @@ class _Simulation:
             "generators": [each.busy.seconds() for each in self._engines],
             "trainers": [each.busy.seconds() for each in self._trainers],
             "references": [each.busy.seconds() for each in self._references],
-            "driver": [self._driver.busy.seconds()],
         }
         return {name: sum(busy) / len(busy) for name, busy in families.items() if busy}
 
@@ -241,5 +229,4 @@ class _Simulation:
         found.staleness_mean = sum(age * n for age, n in self._staleness.items()) / tokens
         found.dropped = self._ledger.dropped_groups
         found.samples_per_s = setup.groups_per_step * setup.group_size / found.step_s
-        found.calls = self._driver.calls
         return found

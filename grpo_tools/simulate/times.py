@@ -6,7 +6,21 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_tools.simulate.engine import StepTime
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step of an engine."""
+
+    per_step: float
+    """Seconds of every step."""
+    per_sequence: float
+    """Seconds more for each sequence in the batch."""
+    per_prompt: float
+    """Seconds more for each prompt that is read in the step."""
+
+    def of(self, sequences: int, prompts: float = 0) -> float:
+        """Return the seconds of a step with so many sequences and new prompts."""
+        return self.per_step + self.per_sequence * sequences + self.per_prompt * prompts
 
 
 @dataclass(frozen=True)
@@ -35,8 +49,6 @@ class Times:
     """Packing of the weights, beside the next step."""
     reference_s_per_token: float
     """A reference's seconds for each token of prompts and responses."""
-    call_s: float
-    """Driver's work to send a call and receive its result."""
 
     def train(self, response_tokens: int, groups: float, ranks: int) -> float:
         """Return the seconds of a training step."""
@@ -51,14 +63,8 @@ class Times:
 class Lengths:
     """Draws the lengths of a group's responses from those of recorded groups.
 
-    A group id gives the same lengths in every simulation, so that they can be compared.
-
-    Args:
-        groups: tokens of each response, by recorded group.
-        seed: seed of the draw.
-        scale: factor of every length.
-        tail: factor of what a length exceeds the median by.
-        longest: longest response; longer ones are cut off.
+    A group id gives the same lengths in every simulation, so that they can be compared. Lengths
+    grow by `scale`, what exceeds their median also by `tail`, and are cut off at `longest`.
     """
 
     def __init__(

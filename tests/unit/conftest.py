@@ -55,7 +55,7 @@ def write_run(path, eta=2, num_steps=6, draws=False, reuse=False, books=False):
     config = f"max_staleness: {eta}\ngroups_per_step: 2\ngroup_size: {GROUP_SIZE}\n"
     config += f"num_steps: {num_steps}\n"
     if draws:
-        config += "seed: 7\ncurriculum: {low: 2e-1, high: 0.8, floor: 0.1, decay: 0.9}\n"
+        config += "seed: 7\ncurriculum: {low: 0.2, high: 0.8, floor: 0.1, decay: 0.9}\n"
     if reuse:
         config += "replay_generation: {share: 0.5, max_uses: 2}\n"
     (path.parent / "config.yaml").write_text(config)

@@ -14,23 +14,6 @@ def records(tmp_path, write_run):
     return write_run(tmp_path / "receipts.jsonl")
 
 
-@pytest.fixture
-def audit(tmp_path, capsys, write_receipts):
-    """Audits records alone, with a valid chain, so that each rule is tested by itself.
-
-    Returns the exit code, the broken rules, and the last line of output.
-    """
-
-    def audit(records, *options):
-        folder = tmp_path / "alone"
-        write_receipts(folder, records)
-        code = main([str(folder), *options])
-        out = capsys.readouterr().out.splitlines()
-        return code, [line.split()[0] for line in out if " BROKEN: " in line], out[-1]
-
-    return audit
-
-
 def events(record, kind):
     return [event for event in record["events"] if kind in event]
 
@@ -39,28 +22,15 @@ def remove(record, kind, number=0):
     record["events"].remove(events(record, kind)[number])
 
 
-def test_a_valid_run_passes_every_rule(records, audit):
-    assert audit(records) == (0, [], "every rule holds")
-
-
-def test_a_synchronous_run_passes(tmp_path, audit, write_run):
-    records = write_run(tmp_path / "receipts.jsonl", eta=0)
-    assert audit(records) == (0, [], "every rule holds")
-
-
-def test_every_rule_is_checked_and_listed(tmp_path, capsys, records, write_run, write_receipts):
-    sync = write_run(tmp_path / "receipts.jsonl", eta=0)
+def test_every_rule_is_checked_listed_and_held_by_valid_runs(tmp_path, capsys, write_run):
     checked = set()
-    drawn = write_run(tmp_path / "receipts.jsonl", draws=True)
-    reused = write_run(tmp_path / "receipts.jsonl", reuse=True)
-    booked = write_run(tmp_path / "receipts.jsonl", books=True)
-    for run in (records, sync, drawn, reused, booked):
-        write_receipts(tmp_path, run)
-        main([str(tmp_path)])
+    for kind in ({}, {"eta": 0}, {"draws": True}, {"reuse": True}, {"books": True}):
+        write_run(tmp_path / "receipts.jsonl", **kind)
+        assert main([str(tmp_path)]) == 0
         rows = [line.split() for line in capsys.readouterr().out.splitlines()]
         assert {row[0] for row in rows} >= RULES.keys()
         checked |= {row[0] for row in rows if row[1].isdecimal() and int(row[1])}
-    assert checked == RULES.keys()
+    assert checked == RULES.keys() - {"one_run"}, "test_one_run.py has that"
 
 
 # Each corrupts a run: start record [0], six steps [1] to [6], end record [7].
@@ -236,15 +206,9 @@ CORRUPTIONS = {
 EDITS = [
     ("parses", (2, "extra"), 1),
     ("parses", (4, "policy_version"), "3"),
-    ("parses", (1, "events", 0), {"eaten": 3}),
     ("parses", (1, "token_versions"), {"x": 4}),
-    ("parses", (7, "living"), [{}]),
     ("parses", (5, "correction_mass"), -0.1),
-    ("parses", (2, "events", 0), {"generated": 0, "response_tokens": -1.0}),
-    ("parses", (5, "token_versions"), {"\u0663": 10, "1": 4}),
     ("parses", (5, "token_versions"), {"03": 10, "1": 4}),
-    ("parses", (5, "token_versions"), {"3": 10, "1" * 5000: 4}),
-    ("parses", (5, "correction_mass"), 1e300),
     ("parses", (5, "policy_version"), 2**53 + 1),
     ("header", (0, "attempt"), 1),
     ("header", (0, "format"), 3),
@@ -275,9 +239,9 @@ EDITS = [
 )
 def test_a_corrupted_run_fails_and_the_broken_rule_is_named(records, rule, corrupt, audit):
     consequences = corrupt(records) or ()
-    code, broken, last = audit(records)
-    assert (code, set(broken)) == (1, {rule, *consequences})
-    assert last.startswith(f"broken: {rule} ({RULES[rule]}): ")
+    code, broken, out = audit(records)
+    assert (code, broken.keys()) == (1, {rule, *consequences})
+    assert out.splitlines()[-1].startswith(f"broken: {rule} ({RULES[rule]}): ")
 
 
 @pytest.mark.parametrize(("rule", "where", "value"), EDITS)
@@ -286,14 +250,13 @@ def test_one_changed_value_fails_and_its_rule_is_named(records, rule, where, val
     for key in where[:-1]:
         edited = edited[key]
     edited[where[-1]] = value
-    code, broken, last = audit(records)
-    assert (code, broken) == (1, [rule])
-    assert last.startswith(f"broken: {rule} ({RULES[rule]}): ")
+    code, broken, _ = audit(records)
+    assert (code, [*broken]) == (1, [rule])
 
 
 def test_every_rule_has_a_corruption():
-    # In test_books.py, test_chain.py, test_cross_checks.py, test_draws.py and test_reuse.py.
-    elsewhere = {"books", "chain", "config", "metrics", "loads", "curriculum", "reused"}
+    # In test_books.py, test_chain.py, test_cross_checks.py and test_choices.py.
+    elsewhere = {"books", "chain", "config", "metrics", "curriculum", "reused"}
     assert {*CORRUPTIONS, *(rule for rule, _, _ in EDITS)} == RULES.keys() - elsewhere
 
 
@@ -312,9 +275,9 @@ def resumed(records):
 
 def test_a_resumed_run_is_followed_from_its_checkpoint(records, audit):
     records = resumed(records)
-    assert audit(records) == (0, [], "every rule holds")
+    assert audit(records).code == 0
     records[-2]["token_versions"]["4"] += 100
-    assert audit(records)[1] == ["tokens"]
+    assert [*audit(records).broken] == ["tokens"]
 
 
 def test_a_restarted_group_is_generated_again(records, audit):
@@ -323,39 +286,37 @@ def test_a_restarted_group_is_generated_again(records, audit):
     again = {"restarted": generated["generated"]}
     place = records[7]["events"].index(generated)
     records[7]["events"].insert(place, again)  # lost before it was generated
-    assert audit(records) == (0, [], "every rule holds")
+    assert audit(records).code == 0
     records[7]["events"][place : place + 2] = [generated, again]  # lost afterwards, never repeated
-    assert "ended" in audit(records)[1]
+    assert "ended" in audit(records).broken
     records[7]["events"][place + 1] = {"restarted": 10**6}
-    assert "generated" in audit(records)[1]
+    assert "generated" in audit(records).broken
 
 
 def test_the_earlier_attempt_is_checked_too(records, audit):
     records = resumed(records)
     records[5]["correction_mass"] = None
-    assert audit(records)[1] == ["correction"]
+    assert [*audit(records).broken] == ["correction"]
 
 
 def test_a_version_has_the_same_weights_after_a_resume(records, audit):
     records = resumed(records)
     for pull in records[7]["acknowledged"]:
         pull["checksum"] = pull["published"] = "other weights"
-    assert "checksums" in audit(records)[1]
+    assert "checksums" in audit(records).broken
 
 
 @pytest.mark.parametrize("change", [{"steps_done": 7}, {"steps_done": 4}, {"attempt": 2}])
 def test_an_attempt_that_resumes_from_an_unknown_step_is_refused(records, change, audit):
     records = resumed(records)
     records[6].update(change)
-    code, broken, _ = audit(records)
-    assert code == 1
-    assert broken[0] in ("steps", "versions", "header")
+    assert audit(records).broken.keys() & {"steps", "versions", "header"}
 
 
 def test_a_killed_run_passes_only_as_unfinished(tmp_path, records, audit):
     incomplete = json.dumps(records[6])[:99]
-    assert audit(records[:6])[0] == 1
-    assert audit(records[:6], "--unfinished")[0] == 0
+    assert audit(records[:6]).code == 1
+    assert audit(records[:6], "--unfinished").code == 0
     (tmp_path / "alone" / "receipts.jsonl").open("a").write(incomplete)
     assert main([str(tmp_path / "alone"), "--unfinished"]) == 0
     assert main([str(tmp_path / "alone")]) == 1
@@ -372,7 +333,7 @@ def test_missing_receipts_are_one_line_and_exit_code_2(tmp_path, capsys, content
     assert str(tmp_path / "receipts.jsonl") in line
 
 
-@pytest.mark.parametrize("line", ["[]", "null", "{}", '{"record": []}', '{"record": "start"}', ""])
+@pytest.mark.parametrize("line", ["[]", "{}", '{"record": "start"}', "", "[" * 10**5])
 def test_a_line_that_is_not_a_record_is_a_violation(
     tmp_path, capsys, records, line, write_receipts
 ):

@@ -72,16 +72,11 @@ def test_a_turn_is_a_request_of_its_own(policies, folders, recompute):
     assert max(differences(folders, [response], recompute)) < 1e-5
 
 
-@pytest.mark.parametrize("position, off", [(2, 1), (3, -1), (9, 1)])
-def test_a_token_that_is_labelled_one_version_off_differs(policies, folders, position, off):
+def test_a_version_after_a_newer_one_in_a_turn_is_refused(policies):
     response = sample(policies, [3, 1, 4], [0] * 3 + [1] * 7)
-    labels = response.token_versions.copy()
-    labels[position] += off
-    mislabelled = dataclasses.replace(response, token_versions=labels)
-    assert max(differences(folders, [mislabelled])) > 1e-3
-    labels[4] = 5
+    response.token_versions[4] = 5
     with pytest.raises(ValueError, match="token 5 was sampled by version 1 after version 5"):
-        segments(mislabelled, 0, recompute_kv=False)
+        segments(response, 0, recompute_kv=False)
 
 
 def test_segments_begin_with_turns_and_swaps():

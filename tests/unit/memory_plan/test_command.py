@@ -10,6 +10,8 @@ from transformers import LlamaConfig
 
 from grpo_components.settings import Settings
 from grpo_tools.memory_plan.__main__ import main
+from grpo_tools.memory_plan.plan import in_turns
+from grpo_tools.memory_plan.role_memory import GIB, Device, RoleMemory
 
 FOLDER = Path(__file__).parents[3] / "recipes/configs"
 OFTEN = ("qwen3B_async_grpo", "qwen3B_colocated_grpo_1gpu", "qwen3_8B_lora_async_grpo_1gpu")
@@ -26,6 +28,8 @@ TURNS = (
 )
 MODEL = "model._component_=torchtune.models.qwen2_5.qwen2_5"
 ALONE = [f"gpus_per_{role}=1" for role in ("generator", "trainer", "reference")]
+COLOCATED = "qwen3B_colocated_grpo_1gpu"
+GPU = Device(is_gpu=True, gib=80.0)
 SMALL = ["--config", ONE_GPU, "--gpu-memory", "24"]
 
 
@@ -92,12 +96,8 @@ def test_what_does_not_fit_is_named_by_its_key_in_a_line(overrides, key, capsys)
     ("arguments", "message"),
     [
         (["--config", "qwen9B"], "--config: no config qwen9B"),
-        (["--config", ONE_GPU, "num_trainers"], "overrides: num_trainers given"),
         (["--config", ONE_GPU, "num_trainer=2"], "num_trainer: unknown key"),
-        (["--config", ONE_GPU, "--gpus=0"], "--gpus: 0 given"),
-        (["--config", ONE_GPU, "--gpu-memory=nan"], "--gpu-memory: nan given"),
-        (["--config", ONE_GPU, "--gpu-memory=0"], "--gpu-memory: 0 given"),
-        (["--config", "tiny_async_grpo", "--gpus=2"], "--gpus: 2 given, and the config has device"),
+        (["--config", "tiny_async_grpo", "--gpus=2"], "--gpus, --gpu-memory: given, with device"),
         (
             ["--config", ONE_GPU, "tensor_parallel_dim=4", "num_trainers=4"],
             "tensor_parallel_dim: 4",
@@ -129,6 +129,50 @@ def test_a_config_on_a_cpu_counts_processes(capsys, tmp_path):
     (weights,) = re.findall(r"3 x teacher +([0-9.]+)", shown)
     parameters = 2048 * (2 * 32000 + 3 * (4 * 2048 + 3 * 64))
     assert float(weights) == pytest.approx(4 * parameters / 2**30, abs=0.05)
+
+
+def role(name, total, resting, smaller=""):
+    found = RoleMemory(name, 4, 1.0, int(total * GIB), {}, smaller=smaller)
+    found.resting = int(resting * GIB)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("training", "sampling", "most", "smaller"),
+    [(60, 50, 62, "less cache"), (50, 60, 70, "less cache"), (79, 20, 81, "num_trainers")],
+)
+def test_a_gpu_holds_the_larger_turn_and_what_stays_of_the_other(training, sampling, most, smaller):
+    trainer = role("trainer", training, 10, smaller="num_trainers")
+    together = in_turns(trainer, role("generator", sampling, 2), GPU, "less cache")
+    assert (together.count, together.share, together.total) == (4, 1.0, most * GIB)
+    assert together.smaller == smaller
+
+
+def test_turns_take_less_than_both_roles_and_no_less_than_either(capsys):
+    code, shown, _ = plan(capsys, "--config", COLOCATED)
+    assert code == 0
+    totals = {
+        name: float(total)
+        for name, total in re.findall(r"^1 x (\w+) .* ([\d.]+)$", shown, re.MULTILINE)
+    }
+    (used,) = re.findall(r"in turns: ([\d.]+) of 80.0 GiB", shown)
+    assert max(totals.values()) < float(used) < sum(totals.values())
+    docs = (Path(__file__).parents[3] / "docs/sizing.md").read_text()
+    printed = [line for line in shown.splitlines() if re.match("1 x |.* in turns: ", line)]
+    assert len(printed) == 4 and all(line in docs for line in printed)
+    code, shown, errors = plan(capsys, "--config", COLOCATED, "colocate=false", "--gpus", "1")
+    assert code == 2 and "need 2 GPUs" in errors
+
+
+def test_what_does_not_fit_is_named_and_a_reference_is_beside_both_turns(capsys):
+    code, _, errors = plan(capsys, "--config", COLOCATED, "--gpu-memory=48")
+    assert code == 2 and errors.startswith("does not fit: num_trainers: ")
+    reference = ["loss.kl_coeff=0.1", "gpus_per_trainer=0.8", "gpus_per_reference=0.2"]
+    large = ["generator.kv_cache_gib=70", "generator.gpu_memory_utilization=0.83"]
+    code, shown, errors = plan(capsys, "--config", COLOCATED, *reference, *large)
+    assert code == 2 and "1 GPUs with trainer and generator in turns + reference: " in shown
+    named = [line.split()[3] for line in errors.splitlines()]
+    assert named == ["generator.gpu_memory_utilization:", "generator.kv_cache_gib:"]
 
 
 @pytest.mark.parametrize("name", GPU_CONFIGS)

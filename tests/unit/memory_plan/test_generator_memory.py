@@ -1,28 +1,33 @@
-"""A generator's memory: weights and cache are shared by its workers; vLLM's share bounds them."""
+"""What a generator and the pushes to it take, on its GPU and in CPU memory."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 from torchtune.models import qwen2_5
 
 from grpo_components.config.reading import read_settings
-from grpo_tools.memory_plan.generator_memory import generator_memory
+from grpo_tools.memory_plan.generator_memory import generator_memory, transfer_bytes
+from grpo_tools.memory_plan.host_memory import HostMemory
 from grpo_tools.memory_plan.model_sizes import ModelSizes
-from grpo_tools.memory_plan.role_memory import GIB, Device
-from grpo_tools.memory_plan.transfer_memory import transfer_bytes
+from grpo_tools.memory_plan.role_memory import GIB, Device, RoleMemory
+from grpo_tools.memory_plan.trainer_memory import host_bytes
 
 GPU = Device(is_gpu=True, gib=80.0)
 SIZES = ModelSizes.of(qwen2_5.qwen2_5_7b_base)
-
-
+SNAPSHOT = SIZES.snapshot_bytes("bf16")
 CONFIG = Path(__file__).parents[3] / "recipes/configs/qwen7B_async_grpo.yaml"
+GIVEN: Any = OmegaConf.to_container(OmegaConf.load(CONFIG), resolve=True)
+
+
+def settings(**changes):
+    return read_settings({**GIVEN, **changes})
 
 
 def memory(**changes):
-    given = OmegaConf.to_container(OmegaConf.load(CONFIG), resolve=True)
-    given["generator"] |= changes
-    return generator_memory(read_settings(given), SIZES, 512, GPU)
+    cfg = settings(generator={**GIVEN["generator"], **changes})
+    return generator_memory(cfg, SIZES, 512, GPU)
 
 
 def test_weights_and_cache_fill_vllms_share():
@@ -50,15 +55,48 @@ def test_the_longest_bucket_holds_its_share_of_whole_layers():
     for ranks in (1, 3, 7):
         largest = SIZES.largest_bucket("bf16", ranks)
         assert SIZES.snapshot_bytes("bf16") / ranks <= largest
-    assert SIZES.largest_bucket("bf16", 1) == SIZES.snapshot_bytes("bf16")
+    assert SIZES.largest_bucket("bf16", 1) == SNAPSHOT
 
 
 def test_weights_that_come_over_nccl_need_two_buffers_beside_the_loaded_layer():
     """Each has up to one tensor more than it holds: 3584 x 152064 numbers of the embedding."""
-    given = OmegaConf.to_container(OmegaConf.load(CONFIG), resolve=True)
-    assert transfer_bytes(read_settings(given), SIZES) == (0, 0)
-    nccl = read_settings(given | {"weights": "nccl"})
+    assert transfer_bytes(settings(), SIZES) == (0, 0)
+    nccl = settings(weights="nccl")
     embedding = 2 * 3584 * 152064
     assert transfer_bytes(nccl, SIZES) == (3 * (2**28 + embedding), 2 * (2**28 + embedding))
     more = generator_memory(nccl, SIZES, 512, GPU).total - memory().total
     assert more == 2 * (2**28 + embedding)
+
+
+def host_memory(push, is_gpu=True, **changes):
+    cfg = settings(push=push, async_checkpoint=False, **changes)
+    generator = generator_memory(cfg, SIZES, 512, Device(is_gpu, 80.0))
+    trainer = RoleMemory("trainer", cfg.num_trainers, 1.0, 0, {}, host_bytes(cfg, SIZES))
+    return cfg, generator, HostMemory(cfg, SIZES, [generator, trainer])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_with_deltas_every_generator_holds_a_copy_and_every_rank_its_share_thrice(workers):
+    options = {"generator": {**GIVEN["generator"], "tensor_parallel_size": workers}}
+    cfg, _, whole = host_memory("whole", **options)
+    _, _, delta = host_memory("delta", **options)
+    assert (whole.generators, delta.generators) == (0, cfg.num_generators * SNAPSHOT)
+    assert delta.trainers == 3 * whole.trainers >= 3 * SNAPSHOT
+    assert (whole.object_store, delta.object_store) == (3 * SNAPSHOT, 5 * SNAPSHOT)
+    assert sum("all generators" in line for line in delta.lines()) == 1
+    assert not any("all generators" in line for line in whole.lines())
+
+
+def test_on_a_cpu_the_copy_is_in_the_generators_sum():
+    (_, whole, _), (_, delta, found) = (host_memory(push, False) for push in ("whole", "delta"))
+    assert delta.total - whole.total == delta.parts["push"] == SNAPSHOT
+    assert found.generators == 0 and "push" not in whole.parts
+
+
+@pytest.mark.parametrize(("push", "snapshots"), [("whole", 3), ("delta", 5)])
+def test_a_store_that_is_too_small_is_named_with_what_it_needs(push, snapshots):
+    for given, fits in ((snapshots * SNAPSHOT, True), (snapshots * SNAPSHOT - 1, False)):
+        cfg, _, found = host_memory(push, object_store_memory=given)
+        problem = found.problem(cfg)
+        assert (problem is None) == fits
+        assert fits or f"{snapshots} pushes" in (problem or "")

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import re
 import tempfile
 import threading
 import time
@@ -15,7 +14,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lib.properties import many
 from omegaconf import OmegaConf
@@ -23,7 +22,7 @@ from omegaconf import OmegaConf
 from grpo_components._plugin import recipes_folder
 from grpo_components.config.reading import read_settings
 from grpo_components.config.replay_check import check_replay
-from grpo_components.errors import ReplayError, ReplayStop
+from grpo_components.errors import ConfigError, ReplayError, ReplayStop
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
@@ -39,7 +38,7 @@ from grpo_tools.audit.__main__ import audit
 
 # ---- whole runs with fakes of the roles ---------------------------------------------------------
 
-GROUP_SIZE, NUM_STEPS, TIMEOUTS = 2, 5, {"rollout_s": 20.0}
+GROUP_SIZE, NUM_STEPS = 2, 5
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,7 @@ class Run:
             {
                 "output_dir": str(folder),
                 "replay_events": replayed and str(replayed),
-                "timeouts": TIMEOUTS,
+                "timeouts": {"rollout_s": 20.0},
             }
         )
         original = replayed and read_original(str(replayed))
@@ -194,7 +193,7 @@ class Run:
         self.journal = Journal(*parts, original=original, **options)
         self.weights = before[2] if before else 0
         self.served, self.server = (0, 0), asyncio.Lock()
-        self.trained, self.spanning, self.reused = [], 0, 0
+        self.trained, self.spanning = [], 0
 
     async def main(self):
         pace = random.Random(self.random.random())
@@ -344,7 +343,6 @@ class Run:
                 await ledger.drop(stale, "stale", reissue=True)
             ids = [group.group_id for group in taken.groups]
             entries = await ledger.take(ids, (), taken.groups)
-            self.reused += len(taken.reused)
             await self.work(8)
             step, skipped = ledger.steps_done + 1, mixed(taken.batch_hash) % 8 == 0
             version = ledger.policy_version + (not skipped)
@@ -398,14 +396,6 @@ def test_any_run_is_replayed_to_the_same_weights_at_any_pace(plan, seed, other_s
     assert len(hashes[0]) == NUM_STEPS and hashes[0] == hashes[1]
     assert first.trained == second.trained
     assert first.weights == second.weights
-    for what, seen in (
-        ("a group spans two versions", first.spanning),
-        ("a group is trained again", first.reused),
-        ("a stale group", first.ledger.dropped_groups["stale"]),
-        ("a filtered group", first.ledger.dropped_groups["filtered"]),
-    ):
-        if seen:
-            event(what)
 
 
 def test_the_pace_alone_does_make_another_run():
@@ -415,16 +405,6 @@ def test_the_pace_alone_does_make_another_run():
         runs = [asyncio.run(make_and_run(plan, Path(name) / str(seed), seed)) for seed in range(3)]
     assert len({run.weights for run in runs}) > 1
     assert any(run.spanning for run in runs)
-
-
-def test_a_replays_own_log_is_a_run_to_replay(tmp_path):
-    plan = Plan(3, 2, 1, 1, 2, 3, True)
-    weights, replayed = set(), None
-    for number in range(3):
-        folder = tmp_path / str(number)
-        weights.add(asyncio.run(make_and_run(plan, folder, number, replayed)).weights)
-        replayed = folder
-    assert len(weights) == 1
 
 
 @settings(max_examples=many(20), deadline=None)
@@ -450,37 +430,17 @@ def test_a_replay_of_some_steps_is_resumed_with_another_objective(plan, until, s
     assert not any(original.checksums[v] == there.checksums[v] for v in same if v > version)
 
 
-@pytest.mark.parametrize(
-    ("file", "change", "error"),
-    [
-        ("receipts.jsonl", lambda r: r.update(batch_hash="0"), "diverged in step 3: its batch"),
-        (
-            "logs/events.jsonl",
-            lambda r: r["groups"].append(999),
-            r"stands still: for 0\.5 s .* sample \(step 3, groups \[.*, 999\]\)",
-        ),
-    ],
-)
-def test_a_divergence_is_told_with_its_step_or_event(tmp_path, file, change, error, monkeypatch):
-    monkeypatch.setitem(TIMEOUTS, "rollout_s", 1.0)
+def test_a_batch_that_differs_is_told_with_its_step(tmp_path):
     plan = Plan(1, 2, 1, 1, 1, 2, False)
     asyncio.run(make_and_run(plan, tmp_path / "original", 1))
-    path = tmp_path / "original" / file
+    path = tmp_path / "original" / "receipts.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    (third,) = (r for r in records if r.get("step") == 3 and r.keys() & {"batch_hash", "groups"})
-    change(third)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-    async def replay():
-        run = Run(plan, tmp_path / "replay", 2, tmp_path / "original")
-        run.objective = "recorded"
-        run.buffer._timeout_s = 1.0
-        await run.main()
-
+    next(r for r in records if r.get("step") == 3)["batch_hash"] = "0"
+    write(path, *records)
     with pytest.raises(ExceptionGroup) as failed:
-        asyncio.run(replay())
-    found = [e for e in failed.value.exceptions if isinstance(e, ReplayError | TimeoutError)]
-    assert found and all(re.search(error, str(each)) for each in found), found
+        asyncio.run(make_and_run(plan, tmp_path / "replay", 2, tmp_path / "original"))
+    [error] = failed.value.exceptions
+    assert isinstance(error, ReplayError) and "in step 3: its batch" in str(error)
 
 
 # ---- what can be replayed -----------------------------------------------------------------------
@@ -496,8 +456,7 @@ def values(tmp_path):
     (run / "logs").mkdir(parents=True)
     OmegaConf.save(config, run / "config.yaml")
     (run / "logs" / "schedule_generator_0.jsonl").touch()
-    start = {"event": "start", "attempt": 0, "cpus": 5, "format": FORMAT}
-    write(run / "logs" / "events.jsonl", start)
+    write(run / "logs" / "events.jsonl", START)
     write(run / "receipts.jsonl", {"record": "end", "attempt": 0, "finished": True})
     elsewhere = json.dumps(config).replace(str(run), str(tmp_path / "new"))
     return json.loads(elsewhere) | {"replay_events": str(run)}
@@ -511,91 +470,71 @@ def check(values):
     check_replay(read_settings(values))
 
 
-def refusal(values):
-    with pytest.raises(ValueError) as refused:
+def refused_key(values):
+    with pytest.raises(ConfigError) as refused:
         check(values)
-    assert "; allowed: " in str(refused.value) and "\n" not in str(refused.value)
-    return str(refused.value)
+    return refused.value.key
 
 
 def test_a_finished_run_can_be_replayed_by_its_folder_or_its_log_and_with_other_cpus(values):
-    check(values)
-    assert available_cpus(values["replay_events"]) == 5
-    values["replay_events"] += "/logs/events.jsonl"
-    check(values)
-    assert available_cpus(values["replay_events"]) == 5
-    values["log_level"] = "ERROR"
-    check(values)
+    check(values | {"log_level": "ERROR", "replay_until": values["num_steps"]})
+    for more in ("", "/logs/events.jsonl"):
+        given = values | {"replay_events": values["replay_events"] + more}
+        check(given)
+        assert available_cpus(given["replay_events"]) == 5
 
 
 def test_the_base_model_may_lie_elsewhere(values):
     base = values["base_model_path"]
-    assert refusal(values | {"base_model_path": "/elsewhere"}).startswith("tokenizer.path: ")
+    assert refused_key(values | {"base_model_path": "/elsewhere"}) == "tokenizer.path"
     check(json.loads(json.dumps(values).replace(base, "/elsewhere")))
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("key", "changes"),
     [
-        *(("device", "cuda"), ("resume_from_checkpoint", True), ("max_staleness", 1)),
-        ("replay_until", 10**6),
+        ("device", {"device": "cuda"}),
+        ("resume_from_checkpoint", {"resume_from_checkpoint": True}),
+        ("max_staleness", {"max_staleness": 1}),
+        ("replay_until", {"replay_until": 10**6}),
+        ("replay_until", {"replay_until": 1, "replay_events": None}),
     ],
 )
-def test_a_key_that_matters_is_named(values, key, value):
-    values[key] = value
-    assert refusal(values).startswith(f"{key}: ")
-
-
-def test_steps_are_repeated_of_a_recorded_run_only(values):
-    check(values | {"replay_until": values["num_steps"]})
-    assert refusal(values | {"replay_until": 1, "replay_events": None}).startswith("replay_until: ")
+def test_a_key_that_matters_is_named(values, key, changes):
+    assert refused_key(values | changes) == key
 
 
 def test_the_folder_of_the_run_to_replay_is_not_moved_aside(values):
-    values["output_dir"] = values["replay_events"]
-    assert refusal(values).startswith("output_dir: ")
+    assert refused_key(values | {"output_dir": values["replay_events"]}) == "output_dir"
+
+
+FILES = ("config.yaml", "receipts.jsonl", "logs/events.jsonl", "logs/schedule_generator_0.jsonl")
+START = {"event": "start", "attempt": 0, "cpus": 5, "format": FORMAT}
+RESTART = {"event": "restart", "attempt": 0, "role": "generator_0"}
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["config.yaml", "receipts.jsonl", "logs/events.jsonl", "logs/schedule_generator_0.jsonl"],
-)
-def test_a_run_that_lacks_a_file_is_refused(values, name):
-    (Path(values["replay_events"]) / name).unlink()
-    assert refusal(values).startswith("replay_events: ") and name in refusal(values)
-
-
-@pytest.mark.parametrize("finished", [False, None])
-def test_a_run_that_did_not_finish_is_refused(values, finished):
-    path = Path(values["replay_events"]) / "receipts.jsonl"
-    write(path, {"record": "end", "attempt": 0, "finished": False})
-    if finished is None:  # killed in the middle of a line
-        path.write_text('{"record": "step", "atte')
-    assert "did not finish" in refusal(values)
-
-
-@pytest.mark.parametrize(
-    ("line", "what"),
+    ("file", "records"),
     [
-        ({"event": "rollback", "attempt": 0}, "had a rollback"),
-        ({"event": "start", "attempt": 1}, "had a resume"),
-        (
-            {"event": "restart", "attempt": 0, "role": "generator_0", "given_up": True},
-            "gave generator_0 up",
-        ),
+        *((name, None) for name in FILES),
+        ("receipts.jsonl", [{"record": "end", "attempt": 0, "finished": False}]),
+        ("receipts.jsonl", [{"record": "step", "attempt": 0}]),
+        ("logs/events.jsonl", [START, {"event": "rollback", "attempt": 0}]),
+        ("logs/events.jsonl", [START, START | {"attempt": 1}]),
+        ("logs/events.jsonl", [START, RESTART | {"given_up": True}]),
+        ("logs/events.jsonl", [START | {"format": 1}]),
     ],
 )
-def test_a_run_that_lost_something_on_its_way_is_refused(values, line, what):
-    path = Path(values["replay_events"]) / "logs" / "events.jsonl"
-    write(path, *(json.loads(each) for each in path.open()), line)
-    assert what in refusal(values)
+def test_a_run_that_lacks_something_is_refused(values, file, records):
+    """A file, its end, or an undisturbed course."""
+    path = Path(values["replay_events"]) / file
+    path.unlink()
+    if records is not None:
+        write(path, *records)
+    assert refused_key(values) == "replay_events"
 
 
-def test_a_run_with_restarts_can_be_replayed_one_of_another_version_not(values):
+def test_a_run_with_restarts_can_be_replayed(values):
     path = Path(values["replay_events"]) / "logs" / "events.jsonl"
-    (start,) = (json.loads(each) for each in path.open())
-    restart = {"event": "restart", "attempt": 0, "role": "generator_0", "given_up": False}
-    write(path, start, restart)
+    write(path, START, RESTART | {"given_up": False})
     check(values)
-    write(path, start | {"format": 1})
-    assert f"format {FORMAT}" in refusal(values)

@@ -3,7 +3,7 @@
 import plotly.graph_objects as go
 import pytest
 
-from grpo_tools.report.curves import MAX_OTHER_CHARTS, MAX_POINTS, metric_charts, thinned
+from grpo_tools.report.curves import MAX_POINTS, metric_charts, thinned
 from grpo_tools.report.timeline import timeline
 
 
@@ -118,15 +118,6 @@ def test_a_chart_grows_with_its_roles():
     assert all(few < many for few, many in zip(*heights, strict=True))
 
 
-def test_a_run_with_many_keys_has_a_limited_number_of_charts():
-    step = {"step": 1, **{f"key {i}": 1.0 for i in range(MAX_OTHER_CHARTS + 9)}}
-    assert len(metric_charts([step])["Other metrics"]) == MAX_OTHER_CHARTS
-
-
-def test_without_files_there_are_no_charts():
-    assert timeline([], [], []) == ([], [])
-
-
 def test_each_reward_term_has_a_chart_of_its_mean_and_deviation():
     """A name may contain anything."""
     names = ("format", "a_mean", "x/y_std", "two\nlines")
@@ -135,18 +126,6 @@ def test_each_reward_term_has_a_chart_of_its_mean_and_deviation():
     assert [chart["title"] for chart in charts["Reward terms"]] == [*names]
     assert all(len(chart["figure"]["data"]) == 2 for chart in charts["Reward terms"])
     assert not charts["Other metrics"]
-
-
-def test_every_new_metric_of_a_step_has_a_chart_with_a_title():
-    keys = ["reward_std", "zero_variance_fraction", "cut_off_fraction", "turns_mean", "turns_max"]
-    keys = [*(f"rollout/{key}" for key in keys), "time/wall_clock", "restarts"]
-    charts = metric_charts([{"step": 1, **dict.fromkeys(keys, 1.0)}])
-    assert not charts["Other metrics"]
-    titles = {chart["title"] for section in charts.values() for chart in section}
-    assert titles == {
-        *("Reward deviation", "Groups without variance", "Cut off by length", "Turns"),
-        *("Wall-clock time", "Restarts"),
-    }
 
 
 def test_an_evaluation_is_drawn_at_the_step_after_which_it_began():

@@ -1,11 +1,13 @@
-"""When, how long, where and with which versions a run ran; what the last evaluation found."""
+"""Where and how long a run ran, what its roles did, and what the last evaluation found."""
 
 import json
 import re
 
+import plotly.graph_objects as go
 import pytest
 
 from grpo_tools.report.facts import duration, facts_line, held_out_table, read_facts
+from grpo_tools.report.time_use import seconds_by_role, time_use_charts
 
 
 @pytest.fixture
@@ -36,10 +38,6 @@ def test_they_are_those_of_the_last_attempt_but_for_the_date(write):
         **{"began": "1970-01-01 00:16 UTC", "duration": "1 min 5 s"},
         **{"host": "b, a (4 CPUs)", "versions": "torch 2"},
     }
-
-
-def test_without_files_nothing_is_known(tmp_path):
-    assert read_facts(tmp_path, []) == {}
 
 
 def test_many_hosts_are_counted_and_names_are_text(write):
@@ -76,3 +74,38 @@ def test_it_shows_each_metric_of_the_last_evaluation_with_its_interval():
 
 def test_without_an_evaluation_there_is_no_table():
     assert held_out_table([]) == held_out_table([{"step": 1, "my/own": 2.0}]) == ""
+
+
+def beat(role, time, seconds, **more):
+    return {"role": role, "time": time, "seconds": seconds, **more}
+
+
+BEATS = [
+    beat("generator_0", 10.0, {"starting": 4.0, "sampling": 6.0}, sequence_share=0.5),
+    beat("trainer_0", 10.0, {"starting": 2.0, "train_step": 5.0, "idle": 3.0}),
+    beat("generator_0", 15.0, {"starting": 4.0, "sampling": 6.0, "idle: no group": 5.0}),
+    beat("generator_0", 20.0, {"starting": 4.0, "sampling": 12.0}, sequence_share=0.75),
+    {"role": "driver", "time": 20.0, "rss_mib": 1.0},
+    beat("generator_0", 30.0, {"starting": 3.0, "sampling": 2.0}, sequence_share=1.0),
+]
+
+
+def test_processes_of_a_role_add_up_and_idle_trainers_wait_for_a_batch_or_for_the_rest():
+    assert seconds_by_role(BEATS, waited_s=1.0) == {
+        "generator_0": {"starting": 7.0, "sampling": 14.0},
+        "trainer_0": {
+            "starting": 2.0,
+            "train_step": 5.0,
+            "idle: no batch": 1.0,
+            "idle: between steps": 2.0,
+        },
+    }
+
+
+def test_the_charts_show_shares_of_the_wall_time_and_of_the_engine():
+    times, sequences = time_use_charts(BEATS, 1.0)
+    bars = go.Figure(times["figure"]).data
+    for role in (0, 1):
+        assert sum(bar.x[role] for bar in bars) == pytest.approx(1)
+    [engine] = go.Figure(sequences["figure"]).data
+    assert engine.y == pytest.approx((0.5, 1.0, 1.0))

@@ -55,20 +55,13 @@ def test_long_groups_reduce_their_number(write, monkeypatch):
 
 def test_incomplete_lines_and_repeated_steps_are_skipped(write):
     groups = [group(1), group(2), group(3), group(2, attempt=1)]
-    path = write(groups, torn='{"step": 3, "attempt": 0, "gro')
+    path = write(groups, torn='{"step": 3, "attempt": 0, "gro\n')
     shown = read_rollouts(path, Attempts({0: 0, 1: 1}))
     assert [(g["step"], g["attempt"]) for g in shown.groups] == [(1, 0), (2, 1)]
     assert (shown.logged, shown.superseded) == (2, 2)
-
-
-def test_responses_have_their_advantages_and_escaped_text(write):
-    hostile = "\u202e</script><b>\x1b[31m\x00"
-    path = write([group(1, responses=[response(hostile), response(reward_terms={hostile: 1})])])
-    [shown] = read_rollouts(path, Attempts()).groups
-    assert [r["advantage"] for r in shown["responses"]] == [0.5, -0.5]
-    plain = r"\u202e</script><b>\x1b[31m\x00"
-    assert shown["responses"][0]["text"] == plain
-    assert shown["responses"][1]["terms"] == {plain: 1}
+    assert [r["advantage"] for r in shown.groups[0]["responses"]] == [0.5, -0.5]
+    shown = read_answers(write([*answers([0, 2], [1]), *groups[3:]]), Attempts({0: 0, 1: 1}))
+    assert [(g["step"], g["attempt"]) for g in shown.groups] == [(0, 0), (2, 1)]
 
 
 def test_logprobs_stay_beside_their_tokens(write, monkeypatch):
@@ -81,13 +74,6 @@ def test_logprobs_stay_beside_their_tokens(write, monkeypatch):
     assert (found["pieces"], found["more_tokens"]) == (["4", r"\x07"], 1)
     assert found["trainer_logprobs"] == [-1.0, None] and found["reference_logprobs"] is None
     assert not read_rollouts(write([group(1)]), Attempts()).logprobs
-
-
-def test_the_turns_of_a_conversation_are_shown(write):
-    turns = [{"by": "policy", "text": "ask"}, {"by": "environment", "text": "4\x07"}]
-    shown = read_rollouts(write([group(1, responses=[response("ask4", turns=turns)])]), Attempts())
-    [found] = shown.groups[0]["responses"]
-    assert found["turns"] == [turns[0], {"by": "environment", "text": r"4\x07"}]
 
 
 def answers(steps, prompts):
@@ -115,18 +101,3 @@ def test_of_one_large_evaluation_some_prompts_are_shown(write, monkeypatch):
     assert len(read_answers(path, Attempts(), 7).groups) == 7
     monkeypatch.setattr(rollouts, "MAX_BYTES", 3000)
     assert 1 <= len(read_answers(path, Attempts()).groups) < 20
-
-
-def test_answers_of_steps_that_a_later_attempt_repeated_are_not_shown(write):
-    path = write([*answers([0, 2], [1])] + [a | {"attempt": 1} for a in answers([2], [1])])
-    shown = read_answers(path, Attempts({0: 0, 1: 1}))
-    assert [(each["step"], each["attempt"]) for each in shown.groups] == [(0, 0), (2, 1)]
-    assert shown.superseded == 1
-
-
-def test_a_line_cut_in_its_middle_is_not_counted(write):
-    cut = json.dumps(group(1))[:80]
-    path = write([group(1), group(2), group(3)])
-    path.write_text(path.read_text().replace(json.dumps(group(2)), cut))
-    shown = read_rollouts(path, Attempts())
-    assert [each["step"] for each in shown.groups] == [1, 3] and shown.logged == 2

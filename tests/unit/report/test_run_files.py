@@ -1,6 +1,7 @@
 """Reading a run's files: complete lines, and the attempt of each step that counts."""
 
 import json
+import math
 import tempfile
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from grpo_components.files import first_and_last
 from grpo_tools.json_lines import records_of
+from grpo_tools.report.curves import difficulty_charts
 from grpo_tools.report.run_files import Attempts, read_history, read_metrics
 
 # (steps done at its start, steps it trains) of each attempt.
@@ -52,17 +54,6 @@ def test_first_and_last_steps_are_equally_many_and_disjoint(num_steps):
     assert (first[0], last[-1]) == (1, num_steps)
 
 
-@given(st.dictionaries(st.integers(0, 9), st.integers(0, 9)), st.integers(0, 9))
-def test_a_record_counts_if_no_later_attempt_started_before_it(steps_done, step):
-    attempts = Attempts(steps_done)
-    for attempt in range(10):
-        attempts.steps_done.setdefault(attempt, attempt)  # as more attempts become known
-        for which in range(11):
-            later = [done for a, done in attempts.steps_done.items() if a > which]
-            counts = attempts.counts({"step": step, "attempt": which})
-            assert counts == all(step <= done for done in later)
-
-
 def test_metrics_alone_show_where_an_attempt_resumed(tmp_path):
     lines = [{"step": s, "attempt": 0} for s in range(6)] + [{"step": 4, "attempt": 1}]
     found = read_metrics(write(tmp_path / "metrics.jsonl", lines), Attempts())
@@ -70,9 +61,11 @@ def test_metrics_alone_show_where_an_attempt_resumed(tmp_path):
 
 
 def test_incomplete_lines_and_other_values_are_skipped(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"a": 1}, [2], {"a": 3}], torn='{"a": 4, "b')
+    records = [{"a": 1}, [2], {"b": [math.nan, -math.inf, 1.5]}]
+    path = write(tmp_path / "a.jsonl", records, torn='{"a": 4, "b')
     path.write_bytes(b'\xff\xfe{"torn\n' + path.read_bytes())
-    assert list(records_of(path)) == [{"a": 1}, {"a": 3}]
+    assert list(records_of(path)) == [{"a": 1}, {"b": [None, None, 1.5]}]
+    assert list(records_of(path, b'"a"')) == [{"a": 1}]
     assert list(records_of(tmp_path / "none.jsonl")) == []
 
 
@@ -104,11 +97,27 @@ def test_dropped_groups_have_their_prompts_and_superseded_drops_are_skipped(tmp_
     assert list(receipts.ends) == [1]
 
 
-def test_nan_and_infinity_are_null(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"a": [NaN, -Infinity, 1.5]}\n')
-    assert list(records_of(tmp_path / "a.jsonl")) == [{"a": [None, None, 1.5]}]
+def test_the_difficulty_of_each_prompt_counts_by_its_first_and_its_last_group(tmp_path):
+    def issued(group, prompt):
+        return {"issued": group, "prompt_index": prompt, "epoch": 0}
 
+    def generated(group, successes, scored=5):
+        result = {"successes": successes, "scored": scored}
+        return {"generated": group, "response_tokens": 2.0, **result}
 
-def test_only_lines_with_a_word_are_parsed(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"a": 1}, {"b": 2}])
-    assert list(records_of(path, b'"b"')) == [{"b": 2}]
+    def step(attempt, number, *events):
+        return {"record": "step", "attempt": attempt, "step": number, "events": list(events)}
+
+    records = [
+        {"record": "start", "attempt": 0, "steps_done": 0},
+        step(0, 1, issued(0, 70), issued(1, 71), generated(0, 0), generated(1, 1)),
+        step(0, 2, issued(2, 70), generated(2, 5), issued(3, 72), generated(3, 0, scored=0)),
+        {"record": "start", "attempt": 1, "steps_done": 1},
+        step(1, 2, issued(2, 70), generated(2, 4), generated(9, 1)),
+    ]
+    write(tmp_path / "receipts.jsonl", records)
+    (chart,) = difficulty_charts(read_history(tmp_path).results)
+    first, last = chart["figure"]["data"]
+    assert first["y"] == [1, 1, 0, 0, 0, 0, 0]
+    assert last["y"] == [0, 1, 0, 0, 1, 0, 0]  # the repeated step counts, not the one before
+    assert chart["about"].startswith("2 prompts ")

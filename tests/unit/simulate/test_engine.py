@@ -1,12 +1,13 @@
-"""The virtual engine batches continuously, and labels each token with the weights of its step."""
+"""Virtual time passes only while all tasks wait; an engine in it batches continuously."""
 
 import asyncio
 from collections import Counter
 
 import pytest
 
-from grpo_tools.simulate.engine import StepTime, VirtualEngine
-from grpo_tools.simulate.virtual_time import run_in_virtual_time
+from grpo_tools.simulate.engine import VirtualEngine
+from grpo_tools.simulate.times import StepTime
+from grpo_tools.simulate.virtual_time import DeadlockError, run_in_virtual_time
 
 
 def with_engine(scenario, step_time, load_s=0.0, max_num_seqs=8):
@@ -70,3 +71,33 @@ def test_tokens_carry_the_version_of_the_weights_that_sampled_them():
     assert loaded_s == pytest.approx(2.5)
     assert versions == Counter({0: 2, 3: 2, 4: 2})
     assert end == pytest.approx(6 + 2 * 0.5)
+
+
+def test_a_day_passes_at_once_and_timers_keep_their_order():
+    seen = []
+
+    async def wait(name, seconds):
+        await asyncio.sleep(seconds)
+        seen.append((name, asyncio.get_running_loop().time()))
+
+    async def run():
+        await asyncio.gather(wait("late", 86400.0), wait("early", 1.5), wait("same", 1.5))
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(run()) == 86400.0
+    assert seen == [("early", 1.5), ("same", 1.5), ("late", 86400.0)]
+
+
+def test_a_time_out_ends_a_wait_in_virtual_time():
+    async def run():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(100):
+                await asyncio.Event().wait()
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(run()) == 100
+
+
+def test_who_waits_forever_is_no_silent_wait():
+    with pytest.raises(DeadlockError, match="every task waits"):
+        run_in_virtual_time(asyncio.Event().wait())

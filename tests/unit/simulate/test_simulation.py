@@ -1,21 +1,25 @@
-"""A simulation runs the product's own loops and contract; simple jobs have known times."""
+"""A simulation runs the product's own loops and contract, with times fitted from a run's files."""
 
+import json
 from collections import Counter
 from dataclasses import replace
 from inspect import signature
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lib.properties import many
+from omegaconf import OmegaConf
 
 from grpo_components.cluster.role import Role
-from grpo_tools.simulate.__main__ import advise
-from grpo_tools.simulate.engine import StepTime
+from grpo_tools.simulate.__main__ import advise, main
+from grpo_tools.simulate.fit import UnfitError, fit
 from grpo_tools.simulate.roles import VirtualRole
-from grpo_tools.simulate.settings import Setup
+from grpo_tools.simulate.settings import Setup, setup_of
 from grpo_tools.simulate.simulation import simulate
-from grpo_tools.simulate.times import Lengths, Times
+from grpo_tools.simulate.times import Lengths, StepTime, Times
 
 NOTHING = Times(
     engine_step=StepTime(0.0, 0.0, 0.0),
@@ -29,7 +33,6 @@ NOTHING = Times(
     gather_s=0.0,
     export_s=0.0,
     reference_s_per_token=0.0,
-    call_s=0.0,
 )
 TIMES = replace(
     NOTHING,
@@ -43,7 +46,6 @@ TIMES = replace(
     gather_s=0.004,
     export_s=0.001,
     reference_s_per_token=0.0001,
-    call_s=0.0015,
 )
 SETUP = Setup(
     num_generators=1,
@@ -60,6 +62,18 @@ SETUP = Setup(
     max_response_tokens=100,
     max_num_seqs=64,
 )
+RECORDED = replace(
+    SETUP,
+    num_references=1,
+    rollouts_in_flight=4,
+    pull_every_m_rollouts=4,
+    max_staleness=2,
+    groups_per_step=4,
+    group_size=4,
+    num_steps=30,
+)
+FITTED = replace(TIMES, train_scatter=(1.0,))
+CONFIG = Path(__file__).parents[3] / "recipes/configs/tiny_async_grpo.yaml"
 RAGGED = [[3, 9, 4, 20], [10, 10, 10, 10], [1, 2, 40, 5]]
 
 
@@ -180,3 +194,140 @@ def test_a_virtual_role_is_called_as_a_role_is():
         assert [(p.name, p.kind, p.default) for p in own.values()] == [
             (p.name, p.kind, p.default) for p in real.values()
         ]
+
+
+def write_lines(path, records):
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Files of a run as it was simulated."""
+    run = simulate(RECORDED, FITTED, lengths(seed=3), seed=3)
+    logs, config = tmp_path / "logs", vars(RECORDED) | {"generator": {}}
+    logs.mkdir()
+    for name in ("max_response_tokens", "max_num_seqs"):
+        config["generator"][name] = config.pop(name)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    events = [{"event": "start", "time": 0.0}]
+    finished, steps = {}, []
+    for time, event in run.events:
+        events.append({**event, "time": time})
+        if event["event"] == "finish":
+            finished[event["group"]] = event["response_tokens"]
+        if event["event"] == "sample":
+            tokens = sum(sum(finished[group]) for group in event["groups"])
+            seconds = FITTED.train(tokens, RECORDED.groups_per_step, 1)
+            steps.append(
+                {
+                    "step": event["step"],
+                    "time/train": seconds,
+                    "time/update": FITTED.update_s,
+                    "rollout/response_tokens_mean": tokens / 16,
+                    "staleness/mean": run.staleness_mean,
+                    "staleness/max": run.staleness_max,
+                }
+            )
+    write_lines(logs / "events.jsonl", events)
+    write_lines(logs / "metrics.jsonl", [{"step": 0}, *steps])
+    write_lines(logs / "heartbeats.jsonl", heartbeats(run, finished))
+    return tmp_path
+
+
+def heartbeats(run, finished):
+    """The last heartbeat of each role."""
+    step, responses = FITTED.engine_step, len(finished) * RECORDED.group_size
+    engine = {
+        f"{size}": [100, 100 * size, new, 20 * new, *2 * [100 * step.of(size, new / 100)]]
+        for size, new in ((1, 0), (16, 0), (4, responses / 2), (8, responses / 2))
+    }
+    engine_s = sum(sums[5] for sums in engine.values())
+    counts = [event["event"] for _, event in run.events]
+    pushes, loads = counts.count("push"), counts.count("load")
+    sampling = engine_s + FITTED.collect_s * responses
+    use = {
+        "generator_0": {"sampling": sampling, "loading weights": FITTED.load_s * loads},
+        "trainer_0": {
+            "gather_weights": FITTED.gather_s * pushes,
+            "export_weights": FITTED.export_s * pushes,
+        },
+        "reference_0": {"add_logprobs": sum(map(FITTED.reference, map(sum, finished.values())))},
+    }
+    use["generator_0"]["idle: rewards, environments"] = 0.0
+    beats = [
+        {"role": role, "cpu_seconds": {"starting": 9.0, **seconds}, "seconds": dict(seconds)}
+        for role, seconds in use.items()
+    ]
+    beats[0]["engine_steps"] = engine
+    return beats
+
+
+def test_the_fit_finds_the_times_behind_the_files(folder):
+    found = fit(folder)
+    assert found.setup == RECORDED
+    times = vars(found.times)
+    assert vars(times.pop("engine_step")) == pytest.approx(vars(FITTED.engine_step), rel=1e-3)
+    assert times.pop("train_scatter") == pytest.approx([1.0] * 25, rel=0.01)
+    assert times == pytest.approx({name: getattr(FITTED, name) for name in times}, rel=0.01)
+
+
+def test_a_reference_takes_its_time_for_prompts_and_responses_alike():
+    """Fitted for each token of responses and applied to prompts, too, it was too long."""
+    own = replace(TIMES, reference_s_per_token=0.5, prompt_tokens=7.0)
+    assert own.reference(9) == pytest.approx(8.0)
+
+
+def test_a_simulated_run_keeps_its_contract(folder, capsys):
+    assert main([str(folder), "max_staleness=0", "pull_every_m_rollouts=1", "--gpus", "4"]) == 0
+    shown = capsys.readouterr().out
+    rows = {line[:24].strip(): line[24:].split() for line in shown.splitlines()}
+    assert rows["staleness, max"][2] == "0"
+    recorded, own, synchronous = (float(cell) for cell in rows["seconds a step"])
+    assert own == pytest.approx(recorded, rel=0.1)
+    assert synchronous > own
+    assert "changed: pull_every_m_rollouts=1 max_staleness=0" in shown
+    assert "best of" in shown and "num_trainers=" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["max_stalenes=1"], "max_stalenes"),
+        (["max_staleness=-1"], "max_staleness"),
+        (["groups_per_step=half"], "groups_per_step"),
+        (["generator.max_num_seqs=0"], "generator.max_num_seqs"),
+        (["stale_groups=keep"], "stale_groups"),
+        (["push_every_n_steps=4"], "push_every_n_steps"),
+        (["num_steps=9"], "num_steps"),
+        (["--gpus", "1"], "--gpus"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(folder, capsys, arguments, key):
+    assert main([str(folder), *arguments]) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert f": {key}: " in shown.err
+
+
+def test_files_that_do_not_suffice_are_one_line(folder, capsys, tmp_path):
+    assert main([str(tmp_path / "nothing")]) == 2
+    assert "nothing" in capsys.readouterr().err
+    lines = (folder / "logs" / "metrics.jsonl").read_text().splitlines()
+    (folder / "logs" / "metrics.jsonl").write_text("\n".join(lines[:6]) + "\n")
+    assert main([str(folder)]) == 2
+    assert "10 steps or more are needed" in capsys.readouterr().err
+
+
+def test_a_run_with_restarts_is_refused(folder):
+    with (folder / "logs" / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "restart", "role": "generator_0", "time": 1.0}) + "\n")
+    with pytest.raises(UnfitError, match="restarted"):
+        fit(folder)
+
+
+@pytest.mark.parametrize("key", ["colocate", "teacher", "replay_generation"])
+def test_a_run_with_what_is_not_simulated_is_refused(key):
+    config = OmegaConf.to_container(OmegaConf.load(CONFIG), resolve=True)
+    assert setup_of(config, has_references=False).num_references == 0
+    with pytest.raises(ValueError, match=rf"^{key}: "):
+        setup_of(config | {key: {"path": "/models/a"}}, has_references=False)
