@@ -5,9 +5,8 @@ import statistics
 
 import pytest
 from lib.chaos import Fault, forked_recipe
-from lib.shared_runs import FinishedRun
-from lib.tune import starter
-from lib.whole_runs import audit, finish, metrics, receipts, succeed
+from lib.finished_runs import run_of
+from lib.whole_runs import assert_audited, finish, metrics, receipts
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -52,12 +51,7 @@ def random_faults(chance, count, kind):
 def undisturbed(shared_runs, tiny_policy, kind):
     """A run of the same kind without faults; of a colocated one, a run that is not colocated."""
     name = "asynchronous" if kind == "asynchronous" else "synchronous"
-
-    def make(folder):
-        with starter(tiny_policy, folder) as tune:
-            output, output_dir = succeed(tune, *RUN, *KINDS[name])
-        return FinishedRun(output_dir, output)
-
+    make = run_of(tiny_policy, *RUN, *KINDS[name])
     with shared_runs.look(f"undisturbed {name}", make) as run:
         yield run.folder
 
@@ -84,8 +78,7 @@ def test_a_run_outlives_ten_random_faults_and_loses_nothing(
     process, output_dir = tune(*RUN, *KINDS[kind], recipe=recipe, env=environment)
     code, output = finish(process)
     assert code == 0 and "chaos: " in output, output
-    code, table = audit(output_dir)
-    assert code == 0, output + table
+    assert_audited(output_dir)
     assert sorted(batches(output_dir)) == list(range(1, NUM_STEPS + 1))
     if kind != "asynchronous":
         assert batches(output_dir) == batches(undisturbed), output
