@@ -72,7 +72,6 @@ test: lint  ## Check style and types, run all tests but nightly ones (about 10 m
 
 nightly: install-dev tiny-policy  ## Run what is long or needs root: two machines, kills at any moment, all planted bugs (hours)
 	EXAMPLES=3 $(BIN)/pytest -m 'nightly or hypothesis'
-	@PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=tests python tests/nightly/crash_anywhere.py
 	@PYTHONPATH=tests $(BIN)/python -m planted_bugs
 
 lint: install-dev  ## Check style and spelling

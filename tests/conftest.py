@@ -18,7 +18,6 @@ from lib.properties import many
 pytest_plugins = [
     "lib.costs",
     "lib.tiers",
-    "lib.interpreter",
     "lib.shared_runs",
     "lib.tune",
     "lib.finished_runs",

@@ -2,7 +2,7 @@
 
 import pytest
 from lib.chaos import Fault, forked_recipe
-from lib.whole_runs import AGENTS, audit, metrics, receipts, records, succeed
+from lib.whole_runs import AGENTS, assert_audited, metrics, receipts, records, succeed
 
 pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
 
@@ -48,8 +48,7 @@ def test_sessions_are_trained_once_while_weights_change_and_a_generator_is_kille
         recipe=recipe,
         env=environment,
     )
-    code, table = audit(output_dir)
-    assert code == 0, table
+    assert_audited(output_dir)
     groups = records(output_dir / "logs" / "rollouts.jsonl")
     responses = [response for group in groups for response in group["responses"]]
     sessions = [r["session"] for r in responses if r["error"] is None]

@@ -6,7 +6,7 @@ memory. Turns, offloaded optimizer state, wake-ups and restarts are those of a G
 """
 
 import pytest
-from lib.whole_runs import assert_same_run, audit, metrics, records
+from lib.whole_runs import assert_audited, assert_same_run, metrics, records
 
 pytestmark = pytest.mark.timeout(1800)
 STEPS = 4
@@ -28,5 +28,4 @@ def test_turns_follow_each_other_and_no_response_is_cut_off(colocated_run):
 
 
 def test_its_audit_holds(colocated_run):
-    code, table = audit(colocated_run.folder)
-    assert code == 0, table
+    assert_audited(colocated_run.folder)

@@ -3,7 +3,7 @@
 from statistics import mean
 
 import pytest
-from lib.whole_runs import KEYS, audit, metrics, records
+from lib.whole_runs import KEYS, assert_audited, metrics, records
 
 from grpo_tools.simulate.fit import fit
 from grpo_tools.simulate.simulation import simulate
@@ -22,8 +22,7 @@ def test_it_learns_asynchronously(demo_run):
 
 
 def test_its_audit_holds(demo_run):
-    code, table = audit(demo_run.folder)
-    assert code == 0, table
+    assert_audited(demo_run.folder)
 
 
 def test_it_tells_what_came_out(demo_run):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from lib.whole_runs import RECIPE, SHORT, TUNE, audit, metrics, receipts, records, succeed
+from lib.whole_runs import RECIPE, SHORT, TUNE, assert_audited, metrics, receipts, records, succeed
 
 from grpo_components.exchange.books import close_books, reader_of
 
@@ -107,8 +107,7 @@ def test_a_copied_recipe_with_an_edited_loss_every_part_of_the_objective_and_par
     assert user == {"negative_weight": 0, "note": "mine"}
     assert re.search(r"failed in .*unreliable\.py:\d+\)", output) and "\x1b" not in output
     assert_failures_cost_their_samples_only(output_dir, steps)
-    code, table = audit(output_dir)
-    assert code == 0, table
+    table = assert_audited(output_dir)
     assert_the_books_close(output_dir, output, table)
 
 

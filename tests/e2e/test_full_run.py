@@ -5,7 +5,15 @@ import re
 
 import pytest
 import torch
-from lib.whole_runs import KEYS, assert_same_run, audit, metrics, receipts, records, rescore
+from lib.whole_runs import (
+    KEYS,
+    assert_audited,
+    assert_same_run,
+    metrics,
+    receipts,
+    records,
+    rescore,
+)
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
@@ -22,8 +30,7 @@ def test_every_kind_of_role_takes_part_and_what_was_killed_is_back(full_run):
 
 
 def test_its_audit_holds(full_run):
-    code, table = audit(full_run.folder)
-    assert code == 0, table
+    assert_audited(full_run.folder)
 
 
 def test_its_metrics_are_whole_and_reference_and_teacher_measure_the_same_kl(full_run):

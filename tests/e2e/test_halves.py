@@ -1,7 +1,7 @@
 """Generators alone, trainers alone on what those left, and an evaluation of the checkpoint."""
 
 import pytest
-from lib.whole_runs import audit, metrics, records, succeed
+from lib.whole_runs import assert_audited, metrics, records, succeed
 
 pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
 
@@ -19,8 +19,7 @@ def test_each_half_runs_alone_and_what_they_make_is_evaluated(tune):
     assert rewards[0] == rewards[1], "the same groups, whatever batch each came into"
     assert [record["policy_version"] for record in metrics(trained)] == [1, 2]
     for output_dir in (rollouts, trained):
-        code, table = audit(output_dir)
-        assert code == 0, table
+        assert_audited(output_dir)
     own = (f"eval_only={trained / 'checkpoints/latest'}", "eval.samples_per_prompt=2")
     output, evaluated = succeed(tune, *small, *own)
     (record,) = metrics(evaluated)

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from lib.chaos import Fault, forked_recipe
 from lib.classifier import random_classifier
-from lib.whole_runs import audit, finish, records
+from lib.whole_runs import assert_audited, finish, records
 
 FAULTS = [
     Fault("replay_buffer", "add", 3),  # while buffering
@@ -54,7 +54,6 @@ def test_every_role_dies_and_nothing_is_lost(tune, tiny_policy, tmp_path):
     assert len(restarts) >= len(FAULTS)
     # The last one may come after the last step.
     assert sum(i < last for i in restarts) <= steps[12]["restarts"] <= len(restarts)
-    code, table = audit(output_dir)
-    assert code == 0, table
+    table = assert_audited(output_dir)
     assert "= 48 trained + 0 dropped or filtered + 0 living" in table
     assert "; residual 0/0\n" in table and "undone by a rollback or resume" in table

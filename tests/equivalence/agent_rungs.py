@@ -9,13 +9,9 @@ from typing import Any
 import numpy as np
 from openai import OpenAI
 
-from equivalence.roles import GENERATOR, RoleProcess, tiny_arguments, tiny_config
-from equivalence.rungs import (
-    SYNCHRONOUS,
-    Bench,
-    max_difference,
-    weights_after_step,
-)
+from equivalence.ladder import SYNCHRONOUS, Bench, max_difference, rung
+from equivalence.roles import GENERATOR, tiny_arguments, tiny_config
+from equivalence.update_rungs import weights_after_step
 from grpo_components.trajectory import Trajectory, concatenate, unpack
 
 _GROUPS = 4
@@ -42,8 +38,14 @@ def _answer(*texts: str, **options: Any) -> str:
     return ask(model="policy", messages=messages, **options).choices[0].message.content or ""
 
 
+@rung(
+    "agent's session of one call = plain rollout",
+    "an agent with OpenAI's client, and the plain environment, on the same prompts: tokens, "
+    "masks, versions, rewards, logprobs, and the weights after one SGD step",
+    0.0,
+    nightly=True,
+)
 def session_is_plain_rollout(bench: Bench) -> float:
-    """Compare what sessions of one call and plain rollouts record, and the weights they train."""
     plain, sessions = _plain(bench), _rolled_out(bench, one_call.__name__)
     gap = _difference(plain, sessions)
     advantages = np.resize(np.array([1, -1], np.float32), len(plain))
@@ -51,8 +53,14 @@ def session_is_plain_rollout(bench: Bench) -> float:
     return max(gap, max_difference(*trained))
 
 
+@rung(
+    "agent's session of two calls, the second of which continues the first = plain rollout",
+    "tokens, masks, versions and rewards are the same; logprobs in nats, as the second call "
+    "reads what the first sampled",
+    1e-5,
+    nightly=True,
+)
 def continued_session_is_plain_rollout(bench: Bench) -> float:
-    """Compare what sessions of two calls that continue each other and plain rollouts record."""
     return _difference(_plain(bench), _rolled_out(bench, two_calls.__name__))
 
 
@@ -69,7 +77,7 @@ def _rolled_out(bench: Bench, agent: str | None) -> list[Trajectory]:
     ]
     cfg = tiny_config(bench.folder() / "run", *SYNCHRONOUS, *bench.policy, *(own if agent else ()))
     arguments, prompts = tiny_arguments(cfg)
-    with closing(RoleProcess(GENERATOR, **arguments.generator)) as generator:
+    with closing(bench.process(GENERATOR, **arguments.generator)) as generator:
         groups = [
             generator.call("generate_group", *next(prompts), number, 0, _TEMPERATURE)[0]
             for number in range(_GROUPS)

@@ -1,296 +1,240 @@
-"""Rungs of the equivalence ladder that cover every model family."""
+"""Rungs that take the weights of every model family the whole way, and those with adapters."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lib.trainer_ranks import export
 from numpy.typing import NDArray
-from torch import Tensor, nn
 from torchtune.training import FullModelHFCheckpointer
-from transformers import AutoModelForCausalLM
 
-from equivalence.families import FAMILIES, Family, hf_config_of, save_random
-from equivalence.hf_families import HF_FAMILIES
-from equivalence.roles import ENGINES, RoleProcess, merged_export
-from equivalence.rungs import (
+from equivalence.engine_rungs import difference_of_completions, generator_to_trainer
+from equivalence.families import FAMILIES, HF_FAMILIES, random_checkpoint, save_random
+from equivalence.ladder import (
     Bench,
     LogprobGap,
-    full_logprobs,
-    gradients,
     max_difference,
+    merged_export,
+    rung,
     saved_weights,
 )
+from equivalence.roles import ENGINES, tiny_config
 from grpo_components.exchange.weights import StateDict, pack_bucket
 from grpo_components.models.hugging_face_policy import hugging_face
-from grpo_components.models.hugging_face_weights import load_hugging_face
-from grpo_components.models.logprobs import ResponseLogprobs, token_batch
+from grpo_components.models.lora import TARGETS, LoraOptions
 from grpo_components.models.meshes import Sharding
 from grpo_components.trajectory import Trajectory, pack
 
-TRAINERS = (
+_TRAINERS = (
     *((name, 1, Sharding()) for name in FAMILIES),
     ("QWEN2 (tied)", 2, Sharding()),
     ("QWEN2 (untied)", 2, Sharding(tensor=2)),
 )
 """Family, trainer ranks and their layout."""
-HF_TRAINERS = (
+_HF_TRAINERS = (
     *((name, 1, Sharding()) for name in HF_FAMILIES),
     ("Qwen3", 2, Sharding(tensor=2)),
     ("Qwen3-MoE", 2, Sharding()),
 )
-"""As `TRAINERS`, for policies of transformers; two ranks also share the norm of each head, or each
+"""As `_TRAINERS`, for policies of transformers; two ranks also share the norm of each head, or each
 layer's fused experts."""
-PROMPTS = [[5, 6, 7, number] for number in range(2)] + [
+_ADAPTED = (
+    ("Qwen3", 2, TARGETS),
+    ("LLAMA3_2", 1, TARGETS),
+    ("PHI4", 1, ("o_proj", "down_proj")),
+)
+"""Family, trainer ranks and adapted layers: a policy of transformers on two ranks, rows in another
+order, fused layers."""
+_PROMPTS = [[5, 6, 7, number] for number in range(2)] + [
     np.random.default_rng(number).integers(1, 256, 40).tolist() for number in range(2)
 ]
 """Short ones, and ones that are longer than the sliding windows and than a block of KV."""
 
 
-@dataclass(frozen=True)
-class Chain:
+class Chain(NamedTuple):
     """Differences along the way of a family's weights: trained, pushed, sampled from, saved."""
 
-    family: str
     saved: float
     """Largest difference between what a trainer loads or saves and what it exports; 0 if equal."""
     logprobs: float
     """Largest difference between the logprobs of engine and trainer, in nats."""
 
 
-def family_arguments(bench: Bench, family: Family, base: Path) -> dict[str, Any]:
-    """Return the trainer arguments that replace the tiny policy by a family's model."""
-    return {
-        "build_model": family.build_model,
-        "build_checkpointer": partial(
-            FullModelHFCheckpointer,
-            checkpoint_dir=str(base),
-            checkpoint_files=["model.safetensors"],
-            model_type=family.model_type,
-            output_dir=str(bench.scratch / "unused"),
-        ),
-        "model_type": family.model_type,
-        "base_model_path": str(base),
-    }
+@rung(
+    "reloaded Hugging Face export = exported weights",
+    f"every tensor of {', '.join(FAMILIES)}: a checkpoint written by "
+    "Hugging Face and the export of a trainer that loaded it; the weights after a step, pushed "
+    "and saved, and the export of a trainer that loaded the saved ones; Qwen2 also with 2 "
+    "trainer ranks: FSDP, tensor parallel",
+    0.0,
+)
+def reloaded_is_exported(bench: Bench) -> float:
+    return max(chain.saved for chain in _chains(bench, _TRAINERS))
 
 
-def hf_arguments(base: Path) -> dict[str, Any]:
-    """Return the trainer arguments that replace the tiny policy by a model of transformers."""
-    return {
-        "build_model": partial(hugging_face, path=str(base)),
-        "build_checkpointer": None,
-        "model_type": None,
-        "base_model_path": str(base),
-    }
+@rung(
+    "generator logprobs = trainer logprobs, every family",
+    "every sampled token, in nats, float32; a random model of each family is trained for one "
+    "step, pushed and saved; an engine pulls the weights under load and samples from them, and "
+    "a trainer that loaded the saved ones computes the logprobs; Qwen2 also with 2 trainer "
+    "ranks: FSDP, tensor parallel",
+    1e-4,
+)
+def every_family_samples_from_what_it_trained(bench: Bench) -> float:
+    return max(chain.logprobs for chain in _chains(bench, _TRAINERS))
 
 
-def chains(bench: Bench) -> list[Chain]:
-    """Take the weights of each of torchtune's families the whole way."""
-
-    def start(name: str) -> tuple[Any, Callable[[Path], dict[str, Any]]]:
-        family = FAMILIES[name]
-        return hf_config_of(family), partial(family_arguments, bench, family)
-
-    return bench.once("chains", lambda: _chains(bench, TRAINERS, start))
-
-
-def hf_chains(bench: Bench) -> list[Chain]:
-    """Take the weights of each family of transformers' policies the whole way."""
-
-    def start(name: str) -> tuple[Any, Callable[[Path], dict[str, Any]]]:
-        return HF_FAMILIES[name](), hf_arguments
-
-    return bench.once("chains of transformers", lambda: _chains(bench, HF_TRAINERS, start))
+@rung(
+    "reloaded = exported, policies of transformers",
+    f"as the rung of torchtune's families, of {', '.join(HF_FAMILIES)}; Qwen3 and Qwen3-MoE also "
+    "with 2 trainer ranks: tensor parallel, FSDP",
+    0.0,
+    nightly=True,
+)
+def reloaded_is_exported_by_transformers(bench: Bench) -> float:
+    return max(chain.saved for chain in _chains(bench, _HF_TRAINERS))
 
 
-def _chains(
-    bench: Bench,
-    trainers: Sequence[tuple[str, int, Sharding]],
-    start: Callable[[str], tuple[Any, Callable[[Path], dict[str, Any]]]],
+@rung(
+    "generator logprobs = trainer logprobs, policies of transformers",
+    "as the rung of torchtune's families, for the same policies; each one's figure is in "
+    "docs/models.md",
+    1e-4,
+    nightly=True,
+)
+def every_policy_of_transformers_samples_from_what_it_trained(bench: Bench) -> float:
+    return max(chain.logprobs for chain in _chains(bench, _HF_TRAINERS))
+
+
+def _chains(bench: Bench, trainers: tuple[tuple[str, int, Sharding], ...]) -> list[Chain]:
+    return bench.once(trainers, partial(_take_the_whole_way, bench, trainers))
+
+
+def _take_the_whole_way(
+    bench: Bench, trainers: tuple[tuple[str, int, Sharding], ...]
 ) -> list[Chain]:
     rng, found = np.random.default_rng(0), []
     options = {"loss": LogprobGap(), "build_optimizer": partial(torch.optim.AdamW, lr=1e-2)}
-    with closing(RoleProcess(ENGINES)) as engines:
+    with closing(bench.process(ENGINES)) as engines:
         for name, num_ranks, sharding in trainers:
-            config, arguments = start(name)
             train = partial(bench.train, num_ranks=num_ranks, sharding=sharding, **options)
-            responses = rng.integers(1, 256, (len(PROMPTS), 9))
-            saved, logprobs = _chain(bench, engines, config, arguments, train, responses)
-            found.append(Chain(name, saved, logprobs))
+            found.append(_chain(bench, engines, name, train, _first_step(rng)))
     return found
 
 
-def _chain(
-    bench: Bench,
-    engines: RoleProcess,
-    config: Any,
-    arguments: Callable[[Path], dict[str, Any]],
-    train: Callable[..., list[list[Any]]],
-    responses: NDArray[np.int64],
-) -> tuple[float, float]:
-    """Return the differences of `Chain`; infinite ones if the weights took another way."""
-    base, copy = save_random(config, bench.folder(), seed=0), bench.folder()
-    step = train_step_of([(ids, np.zeros(9, np.float32)) for ids in responses])
-    calls = [*_EXPORT, step, ("hold_state", False), ("write_state", str(copy))]
-    calls += [("gather_weights",), ("export_weights", 1)]
-    results = train(calls, **arguments(base))
+def _chain(bench: Bench, engines: Any, name: str, train: Any, step: tuple[Any, ...]) -> Chain:
+    base, copy = _random_policy(bench, name), bench.folder()
+    save = [("hold_state", False), ("write_state", str(copy))]
+    results = train([*export(0), step, *save, *export(1)], **_trainer_arguments(bench, name, base))
     pushed = merged_export(results)
     saved = max(
         max_difference(saved_weights(base), _first_export(results)),
         max_difference(saved_weights(copy), pushed),
     )
     bucket = pack_bucket(list(pushed.items()))
-    new, running = engines.call("sample_under_load", str(base), bucket, PROMPTS)
-    sampled = train_step_of([(completion.token_ids, completion.logprobs) for completion in new])
-    results = train([*_EXPORT, sampled], **arguments(copy))
+    new, running = engines.call("sample_under_load", str(base), bucket, _PROMPTS)
+    results = train([*export(0), _step_of(new)], **_trainer_arguments(bench, name, copy))
     saved = max(saved, max_difference(saved_weights(copy), _first_export(results)))
     versions = [{*completion.token_versions.tolist()} for completion in (*new, *running)]
     if versions[: len(new)] != [{1}] * len(new) or {0, 1} not in versions:
-        return saved, math.inf  # not the new weights, or nothing ran while they were swapped in
+        return Chain(saved, math.inf)  # not the new weights, or nothing ran during the swap
     if np.concatenate([completion.logprobs for completion in new]).mean() > -1:
-        return saved, math.inf  # the engine is certain of its tokens, whatever its weights
+        return Chain(saved, math.inf)  # the engine is certain of its tokens, whatever its weights
     if max_difference(saved_weights(base), pushed) < 1e-3:
-        return saved, math.inf  # the step did not change the weights
-    return saved, results[0][-1].metrics["gap/max"]
-
-
-_EXPORT = [("gather_weights",), ("export_weights", 0)]
-"""A new trainer's first calls, which return the weights that it loaded."""
+        return Chain(saved, math.inf)  # the step did not change the weights
+    return Chain(saved, results[0][-1]["gap/max"])
 
 
 def _first_export(results: list[list[Any]]) -> StateDict:
-    return merged_export([rank_results[: len(_EXPORT)] for rank_results in results])
+    return merged_export([rank_results[:2] for rank_results in results])
 
 
-def reloaded_is_exported(bench: Bench) -> float:
-    """Compare checkpoints, by Hugging Face and by trainers, with what their trainers export."""
-    return max(chain.saved for chain in chains(bench))
-
-
-def every_family_samples_from_what_it_trained(bench: Bench) -> float:
-    """Compare logprobs of an engine that pulled trained weights with those of their trainer.
-
-    The engine pulls under load. The weights are also saved, and the trainer that computes the
-    logprobs has loaded them from there.
-    """
-    return max(chain.logprobs for chain in chains(bench))
-
-
-def reloaded_is_exported_by_transformers(bench: Bench) -> float:
-    """As `reloaded_is_exported`, for policies of transformers."""
-    return max(chain.saved for chain in hf_chains(bench))
-
-
-def every_policy_of_transformers_samples_from_what_it_trained(bench: Bench) -> float:
-    """As `every_family_samples_from_what_it_trained`, for policies of transformers."""
-    return max(chain.logprobs for chain in hf_chains(bench))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Context manager, or decorator: small models are slower with two threads on busy cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@_one_thread()
-def shared_prompts_are_one_row_per_response(bench: Bench) -> float:
-    """Compare logprobs, loss and gradient with those of torchtune's own decoder, row by row."""
-    worst = 0.0
-    for family in FAMILIES.values():
-        torch.manual_seed(0)
-        model, plain = family.build_model(), family.build_model()
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, std=0.1)
-        plain.load_state_dict(model.state_dict())
-        worst = max(worst, _shared_difference(model, plain))
+@rung(
+    "LoRA: adapter pulled under load = merged weights",
+    f"every sampled token's logprob in nats, float32, of {', '.join(a[0] for a in _ADAPTED)}"
+    ": an engine that pulled a trained adapter while requests ran, a fresh engine with the "
+    "merged checkpoint, and a trainer that loaded the checkpoint; Qwen3 with 2 trainer ranks",
+    1e-4,
+)
+def adapter_is_merged_weights(bench: Bench) -> float:
+    rng, worst = np.random.default_rng(0), 0.0
+    options: dict[str, Any] = {"build_optimizer": partial(torch.optim.AdamW, lr=3e-2)}
+    options |= {"loss": LogprobGap(), "ppo_epochs": 3}  # the first update leaves A, as B is 0
+    with closing(bench.process(ENGINES)) as engines:
+        for name, num_ranks, targets in _ADAPTED:
+            base, copy = _random_policy(bench, name), bench.folder()
+            lora = LoraOptions(rank=4, alpha=8.0, target_modules=targets, save_merged=True)
+            arguments = _trainer_arguments(bench, name, base) | {"lora": lora} | options
+            train = partial(bench.train, num_ranks=num_ranks, **arguments)
+            save = [("hold_state", False), ("write_state", str(copy))]
+            weights = merged_export(train([_first_step(rng), *save, *export(1)]))
+            bucket = pack_bucket(list(weights.items()))
+            sample = ("sample_under_load", str(base), bucket, _PROMPTS, 1, lora)
+            pulled, running = engines.call(*sample)
+            if {0, 1} not in ({*completion.token_versions.tolist()} for completion in running):
+                return math.inf  # nothing ran while the adapter was swapped in
+            fresh = engines.call("sample", str(copy), None, _PROMPTS)
+            worst = max(worst, difference_of_completions(pulled, fresh))
+            calls = [("load_state", str(copy)), _step_of(pulled, version=1)]
+            worst = max(worst, train(calls, ppo_epochs=1)[0][-1]["gap/max"])
     return worst
 
 
-@_one_thread()
-def shared_prompts_are_rows_of_transformers(bench: Bench) -> float:
-    """Compare logprobs, loss and gradient with transformers' own eager attention, row by row."""
-    return max(hf_shared_difference(bench, name) for name in HF_FAMILIES)
+@rung(
+    "LoRA: generator logprobs = trainer logprobs",
+    "every sampled token, in nats, float32; with a new adapter at temperature 1, and with one "
+    "pulled after a step at temperature 0.7",
+    1e-4,
+)
+def generator_is_adapted_trainer(bench: Bench) -> float:
+    adapter = ("lora.rank=8", "lora.alpha=16.0")
+    cfg = tiny_config(bench.scratch / "unused", *bench.policy, *adapter)
+    return generator_to_trainer(bench, cfg)
 
 
-def hf_shared_difference(bench: Bench, name: str) -> float:
-    """Return the difference of `shared_prompts_are_rows_of_transformers` for one family."""
-    folder = save_random(HF_FAMILIES[name](), bench.folder(), seed=0)
-    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    return _shared_difference(load_hugging_face(folder), plain.eval())
+def _random_policy(bench: Bench, name: str) -> Path:
+    if name in FAMILIES:
+        return random_checkpoint(FAMILIES[name], bench.folder(), seed=0)
+    return save_random(HF_FAMILIES[name](), bench.folder(), seed=0)
 
 
-def _shared_difference(model: nn.Module, plain: nn.Module) -> float:
-    records = _grouped_batch()
-    masks = [record.response_mask for record in records]
-    logprobs = ResponseLogprobs(model, chunk_tokens=50)(token_batch(records, masks))[0]
-    rows = [
-        full_logprobs(plain, record)[torch.from_numpy(mask)]
-        for record, mask in zip(records, masks, strict=True)
-    ]
-    expected = torch.cat(rows)
-    weights = torch.linspace(-1.0, 1.5, len(expected))
-    losses, expected_losses = logprobs * weights, expected * weights
-    found = gradients(model, losses.mean())
-    wanted = gradients(plain, expected_losses.mean())
-    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
-    return max(
-        _relative(logprobs, expected),
-        _relative(losses.mean(), expected_losses.mean(), expected_losses.abs().mean()),
-        max_difference(wanted, found) / largest,
-    )
+def _trainer_arguments(bench: Bench, name: str, base: Path) -> dict[str, Any]:
+    """Return the trainer arguments that replace the tiny policy by a family's model."""
+    if name in HF_FAMILIES:
+        own = (partial(hugging_face, path=str(base)), None, None)
+    else:
+        family = FAMILIES[name]
+        checkpointer = partial(
+            FullModelHFCheckpointer,
+            checkpoint_dir=str(base),
+            checkpoint_files=["model.safetensors"],
+            model_type=family.model_type,
+            output_dir=str(bench.scratch / "unused"),
+        )
+        own = (family.build_model, checkpointer, family.model_type)
+    names = ("build_model", "build_checkpointer", "model_type")
+    return {**dict(zip(names, own, strict=True)), "base_model_path": str(base)}
 
 
-def _relative(value: Tensor, expected: Tensor, size: Tensor | None = None) -> float:
-    """Return the largest difference, relative to a size: by default the largest expected value."""
-    size = expected.abs().max() if size is None else size
-    return float(((value - expected).abs().max() / size).detach())
+def _first_step(rng: np.random.Generator) -> tuple[Any, ...]:
+    nothing = np.zeros(9, np.float32)
+    return _train_step([(ids, nothing) for ids in rng.integers(1, 256, (len(_PROMPTS), 9))])
 
 
-def _grouped_batch() -> list[Trajectory]:
-    """Return random groups of one, two and five responses, two of which have no trained token."""
-    rng = np.random.default_rng(0)
-    records: list[Trajectory] = []
-    for prompt_tokens, sizes in ((40, (9,)), (90, (60, 1)), (12, (30, 2, 0, 17, 8))):
-        prompt = rng.integers(0, 256, prompt_tokens)
-        for size in sizes:
-            record = Trajectory(
-                prompt_ids=prompt,
-                response_ids=rng.integers(0, 256, size),
-                response_mask=(np.arange(size) % 5 != 3) & (size != 8),  # 8: a failed sample
-                generator_logprobs=np.zeros(size, np.float32),
-                token_versions=np.zeros(size, np.int32),
-                prompt_index=0,
-                epoch=0,
-                group_id=prompt_tokens,
-                attempt=0,
-                finish_reason="stop",
-                temperature=(1.0, 0.7)[len(records) % 2],
-            )
-            records.append(record)
-    return records
+def _step_of(sampled: list[Any], version: int = 0) -> tuple[Any, ...]:
+    return _train_step([(each.token_ids, each.logprobs) for each in sampled], version)
 
 
-def train_step_of(
+def _train_step(
     responses: list[tuple[NDArray[np.int64], NDArray[np.float32]]], version: int = 0
 ) -> tuple[Any, ...]:
-    """Return a `train_step` call with one response per prompt.
-
-    Args:
-        responses: token ids [R] and generator logprobs [R] of each response.
-        version: policy version that sampled them.
-    """
+    """Return a `train_step` call with one response, its ids and generator logprobs, per prompt."""
     records = [
         Trajectory(
             prompt_ids=np.array(prompt),
@@ -304,7 +248,7 @@ def train_step_of(
             attempt=0,
             finish_reason="length",
         )
-        for prompt, (ids, logprobs) in zip(PROMPTS, responses, strict=True)
+        for prompt, (ids, logprobs) in zip(_PROMPTS, responses, strict=True)
     ]
     advantages = np.resize(np.array([1, -1], np.float32), len(records))
     return "train_step", pack(records), advantages, 0

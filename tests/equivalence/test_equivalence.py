@@ -7,29 +7,13 @@ from typing import get_args
 import pytest
 import torch
 
-from equivalence import __main__ as equivalence
-from equivalence import (
-    agent_rungs,
-    engine_rungs,
-    family_rungs,
-    resume,
-    rungs,
-)
-from equivalence.__main__ import RUNGS, Result, Rung
-from equivalence.families import FAMILIES
-from equivalence.hf_families import HF_FAMILIES
-from equivalence.rungs import Bench, max_difference, ragged_batch
+from equivalence.__main__ import main, page
+from equivalence.families import FAMILIES, HF_FAMILIES
+from equivalence.ladder import RUNGS, Bench, Rung, max_difference, saved_weights
+from equivalence.update_rungs import ragged_batch, weights_after_step
 from grpo_components.setting_types import ModelType
 
 PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
-NIGHTLY = {  # what they take is long, and other rungs and runs take most of the same way
-    resume.resumed_is_uninterrupted_by_transformers,
-    family_rungs.reloaded_is_exported_by_transformers,
-    family_rungs.every_policy_of_transformers_samples_from_what_it_trained,
-    agent_rungs.session_is_plain_rollout,
-    agent_rungs.continued_session_is_plain_rollout,
-    engine_rungs.two_workers_are_one,
-}
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +29,14 @@ def bench(tiny_policy, tmp_path_factory):
         pytest.param(
             rung,
             id=rung.measure.__name__,
-            marks=[pytest.mark.nightly] if rung.measure in NIGHTLY else [],
+            marks=[pytest.mark.nightly] if rung.nightly else [],
         )
         for rung in RUNGS
     ],
 )
 def test_a_rung_holds(bench, rung):
-    result = Result(rung, rung.measure(bench))
-    assert result.holds, f"{result.difference} is above {rung.tolerance}"
+    difference = rung.measure(bench)
+    assert rung.holds(difference), f"{difference} is above {rung.tolerance}"
 
 
 def test_the_families_are_those_that_a_config_may_name():
@@ -72,10 +56,9 @@ def test_the_documented_families_of_transformers_are_those_of_the_rungs():
 
 def test_the_documented_table_is_up_to_date_and_every_rung_holds():
     rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line[2:3].isdigit()]
-    assert len(rows) == len(RUNGS)
-    results = [Result(rung, float(row[4])) for rung, row in zip(RUNGS, rows, strict=True)]
-    assert all(result.holds for result in results)
-    assert equivalence.page(results) == PAGE.read_text(), "run `make equivalence`"
+    differences = [float(row[4]) for row in rows]
+    assert all(r.holds(difference) for r, difference in zip(RUNGS, differences, strict=True))
+    assert page(RUNGS, differences) == PAGE.read_text(), "run `make equivalence`"
 
 
 def test_the_tolerance_of_the_training_rungs_detects_a_changed_advantage(bench):
@@ -83,11 +66,11 @@ def test_the_tolerance_of_the_training_rungs_detects_a_changed_advantage(bench):
     records, advantages = ragged_batch(bench)
     other = advantages.copy()
     other[5] *= 1.01
-    base = rungs.saved_weights(Path(bench.cfg.base_model_path))
-    left = rungs.weights_after_step(bench, records, advantages)
-    right = rungs.weights_after_step(bench, records, other)
+    left = weights_after_step(bench, records, advantages)
+    right = weights_after_step(bench, records, other)
     tolerance = next(r for r in RUNGS if r.name.startswith("micro-batched")).tolerance
-    assert max_difference(left, right) / max_difference(left, base) > tolerance
+    change = max_difference(left, saved_weights(bench.base))
+    assert max_difference(left, right) / change > tolerance
 
 
 def test_a_failed_rung_is_reported_by_exit_code_table_and_last_line(tiny_policy, tmp_path, capsys):
@@ -95,17 +78,14 @@ def test_a_failed_rung_is_reported_by_exit_code_table_and_last_line(tiny_policy,
     good = Rung("nothing = nothing", "nothing", 0.0, lambda bench: 0.0)
     output = tmp_path / "table.md"
     arguments = ["--output", str(output), "--policy", str(tiny_policy)]
-    assert equivalence.main(arguments, [good, failing]) == 1
+    assert main(arguments, [good, failing]) == 1
     first, second = output.read_text().splitlines()[-2:]
     assert first == "| 1 | nothing = nothing | nothing | 0 | 0 | yes |"
     assert second == "| 2 | one = another | weights | 1.0e-05 | 1.0e+00 | **NO** |"
     assert "one = another" in capsys.readouterr().err.splitlines()[-1]
-    assert equivalence.main(arguments, [good]) == 0
+    assert main(arguments, [good]) == 0
     assert "NO" not in output.read_text()
-
-
-def test_a_difference_of_nan_never_holds():
-    assert not Result(Rung("a", "b", 1.0, lambda bench: math.nan), math.nan).holds
+    assert not failing.holds(math.nan)
 
 
 ONE = torch.tensor([1.0, 0.0])

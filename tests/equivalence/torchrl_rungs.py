@@ -11,12 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from equivalence.rungs import (
-    Bench,
-    max_difference,
-    ragged_batch,
-    whole_model,
-)
+from equivalence.ladder import Bench, full_logprobs, gradients, max_difference, rung
+from equivalence.update_rungs import ragged_batch, whole_model
 from grpo_components.objective.aggregation import SequenceMean, TokenMean
 from grpo_components.objective.losses import GRPOLoss, LossInputs
 from grpo_components.trajectory import Trajectory
@@ -27,12 +23,16 @@ _AGGREGATIONS = ((TokenMean(), "token_mean"), (SequenceMean(), "prompt_mean"))
 """Ours, and torchrl's of the same meaning."""
 
 
+@rung(
+    "torchrl's `GRPOLoss` = our loss",
+    "loss, and gradient relative to the largest, in float64: the tiny policy on ragged "
+    "responses with environment tokens, as a padded batch of torchrl's containers with both of "
+    "its masks; two pairs of clip bounds; `token_mean` = `TokenMean`, `prompt_mean` = "
+    "`SequenceMean`",
+    1e-6,
+)
 def torchrl_loss_is_ours(bench: Bench) -> float:
-    """Compare torchrl's `GRPOLoss` with ours.
-
-    Ours gets the trained tokens, torchrl's a padded batch with each of its masks of the response:
-    all of it, or the policy's tokens.
-    """
+    """Ours gets the trained tokens, torchrl's all of the response, or the policy's tokens."""
     # Importing them takes seconds, and no other rung needs them.
     from torchrl.objectives.llm import GRPOLoss as TheirGRPOLoss
 
@@ -44,7 +44,8 @@ def torchrl_loss_is_ours(bench: Bench) -> float:
         for aggregation, name in _AGGREGATIONS:
             logits, tokens = _left_padded_logits(model, records), _tokens(records, advantages)
             weights = aggregation(np.array([int(r.response_mask.sum()) for r in records]))
-            inputs = replace(tokens, trainer_logprobs=_sampled_logprobs(model, records))
+            own = [full_logprobs(model, r)[torch.from_numpy(r.response_mask)] for r in records]
+            inputs = replace(tokens, trainer_logprobs=torch.cat(own))
             each = torch.from_numpy(weights)[tokens.sequence_ids]
             expected = (GRPOLoss(low, high)(inputs)[0] * each).sum()
             for strategy in ("sft", "rlhf"):
@@ -135,17 +136,6 @@ def _left_padded_logits(model: nn.Module, records: Sequence[Trajectory]) -> Tens
     return torch.stack([nn.functional.pad(row, (0, 0, width - len(row), 0)) for row in rows])
 
 
-def _sampled_logprobs(model: nn.Module, records: Sequence[Trajectory]) -> Tensor:
-    """Return the logprobs [N] of the tokens that the policy sampled."""
-    found = []
-    for record in records:
-        ids = torch.from_numpy(np.concatenate([record.prompt_ids, record.response_ids]))
-        logprobs = torch.log_softmax(model(ids[None])[0] / record.temperature, dim=-1)
-        own = logprobs[torch.arange(len(ids) - 1), ids[1:]][len(record.prompt_ids) - 1 :]
-        found.append(own[torch.from_numpy(record.response_mask)])
-    return torch.cat(found)
-
-
 def _tokens(records: Sequence[Trajectory], advantages: NDArray[np.float32]) -> LossInputs:
     """Return the sampled tokens of a batch as our loss reads them, without trainer logprobs."""
     counts = torch.tensor([int(record.response_mask.sum()) for record in records])
@@ -163,12 +153,6 @@ def _tokens(records: Sequence[Trajectory], advantages: NDArray[np.float32]) -> L
 
 def _difference(model: nn.Module, expected: Tensor, found: Tensor) -> float:
     """Return the difference of two losses, or of their gradients if that is larger."""
-    before, after = (_gradients(model, loss) for loss in (expected, found))
+    before, after = (gradients(model, loss) for loss in (expected, found))
     largest = max(float(gradient.abs().max()) for gradient in before.values())
     return max(float((expected - found).abs()), max_difference(before, after) / largest)
-
-
-def _gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    found = torch.autograd.grad(loss, parameters, retain_graph=True)
-    return dict(zip(names, found, strict=True))

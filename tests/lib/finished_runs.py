@@ -22,15 +22,24 @@ from lib.whole_runs import (
 )
 
 
+def run_of(tiny_policy, *overrides, faults=(), **options):
+    """Return a function that makes a run, and kills roles in it."""
+
+    def make(folder):
+        if faults:
+            recipe, environment = forked_recipe(folder, faults)
+            options.update(recipe=recipe, env=environment)
+        with starter(tiny_policy, folder) as tune:
+            output, output_dir = succeed(tune, *overrides, **options)
+        return FinishedRun(output_dir, output)
+
+    return make
+
+
 @pytest.fixture
 def demo_run(shared_runs, tiny_policy):
     """What `make demo` runs, for 100 steps."""
-
-    def make(folder):
-        with starter(tiny_policy, folder) as tune:
-            output, output_dir = succeed(tune, "num_steps=100", new_interpreter=True)
-        return FinishedRun(output_dir, output)
-
+    make = run_of(tiny_policy, "num_steps=100", new_interpreter=True)
     with shared_runs.look("demo", make) as run:
         yield run
 
@@ -145,25 +154,14 @@ def replayed_run(shared_runs, tiny_policy, full_run):
 @pytest.fixture
 def split_run(shared_runs, tiny_policy):
     """A synchronous run whose generators and trainers have processes of their own."""
-
-    def make(folder):
-        with starter(tiny_policy, folder) as tune:
-            output, output_dir = succeed(tune, *SYNCHRONOUS)
-        return FinishedRun(output_dir, output)
-
-    with shared_runs.look("split", make) as run:
+    with shared_runs.look("split", run_of(tiny_policy, *SYNCHRONOUS)) as run:
         yield run
 
 
 @pytest.fixture
 def colocated_run(shared_runs, tiny_policy):
     """The run of `split_run`, whose trainers and generators take turns."""
-
-    def make(folder):
-        with starter(tiny_policy, folder) as tune:
-            output, output_dir = succeed(tune, *SYNCHRONOUS, "colocate=true")
-        return FinishedRun(output_dir, output)
-
+    make = run_of(tiny_policy, *SYNCHRONOUS, "colocate=true")
     with shared_runs.look("colocated", make) as run:
         yield run
 
@@ -171,14 +169,7 @@ def colocated_run(shared_runs, tiny_policy):
 @pytest.fixture
 def lora_run(shared_runs, tiny_policy):
     """Adapters on a policy of transformers; the generator is killed while it loads one."""
-
-    def make(folder):
-        recipe, environment = forked_recipe(folder, [Fault("generator_0", "load_weights", 2)])
-        with starter(tiny_policy, folder) as tune:
-            output, output_dir = succeed(
-                tune, *LORA, *transformers_policy(tiny_policy), recipe=recipe, env=environment
-            )
-        return FinishedRun(output_dir, output)
-
+    faults = [Fault("generator_0", "load_weights", 2)]
+    make = run_of(tiny_policy, *LORA, *transformers_policy(tiny_policy), faults=faults)
     with shared_runs.look("lora", make) as run:
         yield run

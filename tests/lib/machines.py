@@ -12,8 +12,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from lib.slow_cable import NAME as SLOW
-
 ROOT, BIN = Path(__file__).parents[2], Path(sys.executable).parent
 INIT = """
 import os, signal
@@ -91,16 +89,7 @@ class Machine:
 
     def command(self, *command: str | Path) -> list[str]:
         """Return the command that runs another one on this machine."""
-        return [
-            "nsenter",
-            "-t",
-            str(self.pid),
-            "-m",
-            "-n",
-            "-p",
-            "-u",
-            *(str(each) for each in command),
-        ]
+        return ["nsenter", "-t", f"{self.pid}", "-m", "-n", "-p", "-u", *map(str, command)]
 
     def run(self, *command: str | Path, timeout_s: float = 120) -> str:
         """Run a command to its end; return its output."""
@@ -166,7 +155,6 @@ class TwoMachines:
             machine.run("ip", "link", "set", "eth0", "up")
             machine.run("ip", "link", "set", "br0", "up")
         self.cpus = cpus
-        self._cable: subprocess.Popen[str] | None = None
 
     def start_ray(self) -> None:
         """Start a Ray cluster of both."""
@@ -178,33 +166,8 @@ class TwoMachines:
         """Set the link between them `up` or `down`."""
         self.b.run("ip", "link", "set", "eth0", state)
 
-    def slow_down(self) -> None:
-        """Take a slow cable instead of the fast one: 100 ms and 10 Mbit/s, each way."""
-        pids = [str(machine.pid) for machine in (self.a, self.b)]
-        command = [sys.executable, str(Path(__file__).with_name("slow_cable.py")), *pids]
-        self._cable = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self._cable.stdout is not None and self._cable.stdout.readline() == "connected\n"
-        self._use("eth0", SLOW)
-
-    def speed_up(self) -> None:
-        """Take the fast cable again."""
-        self._use(SLOW, "eth0")
-        self._drop_cable()
-
-    def _use(self, old: str, new: str) -> None:
-        for machine in (self.a, self.b):
-            machine.run("ip", "link", "set", new, "master", "br0")
-            machine.run("ip", "link", "set", old, "nomaster")
-            machine.run("ip", "link", "set", new, "up")
-
-    def _drop_cable(self) -> None:
-        if self._cable is not None:
-            self._cable.kill()
-            self._cable.wait()
-
     def close(self) -> None:
         """End both machines."""
-        self._drop_cable()
         for machine in (self.a, self.b):
             machine.kill()
         shutil.rmtree(self._work, ignore_errors=True)

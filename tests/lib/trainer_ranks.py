@@ -2,7 +2,6 @@
 
 import json
 import math
-import multiprocessing
 import shutil
 import tempfile
 from dataclasses import fields, replace
@@ -36,6 +35,7 @@ from grpo_components.training.trainer_options import (
     RankOptions,
 )
 from grpo_components.trajectory import pack
+from lib.role_process import RoleProcess
 from lib.trajectories import trajectory as record
 
 VOCABULARY, TEMPERATURE, LEARNING_RATE = 64, 0.8, 0.5
@@ -135,23 +135,20 @@ def flat(result):
     return {**result.metrics, **others}
 
 
-def serve(connection):
-    """One rank: build the Trainer that is described, make the calls, send what they returned."""
-    torch.set_num_threads(1)
-    while (job := connection.recv()) is not None:
-        arguments, calls = job
+class FreshTrainers:
+    """Builds a new trainer rank for every job, so that jobs share no state."""
+
+    def run(self, arguments, calls):
+        """Call methods of a new trainer rank."""
         trainer = None
         try:
             trainer = Trainer(**arguments)
-            answer = [flat(getattr(trainer, method)(*args)) for method, *args in calls]
-        except Exception as error:  # the test in the parent raises or checks it
-            answer = error
+            return [flat(getattr(trainer, method)(*args)) for method, *args in calls]
         finally:
             if trainer is not None:
-                trainer.close()
+                trainer.close()  # writes the last traces of a profile
             elif dist.is_initialized():
                 dist.destroy_process_group()
-        connection.send(answer)  # after `close`, which writes the last traces of a profile
 
 
 def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
@@ -211,45 +208,47 @@ def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
 class Ranks:
     """Calls a Trainer of one or more ranks, each in a process of its own."""
 
-    def __init__(self):
-        self._connections, self._processes = [], []
-        self._start(2)
-
-    def _start(self, num_ranks):
-        context = multiprocessing.get_context("forkserver")
-        # Not this module: the server has no test folder in its path, and passes over what it lacks.
-        context.set_forkserver_preload(["grpo_components.training.trainer", "pytest"])
-        while len(self._processes) < num_ranks:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self._connections.append(ours)
-            self._processes.append(process)
+    def __init__(self, preload=()):
+        self._processes, self._preload = [], preload
 
     def run(self, base, num_ranks, calls, *, raises=False, **changes):
         """What every call returned, by rank; with `raises`, what each rank raised."""
-        self._start(num_ranks)
         folder, rendezvous = tempfile.mkdtemp(prefix="ranks-"), local_rendezvous()
-        for rank, connection in enumerate(self._connections[:num_ranks]):
-            arguments = trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes)
-            connection.send((arguments, calls))
-        results = [connection.recv() for connection in self._connections[:num_ranks]]
+        arguments = [
+            trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes)
+            for rank in range(num_ranks)
+        ]
+        results = self.run_with(arguments, calls)
         shutil.rmtree(folder, ignore_errors=True)
         for result in results:
             if isinstance(result, Exception) and not raises:
                 raise result
         return results
 
+    def run_with(self, arguments, calls):
+        """What every call returned, or what was raised, by rank, for given arguments of each."""
+        while len(self._processes) < len(arguments):
+            process = RoleProcess("lib.trainer_ranks.FreshTrainers", preload=self._preload)
+            self._processes.append(process)
+        processes = self._processes[: len(arguments)]
+        for process, own in zip(processes, arguments, strict=True):
+            process.submit("run", own, calls)
+        return [_outcome(process) for process in processes]
+
     def step(self, base, num_ranks, trajectories, advantages, **changes):
         """What one training step and the export of its weights returned, by rank."""
         return self.run(base, num_ranks, [step(trajectories, advantages), *export(1)], **changes)
 
     def close(self):
-        for connection in self._connections:
-            connection.send(None)
         for process in self._processes:
-            process.join()
+            process.close()
+
+
+def _outcome(process):
+    try:
+        return process.result()
+    except Exception as error:  # the test raises or checks it
+        return error
 
 
 def random_policy(folder):

@@ -1,9 +1,10 @@
-"""Starts whole runs, and checks that nothing of them is left."""
+"""Starts whole runs, checks that nothing of them is left, and starts other commands."""
 
 import contextlib
 import os
 import signal
 import subprocess
+import sys
 import uuid
 
 import psutil
@@ -81,3 +82,14 @@ def processes_of(mark):
 def command_line(process):
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.cmdline()
+
+
+@pytest.fixture
+def interpreter():
+    """Run a Python of its own with some arguments, to its end; returns its code and output."""
+
+    def run(*arguments, **options):
+        command = [sys.executable, *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+    return run

@@ -74,6 +74,13 @@ def audit(output_dir):
     return done.returncode, done.stdout + done.stderr
 
 
+def assert_audited(output_dir):
+    """The audit of a run's receipts passes; returns its output."""
+    code, table = audit(output_dir)
+    assert code == 0, table
+    return table
+
+
 def rescore(output_dir):
     """Exit code and output of the audit that scores all tokens again, in this process."""
     output, threads = io.StringIO(), torch.get_num_threads()
@@ -121,53 +128,23 @@ def assert_same_run(original, replay, num_steps):
     return after
 
 
-KEYS = {
-    "step",
-    "attempt",
-    "policy_version",
-    "rollout/reward_mean",
-    "rollout/success_rate",
-    "rollout/reward_std",
-    "rollout/zero_variance_fraction",
-    "rollout/cut_off_fraction",
-    "rollout/turns_mean",
-    "rollout/turns_max",
-    "reward_terms/correctness_mean",
-    "reward_terms/correctness_std",
-    "time/wall_clock",
-    "restarts",
-    "rollout/response_tokens_mean",
-    "loss/total",
-    "loss/policy",
-    "loss/kl_reference",
-    "ratio/mean",
-    "ratio/max",
-    "ratio/clip_fraction",
-    "ratio/clip_fraction_low",
-    "ratio/clip_fraction_high",
-    "entropy",
-    "mismatch/generator_kl",
-    "mismatch/fresh_kl",
-    "mismatch/fresh_tokens",
-    "mismatch/ratio_p01",
-    "mismatch/ratio_p50",
-    "mismatch/ratio_p99",
-    "mismatch/effective_sample_size",
-    "off_policy/masked_fraction",
-    "off_policy/correction_mass",
-    "staleness/mean",
-    "staleness/max",
-    "buffer/size",
-    "buffer/dropped_stale",
-    "grad_norm",
-    "lr",
-    "time/step",
-    "time/wait_for_batch",
-    "time/train",
-    "time/train_cpu",
-    "time/update",
-    "time/push",
-    "push/bytes",
-    "throughput/trained_tokens_per_second",
-    "throughput/generated_tokens_per_second",
+_KEYS = {
+    "rollout": "reward_mean success_rate reward_std zero_variance_fraction cut_off_fraction "
+    "turns_mean turns_max response_tokens_mean",
+    "reward_terms": "correctness_mean correctness_std",
+    "time": "wall_clock step wait_for_batch train train_cpu update push",
+    "loss": "total policy kl_reference",
+    "ratio": "mean max clip_fraction clip_fraction_low clip_fraction_high",
+    "mismatch": "generator_kl fresh_kl fresh_tokens ratio_p01 ratio_p50 ratio_p99 "
+    "effective_sample_size",
+    "off_policy": "masked_fraction correction_mass",
+    "staleness": "mean max",
+    "buffer": "size dropped_stale",
+    "push": "bytes",
+    "throughput": "trained_tokens_per_second generated_tokens_per_second",
 }
+KEYS = {
+    *["step", "attempt", "policy_version", "restarts", "entropy", "grad_norm", "lr"],
+    *(f"{group}/{name}" for group, names in _KEYS.items() for name in names.split()),
+}
+"""Metrics that every step has."""

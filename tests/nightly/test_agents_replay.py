@@ -3,7 +3,15 @@
 import re
 
 import pytest
-from lib.whole_runs import AGENTS, assert_same_run, audit, finish, metrics, receipts, succeed
+from lib.whole_runs import (
+    AGENTS,
+    assert_audited,
+    assert_same_run,
+    finish,
+    metrics,
+    receipts,
+    succeed,
+)
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -47,8 +55,7 @@ def test_sessions_that_stream_and_a_curriculum_are_replayed_to_the_same_bits(tun
         *("curriculum.low=0.2", "eval_every_n_steps=4", "rollouts_logged_per_step=2", *AGENTS),
     )
     _, original = succeed(tune, *knobs)
-    code, table = audit(original)
-    assert code == 0, table
+    assert_audited(original)
     _, replay = succeed(tune, *knobs, f"replay_events={original}")
     assert_same_run(original, replay, num_steps=4)
     drawn, again = ([r["trained"] for r in receipts(folder)] for folder in (original, replay))

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from lib.chaos import Fault, forked_recipe
-from lib.whole_runs import audit, finish, records, wait_for_line
+from lib.whole_runs import assert_audited, audit, finish, records, wait_for_line
 
 from grpo_components.exchange.books import close_books, reader_of
 
@@ -40,8 +40,7 @@ def test_they_close_over_killed_roles_a_rollback_a_killed_driver_and_a_resume(tu
     process, _ = tune(*knobs, *again, recipe=recipe, env={**environment, "CHAOS": "[]"}.items())
     code, output = finish(process)
     assert code == 0, output
-    code, table = audit(output_dir)
-    assert code == 0, table
+    assert_audited(output_dir)
     books = close_books(reader_of(output_dir))
     rows = {what: pair for what, *pair in books.table()}
     assert rows["residual"] == [0, 0]

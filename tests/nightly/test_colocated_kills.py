@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from lib.chaos import Fault, forked_recipe
-from lib.whole_runs import SYNCHRONOUS, assert_same_run, audit, receipts, succeed
+from lib.whole_runs import SYNCHRONOUS, assert_audited, assert_same_run, receipts, succeed
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.timeout(1800)
@@ -43,5 +43,4 @@ def test_a_colocated_run_is_its_replay_to_the_bit_and_that_of_kills_in_either_tu
     after = load_file(disturbed / "checkpoints" / "step_4" / "model.safetensors")
     assert all(torch.equal(after[name], weights[name]) for name in weights)
     for folder in (replay, disturbed):
-        code, table = audit(folder)
-        assert code == 0, table
+        assert_audited(folder)

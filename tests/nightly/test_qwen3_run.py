@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from lib.whole_runs import SHORT, audit, metrics, receipts, succeed, transformers_policy
+from equivalence.families import HF_FAMILIES, save_random
+from lib.whole_runs import SHORT, assert_audited, metrics, receipts, succeed, transformers_policy
 from safetensors.torch import load_file
-from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
 
@@ -24,26 +24,9 @@ class Digits:
 def random_policy(tiny_policy, folder):
     """The tiny policy's tokenizer and data, with a random Qwen3."""
     shutil.copytree(tiny_policy, folder)
-    ends = {"eos_token_id": 0, "pad_token_id": 0}
-    config = Qwen3Config(
-        vocab_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        hidden_size=64,
-        head_dim=32,
-        intermediate_size=128,
-        max_position_embeddings=512,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
-        **ends,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():  # also the norms of heads
-        nn.init.normal_(parameter, std=0.3)
-    model.generation_config = GenerationConfig(**ends)
-    model.save_pretrained(folder)
+    config = HF_FAMILIES["Qwen3"]()
+    config.vocab_size = 384
+    save_random(config, folder, seed=0)
 
 
 def test_two_trainer_ranks_train_a_tiny_qwen3_that_transformers_loads(tune, tiny_policy, tmp_path):
@@ -70,5 +53,4 @@ def test_two_trainer_ranks_train_a_tiny_qwen3_that_transformers_loads(tune, tiny
     assert all(not torch.equal(before[name], after[name]) for name in before)
     loaded = AutoModelForCausalLM.from_pretrained(latest).state_dict()
     assert all(torch.equal(loaded[name], after[name]) for name in after)
-    code, table = audit(output_dir)
-    assert code == 0, table
+    assert_audited(output_dir)

@@ -105,10 +105,6 @@ def finish(process):
     return process.returncode, output
 
 
-def test_bash_can_parse_the_script():
-    subprocess.run(["bash", "-n", SCRIPT], check=True)
-
-
 def test_a_start_without_output_dir_is_refused(job):
     code, output = finish(job())
     assert code == 2 and "with output_dir=..." in output

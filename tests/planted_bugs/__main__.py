@@ -7,15 +7,15 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from planted_bugs.exhibits import CLEAN, EXHIBITS, Exhibit
-from planted_bugs.runs import Outcome, caught, run
+from planted_bugs.bugs import BUGS
+from planted_bugs.exhibits import CLEAN, EXHIBITS
+from planted_bugs.runs import caught, run
 
 COMMAND = "python -m planted_bugs"
 DEFAULT_OUTPUT = Path("docs/museum.md")
@@ -35,23 +35,15 @@ class Result:
     """Mean reward of each step that was finished."""
 
 
-def show(exhibit: Exhibit, folder: Path) -> Result:
-    """Run one exhibit."""
-    overrides = exhibit.overrides + exhibit.planted
-    outcome = run(overrides, folder, exhibit.bug, resumes=exhibit.resumes)
-    _keep(folder, outcome)
+def show(kind: str, name: str, folder: Path) -> Result:
+    """Run one exhibit, or make one run without a bug."""
+    if kind == "clean":
+        outcome = run(CLEAN[name], folder, resumes=name == "resumed")
+        return Result("", outcome.alarms, outcome.rewards)
+    (exhibit,) = (each for each in EXHIBITS if each.name == name)
+    bug = name if name in BUGS else ""
+    outcome = run(exhibit.overrides, folder, bug, resumes=exhibit.resumes)
     return Result(caught(exhibit, outcome), outcome.alarms, outcome.rewards)
-
-
-def show_clean(name: str, folder: Path) -> Result:
-    """Make one run without a bug."""
-    outcome = run(CLEAN[name], folder, resumes=name == "resumed")
-    _keep(folder, outcome)
-    return Result("", outcome.alarms, outcome.rewards)
-
-
-def _keep(folder: Path, outcome: Outcome) -> None:
-    (folder.parent / f"{folder.name}.log").write_text(outcome.output + outcome.audit)
 
 
 def page(results: dict[str, Result], clean: dict[str, Result]) -> str:
@@ -64,7 +56,7 @@ def page(results: dict[str, Result], clean: dict[str, Result]) -> str:
         thread = exhibit.thread.removeprefix("https://github.com/")
         rows.append(
             f"| `{exhibit.name}` | {exhibit.was} ([{thread}]({exhibit.thread})) "
-            f"| {exhibit.named} | {where} | {rewards or 'none'} |\n"
+            f"| {exhibit.alarm} | {where} | {rewards or 'none'} |\n"
         )
     number = sum(bool(each.caught) for each in results.values())
     false = [name for name, each in clean.items() if each.alarms]
@@ -83,17 +75,10 @@ def page(results: dict[str, Result], clean: dict[str, Result]) -> str:
     )
 
 
-def _load(file: Path) -> dict[str, dict[str, Result]]:
-    stored = json.loads(file.read_text()) if file.exists() else {}
-    return {
-        kind: {name: Result(**each) for name, each in stored.get(kind, {}).items()}
-        for kind in ("planted", "clean")
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the museum and write the page; results of earlier calls are kept."""
-    names = [*(exhibit.name for exhibit in EXHIBITS), *CLEAN]
+    work = [("planted", exhibit.name) for exhibit in EXHIBITS] + [("clean", name) for name in CLEAN]
+    names = [name for _, name in work]
     parser = argparse.ArgumentParser(prog=COMMAND, description="Plant bugs; write the table.")
     parser.add_argument("--only", nargs="*", choices=names, default=names, metavar="NAME")
     parser.add_argument("--again", action="store_true", help="also what has a result already")
@@ -103,22 +88,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True, soft_wrap=True)
     options.folder.mkdir(parents=True, exist_ok=True)
     file = options.folder / _RESULTS
-    results = _load(file)
-    work: list[tuple[str, str, Callable[[Path], Result]]] = [
-        *(("planted", exhibit.name, partial(show, exhibit)) for exhibit in EXHIBITS),
-        *(("clean", name, partial(show_clean, name)) for name in CLEAN),
-    ]
-    for kind, name, make in work:
-        if name not in options.only or (name in results[kind] and not options.again):
-            continue
-        result = make(options.folder / re.sub(r"\W+", "_", f"{kind} {name}"))
-        results[kind][name] = result
-        console.print(f"{kind} {name}: {result.caught or result.alarms or 'no alarm'}")
-        stored = {k: {n: asdict(r) for n, r in of.items()} for k, of in results.items()}
-        file.write_text(json.dumps(stored))
-    options.output.write_text(page(results["planted"], results["clean"]))
-    good = all(each.caught for each in results["planted"].values())
-    return 0 if good and not any(each.alarms for each in results["clean"].values()) else 1
+    stored = json.loads(file.read_text()) if file.exists() else {}
+    for kind, name in work:
+        kept = stored.setdefault(kind, {})
+        if name in options.only and (options.again or name not in kept):
+            result = show(kind, name, options.folder / re.sub(r"\W+", "_", f"{kind} {name}"))
+            kept[name] = asdict(result)
+            file.write_text(json.dumps(stored))
+            console.print(f"{kind} {name}: {result.caught or result.alarms or 'no alarm'}")
+    planted, clean = (
+        {name: Result(**each) for name, each in stored.get(kind, {}).items()}
+        for kind in ("planted", "clean")
+    )
+    options.output.write_text(page(planted, clean))
+    good = all(each.caught for each in planted.values())
+    return 0 if good and not any(each.alarms for each in clean.values()) else 1
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planted_bugs.bugs import BUGS, PlantingError
-from planted_bugs.exhibits import SHORT, Exhibit
+from planted_bugs.exhibits import AT_START, AUDIT, SHORT, Exhibit
 
-_ROOT = Path(__file__).resolve().parents[2]
+_TESTS = Path(__file__).resolve().parents[1]
 _RECIPE = "async_grpo_full_finetune_distributed"
 _ALARM = re.compile(r"^(warning: |.*\bis skipped: |.*\bError\b|config error)", re.MULTILINE)
 _TIMEOUT_S = 900
@@ -46,7 +46,7 @@ def run(
 ) -> Outcome:
     """Run the tiny job, and audit it."""
     shutil.rmtree(folder, ignore_errors=True)
-    report = folder.parent / f"{folder.name}.planted"
+    report = folder.with_name(f"{folder.name}.planted").absolute()
     report.write_text("")
     given = (*SHORT, *overrides, f"output_dir={folder}")
     parts = [given]
@@ -57,32 +57,33 @@ def run(
         ]
     code, output = 0, ""
     for part in parts:
-        done = _tune(part, bug, report)
-        code, output = done.returncode, output + done.stdout
-        if code:
-            break
+        if not code:
+            done = _tune(part, bug, report)
+            code, output = done.returncode, output + done.stdout
     check_planted(bug, report.read_text(), output)
     command = [sys.executable, "-m", "grpo_components.audit", str(folder), "--unfinished"]
     audited = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = (audited.stdout + audited.stderr).strip().splitlines()
-    return Outcome(code, output, lines[-1] if audited.returncode == 1 else "", _rewards(folder))
+    broken = (audited.stdout + audited.stderr).splitlines()[-1] if audited.returncode == 1 else ""
+    metrics = folder / "logs" / "metrics.jsonl"
+    steps = map(json.loads, metrics.read_text().splitlines() if metrics.exists() else ())
+    rewards = tuple(each["rollout/reward_mean"] for each in steps if each["step"])
+    outcome = Outcome(code, output, broken, rewards)
+    folder.with_name(f"{folder.name}.log").write_text(output + broken)
+    return outcome
 
 
 def _tune(overrides: tuple[str, ...], bug: str, report: Path) -> subprocess.CompletedProcess[str]:
-    tune = shutil.which("tune", path=str(Path(sys.executable).parent))
-    assert tune is not None, "the environment has no `tune`"
-    path = [str(_ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    if bug:
-        path.insert(0, str(_ROOT / "tests" / "planted_bugs" / "hook"))
+    hook = [str(_TESTS / "planted_bugs" / "hook")] if bug else []
+    path = [*hook, str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    tune = Path(sys.executable).with_name("tune")
     return subprocess.run(
         [tune, "run", _RECIPE, "--config", "tiny_async_grpo", *overrides],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path),
             "GRPO_MUSEUM": bug,
-            "GRPO_MUSEUM_REPORT": str(report.absolute()),
+            "GRPO_MUSEUM_REPORT": str(report),
         },
-        cwd=_ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -92,38 +93,27 @@ def _tune(overrides: tuple[str, ...], bug: str, report: Path) -> subprocess.Comp
 
 
 def check_planted(bug: str, report: str, output: str) -> None:
-    """Check that a bug was planted into every module that it changes, and failed nowhere."""
+    """Check that a bug was planted, and failed in no process."""
     lines = report.splitlines()
-    planted = {line.removeprefix("planted ") for line in lines if line.startswith("planted ")}
     problems = [line for line in lines if not line.startswith("planted ")]
-    problems = problems or [
-        f"museum: bug {bug} is not planted: no process of the run loaded {module}"
-        for module in sorted(set(BUGS[bug] if bug else ()) - planted)
-    ]
+    if bug and not lines:
+        module = BUGS[bug].module
+        problems = [f"museum: bug {bug} is not planted: no process of the run loaded {module}"]
     if problems:
         raise PlantingError("\n".join(dict.fromkeys([*problems, output[-2000:]])))
 
 
-def _rewards(folder: Path) -> tuple[float, ...]:
-    file = folder / "logs" / "metrics.jsonl"
-    if not file.exists():
-        return ()
-    steps = map(json.loads, file.read_text().splitlines())
-    return tuple(each["rollout/reward_mean"] for each in steps if each["step"])
-
-
 def caught(exhibit: Exhibit, outcome: Outcome) -> str:
     """Return where the exhibit's alarm named it, such as "step 2"; empty if it did not."""
-    is_audit = exhibit.alarm == "audit"
-    text = outcome.audit if is_audit else outcome.output
+    text = outcome.audit if exhibit.alarm == AUDIT else outcome.output
     found = re.search(exhibit.pattern, text)
     if found is None:
         return ""
-    if exhibit.alarm == "start":
+    if exhibit.alarm in AT_START:
         return "start"
     if found.groups():
         return f"step {found[1]}"
-    if is_audit:
+    if exhibit.alarm == AUDIT:
         named = re.search(r"step \d+", text) or re.search(r"receipts.jsonl line \d+", text)
         return named[0] if named else "audit"
     after = re.search(r"^step +(\d+)/", text[found.end() :], re.MULTILINE)  # not each is printed

@@ -14,7 +14,6 @@ import pytest
 import torch
 from lib.tracked import tracked
 from omegaconf import DictConfig, OmegaConf
-from torchtune import config
 from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
 
 from grpo_components.config import preflight
@@ -119,11 +118,6 @@ def test_every_component_exists_and_takes_its_arguments(name):
         inspect.signature(component).bind_partial(**arguments)
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
-def test_tune_validate_accepts_every_config(name):
-    config.validate(load(name))
-
-
 @pytest.mark.parametrize("name", sorted(NAMES - set(NUM_GPUS)))
 def test_the_tiny_configs_can_run_on_a_cpu(name, base_model_path, tmp_path):
     cfg = load(name)
@@ -199,18 +193,6 @@ def test_the_preset_reinforce_plus_plus_takes_the_kl_from_the_token_on(base_mode
     assert advantages.kl_coeff(0) == 0.01 and checked.reward_shaping.kl_coeff == 0
 
 
-@pytest.mark.parametrize("bad", ["-1", "much", "{schedule: linear, start: 0.1}"])
-def test_a_kl_coefficient_of_the_advantages_that_is_none_is_refused_by_name(
-    bad, base_model_path, tmp_path
-):
-    given = Namespace(**as_written(load("tiny_async_grpo")))
-    overrides = [*PRESETS["REINFORCE++"].split(), f"advantages.kl_coeff={bad}"]
-    cfg = _merge_yaml_and_cli_args(given, overrides)
-    cfg.base_model_path, cfg.output_dir = str(base_model_path), str(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"^advantages\.kl_coeff"):
-        build("advantages", preflight.check(cfg).advantages)
-
-
 def test_the_kl_of_the_advantages_needs_a_reference(base_model_path, tmp_path):
     given = Namespace(**as_written(load("tiny_async_grpo")))
     cfg = _merge_yaml_and_cli_args(given, [*PRESETS["REINFORCE++"].split(), "num_references=0"])
@@ -243,11 +225,10 @@ def test_the_gpu_configs_need_exactly_their_gpus(name, base_model_path, tmp_path
                 preflight.check(cfg)
 
 
-@pytest.mark.parametrize("name", sorted(NUM_GPUS))
-def test_the_gpu_configs_are_refused_without_a_gpu(name, monkeypatch):
+def test_a_gpu_config_is_refused_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"^device: cuda given"):
-        preflight.check(load(name))
+        preflight.check(load("qwen3B_async_grpo"))
 
 
 def test_the_synchronous_config_is_the_asynchronous_one_with_other_knobs():

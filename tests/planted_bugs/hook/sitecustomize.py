@@ -2,11 +2,9 @@
 
 Python imports a module of this name at its start, from the folders of PYTHONPATH. The museum alone
 puts this folder there, and names the bug in GRPO_MUSEUM; nothing of it is installed. The file that
-GRPO_MUSEUM_REPORT names gets a line for each module that was changed, or could not be.
+GRPO_MUSEUM_REPORT names gets a line if the bug was planted, or could not be.
 """
 
-import atexit
-import importlib.util
 import os
 import sys
 from importlib.machinery import PathFinder
@@ -14,14 +12,14 @@ from pathlib import Path
 
 
 class Planter:
-    """Finds the modules that a bug changes, and changes each once it is loaded."""
+    """Finds the module that a bug changes, and changes it once it is loaded."""
 
     def __init__(self, bugs, name):
         self._bugs, self._name = bugs, name
 
     def find_spec(self, name, path=None, target=None):
-        """Return the spec of a module to change; None leaves the module to others."""
-        changes = name in self._bugs.BUGS[self._name]
+        """Return the spec of the module to change; None leaves a module to others."""
+        changes = name == self._bugs.BUGS[self._name].module
         spec = PathFinder.find_spec(name, path, target) if changes else None
         if spec is None or spec.loader is None:
             return None
@@ -33,7 +31,6 @@ class Planter:
                 self._bugs.plant(self._name, module)
             except BaseException as error:
                 _fail(f"{type(error).__name__}: {error}")
-                raise
             _report(f"planted {name}")
 
         spec.loader.exec_module = load_and_plant
@@ -47,25 +44,18 @@ def _report(line):
 
 
 def _fail(problem):
-    """Say it, and let the process end with a code that says so even if the error is swallowed."""
+    """Say it, and end the process: who imports the module might go on after an error."""
     _report(problem)
-    sys.stderr.write(f"{problem}\n")
-    atexit.register(_end)
-
-
-def _end():
     sys.stdout.flush()
+    sys.stderr.write(f"{problem}\n")
     sys.stderr.flush()
     os._exit(1)
 
 
 def _plant(name):
-    # Loaded by its path: the package `museum` may not be importable in every process.
-    path = Path(__file__).resolve().parents[1] / "bugs.py"
-    spec = importlib.util.spec_from_file_location("museum_bugs", path)
-    assert spec is not None and spec.loader is not None
-    bugs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bugs)
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from planted_bugs import bugs
+
     if name not in bugs.BUGS:
         raise bugs.PlantingError(f"museum: bug {name} is not planted: there is none of this name")
     sys.meta_path.insert(0, Planter(bugs, name))
@@ -74,6 +64,5 @@ def _plant(name):
 if os.environ.get("GRPO_MUSEUM"):
     try:
         _plant(os.environ["GRPO_MUSEUM"])
-    except BaseException as error:
+    except BaseException as error:  # Python would go on without this module
         _fail(f"{type(error).__name__}: {error}")
-        _end()  # Python would go on without this module

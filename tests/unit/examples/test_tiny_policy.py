@@ -1,14 +1,12 @@
-"""The tiny policy: transformers and torchtune agree on it, and it is right in some samples only."""
+"""The tiny policy: its tokenizers agree, its data is right, and so are some of its samples."""
 
 import json
 import re
 
 import pytest
 import torch
-from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
-from torchtune.training import FullModelHFCheckpointer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from grpo_components.data.datasets import gsm8k_dataset
 from grpo_components.examples import tiny_policy as module
@@ -102,33 +100,6 @@ def test_a_right_answer_fits_into_a_response(torchtune_tokenizer):
         assert len(ids) <= module.MAX_RESPONSE_TOKENS
 
 
-def test_torchtune_and_transformers_compute_the_same_logits(folder, torchtune_tokenizer, tmp_path):
-    sizes = module.ARCHITECTURE
-    model = qwen2(
-        vocab_size=sizes["vocab_size"],
-        num_layers=sizes["num_hidden_layers"],
-        num_heads=sizes["num_attention_heads"],
-        num_kv_heads=sizes["num_key_value_heads"],
-        embed_dim=sizes["hidden_size"],
-        intermediate_dim=sizes["intermediate_size"],
-        max_seq_len=sizes["max_position_embeddings"],
-        norm_eps=sizes["rms_norm_eps"],
-        rope_base=sizes["rope_parameters"]["rope_theta"],
-        tie_word_embeddings=sizes["tie_word_embeddings"],
-    )
-    checkpointer = FullModelHFCheckpointer(
-        checkpoint_dir=str(folder),
-        checkpoint_files=["model.safetensors"],
-        model_type="QWEN2",
-        output_dir=str(tmp_path),
-    )
-    model.load_state_dict(checkpointer.load_checkpoint()["model"])
-    ids = torch.tensor([torchtune_tokenizer.encode(all_problems(0)[0].prompt, add_eos=False)])
-    with torch.inference_mode():
-        expected = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
-        torch.testing.assert_close(model(ids), expected, atol=1e-5, rtol=0)
-
-
 def test_the_data_files_are_gsm8k_data_sets(folder, torchtune_tokenizer):
     for name, problems in zip(("train", "held_out"), make_problems(0), strict=True):
         rows = gsm8k_dataset(
@@ -205,11 +176,6 @@ def test_a_folder_with_other_files_is_refused_in_one_line(tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("--output-dir: ")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_zero_steps_are_refused(tmp_path, capsys):
-    assert main(["--output-dir", str(tmp_path / "policy"), "--steps", "0"]) == 2
-    assert capsys.readouterr().err.startswith("--steps: 0 given")
 
 
 def test_greedy_answers_are_right_and_samples_only_sometimes(tiny_policy):

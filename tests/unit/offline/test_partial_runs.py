@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from lib.config_errors import refusal_of
 from omegaconf import OmegaConf
 
 from grpo_components.exchange.ledger import LedgerEntry
@@ -167,17 +166,6 @@ def test_a_failed_recorded_sample_is_reported_by_its_line(recorded, tmp_path):
     failed = replace(group()[0], finish_reason="error", error="it failed", reward=float("nan"))
     assert not failures.count_group(entry, summarize(pack([failed, *group(size=1)])))
     assert "(line 3 of " in (tmp_path / "failed_samples.jsonl").read_text()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"\x80\x04", b"[]", b"{}", b'{"ledger": 3}', b'{"ledger": {"policy_version": "x"}}'],
-)
-def test_a_damaged_checkpoint_is_named_before_it_is_evaluated(tmp_path, content):
-    write_state(tmp_path / "state", "driver", {})
-    (tmp_path / "state" / "driver.json").write_bytes(content)
-    error = refusal_of(evaluated_version, cfg(eval_only=str(tmp_path)))
-    assert error.key == "eval_only" and "driver.json" in error.problem
 
 
 def test_a_checkpoint_of_ours_is_evaluated_under_its_version(tmp_path):

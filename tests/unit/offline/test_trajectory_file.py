@@ -105,22 +105,10 @@ def test_only_rank_0_writes_and_a_new_writer_empties_the_file(tmp_path):
     assert path.read_text() == ""
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{",
-        "{}",
-        '{"prompt_index": 0, "prompt_ids": [1], "responses": []}',
-        "3",
-        "[" * 10**5,
-        "\udcff",
-    ],
-    ids=range(6),
-)
+@pytest.mark.parametrize("line", ["{", '{"prompt_index": 0, "prompt_ids": [1], "responses": []}'])
 def test_an_invalid_line_is_named(tmp_path, line):
     path = tmp_path / "trajectories.jsonl"
-    text = group_line([make(0, [-1.0])]) + "\n" + line + "\n"
-    path.write_bytes(text.encode(errors="surrogateescape"))
+    path.write_text(group_line([make(0, [-1.0])]) + "\n" + line + "\n")
     with pytest.raises(ValueError, match=r"trajectories.jsonl, line 2: "):
         list(read_groups(path))
 
@@ -129,28 +117,14 @@ FAILED = {"finish_reason": "error", "reward": None, "error": "it failed"}
 IMPOSSIBLE = [
     ({"generator_logprobs": [math.nan, -1.0]}, "generator_logprobs"),
     ({"generator_logprobs": [0.3, 0.9]}, "generator_logprobs"),
-    ({"generator_logprobs": [None, -1.0]}, "generator_logprobs"),
     ({"generator_logprobs": [-1.0]}, "generator_logprobs: .* 2"),
-    ({"response_ids": [1.5, 2]}, "response_ids"),
-    ({"response_ids": ["1", "2"]}, "response_ids"),
-    ({"response_ids": [10**30, 2]}, "response_ids"),
-    ({"response_ids": [True, 2]}, "response_ids"),
-    ({"generator_logprobs": [-(2**70), -(2**70)]}, "generator_logprobs"),
     ({"response_ids": [-1, 2]}, "response_ids"),
-    ({"response_mask": [1, 0]}, "response_mask"),
     ({"response_mask": [False, False]}, "response_mask"),
-    ({"token_versions": [10**12, 0]}, "int32"),
     ({"finish_reason": "end"}, "finish_reason: allowed: stop, length"),
     ({"reward": None}, "reward: "),
-    ({"reward": math.inf}, "reward: "),
     ({**FAILED, "reward": 1.0}, "reward: "),
     ({**FAILED, "error": None}, "reward: "),
     ({"temperature": 0}, "temperature: "),
-    ({"temperature": "1"}, "temperature: "),
-    ({"success": "no"}, "success: "),
-    ({"temperature": 10**400, "reward": 10**400}, "reward: "),
-    ({"reward_terms": [1]}, "reward_terms: "),
-    ({"reward_terms": {"\ud800": True}}, "reward_terms: "),
 ]
 
 
@@ -177,17 +151,6 @@ def test_a_missing_field_is_named_and_an_unknown_one_is_ignored(tmp_path):
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match=r"line 1: .*responses\.1\.success: missing"):
         list(read_groups(path))
-
-
-def test_numbers_and_texts_stay_as_they_are_in_the_file(tmp_path):
-    path = tmp_path / "trajectories.jsonl"
-    record = json.loads(group_line([make(0, [], math.nan)]))
-    changes = {"temperature": 1, "reward_terms": {"\ud800": 1, "b": 10**400}, "error": "\udfff"}
-    record["responses"][0] |= changes
-    path.write_text(json.dumps(record))
-    ((read,),) = read_groups(path)
-    assert {name: getattr(read, name) for name in changes} == changes
-    assert type(read.temperature) is type(read.reward_terms["\ud800"]) is int
 
 
 def test_a_failed_response_may_have_no_tokens(tmp_path):
