@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from grpo_components._plugin import recipes_folder
-from grpo_components.config.building import build, shared_prompts
 from grpo_components.config.command_line import resume_command
-from grpo_components.config.component_trial import check_logger
-from grpo_components.config.reuse import build_reuse
+from grpo_components.config.components import build
+from grpo_components.config.data import shared_prompts
+from grpo_components.config.trial import check_logger
 from grpo_components.data.curriculum import Curriculum
 from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.errors import ConfigError, fail
 from grpo_components.evaluation.evaluation import build_evaluation
+from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.objective.schedules import Schedule
 from grpo_components.quiet import without_prints
@@ -84,6 +86,13 @@ def open_run(
         curriculum=curriculum,
         replay_until=cfg.replay_until,
     )
+
+
+def build_reuse(cfg: Settings) -> GroupReuse:
+    """Build what chooses the groups that steps train again; without the section, none."""
+    contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
+    rule = cfg.replay_generation
+    return GroupReuse(contract, **rule.model_dump()) if rule else GroupReuse(contract)
 
 
 def _check_prompts(cfg: Settings, prompts: Stateful) -> None:

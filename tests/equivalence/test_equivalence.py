@@ -19,7 +19,7 @@ from equivalence.__main__ import RUNGS, Result, Rung
 from equivalence.families import FAMILIES
 from equivalence.hf_families import HF_FAMILIES
 from equivalence.rungs import Bench, max_difference, ragged_batch
-from grpo_components.setting_types import ModelType
+from grpo_components.settings import ModelType
 
 PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
 NIGHTLY = {  # what they take is long, and other rungs and runs take most of the same way

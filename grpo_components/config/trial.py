@@ -22,14 +22,9 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 from torchtune.config._utils import _get_component_from_path
 
-from grpo_components.config.building import (
-    SHIPPED_ENVIRONMENT,
-    build,
-    check_components,
-    runs_agents,
-)
+from grpo_components.config.components import SHIPPED_ENVIRONMENT, build, runs_agents
 from grpo_components.config.environment_trial import try_environment
-from grpo_components.config.teacher_checks import try_teacher
+from grpo_components.config.model_trial import try_teacher, try_training
 from grpo_components.data.columns import reward_input
 from grpo_components.errors import fail
 from grpo_components.objective.component_errors import name_of, named_failure
@@ -70,7 +65,7 @@ def try_components(
     objective: Objective,
 ) -> list[str]:
     """Call each component once as the run will, and refuse one that breaks its kind's contract."""
-    about_rates = check_components(cfg)
+    about_rates = try_training(cfg)
     doubts = [] if cfg.eval_only or cfg.rollout_only else about_rates
     if cfg.teacher:
         try_teacher(cfg, cfg.teacher.path)
