@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Generic, Literal, Required, TypeVar, get_args
 
 from omegaconf import DictConfig, OmegaConf
@@ -102,66 +102,6 @@ def _each_once(names: list[str]) -> list[str]:
 LoraTargets = Annotated[list[LoraTarget], Field(min_length=1), AfterValidator(_each_once)]
 
 
-@with_config(_ARGUMENTS)
-class AnyArguments(TypedDict):
-    """Arguments of any component; its signature decides which ones are allowed."""
-
-    _component_: Text
-
-
-@with_config(_ARGUMENTS)
-class ModelArguments(TypedDict, total=False):
-    """Arguments of a model builder."""
-
-    _component_: Required[Text]
-    max_seq_len: Positions | None
-
-
-@with_config(_ARGUMENTS)
-class TokenizerArguments(TypedDict, total=False):
-    """Arguments of a tokenizer, its files among them."""
-
-    _component_: Required[Text]
-    path: Text
-    merges_file: Text
-    special_tokens_path: Text | None
-
-
-@with_config(_ARGUMENTS)
-class CheckpointerArguments(TypedDict):
-    """Arguments of the checkpointer, which reads and writes the policy."""
-
-    _component_: Text
-    model_type: Annotated[ModelType, BeforeValidator(_trainable)]
-
-
-@with_config(_ARGUMENTS)
-class DatasetArguments(TypedDict, total=False):
-    """Arguments of a data set of prompts."""
-
-    _component_: Required[Text]
-    source: Text
-    max_prompt_tokens: Positions | None
-    num_rows: Count | None
-
-
-@with_config(_ARGUMENTS)
-class EnvironmentArguments(TypedDict, total=False):
-    """Arguments of the environment, which answers the policy turn by turn."""
-
-    _component_: Required[Text]
-    max_turns: Positions
-
-
-@with_config(_ARGUMENTS)
-class RewardArguments(TypedDict):
-    """Arguments of a reward, with its weight in the sum of rewards."""
-
-    _component_: Text
-    weight: Weight
-    is_success: bool
-
-
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
 """Default clip ranges of the recipe's own loss."""
 PENALTIES: dict[str, Any] = {
@@ -172,62 +112,46 @@ PENALTIES: dict[str, Any] = {
 """Defaults of the KL and entropy terms that are added to every loss."""
 
 
-@with_config(_SECTION)
-class DefaultLossArguments(TypedDict):
-    """Keys of `loss` for the recipe's own loss."""
-
-    clip_low: Scheduled[Annotated[float, Field(gt=0, le=1)]]
-    clip_high: Scheduled[Annotated[float, Field(gt=0, le=1e6)]]
-    kl_coeff: Scheduled[Coefficient]
-    kl_estimator: Literal["k1", "k2", "k3"]
-    entropy_coeff: Coefficient
-
-
-@with_config(_ARGUMENTS)
-class LossArguments(TypedDict):
-    """Keys of `loss` for another policy loss, which `_component_` names."""
-
-    _component_: Text
-    kl_coeff: Scheduled[Coefficient]
-    kl_estimator: Literal["k1", "k2", "k3"]
-    entropy_coeff: Coefficient
+_CLIP_TYPES = {
+    "clip_low": Scheduled[Annotated[float, Field(gt=0, le=1)]],
+    "clip_high": Scheduled[Annotated[float, Field(gt=0, le=1e6)]],
+}
+_PENALTY_TYPES = {
+    "kl_coeff": Scheduled[Coefficient],
+    "kl_estimator": Literal["k1", "k2", "k3"],
+    "entropy_coeff": Coefficient,
+}
 
 
-AnyLossArguments = Annotated[
-    Annotated[DefaultLossArguments, Tag("<default>")] | Annotated[LossArguments, Tag("<named>")],
-    Discriminator(lambda given: "<named>" if "_component_" in given else "<default>"),
-]
-
-
-@with_config(_ARGUMENTS)
-class OptimizerArguments(TypedDict, total=False):
-    """Arguments of an optimizer."""
-
-    _component_: Required[Text]
-    lr: Scheduled[Annotated[float, Field(gt=0, le=1e3)]]
-
-
-@with_config(_ARGUMENTS)
-class ProfilerArguments(TypedDict):
-    """Arguments of a profiler of training steps."""
-
-    _component_: Text
-    enabled: bool
+def _node(keys: Mapping[str, Any], config: ConfigDict = _ARGUMENTS) -> Any:
+    """Return the type of a mapping with these keys, and by default any others."""
+    make: Any = TypedDict
+    return with_config(config)(make("Node", dict(keys), total=False))
 
 
 def component(
-    arguments: Any = AnyArguments, *, null: bool = False, **defaults: Any
+    keys: Mapping[str, Any] | None = None, *, null: bool = False, **defaults: Any
 ) -> GetPydanticSchema:
-    """Return the pydantic type of a `_component_` node: checks values and makes a DictConfig."""
+    """Return the pydantic type of a `_component_` node: checks values and makes a DictConfig.
+
+    Args:
+        keys: types of the arguments that the recipe reads.
+        null: whether the node may be null.
+        defaults: values of keys that are not given.
+    """
 
     def read(given: Any, check: Callable[[Any], dict[str, Any] | None]) -> DictConfig | None:
         if isinstance(given, dict):
-            given = {**given, **{name: defaults[name] for name in defaults if name not in given}}
+            given = _with_defaults(given, defaults)
             given = None if given.get("_component_", "") is None else given
         checked = check(given)
         return None if checked is None else OmegaConf.create({**given, **checked})
 
-    return _as_dict_config(read, arguments, null=null)
+    return _as_dict_config(read, _node({"_component_": Required[Text], **(keys or {})}), null=null)
+
+
+def _with_defaults(given: dict[Any, Any], defaults: dict[str, Any]) -> dict[Any, Any]:
+    return {**given, **{name: defaults[name] for name in defaults if name not in given}}
 
 
 def loss_section() -> GetPydanticSchema:
@@ -235,16 +159,18 @@ def loss_section() -> GetPydanticSchema:
 
     def read(given: Any, check: Callable[[Any], dict[str, Any]]) -> DictConfig:
         if not isinstance(given, dict):
-            hint = "; a component stands in loss._component_" if isinstance(given, str) else ""
-            raise PydanticCustomError("refused", "loss is a section{hint}", {"hint": hint})
-        given = {
-            name: given[name] for name in given if (name, given[name]) != ("_component_", None)
-        }
+            raise ConfigError("", f"{shown(given)} given", "a section; loss._component_ names one")
+        if given.get("_component_", "") is None:
+            given = {name: given[name] for name in given if name != "_component_"}
         defaults = PENALTIES if "_component_" in given else CLIP | PENALTIES
-        given = {**given, **{name: defaults[name] for name in defaults if name not in given}}
+        given = _with_defaults(given, defaults)
         return OmegaConf.create({**given, **check(given)})
 
-    return _as_dict_config(read, AnyLossArguments)
+    default = _node({**_CLIP_TYPES, **_PENALTY_TYPES}, _SECTION)
+    named = _node({"_component_": Required[Text], **_PENALTY_TYPES})
+    either = Annotated[default, Tag("<default>")] | Annotated[named, Tag("<named>")]
+    is_named = Discriminator(lambda given: "<named>" if "_component_" in given else "<default>")
+    return _as_dict_config(read, Annotated[either, is_named])
 
 
 def free_section() -> GetPydanticSchema:
@@ -273,7 +199,12 @@ def _as_dict_config(
 
 
 Component = Annotated[DictConfig, component()]
-Rewards = dict[str, Annotated[DictConfig, component(RewardArguments, weight=1.0, is_success=False)]]
+_REWARD = {"weight": Weight, "is_success": bool}
+Rewards = dict[str, Annotated[DictConfig, component(_REWARD, weight=1.0, is_success=False)]]
+_TOKENIZER = {"path": Text, "merges_file": Text, "special_tokens_path": Text | None}
+_CHECKPOINTER = {"model_type": Required[Annotated[ModelType, BeforeValidator(_trainable)]]}
+_DATASET = {"source": Text, "max_prompt_tokens": Positions | None, "num_rows": Count | None}
+_LEARNING_RATE = Scheduled[Annotated[float, Field(gt=0, le=1e3)]]
 
 # ---- sections ------------------------------------------------------------------------------------
 
@@ -466,16 +397,16 @@ class Settings(BaseModel):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"]
     dry_run: bool = False
 
-    model: Annotated[DictConfig, component(ModelArguments)]
+    model: Annotated[DictConfig, component({"max_seq_len": Positions | None})]
     lora: LoraSettings | None = None
-    tokenizer: Annotated[DictConfig, component(TokenizerArguments)]
-    checkpointer: Annotated[DictConfig | None, component(CheckpointerArguments, null=True)]
+    tokenizer: Annotated[DictConfig, component(_TOKENIZER)]
+    checkpointer: Annotated[DictConfig | None, component(_CHECKPOINTER, null=True)]
     resume_from_checkpoint: FlagOrPath
-    dataset: Annotated[DictConfig, component(DatasetArguments)]
-    eval_dataset: Annotated[DictConfig | None, component(DatasetArguments, null=True)]
+    dataset: Annotated[DictConfig, component(_DATASET)]
+    eval_dataset: Annotated[DictConfig | None, component(_DATASET, null=True)]
     shuffle: bool
     curriculum: CurriculumSettings | None = None
-    environment: Annotated[DictConfig, component(EnvironmentArguments)]
+    environment: Annotated[DictConfig, component({"max_turns": Positions})]
     rewards: Annotated[Rewards, Field(min_length=1)]
     reward_workers: Processes = 1  # of each generator
 
@@ -513,7 +444,7 @@ class Settings(BaseModel):
     reward_shaping: RewardShapingSettings = RewardShapingSettings()
     mask_overlong: bool = False
     dynamic_sampling: DynamicSamplingSettings = DynamicSamplingSettings()
-    optimizer: Annotated[DictConfig, component(OptimizerArguments)]
+    optimizer: Annotated[DictConfig, component({"lr": _LEARNING_RATE})]
     lr_scheduler: Annotated[DictConfig | None, component(null=True)] = None
     clip_grad_norm: Annotated[float, Field(gt=0, le=1e30)] | None
     enable_activation_checkpointing: bool
@@ -527,7 +458,7 @@ class Settings(BaseModel):
     metric_logger: Component
     log_every_n_steps: Count
     log_peak_memory_stats: bool
-    profiler: Annotated[DictConfig, component(ProfilerArguments, enabled=False)]
+    profiler: Annotated[DictConfig, component({"enabled": bool}, enabled=False)]
 
     ptx: Annotated[DictConfig | None, component(null=True)] = None
     eval: EvalSettings = EvalSettings()
