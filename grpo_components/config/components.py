@@ -120,7 +120,11 @@ def check_components(settings: Settings) -> None:
         if is_node and node != SHIPPED_ENVIRONMENT:
             own = {name: node[name] for name in node if key != "loss" or name not in PENALTIES}
             _check_arguments(key, own, *_ADDED.get(key, (0, ())))
-    _check_world(settings.environment)
+    for name in nested_components(settings.environment):
+        part = settings.environment[name]
+        _check_arguments(f"environment.{name}", part)
+        if part["_component_"].startswith("grpo_components."):
+            build(f"environment.{name}", part)
     _check_same_prompts(settings)
     for name, node in settings.rewards.items():
         _check_reward(f"rewards.{name}", node, settings)
@@ -195,42 +199,9 @@ def _check_arguments(
     return component
 
 
-def _check_call(key: str, component: Any, arguments: Sequence[str], *, by_name: bool) -> None:
-    """Refuse a class whose objects cannot be called with these arguments."""
-    if not inspect.isclass(component):
-        return  # what a function returns is not known before it is called
-    places, names = ((), dict.fromkeys(arguments)) if by_name else (arguments, {})
-    try:
-        inspect.signature(_call_of(component)).bind(None, *places, **names)
-    except TypeError as error:
-        problem = f"objects of {component.__name__} cannot be called: {error}"
-        fail(key, problem, f"a class called with {', '.join(arguments)}")
-
-
-def _call_of(component: type) -> Any:
-    """Return the function that calls of a class's objects run; None if they cannot be called."""
-    calls = [vars(base)["__call__"] for base in component.__mro__ if "__call__" in vars(base)]
-    return calls[0] if calls else None
-
-
-def _check_world(environment: DictConfig) -> None:
-    for name in nested_components(environment):
-        part = environment[name]
-        _check_arguments(f"environment.{name}", part)
-        if part["_component_"].startswith("grpo_components."):
-            build(f"environment.{name}", part)
-    if environment["_component_"].endswith(".MultiTurnEnvironment"):
-        world = environment["world"]
-        if "world" not in nested_components(environment):
-            fail("environment.world", f"{shown(world)} given", "`_component_` and its arguments")
-        component = _get_component_from_path(world["_component_"])
-        _check_call("environment.world", component, ("prompt", "seed"), by_name=False)
-
-
 def _check_reward(key: str, node: DictConfig, settings: Settings) -> None:
     arguments = {str(name): node[name] for name in node if name not in _OF_REWARDS}
     reward = _check_arguments(key, arguments)
-    _check_call(key, reward, (*CALL, *columns_taken(reward)), by_name=True)
     if not (inspect.isclass(reward) and node["_component_"].startswith("grpo_components.")):
         return
     # Our rewards are built quickly, and check their arguments.
@@ -265,7 +236,8 @@ def _check_same_prompts(settings: Settings) -> None:
 
 def columns_taken(component: Any) -> list[str]:
     """Return the columns that objects of a reward's class must get; none for a function."""
-    call = _call_of(component) if inspect.isclass(component) else None
+    mro = component.__mro__ if inspect.isclass(component) else ()
+    call = next((vars(base)["__call__"] for base in mro if "__call__" in vars(base)), None)
     if call is None:
         return []
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

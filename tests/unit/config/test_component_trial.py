@@ -20,7 +20,7 @@ from grpo_components.config import preflight
 from grpo_components.config.data import build_data
 from grpo_components.config.environment_trial import try_environment
 from grpo_components.config.objective import build_objective
-from grpo_components.config.trial import check_logger
+from grpo_components.config.open_run import open_log
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 CONFIG = RECIPES / "configs" / "tiny_async_grpo.yaml"
@@ -30,6 +30,15 @@ REWARDS = """
 import os
 import sys
 import time
+
+
+class TakesText:
+    def __call__(self, text):
+        return 1.0
+
+
+class CannotBeCalled:
+    pass
 
 
 class Reward:
@@ -324,7 +333,6 @@ def component(key, path, **arguments):
     """Overrides that put a component in the place of the tiny config's."""
     drops = {
         "loss": ("clip_low", "clip_high"),
-        "metric_logger": ("log_dir",),
         "optimizer": ("fused", "weight_decay"),
         "rewards.correctness": ("answer_format",),
     }
@@ -373,12 +381,13 @@ def test_a_component_with_another_output_than_its_kind_is_refused(tried, key, pa
         ("environment", "own_parts.Forgetful"),
         ("environment", "own_parts.Unasked"),
         ("environment", "own_parts.Ends"),
-        ("metric_logger", "collections.Counter"),
         ("checkpointer", "builtins.dict"),
         ("checkpointer", "own_parts.raises"),
         ("lr_scheduler", "own_parts.Rates"),
         ("loss", "own_parts.Unsent"),
         ("rewards.correctness", "builtins.print"),
+        ("rewards.correctness", "own_rewards.TakesText"),
+        ("rewards.correctness", "own_rewards.CannotBeCalled"),
         # they cannot judge the answers of the data
         ("rewards.correctness", "grpo_components.rewards.code_tests.CodeTests"),
         ("rewards.correctness", "grpo_components.rewards.countdown.CountdownCorrectness"),
@@ -441,8 +450,10 @@ def test_rows_whose_own_answer_is_not_right_are_among_the_doubts(own, tiny_polic
             assert len(said) == (not unused), doubts
 
 
-def test_what_a_function_makes_for_a_logger_is_looked_at():
-    assert refused_key(check_logger, "builtins.print", None) == "metric_logger"
+@pytest.mark.parametrize("path", ["builtins.dict", "collections.Counter"])
+def test_what_is_no_logger_is_refused(settings_with, path, tmp_path):
+    cfg = settings_with(metric_logger={"_component_": path}, output_dir=str(tmp_path))
+    assert refused_key(open_log, cfg, 0, "", [], []) == "metric_logger"
 
 
 def test_what_contributing_prints_is_let_through(tried, own):

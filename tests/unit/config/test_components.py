@@ -28,17 +28,6 @@ class Good:
 class Inherited(Good):
     pass
 
-class TakesNothing:
-    def __call__(self, text):
-        return 1.0
-
-class CannotBeCalled:
-    pass
-
-class Forgetful:
-    def __call__(self, prompt):
-        pass
-
 def make(**kwargs):
     return Good(1)
 
@@ -94,8 +83,6 @@ JUDGE = {
     ("node", "overrides", "key"),
     [
         ({"_component_": "own_parts.Good"}, "", ".limit"),
-        ({"_component_": "own_parts.TakesNothing"}, "", ""),
-        ({"_component_": "own_parts.CannotBeCalled"}, "", ""),
         ({"_component_": "own_parts.Absent"}, "", "._component_"),
         ({"_component_": "own_parts.number"}, "", "._component_"),
         ({"_component_": "own_parts.judge"}, "", "._component_"),
@@ -177,11 +164,6 @@ MULTI_TURN = (
         ("environment.world.tool=[]", "environment.world.tool"),
         ("environment.world.tools=[browser]", "environment.world.tools"),
         ("environment.world._component_=my_worlds.Nowhere", "environment.world._component_"),
-        ("environment.world=my_worlds.SecretDigit", "environment.world"),
-        (
-            "environment.world._component_=own_parts.Forgetful ~environment.world.tools",
-            "environment.world",
-        ),
     ],
 )
 def test_an_environment_of_several_turns_is_checked_with_its_world(own, refused, overrides, key):
