@@ -2,59 +2,217 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Generic, Literal, Required, TypeVar, get_args
 
 from omegaconf import DictConfig, OmegaConf
-from pydantic import AfterValidator, BaseModel, Field, model_validator
-from pydantic_core import PydanticCustomError
-
-from grpo_components.setting_types import (
-    HUGGING_FACE,
-    SECTION,
-    CheckpointerArguments,
-    Coefficient,
-    Component,
-    Count,
-    CountOrZero,
-    DatasetArguments,
-    EnvironmentArguments,
-    FlagOrPath,
-    GpuShare,
-    LoraTarget,
-    LoraTargets,
-    LrSchedulerArguments,
-    ModelArguments,
-    OptimizerArguments,
-    PathText,
-    Penalty,
-    Positions,
-    Precision,
-    Processes,
-    ProfilerArguments,
-    PtxArguments,
-    RayAddress,
-    Rewards,
-    Samples,
-    Scheduled,
-    Seconds,
-    Seed,
-    Temperature,
-    Text,
-    TokenBudget,
-    TokenIds,
-    TokenizerArguments,
-    Weight,
-    component,
-    free_section,
-    loss_section,
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetPydanticSchema,
+    Tag,
+    model_validator,
+    with_config,
 )
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from typing_extensions import TypedDict
+
+from grpo_components.errors import ConfigError, shown
 from grpo_components.time_limits import derived_limits
+
+_SECTION = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_ARGUMENTS = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+# ---- kinds of values ----------------------------------------------------------------------------
+
+_INT32 = 2**31 - 1
+Text = Annotated[str, Field(min_length=1)]
+RayAddress = Annotated[str, Field(pattern=r"^(auto|.+:[0-9]{1,5})$")]
+Seed = Annotated[int, Field(ge=0, le=_INT32)]
+Count = Annotated[int, Field(ge=1, le=_INT32)]  # number of steps, policy versions or groups
+CountOrZero = Annotated[int, Field(ge=0, le=_INT32)]
+Positions = Annotated[int, Field(ge=1, le=2**22)]  # no supported model has more
+TokenBudget = Annotated[int, Field(ge=1, le=_INT32)]
+Samples = Annotated[int, Field(ge=1, le=2**16)]  # per step; the driver holds them all
+Processes = Annotated[int, Field(ge=1, le=1024)]
+GpuShare = Annotated[float, Field(ge=0.001, le=1)]  # Ray counts shares in ten thousandths
+Seconds = Annotated[float, Field(ge=0.1, le=2e6)]  # 24 days: time-outs are 32-bit milliseconds
+Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
+Coefficient = Annotated[float, Field(ge=0, le=1e6)]
+Temperature = Annotated[float, Field(ge=0.01, le=2)]  # range in which vLLM samples
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Precision = Literal["fp32", "bf16"]
+Number = TypeVar("Number")
+
+
+@with_config(_SECTION)
+class ScheduleKeys(TypedDict, Generic[Number], total=False):
+    """A number that changes over training; `as_schedule` checks which keys its shape needs."""
+
+    schedule: Required[Literal["constant", "linear", "cosine"]]
+    start: Required[Number]
+    end: Number
+    num_steps: Count
+    warmup_steps: CountOrZero
+
+
+Scheduled = Annotated[
+    Annotated[Number, Tag("<number>")] | Annotated[ScheduleKeys[Number], Tag("<schedule>")],
+    Discriminator(lambda value: "<schedule>" if isinstance(value, dict) else "<number>"),
+]
+FlagOrPath = Annotated[
+    Annotated[bool, Tag("<flag>")] | Annotated[Text, Tag("<path>")],
+    Discriminator(lambda value: "<path>" if isinstance(value, str) else "<flag>"),
+]
+
+# ---- components: `_component_`, and the arguments that the recipe reads --------------------------
+
+HUGGING_FACE = "grpo_components.models.hugging_face"
+"""The model builder that needs no checkpointer."""
+REFUSED_MODEL_TYPES = {
+    "QWEN3": f"torchtune 0.6.1 has no Qwen3, which model._component_={HUGGING_FACE} trains",
+    "GEMMA2": "torchtune 0.6.1 swaps Gemma 2's norms and caps its hidden state, not its logits",
+    "LLAMA3_VISION": "it is multimodal, and prompts and responses are text here",
+}
+ModelType = Literal[
+    "LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "GEMMA", "PHI3_MINI", "PHI4", "QWEN2"
+]
+
+
+def _trainable(model_type: Any) -> Any:
+    if isinstance(model_type, str) and (why := REFUSED_MODEL_TYPES.get(model_type)):
+        raise ConfigError("", f"{model_type} given, but {why}", ", ".join(get_args(ModelType)))
+    return model_type
+
+
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def _each_once(names: list[str]) -> list[str]:
+    if len(set(names)) < len(names):
+        raise ConfigError("", f"{shown(names)} given, with a name twice", "each name once")
+    return names
+
+
+LoraTargets = Annotated[list[LoraTarget], Field(min_length=1), AfterValidator(_each_once)]
+
+
+CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
+"""Default clip ranges of the recipe's own loss."""
+PENALTIES: dict[str, Any] = {
+    "kl_coeff": 0.0,
+    "kl_estimator": "k3",
+    "entropy_coeff": 0.0,
+}
+"""Defaults of the KL and entropy terms that are added to every loss."""
+
+
+_CLIP_TYPES = {
+    "clip_low": Scheduled[Annotated[float, Field(gt=0, le=1)]],
+    "clip_high": Scheduled[Annotated[float, Field(gt=0, le=1e6)]],
+}
+_PENALTY_TYPES = {
+    "kl_coeff": Scheduled[Coefficient],
+    "kl_estimator": Literal["k1", "k2", "k3"],
+    "entropy_coeff": Coefficient,
+}
+
+
+def _node(keys: Mapping[str, Any], config: ConfigDict = _ARGUMENTS) -> Any:
+    """Return the type of a mapping with these keys, and by default any others."""
+    make: Any = TypedDict
+    return with_config(config)(make("Node", dict(keys), total=False))
+
+
+def component(
+    keys: Mapping[str, Any] | None = None, *, null: bool = False, **defaults: Any
+) -> GetPydanticSchema:
+    """Return the pydantic type of a `_component_` node: checks values and makes a DictConfig.
+
+    Args:
+        keys: types of the arguments that the recipe reads.
+        null: whether the node may be null.
+        defaults: values of keys that are not given.
+    """
+
+    def read(given: Any, check: Callable[[Any], dict[str, Any] | None]) -> DictConfig | None:
+        if isinstance(given, dict):
+            given = _with_defaults(given, defaults)
+            given = None if given.get("_component_", "") is None else given
+        checked = check(given)
+        return None if checked is None else OmegaConf.create({**given, **checked})
+
+    return _as_dict_config(read, _node({"_component_": Required[Text], **(keys or {})}), null=null)
+
+
+def _with_defaults(given: dict[Any, Any], defaults: dict[str, Any]) -> dict[Any, Any]:
+    return {**given, **{name: defaults[name] for name in defaults if name not in given}}
+
+
+def loss_section() -> GetPydanticSchema:
+    """Return the pydantic type of the section `loss`: the recipe's own loss, or a component."""
+
+    def read(given: Any, check: Callable[[Any], dict[str, Any]]) -> DictConfig:
+        if not isinstance(given, dict):
+            raise ConfigError("", f"{shown(given)} given", "a section; loss._component_ names one")
+        if given.get("_component_", "") is None:
+            given = {name: given[name] for name in given if name != "_component_"}
+        defaults = PENALTIES if "_component_" in given else CLIP | PENALTIES
+        given = _with_defaults(given, defaults)
+        return OmegaConf.create({**given, **check(given)})
+
+    default = _node({**_CLIP_TYPES, **_PENALTY_TYPES}, _SECTION)
+    named = _node({"_component_": Required[Text], **_PENALTY_TYPES})
+    either = Annotated[default, Tag("<default>")] | Annotated[named, Tag("<named>")]
+    is_named = Discriminator(lambda given: "<named>" if "_component_" in given else "<default>")
+    return _as_dict_config(read, Annotated[either, is_named])
+
+
+def free_section() -> GetPydanticSchema:
+    """Return the pydantic type of the section `user`: any keys and values, passed through."""
+
+    def read(given: Any, check: Callable[[Any], dict[str, Any]]) -> DictConfig:
+        return OmegaConf.create(check({} if given is None else given))
+
+    return _as_dict_config(read, dict[Any, Any])
+
+
+def _as_dict_config(
+    read: Callable[..., DictConfig | None], plain: Any, *, null: bool = False
+) -> GetPydanticSchema:
+    """Return the pydantic type of a DictConfig."""
+
+    def schema(_: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        serialization = core_schema.plain_serializer_function_ser_schema(
+            OmegaConf.to_container, when_used="unless-none"
+        )
+        inner = handler.generate_schema(plain)
+        inner = core_schema.nullable_schema(inner) if null else inner
+        return core_schema.no_info_wrap_validator_function(read, inner, serialization=serialization)
+
+    return GetPydanticSchema(schema)
+
+
+Component = Annotated[DictConfig, component()]
+_REWARD = {"weight": Weight, "is_success": bool}
+Rewards = dict[str, Annotated[DictConfig, component(_REWARD, weight=1.0, is_success=False)]]
+_TOKENIZER = {"path": Text, "merges_file": Text, "special_tokens_path": Text | None}
+_CHECKPOINTER = {"model_type": Required[Annotated[ModelType, BeforeValidator(_trainable)]]}
+_DATASET = {"source": Text, "max_prompt_tokens": Positions | None, "num_rows": Count | None}
+_LEARNING_RATE = Scheduled[Annotated[float, Field(gt=0, le=1e3)]]
+
+# ---- sections ------------------------------------------------------------------------------------
 
 
 class RewardShapingSettings(BaseModel):
     """Penalties that are subtracted from the rewards."""
 
-    model_config = SECTION
+    model_config = _SECTION
     kl_coeff: Scheduled[Coefficient] = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     overlong_tokens: Annotated[int, Field(ge=0, le=2**22)] = 0
@@ -64,7 +222,7 @@ class RewardShapingSettings(BaseModel):
 class LoraSettings(BaseModel):
     """Low-rank adapters, which alone are trained; the names of layers are Hugging Face's."""
 
-    model_config = SECTION
+    model_config = _SECTION
     rank: Annotated[int, Field(ge=1, le=512)]  # the largest that vLLM takes
     alpha: Annotated[float, Field(gt=0, le=1e6)]
     target_modules: LoraTargets = Field(default_factory=lambda: list(get_args(LoraTarget)))
@@ -75,7 +233,7 @@ class LoraSettings(BaseModel):
 class CurriculumSettings(BaseModel):
     """Draws of prompts by their success rate; the weight is 1 from `low` to `high`."""
 
-    model_config = SECTION
+    model_config = _SECTION
     low: Annotated[float, Field(ge=0, le=1)] = 0.2
     high: Annotated[float, Field(ge=0, le=1)] = 0.8
     floor: Annotated[float, Field(ge=1e-3, le=1)] = 0.1
@@ -85,7 +243,7 @@ class CurriculumSettings(BaseModel):
 class ReplayGenerationSettings(BaseModel):
     """Groups that a step trains again, chosen by the spread of their rewards and their age."""
 
-    model_config = SECTION
+    model_config = _SECTION
     share: Annotated[float, Field(gt=0, le=0.9)] = 0.25
     max_uses: Annotated[int, Field(ge=2, le=10**4)] = 2
 
@@ -93,7 +251,7 @@ class ReplayGenerationSettings(BaseModel):
 class DynamicSamplingSettings(BaseModel):
     """Replacement of groups whose rewards are all equal."""
 
-    model_config = SECTION
+    model_config = _SECTION
     enabled: bool = False
     max_discarded: Count = 256
 
@@ -101,11 +259,11 @@ class DynamicSamplingSettings(BaseModel):
 class GeneratorSettings(BaseModel):
     """Settings of sampling and of the vLLM engine; sampler settings have vLLM's names."""
 
-    model_config = SECTION
+    model_config = _SECTION
     max_response_tokens: Positions
     temperature: Scheduled[Temperature]
     tensor_parallel_size: Processes = 1
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: list[int] | None = None
     max_model_len: Annotated[int, Field(ge=2, le=2**22)] | None = None
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 256
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
@@ -149,12 +307,12 @@ def _greedy_or_warm(temperature: float) -> float:
 class EvalSettings(BaseModel):
     """How held-out prompts are answered in evaluations."""
 
-    model_config = SECTION
+    model_config = _SECTION
     samples_per_prompt: Annotated[int, Field(ge=1, le=2**14)] = 1
     temperature: (
         Annotated[
             float,
-            Field(ge=0, le=2, json_schema_extra={"allowed": "0, or a number of 0.01 to 2"}),
+            Field(ge=0, le=2),
             AfterValidator(_greedy_or_warm),
         ]
         | None
@@ -166,8 +324,8 @@ class EvalSettings(BaseModel):
 class RewardModelSettings(BaseModel):
     """A learned reward; `path: null` turns it off."""
 
-    model_config = SECTION
-    path: PathText | None = None
+    model_config = _SECTION
+    path: Text | None = None
     weight: Weight = 1.0
     chat_template: bool = False
     tokens_per_micro_batch: TokenBudget = 8192
@@ -176,8 +334,8 @@ class RewardModelSettings(BaseModel):
 class TeacherSettings(BaseModel):
     """A model that the policy is distilled from, with the weight of its term in the advantages."""
 
-    model_config = SECTION
-    path: PathText
+    model_config = _SECTION
+    path: Text
     coeff: Annotated[float, Field(gt=0, le=1e6)] = 1.0
 
 
@@ -190,7 +348,7 @@ class Timeouts(BaseModel):
     Where the default depends on lengths, `time_limits.py` derives it once the whole config is read.
     """
 
-    model_config = SECTION
+    model_config = _SECTION
     startup_s: Seconds = 600.0
     rollout_s: Seconds = _FROM_LENGTHS
     batch_s: Seconds = _FROM_LENGTHS
@@ -212,7 +370,7 @@ class Timeouts(BaseModel):
 class CpuThreads(BaseModel):
     """Threads that torch may use in each process of a role; null: the cores over the roles."""
 
-    model_config = SECTION
+    model_config = _SECTION
     trainer: Processes | None = None
     generator: Processes | None = None
     reference: Processes | None = None
@@ -223,32 +381,32 @@ class CpuThreads(BaseModel):
 class RaySettings(BaseModel):
     """Where the processes of a run are started."""
 
-    model_config = SECTION
+    model_config = _SECTION
     address: RayAddress | None = None  # null: a Ray of the run's own, on this machine
 
 
 class Settings(BaseModel):
     """A whole config; `config/reading.py` builds it, `config/preflight.py` checks it further."""
 
-    model_config = SECTION
-    output_dir: PathText
-    base_model_path: PathText
+    model_config = _SECTION
+    output_dir: Text
+    base_model_path: Text
     seed: Seed
     device: Literal["cpu", "cuda"]
     dtype: Precision
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"]
     dry_run: bool = False
 
-    model: Annotated[DictConfig, component(ModelArguments)]
+    model: Annotated[DictConfig, component({"max_seq_len": Positions | None})]
     lora: LoraSettings | None = None
-    tokenizer: Annotated[DictConfig, component(TokenizerArguments)]
-    checkpointer: Annotated[DictConfig | None, component(CheckpointerArguments, null=True)]
+    tokenizer: Annotated[DictConfig, component(_TOKENIZER)]
+    checkpointer: Annotated[DictConfig | None, component(_CHECKPOINTER, null=True)]
     resume_from_checkpoint: FlagOrPath
-    dataset: Annotated[DictConfig, component(DatasetArguments)]
-    eval_dataset: Annotated[DictConfig | None, component(DatasetArguments, null=True)]
+    dataset: Annotated[DictConfig, component(_DATASET)]
+    eval_dataset: Annotated[DictConfig | None, component(_DATASET, null=True)]
     shuffle: bool
     curriculum: CurriculumSettings | None = None
-    environment: Annotated[DictConfig, component(EnvironmentArguments)]
+    environment: Annotated[DictConfig, component({"max_turns": Positions})]
     rewards: Annotated[Rewards, Field(min_length=1)]
     reward_workers: Processes = 1  # of each generator
 
@@ -286,8 +444,8 @@ class Settings(BaseModel):
     reward_shaping: RewardShapingSettings = RewardShapingSettings()
     mask_overlong: bool = False
     dynamic_sampling: DynamicSamplingSettings = DynamicSamplingSettings()
-    optimizer: Annotated[DictConfig, component(OptimizerArguments)]
-    lr_scheduler: Annotated[DictConfig | None, component(LrSchedulerArguments, null=True)] = None
+    optimizer: Annotated[DictConfig, component({"lr": _LEARNING_RATE})]
+    lr_scheduler: Annotated[DictConfig | None, component(null=True)] = None
     clip_grad_norm: Annotated[float, Field(gt=0, le=1e30)] | None
     enable_activation_checkpointing: bool
     compile: bool
@@ -300,17 +458,17 @@ class Settings(BaseModel):
     metric_logger: Component
     log_every_n_steps: Count
     log_peak_memory_stats: bool
-    profiler: Annotated[DictConfig, component(ProfilerArguments, enabled=False)]
+    profiler: Annotated[DictConfig, component({"enabled": bool}, enabled=False)]
 
-    ptx: Annotated[DictConfig | None, component(PtxArguments, null=True)] = None
+    ptx: Annotated[DictConfig | None, component(null=True)] = None
     eval: EvalSettings = EvalSettings()
     eval_only: FlagOrPath = False
     rollout_only: bool = False
-    train_from: PathText | None = None  # trajectories.jsonl of a rollout_only run
+    train_from: Text | None = None  # trajectories.jsonl of a rollout_only run
     max_restarts: CountOrZero = 8  # of all roles together, within restart_window_s
     restart_window_s: Annotated[float, Field(gt=0, le=1e9)] = 3600.0
     min_generators: Processes | None = None  # null: num_generators
-    replay_events: PathText | None = None
+    replay_events: Text | None = None
     replay_until: Count | None = None  # last step that is repeated; null: replay all
     reward_model: RewardModelSettings = RewardModelSettings()
     gpus_per_reward_model: GpuShare = 1.0

@@ -34,10 +34,9 @@ from grpo_components.cluster.building import build_cluster
 from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.config import preflight
-from grpo_components.config.building import build_data
+from grpo_components.config.data import build_data, build_prompts
 from grpo_components.config.objective import build_objective
 from grpo_components.config.open_run import open_run
-from grpo_components.config.prompts import build_prompts
 from grpo_components.config.start_roles import start_roles
 from grpo_components.errors import RoleLostError
 from grpo_components.exchange.ledger import Ledger, LedgerEntry

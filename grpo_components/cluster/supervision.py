@@ -16,7 +16,6 @@ from typing import Any
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from grpo_components.config_text import check_command
 from grpo_components.errors import (
     MAX_MESSAGE,
     ConfigError,
@@ -87,8 +86,6 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
     # A shell starts background jobs with SIGINT ignored: then neither signal would end the run.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        if inspect.unwrap(recipe_main) is not recipe_main:  # its config comes from the command line
-            check_command(sys.argv[1:])
         recipe_main()
     except DryRunEnd as end:
         sys.stdout.write(f"{plain(str(end))}\n")

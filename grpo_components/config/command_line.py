@@ -30,10 +30,13 @@ def merge_overrides(given: dict[str, Any], overrides: Sequence[str]) -> DictConf
             try:
                 _remove_key_by_dotpath(given, key[1:])
             except (KeyError, ValueError, TypeError):
-                fail("overrides", f"{key} given", "a key of the config that is no component")
+                fail(key, "cannot be removed", f"a key of the config; a component: {key[1:]}=null")
             continue
         if not (key and separator):
             fail("overrides", f"{override} given", "key=value")
+        rewards = given.get("rewards") or {}
+        if value == "null" and key.startswith("rewards.") and key.split(".")[1] not in rewards:
+            fail(key, "null given, and the config has no such reward", ", ".join(rewards))
         node = given.get(key)
         has_component = isinstance(node, Mapping) and "_component_" in node
         if has_component or (key == "loss" and not value.startswith("{")):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo_components.config.building import build
+from grpo_components.config.components import build
 from grpo_components.config.start_roles import (
     GENERATOR,
     PARAMETER_SERVER,

@@ -1,17 +1,25 @@
-"""Tries the environment of a config, its world and tools once, before anything starts."""
+"""Tries the environment of a config, its world, tools or agents once, before anything starts."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import shutil
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
+from transformers import AutoTokenizer
 
-from grpo_components.config.agent_checks import try_agents
-from grpo_components.config.building import (
+from grpo_components.agents.chat import Chat
+from grpo_components.agents.environment import AgentEnvironment
+from grpo_components.agents.parser_names import parser_names
+from grpo_components.agents.requests import RequestError
+from grpo_components.config.components import (
     build_environment,
     has_slots_apart,
+    imported_component,
     nested_components,
     runs_agents,
 )
@@ -37,10 +45,10 @@ _TRIAL_S = 30.0
 
 def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, Any]]) -> None:
     """Build the environment, call each tool of its world, and send one response to one prompt."""
+    if runs_agents(cfg.environment):
+        return _try_agents(cfg)
     limit_s = cfg.timeouts.rollout_s
     trial_s = min(limit_s / 2, max(_TRIAL_S, limit_s / 20))
-    if runs_agents(cfg.environment):
-        return try_agents(cfg, trial_s)
     key, name = "environment", cfg.environment._component_
     if "world" in nested_components(cfg.environment):
         key, name = "environment.world", cfg.environment.world._component_
@@ -156,3 +164,40 @@ def _check_turn(name: str, after: Any, known: list[int]) -> None:
         problem = "ends a slot without a Score as its score"
     if problem:
         fail("environment", f"{name} {problem}", _ALLOWED)
+
+
+# ---- agents -------------------------------------------------------------------------------------
+
+
+def _try_agents(cfg: Settings) -> None:
+    """Build the environment, write a message by its chat template, and import the agent."""
+    if cfg.reward_model.path is not None:  # it reads one text per response
+        fail("reward_model.path", "given, and the environment runs agents", "null")
+    if cfg.rollout_only:
+        fail("rollout_only", "given, and the environment runs agents", "false")
+    environment: AgentEnvironment = build_environment(cfg.environment)
+    name, names = environment.tool_parser, parser_names()
+    if name is not None and names and name not in names:
+        close = difflib.get_close_matches(str(name), names, n=3, cutoff=0.4)
+        allowed = f"null, or one of vLLM's, such as {', '.join(close or names[:5])}"
+        fail("environment.tool_parser", f"{name!r} given", allowed)
+    tokenizer: Any = AutoTokenizer.from_pretrained(cfg.base_model_path)
+    chat = Chat(tokenizer, environment.chat_template, ())
+    try:
+        chat.render([{"role": "user", "content": "1+1?"}], [], {})
+    except RequestError as error:
+        fail("environment.chat_template", str(error), "a template that writes a user's message")
+    key, agent = "environment.agent", environment.agent
+    if not isinstance(agent, str):
+        if shutil.which(agent[0]) is None:
+            allowed = "a program on the PATH, or the path of one"
+            fail(key, f"command: no program {agent[0]!r:.60}", allowed)
+        return
+    function = imported_component(key, agent)
+    allowed = "the dotted path of a function of one argument, the task"
+    if inspect.isclass(function):
+        fail(key, f"{agent} is a class", allowed)
+    try:
+        inspect.signature(function).bind({})
+    except TypeError as error:
+        fail(key, f"{agent} cannot be called with a task: {error}", allowed)

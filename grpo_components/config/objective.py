@@ -8,9 +8,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from grpo_components.config.building import build
-from grpo_components.config.component_trial import try_components
+from grpo_components.config.components import build
 from grpo_components.config.dry_run import plan
+from grpo_components.config.trial import try_components
 from grpo_components.errors import DryRunEnd
 from grpo_components.objective.dynamic_sampling import DynamicSampling
 from grpo_components.objective.losses import at_step
@@ -18,8 +18,7 @@ from grpo_components.objective.objective import Objective
 from grpo_components.objective.penalties import Penalties
 from grpo_components.objective.reward_shaping import RewardShaping
 from grpo_components.objective.schedules import as_schedule
-from grpo_components.setting_types import PENALTIES
-from grpo_components.settings import Settings
+from grpo_components.settings import PENALTIES, Settings
 
 _SHAPING = ("kl_coeff", "overlong_tokens", "overlong_penalty")
 

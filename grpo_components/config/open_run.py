@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from grpo_components._plugin import recipes_folder
-from grpo_components.config.building import build, shared_prompts
 from grpo_components.config.command_line import resume_command
-from grpo_components.config.component_trial import check_logger
-from grpo_components.config.reuse import build_reuse
+from grpo_components.config.components import build
+from grpo_components.config.data import shared_prompts
 from grpo_components.data.curriculum import Curriculum
 from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.errors import ConfigError, fail
 from grpo_components.evaluation.evaluation import build_evaluation
+from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.objective.schedules import Schedule
 from grpo_components.quiet import without_prints
@@ -86,6 +87,13 @@ def open_run(
     )
 
 
+def build_reuse(cfg: Settings) -> GroupReuse:
+    """Build what chooses the groups that steps train again; without the section, none."""
+    contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
+    rule = cfg.replay_generation
+    return GroupReuse(contract, **rule.model_dump()) if rule else GroupReuse(contract)
+
+
 def _check_prompts(cfg: Settings, prompts: Stateful) -> None:
     """Refuse a curriculum that a fork of the recipe would ignore."""
     if cfg.curriculum is not None and not isinstance(prompts, PromptCurriculum):
@@ -123,7 +131,7 @@ def open_log(
     """Open the run log, and show the notes on the start and the data sets."""
     with without_prints(cfg.log_level), _without_half_made():
         logger = build("metric_logger", cfg.metric_logger)
-    check_logger(cfg.metric_logger._component_, logger)
+    _check_logger(cfg.metric_logger._component_, logger)
     every, folder = cfg.log_every_n_steps, Path(cfg.output_dir)
     trains = not (cfg.eval_only or cfg.rollout_only)
     resume = resume_command(sys.argv) if trains else ""
@@ -137,6 +145,14 @@ def open_log(
     for line in filter(None, (note, getattr(dataset, "note", ""), left_out, shared, none)):
         run_log.note(line)
     return run_log
+
+
+def _check_logger(path: str, logger: Any) -> None:
+    """Refuse a logger that lacks a method of torchtune's loggers."""
+    for method in ("log_dict", "close"):
+        if not callable(getattr(logger, method, None)):
+            allowed = "one of torchtune.training.metric_logging, or one like it"
+            fail("metric_logger", f"{path} has no {method}", allowed)
 
 
 @contextlib.contextmanager

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torchtune.config._parse import TuneRecipeArgumentParser
 
+from grpo_components.config.checks import check_gpus, check_together, default_bound, needs_reference
 from grpo_components.config.command_line import merge_overrides
-from grpo_components.config.cross_checks import check_together, needs_reference
-from grpo_components.config.file_checks import check_files
-from grpo_components.config.gpu_checks import check_gpus
-from grpo_components.config.output_checks import check_folder, check_inputs
-from grpo_components.config.paths import expand_paths
-from grpo_components.config.reading import read_settings
+from grpo_components.config.components import check_components
+from grpo_components.config.files import check_files, check_output
+from grpo_components.config.reading import plain_values, read_settings
 from grpo_components.config.replay_check import check_replay
-from grpo_components.config.signature_checks import check_components
-from grpo_components.config.training_checks import default_bound
 from grpo_components.errors import fail
 from grpo_components.offline.partial_runs import check_partial_run
 from grpo_components.quiet import quiet_libraries
@@ -35,7 +29,11 @@ def parse(recipe_main: Callable[[DictConfig], None]) -> Callable[[], None]:
 
     @functools.wraps(recipe_main)
     def main() -> None:
-        given, overrides = TuneRecipeArgumentParser(description=main.__doc__).parse_known_args()
+        parser = TuneRecipeArgumentParser(description=main.__doc__)
+        try:
+            given, overrides = parser.parse_known_args()
+        except (OSError, UnicodeError) as error:
+            fail("--config", str(error), "a YAML file, or a name that `tune ls` shows")
         recipe_main(merge_overrides(vars(given), overrides))
 
     return main
@@ -59,8 +57,7 @@ def check(cfg: DictConfig) -> Settings:
     if settings.device == "cuda":
         check_gpus(settings, here=settings.ray.address is None)
     check_files(settings)
-    check_inputs(settings)
-    check_folder(settings)
+    check_output(settings)
     check_resume(settings.model_dump(), needs_reference)
     check_replay(settings)
     check_partial_run(settings)
@@ -70,23 +67,10 @@ def check(cfg: DictConfig) -> Settings:
 
 def settings_of(cfg: DictConfig) -> Settings:
     """Return a config as typed settings with all defaults, without opening a file."""
-    values = read_settings(_resolved(cfg)).model_dump()
-    settings = read_settings(expand_paths(values))
+    settings = read_settings(plain_values(cfg))
     _fill_in(settings)
     check_together(settings)
     return settings
-
-
-def _resolved(cfg: DictConfig) -> dict[str, Any]:
-    """Return the plain values of a config, with interpolations replaced."""
-    try:
-        given: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        allowed = "a value of its own, or ${key} of a key that the config has"
-        fail(error.full_key or "config", str(error).splitlines()[0], allowed)
-    except RecursionError:
-        fail("config", "nested too deeply to be read, or refers to itself", "plain values")
-    return given
 
 
 def _fill_in(settings: Settings) -> None:

@@ -11,14 +11,9 @@ from typing import Any
 from torchtune import config
 
 from grpo_components.cluster.building import threads_of
-from grpo_components.config.building import (
-    build_environment,
-    has_slots_apart,
-    runs_agents,
-    sampled_ids,
-    split_learning_rate,
-)
-from grpo_components.config.gpu_checks import generator_gpus
+from grpo_components.config.components import build_environment, has_slots_apart, runs_agents
+from grpo_components.config.data import sampled_ids
+from grpo_components.config.model_trial import split_learning_rate
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.lora import lora_options
@@ -241,7 +236,7 @@ def _generator(
     options = cfg.generator
     return {
         "cpu_threads": cpu_threads,
-        "num_gpus": _gpus(cfg, generator_gpus(cfg)),
+        "num_gpus": _gpus(cfg, cfg.gpus_per_generator * options.tensor_parallel_size),
         "counts_restarts": True,
         "min_living": cfg.num_generators if cfg.min_generators is None else cfg.min_generators,
         "env": engine_environment(cfg.device, cfg.log_level),

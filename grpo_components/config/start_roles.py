@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.handles import (
@@ -14,12 +16,12 @@ from grpo_components.cluster.handles import (
     RewardModelHandle,
     Roles,
 )
+from grpo_components.cluster.ray_cluster import Need
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.trainers_handle import TrainersHandle
 from grpo_components.cluster.turns import take_turns
 from grpo_components.cluster.weight_transfer import WeightTransfer
-from grpo_components.config.needs import hosts_of, needs_of
-from grpo_components.config.role_arguments import role_arguments
+from grpo_components.config.role_arguments import RoleArguments, role_arguments
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.objective import Objective
@@ -103,3 +105,37 @@ def _transfer(cfg: Settings, sender: Role) -> WeightTransfer | None:
     if cfg.weights == "object_store":
         return None
     return WeightTransfer(sender, cfg.timeouts.weights_s)
+
+
+# ---- what each family of roles needs of a joined cluster -----------------------------------------
+
+
+def needs_of(cfg: Settings, arguments: RoleArguments, num_references: int) -> dict[str, Need]:
+    """Return the needs of each family of roles; those not named run beside the driver."""
+    scorers = int(bool(cfg.reward_model.path))
+    needs = {
+        "trainer": _need(cfg.num_trainers, arguments.trainer, "PACK"),
+        "reference": _need(num_references, arguments.reference, "PACK"),
+        "teacher": _need(teachers_of(cfg), arguments.teacher, "PACK"),
+        "reward_model": _need(scorers, arguments.reward_model, "PACK"),
+        "generator": _need(cfg.num_generators, arguments.generator, "SPREAD"),
+    }
+    if hosts := hosts_of(cfg, 0):
+        del needs["generator"]
+        needs["trainer"] = replace(needs["trainer"], together=len(hosts), guests="generator")
+    return {family: need for family, need in needs.items() if need.count}
+
+
+def hosts_of(cfg: Settings, generator: int) -> list[str]:
+    """Return the names of the trainers whose GPUs a generator shares; empty if it has its own."""
+    if not (cfg.colocate and cfg.device == "cuda"):
+        return []
+    workers = cfg.generator.tensor_parallel_size
+    return [f"trainer_{generator * workers + worker}" for worker in range(workers)]
+
+
+def _need(count: int, arguments: Mapping[str, Any], strategy: Literal["PACK", "SPREAD"]) -> Need:
+    """Return the need of `count` processes with the same arguments for `Cluster.spawn`."""
+    num_gpus = arguments.get("num_gpus", 0)
+    resources = {"GPU": num_gpus} if num_gpus else {"CPU": arguments.get("cpu_threads", 1)}
+    return Need(count, resources, strategy)

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
 from grpo_components.config import preflight
-from grpo_components.config.building import check_components
+from grpo_components.config.model_trial import try_training
 from grpo_components.examples import sample_data
 from grpo_components.objective.contracts import advantages_of
 from grpo_components.settings import Settings
@@ -103,7 +103,7 @@ def test_a_documented_run_passes_the_checks(
     assert isinstance(config, dict)
     folders = (f"output_dir={here / 'run'}", f"base_model_path={tiny_policy}")
     cfg = _merge_yaml_and_cli_args(Namespace(**config), [*own, *folders])
-    check_components(preflight.check(cfg))
+    try_training(preflight.check(cfg))
 
 
 @pytest.mark.parametrize(("page", "snippet"), SNIPPETS)
@@ -125,7 +125,7 @@ def test_a_documented_part_of_a_config_is_accepted(tiny_policy, folder_of, page,
     if "reward_model" in cfg:  # a folder of the reader
         cfg.reward_model.path = None
     cfg.output_dir, cfg.base_model_path = str(here / "run"), str(tiny_policy)
-    check_components(preflight.check(cfg))
+    try_training(preflight.check(cfg))
 
 
 @pytest.mark.parametrize(("page", "name"), FILES)

@@ -11,7 +11,7 @@ from equivalence.__main__ import main, page
 from equivalence.families import FAMILIES, HF_FAMILIES
 from equivalence.ladder import RUNGS, Bench, Rung, max_difference, saved_weights
 from equivalence.update_rungs import ragged_batch, weights_after_step
-from grpo_components.setting_types import ModelType
+from grpo_components.settings import ModelType
 
 PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
 

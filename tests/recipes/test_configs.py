@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
 
 from grpo_components.config import preflight
-from grpo_components.config.building import build
+from grpo_components.config.components import build
 from grpo_components.config.objective import build_loss, build_penalties
 from grpo_components.examples import tiny_policy
 from grpo_components.objective.composition import objective_losses

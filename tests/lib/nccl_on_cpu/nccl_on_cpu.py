@@ -67,14 +67,14 @@ def replace_communicator(nccl_engine):
     )
 
 
-def accept_nccl(cross_checks):
+def accept_nccl(checks):
     """Let a config have `weights: nccl` with `device: cpu`."""
-    cross_checks.check_transfer = lambda settings: None
+    checks.check_transfer = lambda settings: None
 
 
 AFTER_IMPORT = {
     "vllm.distributed.weight_transfer.nccl_engine": replace_communicator,
-    "grpo_components.config.cross_checks": accept_nccl,
+    "grpo_components.config.checks": accept_nccl,
 }
 
 

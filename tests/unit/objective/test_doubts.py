@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_components.config.component_trial import made_inputs
+from grpo_components.config.trial import made_inputs
 from grpo_components.objective import advantages as ours
 from grpo_components.objective.doubts import (
     doubts_about_advantages,

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_components.cluster.batch import Batch
 from grpo_components.cluster.supervision import exit_code
-from grpo_components.config.training_checks import MAX_GENERATOR_KL, default_bound
+from grpo_components.config.checks import MAX_GENERATOR_KL, default_bound
 from grpo_components.errors import DisagreementError
 from grpo_components.records.agreement import GeneratorAgreement
 from grpo_components.records.run import Run

@@ -10,7 +10,7 @@ import pytest
 from lib.checkpoints import write_checkpoint
 from omegaconf import OmegaConf
 
-from grpo_components.config.cross_checks import needs_reference
+from grpo_components.config.checks import needs_reference
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract

@@ -14,7 +14,7 @@ from torchtune import config
 from torchtune.training import FullModelHFCheckpointer
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_components.config.building import check_components
+from grpo_components.config.model_trial import try_training
 from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.models.lora import lora_options, pushed_shapes, trained_parameters
@@ -129,9 +129,9 @@ def test_a_checkpoint_trains_or_is_refused(base, meshes, tmp_path, tied, head, p
     folder = base(tied, head)
     cfg = config_of(folder, tied, policy, lora)
     if (tied, head) in REFUSED:
-        assert refused_key(check_components, cfg) == "base_model_path"
+        assert refused_key(try_training, cfg) == "base_model_path"
         return
-    check_components(cfg)
+    try_training(cfg)
     options = model_options(cfg, folder, tmp_path)
     policy = load_policy(options, meshes, Sharding())
     exports = weight_exports(policy, options, torch.device("cpu"), 0, 1)

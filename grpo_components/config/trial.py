@@ -20,16 +20,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
-from torchtune.config._utils import _get_component_from_path
 
-from grpo_components.config.building import (
-    SHIPPED_ENVIRONMENT,
-    build,
-    check_components,
-    runs_agents,
-)
+from grpo_components.config.components import SHIPPED_ENVIRONMENT, build, runs_agents
 from grpo_components.config.environment_trial import try_environment
-from grpo_components.config.teacher_checks import try_teacher
+from grpo_components.config.model_trial import try_teacher, try_training
 from grpo_components.data.columns import reward_input
 from grpo_components.errors import fail
 from grpo_components.objective.component_errors import name_of, named_failure
@@ -70,11 +64,10 @@ def try_components(
     objective: Objective,
 ) -> list[str]:
     """Call each component once as the run will, and refuse one that breaks its kind's contract."""
-    about_rates = check_components(cfg)
+    about_rates = try_training(cfg)
     doubts = [] if cfg.eval_only or cfg.rollout_only else about_rates
     if cfg.teacher:
         try_teacher(cfg, cfg.teacher.path)
-    _check_logger(cfg.metric_logger._component_)
     if cfg.profiler.enabled:
         _try_built("profiler", cfg.profiler, lambda made: made[0], ("start", "step", "stop"))
     if cfg.checkpointer is not None and not cfg.is_hugging_face:
@@ -284,21 +277,6 @@ def _try_built(
         made = part(made)
     if missing := [name for name in methods if not callable(getattr(made, name, None))]:
         fail(key, f"{path} makes a {type(made).__name__} without {missing[0]}", allowed)
-
-
-def _check_logger(path: str) -> None:
-    """Refuse a class that is not a logger; the result of a function is checked once it exists."""
-    component = _get_component_from_path(path)
-    if isinstance(component, type):
-        check_logger(path, component)
-
-
-def check_logger(path: str, logger: Any) -> None:
-    """Refuse a logger that lacks a method of torchtune's loggers."""
-    for method in ("log_dict", "close"):
-        if not callable(getattr(logger, method, None)):
-            allowed = "one of torchtune.training.metric_logging, or one like it"
-            fail("metric_logger", f"{path} has no {method}", allowed)
 
 
 def _sample(cfg: Settings, prompt: Any, response_text: str = "") -> RewardInput:

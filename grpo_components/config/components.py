@@ -1,0 +1,264 @@
+"""Imports the components of a config, checks their arguments, and builds them."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from torchtune import config
+from torchtune.config._utils import _get_component_from_path
+
+from grpo_components.config.reading import nearest
+from grpo_components.data.columns import CALL, OF_AGENTS, other_columns
+from grpo_components.errors import ConfigError, fail, shown
+from grpo_components.settings import PENALTIES, Settings
+
+# Named, not imported: it needs torchrl, whose import takes seconds. A test checks that it exists.
+SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.SingleTurnEnvironment"}
+
+_ACCEPTED = "what the component accepts"
+_KEY_FIRST = re.compile(r"([a-z_]\w*(?:\.[^\s:,]+)*(?:, [a-z_]\w*)*): |(dataset|ptx) ")
+"""Matches the key, or names of arguments, with which the text of an error starts."""
+# Arguments that the recipe adds to a component's: number of leading ones, names of the others.
+_ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
+    "dataset": (1, ()),
+    "eval_dataset": (1, ()),
+    "environment": (0, ("num_slots", "decode", "encode", "score", "max_response_tokens")),
+    "optimizer": (1, ()),
+    "ptx": (1, ()),
+    "lr_scheduler": (1, ("num_training_steps",)),
+}
+_FORMS_PROMPTS = ("prompt_template", "chat_template", "chat_template_kwargs", "system_prompt")
+_FORMS_PROMPTS += ("tools",)
+"""Arguments of data sets that shape prompts."""
+_OF_REWARDS = ("weight", "is_success")
+"""Keys of a reward that the recipe reads, not the component."""
+_MAX_SHOWN = 10
+"""Number of columns that an error lists."""
+
+# ---- building -----------------------------------------------------------------------------------
+
+
+def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
+    """Instantiate a component of the config."""
+    try:
+        return config.instantiate(node, *args, **kwargs)
+    except ValueError as error:
+        raise refused_by(key, node, error) from error
+    except (Exception, SystemExit, GeneratorExit) as error:  # a component may raise anything
+        problem = f"{node._component_} cannot be built: {type(error).__name__}: {error}"
+        raise ConfigError(key, problem, _ACCEPTED) from error
+
+
+def refused_by(key: str, node: Mapping[Any, Any], error: ValueError) -> ConfigError:
+    """Return what a component raised about its arguments, under the component's key."""
+    if isinstance(error, ConfigError):
+        where, problem, allowed = error.key, error.problem, error.allowed
+    else:
+        text, _, allowed = str(error).partition("; allowed: ")
+        named = _KEY_FIRST.match(text)
+        where = "" if named is None else named[1] or named[2]
+        problem = text if named is None else text[named.end() :]
+    if key == "eval_dataset":  # one function builds both data sets
+        where, allowed = (re.sub(r"^dataset\b", key, text) for text in (where, allowed))
+    if re.split("[,.]", where)[0] in node:
+        where = f"{key}.{where}"
+    elif where != key and not where.startswith(f"{key}."):
+        where, problem = key, f"{where}: {problem}" if where else problem
+    return ConfigError(where, problem, allowed or _ACCEPTED)
+
+
+def build_environment(node: DictConfig, **offered: Any) -> Any:
+    """Build the environment; called in a generator's process."""
+    parameters = parameters_of(_get_component_from_path(node._component_))
+    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
+    names = offered if takes_any else {parameter.name for parameter in parameters}
+    parts = {key: config.instantiate(node[key]) for key in nested_components(node)}
+    return config.instantiate(node, **{k: v for k, v in offered.items() if k in names}, **parts)
+
+
+def nested_components(node: Mapping[str, Any]) -> list[str]:
+    """Return the names of a component's arguments that are components themselves."""
+    return [key for key in node if OmegaConf.is_dict(node[key]) and "_component_" in node[key]]
+
+
+def has_slots_apart(node: DictConfig) -> bool:
+    """Whether the environment is built once per response instead of once per group."""
+    return _environment_says("slots_apart", node)
+
+
+def runs_agents(node: DictConfig) -> bool:
+    """Whether the environment serves the policy to agents."""
+    return _environment_says("runs_agents", node)
+
+
+def _environment_says(attribute: str, node: DictConfig) -> bool:
+    if node == SHIPPED_ENVIRONMENT:
+        return False
+    return bool(getattr(_get_component_from_path(node._component_), attribute, False))
+
+
+# ---- dotted paths and arguments -----------------------------------------------------------------
+
+
+def check_components(settings: Settings) -> None:
+    """Import every component, and check its arguments against its signature."""
+    if os.getcwd() not in sys.path:
+        # At the end, as in torchtune: a user's datasets.py must not hide the package of that name.
+        sys.path.append(os.getcwd())
+    for key in type(settings).model_fields:
+        node = getattr(settings, key)
+        is_node = isinstance(node, DictConfig) and "_component_" in node and key != "user"
+        if is_node and node != SHIPPED_ENVIRONMENT:
+            own = {name: node[name] for name in node if key != "loss" or name not in PENALTIES}
+            _check_arguments(key, own, *_ADDED.get(key, (0, ())))
+    for name in nested_components(settings.environment):
+        part = settings.environment[name]
+        _check_arguments(f"environment.{name}", part)
+        if part["_component_"].startswith("grpo_components."):
+            build(f"environment.{name}", part)
+    _check_same_prompts(settings)
+    for name, node in settings.rewards.items():
+        _check_reward(f"rewards.{name}", node, settings)
+
+
+def imported_component(key: str, path: str) -> Any:
+    """Import and return the class or function of a dotted path."""
+    try:
+        component = _get_component_from_path(path)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        cause, hint = error.__cause__ or error, ""
+        problem = f"{path} cannot be imported, {type(cause).__name__}: {cause}"
+        if isinstance(cause, ModuleNotFoundError) and f"{path}.".startswith(f"{cause.name}."):
+            hint = _near(path)
+        else:
+            place = traceback.extract_tb(cause.__traceback__)[-1]
+            problem += f" ({place.filename}:{place.lineno})"
+        fail(key, problem, hint or "a dotted path, installed or in the current folder")
+    if not callable(component):
+        fail(key, f"{path} cannot be called", "a class or function")
+    return component
+
+
+def _near(path: str) -> str:
+    """Return a hint at what a dotted path that leads nowhere may mean; empty if nothing is near."""
+    parent, _, name = path.rpartition(".")
+    if parent in sys.modules:
+        known = {each: f"{parent}.{each}" for each in vars(sys.modules[parent])}
+    else:
+        name, _, rest = path.partition(".")
+        known = {file.stem: f"{file.stem}.{rest}" for file in Path().glob("*.py")}
+    near = get_close_matches(name, known, n=1, cutoff=0.75)
+    return f"did you mean {known[near[0]]}?" if near else ""
+
+
+def parameters_of(component: Any) -> list[inspect.Parameter]:
+    """Return the parameters of a class or function, even if a metaclass hides them (`EnvBase`)."""
+    own_call = isinstance(component, type) and type(component).__call__ is not type.__call__
+    if own_call and component.__init__ is not object.__init__:
+        return list(inspect.signature(component.__init__).parameters.values())[1:]
+    try:
+        return list(inspect.signature(component).parameters.values())
+    except ValueError:  # some builtins have no signature; building checks their arguments
+        return [inspect.Parameter("anything", inspect.Parameter.VAR_KEYWORD)]
+
+
+def _check_arguments(
+    key: str, node: Mapping[Any, Any], leading: int = 0, by_name: Sequence[str] = ()
+) -> Any:
+    """Check a node's arguments against its component's signature, and return the component."""
+    path, is_reward = node["_component_"], key.startswith("rewards.")
+    component = imported_component(f"{key}._component_", path)
+    parameters = parameters_of(component)[leading:]
+    if key == "loss" and (terms := [p.name for p in parameters if p.name in PENALTIES]):
+        problem = f"an argument of {path}, and the recipe adds this term to every loss"
+        fail(f"loss.{terms[0]}", problem, "a loss without this argument")
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
+    for name in (name for name in node if name != "_component_"):
+        if name in by_name:
+            fail(f"{key}.{name}", "given, and the recipe sets it", "without it")
+        if name not in named and not takes_any:
+            known = [*named, *(_OF_REWARDS if is_reward else PENALTIES if key == "loss" else ())]
+            problem = f"unknown argument of {path}"
+            fail(f"{key}.{name}", problem, nearest(str(name), known, f"{key}."))
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in node and name not in by_name:
+            if is_reward and name in CALL:
+                allowed = "a class whose objects do, or a function that makes one"
+                fail(f"{key}._component_", f"{path} itself takes a sample", allowed)
+            fail(f"{key}.{name}", "missing", f"the argument of {path}")
+    return component
+
+
+def _check_reward(key: str, node: DictConfig, settings: Settings) -> None:
+    arguments = {str(name): node[name] for name in node if name not in _OF_REWARDS}
+    reward = _check_arguments(key, arguments)
+    if not (inspect.isclass(reward) and node["_component_"].startswith("grpo_components.")):
+        return
+    # Our rewards are built quickly, and check their arguments.
+    made, limit_s = build(key, OmegaConf.create(arguments)), settings.timeouts.reward_s
+    if getattr(made, "wall_s", 0) >= limit_s:  # else slow programs would make failed samples
+        problem = f"{made.wall_s:g} given with timeouts.reward_s: {limit_s:g}"
+        fail(f"{key}.wall_s", problem, "a number below timeouts.reward_s")
+
+
+def _check_same_prompts(settings: Settings) -> None:
+    """Refuse held-out prompts that would look different from those of training; not in a mix."""
+    if settings.eval_dataset is None or settings.eval_only or not settings.evaluates:
+        return
+    if settings.eval.allow_other_prompts:
+        return
+    forms: list[dict[str, Any]] = []
+    for node in (settings.dataset, settings.eval_dataset):
+        component = _get_component_from_path(node["_component_"])
+        values = {p.name: node.get(p.name, p.default) for p in parameters_of(component)}
+        forms.append({name: value for name, value in values.items() if name in _FORMS_PROMPTS})
+    for name in forms[0].keys() & forms[1].keys():
+        expected, found = (form[name] for form in forms)
+        if found != expected:
+            problem = f"{shown(found)}, and dataset.{name} is {shown(expected)}: held-out prompts "
+            problem += "would look different"
+            allowed = f"${{dataset.{name}}}, or eval.allow_other_prompts: true"
+            fail(f"eval_dataset.{name}", problem, allowed)
+
+
+# ---- columns that rewards take ------------------------------------------------------------------
+
+
+def columns_taken(component: Any) -> list[str]:
+    """Return the columns that objects of a reward's class must get; none for a function."""
+    mro = component.__mro__ if inspect.isclass(component) else ()
+    call = next((vars(base)["__call__"] for base in mro if "__call__" in vars(base)), None)
+    if call is None:
+        return []
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = list(inspect.signature(call).parameters.values())[1:]  # without self
+    required = [p.name for p in parameters if p.kind in named and p.default is p.empty]
+    return [name for name in required if name not in CALL]
+
+
+def check_columns(cfg: Settings, data: Mapping[str, Any]) -> None:
+    """Refuse a reward that takes a column by name which a row of a data set lacks."""
+    for name, node in cfg.rewards.items():
+        taken = columns_taken(_get_component_from_path(node._component_))
+        if set(taken) & set(OF_AGENTS) and runs_agents(cfg.environment):
+            taken = [column for column in taken if column not in OF_AGENTS]
+        for key, dataset in data.items() if taken else ():
+            if cfg.train_from or (cfg.eval_only and key == "dataset"):
+                continue  # it is not judged
+            for row in range(len(dataset)):
+                columns = other_columns(dataset[row])
+                if lacking := [column for column in taken if column not in columns]:
+                    index = dataset[row]["prompt_index"] + 1
+                    problem = f"{node._component_} takes {lacking[0]}, which row {index} of {key}"
+                    has = ", ".join(list(columns)[:_MAX_SHOWN]) or "none"
+                    fail(f"rewards.{name}", f"{problem} lacks", f"its other columns: {has}")
