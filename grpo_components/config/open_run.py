@@ -14,7 +14,6 @@ from grpo_components._plugin import recipes_folder
 from grpo_components.config.command_line import resume_command
 from grpo_components.config.components import build
 from grpo_components.config.data import shared_prompts
-from grpo_components.data.curriculum import Curriculum
 from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.errors import ConfigError, fail
 from grpo_components.evaluation.evaluation import build_evaluation
@@ -34,8 +33,7 @@ from grpo_components.records.resume import Stateful, begin_run
 from grpo_components.records.run import RunRecords
 from grpo_components.records.run_log import RunLog
 from grpo_components.records.watch import RunWatch
-from grpo_components.replay.event_log import EventLog, open_event_order
-from grpo_components.replay.recorded_run import read_replayed
+from grpo_components.replay.recorded_run import open_event_order, read_replayed
 from grpo_components.settings import Settings
 from grpo_components.training.skipped_steps import SkippedSteps
 
@@ -57,9 +55,12 @@ def open_run(
     ledger.reuse = build_reuse(cfg)
     start = begin_run(cfg, ledger, prompts)
     save_code(start.output_dir, start.attempt, recipe)
-    original, event_log = read_replayed(cfg), EventLog(Path(cfg.output_dir))
-    ledger.events = open_event_order(cfg, start.attempt, event_log, original)
-    curriculum = _follow(ledger, prompts)
+    original = read_replayed(cfg)
+    ledger.events = open_event_order(cfg, start.attempt, original)
+    curriculum = prompts.curriculum if isinstance(prompts, PromptCurriculum) else None
+    receipts = build_receipts(cfg, ledger, start.attempt, start.identity, curriculum)
+    if isinstance(prompts, PromptCurriculum):
+        ledger.events.listen(prompts.follow)
     log = open_log(cfg, start.attempt, start.note, dataset, held_out, recipe)
     failures = build_failed_samples(cfg, start.attempt, log.note)
     checkpoints = build_checkpoints(cfg, ledger, prompts, log, start)
@@ -67,7 +68,6 @@ def open_run(
     on_result = log.evaluation, checkpoints.add_evaluation
     on_group = failures.count_evaluation, ledger.pin_weights, log.evaluation_answers
     evaluation = build_evaluation(cfg, held_out, temperature, *on_group, on_result)
-    receipts = build_receipts(cfg, ledger, start.attempt, start.identity, curriculum)
     journal = Journal(
         *(start, ledger, prompts, receipts, checkpoints),
         original=original,
@@ -75,7 +75,7 @@ def open_run(
         replay_until=cfg.replay_until,
     )
     return RunRecords(
-        *(start, ledger, event_log, journal, log),
+        *(start, ledger, journal, log),
         evaluation=evaluation,
         failures=failures,
         agreement=GeneratorAgreement(cfg.max_generator_kl, exact=cfg.device == "cpu"),
@@ -110,14 +110,6 @@ def _watch(cfg: Settings, ledger: Ledger, log: RunLog, tokenizer: Any) -> RunWat
     watch = RunWatch(log.note, averages_tokens=averages_tokens, ends=ends)
     ledger.events.listen(watch.follow)
     return watch
-
-
-def _follow(ledger: Ledger, prompts: Stateful) -> Curriculum | None:
-    """Let a curriculum follow the ledger's events; return it, or None if there is none."""
-    if not isinstance(prompts, PromptCurriculum):
-        return None
-    ledger.events.listen(prompts.follow)
-    return prompts.curriculum
 
 
 def open_log(

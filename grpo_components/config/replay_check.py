@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from grpo_components.config.reading import read_settings
 from grpo_components.errors import fail, shown
-from grpo_components.replay.recorded_run import FORMAT, read_events, read_json_lines, run_folder
+from grpo_components.replay.recorded_run import FORMAT, read_events, run_folder
 from grpo_components.replay.schedule import schedule_file
 from grpo_components.settings import Settings
 
@@ -26,7 +26,7 @@ FREE = (
 )
 """Keys that a replay may change, because training does not depend on them. `base_model_path` may
 also change, to another copy of the same model."""
-_ALLOWED = "the output folder of a finished run, or its logs/events.jsonl"
+_ALLOWED = "the output folder of a finished run, or its receipts.jsonl"
 
 
 def check_replay(settings: Settings) -> None:
@@ -46,23 +46,23 @@ def check_replay(settings: Settings) -> None:
     run, output_dir = run_folder(settings.replay_events), Path(settings.output_dir).resolve()
     if run.is_relative_to(output_dir):
         fail("output_dir", f"{output_dir} holds the run to replay", "another folder")
-    _check_there(run, "config.yaml", "receipts.jsonl", "logs/events.jsonl")
+    _check_there(run, "config.yaml", "receipts.jsonl")
     before, given = _recorded_config(run, settings), settings.model_dump()
     for key, saved, now in _differences(before, given):
         fail(key, f"{shown(now)} given, and the run to replay had another", shown(saved))
     names = (schedule_file(Path("logs"), n) for n in range(before["num_generators"]))
     _check_there(run, *map(str, names))
     try:
-        receipts, events = read_json_lines(run / "receipts.jsonl"), read_events(run)
+        events = read_events(run)
     except json.JSONDecodeError:  # a killed run may leave an incomplete line
-        receipts = events = []
-    if not receipts or not events or not receipts[-1].get("finished"):
+        events = []
+    if not events or not events[-1].get("finished"):
         fail("replay_events", f"the run in {run} did not finish", _ALLOWED)
     if events[0].get("format") != FORMAT:
         problem = f"the log of {run} has format {events[0].get('format')}"
         fail("replay_events", problem, f"one of this version, format {FORMAT}")
     rolled_back = any(event["event"] == "rollback" for event in events)
-    if rolled_back or any(line["attempt"] > 0 for line in (*receipts, *events)):
+    if rolled_back or any(event["attempt"] > 0 for event in events):
         what = "rollback" if rolled_back else "resume"
         problem = f"the run in {run} had a {what}, and no log has the steps that were lost"
         fail("replay_events", problem, "a run of one attempt")

@@ -150,7 +150,6 @@ class GroupReuse:
                 {
                     "group": entry.group_id,
                     "use": self._pool.candidates[entry.group_id].uses + 1,
-                    "response_tokens": entry.response_tokens,
                 }
                 for entry in self.chosen
             ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -190,7 +190,7 @@ class Ledger:
             result = {"prompt": entry.prompt_index, "successes": sum(scored), "scored": len(scored)}
         tokens = list(response_tokens)
         await self.events.take("finish", group=group_id, response_tokens=tokens, **result)
-        entry.response_tokens = sum(response_tokens) / len(response_tokens)
+        entry.tokens = sum(response_tokens)
 
     async def enter_buffer(self, group_id: int) -> None:
         """Record that a group is in the replay buffer, unless a step has taken it already."""
@@ -217,12 +217,13 @@ class Ledger:
         self._wake(opened=False)
         return entries + self.reuse.chosen
 
-    def finish_step(self, policy_version: int) -> None:
-        """Record the end of a training step.
+    def finish_step(self, policy_version: int, outcome: Mapping[str, Any]) -> None:
+        """Record the end of a training step, and what it trained.
 
         In a replay, no await may lie between the turn of the event `step` and this call.
         """
-        self.events.record("step", step=self.steps_done + 1, version=policy_version)
+        versions = {"trained_from": self.policy_version, "policy_version": policy_version}
+        self.events.record("step", outcome, step=self.steps_done + 1, **versions)
         groups = self.in_state("in_training")
         for entry in groups:
             del self._living[entry.group_id]
@@ -242,7 +243,9 @@ class Ledger:
         """Record that groups will never be trained."""
         if not (groups := list(group_ids)):
             return
-        await self.events.take("drop", groups=groups, reason=reason, reissue=reissue)
+        tokens = [self._living[group_id].tokens for group_id in groups]
+        why = {"reason": reason, "reissue": reissue}
+        await self.events.take("drop", groups=groups, **why, tokens=tokens)
         for group_id in groups:
             entry = self._living.pop(group_id)
             self.dropped_groups[reason] += 1
@@ -294,7 +297,7 @@ class Ledger:
 
     def _interrupt(self, entry: LedgerEntry) -> None:
         entry.state, entry.parts, entry.text = "in_flight", (), None
-        entry.response_tokens, entry.reference_kl = None, None
+        entry.tokens, entry.reference_kl = None, None
         self._interrupted.append(entry)
 
     def _needed_version(self) -> int:

@@ -31,8 +31,8 @@ class LedgerEntry:
     """Ray reference to the group as text, for the rollout log; None after a resume."""
     parts: Sequence[Any] = ()
     """Ray references to the packed group and its summary; empty until the group is generated."""
-    response_tokens: float | None = None
-    """Mean number of sampled tokens per response; None until the group is generated."""
+    tokens: int | None = None
+    """Number of tokens sampled for the group; None until it is generated."""
 
     @property
     def prompt_index(self) -> int:

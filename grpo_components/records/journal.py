@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from grpo_components.cluster.calls import Part
@@ -14,6 +15,9 @@ from grpo_components.records.receipts import Receipts
 from grpo_components.records.resume import RunStart, Stateful, roll_back
 from grpo_components.replay.recorded_run import Original
 from grpo_components.training.step_result import StepResult
+
+_SESSIONS = ("count", "calls", "trajectories")
+"""What a step says of the agents' sessions."""
 
 
 class Journal:
@@ -56,11 +60,15 @@ class Journal:
         """
         if self._original:
             self._original.check_batch(step, batch_hash)
-        self._ledger.finish_step(result.policy_version)
-        mass = result.metrics["off_policy/correction_mass"]
-        after, versions = result.policy_version, result.token_versions
-        tokens = result.group_tokens
-        self._receipts.step(step, after, versions, mass, batch_hash, sessions, tokens)
+        mass, counts = result.metrics["off_policy/correction_mass"], result.token_versions
+        outcome = {
+            "token_versions": {str(version): n for version, n in sorted(counts.items()) if n},
+            "correction_mass": mass if math.isfinite(mass) else None,
+            "batch_hash": batch_hash,
+            "tokens": {str(group): dict(causes) for group, causes in result.group_tokens.items()},
+            **({"sessions": {key: sessions[key] for key in _SESSIONS}} if sessions else {}),
+        }
+        self._ledger.finish_step(result.policy_version, outcome)
         self._checkpoints.hold()
 
     async def save_if_due(self, step: int, roles: Roles, batch: Part) -> None:

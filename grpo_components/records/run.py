@@ -27,7 +27,6 @@ from grpo_components.records.step_metrics import (
     session_counts,
 )
 from grpo_components.records.watch import RunWatch
-from grpo_components.replay.event_log import EventLog
 from grpo_components.training.skipped_steps import SkippedSteps
 from grpo_components.training.step_result import StepResult
 
@@ -40,8 +39,6 @@ class RunRecords:
     """Where the attempt starts; holds the folder's lock."""
     ledger: Ledger
     """The account of every group."""
-    event_log: EventLog
-    """Writes the ledger's events to a file."""
     journal: Journal
     """Commits each step; saves and restores the state of the run."""
     log: RunLog
@@ -69,7 +66,7 @@ class RunRecords:
 
     def close(self) -> None:
         """Close the logs and unlock the folder, however the run ended."""
-        for part in (self.event_log, self.journal, self.log, self.start):
+        for part in (self.journal, self.log, self.start):
             part.close()
 
 

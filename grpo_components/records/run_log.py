@@ -16,7 +16,6 @@ from torchtune.training.metric_logging import MetricLoggerInterface
 
 from grpo_components.cluster.supervision import root_cause
 from grpo_components.errors import RoleFailedError
-from grpo_components.exchange.books import close_books, reader_of
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.files import FAILURES, append_line, first_and_last
 from grpo_components.records.checkpoint_folder import latest
@@ -201,10 +200,12 @@ class RunLog:
 
     def _books(self) -> str:
         """Return a table of what became of all groups and tokens; empty without receipts."""
+        from grpo_tools.books import close_books  # a tool, which the core imports only here
+
         if not (self._output_dir / "receipts.jsonl").exists():
             return ""
         try:
-            books = close_books(reader_of(self._output_dir))
+            books = close_books(self._output_dir)
         except (OSError, ValueError) as error:
             return f"not closed: {error}"
         lines = [f"{'groups':>9} {'tokens':>13}"]

@@ -22,7 +22,8 @@ class RunTotals:
         logged = _records(logs / "metrics.jsonl", f'"{_WALL_CLOCK}": ')
         took = [record.get(_WALL_CLOCK) for record in logged]
         self._earlier_s = max((s for s in took if isinstance(s, float)), default=0.0)
-        events = (_records(logs / "events.jsonl", f'{{"event": "{kind}"') for kind in _RESTARTS)
+        path = logs.parent / "receipts.jsonl"
+        events = (_records(path, f'{{"event": "{kind}"') for kind in _RESTARTS)
         self._restarts = sum(_is_restart(event) for kind in events for event in kind)
 
     def follow(self, event: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from grpo_components.errors import ReplayError
 
 Event = dict[str, Any]
-"""Name (`event`), `attempt` and fields of one event; a line of the log adds `number` and `time`."""
+"""Name (`event`), `attempt` and fields of one event; a line of receipts.jsonl adds more."""
 Listener = Callable[[Event], None]
 
 ORDERED: Mapping[str, tuple[str, ...]] = {
@@ -30,8 +30,8 @@ ORDERED: Mapping[str, tuple[str, ...]] = {
     "restart": ("role",),
 }
 """Events that a replay keeps in the recorded order, each with the fields that identify it."""
-ENVELOPE = ("event", "number", "attempt", "time")
-"""Fields that every line of the log has."""
+ENVELOPE = ("event", "number", "attempt", "time", "chain")
+"""What every event that is read has besides its own fields."""
 _MAX_WAITERS_SHOWN = 8
 
 
@@ -89,15 +89,15 @@ class EventOrder:
         """
         return partial(self.wait_turn, event, **identity) if self.replaying else None
 
-    def record(self, event: str, **fields: Any) -> None:
+    def record(self, event: str, outcome: Mapping[str, Any] | None = None, **fields: Any) -> None:
         """Record an ordered event and let the next one happen.
 
         In a replay, the event's turn must have come: no await may lie between `wait_turn` and this
-        call.
+        call. What is in `outcome` is recorded, but not compared with the recorded run.
         """
         if self.replaying:
             expected = self._next if self._done < len(self._recorded) else {"event": "its end"}
-            recorded = {name: expected[name] for name in expected if name not in ENVELOPE}
+            recorded = {name: value for name, value in expected.items() if name in fields}
             if event != expected["event"] or fields != recorded:
                 raise ReplayError(
                     f"the replay diverged at event {expected.get('number', self._done)}: the "
@@ -106,7 +106,7 @@ class EventOrder:
                 )
             self._left[_key(event, fields)] -= 1
             self._done += 1
-        self.note(event, **fields)
+        self.note(event, **fields, **(outcome or {}))
         self._moved.set()
         self._moved = asyncio.Event()
 

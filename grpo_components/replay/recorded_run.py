@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_components.errors import ReplayError
-from grpo_components.replay.event_order import Event
+from grpo_components.replay.event_order import Event, EventOrder
 
-FORMAT = 3
-"""Format version of the event log and the schedules."""
+FORMAT = 4
+"""Format version of receipts and schedules."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Original:
 
 
 def run_folder(replay_events: str) -> Path:
-    """Return the folder of the run; `replay_events` names this folder or the event log in it."""
+    """Return the folder of the run; `replay_events` names this folder or the receipts in it."""
     path = Path(replay_events).resolve()
-    return path.parent.parent if path.name == "events.jsonl" else path
+    return path.parent if path.name == "receipts.jsonl" else path
 
 
 def replayed_run(cfg: Any) -> Path | None:
@@ -58,20 +58,17 @@ def replayed_run(cfg: Any) -> Path | None:
 
 
 def read_events(run: Path) -> list[Event]:
-    """Read all events of a run, in order."""
-    return read_json_lines(run / "logs" / "events.jsonl")
+    """Read all events of a run, in order, each with its number."""
+    events = read_json_lines(run / "receipts.jsonl")
+    return [event | {"number": number} for number, event in enumerate(events)]
 
 
 def read_original(replay_events: str) -> Original:
     """Read what the run that `replay_events` names has trained."""
-    records = read_json_lines(run_folder(replay_events) / "receipts.jsonl")
+    events = read_events(run_folder(replay_events))
     return Original(
-        {record["step"]: record["batch_hash"] for record in records if record["record"] == "step"},
-        {
-            pull["version"]: pull["checksum"]
-            for record in records
-            for pull in record.get("acknowledged", ())
-        },
+        {e["step"]: e["batch_hash"] for e in events if e["event"] == "step"},
+        {e["version"]: e["checksum"] for e in events if e["event"] == "load"},
     )
 
 
@@ -79,6 +76,14 @@ def read_replayed(cfg: Any) -> Original | None:
     """Read what the run that is replayed has trained; None in a live run."""
     replayed = replayed_run(cfg)
     return read_original(str(replayed)) if replayed else None
+
+
+def open_event_order(cfg: Any, attempt: int, original: Original | None) -> EventOrder:
+    """Open the event order of a run, or of a replay if `cfg.replay_events` names a run."""
+    replayed = replayed_run(cfg)
+    recorded = None if replayed is None else read_events(replayed)
+    listeners = [original.check_load] if original else []
+    return EventOrder(attempt, recorded, stall_limit_s(cfg.timeouts.rollout_s), listeners)
 
 
 def available_cpus(replay_events: str | None) -> int:

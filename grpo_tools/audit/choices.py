@@ -39,7 +39,7 @@ def check_result(
     event: Record, prompt: Prompt, start: Record, h: History, findings: Findings
 ) -> None:
     """Check that a generated group has a possible result exactly if there is a curriculum."""
-    number, has = event["generated"], "scored" in event
+    number, has = event["group"], "scored" in event
     if "curriculum" not in start and not has:
         return
     wanted = "curriculum" in start
@@ -84,14 +84,14 @@ def follow_trained(event: Record, group: Group, h: History, findings: Findings) 
 
 def follow_reused(
     event: Record,
-    record: Record,
+    step: Record,
     start: Record,
     reused: dict[int, Group],
     h: History,
     findings: Findings,
 ) -> Group | None:
     """Check one reuse of a group."""
-    check, number, use = findings.check, event["reused"], event["use"]
+    check, number, use = findings.check, event["group"], event["use"]
     known = h.once_trained.get(number) if h.pool is not None else None
     if not check("reused", known is not None, f"group {number} is reused before it is trained"):
         return None
@@ -101,8 +101,7 @@ def follow_reused(
     check("reused", use == worth.uses + 1, f"use {use} of group {number} follows use {worth.uses}")
     most = h.pool.max_uses
     check("reused", use <= most, f"use {use} of group {number}, more than max_uses {most}")
-    trained_from = record.get("trained_from", h.policy_version)
-    age = StalenessContract.staleness(worth.oldest_version, trained_from)
+    age = StalenessContract.staleness(worth.oldest_version, step["trained_from"])
     problem = f"group {number} is reused {age} versions old, more than {start['max_staleness']}"
     check("reused", age <= start["max_staleness"], problem)
     reused[number] = group

@@ -41,11 +41,11 @@ class ConfigCheck:
 
     def follow(self, record: Record) -> None:
         """Compare a start record, or check the correction mass of a step."""
-        if record["record"] == "start":
+        if record["event"] == "start":
             self._config = self._config_of(record["attempt"])
             if self._config is not None:
                 self._compare(record, self._config)
-        elif record["record"] == "step" and self._config is not None:
+        elif record["event"] == "step" and self._config is not None:
             self._check_mass(record["correction_mass"], self._config)
 
     def _config_of(self, attempt: int) -> dict[str, Any] | None:
@@ -94,7 +94,7 @@ class MetricsCheck:
 
     def follow(self, record: Record) -> None:
         """Compare a step record."""
-        if record["record"] != "step":
+        if record["event"] != "step":
             return
         attempt, step = record["attempt"], record["step"]
         self._seen.add((attempt, step))
@@ -134,10 +134,11 @@ def _measured(record: Record) -> dict[str, float | None]:
     counts = {int(version): n for version, n in record["token_versions"].items()}
     tokens, start = sum(counts.values()), record["trained_from"]
     versions = sum(version * n for version, n in counts.items())
+    oldest = start - min(counts) if counts else 0
     return {
         "policy_version": record["policy_version"],
         "rollout/trained_tokens": tokens,
-        "staleness/max": record["max_staleness"] or 0,
+        "staleness/max": oldest,
         "staleness/mean": start - versions / tokens if tokens else None,
         "off_policy/correction_mass": record["correction_mass"],
     }

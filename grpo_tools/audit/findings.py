@@ -7,9 +7,9 @@ from collections import Counter
 from grpo_components.plain_text import one_line
 
 RULES = {
-    "parses": "every line is a record with all its fields",
-    "chain": "every record has the hash of itself and its predecessor; receipts.end names the last",
-    "header": "every attempt begins with a start record; attempts are numbered 0, 1, 2, ...",
+    "parses": "every line is an event with all its fields",
+    "chain": "every line has the hash of itself and its predecessor; receipts.end names the last",
+    "header": "every attempt begins with a start; attempts are numbered 0, 1, 2, ...",
     "config": "every attempt has the settings of its config.yaml",
     "steps": "steps are consecutive, from 1 or from where an attempt resumes",
     "versions": "a step adds 1 to the policy version, or 0 if it was skipped",
@@ -30,10 +30,9 @@ RULES = {
     "hashes": "every batch has a hash, and no two are equal",
     "correction": "correction_mass is within the bounds of the config's off_policy",
     "metrics": "logs/metrics.jsonl has the same version, tokens, staleness and correction mass",
-    "totals": "the sums and lists of a record agree with its events",
     "accounted": "issued = trained + dropped + living at the end, and no prompt is lost",
     "books": "generated = trained + masked + filtered + failed + dropped + in flight: residual 0",
-    "complete": "the run has an end record; finished says whether all steps were done",
+    "complete": "the run has an end; finished says whether all steps were done",
     "one_run": "receipts, config and checkpoints are of one run; latest is of a step that counts",
 }
 """Rule -> what it requires; in the order of the printed table."""

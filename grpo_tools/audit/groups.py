@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from grpo_tools.audit.choices import check_draw, check_result, follow_reused, follow_trained
 from grpo_tools.audit.findings import Findings
@@ -12,69 +13,57 @@ from grpo_tools.audit.history import Group, History, Prompt, Record
 _STATES = ("in_flight", "buffered", "in_training")
 
 
-def follow_events(
-    record: Record, start: Record, h: History, findings: Findings
+@dataclass(frozen=True)
+class Batch:
+    """The groups that a step took."""
+
+    groups: Sequence[int] = ()
+    worths: Sequence[Record] | None = None
+    """Where steps reuse groups: spread and oldest version of each new group."""
+    reused: Sequence[Record] = field(default_factory=list)
+
+
+def train(
+    batch: Batch, step: Record, start: Record, h: History, findings: Findings
 ) -> tuple[dict[int, Group], dict[int, Group]]:
-    """Check the events of a record, and check that its sums agree with them."""
-    totals, check = _Totals(), findings.check
+    """Check that a step may train its groups; return the new ones and the reused ones."""
     trained: dict[int, Group] = {}
     reused: dict[int, Group] = {}
-    for event in record["events"]:
-        if "issued" in event:
-            _issue(event, h, findings)
-            totals.issued += 1
-        elif "generated" in event:
-            number = event["generated"]
-            group = h.living.get(number)
-            if check("generated", group is not None, f"group {number} is not living"):
-                assert group is not None
-                again = group.response_tokens is not None
-                check("generated", not again, f"group {number} is generated twice")
-                group.response_tokens = event["response_tokens"]
-                check_result(event, group.prompt, start, h, findings)
-            totals.add("generated", event["response_tokens"])
-        elif "restarted" in event:
-            number = event["restarted"]
-            group = h.living.get(number)
-            if check("generated", group is not None, f"group {number} is not living"):
-                assert group is not None
-                group.response_tokens = None
-        elif "reused" in event:
-            group = follow_reused(event, record, start, reused, h, findings)
-            totals.add("reused", group.response_tokens if group else None)
-        else:
-            group = _end_group(event, h, findings)
-            tokens = group.response_tokens if group else None
-            reason = event.get("reason")
-            totals.add("trained" if reason is None else f"dropped.{reason}", tokens)
-            if group and "trained" in event:
-                trained[event["trained"]] = group
-                follow_trained(event, group, h, findings)
-    stale = [e["dropped"] for e in record["events"] if e.get("reason") == "stale"]
-    if start["max_staleness"] == 0:
-        check("synchronous", not stale, f"groups {stale[:8]} are dropped as stale")
-    problem = totals.mismatch(record["groups"])
-    check("totals", not problem, f"groups.{problem} differs from the events")
+    worths = batch.worths or [{}] * len(batch.groups)
+    same = len(worths) == len(batch.groups)
+    findings.check("reused", same, f"{len(worths)} worths of {len(batch.groups)} groups")
+    for number, worth in zip(batch.groups, worths, strict=False):
+        group = _end_group(number, None, h, findings)
+        if group is None:
+            continue
+        h.trained += 1
+        again = group.prompt in h.trained_prompts
+        findings.check("prompts", not again, f"prompt {_name(group.prompt)} is trained again")
+        h.trained_prompts.add(group.prompt)
+        trained[number] = group
+        follow_trained({"trained": number, **worth}, group, h, findings)
+    for event in batch.reused:
+        follow_reused(event, step, start, reused, h, findings)
     return trained, reused
 
 
-def check_ends(record: Record, h: History, findings: Findings) -> None:
-    """Check that an end record lists the groups and prompts that its events leave over."""
+def check_end(event: Record, h: History, findings: Findings) -> None:
+    """Check that an attempt's end lists the groups and prompts that its events leave over."""
     check = findings.check
-    living = {g["group_id"]: (g["prompt_index"], g["epoch"]) for g in record["living"]}
-    once = len(living) == len(record["living"])
+    living = {g["group"]: (g["prompt"], g["epoch"]) for g in event["living"]}
+    once = len(living) == len(event["living"])
     check("accounted", once, "`living` lists a group twice")
     known = {number: group.prompt for number, group in h.living.items()}
     differing = sorted(living.items() ^ known.items())
     name = differing and differing[0][0]
     check("accounted", not differing, f"`living` and the events disagree on group {name}")
-    for group in record["living"] if not differing else ():
-        generated = h.living[group["group_id"]].response_tokens is not None
+    for group in event["living"] if not differing else ():
+        generated = h.living[group["group"]].tokens is not None
         consistent = group["state"] in _STATES and (generated or group["state"] == "in_flight")
-        problem = f"group {group['group_id']} is {group['state']}"
+        problem = f"group {group['group']} is {group['state']}"
         problem += f", but {'generated' if generated else 'not generated'}"
         check("accounted", consistent, problem)
-    waiting = Counter((p["prompt_index"], p["epoch"]) for p in record["waiting"])
+    waiting = Counter((p["prompt"], p["epoch"]) for p in event["waiting"])
     differing = sorted((waiting - h.waiting) + (h.waiting - waiting))
     problem = (
         f"`waiting` and the events disagree on prompt {_name(differing[0])}" if differing else ""
@@ -87,8 +76,14 @@ def check_ends(record: Record, h: History, findings: Findings) -> None:
     )
 
 
-def _issue(event: Record, h: History, findings: Findings) -> None:
-    number, prompt = event["issued"], (event["prompt_index"], event["epoch"])
+def _issue(event: Record, start: Record, h: History, findings: Findings) -> None:
+    number, prompt = event["group"], (event["prompt"], event["epoch"])
+    again = h.living.get(number)
+    if again is not None:  # its generator was lost
+        lost = not again.in_flight and again.prompt == prompt
+        findings.check("issued", lost, f"group {number} is issued again, or with another prompt")
+        again.in_flight = True
+        return
     in_order = findings.check(
         "issued", number == h.issued, f"group {number} is issued, expected {h.issued}"
     )
@@ -115,60 +110,60 @@ def _issue(event: Record, h: History, findings: Findings) -> None:
     h.living[number] = Group(prompt)
 
 
-def _end_group(event: Record, h: History, findings: Findings) -> Group | None:
-    dropped, check = "dropped" in event, findings.check
-    reason, number = event.get("reason"), event["dropped" if dropped else "trained"]
-    if dropped:
-        named = bool(reason) and not str(reason).isspace()
-        check("ended", named, f"group {number} is dropped without a reason")
-    group = h.living.pop(number, None)
-    verb = f"dropped as {reason}" if dropped else "trained"
-    if not check("ended", group is not None, f"group {number} is {verb}, but is not living"):
+def _finish(event: Record, start: Record, h: History, findings: Findings) -> None:
+    number = event["group"]
+    group = h.living.get(number)
+    if findings.check("generated", group is not None, f"group {number} is not living"):
+        assert group is not None
+        again = group.tokens is not None
+        findings.check("generated", not again, f"group {number} is generated twice")
+        size, wanted = len(event["response_tokens"]), start["group_size"]
+        findings.check("generated", size == wanted, f"group {number} has {size} responses")
+        group.tokens = sum(event["response_tokens"])
+        check_result(event, group.prompt, start, h, findings)
+
+
+def _interrupt(event: Record, start: Record, h: History, findings: Findings) -> None:
+    number = event["group"]
+    group = h.living.get(number)
+    if findings.check("generated", group is not None, f"group {number} is not living"):
+        assert group is not None
+        group.tokens, group.in_flight = None, False
+
+
+def _drop(event: Record, start: Record, h: History, findings: Findings) -> None:
+    reason, numbers, check = event["reason"], event["groups"], findings.check
+    check("ended", bool(reason.strip()), f"groups {numbers[:8]} are dropped without a reason")
+    counted = len(numbers) == len(event["tokens"])
+    check("ended", counted, f"{len(numbers)} groups are dropped, {len(event['tokens'])} counted")
+    if start["max_staleness"] == 0:
+        stale = reason == "stale"
+        check("synchronous", not stale, f"groups {numbers[:8]} are dropped as stale")
+    for number in numbers:
+        if group := _end_group(number, reason, h, findings):
+            h.dropped += 1
+            if event["reissue"]:
+                h.waiting[group.prompt] += 1
+
+
+FOLLOW: Mapping[str, Callable[[Record, Record, History, Findings], None]] = {
+    "issue": _issue,
+    "finish": _finish,
+    "interrupt": _interrupt,
+    "drop": _drop,
+}
+"""Name of an event of groups -> its check."""
+
+
+def _end_group(number: int, reason: str | None, h: History, findings: Findings) -> Group | None:
+    group, verb = h.living.pop(number, None), f"dropped as {reason}" if reason else "trained"
+    known = group is not None
+    if not findings.check("ended", known, f"group {number} is {verb}, but is not living"):
         return None
     assert group is not None
-    ready = group.response_tokens is not None or reason == "failed"
-    check("ended", ready, f"group {number} is {verb} before it is generated")
-    if dropped:
-        h.dropped += 1
-        if event["reissue"]:
-            h.waiting[group.prompt] += 1
-    else:
-        h.trained += 1
-        again = group.prompt in h.trained_prompts
-        check("prompts", not again, f"prompt {_name(group.prompt)} is trained again")
-        h.trained_prompts.add(group.prompt)
+    ready = group.tokens is not None or reason == "failed"
+    findings.check("ended", ready, f"group {number} is {verb} before it is generated")
     return group
-
-
-class _Totals:
-    """Adds up the events of a record, to check the record's own sums."""
-
-    def __init__(self) -> None:
-        self.issued = 0
-        self._tokens: dict[str, list[float | None]] = {}
-
-    def add(self, what: str, response_tokens: float | None) -> None:
-        self._tokens.setdefault(what, []).append(response_tokens)
-
-    def mismatch(self, groups: Record) -> str:
-        """Return the first field of a record's `groups` that differs, or an empty string."""
-        if groups["issued"] != self.issued:
-            return "issued"
-        stated = {key: groups[key] for key in ("generated", "trained", "reused") if groups.get(key)}
-        stated["dropped.filtered"] = groups["filtered"]
-        stated |= {f"dropped.{key}": groups["dropped"][key] for key in groups["dropped"]}
-        for what in stated | self._tokens:
-            values = self._tokens.get(what, [])
-            known = [tokens for tokens in values if tokens is not None]
-            mean = sum(known) / len(known) if known else None
-            amount = stated.get(what, {"count": 0, "response_tokens_mean": None})
-            stated_mean = amount["response_tokens_mean"]
-            same = stated_mean == mean or bool(
-                stated_mean is not None and mean and math.isclose(stated_mean, mean)
-            )
-            if amount["count"] != len(values) or not same:
-                return what.removeprefix("dropped.") if what == "dropped.filtered" else what
-        return ""
 
 
 def _name(prompt: Prompt) -> str:

@@ -19,8 +19,10 @@ class Group:
     """A group that is neither trained nor dropped yet."""
 
     prompt: Prompt
-    response_tokens: float | None = None
-    """Mean number of tokens per response; None until the group is generated."""
+    tokens: int | None = None
+    """Number of tokens of its responses; None until the group is generated."""
+    in_flight: bool = True
+    """Whether it was issued since its generator was lost."""
 
 
 @dataclass

@@ -30,13 +30,13 @@ def check_one_run(receipts: Path, check: Check) -> None:
     runs, incarnations = list[str](), list[str]()
     steps = dict[int, tuple[int, str]]()  # without steps that a later attempt superseded
     for record in records_of(receipts):
-        if record["record"] == "start":
-            if "run" not in record:  # of a test
+        if record["event"] == "start":
+            if record.get("run") is None:  # of a test
                 return
             runs.append(record["run"])
             incarnations.append(record["incarnation"])
             steps = {step: each for step, each in steps.items() if step <= record["steps_done"]}
-        elif record["record"] == "step":
+        elif record["event"] == "step":
             steps[record["step"]] = (record["policy_version"], incarnations[-1])
     run = runs[0]
     other = next((each for each in runs if each != run), None)

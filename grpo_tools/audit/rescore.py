@@ -235,13 +235,14 @@ def _receipts(output_dir: Path) -> tuple[dict[int, Record], dict[int, Record], l
     """Return the start record of each attempt; the steps and pulls that were not rolled back."""
     starts, steps, pulls = dict[int, Record](), dict[int, Record](), list[Record]()
     for record in records_of(output_dir / "receipts.jsonl"):
-        if record["record"] == "start":
+        if record["event"] == "start":
             starts[record["attempt"]] = record
             steps = {n: each for n, each in steps.items() if n <= record["steps_done"]}
             pulls = [pull for pull in pulls if pull["version"] <= record["policy_version"]]
-        elif record["record"] == "step":
+        elif record["event"] == "step":
             steps[record["step"]] = record
-        pulls += record.get("acknowledged", ())
+        elif record["event"] == "load":
+            pulls.append(record)
     return starts, steps, pulls
 
 

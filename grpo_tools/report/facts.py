@@ -22,7 +22,7 @@ _NOT_MEASURED = ("eval/step", "eval/policy_version", "eval/prompts")
 def read_facts(folder: Path, metrics: Sequence[Record]) -> dict[str, str]:
     """Return when, how long, where and with which versions a run ran, by name."""
     found: dict[str, str] = {}
-    starts = [*records_of(folder / "logs/events.jsonl", b'"event": "start"')]
+    starts = [*records_of(folder / "receipts.jsonl", b'"event": "start"')]
     if starts:
         found["began"] = f"{datetime.fromtimestamp(starts[0]['time'], UTC):%Y-%m-%d %H:%M} UTC"
     if took := values_of(metrics, "time/wall_clock"):

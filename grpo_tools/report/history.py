@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_components.exchange.books import close_books, reader_of
+from grpo_tools.books import close_books
 from grpo_tools.json_lines import Record
 from grpo_tools.report.run_files import History
 from grpo_tools.report.safe_text import escaped, table
@@ -78,8 +78,8 @@ def history_tables(
 
 def token_accounts(folder: Path) -> str:
     """Return HTML with both sides of the token accounts and their residual."""
-    books = close_books(reader_of(folder))
-    if not books.known:
+    books = close_books(folder)
+    if not books.generated.groups:
         return ""
     notes = "".join(f'<p class="about">{_line(line)}</p>' for line in books.beside())
     problem = f'<p class="warn">{_line(books.problem)}</p>' if books.problem else ""

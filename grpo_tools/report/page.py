@@ -120,7 +120,7 @@ def _page(folder: Path, max_groups: int, next_page_s: float | None) -> str:
     logs, parts, is_live = folder / "logs", PageParts(), next_page_s is not None
     metrics, history = read_run(folder)
     over_time, role_events = timeline(
-        records_of(logs / "events.jsonl"),
+        records_of(folder / "receipts.jsonl"),
         list(records_of(logs / "roles.jsonl")),
         list(records_of(logs / "heartbeats.jsonl")),
         sum(values_of(metrics, "time/wait_for_batch")),

@@ -54,35 +54,31 @@ class History:
 
 def read_history(folder: Path) -> History:
     """Read a run's receipts and failures."""
-    history = History()
+    history, step = History(), 0
     prompts: dict[int, Record] = {}
-    for record in records_of(folder / "receipts.jsonl"):
-        attempt = record["attempt"]
-        if record["record"] == "start":
-            history.starts.append(record)
-            continue
-        if record["record"] == "end":
-            history.ends[attempt] = record
-        elif history.starts:
+    for event in records_of(folder / "receipts.jsonl"):
+        name, attempt = event["event"], event["attempt"]
+        if name == "start":
+            history.starts.append(event)
+            step = event["steps_done"]
+        elif name == "end":
+            history.ends[attempt] = event
+            history.last_steps[attempt] = event["step"]
+        elif name == "step":
+            step = history.last_steps[attempt] = event["step"]
             history.attempts.steps_done.setdefault(attempt, history.starts[-1]["steps_done"])
-        step = history.last_steps[attempt] = record["step"]
-        if "token_versions" in record:
-            history.trained_tokens[step] = sum(record["token_versions"].values())
-        for event in record.get("events", ()):
-            place = {"step": step, "attempt": attempt}
-            if "issued" in event:
-                prompts[event["issued"]] = _some(event, "prompt_index", "epoch")
-            elif "successes" in event:
-                prompt = prompts.get(event["generated"], {}).get("prompt_index")
-                result = _some(event, "successes", "scored")
-                history.results.append({**place, "prompt_index": prompt, **result})
-            elif "trained" in event:
-                prompts.pop(event["trained"], None)
-            elif "dropped" in event:
-                group_id = event["dropped"]
-                why = _some(event, "reason", "reissue")
-                drop = {**place, "group_id": group_id, **prompts.pop(group_id, {}), **why}
-                history.drops.append(drop)
+            history.trained_tokens[step] = sum(event["token_versions"].values())
+        elif name == "issue":
+            prompts[event["group"]] = {"prompt_index": event["prompt"], "epoch": event["epoch"]}
+        elif name == "finish" and event.get("scored") is not None:
+            place = {"step": step + 1, "attempt": attempt, "prompt_index": event["prompt"]}
+            result = {key: event[key] for key in ("successes", "scored")}
+            history.results.append(place | result)
+        elif name == "drop":
+            why = {"reason": event["reason"], "reissue": event["reissue"]}
+            for group_id in event["groups"]:
+                place = {"step": step + 1, "attempt": attempt, "group_id": group_id}
+                history.drops.append({**place, **prompts.get(group_id, {}), **why})
     for found in (history.drops, history.results):
         found[:] = filter(history.attempts.counts, found)
     failures = records_of(folder / "logs" / FAILURES)
@@ -107,7 +103,3 @@ def read_metrics(path: Path, attempts: Attempts) -> list[Record]:
             attempts.steps_done.setdefault(record["attempt"], record["step"] - 1)
     counted = {record["step"]: record for record in records if attempts.counts(record)}
     return [counted[step] for step in sorted(counted)]
-
-
-def _some(record: Record, *keys: str) -> Record:
-    return {key: record.get(key) for key in keys}

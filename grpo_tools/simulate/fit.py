@@ -58,7 +58,7 @@ def fit(folder: Path) -> Recorded:
     """Fit the times of a run from its config, event log, metrics and heartbeats."""
     config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     events = defaultdict[str, list[Record]](list)
-    for event in read_json_lines(folder / "logs" / "events.jsonl"):
+    for event in read_json_lines(folder / "receipts.jsonl"):
         events[event["event"]].append(event)
     records = read_json_lines(folder / "logs" / "metrics.jsonl")
     steps = [each for each in records if each["step"] > WARM_UP_STEPS]

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from lib.whole_runs import RECIPE, SHORT, TUNE, assert_audited, metrics, receipts, records, succeed
-
 from grpo_components.exchange.books import close_books, reader_of
+from lib.whole_runs import RECIPE, SHORT, TUNE, assert_audited, metrics, receipts, records, succeed
 
 pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from grpo_components.exchange.books import Books
 from interleavings.around import Checkpoints, Prompts, Start
 from interleavings.controlled_loops import ControlledLoop
 from interleavings.roles import BrokenRule, Generator, Reference, Trainer
@@ -29,7 +30,6 @@ from grpo_components.cluster.restarts import Family, RestartBudget
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.trainers_handle import TrainersHandle
 from grpo_components.cluster.weight_sync import WeightSync
-from grpo_components.exchange.books import Books
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 from grpo_components.exchange.replay_buffer import ReplayBuffer

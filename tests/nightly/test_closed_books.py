@@ -5,10 +5,9 @@ import signal
 import time
 
 import pytest
+from grpo_components.exchange.books import close_books, reader_of
 from lib.chaos import Fault, forked_recipe
 from lib.whole_runs import assert_audited, audit, finish, records, wait_for_line
-
-from grpo_components.exchange.books import close_books, reader_of
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,6 @@ from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.receipt_chain import ChainedFile
 from grpo_components.records.receipts import Receipts
-from grpo_components.replay.event_log import EventLog
 from grpo_components.replay.event_order import EventOrder
 
 GROUP_SIZE = 2
@@ -43,11 +41,8 @@ def _write_receipts():
 RULE = CurriculumRule(low=0.2, high=0.8, floor=0.1, decay=0.9)
 
 
-def write_run(path, eta=2, num_steps=6, draws=False, reuse=False, books=False):
-    """Two groups a step; a skipped step, a filtered, a failed and a stale group.
-
-    Without books, the receipts are as versions wrote them that did not count every token.
-    """
+def write_run(path, eta=2, num_steps=6, draws=False, reuse=False):
+    """Two groups a step; a skipped step, a filtered, a failed and a stale group."""
     for name in ("receipts.jsonl", "receipts.end"):
         path.with_name(name).unlink(missing_ok=True)
     logs = path.parent / "logs"
@@ -59,8 +54,7 @@ def write_run(path, eta=2, num_steps=6, draws=False, reuse=False, books=False):
     if reuse:
         config += "replay_generation: {share: 0.5, max_uses: 2}\n"
     (path.parent / "config.yaml").write_text(config)
-    for name in ("metrics.jsonl", "events.jsonl"):
-        (logs / name).write_text("")
+    (logs / "metrics.jsonl").write_text("")
 
     async def run():
         prompts = (({"prompt_index": i}, 0) for i in range(10**6))
@@ -69,22 +63,13 @@ def write_run(path, eta=2, num_steps=6, draws=False, reuse=False, books=False):
         ledger = Ledger(StalenessContract(eta, 2), num_steps, prompts)
         if reuse:
             ledger.reuse = GroupReuse(StalenessContract(eta, 2), 0.5, 2)
-        log = EventLog(path.parent)
-        ledger.events = EventOrder(listeners=[log.write])
-        curriculum = None
+        ledger.events = EventOrder()
+        settings = {"max_staleness": eta, "groups_per_step": 2, "group_size": GROUP_SIZE}
+        settings |= ledger.reuse.describe()
         if draws:
             ledger.events.listen(prompts.follow)
-            curriculum = prompts.curriculum
-        receipts = Receipts(
-            path,
-            ledger,
-            0,
-            max_staleness=eta,
-            groups_per_step=2,
-            group_size=GROUP_SIZE,
-            generators=["generator_0", "generator_1"],
-            curriculum=curriculum,
-        )
+            settings |= prompts.curriculum.describe()
+        receipts = Receipts(path, ledger, 0, settings)
 
         async def buffered(reason=None, reissue=False):
             entry = await ledger.admit("test", 1)
@@ -115,16 +100,21 @@ def write_run(path, eta=2, num_steps=6, draws=False, reuse=False, books=False):
             after = start + (step != 3)
             if after > start:
                 await ledger.publish(after)
-            ledger.finish_step(after)
             versions = {start: 10, max(0, start - eta): 4} if eta else {start: 14}
             if reuse:
                 versions = {start: 10, min(known[e.group_id].oldest_version for e in batch): 4}
-            mass = 1.0 if step != 3 else math.nan
+            mass = 1.0 if step != 3 else None
             use = "trained" if after > start else "skipped"
             few = sum(versions.values()) < 14
             masked = [{use: 4, "stale": 3}, {"stale": 7}] if few else [{use: 7}, {use: 7}]
-            tokens = {entry.group_id: counts for entry, counts in zip(batch, masked, strict=True)}
-            receipts.step(step, after, versions, mass, f"hash {step}", group_tokens=tokens)
+            counts = zip(batch, masked, strict=True)
+            outcome = {
+                "token_versions": {str(version): n for version, n in versions.items()},
+                "correction_mass": mass,
+                "batch_hash": f"hash {step}",
+                "tokens": {str(entry.group_id): causes for entry, causes in counts},
+            }
+            ledger.finish_step(after, outcome)
             with (logs / "metrics.jsonl").open("a") as metrics:
                 found = {"policy_version": after, "rollout/trained_tokens": sum(versions.values())}
                 metrics.write(json.dumps({"step": step, "attempt": 0, **found}) + "\n")
@@ -133,17 +123,10 @@ def write_run(path, eta=2, num_steps=6, draws=False, reuse=False, books=False):
                     checksums = dict.fromkeys(("checksum", "published"), f"weights {after}")
                     ledger.events.note("load", role=name, version=after, **checksums)
         receipts.close()
-        log.close()
 
     asyncio.run(run())
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert all(record.pop("chain") for record in records)
-    if not books:
-        for record in records:
-            for part in (record, *record.get("events", ()), *record.get("living", ())):
-                part.pop("tokens", None)
-            record.pop("carried", None)
-        write_receipts(path.parent, records)
     return records
 
 

@@ -1,4 +1,4 @@
-"""Audits records by themselves."""
+"""Audits events by themselves."""
 
 from typing import NamedTuple
 
@@ -16,10 +16,10 @@ class Audited(NamedTuple):
 
 @pytest.fixture
 def audit(tmp_path, capsys, write_receipts):
-    """Audits records with a valid chain, by default alone: without a run's other files."""
+    """Audits events with a valid chain, by default alone: without a run's other files."""
 
-    def audit(records, *options, folder="alone"):
-        write_receipts(tmp_path / folder, records)
+    def audit(events, *options, folder="alone"):
+        write_receipts(tmp_path / folder, events)
         code = main([str(tmp_path / folder), *options])
         out = capsys.readouterr().out
         broken = {line.split()[0]: line for line in out.splitlines() if " BROKEN: " in line}

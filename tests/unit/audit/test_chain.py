@@ -89,6 +89,6 @@ def test_a_killed_run_may_have_one_more_record_and_a_running_one_any_number(run)
 
 def test_a_format_that_is_not_known_is_detected(run):
     rewrite(
-        run, lambda lines: lines.insert(0, lines.pop(0).replace(b'"format": 2', b'"format": 1'))
+        run, lambda lines: lines.insert(0, lines.pop(0).replace(b'"format": 4', b'"format": 1'))
     )
     assert {"chain", "header"} <= broken(run).keys()

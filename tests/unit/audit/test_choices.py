@@ -1,9 +1,7 @@
 """The audit repeats the draws of a curriculum and the choice of reused groups; wrong ones fail."""
 
-import json
-from copy import deepcopy
-
 import pytest
+from lib.receipts import attempts, of
 
 
 @pytest.fixture
@@ -17,27 +15,19 @@ def reused(tmp_path, write_run):
     return write_run(tmp_path / "receipts.jsonl", reuse=True)
 
 
-def events(records, kind):
-    return [event for record in records[1:] for event in record["events"] if kind in event]
-
-
-def test_the_draws_of_a_valid_run_are_repeated(records, audit, tmp_path):
+def test_the_draws_of_a_valid_run_are_repeated(records, audit):
     assert audit(records).code == 0
-    issued = [(event["prompt_index"], event["epoch"]) for event in events(records, "issued")]
+    issued = [(event["prompt"], event["epoch"]) for event in of(records, "issue")]
     assert len(issued) > len({row for row, _ in issued}) and issued != sorted(issued)
 
 
 def forge_a_draw(records):
-    """Another prompt in its place, wherever the receipts name it."""
-    event = events(records, "issued")[-2]
-    group, other = event["issued"], next(row for row in (3, 4) if row != event["prompt_index"])
-    named = [each for record in records for each in record.get("trained", ())]
-    for each in [event, *(each for each in named if each["group_id"] == group)]:
-        each.update(prompt_index=other, epoch=50)
+    event = of(records, "issue")[-2]
+    event["prompt"], event["epoch"] = next(row for row in (3, 4) if row != event["prompt"]), 50
 
 
 def forge_a_result(records):
-    for event in events(records, "generated")[:4]:
+    for event in of(records, "finish")[:4]:
         event["successes"] = 0 if event["successes"] else 2
 
 
@@ -54,12 +44,12 @@ def leave_a_row_out(records):
 
 
 def give_an_impossible_result(records):
-    events(records, "generated")[-1]["scored"] = 3
+    of(records, "finish")[-1]["scored"] = 3
 
 
 def leave_a_result_out(records):
     for name in ("successes", "scored"):
-        del events(records, "generated")[-1][name]
+        del of(records, "finish")[-1][name]
 
 
 def deny_the_curriculum(records):
@@ -107,28 +97,20 @@ def test_a_config_with_another_rule_or_seed_is_found(records, audit, tmp_path):
 
 
 def test_a_resume_continues_the_draws_from_its_checkpoint(records, audit):
-    again = deepcopy(records)
-    for record in again:
-        record["attempt"] = 1
-    again[0].update(steps_done=3, policy_version=2)
-    for record in again[4:6]:  # the new generators have loaded nothing yet
-        record["acknowledged"] = []
-    start = json.loads(json.dumps(again[0]))
-    resumed = [*records[:6], start, *again[4:]]
+    resumed = attempts(records, kill_after=5, resume_after=3)
     assert "curriculum" not in audit(resumed).broken
-    start["seed"] += 1
+    of(resumed, "start", attempt=1)[0]["seed"] += 1
     assert "curriculum" in audit(resumed).broken
 
 
-def step(records, number):
-    return next(r for r in records if r["record"] == "step" and r["step"] == number)
+def batch(records, number):
+    return of(records, "sample", step=number)[0]
 
 
 def reuses(records):
     return {
-        record["step"]: [(e["reused"], e["use"]) for e in record["events"] if "reused" in e]
-        for record in records
-        if record["record"] == "step"
+        each["step"]: [(e["group"], e["use"]) for e in each["reused"]]
+        for each in of(records, "sample")
     }
 
 
@@ -138,16 +120,13 @@ def test_a_valid_run_says_each_reuse_and_passes(reused, audit):
     assert [len(each) for each in found.values()] == [0, 1, 1, 1, 1, 1]
     assert {use for each in found.values() for _, use in each} == {2}
     assert audit(reused).code == 0
-    amount = {"count": 1, "response_tokens_mean": 3.5}
-    assert step(reused, 2)["groups"]["reused"] == step(reused, 2)["groups"]["trained"] == amount
-    assert step(reused, 2)["trained_share"] == 1.0
 
 
 def again(records, number, group, use, replaces=True):
     """Let a step reuse another group."""
-    events = step(records, number)["events"]
-    kept = [e for e in events if not (replaces and "reused" in e)]
-    events[:] = [*kept, {"reused": group, "use": use}]
+    found = batch(records, number)
+    kept = [] if replaces else found["reused"]
+    found["reused"] = [*kept, {"group": group, "use": use}]
 
 
 def first_reused(records):
@@ -160,20 +139,18 @@ def use_a_group_too_often(r):
 
 
 def reuse_a_group_that_is_too_old(r):
-    left = next(e["trained"] for e in step(r, 1)["events"] if "trained" in e) + 1
+    left = batch(r, 1)["groups"][0] + 1
     again(r, 6, left, 2)
     return "4 versions old, more than 2"
 
 
 def reuse_a_group_of_the_skipped_step(r):
-    again(r, 5, next(e["trained"] for e in step(r, 3)["events"] if "trained" in e), 2)
+    again(r, 5, batch(r, 3)["groups"][0], 2)
     return "but the priority chooses"
 
 
 def do_not_record_a_reuse(r):
-    events = step(r, 2)["events"]
-    events[:] = [e for e in events if "reused" not in e]
-    del step(r, 2)["groups"]["reused"]
+    batch(r, 2)["reused"] = []
     return "reuses the groups []"
 
 
@@ -193,16 +170,14 @@ def reuse_what_was_never_trained(r):
 
 
 def reuse_the_worse_group(r):
-    for event in step(r, 1)["events"]:
-        if event.get("trained") == first_reused(r):
-            event["spread"] /= 4
+    found = batch(r, 1)
+    found["worths"][found["groups"].index(first_reused(r))]["spread"] /= 4
     return "but the priority chooses"
 
 
 def make_a_group_younger_than_its_tokens(r):
-    for event in step(r, 5)["events"]:
-        if "trained" in event:
-            event["oldest_version"] += 1
+    for worth in batch(r, 5)["worths"]:
+        worth["oldest_version"] += 1
     return ""
 
 

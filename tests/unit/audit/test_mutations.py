@@ -59,7 +59,7 @@ def changed(lines, chance):
 
 def test_single_changes_are_detected(tmp_path, capsys, write_run):
     path = tmp_path / "receipts.jsonl"
-    write_run(path, books=True)
+    write_run(path)
     whole = path.read_bytes()
     assert main([str(tmp_path)]) == 0
     missed, total = [], 0

@@ -14,12 +14,12 @@ FIRST, SECOND, THIRD = "1" * 32, "2" * 32, "3" * 32
 
 
 def start(attempt, steps_done, incarnation, run=RUN):
-    record = {"record": "start", "attempt": attempt, "steps_done": steps_done}
+    record = {"event": "start", "attempt": attempt, "steps_done": steps_done}
     return record | {"run": run, "incarnation": incarnation}
 
 
 def steps(attempt, *numbers):
-    return [{"record": "step", "attempt": attempt, "step": n, "policy_version": n} for n in numbers]
+    return [{"event": "step", "attempt": attempt, "step": n, "policy_version": n} for n in numbers]
 
 
 def write_receipts(folder, *records):

@@ -48,7 +48,7 @@ class KeptRun:
         records = []
         for attempt, begins in ((0, 0), (1, 1)):
             start = {"steps_done": begins, "policy_version": begins, "max_staleness": 2}
-            records.append({"record": "start", "attempt": attempt, **start})
+            records.append({"event": "start", "attempt": attempt, **start})
             for (of, step), batch in self.batches.items():
                 if of != attempt:
                     continue
@@ -60,22 +60,22 @@ class KeptRun:
                 versions = np.concatenate([t.token_versions for t in batch])
                 counts = dict(zip(*np.unique(versions, return_counts=True), strict=True))
                 pulls = [
-                    {"generator": "generator_0", "version": step, "published": checksum}
+                    {"event": "load", "version": step, "published": checksum}
                     for identity, checksum in self.checksums.items()
                     if identity == (attempt, step)
                 ]
                 records.append(
                     {
-                        "record": "step",
+                        "event": "step",
                         "attempt": attempt,
                         "step": step,
                         "trained_from": step - 1,
                         "policy_version": step,
                         "token_versions": {str(v): int(n) for v, n in counts.items()},
                         "batch_hash": batch_hash(packed),
-                        "acknowledged": pulls,
                     }
                 )
+                records += pulls
         lines = "".join(f"{json.dumps(record)}\n" for record in records)
         (self.folder / "receipts.jsonl").write_text(lines)
         (self.folder / "config.yaml").write_text(json.dumps(self.config))

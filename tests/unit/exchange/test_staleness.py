@@ -10,6 +10,8 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import torch
+from grpo_components.exchange.recent_events import RecentEvents
+from grpo_components.replay.event_log import EventLog
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from lib.properties import many
@@ -19,12 +21,10 @@ from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
-from grpo_components.exchange.recent_events import RecentEvents
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import Reused, StalenessContract
 from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
-from grpo_components.replay.event_log import EventLog
 from grpo_components.state_files import read_state, write_state
 from grpo_components.training.sample import make_samples
 from grpo_components.training.step_result import StepResult

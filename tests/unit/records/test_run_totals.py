@@ -4,9 +4,9 @@ import json
 import time
 
 import pytest
+from grpo_components.replay.event_log import EventLog
 
 from grpo_components.records.run_totals import RunTotals
-from grpo_components.replay.event_log import EventLog
 from grpo_components.replay.event_order import EventOrder
 
 

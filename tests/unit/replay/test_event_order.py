@@ -4,11 +4,11 @@ import asyncio
 import json
 
 import pytest
+from grpo_components.replay.event_log import EventLog
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_components.errors import ReplayError
-from grpo_components.replay.event_log import EventLog
 from grpo_components.replay.event_order import EventOrder
 
 

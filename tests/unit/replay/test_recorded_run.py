@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import xxhash
+from grpo_components.replay.event_log import EventLog, open_event_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lib.properties import many
@@ -29,7 +30,6 @@ from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
-from grpo_components.replay.event_log import EventLog, open_event_order
 from grpo_components.replay.recorded_run import FORMAT, available_cpus, read_events, read_original
 from grpo_components.replay.schedule import STOP, open_schedule
 from grpo_components.training.step_result import StepResult

@@ -1,0 +1,235 @@
+"""Closes a run's books: what became of every group and every token that was generated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from grpo_tools.json_lines import records_of
+
+TokenCause = Literal[
+    "trained",
+    "stale",
+    "overlong",
+    "off_policy",
+    "unanswered",
+    "failed",
+    "skipped",
+    "written",
+]
+"""What a training step made of a sampled token; docs/receipts.md explains the causes."""
+TRAINED_FROM = ("trained", "off_policy", "skipped", "written")
+"""Causes of the tokens that a step's `token_versions` counts."""
+_OF_TOKENS = {
+    "trained": "trained",
+    "stale": "masked: older than max_staleness",
+    "overlong": "masked: cut off (mask_overlong)",
+    "off_policy": "masked: off_policy gave weight 0",
+    "unanswered": "masked: no agent's client kept it",
+    "failed": "in failed samples of trained groups",
+    "skipped": "in skipped steps and updates",
+    "written": "written to a file, not trained",
+}
+_AGAIN = "lost in a restart, generated again"
+_UNDONE = "undone by a rollback or resume"
+_IN_FLIGHT = "in flight at the end"
+_LAST = (_AGAIN, _UNDONE, _IN_FLIGHT)
+_ORDER = [*_OF_TOKENS.values(), "filtered", "dropped: failed", "dropped: stale"]
+Record = Mapping[str, Any]
+
+
+@dataclass
+class Amount:
+    """A number of groups, and of tokens that the policy sampled for them."""
+
+    groups: int = 0
+    tokens: int = 0
+
+    def add(self, groups: int, tokens: int) -> None:
+        """Add groups and tokens."""
+        self.groups += groups
+        self.tokens += tokens
+
+
+@dataclass
+class _Account:
+    """What became of groups up to a step, as far as no rollback or resume undid it."""
+
+    outcomes: dict[str, Amount] = field(default_factory=dict)
+    stock: dict[int, int] = field(default_factory=dict)
+    """Group that is generated and has no outcome yet -> tokens sampled for it."""
+    again: Amount = field(default_factory=Amount)
+    """Groups trained by one more step: each such use."""
+    ungenerated: int = 0
+    """Groups dropped before their generation ended."""
+
+    def end(self, cause: str, groups: int, tokens: int) -> None:
+        self.outcomes.setdefault(cause, Amount()).add(groups, tokens)
+
+    def total(self) -> Amount:
+        total = Amount(len(self.stock), sum(self.stock.values()))
+        for amount in self.outcomes.values():
+            total.add(amount.groups, amount.tokens)
+        return total
+
+
+class Books:
+    """Adds up the events of receipts.jsonl: generated = the sum of all outcomes.
+
+    The left side counts each group where its generation ended. The right side counts it where it
+    left: the trainers count the tokens of a step's groups by what they do with each, the ledger
+    those of dropped and of living groups. So a count that is wrong on either side is a residual.
+    """
+
+    def __init__(self, resume_points: Iterable[int]) -> None:
+        self.generated = Amount()
+        self.problem = ""
+        """First group whose two sides differ, or other contradiction; empty if there is none."""
+        self._resume_points = set(resume_points)
+        self._account = _Account()
+        self._kept: dict[int, _Account] = {0: _Account()}
+        self._undone = Amount()
+        self._batch: list[int] = []
+        """New groups of the step in training."""
+
+    @property
+    def again(self) -> Amount:
+        """How often groups were trained by one more step, and with how many tokens."""
+        return self._account.again
+
+    @property
+    def residual(self) -> Amount:
+        """Generated groups and tokens less those of all outcomes: 0 if the books close."""
+        right = self._account.total()
+        right.add(self._undone.groups, self._undone.tokens)
+        left = self.generated
+        return Amount(left.groups - right.groups, left.tokens - right.tokens)
+
+    def outcomes(self) -> dict[str, Amount]:
+        """Return the right side: cause in words -> its groups and tokens; none without either."""
+        found, stock = dict(self._account.outcomes), self._account.stock
+        found[_UNDONE] = self._undone
+        found[_IN_FLIGHT] = Amount(len(stock), sum(stock.values()))
+        order = [*_ORDER, *sorted(found.keys() - {*_ORDER, *_LAST}), *_LAST]
+        rows = ((cause, found[cause]) for cause in order if cause in found)
+        return {cause: amount for cause, amount in rows if amount != Amount()}
+
+    def table(self) -> list[tuple[str, int, int]]:
+        """Return the rows (what, groups, tokens) of both sides and of the residual."""
+        rows = {"generated": self.generated, **self.outcomes(), "residual": self.residual}
+        return [(what, amount.groups, amount.tokens) for what, amount in rows.items()]
+
+    def beside(self) -> list[str]:
+        """Return in words what is not in the balance, one line each."""
+        lines = []
+        if again := self.again.groups:
+            lines.append(f"{again:,} uses of groups trained again: {self.again.tokens:,} tokens")
+        if none := self._account.ungenerated:
+            lines.append(f"{none:,} groups were dropped before their generation ended")
+        return lines
+
+    def line(self) -> str:
+        """Return both sides in one line, each amount as groups and tokens."""
+        right = " + ".join(f"{_of(amount)} {cause}" for cause, amount in self.outcomes().items())
+        return f"{_of(self.generated)} generated = {right or 0}; residual {_of(self.residual)}"
+
+    def follow(self, event: Record) -> None:
+        """Add the next event."""
+        account = self._account
+        match event["event"]:
+            case "start":
+                self._begin(event)
+            case "finish":
+                tokens = sum(event["response_tokens"])
+                self.generated.add(1, tokens)
+                account.stock[event["group"]] = tokens
+            case "interrupt":
+                if (tokens := account.stock.pop(event["group"], None)) is not None:
+                    account.end(_AGAIN, 1, tokens)
+            case "drop":
+                for group, counted in zip(event["groups"], event["tokens"], strict=False):
+                    self._drop(group, event["reason"], counted, account)
+            case "sample":
+                self._batch = event["groups"]
+            case "step":
+                self._train(event, account)
+            case "end":
+                given = {each["group"]: each["tokens"] for each in event["living"]}
+                self._carry({group: n for group, n in given.items() if n is not None}, account)
+            case _:
+                pass
+
+    def _begin(self, start: Record) -> None:
+        before, now = self._account, deepcopy(self._kept.get(start["steps_done"], _Account()))
+        for account, sign in ((before, 1), (now, -1)):
+            total = account.total()
+            self._undone.add(sign * total.groups, sign * total.tokens)
+        carried = {int(group): tokens for group, tokens in start["carried"].items()}
+        for group in [group for group in now.stock if group not in carried]:
+            now.end(_AGAIN, 1, now.stock.pop(group))
+        self._carry(carried, now)
+        self._account, self._batch = now, []
+
+    def _carry(self, counted: Mapping[int, int], account: _Account) -> None:
+        """Go on with the ledger's own count of the generated living groups."""
+        for group in sorted(counted.keys() | account.stock.keys()):
+            self._compare(group, account.stock.get(group), counted.get(group), "the ledger counts")
+        account.stock = dict(counted)
+
+    def _compare(self, group: int, known: int | None, found: int | None, who: str) -> None:
+        if known != found and not self.problem:
+            generated = "not generated" if known is None else f"generated with {known} tokens"
+            self.problem = f"group {group} is {generated}, but {who} {found}"
+
+    def _drop(self, group: int, reason: str, tokens: int | None, account: _Account) -> None:
+        known = account.stock.pop(group, None)
+        self._compare(group, known, tokens, f"it is dropped as {reason} with")
+        if tokens is None:
+            account.ungenerated += 1
+        else:
+            account.end(_dropped(reason), 1, tokens)
+
+    def _train(self, step: Record, account: _Account) -> None:
+        skipped = step["policy_version"] == step["trained_from"]
+        counts = {int(group): causes for group, causes in step["tokens"].items()}
+        for group in counts.keys() - {*self._batch}:
+            account.again.add(1, counts[group].get("trained", 0))
+        for group in self._batch:
+            causes, known = counts.get(group), account.stock.pop(group, None)
+            self._compare(group, known, causes and sum(causes.values()), "the trainers count")
+            if causes is None:
+                continue
+            kind = "written" if "written" in causes else "skipped" if skipped else "trained"
+            account.end(_OF_TOKENS[kind], 1, 0)
+            for cause, tokens in causes.items():
+                account.end(_OF_TOKENS[cause], 0, tokens)
+        found = sum(n for c in counts.values() for cause, n in c.items() if cause in TRAINED_FROM)
+        stated = sum(step["token_versions"].values())
+        if found != stated and not self.problem:
+            self.problem = f"token_versions has {stated} tokens, the groups' counts {found}"
+        if step["step"] in self._resume_points:
+            self._kept[step["step"]] = deepcopy(account)
+
+
+def close_books(folder: Path) -> Books:
+    """Return the books of a run that has ended, is running or was killed."""
+    path = folder / "receipts.jsonl"
+    try:
+        books = Books(start["steps_done"] for start in records_of(path, b'"event": "start"'))
+        for event in records_of(path):
+            books.follow(event)
+    except (AttributeError, KeyError, TypeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"a line is not as expected: {problem}") from error
+    return books
+
+
+def _dropped(reason: str) -> str:
+    return reason if reason == "filtered" else f"dropped: {reason}"
+
+
+def _of(amount: Amount) -> str:
+    return f"{amount.groups:,}/{amount.tokens:,}"
