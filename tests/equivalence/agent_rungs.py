@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from contextlib import closing
-from typing import Any
 
 import numpy as np
-from openai import OpenAI
 
 from equivalence.ladder import SYNCHRONOUS, Bench, max_difference, rung
 from equivalence.roles import GENERATOR, tiny_arguments, tiny_config
@@ -15,27 +13,8 @@ from equivalence.update_rungs import weights_after_step
 from grpo_components.trajectory import Trajectory, concatenate, unpack
 
 _GROUPS = 4
-_FIRST_TOKENS = 4
-"""Tokens of the first of two calls."""
 _TEMPERATURE = 0.05  # so low that the seeds, which differ, do not matter
 _SAME = ("prompt_ids", "response_ids", "response_mask", "token_versions")
-
-
-def one_call(task: dict[str, Any]) -> None:
-    """Ask once, as an agent."""
-    _answer(task["prompt_text"])
-
-
-def two_calls(task: dict[str, Any]) -> None:
-    """Ask for the first tokens, and then for the others, as an agent."""
-    first = _answer(task["prompt_text"], max_tokens=_FIRST_TOKENS)
-    _answer(task["prompt_text"], first)
-
-
-def _answer(*texts: str, **options: Any) -> str:
-    messages: list[Any] = [{"role": "user", "content": text} for text in texts]
-    ask = OpenAI().chat.completions.create
-    return ask(model="policy", messages=messages, **options).choices[0].message.content or ""
 
 
 @rung(
@@ -46,7 +25,7 @@ def _answer(*texts: str, **options: Any) -> str:
     nightly=True,
 )
 def session_is_plain_rollout(bench: Bench) -> float:
-    plain, sessions = _plain(bench), _rolled_out(bench, one_call.__name__)
+    plain, sessions = _plain(bench), _rolled_out(bench, "one_call")
     gap = _difference(plain, sessions)
     advantages = np.resize(np.array([1, -1], np.float32), len(plain))
     trained = [weights_after_step(bench, rows, advantages) for rows in (plain, sessions)]
@@ -61,7 +40,7 @@ def session_is_plain_rollout(bench: Bench) -> float:
     nightly=True,
 )
 def continued_session_is_plain_rollout(bench: Bench) -> float:
-    return _difference(_plain(bench), _rolled_out(bench, two_calls.__name__))
+    return _difference(_plain(bench), _rolled_out(bench, "two_calls"))
 
 
 def _plain(bench: Bench) -> list[Trajectory]:
@@ -72,7 +51,7 @@ def _rolled_out(bench: Bench, agent: str | None) -> list[Trajectory]:
     """Return responses to the first prompts; of an agent's sessions if one is named."""
     own = [
         "environment._component_=grpo_components.agents.environment.AgentEnvironment",
-        f"environment.agent={__name__}.{agent}",
+        f"environment.agent=equivalence.agents.{agent}",
         "environment.chat_template=plain",
     ]
     cfg = tiny_config(bench.folder() / "run", *SYNCHRONOUS, *bench.policy, *(own if agent else ()))

@@ -164,17 +164,6 @@ def test_the_world_reads_each_turn_and_the_rewards_judge_the_last_one(module):
     ]
 
 
-def test_the_default_answer_is_the_prompts(module):
-    answers = []
-
-    def score(samples):
-        answers.extend(sample["answer"] for sample in samples)
-        return all_right(samples)
-
-    rollout(module, make(world_of(Reply(done=True)), score=score), Says("x"))
-    assert answers == ["42"]
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -66,22 +66,6 @@ def test_more_prompts_at_once_than_fit_into_one_step_are_all_answered(make_engin
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
-def test_cached_prefixes_of_old_weights_are_not_used(make_engine, checkpoints):
-    """A long prompt that was cached under A must give B's tokens after the swap."""
-    prompt = [int(i) for i in np.random.default_rng(0).integers(1, 255, 300)]
-
-    def ask(engine):
-        return engine.submit(
-            prompt, max_tokens=16, temperature=1.0, seed=1, stop_token_ids=[0]
-        ).result()
-
-    engine = make_engine(checkpoints / "tied_A")
-    ask(engine)
-    ask(engine)
-    engine.load_weights(1, weights(checkpoints / "tied_B")).result()
-    assert_same([ask(engine)], [ask(make_engine(checkpoints / "tied_B"))])
-
-
 @pytest.mark.parametrize("lora", [None, LoraOptions(rank=4, alpha=8, target_modules=("q_proj",))])
 def test_ids_beyond_the_tokenizer_are_never_sampled_and_the_trainer_knows(
     make_engine, checkpoints, lora
