@@ -217,7 +217,7 @@ class Ledger:
         self._wake(opened=False)
         return entries + self.reuse.chosen
 
-    def finish_step(self, policy_version: int, outcome: Mapping[str, Any]) -> None:
+    def finish_step(self, policy_version: int, outcome: Mapping[str, Any] | None = None) -> None:
         """Record the end of a training step, and what it trained.
 
         In a replay, no await may lie between the turn of the event `step` and this call.

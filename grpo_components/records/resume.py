@@ -226,7 +226,7 @@ def last_start(output_dir: Path) -> dict[str, Any]:
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                if line.startswith('{"record": "start"') and line.endswith("\n"):
+                if line.startswith('{"event": "start"') and line.endswith("\n"):
                     start = json.loads(line)
     return start
 

@@ -21,7 +21,7 @@ def test_it_is_the_split_run_to_the_bit(split_run, colocated_run):
 
 
 def test_turns_follow_each_other_and_no_response_is_cut_off(colocated_run):
-    events = records(colocated_run.folder / "logs" / "events.jsonl")
+    events = records(colocated_run.folder / "receipts.jsonl")
     turns = [event["event"] for event in events if event["event"] in ("sample", "sleep", "push")]
     assert turns == ["sample", "sleep", "push"] * STEPS
     assert not [event for event in events if event["event"] == "abort"]

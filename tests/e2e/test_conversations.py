@@ -104,7 +104,7 @@ def test_a_tutor_a_tool_a_reward_in_the_sandbox_a_learned_one_and_one_of_the_use
     assert all(0 <= record["loss/kl_reference"] < 1 for record in steps)
     # The first step's weights are the generator's: turn for turn, the two read the same context.
     assert abs(steps[0]["mismatch/generator_kl"]) < 1e-6
-    events = records(output_dir / "logs" / "events.jsonl")
+    events = records(output_dir / "receipts.jsonl")
     tokens = {
         event["group"]: event["response_tokens"] for event in events if "response_tokens" in event
     }

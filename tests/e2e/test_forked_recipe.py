@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from grpo_components.exchange.books import close_books, reader_of
 from lib.whole_runs import RECIPE, SHORT, TUNE, assert_audited, metrics, receipts, records, succeed
+
+from grpo_tools.books import close_books
 
 pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
 
@@ -112,7 +113,7 @@ def test_a_copied_recipe_with_an_edited_loss_every_part_of_the_objective_and_par
 
 def assert_the_books_close(output_dir, output, table):
     """Every cause that such a run can have is there, in the summary and in the audit."""
-    rows = {what: pair for what, *pair in close_books(reader_of(output_dir)).table()}
+    rows = {what: pair for what, *pair in close_books(output_dir).table()}
     assert rows["residual"] == [0, 0]
     causes = {"trained", "filtered", "dropped: failed", "in failed samples of trained groups"}
     assert rows.keys() > causes, rows

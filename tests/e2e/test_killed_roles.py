@@ -48,7 +48,7 @@ def test_every_role_dies_and_nothing_is_lost(tune, tiny_policy, tmp_path):
     steps = {r["step"]: r for r in records(output_dir / "logs" / "metrics.jsonl")}  # last attempts
     assert sorted(steps) == list(range(13))
     assert steps[12]["attempt"] >= 2, "the trainer was killed twice"
-    events = records(output_dir / "logs" / "events.jsonl")
+    events = records(output_dir / "receipts.jsonl")
     restarts = [i for i, e in enumerate(events) if e["event"] in ("restart", "rollback")]
     last = max(i for i, e in enumerate(events) if e["event"] == "step" and e["step"] == 12)
     assert len(restarts) >= len(FAULTS)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
 def test_its_generator_was_killed_and_its_audit_holds(lora_run):
     assert re.search(r"^generator_0 is back", lora_run.output, re.MULTILINE), lora_run.output
     assert_audited(lora_run.folder)
-    loads = [e for e in records(lora_run.folder / "logs" / "events.jsonl") if e["event"] == "load"]
+    loads = [e for e in records(lora_run.folder / "receipts.jsonl") if e["event"] == "load"]
     assert max(event["version"] for event in loads) >= 3
 
 

@@ -27,7 +27,8 @@ from lib import dry_runs
 from lib.chaos import RECIPE, TUNE, Fault, forked_recipe
 from lib.forked_run import ForkedRun
 from lib.goldens import TOLERANCE, differences, read_goldens, write_goldens
-from lib.whole_runs import assert_same_run, audit, metrics, receipts, records
+from lib.whole_runs import assert_same_run, audit, metrics, records
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 TINY = Path("/tmp/torchtune-async-grpo/tiny_policy")
@@ -140,11 +141,17 @@ class Gate:
                     groups.setdefault(group if slash else "-", {})[name or key] = value
             for group, values in groups.items():
                 yield f"{config} step {record['step']} {group}", values
-        for receipt in receipts(folder):
-            kept = {"batch_hash": receipt["batch_hash"], "generators": receipt["generators"]}
-            yield f"{config} step {receipt['step']} receipt", kept
-        last = records(folder / "receipts.jsonl")[-1]
-        yield f"{config} step {last['step']} end", {"generators": last["generators"]}
+        num_generators = OmegaConf.load(folder / "config.yaml").num_generators
+        base = {"version": 0, "checksum": None}
+        loaded = {f"generator_{n}": base for n in range(num_generators)}
+        for event in records(folder / "receipts.jsonl"):
+            if event["event"] == "load":
+                loaded[event["role"]] = {name: event[name] for name in ("version", "checksum")}
+            elif event["event"] == "step":
+                kept = {"batch_hash": event["batch_hash"], "generators": dict(loaded)}
+                yield f"{config} step {event['step']} receipt", kept
+            elif event["event"] == "end":
+                yield f"{config} step {event['step']} end", {"generators": dict(loaded)}
 
     def replayed_run(self):
         """An asynchronous run comes out the same to the bit if its events are replayed."""

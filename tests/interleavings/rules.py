@@ -6,9 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_components.exchange.books import Amount
 from interleavings.roles import NEWEST
 from interleavings.world import World
+
+from grpo_tools.books import Amount
 
 
 @dataclass

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from grpo_components.exchange.books import Books
 from interleavings.around import Checkpoints, Prompts, Start
 from interleavings.controlled_loops import ControlledLoop
 from interleavings.roles import BrokenRule, Generator, Reference, Trainer
@@ -38,6 +37,7 @@ from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
 from grpo_components.replay.event_order import Event, EventOrder
 from grpo_components.training.step_result import StepResult
+from grpo_tools.books import Books
 from grpo_tools.simulate.simulation import _recipe_class
 
 PURE = {
@@ -180,12 +180,9 @@ class World:
         )
         self.checkpoints = Checkpoints(self)
         self.checkpoints.hold()
-        self.books = books = Books(range(bound.steps + 1), lambda: ())
-        sizes = {"groups_per_step": bound.groups_per_step, "group_size": 1}
+        self.books = books = Books(range(bound.steps + 1))
         pages: Any = books  # in place of the file: see `Pages`
-        receipts = self.receipts = Receipts(
-            pages, self.ledger, 0, max_staleness=bound.max_staleness, **sizes
-        )
+        receipts = self.receipts = Receipts(pages, self.ledger, 0, {})
         self.journal = Journal(
             Start(self.checkpoints.held),  # type: ignore[arg-type]
             self.ledger,
@@ -247,8 +244,8 @@ class World:
             if event["version"] <= self.published:
                 raise BrokenRule(f"version {event['version']} published after {self.published}")
             self.published = event["version"]
-        if event["event"] == "step" and event["version"] != self.ledger.policy_version + 1:
-            raise BrokenRule(f"version {event['version']} after {self.ledger.policy_version}")
+        if event["event"] == "step" and event["policy_version"] != event["trained_from"] + 1:
+            raise BrokenRule(f"version {event['policy_version']} after {event['trained_from']}")
 
     # ---- steps
 

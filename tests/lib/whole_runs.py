@@ -97,7 +97,7 @@ def metrics(output_dir):
 
 def receipts(output_dir):
     """The records of its steps."""
-    return [r for r in records(output_dir / "receipts.jsonl") if r["record"] == "step"]
+    return [r for r in records(output_dir / "receipts.jsonl") if r["event"] == "step"]
 
 
 def wait_for_line(process, pattern=r"step +2/"):

@@ -5,9 +5,10 @@ import signal
 import time
 
 import pytest
-from grpo_components.exchange.books import close_books, reader_of
 from lib.chaos import Fault, forked_recipe
 from lib.whole_runs import assert_audited, audit, finish, records, wait_for_line
+
+from grpo_tools.books import close_books
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -40,11 +41,11 @@ def test_they_close_over_killed_roles_a_rollback_a_killed_driver_and_a_resume(tu
     code, output = finish(process)
     assert code == 0, output
     assert_audited(output_dir)
-    books = close_books(reader_of(output_dir))
+    books = close_books(output_dir)
     rows = {what: pair for what, *pair in books.table()}
     assert rows["residual"] == [0, 0]
     assert rows["undone by a rollback or resume"][0] > 0 < rows["filtered"][0]
     assert books.unrecorded.groups > 0 and "from logs/events.jsonl" in output
-    events = records(output_dir / "logs" / "events.jsonl")
+    events = records(output_dir / "receipts.jsonl")
     tokens = [sum(e["response_tokens"]) for e in events if e["event"] == "finish"]
     assert rows["generated"] == [len(tokens), sum(tokens)], "the event log has each of them"

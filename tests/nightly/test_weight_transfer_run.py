@@ -26,7 +26,7 @@ def on_cpu(folder, faults=()):
 
 
 def loads(output_dir):
-    events = records(output_dir / "logs" / "events.jsonl")
+    events = records(output_dir / "receipts.jsonl")
     return [(e["role"], e["version"], e["checksum"]) for e in events if e["event"] == "load"]
 
 

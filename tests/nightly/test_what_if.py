@@ -13,7 +13,7 @@ SHORT = (
 
 def checksums(folder):
     """Policy version -> checksum of its weights, as generators loaded them."""
-    pulls = [p for r in records(folder / "receipts.jsonl") for p in r.get("acknowledged", ())]
+    pulls = [e for e in records(folder / "receipts.jsonl") if e["event"] == "load"]
     return {pull["version"]: pull["checksum"] for pull in pulls}
 
 

@@ -105,7 +105,7 @@ def test_a_group_is_asked_for_by_its_identity_and_its_end_is_recorded():
         group = await setting.generated()
         assert setting.sampler.asked == [(10, 0, 0, 3, 0.5)]
         assert waits == [("generate_group", 7.0)]
-        assert group.summary.response_tokens == [3, 3] and group.entry.response_tokens == 3.0
+        assert group.summary.response_tokens == [3, 3] and group.entry.tokens == 6
         assert await value_of(group.entry.text) == {"text of": 0}
         assert setting.names() == ["issue", "finish"]
 

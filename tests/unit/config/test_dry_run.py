@@ -133,7 +133,7 @@ def test_an_earlier_run_in_the_folder_would_be_moved_aside(planned, settings_wit
     run = tmp_path / "run"
     lock, _ = prepare_output_folder(run, settings_with(output_dir=str(run)), new_identity())
     lock.release()
-    (run / "receipts.jsonl").write_text('{"record": "start", "attempt": 0}\n')
+    (run / "receipts.jsonl").write_text('{"event": "start", "attempt": 0}\n')
     (tmp_path / "run-1").mkdir()
     assert str(tmp_path / "run-2") in planned()["output"][1]
 
@@ -142,7 +142,7 @@ def test_a_resume_goes_on_in_its_folder(planned, tmp_path):
     run = tmp_path / "run"
     write_checkpoint(run / "checkpoints" / "step_7", {"ledger": {"steps_done": 7}})
     (run / "checkpoints" / "latest").symlink_to("step_7")
-    (run / "receipts.jsonl").write_text('{"record": "start", "attempt": 0}\n')
+    (run / "receipts.jsonl").write_text('{"event": "start", "attempt": 0}\n')
     found = planned(resume_from_checkpoint=True)
     assert found["output"] == [str(run), "goes on after step 7, as attempt 1"]
     assert "step_7" in found["model"][1]

@@ -221,7 +221,7 @@ def values(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     named = ("base/model", "base/vocab.json", "data/train.jsonl", "scorer/config.json", "env/db")
-    for name in (*named, "first/logs/events.jsonl", "rollouts/trajectories.jsonl", "held/out.csv"):
+    for name in (*named, "first/receipts.jsonl", "rollouts/trajectories.jsonl", "held/out.csv"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     return {
@@ -236,7 +236,7 @@ def values(tmp_path, monkeypatch):
         "metric_logger": {"log_dir": f"{tmp_path}/run/logs"},
         "profiler": {"output_dir": f"{tmp_path}/run/profile"},
         "train_from": f"{tmp_path}/rollouts/trajectories.jsonl",
-        "replay_events": f"{tmp_path}/first/logs/events.jsonl",
+        "replay_events": f"{tmp_path}/first/receipts.jsonl",
     }
 
 
@@ -323,6 +323,6 @@ def test_a_run_goes_on_in_its_folder_whatever_else_lies_there(values, tmp_path):
 @pytest.mark.parametrize("output_dir", ["kept/step_2", "kept/step_2/more", "kept"])
 def test_the_checkpoint_of_another_run_is_not_written_to(values, tmp_path, output_dir):
     write_checkpoint(tmp_path / "kept/step_2")
-    (tmp_path / "kept/receipts.jsonl").write_text('{"record": "start"}\n')
+    (tmp_path / "kept/receipts.jsonl").write_text('{"event": "start"}\n')
     resumed = {"resume_from_checkpoint": f"{tmp_path}/kept/step_2"}
     is_refused(values, tmp_path / output_dir, **resumed)

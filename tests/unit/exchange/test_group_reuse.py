@@ -29,7 +29,7 @@ class Summary:
 
 def entry(group_id):
     found = LedgerEntry(group_id, {"prompt_index": group_id}, 0, 0, 0, 0, "in_training")
-    found.response_tokens, found.parts = 4.0, (f"group {group_id}", "summary")
+    found.tokens, found.parts = 8, (f"group {group_id}", "summary")
     return found
 
 
@@ -131,7 +131,7 @@ def test_a_step_says_what_it_reuses_and_what_later_choices_depend_on():
     assert reuse.metrics.pop("reuse/age_mean") is math.nan
     assert reuse.metrics == {"reuse/share": 0.0, "reuse/uses_mean": 1.0}
     said = reuse.begin_step([])
-    assert said == {"worths": [], "reused": [{"group": 5, "use": 2, "response_tokens": 4.0}]}
+    assert said == {"worths": [], "reused": [{"group": 5, "use": 2}]}
     assert reuse.ids == ([5], [5])
     reuse.end_step([], 1, 2)
     assert reuse.metrics == {"reuse/share": 0.25, "reuse/uses_mean": 1.25, "reuse/age_mean": 1.0}

@@ -142,7 +142,7 @@ def test_reuse_lets_in_no_more_groups_than_later_steps_take_and_as_many_as_the_n
         # Nothing is left to reuse: the last step needs two more groups than were let in for it.
         assert ledger.next_batch(4)[0] == 4 and len(await admit_all(ledger)) == 2
         said = [event["reused"] for event in events if event["event"] == "sample"]
-        tokens = {"use": 2, "response_tokens": None}
+        tokens = {"use": 2}
         assert said == [[], [{"group": 2, **tokens}, {"group": 3, **tokens}]]
         assert ledger.trained_groups == 6 and ledger.issued == 10
 
@@ -203,7 +203,7 @@ def test_every_change_is_one_event():
         first, second = await admit_all(ledger)
         assert (first.prompt_index, first.state) == (0, "in_flight")
         await ledger.finish_generation(1, [2, 5])
-        assert second.response_tokens == 3.5
+        assert second.tokens == 7
         await ledger.drop([0], "failed", reissue=True)
         assert ledger.waiting_prompts == [(first.prompt, 0)]
         await ledger.enter_buffer(1)
@@ -217,10 +217,10 @@ def test_every_change_is_one_event():
             ("issue", 0, "test", 0, 0, 0, 0, -1),
             ("issue", 0, "test", 1, 1, 0, 1, 0),
             ("finish", 0, 1, [2, 5]),
-            ("drop", 0, [0], "failed", True),
+            ("drop", 0, [0], "failed", True, [None]),
             ("buffer", 0, 1),
             ("sample", 0, 1, [1]),
-            ("step", 0, 1, 1),
+            ("step", 0, 1, 0, 1),
             ("issue", 0, "test", 2, 0, 0, 1, 0),
         ]
 
@@ -362,7 +362,7 @@ def test_a_group_that_is_given_back_is_admitted_again_first_under_its_number():
         assert [entry.group_id for entry in ledger.living()] == [0, 1, 2]
         (again,) = await admit_all(ledger)
         assert (again.group_id, again.prompt_index) == (1, 1)
-        assert (again.state, again.parts, again.response_tokens) == ("in_flight", (), None)
+        assert (again.state, again.parts, again.tokens) == ("in_flight", (), None)
         assert [(e["event"], e["group"]) for e in events] == [("interrupt", 1), ("issue", 1)]
 
     asyncio.run(run())

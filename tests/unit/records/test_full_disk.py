@@ -93,20 +93,18 @@ def test_metrics_on_a_full_disk_are_an_error_with_the_file_and_whole_lines_stay(
 
 
 def test_receipts_on_a_full_disk_are_an_error_and_closing_them_hides_no_other(disk):
-    prompts = iter([({"prompt_index": 0}, 0)])
-    ledger = Ledger(StalenessContract(1, 1), 3, prompts)
+    ledgers = [Ledger(StalenessContract(1, 1), 3, iter(())) for _ in range(2)]
     path = disk.folder / "receipts.jsonl"
-    settings = {"max_staleness": 1, "groups_per_step": 1, "group_size": 2}
-    failing, closed = (Receipts(path, ledger, attempt, **settings) for attempt in (0, 1))
+    failing, closed = (Receipts(path, ledger, 0, {}) for ledger in ledgers)
     disk.fill()
     with pytest.raises(OSError, match=r"cannot be written.*receipts\.jsonl"):
-        for step in range(1, 10_000):
-            failing.step(step, step, {0: 1}, 1.0, "hash")
+        for version in range(1, 100_000):
+            ledgers[0].events.note("publish", version=version)
     failing.close()
     closed.close()  # the run has failed by something else: that is told, not this
     disk.free()
     cut_torn_line(path)
-    assert [record["record"] for record in lines(path)][:2] == ["start", "start"]
+    assert [event["event"] for event in lines(path)][:2] == ["start", "start"]
 
 
 class Writer:

@@ -72,7 +72,8 @@ def run(tmp_path):
 
 def receipts(folder, ledger, attempt, identity=None):
     sizes = {"max_staleness": 1, "groups_per_step": 2, "group_size": 4}
-    return Receipts(folder / "receipts.jsonl", ledger, attempt, **sizes, identity=identity)
+    ids = identity.as_dict() if identity else {}
+    return Receipts(folder / "receipts.jsonl", ledger, attempt, sizes | ids)
 
 
 def config(output_dir, resume_from, **changes):
@@ -170,7 +171,7 @@ def test_missing_records_are_still_noticed_after_the_run_resumed(run, tmp_path, 
 def started(folder):
     """Run and incarnation of every attempt in the receipts."""
     records = [json.loads(line) for line in (folder / "receipts.jsonl").open()]
-    starts = [r for r in records if r["record"] == "start"]
+    starts = [r for r in records if r["event"] == "start"]
     return [(r.get("run"), r.get("incarnation")) for r in starts]
 
 
@@ -224,7 +225,7 @@ def test_no_attempt_starts_in_the_folder_of_a_running_one(run, resume_from):
 
 def test_an_incomplete_start_record_is_not_an_attempt(run):
     with (run / "receipts.jsonl").open("a") as file:
-        file.write('{"record": "start", "attempt": 1, "for')
+        file.write('{"event": "start", "attempt": 1, "for')
     assert last_attempt(run) == 0
 
 

@@ -34,7 +34,6 @@ class Setting:
         self.records = RunRecords(
             calls.start,
             calls.ledger,
-            calls.event_log,
             journal,
             calls.log,
             evaluation=evaluation,
@@ -102,4 +101,4 @@ def test_the_folder_is_unlocked_last():
     setting = Setting()
     setting.records.close()
     closed = [call[0] for call in setting.calls.mock_calls if call[0].endswith(".close")]
-    assert closed == ["event_log.close", "journal.close", "log.close", "start.close"]
+    assert closed == ["journal.close", "log.close", "start.close"]

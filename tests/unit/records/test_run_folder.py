@@ -51,7 +51,7 @@ def prepare(folder, **changes):
 def whole_run(folder, **changes):
     """Start and end a run; returns the new path of an earlier run."""
     lock, moved_to = prepare(folder, **changes)
-    (Path(folder) / "receipts.jsonl").write_text('{"record": "start"}\n')
+    (Path(folder) / "receipts.jsonl").write_text('{"event": "start"}\n')
     lock.release()
     return moved_to
 
@@ -178,7 +178,7 @@ def test_one_of_several_runs_that_start_together_gets_the_folder(tmp_path, befor
         {"config.yaml": "seed: 1", "logs/run.log": ""},  # another program's
         {"config.yaml": OmegaConf.to_yaml(cfg().model_dump())},  # mine, to start runs with
         {"config.yaml": OmegaConf.to_yaml(cfg().model_dump()), "logs/mine.log": ""},
-        {"receipts.jsonl": '{"record": "start"}'},
+        {"receipts.jsonl": '{"event": "start"}'},
         {LOCK: "", "mine": ""},
         {".thesis.tex.swp": ""},
         {"checkpoints/step_1/model.safetensors": ""},

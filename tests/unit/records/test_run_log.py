@@ -346,6 +346,9 @@ def test_a_failed_report_is_shown_in_a_line_and_does_not_fail_the_run(
     assert logger.closed
 
 
+START = {"event": "start", "num_steps": 9, "carried": {}, "time": 1.0, "cpus": 2, "libraries": {}}
+
+
 @pytest.mark.parametrize(
     ("error", "shown"),
     [
@@ -355,7 +358,7 @@ def test_a_failed_report_is_shown_in_a_line_and_does_not_fail_the_run(
     ],
 )
 def test_the_report_of_a_failed_run_has_the_error(make, clock, tmp_path, error, shown):
-    start = {"record": "start", "attempt": 0, "steps_done": 0, "num_steps": 9}
+    start = START | {"attempt": 0, "steps_done": 0}
     (tmp_path / "receipts.jsonl").write_text(json.dumps(start) + "\n")
     log, _ = make()
     clock.now += 1
@@ -376,7 +379,7 @@ def test_an_attempt_that_fails_before_its_first_step_is_in_the_report(make, cloc
     clock.now += 1
     log.step(1, step_metrics(), 100)
     log.close()
-    starts = [{"record": "start", "attempt": a, "steps_done": a, "num_steps": 9} for a in (0, 1)]
+    starts = [START | {"attempt": a, "steps_done": a} for a in (0, 1)]
     lines = "".join(json.dumps(start) + "\n" for start in starts)
     (tmp_path / "receipts.jsonl").write_text(lines)
     log, _ = make(attempt=1)

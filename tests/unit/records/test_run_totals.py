@@ -4,8 +4,10 @@ import json
 import time
 
 import pytest
-from grpo_components.replay.event_log import EventLog
 
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.records.receipts import Receipts
 from grpo_components.records.run_totals import RunTotals
 from grpo_components.replay.event_order import EventOrder
 
@@ -37,13 +39,12 @@ def test_restarts_of_a_role_and_of_all_trainers_count_and_a_role_given_up_does_n
 def test_a_resumed_run_goes_on_from_its_logs(tmp_path):
     """Those of the real event log; a text that looks like an event is none."""
     (tmp_path / "logs").mkdir()
-    log = EventLog(tmp_path)
-    events = EventOrder(listeners=[log.write])
-    events.note("start", format=2)
+    ledger = Ledger(StalenessContract(1, 1), 3, iter(()))
+    events, receipts = ledger.events, Receipts(tmp_path / "receipts.jsonl", ledger, 0, {})
     events.record("restart", role="generator_0", what='{"event": "rollback"', given_up=False)
     events.note("rollback", role="trainer_0", what='said "restart"')
     events.record("restart", role="generator_0", what="died", given_up=True)
-    log.close()
+    receipts.close()
     steps = [{"step": s, "time/wall_clock": took} for s, took in ((1, 50.0), (2, 90.0), (1, 70.0))]
     write(tmp_path / "logs/metrics.jsonl", {"step": 0}, *steps)
     totals = RunTotals(tmp_path / "logs")
@@ -54,7 +55,9 @@ def test_a_resumed_run_goes_on_from_its_logs(tmp_path):
 @pytest.mark.parametrize("took", ["[1]", '"9"', "null", "{"])
 def test_damaged_logs_of_an_earlier_attempt_do_not_stop_the_next(tmp_path, took):
     line = f'{{"step": 1, "time/wall_clock": {took}}}\n'
-    (tmp_path / "metrics.jsonl").write_text(line + '{"step": 2, "time/wall_clock": 9')
-    (tmp_path / "events.jsonl").write_text('{"event": "restart"\n{"event": "restart"')
-    assert RunTotals(tmp_path).metrics()["restarts"] == 0
-    assert RunTotals(tmp_path).metrics()["time/wall_clock"] < 5
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "metrics.jsonl").write_text(line + '{"step": 2, "time/wall_clock": 9')
+    (tmp_path / "receipts.jsonl").write_text('{"event": "restart"\n{"event": "restart"')
+    assert RunTotals(logs).metrics()["restarts"] == 0
+    assert RunTotals(logs).metrics()["time/wall_clock"] < 5

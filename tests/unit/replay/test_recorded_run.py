@@ -14,7 +14,6 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import xxhash
-from grpo_components.replay.event_log import EventLog, open_event_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lib.properties import many
@@ -30,7 +29,13 @@ from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
-from grpo_components.replay.recorded_run import FORMAT, available_cpus, read_events, read_original
+from grpo_components.replay.recorded_run import (
+    FORMAT,
+    available_cpus,
+    open_event_order,
+    read_events,
+    read_original,
+)
 from grpo_components.replay.schedule import STOP, open_schedule
 from grpo_components.training.step_result import StepResult
 from grpo_components.trajectory import Trajectory, pack, summarize
@@ -176,17 +181,15 @@ class Run:
         attempt, self.groups = int(before is not None), {}
         if before:
             self.ledger.load_state_dict(before[0])
-        self.log = EventLog(folder)
-        self.events = self.ledger.events = open_event_order(cfg, attempt, self.log, original)
+        self.events = self.ledger.events = open_event_order(cfg, attempt, original)
         self.buffer = ReplayBuffer(contract=contract, timeout_s=20)
-        receipts = Receipts(
-            folder / "receipts.jsonl",
-            self.ledger,
-            attempt,
-            max_staleness=plan.max_staleness,
-            groups_per_step=plan.groups_per_step,
-            group_size=GROUP_SIZE,
-        )
+        settings = {
+            "max_staleness": plan.max_staleness,
+            "groups_per_step": plan.groups_per_step,
+            "group_size": GROUP_SIZE,
+            **self.ledger.reuse.describe(),
+        }
+        receipts = Receipts(folder / "receipts.jsonl", self.ledger, attempt, settings)
         self.checkpoints = Checkpoints(self)
         parts = (MagicMock(), self.ledger, MagicMock(), receipts, self.checkpoints)
         options = {"save_every_n_steps": NUM_STEPS + 1, "replay_until": replay_until}
@@ -214,7 +217,6 @@ class Run:
                 await engine.close()
         self.journal.close()
         self.summary = self.events.summary()
-        self.log.close()
 
     async def restore(self):
         self.groups |= {summary.group_id: (group, summary) for group, summary in self.before[1]}
@@ -373,13 +375,12 @@ async def make_and_run(*args, objective="recorded", **kwargs):
         await run.main()
     except* ReplayStop:
         run.journal.close()
-        run.log.close()
     return run
 
 
 def plain(events):
     ordered = [e for e in events if e["event"] not in ("start", "load")]
-    return [{k: v for k, v in e.items() if k not in ("time", "number")} for e in ordered]
+    return [{k: v for k, v in e.items() if k not in ("time", "number", "chain")} for e in ordered]
 
 
 @settings(max_examples=many(20), deadline=None)
@@ -435,7 +436,7 @@ def test_a_batch_that_differs_is_told_with_its_step(tmp_path):
     asyncio.run(make_and_run(plan, tmp_path / "original", 1))
     path = tmp_path / "original" / "receipts.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    next(r for r in records if r.get("step") == 3)["batch_hash"] = "0"
+    next(r for r in records if r["event"] == "step" and r["step"] == 3)["batch_hash"] = "0"
     write(path, *records)
     with pytest.raises(ExceptionGroup) as failed:
         asyncio.run(make_and_run(plan, tmp_path / "replay", 2, tmp_path / "original"))
@@ -456,8 +457,7 @@ def values(tmp_path):
     (run / "logs").mkdir(parents=True)
     OmegaConf.save(config, run / "config.yaml")
     (run / "logs" / "schedule_generator_0.jsonl").touch()
-    write(run / "logs" / "events.jsonl", START)
-    write(run / "receipts.jsonl", {"record": "end", "attempt": 0, "finished": True})
+    write(run / "receipts.jsonl", START, END)
     elsewhere = json.dumps(config).replace(str(run), str(tmp_path / "new"))
     return json.loads(elsewhere) | {"replay_events": str(run)}
 
@@ -478,7 +478,7 @@ def refused_key(values):
 
 def test_a_finished_run_can_be_replayed_by_its_folder_or_its_log_and_with_other_cpus(values):
     check(values | {"log_level": "ERROR", "replay_until": values["num_steps"]})
-    for more in ("", "/logs/events.jsonl"):
+    for more in ("", "/receipts.jsonl"):
         given = values | {"replay_events": values["replay_events"] + more}
         check(given)
         assert available_cpus(given["replay_events"]) == 5
@@ -508,33 +508,34 @@ def test_the_folder_of_the_run_to_replay_is_not_moved_aside(values):
     assert refused_key(values | {"output_dir": values["replay_events"]}) == "output_dir"
 
 
-FILES = ("config.yaml", "receipts.jsonl", "logs/events.jsonl", "logs/schedule_generator_0.jsonl")
+FILES = ("config.yaml", "receipts.jsonl", "logs/schedule_generator_0.jsonl")
 START = {"event": "start", "attempt": 0, "cpus": 5, "format": FORMAT}
 RESTART = {"event": "restart", "attempt": 0, "role": "generator_0"}
+END = {"event": "end", "attempt": 0, "finished": True}
 
 
 @pytest.mark.parametrize(
-    ("file", "records"),
+    ("file", "events"),
     [
         *((name, None) for name in FILES),
-        ("receipts.jsonl", [{"record": "end", "attempt": 0, "finished": False}]),
-        ("receipts.jsonl", [{"record": "step", "attempt": 0}]),
-        ("logs/events.jsonl", [START, {"event": "rollback", "attempt": 0}]),
-        ("logs/events.jsonl", [START, START | {"attempt": 1}]),
-        ("logs/events.jsonl", [START, RESTART | {"given_up": True}]),
-        ("logs/events.jsonl", [START | {"format": 1}]),
+        ("receipts.jsonl", [START, END | {"finished": False}]),
+        ("receipts.jsonl", [START]),
+        ("receipts.jsonl", [START, {"event": "rollback", "attempt": 0}, END]),
+        ("receipts.jsonl", [START, START | {"attempt": 1}, END]),
+        ("receipts.jsonl", [START, RESTART | {"given_up": True}, END]),
+        ("receipts.jsonl", [START | {"format": 1}, END]),
     ],
 )
-def test_a_run_that_lacks_something_is_refused(values, file, records):
+def test_a_run_that_lacks_something_is_refused(values, file, events):
     """A file, its end, or an undisturbed course."""
     path = Path(values["replay_events"]) / file
     path.unlink()
-    if records is not None:
-        write(path, *records)
+    if events is not None:
+        write(path, *events)
     assert refused_key(values) == "replay_events"
 
 
 def test_a_run_with_restarts_can_be_replayed(values):
-    path = Path(values["replay_events"]) / "logs" / "events.jsonl"
-    write(path, START, RESTART | {"given_up": False})
+    path = Path(values["replay_events"]) / "receipts.jsonl"
+    write(path, START, RESTART | {"given_up": False}, END)
     check(values)

@@ -36,6 +36,15 @@ class Page(HTMLParser):
             self.scripts[-1] = (attrs, before + data)
 
 
+AT = {"attempt": 0, "time": 3.0}
+STEP = {"trained_from": 0, "policy_version": 1, "token_versions": {}, "tokens": {}}
+
+
+def start_of(num_steps):
+    known = {"steps_done": 0, "carried": {}, "cpus": 2, "libraries": {HOSTILE: HOSTILE}}
+    return {"event": "start", **AT, **known, "num_steps": num_steps}
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """The folder of a run in which every text is hostile."""
@@ -47,7 +56,7 @@ def run(tmp_path, monkeypatch):
         lines = "".join(json.dumps(record) + "\n" for record in records)
         (folder / name).write_text(lines + '{"torn": ')
 
-    drop = {"dropped": 0, "reason": HOSTILE, "reissue": True}
+    drop = {"groups": [0], "reason": HOSTILE, "reissue": True, "tokens": [None]}
     response = {
         **{"response": HOSTILE, "finish_reason": HOSTILE, "response_tokens": 3, "reward": None},
         **{"reward_terms": {HOSTILE: 1.0}, "success": False, "error": HOSTILE, "versions": None},
@@ -57,15 +66,15 @@ def run(tmp_path, monkeypatch):
     group = {"step": 1, "attempt": 0, "group_id": 0, "prompt": HOSTILE, "answer": HOSTILE}
     write(
         "receipts.jsonl",
-        {"record": "start", "attempt": 0, "steps_done": 0, "num_steps": 9},
-        {"record": "step", "attempt": 0, "step": 1, "events": [drop]},
+        start_of(9),
+        {"event": "drop", **AT, **drop},
+        {"event": "restart", **AT, "role": HOSTILE, "what": HOSTILE},
+        {"event": "step", **AT, **STEP, "step": 1},
     )
     write("logs/phases.jsonl", {"attempt": 0, "phase": HOSTILE, "seconds": 1.5})
     write("logs/metrics.jsonl", {"step": 1, "attempt": 0, "rollout/reward_mean": 0.5, HOSTILE: 1})
     long = response | {"response": "x" * 100_000, "turns": None}
     write("logs/rollouts.jsonl", {**group, "responses": [response, long], "advantages": [0.0, 0.0]})
-    restart = {"role": HOSTILE, "what": HOSTILE, "attempt": 0, "time": 3.0}
-    write("logs/events.jsonl", {"event": "restart", **restart})
     start = {"role": HOSTILE, "started": 1.0, "attempt": 0, "pid": 1, "node": HOSTILE}
     write("logs/roles.jsonl", start)
     write("logs/heartbeats.jsonl", {"role": HOSTILE, "time": 2.0, "rss_mib": 100.0})
@@ -112,7 +121,7 @@ def test_it_needs_no_network_and_lets_only_its_own_scripts_run(run):
 )
 def test_the_state_line_shows_how_the_run_ended(run, end, state):
     if end is not None:
-        record = {"record": "end", "attempt": 0, "step": 1, "finished": end}
+        record = {"event": "end", **AT, "step": 1, "finished": end, "living": []}
         with (run / "receipts.jsonl").open("r+") as file:
             whole = file.read().rpartition("\n")[0]
             file.seek(0)
@@ -175,8 +184,7 @@ def test_an_evaluation_alone_shows_what_it_has(run):
 
 def test_only_an_evaluation_is_the_state_of_a_run_that_trains_no_step(run):
     (run / "logs/metrics.jsonl").write_text(json.dumps({"step": 0, "attempt": 0}) + "\n")
-    start = {"record": "start", "attempt": 0, "steps_done": 0, "num_steps": 0}
-    (run / "receipts.jsonl").write_text(json.dumps(start) + "\n")
+    (run / "receipts.jsonl").write_text(json.dumps(start_of(0)) + "\n")
     top = write_report(run).read_text(encoding="utf-8").partition("<main>")[0]
     assert "only an evaluation" in top and " steps" not in top
 
@@ -198,9 +206,8 @@ def test_throughput_is_total_tokens_over_total_time(run):
     rate = "throughput/trained_tokens_per_second"
     metrics = [{"step": s, "attempt": 0, rate: 100 / took} for s, took in ((1, 1), (2, 9))]
     (run / "logs/metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
-    step = {"record": "step", "attempt": 0, "token_versions": {"0": 60, "1": 40}}
-    start = {"record": "start", "attempt": 0, "steps_done": 0, "num_steps": 2}
-    receipts = [start | {"carried": {}}, *({**step, "step": s, "events": []} for s in (1, 2))]
+    step = {"event": "step", **AT, **STEP, "token_versions": {"0": 60, "1": 40}}
+    receipts = [start_of(2), *({**step, "step": s} for s in (1, 2))]
     (run / "receipts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in receipts))
     html = write_report(run).read_text(encoding="utf-8")
     assert "<b>20</b><span>trained tokens per second</span>" in html

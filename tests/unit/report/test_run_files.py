@@ -23,10 +23,12 @@ def play(plan):
     for attempt, (start, steps) in enumerate(plan):
         start = min(start, len(history)) if attempt else 0
         history = history[:start] + [attempt] * steps if steps else history
-        receipts.append({"record": "start", "attempt": attempt, "steps_done": start})
+        receipts.append({"event": "start", "attempt": attempt, "steps_done": start})
         for step in range(start + 1, start + steps + 1):
             metrics.append({"step": step, "attempt": attempt})
-            receipts.append({"record": "step", "attempt": attempt, "step": step})
+            receipts.append(
+                {"event": "step", "attempt": attempt, "step": step, "token_versions": {}}
+            )
     return history, metrics, receipts
 
 
@@ -69,23 +71,29 @@ def test_incomplete_lines_and_other_values_are_skipped(tmp_path):
     assert list(records_of(tmp_path / "none.jsonl")) == []
 
 
+def start(attempt, steps_done):
+    return {"event": "start", "attempt": attempt, "steps_done": steps_done}
+
+
+def step(attempt, number):
+    return {"event": "step", "attempt": attempt, "step": number, "token_versions": {}}
+
+
+def issue(attempt, group, prompt):
+    place = {"group": group, "prompt": prompt, "epoch": 0}
+    return {"event": "issue", "attempt": attempt, **place}
+
+
 def test_dropped_groups_have_their_prompts_and_superseded_drops_are_skipped(tmp_path):
-    def step(attempt, step, *events):
-        return {"record": "step", "attempt": attempt, "step": step, "events": events}
-
-    def issued(group_id, prompt_index):
-        return {"issued": group_id, "prompt_index": prompt_index, "epoch": 0}
-
-    stale = {"dropped": 1, "reason": "stale", "reissue": True}
-    records = [
-        {"record": "start", "attempt": 0, "steps_done": 0},
-        step(0, 1, issued(0, 70), issued(1, 71), {"trained": 0}, stale),
-        step(0, 2, issued(2, 72), {"dropped": 2, "reason": "failed", "reissue": False}),
-        {"record": "start", "attempt": 1, "steps_done": 1},
-        step(1, 2, issued(2, 73), {"trained": 2}),
-        {"record": "end", "attempt": 1, "step": 2, "finished": True, "events": []},
+    drop = {"event": "drop", "attempt": 0, "reissue": True, "tokens": [None]}
+    events = [
+        start(0, 0),
+        *(issue(0, 0, 70), issue(0, 1, 71), drop | {"groups": [1], "reason": "stale"}),
+        *(step(0, 1), issue(0, 2, 72), drop | {"groups": [2], "reason": "failed"}, step(0, 2)),
+        *(start(1, 1), issue(1, 2, 73), step(1, 2)),
+        {"event": "end", "attempt": 1, "step": 2, "finished": True},
     ]
-    write(tmp_path / "receipts.jsonl", records)
+    write(tmp_path / "receipts.jsonl", events)
     receipts = read_history(tmp_path)
     assert receipts.drops == [
         {
@@ -98,24 +106,16 @@ def test_dropped_groups_have_their_prompts_and_superseded_drops_are_skipped(tmp_
 
 
 def test_the_difficulty_of_each_prompt_counts_by_its_first_and_its_last_group(tmp_path):
-    def issued(group, prompt):
-        return {"issued": group, "prompt_index": prompt, "epoch": 0}
-
-    def generated(group, successes, scored=5):
+    def finish(attempt, prompt, successes, scored=5):
         result = {"successes": successes, "scored": scored}
-        return {"generated": group, "response_tokens": 2.0, **result}
+        return {"event": "finish", "attempt": attempt, "prompt": prompt, **result}
 
-    def step(attempt, number, *events):
-        return {"record": "step", "attempt": attempt, "step": number, "events": list(events)}
-
-    records = [
-        {"record": "start", "attempt": 0, "steps_done": 0},
-        step(0, 1, issued(0, 70), issued(1, 71), generated(0, 0), generated(1, 1)),
-        step(0, 2, issued(2, 70), generated(2, 5), issued(3, 72), generated(3, 0, scored=0)),
-        {"record": "start", "attempt": 1, "steps_done": 1},
-        step(1, 2, issued(2, 70), generated(2, 4), generated(9, 1)),
+    events = [
+        *(start(0, 0), finish(0, 70, 0), finish(0, 71, 1), step(0, 1)),
+        *(finish(0, 70, 5), finish(0, 72, 0, scored=0), step(0, 2)),
+        *(start(1, 1), finish(1, 70, 4), step(1, 2)),
     ]
-    write(tmp_path / "receipts.jsonl", records)
+    write(tmp_path / "receipts.jsonl", events)
     (chart,) = difficulty_charts(read_history(tmp_path).results)
     first, last = chart["figure"]["data"]
     assert first["y"] == [1, 1, 0, 0, 0, 0, 0]

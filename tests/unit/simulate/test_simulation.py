@@ -228,7 +228,7 @@ def folder(tmp_path):
                     "staleness/max": run.staleness_max,
                 }
             )
-    write_lines(logs / "events.jsonl", events)
+    write_lines(tmp_path / "receipts.jsonl", events)
     write_lines(logs / "metrics.jsonl", [{"step": 0}, *steps])
     write_lines(logs / "heartbeats.jsonl", heartbeats(run, finished))
     return tmp_path
@@ -319,7 +319,7 @@ def test_files_that_do_not_suffice_are_one_line(folder, capsys, tmp_path):
 
 
 def test_a_run_with_restarts_is_refused(folder):
-    with (folder / "logs" / "events.jsonl").open("a") as file:
+    with (folder / "receipts.jsonl").open("a") as file:
         file.write(json.dumps({"event": "restart", "role": "generator_0", "time": 1.0}) + "\n")
     with pytest.raises(UnfitError, match="restarted"):
         fit(folder)
