@@ -35,7 +35,7 @@ def test_they_close_over_killed_roles_a_rollback_a_killed_driver_and_a_resume(tu
     code, _ = finish(process)
     assert code == -signal.SIGKILL
     killed, _ = audit(output_dir)
-    assert killed == 1, "a killed attempt has no end record"
+    assert killed == 1, "a killed attempt has no end"
     again = ("resume_from_checkpoint=true", f"output_dir={output_dir}")
     process, _ = tune(*knobs, *again, recipe=recipe, env={**environment, "CHAOS": "[]"}.items())
     code, output = finish(process)
@@ -45,7 +45,6 @@ def test_they_close_over_killed_roles_a_rollback_a_killed_driver_and_a_resume(tu
     rows = {what: pair for what, *pair in books.table()}
     assert rows["residual"] == [0, 0]
     assert rows["undone by a rollback or resume"][0] > 0 < rows["filtered"][0]
-    assert books.unrecorded.groups > 0 and "from logs/events.jsonl" in output
     events = records(output_dir / "receipts.jsonl")
     tokens = [sum(e["response_tokens"]) for e in events if e["event"] == "finish"]
-    assert rows["generated"] == [len(tokens), sum(tokens)], "the event log has each of them"
+    assert rows["generated"] == [len(tokens), sum(tokens)]
