@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_named_by_its_key_in_a_line(overrides, key, capsys)
         ),
         (
             ["--config", ONE_GPU, "generator.tensor_parallel_size=4", "gpus_per_generator=1"],
-            "generator.tensor_parallel_size: 4 given, which does not divide",
+            "generator.tensor_parallel_size: 4 given, and the model's num_attention_heads is 14",
         ),
         (["--config", ONE_GPU, "teacher.path=/nowhere"], "teacher.path: no file /nowhere/config"),
         (["--config", ONE_GPU, "dataset.max_prompt_tokens=null"], "dataset.max_prompt_tokens"),
