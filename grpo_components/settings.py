@@ -32,11 +32,14 @@ _ARGUMENTS = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 _INT32 = 2**31 - 1
 Text = Annotated[str, Field(min_length=1)]
+TextOrNull = Text | None
 RayAddress = Annotated[str, Field(pattern=r"^(auto|.+:[0-9]{1,5})$")]
 Seed = Annotated[int, Field(ge=0, le=_INT32)]
 Count = Annotated[int, Field(ge=1, le=_INT32)]  # number of steps, policy versions or groups
+CountOrNull = Count | None
 CountOrZero = Annotated[int, Field(ge=0, le=_INT32)]
 Positions = Annotated[int, Field(ge=1, le=2**22)]  # no supported model has more
+PositionsOrNull = Positions | None
 TokenBudget = Annotated[int, Field(ge=1, le=_INT32)]
 Samples = Annotated[int, Field(ge=1, le=2**16)]  # per step; the driver holds them all
 Processes = Annotated[int, Field(ge=1, le=1024)]
@@ -166,11 +169,11 @@ def loss_section() -> GetPydanticSchema:
         given = _with_defaults(given, defaults)
         return OmegaConf.create({**given, **check(given)})
 
-    default = _node({**_CLIP_TYPES, **_PENALTY_TYPES}, _SECTION)
-    named = _node({"_component_": Required[Text], **_PENALTY_TYPES})
-    either = Annotated[default, Tag("<default>")] | Annotated[named, Tag("<named>")]
+    default: Any = Annotated[_node({**_CLIP_TYPES, **_PENALTY_TYPES}, _SECTION), Tag("<default>")]
+    keys = {"_component_": Required[Text], **_PENALTY_TYPES}
+    named: Any = Annotated[_node(keys), Tag("<named>")]
     is_named = Discriminator(lambda given: "<named>" if "_component_" in given else "<default>")
-    return _as_dict_config(read, Annotated[either, is_named])
+    return _as_dict_config(read, Annotated[default | named, is_named])
 
 
 def free_section() -> GetPydanticSchema:
@@ -201,9 +204,9 @@ def _as_dict_config(
 Component = Annotated[DictConfig, component()]
 _REWARD = {"weight": Weight, "is_success": bool}
 Rewards = dict[str, Annotated[DictConfig, component(_REWARD, weight=1.0, is_success=False)]]
-_TOKENIZER = {"path": Text, "merges_file": Text, "special_tokens_path": Text | None}
+_TOKENIZER = {"path": Text, "merges_file": Text, "special_tokens_path": TextOrNull}
 _CHECKPOINTER = {"model_type": Required[Annotated[ModelType, BeforeValidator(_trainable)]]}
-_DATASET = {"source": Text, "max_prompt_tokens": Positions | None, "num_rows": Count | None}
+_DATASET = {"source": Text, "max_prompt_tokens": PositionsOrNull, "num_rows": CountOrNull}
 _LEARNING_RATE = Scheduled[Annotated[float, Field(gt=0, le=1e3)]]
 
 # ---- sections ------------------------------------------------------------------------------------
@@ -397,7 +400,7 @@ class Settings(BaseModel):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"]
     dry_run: bool = False
 
-    model: Annotated[DictConfig, component({"max_seq_len": Positions | None})]
+    model: Annotated[DictConfig, component({"max_seq_len": PositionsOrNull})]
     lora: LoraSettings | None = None
     tokenizer: Annotated[DictConfig, component(_TOKENIZER)]
     checkpointer: Annotated[DictConfig | None, component(_CHECKPOINTER, null=True)]

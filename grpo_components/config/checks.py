@@ -66,7 +66,7 @@ def default_bound(settings: Settings) -> float | None:
 
 def _value(settings: Settings, key: str) -> Any:
     section, _, name = key.rpartition(".")
-    holder = getattr(settings, section) if section else settings
+    holder: Any = getattr(settings, section) if section else settings
     return holder.get(name) if OmegaConf.is_dict(holder) else getattr(holder, name)
 
 

@@ -68,27 +68,22 @@ def test_a_whole_run(planned, tmp_path):
     assert found["output"] == [str(tmp_path / "run"), "a new folder"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "role"),
+    [
+        ({"colocate": True, "max_staleness": 0, "pull_every_m_rollouts": 1}, "in turns with the"),
+        ({"generator__tensor_parallel_size": 4}, "1 generator (Generator), each on 4 processes"),
+        ({"generator__tensor_parallel_size": 4, "device": "cuda"}, "each on 4 GPUs"),
+    ],
+)
+def test_the_place_of_generators_is_said(planned, changes, role):
+    roles = planned(**changes)["roles"]
+    assert role in roles[0] and not any("reference" in line for line in roles)
+
+
 def test_a_cluster_is_named_in_place_of_this_machine(planned):
     (machine,) = planned(ray__address="10.0.0.1:6379")["machine"]
     assert machine == "the Ray cluster at ray.address: 10.0.0.1:6379, which was not asked"
-
-
-def test_without_a_kl_no_reference_is_started(planned):
-    assert not any("reference" in line for line in planned()["roles"])
-
-
-def test_generators_that_take_turns_are_said_to(planned):
-    found = planned(colocate=True, max_staleness=0, pull_every_m_rollouts=1)
-    assert "in turns with the trainers" in found["roles"][0]
-    assert not any("turns" in line for line in planned()["roles"])
-
-
-@pytest.mark.parametrize(
-    ("device", "place"), [("cpu", "each on 4 processes on the CPU"), ("cuda", "each on 4 GPUs")]
-)
-def test_a_tensor_parallel_generator_takes_several_places(planned, device, place):
-    roles = planned(device=device, num_generators=2, generator__tensor_parallel_size=4)["roles"]
-    assert f"2 generators (Generator), {place}, " in roles[0]
 
 
 @pytest.mark.parametrize(

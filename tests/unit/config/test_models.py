@@ -61,12 +61,6 @@ def cfg(tmp_path):
     )
 
 
-def test_what_fits_together_passes_with_and_without_a_scheduler(cfg):
-    try_training(cfg)
-    cfg.lr_scheduler = None
-    try_training(cfg)
-
-
 @pytest.mark.parametrize(
     ("num_steps", "warmup", "is_doubted"),
     [(3, 0, 0), (3, 2, 0), (3, 3, 1), (3, 100, 1), (1, 0, 0), (1, 1, 1)],
