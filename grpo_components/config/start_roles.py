@@ -13,9 +13,9 @@ from grpo_components.cluster.handles import (
     ReplayBufferHandle,
     RewardModelHandle,
     Roles,
+    TrainersHandle,
 )
 from grpo_components.cluster.role import Role
-from grpo_components.cluster.trainers_handle import TrainersHandle
 from grpo_components.cluster.turns import take_turns
 from grpo_components.cluster.weight_transfer import WeightTransfer
 from grpo_components.config.needs import hosts_of, needs_of

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from omegaconf import OmegaConf
 from torchtune import config
 from torchtune.training.metric_logging import MetricLoggerInterface
 
-from grpo_components.records.metrics import MetricLog
-from grpo_components.records.rollout_table import rollout_rows
+from grpo_components.records.metrics import MetricLog, rollout_rows
 
 LOGGERS = "torchtune.training.metric_logging"
 
@@ -96,15 +94,6 @@ def test_rollouts_are_written_as_text_one_group_a_line(tmp_path):
     expected = [{"text": "a\nb \u00e9", "reward": None, "versions": [1, 2]}]
     assert first == {"step": 7, "prompt": "1+1?", "responses": expected}
     assert second == {"step": 7, "prompt": "2+2?"}
-
-
-def test_closing_closes_the_logger(tmp_path):
-    logger = RecordingLogger()
-    log = MetricLog(str(tmp_path), logger, log_every_n_steps=1)
-    log.close()
-    assert logger.closed == 1
-    with pytest.raises(ValueError):
-        log.log(1, {})
 
 
 def group() -> dict[str, Any]:
