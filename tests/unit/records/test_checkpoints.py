@@ -241,10 +241,10 @@ class Run:
         await self.checkpoints.restore(folder, trainers, buffer)
 
 
-def state_of(folder, tmp_path):
+async def state_of(folder, tmp_path):
     """The step of a checkpoint; fails if its parts are of different steps."""
     run = Run(tmp_path)
-    asyncio.run(run.restore(folder))
+    await run.restore(folder)
     step = run.ledger.steps_done
     whole = torch.full((2, 3), float(step))
     assert torch.equal(load_file(folder / "model.safetensors")["model.weight"], whole)
@@ -252,7 +252,7 @@ def state_of(folder, tmp_path):
     assert run.policy.version == step
     (momentum,) = (s["momentum_buffer"] for s in run.policy.optimizer.state.values())
     assert torch.equal(momentum.to_local(), torch.full((2, 3), expected_momentum(step)))
-    _, taken = asyncio.run(run.buffer.take(1, 0))
+    _, taken = await run.buffer.take(1, 0)
     assert [group.group_id for group in taken.groups] == [step]
     assert OmegaConf.load(folder / "state" / "config.yaml").seed == 7
     config = json.loads((folder / "config.json").read_text())
@@ -269,28 +269,24 @@ def expected_momentum(step):
     return float(momentum)
 
 
-def test_all_parts_of_a_checkpoint_are_of_one_step_and_latest_points_at_it(tmp_path):
-    async def main():
-        run = Run(tmp_path)
-        await run.step()
-        await run.save()
-        assert run.log.shown == [(1, str(run.folder / "step_1"))]
-        return run.folder
-
-    folder = asyncio.run(main())
-    assert latest(folder) == folder / "step_1"
-    assert state_of(folder / "latest", tmp_path) == 1
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_1"]
+async def test_all_parts_of_a_checkpoint_are_of_one_step_and_latest_points_at_it(tmp_path):
+    run = Run(tmp_path)
+    await run.step()
+    await run.save()
+    assert run.log.shown == [(1, str(run.folder / "step_1"))]
+    assert latest(run.folder) == run.folder / "step_1"
+    assert await state_of(run.folder / "latest", tmp_path) == 1
+    assert sorted(path.name for path in run.folder.iterdir()) == ["latest", "step_1"]
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
-def test_all_files_are_readable_as_the_umask_says(tmp_path, umask, mode):
+async def test_all_files_are_readable_as_the_umask_says(tmp_path, umask, mode):
     before = os.umask(umask)
     try:
         run = Run(tmp_path)
         (tmp_path / "base" / "config.json").chmod(0o400)
-        asyncio.run(run.step())
-        asyncio.run(run.save())
+        await run.step()
+        await run.save()
     finally:
         os.umask(before)
     files = [path for path in run.folder.rglob("*") if path.is_file()]
@@ -298,28 +294,24 @@ def test_all_files_are_readable_as_the_umask_says(tmp_path, umask, mode):
 
 
 @pytest.mark.parametrize("harm", ["not finite", "garbled"])
-def test_a_damaged_moment_is_refused_by_the_trainer(tmp_path, harm):
+async def test_a_damaged_moment_is_refused_by_the_trainer(tmp_path, harm):
     """The driver reads the weights only."""
 
-    async def main():
-        run = Run(tmp_path)
-        await run.step()
-        (moments,) = run.policy.optimizer.state.values()
-        if harm == "not finite":
-            moments["momentum_buffer"].to_local().fill_(torch.nan)
-        await run.save()
-        checkpoint = run.folder / "step_1"
-        if harm == "garbled":
-            trainer = checkpoint / "state" / "trainer"
-            stored = MetadataReader(trainer).read_metadata().storage_data
-            (part,) = (p for index, p in stored.items() if "momentum" in index.fqn)
-            with (trainer / part.relative_path).open("r+b") as file:
-                file.seek(part.offset)
-                file.write(b"\xff" * part.length)
-        assert damage(checkpoint) is None
-        return checkpoint
-
-    checkpoint = asyncio.run(main())
+    run = Run(tmp_path)
+    await run.step()
+    (moments,) = run.policy.optimizer.state.values()
+    if harm == "not finite":
+        moments["momentum_buffer"].to_local().fill_(torch.nan)
+    await run.save()
+    checkpoint = run.folder / "step_1"
+    if harm == "garbled":
+        trainer = checkpoint / "state" / "trainer"
+        stored = MetadataReader(trainer).read_metadata().storage_data
+        (part,) = (p for index, p in stored.items() if "momentum" in index.fqn)
+        with (trainer / part.relative_path).open("r+b") as file:
+            file.seek(part.offset)
+            file.write(b"\xff" * part.length)
+    assert damage(checkpoint) is None
     with pytest.raises(ConfigError) as refused:
         Run(tmp_path).policy.load_state(checkpoint)
     assert refused.value.key == "resume_from_checkpoint"
@@ -349,20 +341,16 @@ async def test_nothing_is_written_to_a_folder_that_belongs_to_another_run_now(tm
     lock.release()
 
 
-def test_a_checkpoint_written_in_the_background_is_of_its_own_step(tmp_path):
-    async def main():
-        run = Run(tmp_path, in_background=True)
-        await run.step()
-        await run.save()
-        await run.step()  # changes the held state in place
-        await run.save()  # waits for the first
-        assert run.log.shown == [(1, str(run.folder / "step_1"))]
-        await run.step()
-        await run.checkpoints.finish()
-        return run.folder
-
-    folder = asyncio.run(main())
-    assert [state_of(folder / f"step_{step}", tmp_path) for step in (1, 2)] == [1, 2]
+async def test_a_checkpoint_written_in_the_background_is_of_its_own_step(tmp_path):
+    run = Run(tmp_path, in_background=True)
+    await run.step()
+    await run.save()
+    await run.step()  # changes the held state in place
+    await run.save()  # waits for the first
+    assert run.log.shown == [(1, str(run.folder / "step_1"))]
+    await run.step()
+    await run.checkpoints.finish()
+    assert [await state_of(run.folder / f"step_{step}", tmp_path) for step in (1, 2)] == [1, 2]
 
 
 async def test_the_last_n_are_kept_and_always_the_latest(tmp_path):
@@ -382,21 +370,18 @@ async def test_the_last_n_are_kept_and_always_the_latest(tmp_path):
         assert latest(run.folder) == run.folder / f"step_{step}"
 
 
-def prepared(tmp_path):
+async def prepared(tmp_path):
     """A folder whose latest checkpoint is step 1, with a step 2 of a rolled-back attempt."""
 
-    async def main():
-        run = Run(tmp_path)
-        await run.step()
-        await run.save()
-        shutil.copytree(run.folder / "step_1", run.folder / "step_2")
-        return run
-
-    return asyncio.run(main())
+    run = Run(tmp_path)
+    await run.step()
+    await run.save()
+    shutil.copytree(run.folder / "step_1", run.folder / "step_2")
+    return run
 
 
 def test_a_kill_before_any_change_of_a_file_leaves_a_whole_checkpoint(tmp_path, disk):
-    run = prepared(tmp_path)
+    run = asyncio.run(prepared(tmp_path))
     asyncio.run(run.step())
     initial = tmp_path / "initial"
     shutil.copytree(run.folder, initial, symlinks=True)
@@ -408,7 +393,7 @@ def test_a_kill_before_any_change_of_a_file_leaves_a_whole_checkpoint(tmp_path, 
         run.checkpoints.hold()
         disk.watch(run.folder, operations)
         try:
-            asyncio.run(run.save())
+            asyncio.run(run.save())  # its loop ends with it, as the process does
         except (Killed, OSError, RuntimeError):
             disk.watch("")
         else:
@@ -420,36 +405,33 @@ def test_a_kill_before_any_change_of_a_file_leaves_a_whole_checkpoint(tmp_path, 
             assert len(list(folder.rglob("*"))) == len(list((initial / "step_1").rglob("*")))
         found.append(int(os.readlink(run.folder / "latest").removeprefix("step_")))
         if operations % 8 == 0 or found[-2:] == [1, 2]:
-            assert state_of(run.folder / "latest", tmp_path) == found[-1]
+            assert asyncio.run(state_of(run.folder / "latest", tmp_path)) == found[-1]
     disk.watch("")
     assert found == sorted(found) and set(found) == {1, 2}
     assert found.count(1) > 20, "the hook sees few of the changes"
     assert found.count(2) > 5, "removing the old ones was not interrupted"
-    assert state_of(run.folder / "latest", tmp_path) == 2
+    assert asyncio.run(state_of(run.folder / "latest", tmp_path)) == 2
     assert sorted(path.name for path in run.folder.iterdir()) == ["latest", "step_2"]
 
 
 @pytest.mark.parametrize("operations", [1, 3, 9, 20])
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_full_disk_is_an_error_that_names_the_last_checkpoint(
+async def test_a_full_disk_is_an_error_that_names_the_last_checkpoint(
     tmp_path, disk, operations, in_background
 ):
-    run = prepared(tmp_path)
-    asyncio.run(run.step())
+    run = await prepared(tmp_path)
+    await run.step()
     run.configure(in_background=in_background)
     full = OSError(28, "No space left on device")
 
-    async def main():
-        disk.watch(run.folder, operations, failure=full)
+    disk.watch(run.folder, operations, failure=full)
+    with pytest.raises(OSError, match=r"step 2 .*No space left") as failed:
         await run.save()
         await run.checkpoints.finish()
-
-    with pytest.raises(OSError, match=r"step 2 .*No space left") as failed:
-        asyncio.run(main())
     names = sorted(path.name for path in run.folder.iterdir())
     assert names == ["latest", "step_1", "step_2"], "what was half written is still there"
     assert str(failed.value).endswith(str(run.folder / "step_1"))
-    assert state_of(run.folder / "latest", tmp_path) == 1
+    assert await state_of(run.folder / "latest", tmp_path) == 1
 
 
 def test_a_failure_in_the_background_ends_the_next_step(tmp_path, disk):
@@ -465,25 +447,21 @@ def test_a_failure_in_the_background_ends_the_next_step(tmp_path, disk):
     asyncio.run(main())
 
 
-def test_with_warn_training_goes_on_and_the_next_checkpoint_may_succeed(tmp_path, disk):
-    async def main():
-        run = Run(tmp_path, failure="warn")
-        await run.step()
-        await run.save()
-        await run.step()
-        disk.watch(run.folder, 9, failure=OSError(28, "No space left on device"))
-        await run.save()
-        disk.watch("")
-        assert latest(run.folder) == run.folder / "step_1"
-        assert "step 2" in run.log.shown[-1] and "No space left" in run.log.shown[-1]
-        await run.step()
-        await run.save()
-        assert run.log.shown[-1] == (3, str(run.folder / "step_3"))
-        return run.folder
-
-    folder = asyncio.run(main())
-    assert state_of(folder / "latest", tmp_path) == 3
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_1", "step_3"]
+async def test_with_warn_training_goes_on_and_the_next_checkpoint_may_succeed(tmp_path, disk):
+    run = Run(tmp_path, failure="warn")
+    await run.step()
+    await run.save()
+    await run.step()
+    disk.watch(run.folder, 9, failure=OSError(28, "No space left on device"))
+    await run.save()
+    disk.watch("")
+    assert latest(run.folder) == run.folder / "step_1"
+    assert "step 2" in run.log.shown[-1] and "No space left" in run.log.shown[-1]
+    await run.step()
+    await run.save()
+    assert run.log.shown[-1] == (3, str(run.folder / "step_3"))
+    assert await state_of(run.folder / "latest", tmp_path) == 3
+    assert sorted(path.name for path in run.folder.iterdir()) == ["latest", "step_1", "step_3"]
 
 
 async def test_the_random_state_of_a_rank_is_restored(tmp_path):
@@ -521,9 +499,9 @@ def best_of(run):
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_the_best_checkpoint_is_kept(tmp_path, before):
+async def test_the_best_checkpoint_is_kept(tmp_path, before):
     run = Run(tmp_path, keep_last_n=1, keep_best=SUCCESS)
-    asyncio.run(saved_and_rated(run, 0.25, 0.75, 0.75, 0.5, math.nan, before=before))
+    await saved_and_rated(run, 0.25, 0.75, 0.75, 0.5, math.nan, before=before)
     assert best_of(run) == "step_2", "of equal ones the first"
     assert sorted(path.name for path in run.folder.iterdir()) == [
         *("best", "latest", "step_2", "step_5")
@@ -532,39 +510,33 @@ def test_the_best_checkpoint_is_kept(tmp_path, before):
         "eval/policy_version": 2,
         SUCCESS: 0.75,
     }
-    assert state_of(run.folder / "step_2", tmp_path) == 2
+    assert await state_of(run.folder / "step_2", tmp_path) == 2
     assert any("step 2: best" in str(line) and "0.750" in line for line in run.log.shown)
 
 
-def test_an_evaluation_of_other_weights_does_not_rate_a_checkpoint(tmp_path):
+async def test_an_evaluation_of_other_weights_does_not_rate_a_checkpoint(tmp_path):
     """E.g. a generator was restarted with newer weights during the evaluation."""
     run = Run(tmp_path, keep_best=SUCCESS)
 
-    async def newer():
-        await saved_and_rated(run, 0.5)
-        await run.step()
-        await run.save()
-        run.checkpoints.add_evaluation(2, rating(3, 0.9))
-
-    asyncio.run(newer())
+    await saved_and_rated(run, 0.5)
+    await run.step()
+    await run.save()
+    run.checkpoints.add_evaluation(2, rating(3, 0.9))
     assert best_of(run) == "step_1" and not (run.folder / "step_2/evaluation.json").exists()
 
 
-def test_a_rolled_back_run_forgets_ratings_of_later_steps(tmp_path):
+async def test_a_rolled_back_run_forgets_ratings_of_later_steps(tmp_path):
     first = Run(tmp_path, keep_best=SUCCESS)
-    asyncio.run(saved_and_rated(first, 0.5, 0.25, 0.75))
+    await saved_and_rated(first, 0.5, 0.25, 0.75)
     assert best_of(first) == "step_3"
     again = Run(tmp_path, keep_best=SUCCESS)
 
-    async def go_on():
-        point_latest(first.folder / "step_2")  # as a run does that resumes from it
-        await again.restore(first.folder / "step_2")
-        assert best_of(again) == "step_1"
-        again.checkpoints.add_evaluation(2, rating(2, 0.625))  # as a resumed run's first evaluation
-        assert best_of(again) == "step_2"
-        await saved_and_rated(again, 0.5625)
-
-    asyncio.run(go_on())
+    point_latest(first.folder / "step_2")  # as a run does that resumes from it
+    await again.restore(first.folder / "step_2")
+    assert best_of(again) == "step_1"
+    again.checkpoints.add_evaluation(2, rating(2, 0.625))  # as a resumed run's first evaluation
+    assert best_of(again) == "step_2"
+    await saved_and_rated(again, 0.5625)
     assert best_of(again) == "step_2", "step 3 of the attempt that was given up counts no more"
     rated = json.loads((again.folder / "step_3/evaluation.json").read_text())
     assert rated[SUCCESS] == 0.5625

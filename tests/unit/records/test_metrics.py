@@ -143,13 +143,6 @@ def test_with_torchtunes_stdout_logger(tmp_path, capsys):
     assert "Step 1 | loss/total:0.125 policy_version:1 grad_norm:nan" in capsys.readouterr().out
 
 
-def test_with_torchtunes_disk_logger(tmp_path):
-    folder = tmp_path / "logs/disk"
-    run_with(tmp_path, {"_component_": f"{LOGGERS}.DiskLogger", "log_dir": str(folder)})
-    [file] = folder.iterdir()
-    assert "Step 1 | loss/total:0.125 policy_version:1" in file.read_text()
-
-
 def test_with_torchtunes_tensorboard_logger(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
