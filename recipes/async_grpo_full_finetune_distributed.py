@@ -30,7 +30,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from grpo_components.cluster import supervision
-from grpo_components.cluster.building import build_cluster
+from grpo_components.cluster.cluster import build_cluster
 from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.config import preflight

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from grpo_components.cluster.batch import Batch, Group
+from grpo_components.cluster.calls import Part
 from grpo_components.cluster.role import Role
-from grpo_components.cluster.server_handle import ParameterServerHandle
-from grpo_components.cluster.trainers_handle import CHECKPOINT_LANE, TrainersHandle
 from grpo_components.cluster.weight_transfer import WeightTransfer
 from grpo_components.errors import RoleFailedError, RoleLostError
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
 from grpo_components.exchange.weight_probe import LoadedWeights
+from grpo_components.training.step_result import StepResult
 
 GRACE_S = 30.0
 """Seconds added to a role's own time-out, so that the role's error, the clearer one, is first."""
+CHECKPOINT_LANE = "checkpoint"
+"""Name of the thread in which a role writes checkpoints while its main thread works."""
 
 
 class GeneratorHandle:
     """Calls one generator, which samples groups, answers held-out prompts and loads weights.
 
-    Args:
-        role: role of the generator.
-        ledger: ledger (account of all groups) of the run.
-        timeout_s: longest wait for a group, in seconds.
-        weights_s: longest wait for the generator to load weights, in seconds.
-        counts_successes: whether the ledger records each group's successes, for a curriculum.
+    It waits `timeout_s` for a group and `weights_s` for a load of weights. With `counts_successes`
+    the ledger records each group's successes, for a curriculum.
     """
 
     def __init__(
@@ -65,14 +67,7 @@ class GeneratorHandle:
         return self.role.lost
 
     async def has_room(self) -> bool:
-        """Wait until the responses of another group have room, and reserve it.
-
-        Returns:
-            True; False once the generator is lost.
-
-        Raises:
-            TimeoutError: earlier groups kept their room for too long.
-        """
+        """Wait for room for the responses of another group; False once the generator is lost."""
         limit_s = self._weights_s + self._timeout_s + GRACE_S  # a group's own, and the clearer ones
         while not (self._reserved or self._ledger.events.replaying):  # a replay repeats the order
             pinned = self._ledger.weights_pinned
@@ -91,15 +86,7 @@ class GeneratorHandle:
         return True
 
     async def generate_group(self, entry: LedgerEntry, temperature: float) -> Group:
-        """Sample and score the responses to one prompt.
-
-        Args:
-            entry: ledger entry of the admitted group.
-            temperature: sampling temperature.
-
-        Raises:
-            RoleLostError: the generator is lost.
-        """
+        """Sample and score the responses to one prompt; `RoleLostError` if it is lost."""
         identity = (entry.prompt, entry.epoch, entry.group_id, self._ledger.attempt)
         packed, packed_summary, entry.text = self.role.submit(
             "generate_group", *identity, temperature, num_returns=3
@@ -114,25 +101,15 @@ class GeneratorHandle:
     async def load_weights(self, version: int, buckets: Sequence[Any]) -> LoadedWeights | None:
         """Load one published snapshot between two engine steps.
 
-        Args:
-            version: version of the weights.
-            buckets: references to each trainer rank's part of the weights.
-
-        Returns:
-            What was loaded; None if the generator was restarted meanwhile, because a restart
-            already loads the newest weights.
+        None if the generator was restarted meanwhile: a restart loads the newest weights itself.
         """
         loading = self.role.submit("load_weights", version, *buckets, once=True)
         return await self.role.result(loading, "load_weights", self._weights_s)
 
     async def sleep(self) -> int:
-        """Let the generator free its GPU's memory; the next load of weights, any version, wakes it.
+        """Let the generator free its GPU's memory until it loads weights, of any version.
 
-        Returns:
-            Number of responses that it aborted.
-
-        Raises:
-            RoleLostError: the generator is lost.
+        It returns the number of responses that it aborted.
         """
         aborted = await self.role.call("sleep", timeout_s=self._weights_s)
         self.version, self.load_s = -1, 0.0
@@ -290,6 +267,106 @@ class ReplayBufferHandle:
         if ledger.reuse.on:  # a later step may train again what is in training now
             kept = parts([*ledger.reuse.kept, *ledger.in_state("in_training")])
             await self.role.call("keep", *kept, timeout_s=timeout_s)
+
+
+class TrainersHandle:
+    """Calls all trainer ranks; each rank gets the same calls in the same order."""
+
+    def __init__(
+        self,
+        roles: Sequence[Role],
+        ledger: Ledger,
+        train_step_s: float,
+        weights_s: float,
+    ) -> None:
+        self._roles, self._ledger = roles, ledger
+        self._train_step_s, self._weights_s = train_step_s, weights_s
+        self.turn: Callable[[], AbstractAsyncContextManager[dict[str, float]]]
+        self.turn = partial(nullcontext, {})
+        """Returns a context manager, entered while the ranks need all of their GPUs: see `Turns`.
+
+        It gives metrics of the wait for it.
+        """
+
+    async def train_step(self, batch: Batch, advantages: NDArray[Any]) -> StepResult:
+        """Train on one batch with [B, G] advantages; every rank takes its share."""
+        call = "train_step", batch.packed, advantages.ravel(), self._ledger.steps_done
+        async with self.turn() as waits:
+            result = (await self._on_all(*call))[0]
+        for name, seconds in waits.items():
+            result.metrics[name] = seconds
+        return result
+
+    async def gather_weights(self) -> int:
+        """Gather the sharded weights and return their policy version."""
+        return (await self._on_all("gather_weights"))[0]
+
+    def export_weights(
+        self, version: int, base: int | None = None
+    ) -> tuple[list[Part], list[Part]]:
+        """Start to pack the gathered weights, while the next step may run."""
+        args = (version,) if base is None else (version, base)
+        exports = [
+            role.submit("export_weights", *args, num_returns=2, lane="export")
+            for role in self._roles
+        ]
+        buckets, manifests = zip(*exports, strict=True)
+        return list(buckets), list(manifests)
+
+    async def manifests(self, references: Sequence[Any]) -> list[Any]:
+        """Wait for the ranks' manifests and return them."""
+        exports = zip(self._roles, references, strict=True)
+        return [
+            await role.answer(part, "export_weights", self._weights_s) for role, part in exports
+        ]
+
+    async def hold_state(self, *, in_background: bool) -> None:
+        """Keep the present state for `write_state`; as a copy if that runs in the background."""
+        await self._on_all("hold_state", in_background)
+
+    async def write_state(self, folder: Path) -> list[str | None]:
+        """Write the held state to a checkpoint; return why it failed, or None, for each rank."""
+        return await self._on_all("write_state", str(folder), lane=CHECKPOINT_LANE)
+
+    async def load_state(self, checkpoint: Path) -> None:
+        """Load the state of a checkpoint on every rank."""
+        async with self.turn():
+            await self._on_all("load_state", str(checkpoint))
+
+    async def _on_all(self, method: str, *args: Any, lane: str = "main") -> list[Any]:
+        """Call a method of all ranks at the same time: they wait for each other in collectives."""
+        limit_s = self._train_step_s
+        calls = (role.call(method, *args, timeout_s=limit_s, lane=lane) for role in self._roles)
+        return await asyncio.gather(*calls)
+
+
+class ParameterServerHandle:
+    """Calls the parameter server, which holds the newest published weights."""
+
+    def __init__(self, role: Role, timeout_s: float) -> None:
+        self._role, self._timeout_s = role, timeout_s
+
+    async def push(
+        self,
+        version: int,
+        buckets: Sequence[Any],
+        manifests: Sequence[Any],
+        chain: Sequence[tuple[int, Sequence[Any]]] = (),
+    ) -> None:
+        """Publish a snapshot; see `VLLMParameterServer.push`."""
+        await self._role.call("push", version, buckets, manifests, chain, timeout_s=self._timeout_s)
+
+    async def newest(self, held: int = -1) -> tuple[int, list[Any], list[Any]]:
+        """Return the newest snapshot; see `VLLMParameterServer.newest`."""
+        return await self._role.call("newest", held, timeout_s=self._timeout_s)
+
+    async def acknowledge(self, generator: str, version: int) -> None:
+        """Report that a generator has loaded a version."""
+        await self._role.call("acknowledge", generator, version, timeout_s=self._timeout_s)
+
+    async def begin_again(self) -> None:
+        """Restart the server, without a snapshot, for the next attempt."""
+        await self._role.begin_again()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtune import config
 
-from grpo_components.cluster.building import threads_of
+from grpo_components.cluster.cluster import threads_of
 from grpo_components.config.components import build_environment, has_slots_apart, runs_agents
 from grpo_components.config.data import sampled_ids
 from grpo_components.config.model_trial import split_learning_rate

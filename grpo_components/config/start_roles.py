@@ -15,10 +15,10 @@ from grpo_components.cluster.handles import (
     ReplayBufferHandle,
     RewardModelHandle,
     Roles,
+    TrainersHandle,
 )
 from grpo_components.cluster.ray_cluster import Need
 from grpo_components.cluster.role import Role
-from grpo_components.cluster.trainers_handle import TrainersHandle
 from grpo_components.cluster.turns import take_turns
 from grpo_components.cluster.weight_transfer import WeightTransfer
 from grpo_components.config.role_arguments import RoleArguments, role_arguments

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torchrl.data import ListStorage
 from torchrl.data import ReplayBuffer as TorchRLReplayBuffer
-from torchrl.data.replay_buffers import Sampler, Writer
+from torchrl.data.replay_buffers import ImmutableDatasetWriter, RandomSampler
 
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.state_files import read_state, write_state
@@ -40,7 +40,7 @@ class _Slots:
         self.live: dict[int, _Item] = {}
 
 
-class _FreeSlotWriter(Writer):
+class _FreeSlotWriter(ImmutableDatasetWriter):
     """Writes groups to free slots; torchrl's own writers overwrite live groups when full."""
 
     def __init__(self, slots: _Slots) -> None:
@@ -53,27 +53,8 @@ class _FreeSlotWriter(Writer):
         self._storage.set(slot, data)
         return slot
 
-    def extend(self, data: Any) -> torch.Tensor:
-        return torch.tensor([self.add(item) for item in data])
 
-    def _empty(self, empty_write_count: bool = True) -> None:
-        self._slots.free += self._slots.live
-        self._slots.live.clear()
-
-    def dumps(self, path: Any) -> None:
-        raise RuntimeError("save groups with write_state")
-
-    def loads(self, path: Any) -> None:
-        raise RuntimeError("save groups with write_state")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        assert not state_dict
-
-
-class _OldestVersionSampler(Sampler):
+class _OldestVersionSampler(RandomSampler):
     """Consumes the groups with the oldest weights first; ties are broken by group id."""
 
     def __init__(self, slots: _Slots) -> None:
@@ -93,21 +74,6 @@ class _OldestVersionSampler(Sampler):
         for slot in slots:
             del self._slots.live[slot]
             self._slots.free.append(slot)
-
-    def dumps(self, path: Any) -> None:
-        raise RuntimeError("save groups with write_state")
-
-    def loads(self, path: Any) -> None:
-        raise RuntimeError("save groups with write_state")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        assert not state_dict
-
-    def _empty(self) -> None:
-        self._slots.live.clear()
 
 
 @dataclass(frozen=True)

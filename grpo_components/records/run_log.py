@@ -7,10 +7,11 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from numpy.typing import NDArray
 from torchtune.training.metric_logging import MetricLoggerInterface
 
@@ -21,13 +22,15 @@ from grpo_components.files import FAILURES, append_line, first_and_last
 from grpo_components.records.checkpoint_folder import latest
 from grpo_components.records.live_report import LiveReport
 from grpo_components.records.metrics import MetricLog
-from grpo_components.records.phases import TRAINING, Phases
 from grpo_components.records.progress import Progress
-from grpo_components.records.run_totals import RunTotals
 from grpo_components.records.step_metrics import mean
 
 STEPS_SHOWN = 10
 """Number of steps over which the display averages the throughput."""
+TRAINING = "training"
+_RESTARTS = ("restart", "rollback")
+"""Events of which each is the restart of a role, or of all trainers together."""
+_WALL_CLOCK = "time/wall_clock"
 
 
 class RunLog:
@@ -139,15 +142,9 @@ class RunLog:
         advantages: NDArray[Any],
         token_logprobs: Mapping[int, Sequence[Mapping[str, Any]]],
     ) -> None:
-        """Log the first groups of a step as text.
+        """Log the first groups of a step as text, with advantages and what logprobs are there.
 
-        Args:
-            step: training step that trained the groups.
-            entries: ledger entries of the step's groups.
-            texts: the first groups as text, in the same order; None for a group whose text is not
-                there any more.
-            advantages: [B, G] advantage of each response.
-            token_logprobs: group id -> logprobs of each response; may lack groups.
+        A text is None where it was lost. `token_logprobs`: group id -> those of each response.
         """
         groups: list[dict[str, Any]] = []
         for entry, text, row in zip(entries, texts, advantages, strict=False):
@@ -276,3 +273,72 @@ class RunLog:
         record = {"attempt": self.attempt, "error": text}
         with (self._output_dir / "logs" / FAILURES).open("a", encoding="utf-8") as file:
             append_line(file, json.dumps(record))
+
+
+class Phases:
+    """Writes what each phase took to a file.
+
+    The first phase began with the process: imports, the check of the config, and the data.
+    """
+
+    def __init__(self, file: Path, attempt: int, show: Callable[[str], None] | None = None) -> None:
+        self._file, self._attempt, self._show = file, attempt, show
+        self._name, self._began = "imports, config and data", psutil.Process().create_time()
+
+    def begin(self, name: str) -> None:
+        """End the present phase and begin another; do nothing if that is the present one."""
+        if name != self._name:
+            self.end()
+            self._name = name
+
+    def end(self) -> None:
+        """End the present phase."""
+        now = time.time()
+        seconds, self._began = round(now - self._began, 3), now
+        if self._show:
+            self._show(f"{self._name} took {seconds:.1f} s")
+        record = {"attempt": self._attempt, "phase": self._name, "seconds": seconds}
+        with contextlib.suppress(OSError):  # a full disk must not keep the run from ending
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("a", encoding="utf-8") as file:
+                append_line(file, json.dumps(record))
+
+
+class RunTotals:
+    """Measures wall-clock time and counts restarts; a resumed run goes on from its logs."""
+
+    def __init__(self, logs: Path) -> None:
+        self._began = time.perf_counter()
+        logged = _records(logs / "metrics.jsonl", f'"{_WALL_CLOCK}": ')
+        took = [record.get(_WALL_CLOCK) for record in logged]
+        self._earlier_s = max((s for s in took if isinstance(s, float)), default=0.0)
+        path = logs.parent / "receipts.jsonl"
+        events = (_records(path, f'{{"event": "{kind}"') for kind in _RESTARTS)
+        self._restarts = sum(_is_restart(event) for kind in events for event in kind)
+
+    def follow(self, event: Mapping[str, Any]) -> None:
+        """Count an event of the run if it is a restart."""
+        self._restarts += _is_restart(event)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the seconds that the run has taken, start-up included, and its restarts."""
+        return {
+            _WALL_CLOCK: self._earlier_s + time.perf_counter() - self._began,
+            "restarts": self._restarts,
+        }
+
+
+def _is_restart(event: Mapping[str, Any]) -> bool:
+    """Return whether an event restarts something; a role that is given up is not restarted."""
+    return event.get("event") in _RESTARTS and not event.get("given_up")
+
+
+def _records(path: Path, mark: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the records of those complete lines that contain a mark; parsing all would be slow."""
+    if not path.is_file():
+        return
+    with path.open("rb") as lines:
+        for line in lines:
+            if mark.encode() in line:
+                with contextlib.suppress(ValueError):  # of a killed process
+                    yield json.loads(line)

@@ -20,8 +20,7 @@ from interleavings.roles import Generator
 import grpo_components.cluster.cluster as cluster_module
 import grpo_components.exchange.replay_buffer as buffer_module
 import grpo_components.records.receipts as receipts_module
-from grpo_components.cluster.handles import ReplayBufferHandle
-from grpo_components.cluster.trainers_handle import TrainersHandle
+from grpo_components.cluster.handles import ReplayBufferHandle, TrainersHandle
 
 
 class Prompts:

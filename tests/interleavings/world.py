@@ -24,10 +24,10 @@ from grpo_components.cluster.handles import (
     ReferencesHandle,
     ReplayBufferHandle,
     Roles,
+    TrainersHandle,
 )
 from grpo_components.cluster.restarts import Family, RestartBudget
 from grpo_components.cluster.role import Role
-from grpo_components.cluster.trainers_handle import TrainersHandle
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.parameter_server import VLLMParameterServer

@@ -1,4 +1,6 @@
-"""A record for tests that look at a few of its fields."""
+"""Builds records of responses for tests that look at a few of their fields."""
+
+from typing import Any
 
 import numpy as np
 
@@ -19,3 +21,18 @@ def trajectory(response, mask=None, **fields):
         **dict.fromkeys(("prompt_index", "epoch", "group_id", "attempt"), 0),
     }
     return Trajectory(**made | fields)
+
+
+def response(group_id: int, versions: list[int], **fields: Any) -> Trajectory:
+    """Return a response whose tokens these policy versions sampled."""
+    size = len(versions)
+    given = {
+        "prompt_ids": np.arange(2),
+        "response_ids": np.arange(size),
+        "response_mask": np.ones(size, bool),
+        "generator_logprobs": np.full(size, -1, np.float32),
+        "token_versions": np.array(versions, np.int32),
+        **{"prompt_index": 0, "epoch": 0, "group_id": group_id, "attempt": 0},
+        "finish_reason": "stop",
+    }
+    return Trajectory(**given | fields)

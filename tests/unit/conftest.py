@@ -19,6 +19,12 @@ from grpo_components.replay.event_order import EventOrder
 GROUP_SIZE = 2
 
 
+@pytest.fixture(scope="session")
+def anyio_backend():
+    """The event loop of tests that are coroutines."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """Threads of tiny passes wait for each other on a busy machine."""

@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from lib.role import stand_in_role, value_of, waits_of
+from lib.trajectories import response
 
 from grpo_components.cluster.batch import Batch, Group
 from grpo_components.cluster.handles import (
@@ -26,24 +26,11 @@ from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.replay.event_order import EventOrder
-from grpo_components.trajectory import Trajectory, pack, summarize
+from grpo_components.trajectory import pack, summarize
+
+pytestmark = pytest.mark.anyio
 
 G = 2
-
-
-def trajectory(entry, version=0):
-    return Trajectory(
-        prompt_ids=np.arange(2),
-        response_ids=np.arange(3),
-        response_mask=np.ones(3, bool),
-        generator_logprobs=np.full(3, -1, np.float32),
-        token_versions=np.full(3, version, np.int32),
-        prompt_index=entry.prompt_index,
-        epoch=entry.epoch,
-        group_id=entry.group_id,
-        attempt=0,
-        finish_reason="stop",
-    )
 
 
 class Sampler:
@@ -61,9 +48,9 @@ class Sampler:
 
     def generate_group(self, prompt, epoch, group_id, attempt, temperature):
         self.asked.append((prompt["prompt_index"], epoch, group_id, attempt, temperature))
-        entry = SimpleNamespace(prompt_index=prompt["prompt_index"], epoch=0, group_id=group_id)
+        identity = {"prompt_index": prompt["prompt_index"], "epoch": epoch}
         group = [
-            replace(trajectory(entry, self.version), reward=reward, success=success)
+            response(group_id, [self.version] * 3, **identity, reward=reward, success=success)
             for reward, success in self.scores
         ]
         return pack(group), summarize(pack(group)), {"text of": group_id}
@@ -98,156 +85,126 @@ class Setting:
         return [event["event"] for event in self.events]
 
 
-def test_a_group_is_asked_for_by_its_identity_and_its_end_is_recorded():
-    async def run():
-        setting = Setting()
-        waits = waits_of(setting.generator.role)
-        group = await setting.generated()
-        assert setting.sampler.asked == [(10, 0, 0, 3, 0.5)]
-        assert waits == [("generate_group", 7.0)]
-        assert group.summary.response_tokens == [3, 3] and group.entry.tokens == 6
-        assert await value_of(group.entry.text) == {"text of": 0}
-        assert setting.names() == ["issue", "finish"]
-
-    asyncio.run(run())
+async def test_a_group_is_asked_for_by_its_identity_and_its_end_is_recorded():
+    setting = Setting()
+    waits = waits_of(setting.generator.role)
+    group = await setting.generated()
+    assert setting.sampler.asked == [(10, 0, 0, 3, 0.5)]
+    assert waits == [("generate_group", 7.0)]
+    assert group.summary.response_tokens == [3, 3] and group.entry.tokens == 6
+    assert await value_of(group.entry.text) == {"text of": 0}
+    assert setting.names() == ["issue", "finish"]
 
 
-def test_with_a_curriculum_the_successes_of_what_was_scored_are_recorded():
-    async def run():
-        setting = Setting(eta=3)
-        role = setting.generator.role
-        setting.generator = GeneratorHandle(role, setting.ledger, 7.0, 9.0, counts_successes=True)
-        for scores, result in (
-            ([(1.0, True), (0.5, False)], {"successes": 1, "scored": 2}),
-            ([(1.0, True), (math.nan, False)], {"successes": 1, "scored": 1}),
-            ([(math.nan, False)] * G, {"successes": 0, "scored": 0}),
-        ):
-            setting.sampler.scores = scores
-            entry = (await setting.generated()).entry
-            assert setting.events[-1] == {
-                **{"event": "finish", "attempt": 3, "group": entry.group_id},
-                **{"response_tokens": [3, 3], "prompt": entry.prompt_index, **result},
-            }
-
-    asyncio.run(run())
-
-
-def test_room_is_reserved_for_as_many_groups_as_have_it():
-    async def run():
-        setting = Setting()
-        generator, room = setting.generator, setting.sampler.room
-        room += [2, 1, 3]
-        assert [await generator.has_room() for _ in range(3)] == [True] * 3
-        assert room == [3]
-        assert await generator.has_room() and room == []
-        await generator.begin_attempt()
-        room.append(1)
-        assert await generator.has_room() and room == [], "what was reserved is forgotten"
-
-    asyncio.run(run())
-
-
-def test_who_keeps_the_room_for_too_long_is_named_unless_an_evaluation_holds_the_weights():
-    async def run():
-        setting = Setting()
-        setting.sampler.room += [0, 0, 1]
-        with pytest.raises(TimeoutError, match=r"generator_0 still samples .* 46 s"):
-            await setting.generator.has_room()
-        with setting.ledger.pin_weights():
-            assert await setting.generator.has_room()
-
-    asyncio.run(run())
-
-
-def test_a_lost_generator_has_no_room_and_a_replay_needs_none():
-    async def run():
-        setting = Setting()
-        setting.generator.role.lost = True
-        assert not await setting.generator.has_room()
-        setting.ledger.events = EventOrder(recorded=[{"event": "end", "number": 0}], timeout_s=5)
-        assert await setting.generator.has_room()
-
-    asyncio.run(run())
-
-
-def test_a_share_of_an_evaluation_is_one_event():
-    async def run():
-        setting = Setting()
-        results = await setting.generator.evaluate([4, 5], 0.0, 1, step=20, timeout_s=60.0)
-        assert results == [{"prompt": 4}, {"prompt": 5}]
+async def test_with_a_curriculum_the_successes_of_what_was_scored_are_recorded():
+    setting = Setting(eta=3)
+    role = setting.generator.role
+    setting.generator = GeneratorHandle(role, setting.ledger, 7.0, 9.0, counts_successes=True)
+    for scores, result in (
+        ([(1.0, True), (0.5, False)], {"successes": 1, "scored": 2}),
+        ([(1.0, True), (math.nan, False)], {"successes": 1, "scored": 1}),
+        ([(math.nan, False)] * G, {"successes": 0, "scored": 0}),
+    ):
+        setting.sampler.scores = scores
+        entry = (await setting.generated()).entry
         assert setting.events[-1] == {
-            **{"event": "evaluate", "attempt": 3},
-            **{"role": "generator_0", "step": 20},
+            **{"event": "finish", "attempt": 3, "group": entry.group_id},
+            **{"response_tokens": [3, 3], "prompt": entry.prompt_index, **result},
         }
 
-    asyncio.run(run())
+
+async def test_room_is_reserved_for_as_many_groups_as_have_it():
+    setting = Setting()
+    generator, room = setting.generator, setting.sampler.room
+    room += [2, 1, 3]
+    assert [await generator.has_room() for _ in range(3)] == [True] * 3
+    assert room == [3]
+    assert await generator.has_room() and room == []
+    await generator.begin_attempt()
+    room.append(1)
+    assert await generator.has_room() and room == [], "what was reserved is forgotten"
 
 
-def test_a_batch_is_taken_as_it_was_put_and_stale_groups_are_dropped_on_the_way():
-    async def run():
-        setting = Setting(eta=2)
-        waits = waits_of(setting.buffer_role)
-        for version in (0, 0, 3):
-            setting.sampler.version = version
-            await setting.buffer.add(await setting.generated())
-        assert waits[-1] == ("add", 5.0 + GRACE_S)
-        setting.ledger.policy_version = 3
-        batch = await setting.buffer.take(1)
-        assert [entry.group_id for entry in batch.entries] == [2]
-        assert (batch.dropped_stale, batch.buffered) == (2, 0)
-        assert setting.ledger.dropped_groups == {"stale": 2}
-        assert [prompt["prompt_index"] for prompt, _ in setting.ledger.waiting_prompts] == [10, 11]
-        assert setting.names()[-3:] == ["buffer", "drop", "sample"]
-
-    asyncio.run(run())
+async def test_who_keeps_the_room_for_too_long_is_named_unless_an_evaluation_holds_the_weights():
+    setting = Setting()
+    setting.sampler.room += [0, 0, 1]
+    with pytest.raises(TimeoutError, match=r"generator_0 still samples .* 46 s"):
+        await setting.generator.has_room()
+    with setting.ledger.pin_weights():
+        assert await setting.generator.has_room()
 
 
-def test_with_wait_a_step_lets_groups_finish_that_it_would_make_stale():
-    async def run():
-        setting = Setting(wait_for_stale=True, eta=0)
-        entry = await setting.ledger.admit("generator_0", 1)
-        taking = asyncio.create_task(setting.buffer.take(1))
-        await asyncio.sleep(0)
-        assert "take" not in setting.buffer_role.process.host.received
-        await setting.buffer.add(await setting.generator.generate_group(entry, 1.0))
-        assert [e.group_id for e in (await taking).entries] == [entry.group_id]
-
-    asyncio.run(run())
+async def test_a_lost_generator_has_no_room_and_a_replay_needs_none():
+    setting = Setting()
+    setting.generator.role.lost = True
+    assert not await setting.generator.has_room()
+    setting.ledger.events = EventOrder(recorded=[{"event": "end", "number": 0}], timeout_s=5)
+    assert await setting.generator.has_room()
 
 
-def test_a_restarted_buffer_gets_back_what_the_ledger_has_as_buffered():
-    async def run():
-        setting = Setting()
-        for _ in range(2):
-            await setting.buffer.add(await setting.generated())
-        await setting.buffer_role.replay_restart("died")
-        assert [(await setting.buffer.take(1)).entries[0].group_id for _ in range(2)] == [0, 1]
+async def test_a_share_of_an_evaluation_is_one_event():
+    setting = Setting()
+    results = await setting.generator.evaluate([4, 5], 0.0, 1, step=20, timeout_s=60.0)
+    assert results == [{"prompt": 4}, {"prompt": 5}]
+    assert setting.events[-1] == {
+        **{"event": "evaluate", "attempt": 3},
+        **{"role": "generator_0", "step": 20},
+    }
 
-    asyncio.run(run())
+
+async def test_a_batch_is_taken_as_it_was_put_and_stale_groups_are_dropped_on_the_way():
+    setting = Setting(eta=2)
+    waits = waits_of(setting.buffer_role)
+    for version in (0, 0, 3):
+        setting.sampler.version = version
+        await setting.buffer.add(await setting.generated())
+    assert waits[-1] == ("add", 5.0 + GRACE_S)
+    setting.ledger.policy_version = 3
+    batch = await setting.buffer.take(1)
+    assert [entry.group_id for entry in batch.entries] == [2]
+    assert (batch.dropped_stale, batch.buffered) == (2, 0)
+    assert setting.ledger.dropped_groups == {"stale": 2}
+    assert [prompt["prompt_index"] for prompt, _ in setting.ledger.waiting_prompts] == [10, 11]
+    assert setting.names()[-3:] == ["buffer", "drop", "sample"]
+
+
+async def test_with_wait_a_step_lets_groups_finish_that_it_would_make_stale():
+    setting = Setting(wait_for_stale=True, eta=0)
+    entry = await setting.ledger.admit("generator_0", 1)
+    taking = asyncio.create_task(setting.buffer.take(1))
+    await asyncio.sleep(0)
+    assert "take" not in setting.buffer_role.process.host.received
+    await setting.buffer.add(await setting.generator.generate_group(entry, 1.0))
+    assert [e.group_id for e in (await taking).entries] == [entry.group_id]
+
+
+async def test_a_restarted_buffer_gets_back_what_the_ledger_has_as_buffered():
+    setting = Setting()
+    for _ in range(2):
+        await setting.buffer.add(await setting.generated())
+    await setting.buffer_role.replay_restart("died")
+    assert [(await setting.buffer.take(1)).entries[0].group_id for _ in range(2)] == [0, 1]
 
 
 @pytest.mark.parametrize("taken", [False, True])
-def test_a_restarted_buffer_gets_a_group_again_unless_a_step_has_taken_it(taken):
-    async def run():
-        setting = Setting()
-        role, group = setting.buffer_role, await setting.generated()
+async def test_a_restarted_buffer_gets_a_group_again_unless_a_step_has_taken_it(taken):
+    setting = Setting()
+    role, group = setting.buffer_role, await setting.generated()
 
-        async def pause(seconds):
-            if taken:  # the step's answer came before that of `add`, which the restart cancelled
-                await setting.ledger.take([group.entry.group_id])
-                setting.ledger.finish_step(1)
+    async def pause(seconds):
+        if taken:  # the step's answer came before that of `add`, which the restart cancelled
+            await setting.ledger.take([group.entry.group_id])
+            setting.ledger.finish_step(1)
 
-        role.process.host.dies_in, role.pause = {"add"}, pause
-        await setting.buffer.add(group)
-        assert (group.entry.state == "buffered") != taken
-        with pytest.raises(RoleFailedError) if taken else contextlib.nullcontext():
-            _, found = await role.call("take", 1, 0, timeout_s=1)
-            assert [summary.group_id for summary in found.groups] == [0]
-
-    asyncio.run(run())
+    role.process.host.dies_in, role.pause = {"add"}, pause
+    await setting.buffer.add(group)
+    assert (group.entry.state == "buffered") != taken
+    with pytest.raises(RoleFailedError) if taken else contextlib.nullcontext():
+        _, found = await role.call("take", 1, 0, timeout_s=1)
+        assert [summary.group_id for summary in found.groups] == [0]
 
 
-def test_what_may_be_reused_survives_a_restart_of_the_buffer_and_a_checkpoint(tmp_path):
+async def test_what_may_be_reused_survives_a_restart_of_the_buffer_and_a_checkpoint(tmp_path):
     """The buffer is restarted while a step trains a group that the next step trains again."""
 
     def setting_with_reuse():
@@ -256,65 +213,56 @@ def test_what_may_be_reused_survives_a_restart_of_the_buffer_and_a_checkpoint(tm
         setting.sampler.scores = [(1.0, True), (0.0, False)]
         return setting
 
-    async def run():
-        setting = setting_with_reuse()
-        ledger, buffer = setting.ledger, setting.buffer
-        for _ in range(4):
-            await buffer.add(await setting.generated())
-        assert [e.group_id for e in (await buffer.take(2)).entries] == [0, 1]
-        await setting.buffer_role.replay_restart("died")
-        ledger.finish_step(1)
-        state, folder = ledger.state_dict(), tmp_path / "state"
-        folder.mkdir()
-        parts = [part for entry in ledger.stored() for part in entry.parts]
-        assert await buffer.write_state(folder, [None, *parts]) is None
-        after = setting_with_reuse()
-        after.ledger.load_state_dict(state)
-        await after.buffer.read_state(folder)
-        for each in (setting, after):
-            batch = await each.buffer.take(2)
-            assert [e.group_id for e in batch.entries] == [2, 0] and batch.reused == 1
-            assert [g.group_id for g in batch.groups] == [2, 0]
-            assert each.ledger.in_state("in_training") == batch.entries[:1]
-
-    asyncio.run(run())
+    setting = setting_with_reuse()
+    ledger, buffer = setting.ledger, setting.buffer
+    for _ in range(4):
+        await buffer.add(await setting.generated())
+    assert [e.group_id for e in (await buffer.take(2)).entries] == [0, 1]
+    await setting.buffer_role.replay_restart("died")
+    ledger.finish_step(1)
+    state, folder = ledger.state_dict(), tmp_path / "state"
+    folder.mkdir()
+    parts = [part for entry in ledger.stored() for part in entry.parts]
+    assert await buffer.write_state(folder, [None, *parts]) is None
+    after = setting_with_reuse()
+    after.ledger.load_state_dict(state)
+    await after.buffer.read_state(folder)
+    for each in (setting, after):
+        batch = await each.buffer.take(2)
+        assert [e.group_id for e in batch.entries] == [2, 0] and batch.reused == 1
+        assert [g.group_id for g in batch.groups] == [2, 0]
+        assert each.ledger.in_state("in_training") == batch.entries[:1]
 
 
-def test_a_text_that_was_lost_with_a_node_is_left_out_and_another_failure_is_not():
-    async def run():
-        setting = Setting()
-        group = await setting.generated()
+async def test_a_text_that_was_lost_with_a_node_is_left_out_and_another_failure_is_not():
+    setting = Setting()
+    group = await setting.generated()
 
-        async def failing(kind):
-            raise RoleFailedError("replay_buffer", "cannot go on", "its.log", kind)
+    async def failing(kind):
+        raise RoleFailedError("replay_buffer", "cannot go on", "its.log", kind)
 
-        group.entry.text = failing("lost")
-        assert await setting.buffer.texts([group.entry]) == [None]
-        group.entry.text = failing("silent")
-        with pytest.raises(RoleFailedError):
-            await setting.buffer.texts([group.entry])
-
-    asyncio.run(run())
+    group.entry.text = failing("lost")
+    assert await setting.buffer.texts([group.entry]) == [None]
+    group.entry.text = failing("silent")
+    with pytest.raises(RoleFailedError):
+        await setting.buffer.texts([group.entry])
 
 
-def test_checkpointed_groups_come_back_with_their_parts_and_without_their_text(tmp_path):
-    async def run():
-        before = Setting()
-        group = await before.generated()
-        await before.buffer.add(group)
-        assert await before.buffer.texts([group.entry]) == [{"text of": 0}]
-        tmp_path.joinpath("state").mkdir()
-        parts = [group.packed, *group.entry.parts]
-        assert await before.buffer.write_state(tmp_path / "state", parts) is None
-        after = Setting()
-        after.ledger.load_state_dict(before.ledger.state_dict())
-        await after.buffer.read_state(tmp_path / "state")
-        (entry,) = after.ledger.in_state("buffered")
-        assert await after.buffer.texts([entry]) == [None]
-        batch = await after.buffer.take(1)
-        assert batch.entries == [entry] and len(entry.parts) == 2
-
-    asyncio.run(run())
+async def test_checkpointed_groups_come_back_with_their_parts_and_without_their_text(tmp_path):
+    before = Setting()
+    group = await before.generated()
+    await before.buffer.add(group)
+    assert await before.buffer.texts([group.entry]) == [{"text of": 0}]
+    tmp_path.joinpath("state").mkdir()
+    parts = [group.packed, *group.entry.parts]
+    assert await before.buffer.write_state(tmp_path / "state", parts) is None
+    after = Setting()
+    after.ledger.load_state_dict(before.ledger.state_dict())
+    await after.buffer.read_state(tmp_path / "state")
+    (entry,) = after.ledger.in_state("buffered")
+    assert await after.buffer.texts([entry]) == [None]
+    batch = await after.buffer.take(1)
+    assert batch.entries == [entry] and len(entry.parts) == 2
 
 
 def group_of(group_id):
@@ -322,7 +270,7 @@ def group_of(group_id):
     return Group(entry, f"packed {group_id}", "summary", SimpleNamespace())
 
 
-def test_references_share_the_groups_and_the_kl_goes_to_the_ledger():
+async def test_references_share_the_groups_and_the_kl_goes_to_the_ledger():
     class Reference:
         def __init__(self, number):
             self.number = number
@@ -330,39 +278,33 @@ def test_references_share_the_groups_and_the_kl_goes_to_the_ledger():
         def add_logprobs(self, packed):
             return f"{packed} with logprobs of {self.number}", [self.number] * G
 
-    async def run():
-        roles = [stand_in_role(f"reference_{i}", Reference(i)) for i in range(2)]
-        references = ReferencesHandle(roles, 9.0)
-        groups = [await references.add_logprobs(group_of(i)) for i in range(3)]
-        assert [await value_of(group.packed) for group in groups] == [
-            f"packed {i} with logprobs of {i % 2}" for i in range(3)
-        ]
-        assert [group.entry.reference_kl for group in groups] == [[0, 0], [1, 1], [0, 0]]
-        teachers = ReferencesHandle(roles, 9.0, keep_kl=False)
-        graded = await teachers.add_logprobs(groups[0])
-        assert await value_of(graded.packed) == "packed 0 with logprobs of 0 with logprobs of 0"
-        graded = await teachers.add_logprobs(group_of(1))
-        assert graded.entry.reference_kl is None
-
-    asyncio.run(run())
+    roles = [stand_in_role(f"reference_{i}", Reference(i)) for i in range(2)]
+    references = ReferencesHandle(roles, 9.0)
+    groups = [await references.add_logprobs(group_of(i)) for i in range(3)]
+    assert [await value_of(group.packed) for group in groups] == [
+        f"packed {i} with logprobs of {i % 2}" for i in range(3)
+    ]
+    assert [group.entry.reference_kl for group in groups] == [[0, 0], [1, 1], [0, 0]]
+    teachers = ReferencesHandle(roles, 9.0, keep_kl=False)
+    graded = await teachers.add_logprobs(groups[0])
+    assert await value_of(graded.packed) == "packed 0 with logprobs of 0 with logprobs of 0"
+    graded = await teachers.add_logprobs(group_of(1))
+    assert graded.entry.reference_kl is None
 
 
-def test_the_reward_model_returns_another_group_with_its_text():
+async def test_the_reward_model_returns_another_group_with_its_text():
     class RewardModel:
         def add_scores(self, packed, text):
             return f"{packed}, scored", "new summary", f"{text}, scored"
 
-    async def run():
-        handle = RewardModelHandle(stand_in_role("reward_model", RewardModel()), 9.0)
-        group = await handle.add_scores(group_of(0))
-        packed = await value_of(group.packed)
-        assert (packed, group.summary) == ("packed 0, scored", "new summary")
-        assert await value_of(group.entry.text) == "text, scored"
-
-    asyncio.run(run())
+    handle = RewardModelHandle(stand_in_role("reward_model", RewardModel()), 9.0)
+    group = await handle.add_scores(group_of(0))
+    packed = await value_of(group.packed)
+    assert (packed, group.summary) == ("packed 0, scored", "new summary")
+    assert await value_of(group.entry.text) == "text, scored"
 
 
-def test_every_rank_gets_each_call_with_the_same_arguments():
+async def test_every_rank_gets_each_call_with_the_same_arguments():
     class Rank:
         def __init__(self, rank):
             self.rank, self.calls = rank, []
@@ -380,20 +322,17 @@ def test_every_rank_gets_each_call_with_the_same_arguments():
         def load_state(self, checkpoint):
             self.calls.append(checkpoint)
 
-    async def run():
-        ledger = SimpleNamespace(steps_done=7)
-        ranks = [Rank(rank) for rank in range(2)]
-        roles = [stand_in_role(f"trainer_{rank.rank}", rank) for rank in ranks]
-        trainers = TrainersHandle(roles, ledger, 9.0, 5.0)
-        batch = Batch("packed", [], [], "", 0, 0, 0.0)
-        assert await trainers.train_step(batch, np.array([[1.0, -1.0]])) == "result"
-        await trainers.hold_state(in_background=True)
-        assert await trainers.write_state(Path("/step_8")) == [None, "no room in /step_8"]
-        await trainers.load_state(Path("/step_8"))
-        for rank in ranks:
-            assert rank.calls == [("packed", [1.0, -1.0], 7), True, "/step_8"]
-
-    asyncio.run(run())
+    ledger = SimpleNamespace(steps_done=7)
+    ranks = [Rank(rank) for rank in range(2)]
+    roles = [stand_in_role(f"trainer_{rank.rank}", rank) for rank in ranks]
+    trainers = TrainersHandle(roles, ledger, 9.0, 5.0)
+    batch = Batch("packed", [], [], "", 0, 0, 0.0)
+    assert await trainers.train_step(batch, np.array([[1.0, -1.0]])) == "result"
+    await trainers.hold_state(in_background=True)
+    assert await trainers.write_state(Path("/step_8")) == [None, "no room in /step_8"]
+    await trainers.load_state(Path("/step_8"))
+    for rank in ranks:
+        assert rank.calls == [("packed", [1.0, -1.0], 7), True, "/step_8"]
 
 
 @pytest.mark.parametrize(("kls", "expected"), [([[0.1, 0.2]], [[0.1, 0.2]]), ([None], None)])

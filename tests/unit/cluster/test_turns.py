@@ -23,6 +23,8 @@ from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import snapshot_checksum
 from grpo_components.replay.event_order import EventOrder
 
+pytestmark = pytest.mark.anyio
+
 B = 2
 BATCH = Batch("packed", [], [], "", 0, 0, 0.0)
 
@@ -156,183 +158,150 @@ class Setting:
         return result
 
 
-def test_each_step_finds_the_generators_asleep_and_the_next_groups_wake_them():
-    async def run():
-        setting = Setting()
-        for version in (1, 2):
-            await setting.generate(0, 1)
-            result = await setting.train()
-            assert result.metrics.keys() == {"time/train", "time/wake", "time/sleep"}
-            assert (result.metrics["time/wake"] > 0) == (version > 1)
-            turn, setting.gpu.happened = setting.gpu.happened, []
-            assert sorted(turn[-4:-2]) == ["generator_0 sleeps", "generator_1 sleeps"]
-            assert sorted(turn[-2:]) == ["trainer_0 trains", "trainer_1 trains"]
-            woken = [f"generator_{i} loads {version - 1}" for i in (0, 1) if version > 1]
-            assert [each for each in turn if "loads" in each] == woken
-        order = [e["event"] for e in setting.events if e["event"] in ("sample", "sleep", "publish")]
-        assert order == ["sample", "sleep", "publish"] * 2
-
-    asyncio.run(run())
-
-
-def test_a_generator_without_a_group_sleeps_on():
-    async def run():
-        setting = Setting()
-        await setting.generate(0, 0)
-        await setting.train()
-        await setting.generate(0, 0)
-        assert setting.gpu.asleep == {"generator_1"}
-        await setting.train()
-
-    asyncio.run(run())
-
-
-def test_after_a_skipped_step_the_same_weights_wake_the_generators():
-    async def run():
-        setting = Setting()
+async def test_each_step_finds_the_generators_asleep_and_the_next_groups_wake_them():
+    setting = Setting()
+    for version in (1, 2):
         await setting.generate(0, 1)
-        await setting.train()
-        await setting.generate(0, 1)
-        await setting.train(skipped=True)
-        await setting.generate(0, 1)
-        assert [each for each in setting.gpu.happened if "loads" in each] == [
-            *("generator_0 loads 1", "generator_1 loads 1"),
-            *("generator_0 loads 1", "generator_1 loads 1"),
-        ]
+        result = await setting.train()
+        assert result.metrics.keys() == {"time/train", "time/wake", "time/sleep"}
+        assert (result.metrics["time/wake"] > 0) == (version > 1)
+        turn, setting.gpu.happened = setting.gpu.happened, []
+        assert sorted(turn[-4:-2]) == ["generator_0 sleeps", "generator_1 sleeps"]
+        assert sorted(turn[-2:]) == ["trainer_0 trains", "trainer_1 trains"]
+        woken = [f"generator_{i} loads {version - 1}" for i in (0, 1) if version > 1]
+        assert [each for each in turn if "loads" in each] == woken
+    order = [e["event"] for e in setting.events if e["event"] in ("sample", "sleep", "publish")]
+    assert order == ["sample", "sleep", "publish"] * 2
 
-    asyncio.run(run())
+
+async def test_a_generator_without_a_group_sleeps_on():
+    setting = Setting()
+    await setting.generate(0, 0)
+    await setting.train()
+    await setting.generate(0, 0)
+    assert setting.gpu.asleep == {"generator_1"}
+    await setting.train()
 
 
-def test_a_skipped_first_step_needs_weights_that_were_never_pushed():
+async def test_after_a_skipped_step_the_same_weights_wake_the_generators():
+    setting = Setting()
+    await setting.generate(0, 1)
+    await setting.train()
+    await setting.generate(0, 1)
+    await setting.train(skipped=True)
+    await setting.generate(0, 1)
+    assert [each for each in setting.gpu.happened if "loads" in each] == [
+        *("generator_0 loads 1", "generator_1 loads 1"),
+        *("generator_0 loads 1", "generator_1 loads 1"),
+    ]
+
+
+async def test_a_skipped_first_step_needs_weights_that_were_never_pushed():
     """Version 0 is the base model, which an engine that slept at level 2 no longer has."""
 
-    async def run():
-        setting = Setting()
-        await setting.generate(0, 1)
-        await setting.train(skipped=True)
-        await setting.generate(0, 1)
-        assert setting.gpu.asleep == set()
-        assert setting.gpu.happened[-2:] == ["generator_1 loads 0", "generator_1 generates"]
-
-    asyncio.run(run())
+    setting = Setting()
+    await setting.generate(0, 1)
+    await setting.train(skipped=True)
+    await setting.generate(0, 1)
+    assert setting.gpu.asleep == set()
+    assert setting.gpu.happened[-2:] == ["generator_1 loads 0", "generator_1 generates"]
 
 
-def test_a_step_waits_for_an_evaluation_that_still_runs():
-    async def run():
-        setting = Setting()
-        await setting.generate(0, 1)
-        async with setting.generators[1].swapping:  # as an evaluation holds it
-            training = asyncio.create_task(setting.train())
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert not setting.gpu.of("sleeps", "trains")
-        await training
-        assert setting.gpu.of("trains")
-
-    asyncio.run(run())
-
-
-def test_in_a_replay_a_step_waits_for_the_end_of_the_evaluation_before_it():
-    async def run():
-        recorded = [
-            {"event": "evaluate", "role": "generator_0", "step": 0, "number": 0},
-            {"event": "sleep", "step": 1, "number": 1},
-        ]
-        order = EventOrder(recorded=recorded, timeout_s=5)
-        setting = Setting(order)
-        training = asyncio.create_task(setting.roles.trainers.train_step(BATCH, np.zeros((B, 2))))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not setting.gpu.happened
-        order.record("evaluate", role="generator_0", step=0)
-        await training
-        assert len(setting.gpu.of("trains")) == 2
-
-    asyncio.run(run())
-
-
-def test_a_generator_that_dies_asleep_starts_again_only_after_the_step():
-    async def run():
-        setting = Setting()
-        await setting.generate(0, 1)
-        for rank in setting.ranks:
-            rank.hold = asyncio.Event()
+async def test_a_step_waits_for_an_evaluation_that_still_runs():
+    setting = Setting()
+    await setting.generate(0, 1)
+    async with setting.generators[1].swapping:  # as an evaluation holds it
         training = asyncio.create_task(setting.train())
-        restart = asyncio.create_task(setting.generators[0].role.pause(0))
-        while len(setting.gpu.of("trains")) < 2:
-            await asyncio.sleep(0)
-        late = asyncio.create_task(setting.generators[1].role.pause(0))
         for _ in range(20):
             await asyncio.sleep(0)
-        assert restart.done() and not late.done()
-        for rank in setting.ranks:
-            rank.hold.set()
-        await training
-        await late
-
-    asyncio.run(run())
+        assert not setting.gpu.of("sleeps", "trains")
+    await training
+    assert setting.gpu.of("trains")
 
 
-def test_a_generator_that_restarts_while_others_fall_asleep_is_put_to_sleep_again():
-    async def run():
-        setting = Setting()
+async def test_in_a_replay_a_step_waits_for_the_end_of_the_evaluation_before_it():
+    recorded = [
+        {"event": "evaluate", "role": "generator_0", "step": 0, "number": 0},
+        {"event": "sleep", "step": 1, "number": 1},
+    ]
+    order = EventOrder(recorded=recorded, timeout_s=5)
+    setting = Setting(order)
+    training = asyncio.create_task(setting.roles.trainers.train_step(BATCH, np.zeros((B, 2))))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not setting.gpu.happened
+    order.record("evaluate", role="generator_0", step=0)
+    await training
+    assert len(setting.gpu.of("trains")) == 2
 
-        async def restart_first():
-            setting.engines[1].before_sleep = no_wait
-            while setting.generators[0].version != -1:  # it has answered
-                await asyncio.sleep(0)
-            await setting.generators[0].role.replay_restart("died")
 
-        setting.engines[1].before_sleep = restart_first
-        await setting.generate(0, 1)
+async def test_a_generator_that_dies_asleep_starts_again_only_after_the_step():
+    setting = Setting()
+    await setting.generate(0, 1)
+    for rank in setting.ranks:
+        rank.hold = asyncio.Event()
+    training = asyncio.create_task(setting.train())
+    restart = asyncio.create_task(setting.generators[0].role.pause(0))
+    while len(setting.gpu.of("trains")) < 2:
+        await asyncio.sleep(0)
+    late = asyncio.create_task(setting.generators[1].role.pause(0))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert restart.done() and not late.done()
+    for rank in setting.ranks:
+        rank.hold.set()
+    await training
+    await late
+
+
+async def test_a_generator_that_restarts_while_others_fall_asleep_is_put_to_sleep_again():
+    setting = Setting()
+
+    async def restart_first():
+        setting.engines[1].before_sleep = no_wait
+        while setting.generators[0].version != -1:  # it has answered
+            await asyncio.sleep(0)
+        await setting.generators[0].role.replay_restart("died")
+
+    setting.engines[1].before_sleep = restart_first
+    await setting.generate(0, 1)
+    await setting.train()
+    assert setting.gpu.of("sleeps").count("generator_0 sleeps") == 2
+
+
+async def test_a_turn_that_fails_ends_and_a_lost_generator_is_not_waited_for():
+    setting = Setting()
+    await setting.generate(0, 1)
+    setting.ranks[1].fails = True
+    with pytest.raises(RoleFailedError) as failed:
         await setting.train()
-        assert setting.gpu.of("sleeps").count("generator_0 sleeps") == 2
+    assert failed.value.role == "trainer_1"
+    await setting.generators[0].role.pause(0)
+    setting.ranks[1].fails = False
 
-    asyncio.run(run())
+    async def lost():
+        setting.generators[0].role.lost = True
+        setting.gpu.asleep.add("generator_0")
+        raise RoleLostError("generator_0")
 
-
-def test_a_turn_that_fails_ends_and_a_lost_generator_is_not_waited_for():
-    async def run():
-        setting = Setting()
-        await setting.generate(0, 1)
-        setting.ranks[1].fails = True
-        with pytest.raises(RoleFailedError) as failed:
-            await setting.train()
-        assert failed.value.role == "trainer_1"
-        await setting.generators[0].role.pause(0)
-        setting.ranks[1].fails = False
-
-        async def lost():
-            setting.generators[0].role.lost = True
-            setting.gpu.asleep.add("generator_0")
-            raise RoleLostError("generator_0")
-
-        setting.generators[0].sleep = lost
-        await setting.roles.trainers.load_state("/checkpoint")
-        assert len(setting.gpu.of("restores")) == 2
-        await setting.weights.restore()
-        assert setting.gpu.asleep == {"generator_0"}, "it is lost; the other pulled and woke"
-
-    asyncio.run(run())
+    setting.generators[0].sleep = lost
+    await setting.roles.trainers.load_state("/checkpoint")
+    assert len(setting.gpu.of("restores")) == 2
+    await setting.weights.restore()
+    assert setting.gpu.asleep == {"generator_0"}, "it is lost; the other pulled and woke"
 
 
-def test_what_a_failed_environment_left_in_an_engine_is_recorded():
-    async def run():
-        setting = Setting()
-        setting.engines[1].leaves_behind = 3
-        await setting.generate(0, 1)
-        await setting.train()
-        (abort,) = (event for event in setting.events if event["event"] == "abort")
-        assert abort == {"event": "abort", "attempt": 0, "role": "generator_1", "responses": 3}
-
-    asyncio.run(run())
+async def test_what_a_failed_environment_left_in_an_engine_is_recorded():
+    setting = Setting()
+    setting.engines[1].leaves_behind = 3
+    await setting.generate(0, 1)
+    await setting.train()
+    (abort,) = (event for event in setting.events if event["event"] == "abort")
+    assert abort == {"event": "abort", "attempt": 0, "role": "generator_1", "responses": 3}
 
 
-def test_no_turn_begins_while_a_group_is_generated():
-    async def run():
-        setting = Setting()
-        await setting.ledger.admit("generator_0", 1)
-        with pytest.raises(AssertionError, match=r"groups \[0\] run"):
-            await setting.roles.trainers.train_step(BATCH, np.zeros((B, 2)))
-
-    asyncio.run(run())
+async def test_no_turn_begins_while_a_group_is_generated():
+    setting = Setting()
+    await setting.ledger.admit("generator_0", 1)
+    with pytest.raises(AssertionError, match=r"groups \[0\] run"):
+        await setting.roles.trainers.train_step(BATCH, np.zeros((B, 2)))

@@ -1,10 +1,15 @@
-"""Weights are pushed every n steps and pulled every m rollouts, and each load is an event."""
+"""Weights are pushed every n steps and pulled every m rollouts; each load is an event.
+
+Pushes are deltas while they take less room together than a whole push; only sizes decide.
+"""
 
 import asyncio
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from lib.role import stand_in_role
 
 from grpo_components.cluster.handles import (
@@ -13,15 +18,23 @@ from grpo_components.cluster.handles import (
     Roles,
     TrainersHandle,
 )
-from grpo_components.cluster.weight_sync import WeightSync
+from grpo_components.cluster.weight_sync import MAX_DELTAS, Pushes, WeightSync
 from grpo_components.errors import DisagreementError
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.exchange.weight_deltas import DeltaEncoder, RebuiltWeights
+from grpo_components.exchange.weight_deltas import NO_BASE, DeltaEncoder, RebuiltWeights
 from grpo_components.exchange.weight_probe import ProbeReading
-from grpo_components.exchange.weights import pack_bucket, snapshot_checksum, unpack_bucket
+from grpo_components.exchange.weights import (
+    TensorDelta,
+    TensorEntry,
+    pack_bucket,
+    snapshot_checksum,
+    unpack_bucket,
+)
 from grpo_components.replay.event_order import EventOrder
+
+pytestmark = pytest.mark.anyio
 
 CHECKSUM = snapshot_checksum([])
 
@@ -145,128 +158,107 @@ class Setting:
         return [tuple(e.values())[2:] for e in self.events if e["event"] == name]
 
 
-def test_pushes_come_every_n_versions_and_before_an_evaluation():
-    async def run():
-        setting = Setting(n=3)
-        assert [await setting.step() for _ in range(4)] == [0, 0, 3, 3]
-        assert await setting.step() == 5  # an evaluation follows step 5
-        assert await setting.step(skipped=True) == 5
-        assert setting.named("push") == setting.named("publish") == [(3,), (5,)]
-
-    asyncio.run(run())
+async def test_pushes_come_every_n_versions_and_before_an_evaluation():
+    setting = Setting(n=3)
+    assert [await setting.step() for _ in range(4)] == [0, 0, 3, 3]
+    assert await setting.step() == 5  # an evaluation follows step 5
+    assert await setting.step(skipped=True) == 5
+    assert setting.named("push") == setting.named("publish") == [(3,), (5,)]
 
 
-def test_pulls_come_every_m_rollouts_once_there_is_something_newer():
-    async def run():
-        setting = Setting(m=2)
-        first, second = setting.generators
-        assert [await setting.rollout(first) for _ in range(3)] == [0, 0, 0]
-        await setting.step()
-        assert [await setting.rollout(first) for _ in range(2)] == [1, 1]
-        await setting.step()
-        assert [await setting.rollout(first) for _ in range(2)] == [2, 2]
-        assert [await setting.rollout(second) for _ in range(3)] == [0, 0, 2]
-        assert setting.engines[1].loaded == [(2, ("bucket 2",))]
-        assert setting.named("pull") == [
-            ("generator_0", "group 3"),
-            ("generator_0", "group 5"),
-            ("generator_1", "group 9"),
-        ]
-        assert setting.named("load") == [
-            ("generator_0", 1, CHECKSUM, CHECKSUM),
-            ("generator_0", 2, CHECKSUM, CHECKSUM),
-            ("generator_1", 2, CHECKSUM, CHECKSUM),
-        ]
-        assert setting.server.acknowledged() == {"generator_0": 2, "generator_1": 2}
-
-    asyncio.run(run())
+async def test_pulls_come_every_m_rollouts_once_there_is_something_newer():
+    setting = Setting(m=2)
+    first, second = setting.generators
+    assert [await setting.rollout(first) for _ in range(3)] == [0, 0, 0]
+    await setting.step()
+    assert [await setting.rollout(first) for _ in range(2)] == [1, 1]
+    await setting.step()
+    assert [await setting.rollout(first) for _ in range(2)] == [2, 2]
+    assert [await setting.rollout(second) for _ in range(3)] == [0, 0, 2]
+    assert setting.engines[1].loaded == [(2, ("bucket 2",))]
+    assert setting.named("pull") == [
+        ("generator_0", "group 3"),
+        ("generator_0", "group 5"),
+        ("generator_1", "group 9"),
+    ]
+    assert setting.named("load") == [
+        ("generator_0", 1, CHECKSUM, CHECKSUM),
+        ("generator_0", 2, CHECKSUM, CHECKSUM),
+        ("generator_1", 2, CHECKSUM, CHECKSUM),
+    ]
+    assert setting.server.acknowledged() == {"generator_0": 2, "generator_1": 2}
 
 
-def test_a_group_that_needs_newer_weights_pulls_at_once_also_during_an_evaluation():
-    async def run():
-        setting = Setting(m=1)
-        generator = setting.generators[0]
-        await setting.rollout(generator)
-        await setting.step()
-        with setting.ledger.pin_weights():
-            assert await setting.rollout(generator) == 0
-            entry = await setting.ledger.admit("generator_0", 1)
-            entry.needed_version = 1
-            await setting.weights.pull_if_due(generator, entry)
-            assert entry.start_version == 1
-
-    asyncio.run(run())
+async def test_a_group_that_needs_newer_weights_pulls_at_once_also_during_an_evaluation():
+    setting = Setting(m=1)
+    generator = setting.generators[0]
+    await setting.rollout(generator)
+    await setting.step()
+    with setting.ledger.pin_weights():
+        assert await setting.rollout(generator) == 0
+        entry = await setting.ledger.admit("generator_0", 1)
+        entry.needed_version = 1
+        await setting.weights.pull_if_due(generator, entry)
+        assert entry.start_version == 1
 
 
-def test_groups_that_wait_for_the_same_version_share_one_pull():
-    async def run():
-        setting = Setting()
-        await setting.step()
-        generator = setting.generators[0]
-        entries = [await setting.ledger.admit("generator_0", 1) for _ in range(3)]
-        for entry in entries:
-            entry.needed_version = 1
-        pulls = (setting.weights.pull_if_due(generator, entry) for entry in entries)
-        await asyncio.gather(*pulls)
-        assert [entry.start_version for entry in entries] == [1, 1, 1]
-        assert len(setting.engines[0].loaded) == 1
-
-    asyncio.run(run())
+async def test_groups_that_wait_for_the_same_version_share_one_pull():
+    setting = Setting()
+    await setting.step()
+    generator = setting.generators[0]
+    entries = [await setting.ledger.admit("generator_0", 1) for _ in range(3)]
+    for entry in entries:
+        entry.needed_version = 1
+    pulls = (setting.weights.pull_if_due(generator, entry) for entry in entries)
+    await asyncio.gather(*pulls)
+    assert [entry.start_version for entry in entries] == [1, 1, 1]
+    assert len(setting.engines[0].loaded) == 1
 
 
-def test_other_bytes_than_the_pushed_are_an_error_and_no_load_is_recorded():
-    async def run():
-        setting = Setting()
-        setting.engines[1].checksum = "abc"
+async def test_other_bytes_than_the_pushed_are_an_error_and_no_load_is_recorded():
+    setting = Setting()
+    setting.engines[1].checksum = "abc"
+    await setting.rollout(setting.generators[1])
+    await setting.step()
+    with pytest.raises(RuntimeError) as error:
         await setting.rollout(setting.generators[1])
-        await setting.step()
-        with pytest.raises(RuntimeError) as error:
-            await setting.rollout(setting.generators[1])
-        for part in ("generator_1", "version 1", "abc", CHECKSUM):
-            assert part in str(error.value)
-        assert setting.named("load") == []
-
-    asyncio.run(run())
+    for part in ("generator_1", "version 1", "abc", CHECKSUM):
+        assert part in str(error.value)
+    assert setting.named("load") == []
 
 
-def test_a_generator_that_computes_other_logprobs_than_the_trainers_pushed_ends_the_run():
-    async def run():
-        setting = Setting()
-        setting.weights = WeightSync(
-            setting.ledger,
-            setting.roles,
-            push_every_n_steps=1,
-            pull_every_m_rollouts=1,
-            push_early=lambda step: False,
-            probe_kl=1e-4,
-        )
-        right = setting.engines[0]
-        right.probe = ProbeReading([-1.0, -2.0], label=1, cached_tokens=0)
-        setting.engines[1].probe = ProbeReading([-1.5, -2.5], label=1, cached_tokens=0)
-        for generator in setting.generators:
-            assert await setting.rollout(generator) == 0  # nothing is pushed yet
-        setting.trainer.version = 1
-        await setting.weights.push_if_due(1, [-1.0, -2.0])
-        setting.ledger.finish_step(1)
-        assert await setting.rollout(setting.generators[0]) == 1
-        with pytest.raises(DisagreementError, match=r"generator_1 pulled version 1"):
-            await setting.rollout(setting.generators[1])
-
-    asyncio.run(run())
+async def test_a_generator_that_computes_other_logprobs_than_the_trainers_pushed_ends_the_run():
+    setting = Setting()
+    setting.weights = WeightSync(
+        setting.ledger,
+        setting.roles,
+        push_every_n_steps=1,
+        pull_every_m_rollouts=1,
+        push_early=lambda step: False,
+        probe_kl=1e-4,
+    )
+    right = setting.engines[0]
+    right.probe = ProbeReading([-1.0, -2.0], label=1, cached_tokens=0)
+    setting.engines[1].probe = ProbeReading([-1.5, -2.5], label=1, cached_tokens=0)
+    for generator in setting.generators:
+        assert await setting.rollout(generator) == 0  # nothing is pushed yet
+    setting.trainer.version = 1
+    await setting.weights.push_if_due(1, [-1.0, -2.0])
+    setting.ledger.finish_step(1)
+    assert await setting.rollout(setting.generators[0]) == 1
+    with pytest.raises(DisagreementError, match=r"generator_1 pulled version 1"):
+        await setting.rollout(setting.generators[1])
 
 
-def test_a_restarted_generator_gets_the_newest_weights_before_anything_else():
-    async def run():
-        setting = Setting()
-        generator = setting.generators[0]
-        await setting.rollout(generator)
-        await setting.step()
-        await setting.rollout(generator)
-        await generator.role.replay_restart("died")
-        assert [version for version, _ in setting.engines[0].loaded] == [1, 1]
-        assert setting.named("pull")[-1] == ("generator_0", "restart 1")
-
-    asyncio.run(run())
+async def test_a_restarted_generator_gets_the_newest_weights_before_anything_else():
+    setting = Setting()
+    generator = setting.generators[0]
+    await setting.rollout(generator)
+    await setting.step()
+    await setting.rollout(generator)
+    await generator.role.replay_restart("died")
+    assert [version for version, _ in setting.engines[0].loaded] == [1, 1]
+    assert setting.named("pull")[-1] == ("generator_0", "restart 1")
 
 
 def test_a_replay_pulls_after_the_same_restart_as_the_run_it_repeats():
@@ -290,88 +282,76 @@ def test_a_replay_pulls_after_the_same_restart_as_the_run_it_repeats():
     assert replay.engines[0].loaded == original.engines[0].loaded
 
 
-def test_a_restored_run_publishes_its_weights_and_every_living_generator_loads_them():
-    async def run():
-        setting = Setting(num_generators=3)
-        setting.generators[1].role.lost = True
-        for generator in setting.generators:
-            generator.version = 7  # of the attempt that ended
-        setting.trainer.version = 4
-        await setting.weights.restore()
-        restored = ["begin_attempt", (4, ("bucket 4",))]
-        assert [engine.loaded for engine in setting.engines] == [restored, [], restored]
-        assert setting.ledger.published_version == 4
-
-    asyncio.run(run())
+async def test_a_restored_run_publishes_its_weights_and_every_living_generator_loads_them():
+    setting = Setting(num_generators=3)
+    setting.generators[1].role.lost = True
+    for generator in setting.generators:
+        generator.version = 7  # of the attempt that ended
+    setting.trainer.version = 4
+    await setting.weights.restore()
+    restored = ["begin_attempt", (4, ("bucket 4",))]
+    assert [engine.loaded for engine in setting.engines] == [restored, [], restored]
+    assert setting.ledger.published_version == 4
 
 
-def test_generators_rebuild_every_version_from_what_they_hold():
+async def test_generators_rebuild_every_version_from_what_they_hold():
     """One pulls each version, one every third; a process that is replaced begins anew."""
 
-    async def run():
-        setting = Setting(m=1, deltas=True)
-        often, seldom = setting.generators
-        for generator in setting.generators:
-            await setting.rollout(generator)
-        for step in range(1, 8):
-            await setting.step()
-            await setting.rollout(often)
-            if step % 3 == 0:
-                await setting.rollout(seldom)
-        first, second = setting.engines
-        assert sorted(first.loaded) == list(range(1, 8)) and sorted(second.loaded) == [3, 6]
-        for engine in setting.engines:
-            for version, raw in engine.loaded.items():
-                assert raw.tobytes() == setting.trainer.pushed[version][1].tobytes()
-        whole = len(setting.trainer.pushed[1][1])
-        assert [len(sizes) for sizes in first.sizes] == [1] * 7
-        assert first.sizes[0] == [whole] and all(size < whole / 20 for [size] in first.sizes[1:])
-        assert [len(sizes) for sizes in second.sizes] == [3, 3]
-        first.weights = RebuiltWeights()  # a new process
-        await often.role.replay_restart("died")
-        assert [size == whole for size in first.sizes[-1]] == [True] + [False] * 6
-
-    asyncio.run(run())
-
-
-def test_a_new_attempt_begins_with_a_whole_push_although_versions_come_again():
-    async def run():
-        setting = Setting(m=1, deltas=True)
-        generator, engine = setting.generators[0], setting.engines[0]
+    setting = Setting(m=1, deltas=True)
+    often, seldom = setting.generators
+    for generator in setting.generators:
         await setting.rollout(generator)
-        for _ in range(3):
-            await setting.step()
-            await setting.rollout(generator)
-        setting.trainer, setting.server = DeltaTrainer(), VLLMParameterServer()
-        for role in (setting.trainer_role, setting.roles.server):
-            await role.begin_again()
-        setting.trainer.version = 2
-        await setting.weights.restore()
-        assert engine.sizes[-1] == [len(setting.trainer.pushed[2][1])]
-        await setting.rollout(generator)
+    for step in range(1, 8):
+        await setting.step()
+        await setting.rollout(often)
+        if step % 3 == 0:
+            await setting.rollout(seldom)
+    first, second = setting.engines
+    assert sorted(first.loaded) == list(range(1, 8)) and sorted(second.loaded) == [3, 6]
+    for engine in setting.engines:
+        for version, raw in engine.loaded.items():
+            assert raw.tobytes() == setting.trainer.pushed[version][1].tobytes()
+    whole = len(setting.trainer.pushed[1][1])
+    assert [len(sizes) for sizes in first.sizes] == [1] * 7
+    assert first.sizes[0] == [whole] and all(size < whole / 20 for [size] in first.sizes[1:])
+    assert [len(sizes) for sizes in second.sizes] == [3, 3]
+    first.weights = RebuiltWeights()  # a new process
+    await often.role.replay_restart("died")
+    assert [size == whole for size in first.sizes[-1]] == [True] + [False] * 6
+
+
+async def test_a_new_attempt_begins_with_a_whole_push_although_versions_come_again():
+    setting = Setting(m=1, deltas=True)
+    generator, engine = setting.generators[0], setting.engines[0]
+    await setting.rollout(generator)
+    for _ in range(3):
         await setting.step()
         await setting.rollout(generator)
-        assert len(engine.sizes[-1]) == 1 and engine.sizes[-1][0] < engine.sizes[-2][0]
-        assert engine.loaded[3].tobytes() == setting.trainer.pushed[3][1].tobytes()
+    setting.trainer, setting.server = DeltaTrainer(), VLLMParameterServer()
+    for role in (setting.trainer_role, setting.roles.server):
+        await role.begin_again()
+    setting.trainer.version = 2
+    await setting.weights.restore()
+    assert engine.sizes[-1] == [len(setting.trainer.pushed[2][1])]
+    await setting.rollout(generator)
+    await setting.step()
+    await setting.rollout(generator)
+    assert len(engine.sizes[-1]) == 1 and engine.sizes[-1][0] < engine.sizes[-2][0]
+    assert engine.loaded[3].tobytes() == setting.trainer.pushed[3][1].tobytes()
 
-    asyncio.run(run())
 
-
-def test_a_replay_pulls_where_the_recording_did():
-    async def run():
-        first = Setting(m=2, num_generators=1)
-        await first.step()
-        versions = [await first.rollout(first.generators[0]) for _ in range(3)]
-        assert versions == [0, 0, 1]
-        recorded = [event | {"number": i} for i, event in enumerate(first.events)]
-        # With another period it would pull before the first rollout.
-        order = EventOrder(recorded=recorded, timeout_s=9.0)
-        replay = Setting(m=1, num_generators=1, events=order)
-        await replay.step()
-        assert [await replay.rollout(replay.generators[0]) for _ in range(3)] == versions
-        assert order.summary().startswith(f"{len(recorded) - 1} events")  # all but the load
-
-    asyncio.run(run())
+async def test_a_replay_pulls_where_the_recording_did():
+    first = Setting(m=2, num_generators=1)
+    await first.step()
+    versions = [await first.rollout(first.generators[0]) for _ in range(3)]
+    assert versions == [0, 0, 1]
+    recorded = [event | {"number": i} for i, event in enumerate(first.events)]
+    # With another period it would pull before the first rollout.
+    order = EventOrder(recorded=recorded, timeout_s=9.0)
+    replay = Setting(m=1, num_generators=1, events=order)
+    await replay.step()
+    assert [await replay.rollout(replay.generators[0]) for _ in range(3)] == versions
+    assert order.summary().startswith(f"{len(recorded) - 1} events")  # all but the load
 
 
 async def pull_that_a_restart_cancels(setting):
@@ -389,57 +369,139 @@ async def pull_that_a_restart_cancels(setting):
     await setting.weights.pull(generator, "group 0")
 
 
-def test_a_pull_that_a_restart_cancels_is_made_again_if_the_restart_loaded_older_weights():
-    async def run():
-        setting = Setting()
-        await setting.step()
-        await pull_that_a_restart_cancels(setting)
-        assert setting.generators[0].version == setting.ledger.published_version == 2
-        assert [version for version, _ in setting.engines[0].loaded] == [2]
-        pulls = [("generator_0", "group 0"), ("generator_0", "group 0, pull 2")]
-        assert setting.named("pull") == pulls
-
-    asyncio.run(run())
+async def test_a_pull_that_a_restart_cancels_is_made_again_if_the_restart_loaded_older_weights():
+    setting = Setting()
+    await setting.step()
+    await pull_that_a_restart_cancels(setting)
+    assert setting.generators[0].version == setting.ledger.published_version == 2
+    assert [version for version, _ in setting.engines[0].loaded] == [2]
+    pulls = [("generator_0", "group 0"), ("generator_0", "group 0, pull 2")]
+    assert setting.named("pull") == pulls
 
 
-def test_a_replay_makes_a_pull_again_where_the_recording_did():
+async def test_a_replay_makes_a_pull_again_where_the_recording_did():
     """Although nothing cancels it; and the pull of a group that is issued anew stays its own."""
 
+    first = Setting(num_generators=1)
+    await first.step()
+    await pull_that_a_restart_cancels(first)
+    await first.step()
+    await first.weights.pull(first.generators[0], "group 0")
+    recorded = [event | {"number": i} for i, event in enumerate(first.events)]
+    order = EventOrder(recorded=recorded, timeout_s=9.0)
+    replay = Setting(num_generators=1, events=order)
+    await replay.step()
+    pulling = asyncio.create_task(replay.weights.pull(replay.generators[0], "group 0"))
+    await replay.step()
+    await pulling
+    assert replay.generators[0].version == 2
+    await replay.step()
+    await replay.weights.pull(replay.generators[0], "group 0")
+    assert replay.named("pull") == first.named("pull") and order.summary()
+
+
+async def test_a_group_whose_generator_restarts_while_it_pulls_starts_with_no_older_version():
+    setting = Setting()
+    await setting.step()
+    generator, entry = setting.generators[0], await setting.ledger.admit("generator_0", 1)
+    entry.needed_version = 1
+    acknowledge = setting.server.acknowledge
+
+    def restarts_before_the_answer(name, version):
+        acknowledge(name, version)
+        generator.version = 0
+
+    setting.server.acknowledge = restarts_before_the_answer
+    await setting.weights.pull_if_due(generator, entry)
+    assert entry.start_version == entry.needed_version == 1
+
+
+# ---- which pushes are whole -------------------------------------------------------------------
+
+WHOLE = 1000
+
+
+class Trainers:
+    """Two ranks, whose shares of each delta have given sizes."""
+
+    def __init__(self, sizes):
+        self._sizes = sizes
+        self.bases, self.reads = [], 0
+
+    def export_weights(self, version, base):
+        self.bases.append(base)
+        is_delta = base not in (None, NO_BASE)
+        deltas = [TensorDelta(0, self._sizes[version] // 2) if is_delta else None] * 2
+        manifests = [(TensorEntry("a", "uint8", (), 0, WHOLE // 2, 0, delta),) for delta in deltas]
+        return [f"{version} of {rank}" for rank in range(2)], manifests
+
+    async def manifests(self, references):
+        self.reads += 1
+        return references
+
+
+def push_all(trainers, deltas, count, forgets=()):
+    """The chains and the sizes of the pushes, as the server and the metrics get them."""
+
     async def run():
-        first = Setting(num_generators=1)
-        await first.step()
-        await pull_that_a_restart_cancels(first)
-        await first.step()
-        await first.weights.pull(first.generators[0], "group 0")
-        recorded = [event | {"number": i} for i, event in enumerate(first.events)]
-        order = EventOrder(recorded=recorded, timeout_s=9.0)
-        replay = Setting(num_generators=1, events=order)
-        await replay.step()
-        pulling = asyncio.create_task(replay.weights.pull(replay.generators[0], "group 0"))
-        await replay.step()
-        await pulling
-        assert replay.generators[0].version == 2
-        await replay.step()
-        await replay.weights.pull(replay.generators[0], "group 0")
-        assert replay.named("pull") == first.named("pull") and order.summary()
+        pushes, found = Pushes(trainers, deltas=deltas), []
+        for version in range(count):
+            if version in forgets:
+                pushes.forget()
+            await pushes.wait_packed()
+            _, _, chain = pushes.begin(version)
+            found.append((pushes.nbytes, chain))
+        return found
 
-    asyncio.run(run())
+    return asyncio.run(run())
 
 
-def test_a_group_whose_generator_restarts_while_it_pulls_starts_with_no_older_version():
-    async def run():
-        setting = Setting()
-        await setting.step()
-        generator, entry = setting.generators[0], await setting.ledger.admit("generator_0", 1)
-        entry.needed_version = 1
-        acknowledge = setting.server.acknowledge
+SIZES = st.one_of(st.integers(0, 20), st.integers(0, 100), st.integers(0, WHOLE))
 
-        def restarts_before_the_answer(name, version):
-            acknowledge(name, version)
-            generator.version = 0
 
-        setting.server.acknowledge = restarts_before_the_answer
-        await setting.weights.pull_if_due(generator, entry)
-        assert entry.start_version == entry.needed_version == 1
+@given(st.lists(SIZES.map(lambda size: 2 * (size // 2)), min_size=1, max_size=80), st.data())
+def test_a_chain_begins_whole_and_has_every_link_up_to_its_bounds(sizes, data):
+    count = len(sizes)
+    forgets = data.draw(st.sets(st.integers(0, count - 1), max_size=2))
+    trainers = Trainers(sizes)
+    chains = [chain for _, chain in push_all(trainers, True, count, forgets)]
+    for version, (base, chain) in enumerate(zip(trainers.bases, chains, strict=True)):
+        links = [number for number, _ in chain]
+        if base == NO_BASE:
+            assert links == []
+            continue
+        assert base == version - 1 == links[-1]
+        assert links == list(range(links[0], version))
+        assert trainers.bases[links[0]] == NO_BASE and version not in forgets
+        earlier = [sizes[number] for number in links[1:]]
+        assert len(earlier) < MAX_DELTAS
+        assert not earlier or sum(earlier) + earlier[-1] <= WHOLE
+        assert all(
+            buckets == [f"{number} of {rank}" for rank in range(2)] for number, buckets in chain
+        )
+    again = Trainers(sizes)
+    assert [chain for _, chain in push_all(again, True, count, forgets)] == chains
 
-    asyncio.run(run())
+
+def test_a_push_is_whole_again_only_once_the_chain_is_as_long():
+    trainers = Trainers([400] * 8)
+    push_all(trainers, True, 8)
+    assert [base == NO_BASE for base in trainers.bases] == [True, False, False] * 2 + [True, False]
+    few = Trainers([2] * (MAX_DELTAS + 3))
+    push_all(few, True, MAX_DELTAS + 3)
+    whole = [version for version, base in enumerate(few.bases) if base == NO_BASE]
+    assert whole == [0, MAX_DELTAS + 1]
+
+
+def test_the_size_is_that_of_the_push_before():
+    found = push_all(Trainers([0, 30, 50, 0]), True, 4)
+    assert [nbytes for nbytes, _ in found] == [0, WHOLE, 30, 50]
+
+
+def test_whole_pushes_have_no_base_and_nobody_waits_for_their_sizes_again():
+    trainers = Trainers([])
+    found = push_all(trainers, False, 9, forgets={4})
+    assert trainers.bases == [None] * 9
+    assert [nbytes for nbytes, _ in found] == [0] + [WHOLE] * 8
+    assert all(chain == [] for _, chain in found)
+    assert trainers.reads == 2  # the first of each attempt

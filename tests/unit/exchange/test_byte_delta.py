@@ -52,12 +52,6 @@ def test_what_is_applied_is_what_was_encoded(case):
     assert len(delta) == 0 or new.tobytes() != base.tobytes()
 
 
-@given(st.lists(st.tuples(st.integers(0, 255), st.integers(0, 255)), max_size=64))
-def test_any_bytes_are_rebuilt(pairs):
-    new, base = np.array(pairs, np.uint8).reshape(-1, 2).T
-    rebuilt(new.copy(), base.copy(), 1)
-
-
 def test_bytes_are_compared_and_not_values():
     """NaN payloads and the sign of a zero are kept, although NaN != NaN and -0.0 == 0.0."""
     base = np.array([0.0, -0.0, np.nan, 1.0, np.inf], np.float32)
@@ -98,20 +92,6 @@ def test_few_changes_take_few_bytes_and_low_bytes_are_apart_from_high_ones():
 
 
 @given(arrays(), st.data())
-def test_a_delta_of_another_length_is_refused(case, data):
-    new, base, itemsize = case
-    delta = encode(new, base, itemsize)
-    if not len(delta):
-        return
-    cut = data.draw(st.integers(1, len(delta)))
-    if cut < len(delta):
-        with pytest.raises(ValueError, match="bytes"):
-            apply(delta[:-cut], base.copy(), itemsize)
-    with pytest.raises(ValueError, match="bytes"):
-        apply(np.append(delta, np.zeros(cut, np.uint8)), base.copy(), itemsize)
-
-
-@given(arrays(), st.data())
 def test_no_damage_writes_elsewhere_or_raises_anything_else(case, data):
     """What other bytes it leaves is for the checksum of the rebuilt tensor to find."""
     new, base, itemsize = case
@@ -124,12 +104,3 @@ def test_no_damage_writes_elsewhere_or_raises_anything_else(case, data):
     with contextlib.suppress(ValueError):
         apply(delta, around[8:-8], itemsize)
     assert (around[:8] == 5).all() and (around[-8:] == 5).all()
-
-
-@pytest.mark.parametrize(
-    "delta",
-    [[9], [1, 1, 0, 0, 0, 9, 1], [1, 1, 0, 0, 0, 0, 1], [1, 0, 0, 0, 0], [1, 255, 255, 255, 255]],
-)
-def test_what_is_no_delta_is_refused(delta):
-    with pytest.raises(ValueError, match="the delta"):
-        apply(np.array(delta, np.uint8), np.zeros(8, np.uint8), 1)

@@ -8,30 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lib.properties import many
+from lib.trajectories import response
 
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.state_files import read_state
-from grpo_components.trajectory import Trajectory, batch_hash, pack, summarize, unpack
+from grpo_components.trajectory import batch_hash, pack, summarize, unpack
+
+pytestmark = pytest.mark.anyio
 
 
 def group(group_id, version=0, size=2):
-    members = [
-        Trajectory(
-            prompt_ids=np.arange(2),
-            response_ids=np.arange(3),
-            response_mask=np.ones(3, bool),
-            generator_logprobs=np.full(3, -1, np.float32),
-            token_versions=np.full(3, version, np.int32),
-            prompt_index=group_id,
-            epoch=0,
-            group_id=group_id,
-            attempt=0,
-            finish_reason="stop",
-            reward=float(i),
-        )
-        for i in range(size)
-    ]
+    identity = {"prompt_index": group_id}
+    members = [response(group_id, [version] * 3, **identity, reward=float(i)) for i in range(size)]
     return pack(members), summarize(pack(members))
 
 
@@ -52,202 +41,154 @@ def ids(batch):
     return [t.group_id for t in unpack(batch)]
 
 
-def test_every_group_is_handed_out_once_whole_and_sorted():
-    async def run():
-        buffer = make()
-        for group_id in (5, 2, 9, 0):
-            await buffer.add(*group(group_id))
-        first, second = await buffer.take(2, 0), await buffer.take(2, 0)
-        assert ids(first[0]) == [0, 0, 2, 2]
-        assert ids(second[0]) == [5, 5, 9, 9]
-        assert [g.group_id for g in second[1].groups] == [5, 9]
-        assert second[1].buffered == 0
-
-    asyncio.run(run())
+async def test_every_group_is_handed_out_once_whole_and_sorted():
+    buffer = make()
+    for group_id in (5, 2, 9, 0):
+        await buffer.add(*group(group_id))
+    first, second = await buffer.take(2, 0), await buffer.take(2, 0)
+    assert ids(first[0]) == [0, 0, 2, 2]
+    assert ids(second[0]) == [5, 5, 9, 9]
+    assert [g.group_id for g in second[1].groups] == [5, 9]
+    assert second[1].buffered == 0
 
 
-def test_the_oldest_weights_go_first():
-    async def run():
-        buffer = make()
-        for group_id, version in ((0, 3), (1, 1), (2, 2)):
-            await buffer.add(*group(group_id, version))
-        assert ids((await buffer.take(2, 3))[0]) == [1, 1, 2, 2]
-
-    asyncio.run(run())
+async def test_the_oldest_weights_go_first():
+    buffer = make()
+    for group_id, version in ((0, 3), (1, 1), (2, 2)):
+        await buffer.add(*group(group_id, version))
+    assert ids((await buffer.take(2, 3))[0]) == [1, 1, 2, 2]
 
 
-def test_a_stale_group_is_reported_and_never_handed_out():
-    async def run():
-        buffer = make(eta=1)
-        await buffer.add(*group(0, version=0))
-        await buffer.add(*group(1, version=2))
-        batch, summary = await buffer.take(2, 2)
-        assert [g.group_id for g in summary.dropped] == [0]
-        assert (summary.groups, ids(batch)) == ([], [])  # at once, so that it is replaced
-        await buffer.add(*group(2, version=2))
-        assert ids((await buffer.take(2, 2))[0]) == [1, 1, 2, 2]
-
-    asyncio.run(run())
+async def test_a_stale_group_is_reported_and_never_handed_out():
+    buffer = make(eta=1)
+    await buffer.add(*group(0, version=0))
+    await buffer.add(*group(1, version=2))
+    batch, summary = await buffer.take(2, 2)
+    assert [g.group_id for g in summary.dropped] == [0]
+    assert (summary.groups, ids(batch)) == ([], [])  # at once, so that it is replaced
+    await buffer.add(*group(2, version=2))
+    assert ids((await buffer.take(2, 2))[0]) == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize(("stale_tokens", "kept"), [("drop", [2, 3]), ("mask", [1, 2])])
-def test_a_group_is_stale_by_its_oldest_token_or_by_its_newest_where_old_ones_are_masked(
+async def test_a_group_is_stale_by_its_oldest_token_or_by_its_newest_where_old_ones_are_masked(
     stale_tokens, kept
 ):
-    async def run():
-        buffer = make(eta=1, stale_tokens=stale_tokens)
-        for number, versions in enumerate([(0, 1), (1, 2), (2, 3), (3, 3)]):
-            await buffer.add(*mixed_group(number, *versions))
-        batch, summary = await buffer.take(2, 3)
-        assert sorted(set(ids(batch))) == kept
-        assert [g.group_id for g in summary.dropped] == list(range(kept[0]))
-
-    asyncio.run(run())
+    buffer = make(eta=1, stale_tokens=stale_tokens)
+    for number, versions in enumerate([(0, 1), (1, 2), (2, 3), (3, 3)]):
+        await buffer.add(*mixed_group(number, *versions))
+    batch, summary = await buffer.take(2, 3)
+    assert sorted(set(ids(batch))) == kept
+    assert [g.group_id for g in summary.dropped] == list(range(kept[0]))
 
 
-def test_a_replay_takes_and_drops_the_groups_of_the_recorded_run():
+async def test_a_replay_takes_and_drops_the_groups_of_the_recorded_run():
     """Whatever their versions; it waits until they are there."""
 
-    async def run():
-        buffer = make()
-        for group_id, version in ((0, 9), (1, 0), (2, 5), (3, 9)):
-            await buffer.add(*group(group_id, version))
-        _, taken = await buffer.take(2, 9, ([], [1]))
-        assert not taken.groups and [g.group_id for g in taken.dropped] == [1]
-        waiting = asyncio.create_task(buffer.take(2, 9, ([3, 7], [])))
-        await buffer.add(*group(7))
-        batch, taken = await waiting
-        assert ids(batch) == [3, 3, 7, 7] and taken.batch_hash == batch_hash(batch)
-        assert not taken.dropped and taken.buffered == 2
-        assert ids((await buffer.take(2, 9, ([0, 2], [])))[0]) == [0, 0, 2, 2]
-
-    asyncio.run(run())
+    buffer = make()
+    for group_id, version in ((0, 9), (1, 0), (2, 5), (3, 9)):
+        await buffer.add(*group(group_id, version))
+    _, taken = await buffer.take(2, 9, ([], [1]))
+    assert not taken.groups and [g.group_id for g in taken.dropped] == [1]
+    waiting = asyncio.create_task(buffer.take(2, 9, ([3, 7], [])))
+    await buffer.add(*group(7))
+    batch, taken = await waiting
+    assert ids(batch) == [3, 3, 7, 7] and taken.batch_hash == batch_hash(batch)
+    assert not taken.dropped and taken.buffered == 2
+    assert ids((await buffer.take(2, 9, ([0, 2], [])))[0]) == [0, 0, 2, 2]
 
 
-def test_groups_to_reuse_follow_the_new_ones_and_the_others_are_forgotten():
+async def test_groups_to_reuse_follow_the_new_ones_and_the_others_are_forgotten():
     """Live and in a replay; after a restart, it has what it is given to keep."""
 
-    async def run():
-        buffer = make()
-        for group_id in range(6):
-            await buffer.add(*group(group_id))
-        await buffer.take(2, 0, None, ([], []))
-        batch, taken = await buffer.take(1, 0, None, ([1], [0, 1]))
-        assert ids(batch) == [2, 2, 1, 1] and taken.batch_hash == batch_hash(batch)
-        assert [[g.group_id for g in part] for part in (taken.groups, taken.reused)] == [[2], [1]]
-        batch, _ = await buffer.take(1, 0, ([5], []), ([0], [0, 2]))
-        assert ids(batch) == [5, 5, 0, 0]
-        with pytest.raises(KeyError):
-            await buffer.take(1, 0, None, ([1], [1]))
-        again = make()
-        await again.refill(*group(4))
-        again.keep(*group(2), *group(5))
-        assert ids((await again.take(1, 0, None, ([2, 5], [2, 5])))[0]) == [4, 4, 2, 2, 5, 5]
-
-    asyncio.run(run())
+    buffer = make()
+    for group_id in range(6):
+        await buffer.add(*group(group_id))
+    await buffer.take(2, 0, None, ([], []))
+    batch, taken = await buffer.take(1, 0, None, ([1], [0, 1]))
+    assert ids(batch) == [2, 2, 1, 1] and taken.batch_hash == batch_hash(batch)
+    assert [[g.group_id for g in part] for part in (taken.groups, taken.reused)] == [[2], [1]]
+    batch, _ = await buffer.take(1, 0, ([5], []), ([0], [0, 2]))
+    assert ids(batch) == [5, 5, 0, 0]
+    with pytest.raises(KeyError):
+        await buffer.take(1, 0, None, ([1], [1]))
+    again = make()
+    await again.refill(*group(4))
+    again.keep(*group(2), *group(5))
+    assert ids((await again.take(1, 0, None, ([2, 5], [2, 5])))[0]) == [4, 4, 2, 2, 5, 5]
 
 
-def test_a_batch_comes_with_its_hash_and_no_batch_with_none():
-    async def run():
-        hashes = []
-        for version in (0, 0, 1):
-            buffer = make()
-            for group_id in (1, 0):
-                await buffer.add(*group(group_id, version))
-            batch, summary = await buffer.take(2, version)
-            assert summary.batch_hash == batch_hash(batch)
-            hashes.append(summary.batch_hash)
-        assert hashes[0] == hashes[1] != hashes[2]
-        await buffer.add(*group(3, 0))
-        assert (await buffer.take(2, 9))[1].batch_hash == ""
-
-    asyncio.run(run())
+async def test_take_waits_for_enough_groups():
+    buffer = make()
+    taking = asyncio.create_task(buffer.take(2, 0))
+    await buffer.add(*group(0))
+    await asyncio.sleep(0)
+    assert not taking.done()
+    await buffer.add(*group(1))
+    assert ids((await taking)[0]) == [0, 0, 1, 1]
 
 
-def test_take_waits_for_enough_groups():
-    async def run():
-        buffer = make()
-        taking = asyncio.create_task(buffer.take(2, 0))
-        await buffer.add(*group(0))
-        await asyncio.sleep(0)
-        assert not taking.done()
+async def test_a_full_buffer_holds_producers_back_until_the_consumer_takes():
+    buffer = make(eta=0)
+    await buffer.add(*group(0))
+    await buffer.add(*group(1))
+    adding = asyncio.create_task(buffer.add(*group(2)))
+    await asyncio.sleep(0)
+    assert not adding.done()
+    await buffer.take(1, 0)
+    assert await adding == 2
+
+
+async def test_each_wait_ends_with_an_error_that_says_who_waited():
+    buffer = make(eta=0, groups_per_step=1, timeout_s=0.01)
+    with pytest.raises(TimeoutError, match=r"training loop .* 2 groups .*timeouts\.batch_s"):
+        await buffer.take(2, 0)
+    await buffer.add(*group(0))
+    with pytest.raises(TimeoutError, match=r"group 1 .* replay_buffer"):
         await buffer.add(*group(1))
-        assert ids((await taking)[0]) == [0, 0, 1, 1]
-
-    asyncio.run(run())
-
-
-def test_a_full_buffer_holds_producers_back_until_the_consumer_takes():
-    async def run():
-        buffer = make(eta=0)
-        await buffer.add(*group(0))
-        await buffer.add(*group(1))
-        adding = asyncio.create_task(buffer.add(*group(2)))
-        await asyncio.sleep(0)
-        assert not adding.done()
-        await buffer.take(1, 0)
-        assert await adding == 2
-
-    asyncio.run(run())
-
-
-def test_each_wait_ends_with_an_error_that_says_who_waited():
-    async def run():
-        buffer = make(eta=0, groups_per_step=1, timeout_s=0.01)
-        with pytest.raises(TimeoutError, match=r"training loop .* 2 groups .*timeouts\.batch_s"):
-            await buffer.take(2, 0)
-        await buffer.add(*group(0))
-        with pytest.raises(TimeoutError, match=r"group 1 .* replay_buffer"):
-            await buffer.add(*group(1))
-        with pytest.raises(TimeoutError, match=r"replay: .* groups \[8\]"):
-            await buffer.take(2, 9, ([0, 8], []))
-
-    asyncio.run(run())
+    with pytest.raises(TimeoutError, match=r"replay: .* groups \[8\]"):
+        await buffer.take(2, 9, ([0, 8], []))
 
 
 @settings(max_examples=many(50))
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=12))
-def test_slots_are_reused_and_nothing_is_lost_or_repeated(rounds):
-    async def run():
-        buffer, seen, issued = make(eta=3, groups_per_step=1), [], 0
-        for wanted, version in rounds:
-            while issued - len(seen) < wanted:
-                await buffer.add(*group(issued, version))
-                issued += 1
-            batch, summary = await buffer.take(wanted, version)
-            seen += sorted(set(ids(batch)))
-            assert issued == len(seen) + summary.buffered
-        assert len(seen) == len(set(seen))
-
-    asyncio.run(run())
+async def test_slots_are_reused_and_nothing_is_lost_or_repeated(rounds):
+    buffer, seen, issued = make(eta=3, groups_per_step=1), [], 0
+    for wanted, version in rounds:
+        while issued - len(seen) < wanted:
+            await buffer.add(*group(issued, version))
+            issued += 1
+        batch, summary = await buffer.take(wanted, version)
+        seen += sorted(set(ids(batch)))
+        assert issued == len(seen) + summary.buffered
+    assert len(seen) == len(set(seen))
 
 
 @settings(max_examples=many(50), deadline=None)
 @given(st.data())
-def test_held_groups_are_written_as_they_were_whatever_happens_meanwhile(tmp_path_factory, data):
+async def test_held_groups_are_written_as_they_were_whatever_happens_meanwhile(
+    tmp_path_factory, data
+):
     """And restored bit for bit, beyond the capacity of another buffer if there are more."""
     folder = str(tmp_path_factory.mktemp("state"))
     versions = data.draw(st.lists(st.integers(0, 3), max_size=6))
     held = {i for i in range(len(versions)) if data.draw(st.booleans())}
     wanted = {i for i in held if data.draw(st.booleans())}
 
-    async def run():
-        buffer, restored = make(), make(eta=0, groups_per_step=1)
-        groups = [mixed_group(i, version, version + 1) for i, version in enumerate(versions)]
-        parts = [part for group_id in held for part in groups[group_id]]
-        batch, _ = group(7)
-        assert buffer.write_state(folder, batch, *parts) is None
-        assert batch_hash(read_state(Path(folder), "batch")) == batch_hash(batch)
-        *parts, _, _ = buffer.read_state(folder, sorted(wanted))
-        await restored.add(*group(99))  # its own groups are replaced
-        await restored.refill(*parts)
-        for group_id in sorted(wanted, key=lambda i: (versions[i], i)):
-            expected, summary = mixed_group(group_id, versions[group_id], versions[group_id] + 1)
-            batch, taken = await restored.take(1, 0)
-            assert batch_hash(batch) == batch_hash(expected)
-            assert (taken.groups, taken.dropped) == ([summary], [])
-
-    asyncio.run(run())
+    buffer, restored = make(), make(eta=0, groups_per_step=1)
+    groups = [mixed_group(i, version, version + 1) for i, version in enumerate(versions)]
+    parts = [part for group_id in held for part in groups[group_id]]
+    batch, _ = group(7)
+    assert buffer.write_state(folder, batch, *parts) is None
+    assert batch_hash(read_state(Path(folder), "batch")) == batch_hash(batch)
+    *parts, _, _ = buffer.read_state(folder, sorted(wanted))
+    await restored.add(*group(99))  # its own groups are replaced
+    await restored.refill(*parts)
+    for group_id in sorted(wanted, key=lambda i: (versions[i], i)):
+        expected, summary = mixed_group(group_id, versions[group_id], versions[group_id] + 1)
+        batch, taken = await restored.take(1, 0)
+        assert batch_hash(batch) == batch_hash(expected)
+        assert (taken.groups, taken.dropped) == ([summary], [])
 
 
 def test_a_folder_that_cannot_be_written_is_an_answer_not_an_error(tmp_path):

@@ -9,10 +9,12 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from lib.properties import many
+from lib.trajectories import response
 
 from grpo_components.data.curriculum import CurriculumRule
 from grpo_components.data.prompt_curriculum import PromptCurriculum
@@ -27,8 +29,10 @@ from grpo_components.state_files import read_state, write_state
 from grpo_components.training.sample import make_samples
 from grpo_components.training.step_result import StepResult
 from grpo_components.training.token_use import TokenUse, keep_updated
-from grpo_components.trajectory import Trajectory, pack, summarize, unpack
+from grpo_components.trajectory import pack, summarize, unpack
 from grpo_tools.audit.__main__ import audit
+
+pytestmark = pytest.mark.anyio
 
 
 def test_synchronous_admits_one_batch_per_version():
@@ -294,19 +298,8 @@ class Run:
         for _ in range(self.random.randint(1, 4)):  # the weights may change between two tokens
             await self.work(turns)
             versions.append(generator.version)
-        size = len(versions)
-        return Trajectory(
-            prompt_ids=np.arange(2),
-            response_ids=np.arange(size),
-            response_mask=np.ones(size, bool),
-            generator_logprobs=np.full(size, -1, np.float32),
-            token_versions=np.array(versions, np.int32),
-            prompt_index=entry.prompt_index,
-            epoch=entry.epoch,
-            group_id=entry.group_id,
-            attempt=self.attempt,
-            finish_reason="stop",
-        )
+        identity = {"prompt_index": entry.prompt_index, "epoch": entry.epoch}
+        return response(entry.group_id, versions, **identity, attempt=self.attempt)
 
     async def pull_if_due(self, generator, entry):
         async with generator.pulling:
@@ -492,28 +485,25 @@ def test_a_synchronous_curriculum_draws_the_same_whoever_is_faster(schedule, spe
     assert batches[0] == batches[1] and len(batches[0]) == NUM_STEPS
 
 
-def test_a_resume_with_a_smaller_batch_admits_no_more_than_the_contract_lets_in():
-    async def run():
-        prompts = PromptStream([{"prompt_index": i} for i in range(99)], shuffle=False, seed=0)
-        before = Ledger(StalenessContract(2, 8), 9, prompts)
-        entries = [await before.admit("test", 1) for _ in range(24)]
-        for entry in entries[:20]:
-            entry.start_version = 0
-            await before.finish_generation(entry.group_id, [1])
-            await before.enter_buffer(entry.group_id)
-        after = Ledger(StalenessContract(1, 2), 9, prompts)
-        after.load_state_dict(before.state_dict())
-        # Two batches may live: they are restored; the others start again, in their order, later.
-        assert [e.group_id for e in after.in_state("buffered")] == [0, 1, 2, 3]
-        assert [e.group_id for e in after.living()] == list(range(24))
-        assert [e.group_id for e in after.living() if e.tokens is None] == list(range(4, 24))
-        for step in (1, 2):
-            await after.take([2 * step - 2, 2 * step - 1])
-            await after.publish(step)
-            after.finish_step(step)
-            admitted = [(await after.admit("test", 1)) for _ in range(2)]
-            assert [e.group_id for e in admitted] == [2 * step + 2, 2 * step + 3]
-            assert [e.prompt for e in admitted] == [{"prompt_index": e.group_id} for e in admitted]
-        assert after.issued == before.issued, "all of them are old groups"
-
-    asyncio.run(run())
+async def test_a_resume_with_a_smaller_batch_admits_no_more_than_the_contract_lets_in():
+    prompts = PromptStream([{"prompt_index": i} for i in range(99)], shuffle=False, seed=0)
+    before = Ledger(StalenessContract(2, 8), 9, prompts)
+    entries = [await before.admit("test", 1) for _ in range(24)]
+    for entry in entries[:20]:
+        entry.start_version = 0
+        await before.finish_generation(entry.group_id, [1])
+        await before.enter_buffer(entry.group_id)
+    after = Ledger(StalenessContract(1, 2), 9, prompts)
+    after.load_state_dict(before.state_dict())
+    # Two batches may live: they are restored; the others start again, in their order, later.
+    assert [e.group_id for e in after.in_state("buffered")] == [0, 1, 2, 3]
+    assert [e.group_id for e in after.living()] == list(range(24))
+    assert [e.group_id for e in after.living() if e.tokens is None] == list(range(4, 24))
+    for step in (1, 2):
+        await after.take([2 * step - 2, 2 * step - 1])
+        await after.publish(step)
+        after.finish_step(step)
+        admitted = [(await after.admit("test", 1)) for _ in range(2)]
+        assert [e.group_id for e in admitted] == [2 * step + 2, 2 * step + 3]
+        assert [e.prompt for e in admitted] == [{"prompt_index": e.group_id} for e in admitted]
+    assert after.issued == before.issued, "all of them are old groups"

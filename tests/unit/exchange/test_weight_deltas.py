@@ -180,15 +180,6 @@ def test_a_truncated_delta_is_found(trainers, left):
         unpack_buckets(RebuiltWeights().rebuild(2, pushes))
 
 
-def test_an_encoder_takes_no_base_but_the_last_version():
-    encoder = DeltaEncoder()
-    with pytest.raises(AssertionError):
-        encoder.encode(2, pack_bucket(tensors(2)), 1)
-    encoder.encode(3, pack_bucket(tensors(3)), NO_BASE)
-    with pytest.raises(AssertionError, match="version 2 was not the last one"):
-        encoder.encode(4, pack_bucket(tensors(4)), 2)
-
-
 def test_unchanged_weights_take_no_bytes():
     bucket = pack_bucket(tensors(1))
     manifest, packed = encode_bucket(bucket, pack_bucket(tensors(1)))

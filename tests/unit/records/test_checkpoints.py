@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lib.role import stand_in_role
+from lib.trajectories import response
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import nn
@@ -25,7 +27,7 @@ from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.records.checkpoint_folder import latest, point_latest, rate
+from grpo_components.records.checkpoint_folder import latest, point_latest
 from grpo_components.records.checkpoints import Checkpoints
 from grpo_components.records.run_folder import lock_folder
 from grpo_components.records.run_identity import new_identity
@@ -37,7 +39,9 @@ from grpo_components.training.checkpoint import (
     save_hf_weights,
 )
 from grpo_components.training.damage import damage
-from grpo_components.trajectory import Trajectory, pack, summarize
+from grpo_components.trajectory import pack, summarize
+
+pytestmark = pytest.mark.anyio
 
 
 class Killed(BaseException):
@@ -215,18 +219,7 @@ class Run:
     async def step(self):
         number = self.ledger.steps_done + 1
         self.policy.train(number)
-        member = Trajectory(
-            prompt_ids=np.arange(2),
-            response_ids=np.arange(number),
-            response_mask=np.ones(number, bool),
-            generator_logprobs=np.zeros(number, np.float32),
-            token_versions=np.zeros(number, np.int32),
-            prompt_index=0,
-            epoch=0,
-            group_id=number,
-            attempt=0,
-            finish_reason="stop",
-        )
+        member = response(number, [0] * number)
         parts = (pack([member]), summarize(pack([member])))
         self.ledger.enter_buffer(*parts)
         await self.buffer.add(*parts)
@@ -248,10 +241,10 @@ class Run:
         await self.checkpoints.restore(folder, trainers, buffer)
 
 
-def state_of(folder, tmp_path):
+async def state_of(folder, tmp_path):
     """The step of a checkpoint; fails if its parts are of different steps."""
     run = Run(tmp_path)
-    asyncio.run(run.restore(folder))
+    await run.restore(folder)
     step = run.ledger.steps_done
     whole = torch.full((2, 3), float(step))
     assert torch.equal(load_file(folder / "model.safetensors")["model.weight"], whole)
@@ -259,7 +252,7 @@ def state_of(folder, tmp_path):
     assert run.policy.version == step
     (momentum,) = (s["momentum_buffer"] for s in run.policy.optimizer.state.values())
     assert torch.equal(momentum.to_local(), torch.full((2, 3), expected_momentum(step)))
-    _, taken = asyncio.run(run.buffer.take(1, 0))
+    _, taken = await run.buffer.take(1, 0)
     assert [group.group_id for group in taken.groups] == [step]
     assert OmegaConf.load(folder / "state" / "config.yaml").seed == 7
     config = json.loads((folder / "config.json").read_text())
@@ -276,42 +269,24 @@ def expected_momentum(step):
     return float(momentum)
 
 
-def test_all_parts_of_a_checkpoint_are_of_one_step_and_latest_points_at_it(tmp_path):
-    async def main():
-        run = Run(tmp_path)
-        await run.step()
-        await run.save()
-        assert run.log.shown == [(1, str(run.folder / "step_1"))]
-        return run.folder
-
-    folder = asyncio.run(main())
-    assert latest(folder) == folder / "step_1"
-    assert state_of(folder / "latest", tmp_path) == 1
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_1"]
-
-
-def test_a_checkpoint_names_its_run_and_process(tmp_path):
-    async def main():
-        run = Run(tmp_path)
-        await run.step()
-        await run.save()
-        state = read_state(run.folder / "step_1" / "state", "driver")
-        assert state["identity"] == {
-            "run": run.identity.run,
-            "incarnation": run.identity.incarnation,
-        }
-
-    asyncio.run(main())
+async def test_all_parts_of_a_checkpoint_are_of_one_step_and_latest_points_at_it(tmp_path):
+    run = Run(tmp_path)
+    await run.step()
+    await run.save()
+    assert run.log.shown == [(1, str(run.folder / "step_1"))]
+    assert latest(run.folder) == run.folder / "step_1"
+    assert await state_of(run.folder / "latest", tmp_path) == 1
+    assert sorted(path.name for path in run.folder.iterdir()) == ["latest", "step_1"]
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
-def test_all_files_are_readable_as_the_umask_says(tmp_path, umask, mode):
+async def test_all_files_are_readable_as_the_umask_says(tmp_path, umask, mode):
     before = os.umask(umask)
     try:
         run = Run(tmp_path)
         (tmp_path / "base" / "config.json").chmod(0o400)
-        asyncio.run(run.step())
-        asyncio.run(run.save())
+        await run.step()
+        await run.save()
     finally:
         os.umask(before)
     files = [path for path in run.folder.rglob("*") if path.is_file()]
@@ -319,28 +294,24 @@ def test_all_files_are_readable_as_the_umask_says(tmp_path, umask, mode):
 
 
 @pytest.mark.parametrize("harm", ["not finite", "garbled"])
-def test_a_damaged_moment_is_refused_by_the_trainer(tmp_path, harm):
+async def test_a_damaged_moment_is_refused_by_the_trainer(tmp_path, harm):
     """The driver reads the weights only."""
 
-    async def main():
-        run = Run(tmp_path)
-        await run.step()
-        (moments,) = run.policy.optimizer.state.values()
-        if harm == "not finite":
-            moments["momentum_buffer"].to_local().fill_(torch.nan)
-        await run.save()
-        checkpoint = run.folder / "step_1"
-        if harm == "garbled":
-            trainer = checkpoint / "state" / "trainer"
-            stored = MetadataReader(trainer).read_metadata().storage_data
-            (part,) = (p for index, p in stored.items() if "momentum" in index.fqn)
-            with (trainer / part.relative_path).open("r+b") as file:
-                file.seek(part.offset)
-                file.write(b"\xff" * part.length)
-        assert damage(checkpoint) is None
-        return checkpoint
-
-    checkpoint = asyncio.run(main())
+    run = Run(tmp_path)
+    await run.step()
+    (moments,) = run.policy.optimizer.state.values()
+    if harm == "not finite":
+        moments["momentum_buffer"].to_local().fill_(torch.nan)
+    await run.save()
+    checkpoint = run.folder / "step_1"
+    if harm == "garbled":
+        trainer = checkpoint / "state" / "trainer"
+        stored = MetadataReader(trainer).read_metadata().storage_data
+        (part,) = (p for index, p in stored.items() if "momentum" in index.fqn)
+        with (trainer / part.relative_path).open("r+b") as file:
+            file.seek(part.offset)
+            file.write(b"\xff" * part.length)
+    assert damage(checkpoint) is None
     with pytest.raises(ConfigError) as refused:
         Run(tmp_path).policy.load_state(checkpoint)
     assert refused.value.key == "resume_from_checkpoint"
@@ -348,82 +319,69 @@ def test_a_damaged_moment_is_refused_by_the_trainer(tmp_path, harm):
 
 
 @pytest.mark.parametrize("failure", ["error", "warn"])
-def test_nothing_is_written_to_a_folder_that_belongs_to_another_run_now(tmp_path, failure):
-    async def main():
-        lock = lock_folder(tmp_path / "run")
-        run = Run(tmp_path, failure=failure, verify=lock.verify)
+async def test_nothing_is_written_to_a_folder_that_belongs_to_another_run_now(tmp_path, failure):
+    lock = lock_folder(tmp_path / "run")
+    run = Run(tmp_path, failure=failure, verify=lock.verify)
+    await run.step()
+    await run.save()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    others = run.folder / ".step_2.unfinished" / "model.safetensors"
+    others.parent.mkdir(parents=True)
+    others.write_text("half of it")
+    await run.step()
+    if failure == "error":
+        with pytest.raises(OSError) as failed:
+            await run.save()
+        message = str(failed.value)
+    else:
+        await run.save()
+        message = run.log.shown[-1]
+    assert "step 2" in message and str(tmp_path / "run") in message
+    assert [path for path in run.folder.rglob("*") if path.is_file()] == [others]
+    lock.release()
+
+
+async def test_a_checkpoint_written_in_the_background_is_of_its_own_step(tmp_path):
+    run = Run(tmp_path, in_background=True)
+    await run.step()
+    await run.save()
+    await run.step()  # changes the held state in place
+    await run.save()  # waits for the first
+    assert run.log.shown == [(1, str(run.folder / "step_1"))]
+    await run.step()
+    await run.checkpoints.finish()
+    assert [await state_of(run.folder / f"step_{step}", tmp_path) for step in (1, 2)] == [1, 2]
+
+
+async def test_the_last_n_are_kept_and_always_the_latest(tmp_path):
+    run = Run(tmp_path, keep_last_n=2)
+    for _ in range(4):
         await run.step()
         await run.save()
-        (tmp_path / "run").rename(tmp_path / "moved")
-        others = run.folder / ".step_2.unfinished" / "model.safetensors"
-        others.parent.mkdir(parents=True)
-        others.write_text("half of it")
+    names = sorted(path.name for path in run.folder.iterdir())
+    assert names == ["latest", "step_3", "step_4"]
+    # Another attempt resumes from step 3: step 4 of the old one is deleted first.
+    point_latest(run.folder / "step_3")
+    for step, kept in ((4, ["step_3", "step_4"]), (10, ["step_10", "step_4"])):
         await run.step()
-        if failure == "error":
-            with pytest.raises(OSError) as failed:
-                await run.save()
-            message = str(failed.value)
-        else:
-            await run.save()
-            message = run.log.shown[-1]
-        assert "step 2" in message and str(tmp_path / "run") in message
-        assert [path for path in run.folder.rglob("*") if path.is_file()] == [others]
-        lock.release()
-
-    asyncio.run(main())
-
-
-def test_a_checkpoint_written_in_the_background_is_of_its_own_step(tmp_path):
-    async def main():
-        run = Run(tmp_path, in_background=True)
-        await run.step()
-        await run.save()
-        await run.step()  # changes the held state in place
-        await run.save()  # waits for the first
-        assert run.log.shown == [(1, str(run.folder / "step_1"))]
-        await run.step()
-        await run.checkpoints.finish()
-        return run.folder
-
-    folder = asyncio.run(main())
-    assert [state_of(folder / f"step_{step}", tmp_path) for step in (1, 2)] == [1, 2]
-
-
-def test_the_last_n_are_kept_and_always_the_latest(tmp_path):
-    async def main():
-        run = Run(tmp_path, keep_last_n=2)
-        for _ in range(4):
-            await run.step()
-            await run.save()
+        await run.save(step)
         names = sorted(path.name for path in run.folder.iterdir())
-        assert names == ["latest", "step_3", "step_4"]
-        # Another attempt resumes from step 3: step 4 of the old one is deleted first.
-        point_latest(run.folder / "step_3")
-        for step, kept in ((4, ["step_3", "step_4"]), (10, ["step_10", "step_4"])):
-            await run.step()
-            await run.save(step)
-            names = sorted(path.name for path in run.folder.iterdir())
-            assert names == ["latest", *kept]
-            assert latest(run.folder) == run.folder / f"step_{step}"
-
-    asyncio.run(main())
+        assert names == ["latest", *kept]
+        assert latest(run.folder) == run.folder / f"step_{step}"
 
 
-def prepared(tmp_path):
+async def prepared(tmp_path):
     """A folder whose latest checkpoint is step 1, with a step 2 of a rolled-back attempt."""
 
-    async def main():
-        run = Run(tmp_path)
-        await run.step()
-        await run.save()
-        shutil.copytree(run.folder / "step_1", run.folder / "step_2")
-        return run
-
-    return asyncio.run(main())
+    run = Run(tmp_path)
+    await run.step()
+    await run.save()
+    shutil.copytree(run.folder / "step_1", run.folder / "step_2")
+    return run
 
 
 def test_a_kill_before_any_change_of_a_file_leaves_a_whole_checkpoint(tmp_path, disk):
-    run = prepared(tmp_path)
+    run = asyncio.run(prepared(tmp_path))
     asyncio.run(run.step())
     initial = tmp_path / "initial"
     shutil.copytree(run.folder, initial, symlinks=True)
@@ -435,7 +393,7 @@ def test_a_kill_before_any_change_of_a_file_leaves_a_whole_checkpoint(tmp_path, 
         run.checkpoints.hold()
         disk.watch(run.folder, operations)
         try:
-            asyncio.run(run.save())
+            asyncio.run(run.save())  # its loop ends with it, as the process does
         except (Killed, OSError, RuntimeError):
             disk.watch("")
         else:
@@ -447,40 +405,37 @@ def test_a_kill_before_any_change_of_a_file_leaves_a_whole_checkpoint(tmp_path, 
             assert len(list(folder.rglob("*"))) == len(list((initial / "step_1").rglob("*")))
         found.append(int(os.readlink(run.folder / "latest").removeprefix("step_")))
         if operations % 8 == 0 or found[-2:] == [1, 2]:
-            assert state_of(run.folder / "latest", tmp_path) == found[-1]
+            assert asyncio.run(state_of(run.folder / "latest", tmp_path)) == found[-1]
     disk.watch("")
     assert found == sorted(found) and set(found) == {1, 2}
     assert found.count(1) > 20, "the hook sees few of the changes"
     assert found.count(2) > 5, "removing the old ones was not interrupted"
-    assert state_of(run.folder / "latest", tmp_path) == 2
+    assert asyncio.run(state_of(run.folder / "latest", tmp_path)) == 2
     assert sorted(path.name for path in run.folder.iterdir()) == ["latest", "step_2"]
 
 
 @pytest.mark.parametrize("operations", [1, 3, 9, 20])
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_full_disk_is_an_error_that_names_the_last_checkpoint(
+async def test_a_full_disk_is_an_error_that_names_the_last_checkpoint(
     tmp_path, disk, operations, in_background
 ):
-    run = prepared(tmp_path)
-    asyncio.run(run.step())
+    run = await prepared(tmp_path)
+    await run.step()
     run.configure(in_background=in_background)
     full = OSError(28, "No space left on device")
 
-    async def main():
-        disk.watch(run.folder, operations, failure=full)
+    disk.watch(run.folder, operations, failure=full)
+    with pytest.raises(OSError, match=r"step 2 .*No space left") as failed:
         await run.save()
         await run.checkpoints.finish()
-
-    with pytest.raises(OSError, match=r"step 2 .*No space left") as failed:
-        asyncio.run(main())
     names = sorted(path.name for path in run.folder.iterdir())
     assert names == ["latest", "step_1", "step_2"], "what was half written is still there"
     assert str(failed.value).endswith(str(run.folder / "step_1"))
-    assert state_of(run.folder / "latest", tmp_path) == 1
+    assert await state_of(run.folder / "latest", tmp_path) == 1
 
 
 def test_a_failure_in_the_background_ends_the_next_step(tmp_path, disk):
-    async def main():
+    async def main():  # in a loop of its own: it waits for all other tasks
         run = Run(tmp_path, in_background=True)
         await run.step()
         disk.watch(run.folder, 0, failure=OSError(28, "No space left on device"))
@@ -492,38 +447,31 @@ def test_a_failure_in_the_background_ends_the_next_step(tmp_path, disk):
     asyncio.run(main())
 
 
-def test_with_warn_training_goes_on_and_the_next_checkpoint_may_succeed(tmp_path, disk):
-    async def main():
-        run = Run(tmp_path, failure="warn")
-        await run.step()
-        await run.save()
-        await run.step()
-        disk.watch(run.folder, 9, failure=OSError(28, "No space left on device"))
-        await run.save()
-        disk.watch("")
-        assert latest(run.folder) == run.folder / "step_1"
-        assert "step 2" in run.log.shown[-1] and "No space left" in run.log.shown[-1]
-        await run.step()
-        await run.save()
-        assert run.log.shown[-1] == (3, str(run.folder / "step_3"))
-        return run.folder
-
-    folder = asyncio.run(main())
-    assert state_of(folder / "latest", tmp_path) == 3
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_1", "step_3"]
+async def test_with_warn_training_goes_on_and_the_next_checkpoint_may_succeed(tmp_path, disk):
+    run = Run(tmp_path, failure="warn")
+    await run.step()
+    await run.save()
+    await run.step()
+    disk.watch(run.folder, 9, failure=OSError(28, "No space left on device"))
+    await run.save()
+    disk.watch("")
+    assert latest(run.folder) == run.folder / "step_1"
+    assert "step 2" in run.log.shown[-1] and "No space left" in run.log.shown[-1]
+    await run.step()
+    await run.save()
+    assert run.log.shown[-1] == (3, str(run.folder / "step_3"))
+    assert await state_of(run.folder / "latest", tmp_path) == 3
+    assert sorted(path.name for path in run.folder.iterdir()) == ["latest", "step_1", "step_3"]
 
 
-def test_the_random_state_of_a_rank_is_restored(tmp_path):
-    async def main():
-        run = Run(tmp_path)
-        await run.step()
-        await run.save()
-        drawn = torch.rand(3)
-        torch.manual_seed(0)
-        await run.restore(run.folder / "step_1")
-        assert torch.equal(torch.rand(3), drawn)
-
-    asyncio.run(main())
+async def test_the_random_state_of_a_rank_is_restored(tmp_path):
+    run = Run(tmp_path)
+    await run.step()
+    await run.save()
+    drawn = torch.rand(3)
+    torch.manual_seed(0)
+    await run.restore(run.folder / "step_1")
+    assert torch.equal(torch.rand(3), drawn)
 
 
 SUCCESS = "eval/success_rate"
@@ -551,9 +499,9 @@ def best_of(run):
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_the_best_checkpoint_is_kept(tmp_path, before):
+async def test_the_best_checkpoint_is_kept(tmp_path, before):
     run = Run(tmp_path, keep_last_n=1, keep_best=SUCCESS)
-    asyncio.run(saved_and_rated(run, 0.25, 0.75, 0.75, 0.5, math.nan, before=before))
+    await saved_and_rated(run, 0.25, 0.75, 0.75, 0.5, math.nan, before=before)
     assert best_of(run) == "step_2", "of equal ones the first"
     assert sorted(path.name for path in run.folder.iterdir()) == [
         *("best", "latest", "step_2", "step_5")
@@ -562,61 +510,36 @@ def test_the_best_checkpoint_is_kept(tmp_path, before):
         "eval/policy_version": 2,
         SUCCESS: 0.75,
     }
-    assert state_of(run.folder / "step_2", tmp_path) == 2
+    assert await state_of(run.folder / "step_2", tmp_path) == 2
     assert any("step 2: best" in str(line) and "0.750" in line for line in run.log.shown)
 
 
-def test_a_link_in_a_checkpoint_is_not_written_through(tmp_path):
-    own = tmp_path / "own"
-    own.write_text("mine")
-    for name in (".evaluation.json.unfinished", "evaluation.json"):
-        (tmp_path / "step_1").mkdir(exist_ok=True)
-        (tmp_path / "step_1" / name).symlink_to(own)
-    rate(tmp_path / "step_1", {"eval/success_rate": 0.5})
-    assert own.read_text() == "mine"
-    assert json.loads((tmp_path / "step_1/evaluation.json").read_text()) == {
-        "eval/success_rate": 0.5
-    }
-
-
-def test_an_evaluation_of_other_weights_does_not_rate_a_checkpoint(tmp_path):
+async def test_an_evaluation_of_other_weights_does_not_rate_a_checkpoint(tmp_path):
     """E.g. a generator was restarted with newer weights during the evaluation."""
     run = Run(tmp_path, keep_best=SUCCESS)
 
-    async def newer():
-        await saved_and_rated(run, 0.5)
-        await run.step()
-        await run.save()
-        run.checkpoints.add_evaluation(2, rating(3, 0.9))
-
-    asyncio.run(newer())
+    await saved_and_rated(run, 0.5)
+    await run.step()
+    await run.save()
+    run.checkpoints.add_evaluation(2, rating(3, 0.9))
     assert best_of(run) == "step_1" and not (run.folder / "step_2/evaluation.json").exists()
 
 
-def test_a_rolled_back_run_forgets_ratings_of_later_steps(tmp_path):
+async def test_a_rolled_back_run_forgets_ratings_of_later_steps(tmp_path):
     first = Run(tmp_path, keep_best=SUCCESS)
-    asyncio.run(saved_and_rated(first, 0.5, 0.25, 0.75))
+    await saved_and_rated(first, 0.5, 0.25, 0.75)
     assert best_of(first) == "step_3"
     again = Run(tmp_path, keep_best=SUCCESS)
 
-    async def go_on():
-        point_latest(first.folder / "step_2")  # as a run does that resumes from it
-        await again.restore(first.folder / "step_2")
-        assert best_of(again) == "step_1"
-        again.checkpoints.add_evaluation(2, rating(2, 0.625))  # as a resumed run's first evaluation
-        assert best_of(again) == "step_2"
-        await saved_and_rated(again, 0.5625)
-
-    asyncio.run(go_on())
+    point_latest(first.folder / "step_2")  # as a run does that resumes from it
+    await again.restore(first.folder / "step_2")
+    assert best_of(again) == "step_1"
+    again.checkpoints.add_evaluation(2, rating(2, 0.625))  # as a resumed run's first evaluation
+    assert best_of(again) == "step_2"
+    await saved_and_rated(again, 0.5625)
     assert best_of(again) == "step_2", "step 3 of the attempt that was given up counts no more"
     rated = json.loads((again.folder / "step_3/evaluation.json").read_text())
     assert rated[SUCCESS] == 0.5625
-
-
-def test_without_keep_best_there_is_no_best(tmp_path):
-    run = Run(tmp_path)
-    asyncio.run(saved_and_rated(run, 0.5))
-    assert best_of(run) is None and not (run.folder / "step_1/evaluation.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -634,3 +557,34 @@ def test_the_config_has_the_dtype_of_the_weights(tmp_path, base, saved):
     save_hf_weights(weights, tmp_path / "base", tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert config == {"dtype": "bfloat16"} | saved
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that every user may read, unlike pytest's own, and its owner may write."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
+        Path(name).chmod(0o700)
+
+
+@pytest.mark.parametrize("failure", ["error", "warn"])
+@pytest.mark.parametrize("lost", ["a file lies there", "no permission"])
+async def test_a_checkpoint_folder_that_cannot_be_written_to_is_told(open_folder, failure, lost):
+    run, user = Run(open_folder, failure=failure), os.geteuid()
+    await run.step()
+    if lost == "a file lies there":
+        (open_folder / "run").touch()
+    else:
+        open_folder.chmod(0o555)
+        os.seteuid(user or 65534)  # root may write anywhere
+    try:
+        if failure == "error":
+            with pytest.raises(OSError, match=r"step 1 .*the last one is no"):
+                await run.save()
+        else:
+            await run.save()
+            (note,) = run.log.shown
+            assert str(open_folder) in note
+    finally:
+        os.seteuid(user)
+    assert latest(run.folder) is None

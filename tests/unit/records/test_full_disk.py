@@ -1,30 +1,17 @@
 """A disk that is full: one error that names the file, and nothing lost of what was written."""
 
-import asyncio
 import contextlib
 import errno
 import json
-import os
-import shutil
 import subprocess
-import tempfile
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
-from lib.role import stand_in_role
 
-from grpo_components.cluster.handles import ReplayBufferHandle, TrainersHandle
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.files import cut_torn_line
-from grpo_components.records.checkpoint_folder import latest
-from grpo_components.records.checkpoints import Checkpoints
 from grpo_components.records.metrics import MetricLog
 from grpo_components.records.receipts import Receipts
-from grpo_components.records.run_identity import new_identity
-from grpo_components.state_files import read_state, write_state
 
 MIB = 2**20
 
@@ -105,143 +92,3 @@ def test_receipts_on_a_full_disk_are_an_error_and_closing_them_hides_no_other(di
     disk.free()
     cut_torn_line(path)
     assert [event["event"] for event in lines(path)][:2] == ["start", "start"]
-
-
-class Writer:
-    """A trainer or buffer: writes a file as large as it is told."""
-
-    def __init__(self, name):
-        self.name, self.size = name, MIB // 2
-
-    def hold_state(self, in_background):
-        pass
-
-    def write_state(self, folder, *parts):
-        try:
-            write_state(Path(folder), self.name, {})
-            with Path(folder, f"{self.name}.bin").open("wb") as file:
-                file.write(bytes(self.size))
-        except OSError as error:
-            return str(error)
-
-
-class Account:
-    """Stands for ledger and prompts."""
-
-    def __init__(self):
-        self.state = {"steps_done": 0, "policy_version": 0, "living": []}
-
-    def state_dict(self):
-        return dict(self.state)
-
-    def stored(self):
-        return []
-
-
-class Log:
-    """Keeps the notes and the steps of saved checkpoints."""
-
-    def __init__(self):
-        self.notes, self.saved = [], []
-        self.note = self.notes.append
-
-    def checkpoint(self, step, folder):
-        self.saved.append(step)
-
-
-def handles(trainer, buffer, account):
-    roles = [stand_in_role(each.name, each, max_restarts=0) for each in (trainer, buffer)]
-    trainers = TrainersHandle(roles[:1], account, 10, 10)
-    return trainers, ReplayBufferHandle(roles[1], account, 10, 10, wait_for_stale=False)
-
-
-def make_checkpoints(folder, failure, account):
-    log = Log()
-    checkpoints = Checkpoints(
-        folder,
-        cast(Any, SimpleNamespace(model_dump=lambda: {"seed": 1})),
-        account,
-        account,
-        writes=True,
-        keep_last_n=1,
-        keep_best=None,
-        failure=failure,
-        in_background=False,
-        run_log=log,
-        identity=new_identity(),
-        verify=lambda: None,
-    )
-    return checkpoints, log.notes, log.saved
-
-
-@pytest.mark.parametrize("failure", ["error", "warn"])
-@pytest.mark.parametrize("full", ["from the start", "in the middle"])
-def test_a_checkpoint_that_finds_no_room_leaves_the_last_one_as_it_was(disk, failure, full):
-    account, folder = Account(), disk.folder / "checkpoints"
-    trainer, buffer = Writer("trainer"), Writer("buffer")
-    checkpoints, notes, saved = make_checkpoints(folder, failure, account)
-
-    async def save(step):
-        account.state["steps_done"] = step
-        checkpoints.hold()
-        await checkpoints.save(step, *handles(trainer, buffer, account), None)
-
-    asyncio.run(save(1))
-    if full == "from the start":
-        disk.fill()
-    else:
-        trainer.size = 4 * MIB
-    if failure == "error":
-        with pytest.raises(OSError, match=r"checkpoint of step 2 .*No space left.*step_1"):
-            asyncio.run(save(2))
-    else:
-        asyncio.run(save(2))
-        assert "No space left" in notes[0] and "step_1" in notes[0]
-    assert saved == [1] and latest(folder) == folder / "step_1"
-    assert read_state(folder / "step_1" / "state", "driver")["ledger"]["steps_done"] == 1
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_1"]
-    if full == "from the start":
-        disk.free()
-    trainer.size = MIB // 2
-    asyncio.run(save(3))
-    assert latest(folder) == folder / "step_3"
-
-
-@pytest.fixture
-def unprivileged():
-    """A folder of an ordinary user, who also runs the rest of the test: root may write anywhere."""
-    folder, nobody = Path(tempfile.mkdtemp(dir="/tmp")), 65534
-    as_root = os.geteuid() == 0
-    if as_root:
-        os.chown(folder, nobody, nobody)
-        os.seteuid(nobody)
-    yield folder
-    if as_root:
-        os.seteuid(0)
-    folder.chmod(0o700)
-    shutil.rmtree(folder)
-
-
-@pytest.mark.parametrize("failure", ["error", "warn"])
-@pytest.mark.parametrize("lost", ["a file lies there", "no permission"])
-def test_a_checkpoint_folder_that_cannot_be_written_to_is_told(unprivileged, failure, lost):
-    account, folder = Account(), unprivileged / "checkpoints"
-    if lost == "no permission":
-        unprivileged.chmod(0o500)
-    else:
-        folder.touch()
-    checkpoints, notes, saved = make_checkpoints(folder, failure, account)
-
-    async def save():
-        checkpoints.hold()
-        await checkpoints.save(1, *handles(Writer("trainer"), Writer("buffer"), account), None)
-
-    if failure == "error":
-        with pytest.raises(
-            OSError, match=r"checkpoint of step 1 could not be .*the last one is no"
-        ):
-            asyncio.run(save())
-    else:
-        asyncio.run(save())
-        assert str(unprivileged) in notes[0]
-    assert not saved

@@ -113,6 +113,7 @@ def test_whatever_the_reason_was_but_what_a_filter_chose_on_purpose(watch, notes
     run(watch, lambda _, __, reward: reward < 0.5, reason="filtered")
     assert notes == [] and watch.bias.summary() == "nothing was lost"
     run(watch, lambda _, tokens, __: tokens > 30, reason="failed")
+    assert notes[0].startswith("warning: dropped groups are longer: the ")
     assert "failed) have" in notes[0] and "failed_samples.jsonl" in notes[0]
 
 

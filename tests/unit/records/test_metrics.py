@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from omegaconf import OmegaConf
 from torchtune import config
 from torchtune.training.metric_logging import MetricLoggerInterface
 
-from grpo_components.records.metrics import MetricLog
-from grpo_components.records.rollout_table import rollout_rows
+from grpo_components.records.metrics import MetricLog, rollout_rows
 
 LOGGERS = "torchtune.training.metric_logging"
 
@@ -98,15 +96,6 @@ def test_rollouts_are_written_as_text_one_group_a_line(tmp_path):
     assert second == {"step": 7, "prompt": "2+2?"}
 
 
-def test_closing_closes_the_logger(tmp_path):
-    logger = RecordingLogger()
-    log = MetricLog(str(tmp_path), logger, log_every_n_steps=1)
-    log.close()
-    assert logger.closed == 1
-    with pytest.raises(ValueError):
-        log.log(1, {})
-
-
 def group() -> dict[str, Any]:
     """A group of two responses, the second of which failed."""
     known = {"response_tokens": 2, "finish_reason": "stop", "tokens": ["4", "\n"]}
@@ -152,13 +141,6 @@ def run_with(output_dir: Path, node: dict[str, Any], rollouts: Sequence[Any] = (
 def test_with_torchtunes_stdout_logger(tmp_path, capsys):
     run_with(tmp_path, {"_component_": f"{LOGGERS}.StdoutLogger"})
     assert "Step 1 | loss/total:0.125 policy_version:1 grad_norm:nan" in capsys.readouterr().out
-
-
-def test_with_torchtunes_disk_logger(tmp_path):
-    folder = tmp_path / "logs/disk"
-    run_with(tmp_path, {"_component_": f"{LOGGERS}.DiskLogger", "log_dir": str(folder)})
-    [file] = folder.iterdir()
-    assert "Step 1 | loss/total:0.125 policy_version:1" in file.read_text()
 
 
 def test_with_torchtunes_tensorboard_logger(tmp_path):

@@ -94,13 +94,6 @@ def test_a_missing_or_nan_metric_is_a_dash():
     assert line.endswith("ETA -\n")
 
 
-@pytest.mark.parametrize("note", ["[bold]literal[/bold] {braces} %s", "a" * 200])
-def test_a_note_is_printed_unchanged_in_one_line(note):
-    console = pipe()
-    Progress(1, console).note(note)
-    assert text(console) == note + "\n"
-
-
 @pytest.mark.parametrize(("seconds", "left"), [(0, "30:00"), (60, "29:00"), (3600 * 9, "0:00")])
 def test_the_time_left_follows_the_recent_steps_and_counts_down(seconds, left):
     clock = Clock()
@@ -180,15 +173,6 @@ def test_the_summary_comes_last_and_aligned(make):
     assert lines[0] == "reward      0.4 -> 0.9"
     assert lines[1] == f"checkpoint  {path}"
     assert lines[2:4] == ["next        this", "            that"]
-
-
-def test_a_second_close_does_nothing():
-    console = terminal(Clock())
-    progress = Progress(10, console)
-    progress.close()
-    before = text(console)
-    progress.close()
-    assert text(console) == before
 
 
 @pytest.mark.parametrize(

@@ -81,18 +81,6 @@ def test_every_earlier_run_is_kept_under_the_next_free_number(tmp_path):
     assert seeds == {"a-1": 0, "a-2": 1, "a-3": 2, "a": 3}
 
 
-def test_all_files_of_a_run_are_moved_with_it(tmp_path):
-    whole_run(tmp_path / "a")
-    deep = tmp_path / "a" / "checkpoints" / "step_1"
-    deep.mkdir(parents=True)
-    (deep / "model.safetensors").write_bytes(b"weights")
-    moved = whole_run(tmp_path / "a")
-    assert moved is not None
-    kept = moved / "checkpoints" / "step_1" / "model.safetensors"
-    assert kept.read_bytes() == b"weights"
-    assert not (tmp_path / "a" / "checkpoints").exists()
-
-
 @settings(max_examples=many(20))
 @given(taken=st.sets(st.integers(1, 5)), as_file=st.booleans())
 def test_a_taken_name_is_never_used(tmp_path_factory, taken, as_file):
@@ -105,11 +93,6 @@ def test_a_taken_name_is_never_used(tmp_path_factory, taken, as_file):
     moved = whole_run(parent / "a")
     assert moved is not None and moved.name not in before
     assert moved.name == f"a-{min(set(range(1, 7)) - taken)}"
-
-
-def test_a_slash_at_the_end_changes_nothing(tmp_path):
-    whole_run(f"{tmp_path}/a/")
-    assert whole_run(f"{tmp_path}/a/") == tmp_path / "a-1"
 
 
 def test_the_target_of_a_link_is_moved_and_the_link_leads_to_the_new_run(tmp_path):
@@ -321,11 +304,6 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", flock)
     assert not lock_folder(tmp_path).atomic
-
-
-def test_a_folder_with_that_name_is_refused(tmp_path):
-    (tmp_path / LOCK).mkdir()
-    refusal(tmp_path)
 
 
 @pytest.mark.parametrize("how", ["moved", "removed", "replaced"])

@@ -3,8 +3,10 @@
 import gc
 import json
 import sys
+import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from lib.config_errors import refused_key
 from omegaconf import OmegaConf
@@ -13,9 +15,12 @@ from torchtune.training.metric_logging import MetricLoggerInterface
 from grpo_components._plugin import recipes_folder
 from grpo_components.config.open_run import open_log
 from grpo_components.errors import RoleFailedError
-from grpo_components.exchange.ledger import LedgerEntry
+from grpo_components.exchange.ledger import Ledger, LedgerEntry
+from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records import run_log
-from grpo_components.records.run_log import RunLog
+from grpo_components.records.receipts import Receipts
+from grpo_components.records.run_log import Phases, RunLog, RunTotals
+from grpo_components.replay.event_order import EventOrder
 from grpo_tools.report import page
 from grpo_tools.report.page import write_report
 
@@ -51,7 +56,9 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(run_log, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(
+        run_log, "time", SimpleNamespace(perf_counter=clock.perf_counter, time=time.time)
+    )
     return clock
 
 
@@ -146,40 +153,6 @@ def test_the_evaluation_before_the_first_step_is_logged_as_step_0(make, tmp_path
     expected |= {"time/wall_clock": record["time/wall_clock"], "restarts": 0}
     assert record == {"step": 0, **expected}
     assert logger.logged == [(0, expected)]
-
-
-def test_a_later_evaluation_has_no_record_of_its_own(make, tmp_path):
-    log, _ = make()
-    log.evaluation(5, eval_metrics(version=5))
-    assert records(tmp_path) == []
-
-
-def test_every_record_has_its_attempt_and_no_bare_token_count(make, clock, tmp_path):
-    log, logger = make(attempt=1)
-    clock.now += 1
-    log.step(1, step_metrics(), 100)
-    [record] = records(tmp_path)
-    assert record["attempt"] == 1 and record["step"] == 1
-    assert logger.logged[0][1].keys() == record.keys() - {"step"}
-
-
-def test_the_file_has_every_step_and_the_logger_every_nth(make, clock, tmp_path):
-    log, logger = make(log_every_n_steps=3)
-    for step in range(1, 8):
-        clock.now += 1
-        log.step(step, step_metrics(), 100)
-    assert [r["step"] for r in records(tmp_path)] == list(range(1, 8))
-    assert [step for step, _ in logger.logged] == [3, 6]
-
-
-def test_an_evaluation_and_a_checkpoint_are_shown_in_a_line_each(make, capsys):
-    log, _ = make()
-    log.evaluation(25, eval_metrics(success=0.5, version=24))
-    log.checkpoint(25, "/runs/a/checkpoints/step_25")
-    assert capsys.readouterr().out.splitlines() == [
-        "step 25: held-out success 0.500 on 40 prompts (policy version 24)",
-        "step 25: saved /runs/a/checkpoints/step_25",
-    ]
 
 
 def test_the_evaluation_of_a_restored_policy_is_shown_and_not_logged(make, clock, tmp_path, capsys):
@@ -307,17 +280,6 @@ def test_the_summary_compares_the_first_steps_with_the_last(make, clock, tmp_pat
     assert rows["metrics"] == str(tmp_path / "logs" / "metrics.jsonl")
 
 
-def test_the_summary_shows_that_nothing_was_dropped(make, clock, capsys):
-    log, _ = make(num_steps=1)
-    log.evaluation(0, eval_metrics())
-    clock.now += 1
-    log.step(1, step_metrics(), 100)
-    log.summary({})
-    rows = shown(capsys)
-    assert rows["groups dropped"].strip() == "none" and "steps skipped" not in rows
-    assert "(one step each)" in rows["reward"]
-
-
 def test_close_writes_the_report_and_shows_its_path(make, clock, tmp_path, capsys):
     log, _ = make()
     log.close()
@@ -399,12 +361,6 @@ def test_the_summary_of_eval_only_has_the_confidence_interval_and_nothing_of_tra
     rows = shown(capsys)
     assert all(number in rows["held-out success"] for number in ("0.250", "0.125", "0.500"))
     assert rows.keys() == {"held-out success", "metrics"}
-
-
-def test_closing_closes_the_logger(make):
-    log, logger = make()
-    log.close()
-    assert logger.closed
 
 
 SHIPPED = recipes_folder() / "async_grpo_full_finetune_distributed.py"
@@ -516,7 +472,60 @@ def test_a_logger_that_cannot_be_made_is_refused_without_a_word_of_its_end(
     assert printed == []
 
 
-def test_data_sets_without_notes_and_shared_prompts_show_nothing(cfg, capsys):
-    datasets = ([{"prompt_ids": [number]}] for number in (1, 2))
-    open_log(cfg, 0, "", *datasets).close()
-    assert capsys.readouterr().out == ""
+def test_the_phases_add_up_to_the_time_since_the_process_began(tmp_path):
+    shown = []
+    phases = Phases(tmp_path / "logs" / "phases.jsonl", 2, shown.append)
+    for name in ("starting Ray", "training", "training", "report"):
+        phases.begin(name)
+    phases.end()
+    records = [json.loads(line) for line in (tmp_path / "logs" / "phases.jsonl").open()]
+    assert [each["phase"] for each in records] == [
+        *("imports, config and data", "starting Ray", "training", "report"),
+    ]
+    assert {each["attempt"] for each in records} == {2} and len(shown) == 4
+    age = time.time() - psutil.Process().create_time()
+    assert sum(each["seconds"] for each in records) == pytest.approx(age, abs=1)
+
+
+def test_a_folder_that_cannot_be_written_does_not_keep_the_run_from_ending(tmp_path):
+    (tmp_path / "logs").touch()
+    phases = Phases(tmp_path / "logs" / "phases.jsonl", 0)
+    phases.begin("closing roles")
+    phases.end()
+
+
+def test_restarts_of_a_role_and_of_all_trainers_count_and_a_role_given_up_does_not(tmp_path):
+    totals = RunTotals(tmp_path)
+    events = EventOrder(listeners=[totals.follow])
+    events.record("restart", role="generator_0", what="died", given_up=False)
+    events.note("rollback", role="trainer_0", what="died")
+    events.note("restart", role="trainer_0", what="died")  # while the roles start
+    events.record("restart", role="generator_1", what="died", given_up=True)
+    events.record("issue", role="generator_0", group=1)
+    assert totals.metrics()["restarts"] == 3
+
+
+def test_a_resumed_run_goes_on_from_its_logs(tmp_path):
+    """Those of the real receipts; a text that looks like an event is none."""
+    (tmp_path / "logs").mkdir()
+    ledger = Ledger(StalenessContract(1, 1), 3, iter(()))
+    events, receipts = ledger.events, Receipts(tmp_path / "receipts.jsonl", ledger, 0, {})
+    events.record("restart", role="generator_0", what='{"event": "rollback"', given_up=False)
+    events.note("rollback", role="trainer_0", what='said "restart"')
+    events.record("restart", role="generator_0", what="died", given_up=True)
+    receipts.close()
+    steps = [{"step": s, "time/wall_clock": took} for s, took in ((1, 50.0), (2, 90.0), (1, 70.0))]
+    lines = [json.dumps(record) + "\n" for record in ({"step": 0}, *steps)]
+    (tmp_path / "logs/metrics.jsonl").write_text("".join(lines))
+    totals = RunTotals(tmp_path / "logs")
+    assert totals.metrics()["restarts"] == 2
+    assert totals.metrics()["time/wall_clock"] == pytest.approx(90.0, abs=5)
+
+
+def test_torn_logs_of_an_earlier_attempt_do_not_stop_the_next(tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "metrics.jsonl").write_text('{"step": 2, "time/wall_clock": 9')
+    (tmp_path / "receipts.jsonl").write_text('{"event": "restart"\n{"event": "restart"')
+    assert RunTotals(logs).metrics()["restarts"] == 0
+    assert RunTotals(logs).metrics()["time/wall_clock"] < 5

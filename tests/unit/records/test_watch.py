@@ -80,40 +80,6 @@ def test_no_jump_is_named_before_there_are_steps_to_compare_with(watch, notes):
     assert notes == []
 
 
-def finish(watch, number, tokens):
-    watch.follow({"event": "finish", "group": number, "response_tokens": [tokens, tokens + 2]})
-
-
-def drops(watch, is_dropped, reason="stale", seed=0):
-    """Groups of random lengths, some of which are dropped."""
-    numbers = np.random.default_rng(seed)
-    for number in range(200):
-        tokens = int(numbers.integers(5, 50))
-        finish(watch, number, tokens)
-        event = {"event": "drop", "groups": [number], "reason": reason, "reissue": True}
-        if not is_dropped(number, tokens):
-            event = {"event": "sample", "groups": [number], "step": 1}
-        watch.follow(event)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_drops_that_do_not_depend_on_the_length_are_no_bias(watch, notes, seed):
-    drops(watch, lambda number, _: number % 4 == 0, seed=seed)
-    assert notes == []
-
-
-def test_dropping_the_long_ones_is_warned_of_once_with_both_means(watch, notes):
-    drops(watch, lambda number, tokens: tokens > 30 and number % 2)
-    (line,) = notes
-    assert line.startswith("warning: dropped groups are longer: the ")
-    assert "stale_groups: wait" in line
-
-
-def test_only_groups_dropped_as_too_old_are_compared(watch, notes):
-    drops(watch, lambda _, tokens: tokens > 30, reason="filtered")
-    assert notes == []
-
-
 def test_a_run_whose_responses_are_all_cut_off_says_what_would_have_ended_them(watch, notes):
     watch.check_step(1, {"rollout/cut_off_fraction": 0.99})
     assert not notes
