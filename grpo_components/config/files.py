@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -254,14 +255,16 @@ def check_output(settings: Settings) -> None:
     if Path.cwd().is_relative_to(output_dir):
         problem = f"{short(Path.cwd())} lies in {short(output_dir)}"
         fail("output_dir", problem, "a folder for this run alone")
-    nearest = next(path for path in (output_dir, *output_dir.parents) if os.path.lexists(path))
-    try:  # in some places, such as /proc, even root can make no folder
-        if nearest != output_dir or not os.access(output_dir, os.W_OK):
-            tempfile.TemporaryDirectory(prefix=".grpo-", dir=nearest).cleanup()
-    except OSError as error:
-        fail(
-            "output_dir", f"nothing can be made in {nearest}: {error.strerror}", "a writable place"
-        )
+    _check_writable("output_dir", output_dir)
+    sections = (
+        "checkpointer",
+        "metric_logger",
+        *(("profiler",) if settings.profiler.enabled else ()),
+    )
+    for section, name in itertools.product(sections, ("output_dir", "log_dir")):
+        place = getattr(settings, section).get(name)
+        if isinstance(place, str) and not real_path(place).is_relative_to(output_dir):
+            _check_writable(f"{section}.{name}", real_path(place))
     refuse_folder_in_use(output_dir)  # before its contents are read
     checkpoint = find_checkpoint(settings.resume_from_checkpoint, output_dir)
     if checkpoint is not None and run_of(checkpoint) == output_dir:
@@ -272,6 +275,16 @@ def check_output(settings: Settings) -> None:
     if is_used(output_dir) and checkpoint is not None and checkpoint.is_relative_to(output_dir):
         problem = f"{short(output_dir)} holds the checkpoint of resume_from_checkpoint, but not in "
         fail("output_dir", problem + "a run's folder checkpoints", "another folder")
+
+
+def _check_writable(key: str, folder: Path) -> None:
+    """Refuse a folder in which nothing can be made, or which cannot be made itself."""
+    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    try:  # in some places, such as /proc, even root can make no folder
+        if nearest != folder or not (nearest.is_dir() and os.access(folder, os.W_OK)):
+            tempfile.TemporaryDirectory(prefix=".grpo-", dir=nearest).cleanup()
+    except OSError as error:
+        fail(key, f"nothing can be made in {nearest}: {error.strerror}", "a writable place")
 
 
 def _paths(key: str, given: Any) -> Iterator[tuple[str, str]]:
