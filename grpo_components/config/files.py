@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -256,15 +255,14 @@ def check_output(settings: Settings) -> None:
         problem = f"{short(Path.cwd())} lies in {short(output_dir)}"
         fail("output_dir", problem, "a folder for this run alone")
     _check_writable("output_dir", output_dir)
-    sections = (
-        "checkpointer",
-        "metric_logger",
-        *(("profiler",) if settings.profiler.enabled else ()),
-    )
-    for section, name in itertools.product(sections, ("output_dir", "log_dir")):
-        place = getattr(settings, section).get(name)
+    outputs = {"checkpointer.output_dir": settings.checkpointer}
+    outputs["metric_logger.log_dir"] = settings.metric_logger
+    if settings.profiler.enabled:
+        outputs["profiler.output_dir"] = settings.profiler
+    for key, section in outputs.items():
+        place = section and section.get(key.rpartition(".")[2])
         if isinstance(place, str) and not real_path(place).is_relative_to(output_dir):
-            _check_writable(f"{section}.{name}", real_path(place))
+            _check_writable(key, real_path(place))
     refuse_folder_in_use(output_dir)  # before its contents are read
     checkpoint = find_checkpoint(settings.resume_from_checkpoint, output_dir)
     if checkpoint is not None and run_of(checkpoint) == output_dir:
