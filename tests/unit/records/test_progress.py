@@ -244,11 +244,10 @@ def test_a_run_in_the_background_goes_on_after_its_terminal_was_closed(tmp_path)
     script.write_text(
         "import os, signal\n"
         "from grpo_components.records.progress import Progress\n"
-        "closed = []\n"
-        "signal.signal(signal.SIGHUP, lambda *_: closed.append(True))\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])\n"
         "progress = Progress(3)\n"
         "progress.note('running')\n"
-        "while not closed: signal.pause()\n"
+        "signal.sigwait([signal.SIGHUP])\n"
         "for step in range(1, 4): progress.update(step, {})\n"
         "progress.note('one')\n"
         "progress.summary([('reward', '1.00')])\n"
