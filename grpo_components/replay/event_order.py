@@ -89,7 +89,9 @@ class EventOrder:
         """
         return partial(self.wait_turn, event, **identity) if self.replaying else None
 
-    def record(self, event: str, outcome: Mapping[str, Any] | None = None, **fields: Any) -> None:
+    def record(
+        self, event: str, outcome: Mapping[str, Any] | None = None, /, **fields: Any
+    ) -> None:
         """Record an ordered event and let the next one happen.
 
         In a replay, the event's turn must have come: no await may lie between `wait_turn` and this

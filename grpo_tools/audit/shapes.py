@@ -41,9 +41,9 @@ def _before_rounding(number: Any) -> Any:
     return number
 
 
-_Whole = Annotated[int, Field(ge=0, le=LARGEST)]
+_Whole: Any = Annotated[int, Field(ge=0, le=LARGEST)]
 _Range = Annotated[list[_Whole], Field(min_length=2, max_length=2)]
-_Number = Annotated[
+_Number: Any = Annotated[
     float, Field(ge=0, le=LARGEST, allow_inf_nan=False), BeforeValidator(_before_rounding)
 ]
 # Numbers as keys have one spelling, so that two keys are never the same number.

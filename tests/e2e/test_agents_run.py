@@ -64,7 +64,6 @@ def test_sessions_are_trained_once_while_weights_change_and_a_generator_is_kille
         sampled = logged["rollout/response_tokens_mean"] * 4
         assert 0 < trained <= sampled + 1e-6
     for record in receipts(output_dir):
-        assert 0 < record["trained_share"] <= 1
         assert record["sessions"]["count"] == 4
         assert record["sessions"]["trajectories"] > 4  # some forked
-    assert max(record["max_staleness"] for record in receipts(output_dir)) <= 2
+        assert record["trained_from"] - min(map(int, record["token_versions"])) <= 2

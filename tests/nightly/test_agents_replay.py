@@ -9,7 +9,7 @@ from lib.whole_runs import (
     assert_same_run,
     finish,
     metrics,
-    receipts,
+    records,
     succeed,
 )
 
@@ -58,7 +58,10 @@ def test_sessions_that_stream_and_a_curriculum_are_replayed_to_the_same_bits(tun
     assert_audited(original)
     _, replay = succeed(tune, *knobs, f"replay_events={original}")
     assert_same_run(original, replay, num_steps=4)
-    drawn, again = ([r["trained"] for r in receipts(folder)] for folder in (original, replay))
+    drawn, again = (
+        [e["groups"] for e in records(folder / "receipts.jsonl") if e["event"] == "sample"]
+        for folder in (original, replay)
+    )
     assert drawn == again
     assert all("curriculum/in_band" in record for record in metrics(replay)[1:])
     agent.write_text(STREAMING.replace("And? ", "And! "))

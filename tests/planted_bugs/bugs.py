@@ -204,9 +204,9 @@ def cursor_pinned(begin: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 @_replaces("exchange.ledger", "Ledger.finish_step")
-def trained_twice(finish: Any, self: Any, policy_version: int) -> None:
+def trained_twice(finish: Any, self: Any, policy_version: int, outcome: Any = None) -> None:
     trained = [(each.prompt, each.epoch) for each in self.in_state("in_training")]
-    finish(self, policy_version)
+    finish(self, policy_version, outcome)
 
     def state() -> Any:
         saved = type(self).state_dict(self)
