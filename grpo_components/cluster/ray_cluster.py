@@ -75,8 +75,8 @@ class RayCluster:
         self._store_bytes = object_store_memory
         # At WARNING, Ray tells much that is none of the user's business.
         self._level = getattr(logging, "ERROR" if log_level == "WARNING" else log_level)
-        # Processes that `stop` must leave alone, e.g. a logger's service.
-        self._not_ours = set(psutil.Process().children(recursive=True))
+        self._processes: set[psutil.Process] = set()
+        """Ray's own processes, which `stop` ends: not the page's writer or a logger's service."""
         # In the main thread, Ray would replace the handler of SIGTERM. Its processes end with the
         # thread that started them.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
@@ -119,7 +119,11 @@ class RayCluster:
 
     def _init(self, address: str, **how: Any) -> None:
         options = {"address": address, "log_to_driver": False, "logging_level": self._level, **how}
-        self._thread.submit(ray.init, **options).result()
+        before = set(psutil.Process().children())
+        try:
+            self._thread.submit(ray.init, **options).result()
+        finally:
+            self._processes = set(psutil.Process().children()) - before
 
     def reserve(self, needs: Mapping[str, Need], timeout_s: float) -> None:
         """Reserve room in a cluster for families of roles; others will run beside the driver."""
@@ -201,7 +205,10 @@ class RayCluster:
     def stop(self, kill_roles: Callable[[], None]) -> None:
         """Kill every process of the run, whatever its state, and remove its temporary files."""
         self._thread.submit(bool).result(_NODE_S)  # a start under way ends first
-        processes = set(psutil.Process().children(recursive=True)) - self._not_ours
+        processes = set(self._processes)
+        for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes.update(process.children(recursive=True))
         try:
             if ray.is_initialized():
                 kill_roles()
