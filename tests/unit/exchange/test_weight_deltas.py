@@ -27,7 +27,6 @@ def tensors(version, rank=0):
         (f"rounded.{rank}", (weights * (1 + 1e-3 * version)).bfloat16()),
         (f"noise.{rank}", torch.randn(33, generator=noise)),
         (f"frozen.{rank}", weights[:3].T),
-        (f"empty.{rank}", torch.empty(0, 4)),
     ]
 
 
@@ -159,6 +158,14 @@ def test_unchanged_weights_take_no_bytes():
     manifest, packed = encode_bucket(bucket, pack_bucket(tensors(1)))
     assert len(packed) == 0
     assert [entry.checksum for entry in manifest] == [entry.checksum for entry in bucket[0]]
+
+
+def test_an_empty_tensor_is_rebuilt():
+    bucket = pack_bucket([("empty", torch.empty(0, 4))])
+    weights, encoder = RebuiltWeights(), DeltaEncoder()
+    pushes = [encoder.encode(1, bucket, NO_BASE), encoder.encode(2, bucket, 1)]
+    ((manifest, raw),) = weights.rebuild(2, pushes)
+    assert manifest == bucket[0] and len(raw) == 0
 
 
 def test_newest_manifests_of_whole_pushes_are_all_of_them():
