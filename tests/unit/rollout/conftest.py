@@ -9,23 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_components.rollout.engine_environment import engine_environment
 from grpo_components.rollout.generator_options import (
     EngineOptions,
     EnvironmentOptions,
     RewardOptions,
     SamplingOptions,
 )
-
-
-@pytest.fixture(scope="module")
-def engine_variables():
-    """The environment variables of an engine's role: vLLM reads them when it is imported."""
-    before = dict(os.environ)
-    os.environ.update(engine_environment("cpu", "WARNING"))
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")
