@@ -35,7 +35,6 @@ from grpo_components.training.trainer_options import (
     RankOptions,
 )
 from grpo_components.trajectory import pack
-from lib.logprobs import whole_logprobs
 from lib.role_process import RoleProcess
 from lib.trajectories import trajectory as record
 
@@ -326,14 +325,18 @@ def expected_update(
     model.load_state_dict(to_tune(hf_weights(base)))
     parts, counts = [], [int(t.response_mask.sum()) for t in trajectories]
     for number, (t, advantage) in enumerate(zip(trajectories, advantages.tolist(), strict=True)):
+        ids = torch.tensor(np.concatenate([t.prompt_ids, t.response_ids]))
+        logprobs = torch.log_softmax(model(ids[None])[0] / t.temperature, dim=-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)[len(t.prompt_ids) - 1 : -1]
+        taken = logprobs[torch.arange(len(ids) - 1), ids[1:]][len(t.prompt_ids) - 1 :]
         mask = torch.tensor(t.response_mask)
-        own, entropy = whole_logprobs(model, t, t.response_mask)
         generator = torch.tensor(t.generator_logprobs)[mask]
         reference = torch.tensor(t.reference_logprobs)[mask]
+        own = taken[mask]
         advantage = torch.full_like(own, advantage)
         if token_advantages is not None:
             advantage = torch.tensor(token_advantages[number])
-        parts.append((own, generator, advantage, reference, entropy))
+        parts.append((own, generator, advantage, reference, entropy[mask]))
     trainer, generator, advantage, reference, entropy = (
         torch.cat(part) for part in zip(*parts, strict=True)
     )
