@@ -59,7 +59,7 @@ CASES += [(PARTS_ONLY, "Count."), (IN_A_MACRO, " Count."), (LINES, None)]
 
 @pytest.fixture(scope="module")
 def make_folder(tiny_policy, tmp_path_factory):
-    """Make folders of a model like Qwen2.5, perhaps with a chat template; texts begin with a mark."""
+    """Make folders of a model like Qwen2.5, whose tokenizer puts a token before each text."""
     bpe, first = AutoTokenizer.from_pretrained(tiny_policy).backend_tokenizer, SPECIAL_TOKENS[0]
     bpe.post_processor = processors.TemplateProcessing(
         single=f"{first} $A", special_tokens=[(first, bpe.token_to_id(first))]
@@ -196,7 +196,7 @@ def test_torchtunes_prompt_template_surrounds_each_message(make_folder):
     styled = tune_tokenizer(folder, prompt_template={"user": ("Q:\n", "\nA:")})
     given = (tune_tokenizer(folder), "Q:\n{question}\nA:", "torchtune", None)
     encode = prompt_encoder(styled, "{question}", "torchtune", None)
-    assert encode("1 + 1?") == prompt_encoder(*given)("1 + 1?")
+    assert encode("1 and 1") == prompt_encoder(*given)("1 and 1")
 
 
 def test_an_end_of_turn_from_the_tokenizer_is_not_part_of_the_prompt():
