@@ -208,5 +208,3 @@ def test_a_server_that_ends_is_an_error_and_no_silence(run, module):
 
     with pytest.raises(module.AgentServerError, match=r"server ended: SystemExit\('out of memory"):
         run("good", engine=scripted_engine(None, arrived=ends))
-
-
