@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from lib.loss_inputs import loss_inputs
 from lib.tracked import tracked
 from omegaconf import DictConfig, OmegaConf
 from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
@@ -21,7 +22,7 @@ from grpo_components.config.components import build
 from grpo_components.config.objective import build_loss, build_penalties
 from grpo_components.examples import tiny_policy
 from grpo_components.objective.composition import objective_losses
-from grpo_components.objective.losses import LossInputs, at_step
+from grpo_components.objective.losses import at_step
 from grpo_components.settings import Settings
 
 FOLDER = Path(__file__).parents[2] / "recipes/configs"
@@ -169,15 +170,8 @@ def test_the_preset_grpo_is_eq_3_of_deepseekmath(base_model_path, tmp_path):
     (slope,) = torch.autograd.grad(-objective, policy)
 
     trainer = policy.detach().requires_grad_(True)
-    inputs = LossInputs(
-        trainer_logprobs=trainer,
-        generator_logprobs=old,
-        advantages=torch.tensor(advantages, dtype=torch.float64)[ids],
-        sequence_ids=ids,
-        staleness=torch.zeros_like(ids),
-        step=0,
-        reference_logprobs=reference,
-    )
+    given = torch.tensor(advantages, dtype=torch.float64)[ids]
+    inputs = loss_inputs(trainer, old, given, ids=ids, reference_logprobs=reference)
     weights = torch.tensor(aggregation(lengths.numpy()))[ids]
     total = (objective_losses(loss, penalties, inputs, None)[0] * weights).sum()
     (found,) = torch.autograd.grad(total, trainer)
