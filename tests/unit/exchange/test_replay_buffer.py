@@ -111,16 +111,6 @@ async def test_groups_to_reuse_follow_the_new_ones_and_the_others_are_forgotten(
     assert ids((await again.take(1, 0, None, ([2, 5], [2, 5])))[0]) == [4, 4, 2, 2, 5, 5]
 
 
-async def test_take_waits_for_enough_groups():
-    buffer = make()
-    taking = asyncio.create_task(buffer.take(2, 0))
-    await buffer.add(*group(0))
-    await asyncio.sleep(0)
-    assert not taking.done()
-    await buffer.add(*group(1))
-    assert ids((await taking)[0]) == [0, 0, 1, 1]
-
-
 async def test_a_full_buffer_holds_producers_back_until_the_consumer_takes():
     buffer = make(eta=0)
     await buffer.add(*group(0))
