@@ -17,6 +17,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lib.properties import many
+from lib.trajectories import response
 from omegaconf import OmegaConf
 
 from grpo_components._plugin import recipes_folder
@@ -38,7 +39,7 @@ from grpo_components.replay.recorded_run import (
 )
 from grpo_components.replay.schedule import STOP, open_schedule
 from grpo_components.training.step_result import StepResult
-from grpo_components.trajectory import Trajectory, pack, summarize
+from grpo_components.trajectory import pack, summarize
 from grpo_tools.audit.__main__ import audit
 
 # ---- whole runs with fakes of the roles ---------------------------------------------------------
@@ -270,18 +271,13 @@ class Run:
 
     def trajectory(self, entry, tokens):
         ids, versions = zip(*tokens, strict=True)
-        return Trajectory(
-            prompt_ids=np.array([entry.prompt_index]),
+        return response(
+            entry.group_id,
+            versions,
             response_ids=np.array(ids),
-            response_mask=np.ones(len(ids), bool),
-            generator_logprobs=np.full(len(ids), -1, np.float32),
-            token_versions=np.array(versions, np.int32),
             prompt_index=entry.prompt_index,
             epoch=entry.epoch,
-            group_id=entry.group_id,
-            attempt=0,
             temperature=1.0 + entry.target_step,
-            finish_reason="stop",
             reward=float(ids[0] % 3),
         )
 

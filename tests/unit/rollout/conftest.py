@@ -101,45 +101,25 @@ def make_engine(build_engine):
 def checkpoints(tmp_path_factory):
     """Folders of random models: heads tied, redundantly tied or untied, and experts with sinks."""
     folder = tmp_path_factory.mktemp("models")
-    for tied in (True, False):
-        for seed, name in enumerate("AB"):
+    sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    experts = {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+    for seed, name in enumerate("AB"):
+        for kind in ("tied", "untied"):
             torch.manual_seed(seed)
-            config = Qwen2Config(
-                vocab_size=256,
-                hidden_size=64,
-                intermediate_size=96,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=2,
-                max_position_embeddings=512,
-                tie_word_embeddings=tied,
-                initializer_range=0.2,
-            )
-            path = folder / f"{'tied' if tied else 'untied'}_{name}"
-            Qwen2ForCausalLM(config).save_pretrained(path)
+            tied = {"tie_word_embeddings": kind == "tied", "initializer_range": 0.2}
+            config = Qwen2Config(**sizes, intermediate_size=96, **tied)
+            Qwen2ForCausalLM(config).save_pretrained(folder / f"{kind}_{name}")
+        torch.manual_seed(seed)
+        model = GptOssForCausalLM(GptOssConfig(**sizes, intermediate_size=64, **experts))
+        for parameter in model.parameters():  # also sinks and biases, which are 0
+            torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(folder / f"experts_{name}")
     # Some tools write a tied head again, as a copy of the embedding.
     shutil.copytree(folder / "tied_A", folder / "redundant_A")
     tensors = load_file(folder / "tied_A" / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / "redundant_A" / "model.safetensors", metadata={"format": "pt"})
-    for seed, name in enumerate("AB"):
-        torch.manual_seed(seed)
-        config = GptOssConfig(
-            vocab_size=256,
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=32,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            max_position_embeddings=512,
-        )
-        model = GptOssForCausalLM(config)
-        for parameter in model.parameters():  # also sinks and biases, which are 0
-            torch.nn.init.normal_(parameter, std=0.2)
-        model.save_pretrained(folder / f"experts_{name}")
     return folder
 
 
