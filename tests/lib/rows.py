@@ -2,6 +2,8 @@
 
 import json
 
+import numpy as np
+
 
 class Characters:
     """One token per character, after a token 0 that marks the beginning."""
@@ -18,3 +20,9 @@ def write_rows(path, *rows):
     lines = (row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
     path.write_bytes(b"".join(line + b"\n" for line in lines))
     return path
+
+
+def prompt(number, token_ids=(1, 2), **fields):
+    """A prompt as data sets give them."""
+    texts = {"prompt_text": f"question {number}", "answer": f"answer {number}"}
+    return {"prompt_index": number, "prompt_ids": np.array(token_ids), **texts} | fields

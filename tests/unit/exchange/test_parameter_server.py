@@ -5,28 +5,16 @@ import pytest
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 
 
-def test_generators_get_the_newest_push():
+def test_a_generator_gets_the_pushes_since_the_one_it_holds():
     server = VLLMParameterServer()
     with pytest.raises(LookupError, match="parameter server"):
         server.newest()
-    server.push(1, ["bucket a", "bucket b"], ["manifest a", "manifest b"])
-    server.push(4, ["bucket c"], ["manifest c"])
-    assert server.newest() == (4, ["bucket c"], ["manifest c"])
-
-
-def test_a_generator_gets_the_pushes_since_the_one_it_holds():
-    server = VLLMParameterServer()
     chain = [(2, ["whole 2"]), (3, ["delta 3"])]
     server.push(5, ["delta 5"], ["manifest 5"], chain)
-    expected = {
-        -1: ["whole 2", "delta 3", "delta 5"],  # a new one
-        1: ["whole 2", "delta 3", "delta 5"],  # before the last whole push
-        2: ["delta 3", "delta 5"],
-        3: ["delta 5"],
-        4: ["whole 2", "delta 3", "delta 5"],  # never pushed
-        5: ["delta 5"],
-    }
-    for held, buckets in expected.items():
+    everything = ["whole 2", "delta 3", "delta 5"]
+    # -1: a new one; 1: before the last whole push; 4: never pushed
+    expected = {2: ["delta 3", "delta 5"], 3: ["delta 5"], 5: ["delta 5"]}
+    for held, buckets in (expected | dict.fromkeys((-1, 1, 4), everything)).items():
         assert server.newest(held) == (5, buckets, ["manifest 5"])
     server.push(6, ["whole 6"], ["manifest 6"])
     assert server.newest(5) == server.newest() == (6, ["whole 6"], ["manifest 6"])

@@ -3,17 +3,15 @@
 Updates are by SGD, whose steps are the gradients: Adam would magnify round-off to whole steps.
 """
 
-import json
 from functools import partial
 
 import pytest
 import torch
+from equivalence.families import FAMILIES, random_checkpoint
 from lib.trainer_ranks import (
     ADVANTAGES,
-    HEADS,
     SIBLINGS,
     SMALL,
-    VOCABULARY,
     Ranks,
     assert_metrics_close,
     assert_weights_close,
@@ -22,29 +20,14 @@ from lib.trainer_ranks import (
     exported,
     step,
 )
-from safetensors.torch import load_file, save_file
-from torchtune.models.llama3_2 import llama3_2
-from torchtune.models.qwen2 import qwen2
+from safetensors.torch import load_file
 
-from grpo_components.models.hf_weights import hf_converter
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.objective.penalties import Penalties
 from grpo_components.objective.schedules import Schedule
 
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "num_layers": 2,
-    "embed_dim": 32,
-    "intermediate_dim": 48,
-    "max_seq_len": 64,
-    **HEADS,
-}
-MODELS = {
-    "QWEN2 tied": partial(qwen2, tie_word_embeddings=True, **SIZES),
-    "QWEN2 untied": partial(qwen2, tie_word_embeddings=False, **SIZES),
-    "LLAMA3_2 tied": partial(llama3_2, **SIZES),
-}
+MODELS = ("QWEN2 (tied)", "QWEN2 (untied)", "LLAMA3_2")
 LAYOUTS = [
     (2, Sharding(replicate=2)),
     (2, Sharding(tensor=2)),
@@ -66,27 +49,10 @@ def ranks():
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     """Small random policies as Hugging Face folders."""
-    folders = {}
-    for name, build_model in MODELS.items():
-        folder = folders[name] = tmp_path_factory.mktemp("base")
-        model_type, tied = name.split()
-        torch.manual_seed(0)
-        model = build_model()
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.15)
-        config = {
-            "model_type": model_type.partition("_")[0].lower(),
-            "hidden_size": 32,
-            "num_attention_heads": HEADS["num_heads"],
-            "num_key_value_heads": HEADS["num_kv_heads"],
-            "vocab_size": VOCABULARY,
-            "tie_word_embeddings": tied == "tied",
-        }
-        (folder / "config.json").write_text(json.dumps(config))
-        weights = hf_converter(model_type, folder)(model.state_dict())
-        weights = {key: tensor.contiguous() for key, tensor in weights.items()}
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folders
+    return {
+        name: random_checkpoint(FAMILIES[name], tmp_path_factory.mktemp("base"), seed=0)
+        for name in MODELS
+    }
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +60,6 @@ def run(ranks, bases):
     """Train two steps of a model on a layout: exported weights before and after, and metrics."""
 
     def run(name, num_ranks, sharding, calls=None, **changes):
-        model_type = name.split()[0]
         calls = calls or [
             *export(0),
             step(SIBLINGS, ADVANTAGES),
@@ -102,7 +67,8 @@ def run(ranks, bases):
             step(SIBLINGS, -ADVANTAGES),
             *export(2),
         ]
-        options = {"build_model": MODELS[name], "model_type": model_type, "sharding": sharding}
+        model_type, build_model, _ = FAMILIES[name]
+        options = {"build_model": build_model, "model_type": model_type, "sharding": sharding}
         return ranks.run(bases[name], num_ranks, calls, **options, **changes)
 
     return run
@@ -116,10 +82,10 @@ def one_rank(run):
 
 @pytest.mark.parametrize(
     ("name", "num_ranks", "sharding"),
-    [("QWEN2 tied", num_ranks, sharding) for num_ranks, sharding in LAYOUTS]
+    [("QWEN2 (tied)", num_ranks, sharding) for num_ranks, sharding in LAYOUTS]
     + [
-        ("QWEN2 untied", 2, Sharding(tensor=2)),
-        ("LLAMA3_2 tied", 4, Sharding(tensor=2)),
+        ("QWEN2 (untied)", 2, Sharding(tensor=2)),
+        ("LLAMA3_2", 4, Sharding(tensor=2)),
     ],
 )
 def test_a_layout_makes_the_update_of_one_rank(run, one_rank, bases, name, num_ranks, sharding):
@@ -138,9 +104,9 @@ def test_a_layout_makes_the_update_of_one_rank(run, one_rank, bases, name, num_r
 @pytest.mark.parametrize(
     ("name", "sharding"),
     [
-        ("QWEN2 tied", Sharding(tensor=2)),
-        ("QWEN2 tied", Sharding(replicate=2, tensor=2)),
-        ("QWEN2 untied", Sharding(tensor=2)),
+        ("QWEN2 (tied)", Sharding(tensor=2)),
+        ("QWEN2 (tied)", Sharding(replicate=2, tensor=2)),
+        ("QWEN2 (untied)", Sharding(tensor=2)),
     ],
 )
 def test_activation_checkpointing_and_fused_adamw_work_on_every_mesh(run, name, sharding):
@@ -154,8 +120,8 @@ def test_activation_checkpointing_and_fused_adamw_work_on_every_mesh(run, name, 
 @pytest.mark.parametrize(
     ("name", "sharding"),
     [
-        ("QWEN2 tied", Sharding(replicate=2)),
-        ("QWEN2 tied", Sharding(tensor=2)),
+        ("QWEN2 (tied)", Sharding(replicate=2)),
+        ("QWEN2 (tied)", Sharding(tensor=2)),
     ],
 )
 def test_a_checkpoint_holds_the_weights_of_every_layout(run, tmp_path, name, sharding):
@@ -171,7 +137,7 @@ def test_a_checkpoint_holds_the_weights_of_every_layout(run, tmp_path, name, sha
 def test_gradients_reduced_in_bf16_are_rounded_and_close(run):
     """The masters stay in float32: it is the updates that are rounded."""
     exact, rounded = (
-        run("QWEN2 tied", 2, Sharding(reduce_dtype=dtype)) for dtype in ("fp32", "bf16")
+        run("QWEN2 (tied)", 2, Sharding(reduce_dtype=dtype)) for dtype in ("fp32", "bf16")
     )
     before, exact, rounded = exported(exact, 1), exported(exact, 4), exported(rounded, 4)
     for name, start in before.items():
@@ -181,7 +147,7 @@ def test_gradients_reduced_in_bf16_are_rounded_and_close(run):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["QWEN2 tied", "QWEN2 untied"])
+@pytest.mark.parametrize("name", ["QWEN2 (tied)", "QWEN2 (untied)"])
 def test_compiled_layers_softmax_and_loss_make_the_same_update(run, name):
     """The loss has a schedule: a new step is no new graph."""
     schedule = Schedule("linear", start=0.2, end=0.1, num_steps=9)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from lib.rows import prompt
 from lib.sessions import CHATML, build_tokenizer, scripted_engine
 
 from grpo_components.agents.parser_names import parser_names
@@ -90,13 +91,7 @@ def run(module, tmp_path, monkeypatch):
         engine.answer.chat = rollouts._chat
         samples = [
             module.Sample(
-                {
-                    "prompt_index": i,
-                    "prompt_ids": np.array([1, 2]),
-                    "prompt_text": text,
-                    "answer": "",
-                    "seed": i,
-                },
+                prompt(i, prompt_text=text, answer="", seed=i),
                 f"group 3 sample {i}",
                 seed=100 + i,
                 **sample,

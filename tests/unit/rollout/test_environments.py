@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lib.properties import many
+from lib.rows import prompt
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from grpo_components.rewards.pool import Score
@@ -21,15 +22,6 @@ def decode(token_ids):
 def by_position(samples):
     """Scores that differ between slots."""
     return [Score(float(i), {"place": float(i)}, i == 0, None) for i in range(len(samples))]
-
-
-def prompt(number, token_ids):
-    return {
-        "prompt_index": number,
-        "prompt_ids": token_ids,
-        "prompt_text": f"question {number}",
-        "answer": f"answer {number}",
-    }
 
 
 def make(prompts, score=by_position):

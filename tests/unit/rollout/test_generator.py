@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lib.engine import Request, StandInEngine, StandInPool
+from lib.rows import prompt
 from tensordict import NonTensorData, lazy_stack
 
 from grpo_components.exchange.weight_deltas import NO_BASE, DeltaEncoder
@@ -71,15 +72,6 @@ def scores(samples):
     ]
 
 
-def prompt(number, token_ids=(1, 2)):
-    return {
-        "prompt_index": number,
-        "prompt_ids": np.array(token_ids),
-        "prompt_text": f"question {number}",
-        "answer": f"answer {number}",
-    }
-
-
 def test_seeds_are_the_same_in_every_process_and_release(module):
     """Written down: another formula would make another run of the same config."""
     assert module.sampling_seed(42, 0, 7, 3) == 2190725600997302520
@@ -129,11 +121,16 @@ def group(generator, number=4, group_id=17):
     return asyncio.run(generator.generate_group(prompt(number, [number]), 1, group_id, 5, 0.9))
 
 
-def test_a_group_answers_one_prompt_group_size_times_and_its_summary_agrees(generator, engine):
+def test_a_group_answers_one_prompt_group_size_times_and_its_summary_agrees(
+    generator, engine, module
+):
+    """Its seeds depend on nothing but its number, whatever ran before."""
+    group(generator, number=0, group_id=0)
+    engine.requests.clear()
     packed, summary, text = group(generator, number=4, group_id=17)
-    records = unpack(packed)
-    assert len(records) == 3
-    for t, request, seed in zip(records, engine.requests, summary.seeds, strict=True):
+    records, seeds = unpack(packed), [module.sampling_seed(42, 0, 17, i) for i in range(3)]
+    for i, (t, request, seed) in enumerate(zip(records, engine.requests, seeds, strict=True)):
+        assert request.name == f"group 17 sample {i}"
         assert t.prompt_ids.tolist() == [4] and t.prompt_index == 4
         assert (t.group_id, t.epoch, t.attempt, t.temperature) == (17, 1, 5, 0.9)
         assert (request.max_tokens, request.temperature, request.seed) == (8, 0.9, seed)
@@ -143,8 +140,8 @@ def test_a_group_answers_one_prompt_group_size_times_and_its_summary_agrees(gene
         assert t.generator_logprobs.tolist() == expected.logprobs.tolist()
         assert t.token_versions.tolist() == expected.token_versions.tolist()
         assert t.finish_reason == expected.finish_reason
-    seeds = summary.seeds
-    assert summary == replace(summarize(packed), seeds=seeds) and len(set(seeds)) == len(seeds)
+    assert len(set(summary.seeds)) == 3
+    assert summary == replace(summarize(packed), seeds=summary.seeds)
     assert (text["prompt"], text["answer"], text["epoch"]) == ("question 4", "answer 4", 1)
     assert [r["response_tokens"] for r in text["responses"]] == summary.response_tokens
     assert [r["reward"] for r in text["responses"]] == summary.rewards
@@ -218,17 +215,6 @@ def test_an_engine_without_sequences_waits_for_rewards_or_for_a_group(make):
     assert sum(use["seconds"].values()) >= time.perf_counter() - began - 0.01
     assert use["cpu_seconds"].keys() == use["seconds"].keys()
     assert (use["sequence_share"], use["engine_steps"]) == (0, {})
-
-
-def test_a_groups_seeds_depend_on_nothing_but_its_number(generator, engine, module):
-    for number in (0, 1, 2):  # whatever ran before
-        group(generator, number=number, group_id=number)
-    engine.requests.clear()
-    group(generator, number=3, group_id=17)
-    seeds = [request.seed for request in engine.requests]
-    assert seeds == [module.sampling_seed(42, 0, 17, i) for i in range(3)]
-    names = [request.name for request in engine.requests]
-    assert names == [f"group 17 sample {i}" for i in range(3)]
 
 
 @pytest.mark.parametrize("samples", [1, 3])
@@ -575,7 +561,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("how", FAILURES)
 def test_a_group_whose_environment_fails_is_failed_samples_and_the_next_has_another(breaking, how):
-    bad = prompt(7) | {"prompt_text": how}
+    bad = prompt(7, prompt_text=how)
     packed, summary, text = asyncio.run(breaking.generate_group(bad, 0, 3, 1, 1.0))
     records = unpack(packed)
     assert [t.finish_reason for t in records] == ["error"] * 3
@@ -613,7 +599,7 @@ def test_environments_are_made_as_many_as_are_needed_at_once_and_closed_in_the_e
 
 
 def test_a_sample_without_a_number_for_a_reward_fails_alone(breaking):
-    bad = prompt(7) | {"prompt_text": "gives nan"}
+    bad = prompt(7, prompt_text="gives nan")
     _, summary, _ = asyncio.run(breaking.generate_group(bad, 0, 3, 1, 1.0))
     assert summary.finish_reasons[1:] == ["error", "error"] and len(Breaks.made) == 1
     assert summary.finish_reasons[0] != "error" and math.isfinite(summary.rewards[0])
@@ -622,7 +608,7 @@ def test_a_sample_without_a_number_for_a_reward_fails_alone(breaking):
 
 def test_an_evaluation_tells_which_prompts_failed_and_scores_the_others(breaking):
     prompts = [prompt(i) for i in range(3)]
-    prompts += [prompt(i) | {"prompt_text": "raises in step"} for i in (3, 4)]
+    prompts += [prompt(i, prompt_text="raises in step") for i in (3, 4)]
     results = asyncio.run(breaking.evaluate(prompts, 1.0, 1, [3]))
     assert [result["error"] is None for result in results] == [True] * 3 + [False] * 2
     assert [result["prompt_index"] for result in results] == list(range(5))
@@ -634,7 +620,7 @@ def test_an_evaluation_tells_which_prompts_failed_and_scores_the_others(breaking
 
 @pytest.mark.parametrize("how", ["raises in step", "hangs"])
 def test_an_environments_error_shows_its_own_file_and_line_and_begins_there(breaking, how, caplog):
-    bad = prompt(7) | {"prompt_text": how}
+    bad = prompt(7, prompt_text=how)
     packed, *_ = asyncio.run(breaking.generate_group(bad, 0, 3, 1, 1.0))
     line, *lines = unpack(packed)[0].error.splitlines()
     assert f"({__file__}:" in line
@@ -713,19 +699,14 @@ def decode_words(token_ids):
     return "".join(" abc"[token_id] for token_id in token_ids).removeprefix(" ")
 
 
-@given(st.text())
-def test_the_texts_add_up_and_no_character_is_split(module, text):
-    texts = module.token_texts(list(text.encode()), decode_bytes)
-    assert len(texts) == len(text.encode())
-    assert "".join(texts) == text
-    assert [piece for piece in texts if piece] == list(text)
-
-
-@given(st.lists(st.integers(0, 255), max_size=30))
-def test_every_token_has_a_text_even_if_the_bytes_are_not_utf8(module, token_ids):
+@given(st.text() | st.binary(max_size=30))
+def test_each_token_has_a_text_and_no_character_is_split(module, said):
+    """Also where the bytes are no UTF-8."""
+    token_ids = list(said.encode() if isinstance(said, str) else said)
     texts = module.token_texts(token_ids, decode_bytes)
-    assert len(texts) == len(token_ids)
-    assert not token_ids or "".join(texts)
+    assert len(texts) == len(token_ids) and bool("".join(texts)) == bool(token_ids)
+    if isinstance(said, str):
+        assert [piece for piece in texts if piece] == list(said)
 
 
 @given(st.lists(st.integers(0, 3), max_size=30))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from lib import rows
 from lib.engine import StandInEngine, StandInPool
 from lib.properties import many
 from tensordict import NonTensorData, TensorDict, lazy_stack
@@ -70,14 +71,9 @@ def make(world, *, num_slots=1, max_turns=3, max_response_tokens=30, score=all_r
     return env
 
 
-def prompt(number, text="Q?"):
-    return {
-        "prompt_index": number,
-        "prompt_ids": ids(text),
-        "prompt_text": text,
-        "answer": "42",
-        "seed": 1000 + number,
-    }
+def prompt(number):
+    fields = {"prompt_text": "Q?", "answer": "42", "seed": 1000 + number}
+    return rows.prompt(number, ids("Q?"), **fields)
 
 
 class Says:

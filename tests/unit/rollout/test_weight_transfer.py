@@ -154,7 +154,7 @@ def test_what_is_found_on_arrival_stops_the_engine_with_the_tensors_name_and_no_
     assert_same(done(submit(again)), done(submit(make_engine(checkpoints / "tied_B"))))
 
 
-def test_wrong_names_and_shapes_and_a_sender_that_never_starts_leave_the_engine_as_it_is(
+def test_a_wrong_shape_and_a_sender_that_never_starts_leave_the_engine_as_it_is(
     make_engine, checkpoints, relay
 ):
     from grpo_components.rollout.weight_receiver import IncomingWeights, TransferCancelledError
@@ -162,17 +162,9 @@ def test_wrong_names_and_shapes_and_a_sender_that_never_starts_leave_the_engine_
     engine, way = make_engine(checkpoints / "tied_A", weight_transfer="nccl"), relay()
     before = done(submit(engine))
     good = snapshot(checkpoints / "tied_B", ranks=1)
-    manifest = good[0][0]
-    unnormed = tuple(entry for entry in manifest if entry.name != NORM)
-    extra = replace(manifest[0], name="extra")
-    for wrong, facts in [
-        (unnormed, rf"missing tensor {NORM}"),
-        ((*manifest, extra), "unknown tensor extra"),
-        (changed(good[0], NORM, shape=(5,))[0], rf"{NORM}.*\[5\].*\[64\]"),
-        ((*manifest, manifest[0]), "appears twice"),
-    ]:
-        with pytest.raises(ValueError, match=facts):
-            way.push(engine, 1, good, announced=[wrong])
+    manifest, reshaped = good[0][0], changed(good[0], NORM, shape=(5,))[0]
+    with pytest.raises(ValueError, match=rf"{NORM}.*\[5\].*\[64\]"):
+        way.push(engine, 1, good, announced=[reshaped])
     incoming = IncomingWeights([manifest], "trainer_0", LIMIT_S)
     received = engine.receive_weights(1, incoming)
     incoming.abandon("trainer_0 died")
@@ -285,15 +277,3 @@ def test_a_send_that_was_given_up_before_it_began_reaches_nobody(build_engine, r
         way.send(0, [bucket]).result(LIMIT_S)
     assert way.sender.next_request(1, "generator_0", False) is None
     assert way.sender.next_request(1, "generator_0", False) is None, "nobody waits for a call"
-
-
-def test_an_engine_that_cannot_notice_the_end_of_its_sender_has_to_be_restarted(build_engine):
-    from grpo_components.rollout.weight_receiver import IncomingWeights
-
-    stuck = IncomingWeights([], "trainer_0", LIMIT_S)
-    with pytest.raises(RuntimeError, match=r"still waits for weights of trainer_0 after 0\.1 s"):
-        stuck.wait_ended(0.1)
-    stuck.abandon("trainer_0 died")
-    with pytest.raises(RuntimeError, match="trainer_0 died"):
-        stuck.receive(lambda *args, **kwargs: None)
-    stuck.wait_ended(0.1)
