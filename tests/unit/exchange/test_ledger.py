@@ -1,4 +1,4 @@
-"""Admission and the account of groups, over random schedules of a simulated run."""
+"""Admission, and the account of groups; `test_staleness` plays random schedules against it."""
 
 import asyncio
 from types import SimpleNamespace

@@ -33,26 +33,23 @@ def test_rounding_is_no_disagreement_however_little_the_policy_moves(drift, nois
         made.check("generator_0", 2, reading(2, found))
 
 
-def test_a_generator_that_kept_earlier_weights_is_named_with_their_version():
-    """Even where the KL is far below its bound, as in bf16."""
-    made, pushed = probe(max_kl=0.05)
-    with pytest.raises(
-        DisagreementError, match=r"generator_0 pulled version 3.*nearer to version 1"
-    ):
-        made.check("generator_0", 3, reading(3, pushed[1]))
-
-
-def test_other_weights_are_named_by_their_kl():
-    made, pushed = probe()
-    with pytest.raises(DisagreementError, match=r"probe of 39 tokens is .*allowed is 0.0001"):
-        made.check("generator_0", 3, reading(3, pushed[3] + np.resize([0.1, -0.1], len(BASE))))
-
-
-def test_only_tokens_that_fit_are_compared():
-    made, pushed = probe()
+@pytest.mark.parametrize(
+    ("max_kl", "found", "facts"),
+    [  # the first even where the KL is far below its bound, as in bf16
+        (0.05, lambda pushed: pushed[1], "generator_0 pulled version 3.*nearer to version 1"),
+        (
+            1e-4,
+            lambda pushed: pushed[3] + np.resize([0.1, -0.1], len(BASE)),
+            "probe of 39 tokens is .*allowed is 0.0001",
+        ),
+        (1e-4, lambda pushed: pushed[3][:5] + 1, "probe of 5 tokens"),
+    ],
+)
+def test_earlier_and_other_weights_are_named_by_the_tokens_that_fit(max_kl, found, facts):
+    made, pushed = probe(max_kl)
     made.check("generator_0", 3, reading(3, pushed[3][:5]))
-    with pytest.raises(DisagreementError, match=r"probe of 5 tokens"):
-        made.check("generator_0", 3, reading(3, pushed[3][:5] + 1))
+    with pytest.raises(DisagreementError, match=facts):
+        made.check("generator_0", 3, reading(3, found(pushed)))
 
 
 def test_nothing_is_compared_without_a_bound_a_push_or_an_engine():
