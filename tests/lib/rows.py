@@ -1,8 +1,11 @@
 """Rows of data sets in files, and a tokenizer that spells them out."""
 
+import csv
 import json
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 
 
 class Characters:
@@ -16,9 +19,19 @@ class Characters:
 
 
 def write_rows(path, *rows):
-    """Write rows, or lines of bytes, into a file; returns its path."""
-    lines = (row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    """Write rows, or lines of bytes, into a file of the kind that its name says."""
+    if path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=2))
+    elif path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        lines = (row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
+        path.write_bytes(b"".join(line + b"\n" for line in lines))
     return path
 
 

@@ -3,8 +3,6 @@
 import json
 from functools import partial
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from lib.config_errors import refused_key
 from lib.rows import Characters, write_rows
@@ -231,13 +229,7 @@ def verl(request, tmp_path):
             }
             for number, chat in enumerate(chats)
         ]
-        path = tmp_path / f"rows.{request.param}"
-        if request.param == "parquet":
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-        elif request.param == "json":
-            path.write_text(json.dumps(rows))
-        else:
-            write_rows(path, *rows)
+        path = write_rows(tmp_path / f"rows.{request.param}", *rows)
         given = {"chat_template": "torchtune", "columns": VERL, **settings}
         return prompt_dataset(ChatTokenizer(), source=str(path), **given)
 
@@ -342,8 +334,8 @@ def test_countdown_puts_numbers_and_target_into_prompt_and_answer(tmp_path):
 def test_one_table_may_have_tests_of_both_kinds(tmp_path):
     """A Parquet file then has both keys in every row, one of them null."""
     rows = [{"prompt": "Write it.", "tests": tests} for tests in (STDIN, ASSERTS)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    prompts = code_dataset(Characters(), source=str(tmp_path / "rows.parquet"))
+    path = write_rows(tmp_path / "rows.parquet", *rows)
+    prompts = code_dataset(Characters(), source=str(path))
     assert [json.loads(prompt["answer"]) for prompt in prompts] == [STDIN, ASSERTS]
 
 

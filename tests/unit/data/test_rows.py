@@ -1,33 +1,15 @@
 """All kinds of files give the same rows, and errors name the file and row."""
 
-import csv
-import json
 import math
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lib.properties import many
+from lib.rows import write_rows
 
 from grpo_components.config.files import SUFFIXES as CHECKED_SUFFIXES
 from grpo_components.data.rows import SUFFIXES, Row, read_rows
-
-
-def write(path, rows):
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows, indent=2), encoding="utf-8")
-    elif path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    return str(path)
 
 
 def read(path):
@@ -44,7 +26,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"
 )
 def test_texts_come_back_from_every_kind_of_file(tmp_path_factory, rows, suffix):
     path = tmp_path_factory.mktemp("rows") / f"rows{suffix}"
-    assert read(write(path, rows)) == rows
+    assert read(write_rows(path, *rows)) == rows
 
 
 def test_a_byte_order_mark_is_not_part_of_the_first_column(tmp_path):

@@ -86,32 +86,21 @@ def test_options_reach_the_task_and_its_score():
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        (
-            {"task": "chain_sums"},
-            "dataset.task: reasoning-gym has no task 'chain_sums'; .*mean chain_sum?",
-        ),
-        (
-            {"task": "word_ladder"},
-            "dataset.task: word_ladder given, whose rows differ from process",
-        ),
-        ({"task": "composite"}, "dataset.task: composite given; allowed: one task, or several in"),
-        ({"num_rows": 0}, "dataset.num_rows: 0 given; allowed: a whole number above 0"),
-        (
-            {"options": {"terms": 1}},
-            "dataset.options.terms: not a setting of chain_sum; allowed: min_t",
-        ),
-        ({"options": {"min_terms": 0}}, "dataset.options: chain_sum: min_terms must be positive"),
+        ({"task": "chain_sums"}, "task: reasoning-gym has no task 'chain_sums'; .*chain_sum?"),
+        ({"task": "word_ladder"}, "task: word_ladder given, whose rows differ from process"),
+        ({"task": "composite"}, "task: composite given; allowed: one task, or several in"),
+        ({"num_rows": 0}, "num_rows: 0 given; allowed: a whole number above 0"),
+        ({"options": {"terms": 1}}, "options.terms: not a setting of chain_sum; allowed: min_t"),
+        ({"options": {"min_terms": 0}}, "options: chain_sum: min_terms must be positive"),
     ],
 )
 def test_a_wrong_setting_is_refused(settings, problem):
-    with pytest.raises(ValueError, match=f"^{problem}"):
+    with pytest.raises(ValueError, match=rf"^dataset\.{problem}"):
         load(**{"task": "chain_sum", **settings})
 
 
 def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     for build in (ReasoningGymScore, lambda: load("chain_sum")):
-        with pytest.raises(
-            ValueError, match=r"reasoning_gym is not installed; .*pip install .*envir"
-        ):
+        with pytest.raises(ValueError, match=r"reasoning_gym is not installed; .*pip install"):
             build()
