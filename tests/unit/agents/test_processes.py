@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from lib.processes import is_alive, until
 
 from grpo_components.agents.host import imported
 from grpo_components.agents.processes import AgentImportError, AgentProcesses
@@ -111,14 +112,6 @@ def run_one(agent, fails_after=None, **task):
         return await run(**task)
 
     return run_with(agent, play)
-
-
-def is_alive(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):  # gone before or while it was read
-        return False
-    return state not in "ZX"
 
 
 def test_a_reward_is_what_the_function_returns(agents):
@@ -249,21 +242,6 @@ def test_agents_outlive_the_process_that_starts_them_and_the_next_ones_have_anot
 
     outcomes = run_with("my_agent.waits", play)
     assert [outcome.reward for outcome in outcomes] == [{"reward": 1.0}] * 2
-
-
-def until(condition):
-    """Wait for a condition; return whether it came."""
-
-    async def wait():
-        async with asyncio.timeout(60):
-            while not condition():
-                await asyncio.sleep(0.05)
-
-    try:
-        asyncio.run(wait())
-    except TimeoutError:
-        return False
-    return True
 
 
 def python(code):

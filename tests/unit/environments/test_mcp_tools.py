@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
+from lib.processes import is_alive, until
 
 from grpo_components import slow_calls
 from grpo_components.environments import mcp_server
@@ -73,14 +73,8 @@ def call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def is_alive(process):
-    with contextlib.suppress(psutil.NoSuchProcess):  # it may end between two questions
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def descendants():
-    return [each for each in psutil.Process().children(recursive=True) if is_alive(each)]
+def descendants(pid=None):
+    return [each for each in psutil.Process(pid).children(recursive=True) if is_alive(each.pid)]
 
 
 def kill_the_servers():
@@ -88,13 +82,6 @@ def kill_the_servers():
         with contextlib.suppress(psutil.NoSuchProcess):  # what watches a killed server ends too
             if process.name() == "sleep" or "server.py" in " ".join(process.cmdline()):
                 process.kill()
-
-
-def wait_until(condition, limit_s=60):
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def result_of(reply):
@@ -151,7 +138,7 @@ def test_a_call_that_hangs_fails_the_sample_and_nothing_is_left(command):
     with pytest.raises(MCPServerError, match=r"did not answer hang within 0\.2 s"):
         server.call("hang", {}, 0.2)
     assert not server.is_running
-    wait_until(lambda: not any(process.is_running() for process in started))
+    assert until(lambda: not any(is_alive(process.pid) for process in started))
     with pytest.raises(MCPServerError, match="has ended"):
         server.call("add", {"left": 1, "right": 1}, 1)
 
@@ -170,11 +157,11 @@ def test_no_process_outlives_a_killed_owner(command, tmp_path):
         [sys.executable, str(owner)], stdout=subprocess.PIPE, text=True, env=environment
     )
     assert process.stdout.readline() == "ready\n"
-    started = psutil.Process(process.pid).children(recursive=True)
+    started = descendants(process.pid)
     assert len(started) >= 3
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    wait_until(lambda: not any(is_alive(each) for each in started))
+    assert until(lambda: not any(is_alive(each.pid) for each in started))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +186,7 @@ def test_a_server_that_never_answers_is_named_while_it_is_waited_for(monkeypatch
     monkeypatch.setattr(MCPServer, "_run", lambda self: self._started.set_result(started.wait(60)))
     server = threading.Thread(target=MCPServer, args=[["never"]], daemon=True)
     server.start()
-    wait_until(lambda: caplog.messages)
+    assert until(lambda: caplog.messages)
     assert caplog.messages == ["waiting for the tool server never to start, 3600 s at most"]
     started.set()
     server.join()

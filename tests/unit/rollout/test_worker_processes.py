@@ -1,6 +1,5 @@
 """Worker processes end together, and with the process of their engine."""
 
-import contextlib
 import ctypes
 import mmap
 import multiprocessing
@@ -8,8 +7,8 @@ import os
 import signal
 import time
 
-import psutil
 import pytest
+from lib.processes import is_alive, until
 
 from grpo_components.rollout import worker_processes
 from grpo_components.rollout.worker_processes import (
@@ -42,12 +41,10 @@ def test_a_worker_dies_with_its_engine_even_if_both_get_no_chance_to_exit():
     parent = SPAWN.Process(target=engine, args=(theirs,))
     parent.start()
     assert ours.poll(60), "the worker did not start within 60 s"
-    worker = psutil.Process(ours.recv())
+    worker = ours.recv()
     parent.kill()
     parent.join()
-    psutil.wait_procs([worker], timeout=10)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        assert worker.status() == psutil.STATUS_ZOMBIE
+    assert until(lambda: not is_alive(worker), 10)
 
 
 @pytest.fixture
