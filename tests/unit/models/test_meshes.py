@@ -119,9 +119,7 @@ def one_rank(run):
     [("QWEN2 tied", num_ranks, sharding) for num_ranks, sharding in LAYOUTS]
     + [
         ("QWEN2 untied", 2, Sharding(tensor=2)),
-        ("LLAMA3_2 tied", 2, Sharding(tensor=2)),
         ("LLAMA3_2 tied", 4, Sharding(tensor=2)),
-        ("QWEN2 untied", 2, Sharding()),
     ],
 )
 def test_a_layout_makes_the_update_of_one_rank(run, one_rank, bases, name, num_ranks, sharding):
