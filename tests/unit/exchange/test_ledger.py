@@ -55,11 +55,6 @@ async def test_synchronous_admission_is_exactly_one_batch():
     assert [(e.group_id, e.needed_version) for e in second] == [(3, 1), (4, 1), (5, 1)]
 
 
-async def test_no_group_is_admitted_that_no_step_needs():
-    ledger = make(eta=9, groups_per_step=2, num_steps=3)
-    assert len(await admit_all(ledger)) == 6
-
-
 async def test_the_target_step_is_the_turn_of_the_place_in_the_queue():
     ledger = make(eta=1, groups_per_step=2, num_steps=4)
     assert [e.target_step for e in await admit_all(ledger)] == [0, 0, 1, 1]

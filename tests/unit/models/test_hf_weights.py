@@ -1,6 +1,7 @@
 """torchtune's own conversion takes ours back bit for bit, layer by layer."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -24,14 +25,14 @@ HEADS = {"num_heads": 4, "num_kv_heads": 2, "dim": 32}
 
 def build(family):
     torch.manual_seed(0)
+    sizes = {**SIZES, "intermediate_dim": 48}
     if family == "QWEN2":
-        model = qwen2(**SIZES, num_kv_heads=2, intermediate_dim=48, tie_word_embeddings=True)
-        return model, lambda sd: qwen2_hf_to_tune(sd, **HEADS, tie_word_embeddings=True)
+        model = qwen2(**sizes, num_kv_heads=2, tie_word_embeddings=True)
+        return model, partial(qwen2_hf_to_tune, **HEADS, tie_word_embeddings=True)
     if family == "LLAMA3":
-        model = llama3(**SIZES, num_kv_heads=2, intermediate_dim=48)
-        return model, lambda sd: hf_to_tune(sd, **HEADS)
-    model = phi3(**SIZES, num_kv_heads=4, intermediate_dim=48)
-    return model, lambda sd: phi3_hf_to_tune(sd, num_heads=4, num_kv_heads=4, dim=32)
+        return llama3(**sizes, num_kv_heads=2), partial(hf_to_tune, **HEADS)
+    to_tune = partial(phi3_hf_to_tune, num_heads=4, num_kv_heads=4, dim=32)
+    return phi3(**sizes, num_kv_heads=4), to_tune
 
 
 @pytest.mark.parametrize("family", ["QWEN2", "LLAMA3", "PHI3_MINI"])

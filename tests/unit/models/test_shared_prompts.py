@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.logprobs import whole_logprobs
 from lib.properties import many
 from torchtune.models.gemma import gemma
 from torchtune.models.gemma2 import gemma2
@@ -62,19 +63,6 @@ def sequences(groups):
     return [found[i][0] for i in order], [found[i][1] for i in order]
 
 
-def one_by_one(model, records, masks):
-    """Logprobs and entropies from the decoder's own attention, one sequence at a time."""
-    values = []
-    for record, mask in zip(records, masks, strict=True):
-        ids = torch.tensor(np.concatenate([record.prompt_ids, record.response_ids]))
-        logits = model(ids[None])[0, len(record.prompt_ids) - 1 : -1]
-        logprobs = torch.log_softmax(logits.float() / record.temperature, dim=-1)
-        entropies = -(logprobs.exp() * logprobs).sum(-1)
-        taken = logprobs[torch.arange(len(record.response_ids)), torch.tensor(record.response_ids)]
-        values.append(torch.stack([taken, entropies])[:, torch.tensor(mask)])
-    return torch.cat(values, dim=1)
-
-
 def gradients(model, values):
     weights = torch.linspace(-1, 1.5, values.numel()).view_as(values)
     return torch.autograd.grad((values * weights).sum(), list(model.parameters()))
@@ -87,7 +75,8 @@ def assert_exact(name, records, masks, *, chunk=5, recomputes=False):
         set_activation_checkpointing(model, auto_wrap_policy=layers)
     logprobs = ResponseLogprobs(model, chunk_tokens=chunk, entropy_gradient=True)
     actual = torch.stack(logprobs(token_batch(records, masks)))
-    expected = one_by_one(plain, records, masks)
+    pairs = zip(records, masks, strict=True)
+    expected = torch.cat([whole_logprobs(plain, *pair) for pair in pairs], dim=1)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
     if actual.numel():
         found, wanted = gradients(model, actual), gradients(plain, expected)
