@@ -1,8 +1,7 @@
 """A folder with files of two runs, or of two processes of one run at once, is detected."""
 
-import json
-
 import pytest
+from lib.json_lines import write_lines
 
 from grpo_components.records.run_identity import RunIdentity
 from grpo_components.state_files import write_state
@@ -23,8 +22,7 @@ def steps(attempt, *numbers):
 
 
 def write_receipts(folder, *records):
-    text = "".join(f"{json.dumps(record)}\n" for record in records)
-    (folder / "receipts.jsonl").write_text(text)
+    write_lines(folder / "receipts.jsonl", records)
 
 
 def write_config(folder, run, incarnation, name="config.yaml"):
