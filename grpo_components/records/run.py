@@ -15,8 +15,7 @@ from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.data.curriculum import Curriculum
 from grpo_components.evaluation.evaluation import Evaluation
 from grpo_components.exchange.ledger import Ledger
-from grpo_components.records.agreement import GeneratorAgreement
-from grpo_components.records.failed_samples import FailedSamples
+from grpo_components.records.guards import FailedSamples, GeneratorAgreement, RunWatch
 from grpo_components.records.journal import Journal
 from grpo_components.records.resume import RunStart
 from grpo_components.records.run_log import RunLog
@@ -26,7 +25,6 @@ from grpo_components.records.step_metrics import (
     rollout_metrics,
     session_counts,
 )
-from grpo_components.records.watch import RunWatch
 from grpo_components.training.skipped_steps import SkippedSteps
 from grpo_components.training.step_result import StepResult
 

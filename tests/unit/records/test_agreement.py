@@ -12,7 +12,7 @@ import pytest
 from grpo_components.cluster.batch import Batch
 from grpo_components.config.checks import MAX_GENERATOR_KL, default_bound
 from grpo_components.errors import DisagreementError
-from grpo_components.records.agreement import GeneratorAgreement
+from grpo_components.records.guards import GeneratorAgreement
 from grpo_components.records.run import Run
 from grpo_components.settings import TRUNCATION, GeneratorSettings, Settings
 from grpo_components.training.step_result import StepResult

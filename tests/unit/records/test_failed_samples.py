@@ -7,7 +7,7 @@ import pytest
 
 from grpo_components.errors import FailedSamplesError
 from grpo_components.exchange.ledger import LedgerEntry
-from grpo_components.records.failed_samples import FailedSamples
+from grpo_components.records.guards import FailedSamples
 from grpo_components.trajectory import GroupSummary
 
 

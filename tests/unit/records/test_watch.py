@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from grpo_components.objective.aggregation import SequenceMean, TokenMean
-from grpo_components.records.watch import RunWatch
+from grpo_components.records.guards import RunWatch
 from grpo_components.trajectory import GroupSummary
 
 
