@@ -24,12 +24,12 @@ from grpo_components.objective.aggregation import TokenMean
 from grpo_components.objective.schedules import Schedule
 from grpo_components.quiet import without_prints
 from grpo_components.records.checkpoints import build_checkpoints
-from grpo_components.records.code_snapshot import save_code
 from grpo_components.records.guards import FailedSamples, GeneratorAgreement, RunWatch
 from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import build_receipts
 from grpo_components.records.resume import Stateful, begin_run
 from grpo_components.records.run import RunRecords
+from grpo_components.records.run_folder import save_code
 from grpo_components.records.run_log import RunLog
 from grpo_components.replay.recorded_run import open_event_order, read_replayed
 from grpo_components.settings import Settings

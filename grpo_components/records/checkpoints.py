@@ -22,7 +22,7 @@ from grpo_components.records.checkpoint_folder import (
     rate,
 )
 from grpo_components.records.resume import RunStart, Stateful
-from grpo_components.records.run_identity import RunIdentity
+from grpo_components.records.run_folder import RunIdentity
 from grpo_components.records.run_log import RunLog
 from grpo_components.settings import Settings
 from grpo_components.state_files import FORMAT, write_state
@@ -175,7 +175,7 @@ class Checkpoints:
                 self._log.note(f"step {step}: best checkpoint, {self._keep_best} {value:.3f}")
 
     def _publish(self, folder: Path, step: int, state: dict[str, Any]) -> Path:
-        whole = {**state, "identity": self._identity.as_dict(), "format": FORMAT}
+        whole = {**state, "identity": self._identity._asdict(), "format": FORMAT}
         write_state(folder / "state", "driver", whole)
         saved = OmegaConf.create(self._cfg.model_dump())
         OmegaConf.save(saved, folder / "state" / "config.yaml")

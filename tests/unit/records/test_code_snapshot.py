@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from grpo_components.records.code_snapshot import save_code
+from grpo_components.records.run_folder import save_code
 
 
 def git(*arguments):

@@ -72,7 +72,7 @@ def run(tmp_path):
 
 def receipts(folder, ledger, attempt, identity=None):
     sizes = {"max_staleness": 1, "groups_per_step": 2, "group_size": 4}
-    ids = identity.as_dict() if identity else {}
+    ids = identity._asdict() if identity else {}
     return Receipts(folder / "receipts.jsonl", ledger, attempt, sizes | ids)
 
 
@@ -182,7 +182,7 @@ def begun(cfg):
     receipts(folder, ledger, run_start.attempt, run_start.identity).close()
     checkpoint = folder / "checkpoints" / "step_9"
     state = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
-    write_checkpoint(checkpoint, state | {"identity": run_start.identity.as_dict()}, VALUES)
+    write_checkpoint(checkpoint, state | {"identity": run_start.identity._asdict()}, VALUES)
     point_latest(checkpoint)
     run_start.close()
     return run_start.identity

@@ -20,12 +20,12 @@ from grpo_components.files import append_line
 from grpo_components.records.run_folder import (
     LOCK,
     lock_folder,
+    new_identity,
     prepare_output_folder,
     real_path,
     refuse_folder_in_use,
     reopen_output_folder,
 )
-from grpo_components.records.run_identity import new_identity
 from grpo_components.settings import Settings
 
 CONFIG = {
