@@ -23,7 +23,7 @@ from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.objective.schedules import Schedule
 from grpo_components.quiet import without_prints
-from grpo_components.records.checkpoints import build_checkpoints
+from grpo_components.records.checkpoints import Checkpoints
 from grpo_components.records.guards import FailedSamples, GeneratorAgreement, RunWatch
 from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import build_receipts
@@ -62,7 +62,7 @@ def open_run(
     log = open_log(cfg, start.attempt, start.note, dataset, held_out, recipe)
     step_samples, logs = cfg.groups_per_step * cfg.group_size, Path(cfg.output_dir) / "logs"
     failures = FailedSamples(cfg.max_failed_samples, step_samples, logs, start.attempt, log.note)
-    checkpoints = build_checkpoints(cfg, ledger, prompts, log, start)
+    checkpoints = Checkpoints(cfg, ledger, prompts, log, start)
     ledger.events.listen(log.follow)
     on_result = log.evaluation, checkpoints.add_evaluation
     on_group = failures.count_evaluation, ledger.pin_weights, log.evaluation_answers
