@@ -16,7 +16,7 @@ from grpo_components.config.components import build
 from grpo_components.config.data import shared_prompts
 from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.errors import ConfigError, fail
-from grpo_components.evaluation.evaluation import build_evaluation
+from grpo_components.evaluation.evaluation import Evaluation
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
@@ -66,7 +66,7 @@ def open_run(
     ledger.events.listen(log.follow)
     on_result = log.evaluation, checkpoints.add_evaluation
     on_group = failures.count_evaluation, ledger.pin_weights, log.evaluation_answers
-    evaluation = build_evaluation(cfg, held_out, temperature, *on_group, on_result)
+    evaluation = Evaluation(cfg, held_out, temperature, *on_group, on_result)
     journal = Journal(
         *(start, ledger, prompts, receipts, checkpoints),
         original=original,
