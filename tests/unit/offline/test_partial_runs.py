@@ -15,7 +15,7 @@ from grpo_components.offline.partial_runs import (
     stand_in_arguments,
 )
 from grpo_components.offline.trajectory_file import group_line
-from grpo_components.records.failed_samples import FailedSamples
+from grpo_components.records.guards import FailedSamples
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.state_files import write_state
 from grpo_components.training.trainer_options import DiagnosticsOptions
