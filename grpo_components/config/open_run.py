@@ -21,7 +21,6 @@ from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.aggregation import TokenMean
-from grpo_components.objective.schedules import Schedule
 from grpo_components.quiet import without_prints
 from grpo_components.records.agreement import GeneratorAgreement
 from grpo_components.records.checkpoints import build_checkpoints
@@ -34,6 +33,7 @@ from grpo_components.records.run import RunRecords
 from grpo_components.records.run_log import RunLog
 from grpo_components.records.watch import RunWatch
 from grpo_components.replay.recorded_run import open_event_order, read_replayed
+from grpo_components.schedules import Schedule
 from grpo_components.settings import Settings
 from grpo_components.training.skipped_steps import SkippedSteps
 
@@ -89,7 +89,7 @@ def open_run(
 
 def build_reuse(cfg: Settings) -> GroupReuse:
     """Build what chooses the groups that steps train again; without the section, none."""
-    contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
+    contract = StalenessContract.of(cfg)
     rule = cfg.replay_generation
     return GroupReuse(contract, **rule.model_dump()) if rule else GroupReuse(contract)
 

@@ -12,8 +12,8 @@ from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.errors import RoleLostError
 from grpo_components.evaluation.metrics import evaluation_metrics
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.offline.partial_runs import evaluated_version
+from grpo_components.schedules import Schedule, as_schedule
 from grpo_components.settings import Settings
 
 Results = list[dict[str, Any]]
@@ -196,7 +196,7 @@ def build_evaluation(
         held_out if cfg.evaluates else (),
         every_n_steps=cfg.eval_every_n_steps,
         num_steps=cfg.num_steps,
-        contract=StalenessContract(cfg.max_staleness, cfg.groups_per_step),
+        contract=StalenessContract.of(cfg),
         first_version=evaluated_version(cfg),
         options=EvaluationOptions(
             samples=cfg.eval.samples_per_prompt,

@@ -11,6 +11,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, Qwen2Config, Qwen2ForC
 
 from grpo_components.rollout.engine_environment import engine_environment
 from grpo_components.rollout.generator_options import EngineOptions
+from grpo_components.settings import GeneratorSettings
 
 
 @pytest.fixture(scope="module")
@@ -46,22 +47,24 @@ def build_engine(engine_variables):
         lora=None,
         num_ids=None,
     ):
+        settings = GeneratorSettings(
+            max_response_tokens=256,
+            temperature=1.0,
+            max_model_len=512,
+            max_num_seqs=max_num_seqs,
+            kv_cache_gib=1,
+            tensor_parallel_size=workers,
+        )
         options = EngineOptions(
             model_path=str(path),
             device="cpu",
             dtype="fp32",
-            max_model_len=512,
-            max_num_seqs=max_num_seqs,
-            gpu_memory_utilization=0.5,
-            kv_cache_gib=1,
-            enforce_eager=True,
             recompute_kv_after_pull=recompute_kv_after_pull,
-            tensor_parallel_size=workers,
             weight_transfer=weight_transfer,
             lora=lora,
             num_ids=num_ids,
         )
-        return VLLMEngine(options, seed=0, schedule=schedule)
+        return VLLMEngine(settings, options, seed=0, schedule=schedule)
 
     yield build
     patched.undo()

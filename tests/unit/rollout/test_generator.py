@@ -26,11 +26,8 @@ from grpo_components.rewards.pool import Score
 from grpo_components.rollout.completions import Completion
 from grpo_components.rollout.engine_use import NO_REWARD
 from grpo_components.rollout.environments import SingleTurnEnvironment
-from grpo_components.rollout.generator_options import (
-    EnvironmentOptions,
-    RewardOptions,
-    SamplingOptions,
-)
+from grpo_components.rollout.generator_options import EnvironmentOptions
+from grpo_components.settings import GeneratorSettings
 from grpo_components.trajectory import pack, summarize, unpack
 
 STOP = 0
@@ -226,7 +223,7 @@ def engines(module, monkeypatch):
     """The engines of the generators that the test has built, the newest last."""
     built = []
 
-    def build(options, *, seed, schedule):
+    def build(settings, options, *, seed, schedule):
         built.append(stand_in_engine())
         return built[-1]
 
@@ -240,21 +237,17 @@ def make_generator(module, engines, monkeypatch):
     made = []
 
     def make(environment, *, pool=None, group_size=3, rollouts_in_flight=2, timeout_s=60):
-        rewards = pool or StandInPool(scores)
-        monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: rewards)
         made.append(
             module.Generator(
                 build_tokenizer=Tokenizer,
-                engine=None,  # the stand-in reads no options
-                sampling=SamplingOptions(
-                    group_size=group_size,
-                    seed=42,
-                    max_response_tokens=8,
-                    stop_token_ids=[STOP],
-                    truncation={},
+                settings=GeneratorSettings(
+                    max_response_tokens=8, temperature=1.0, stop_token_ids=[STOP]
                 ),
+                engine=None,  # the stand-in reads no options
+                group_size=group_size,
+                seed=42,
                 environment=EnvironmentOptions(build_environment=environment, timeout_s=timeout_s),
-                rewards=RewardOptions(rewards={}, num_workers=1, timeout_s=1),
+                open_rewards=lambda: pool or StandInPool(scores),
                 rollouts_in_flight=rollouts_in_flight,
             )
         )

@@ -18,12 +18,9 @@ from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from grpo_components.rewards.pool import Score
 from grpo_components.rollout.completions import Completion
-from grpo_components.rollout.generator_options import (
-    EnvironmentOptions,
-    RewardOptions,
-    SamplingOptions,
-)
+from grpo_components.rollout.generator_options import EnvironmentOptions
 from grpo_components.rollout.multi_turn import MultiTurnEnvironment, Reply
+from grpo_components.settings import GeneratorSettings
 from grpo_components.trajectory import summarize, unpack
 
 STOP = 7
@@ -354,7 +351,6 @@ def engine():
 def make_generator(module, engine, monkeypatch):
     """Build a generator over a world."""
     monkeypatch.setattr(module, "VLLMEngine", lambda *args, **kwargs: engine)
-    monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: StandInPool(all_right))
     made = []
 
     def make(world, **kwargs):
@@ -363,14 +359,16 @@ def make_generator(module, engine, monkeypatch):
 
         arguments = {
             "build_tokenizer": Tokenizer,
-            "engine": None,  # the stand-in reads no options
-            "sampling": SamplingOptions(
-                group_size=3, seed=42, max_response_tokens=12, stop_token_ids=[STOP], truncation={}
+            "settings": GeneratorSettings(
+                max_response_tokens=12, temperature=1.0, stop_token_ids=[STOP]
             ),
+            "engine": None,  # the stand-in reads no options
+            "group_size": 3,
+            "seed": 42,
             "environment": EnvironmentOptions(
                 build_environment=build, timeout_s=20, slots_apart=True
             ),
-            "rewards": RewardOptions(rewards={}, num_workers=1, timeout_s=1),
+            "open_rewards": lambda: StandInPool(all_right),
             "rollouts_in_flight": 2,
         }
         made.append(module.Generator(**arguments | kwargs))
