@@ -11,8 +11,8 @@ from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.errors import RoleLostError
 from grpo_components.evaluation.metrics import evaluation_metrics
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.offline.partial_runs import evaluated_version
+from grpo_components.schedules import Schedule, as_schedule
 from grpo_components.settings import Settings
 
 Results = list[dict[str, Any]]
@@ -49,7 +49,7 @@ class Evaluation:
         count = min(cfg.eval.prompts_logged, number)
         self._logged = {i * number // count for i in range(count)}
         """Rows of the prompts that are logged, spread evenly, the same in every evaluation."""
-        self._contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
+        self._contract = StalenessContract.of(cfg)
         self._began, self._first_version = 0, evaluated_version(cfg)
         given = cfg.eval.temperature
         self._temperature = temperature if given is None else as_schedule("eval.temperature", given)

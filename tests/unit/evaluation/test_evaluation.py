@@ -12,7 +12,7 @@ from grpo_components.errors import RoleFailedError
 from grpo_components.evaluation.evaluation import Evaluation
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.objective.schedules import as_schedule
+from grpo_components.schedules import as_schedule
 from grpo_components.settings import EvalSettings, Settings, Timeouts
 from grpo_components.state_files import write_state
 

@@ -30,7 +30,7 @@ from grpo_components.models.hf_weights import hf_converter
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.objective.penalties import Penalties
-from grpo_components.objective.schedules import Schedule
+from grpo_components.schedules import Schedule
 
 SIZES = {
     "vocab_size": VOCABULARY,

@@ -130,11 +130,6 @@ def role_arguments(logged_responses):
         model_path="/base",
         device="cpu",
         dtype="fp32",
-        max_model_len=64,
-        max_num_seqs=8,
-        gpu_memory_utilization=0.5,
-        kv_cache_gib=1,
-        enforce_eager=True,
         recompute_kv_after_pull=False,
     )
     return {"seed": 0, "diagnostics": diagnostics}, {"engine": engine, "min_living": 1}

@@ -12,20 +12,21 @@ import pytest
 from lib.trajectories import summary
 
 from grpo_components.cluster.batch import Batch
-from grpo_components.config.checks import MAX_GENERATOR_KL, default_bound
 from grpo_components.errors import DisagreementError, FailedSamplesError
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.objective.aggregation import SequenceMean, TokenMean
 from grpo_components.records.guards import FailedSamples, GeneratorAgreement, RunWatch
 from grpo_components.records.run import Run
-from grpo_components.settings import TRUNCATION, GeneratorSettings, Settings
+from grpo_components.settings import MAX_GENERATOR_KL, TRUNCATION, GeneratorSettings, Settings
 from grpo_components.training.step_result import StepResult
 
 # ---- the logprobs of trainers and generators ----------------------------------------------------
 
 
 def settings(dtype, **sampler):
-    generator = GeneratorSettings(max_response_tokens=4, temperature=1.0, **sampler)
+    generator = GeneratorSettings(
+        max_response_tokens=4, temperature=1.0, allow_biased_sampling=True, **sampler
+    )
     return Settings.model_construct(dtype=dtype, generator=generator)
 
 
@@ -58,14 +59,14 @@ def test_a_kl_above_the_bound_ends_the_run_with_both_numbers(bound, passes, ends
 @pytest.mark.parametrize("kl", [5.8, 4.6, 3.7, 2.9])
 def test_every_wrong_model_that_was_tried_is_over_the_default(dtype, kl):
     with pytest.raises(DisagreementError):
-        GeneratorAgreement(default_bound(settings(dtype))).check(1, measured(kl))
+        GeneratorAgreement(settings(dtype).default_bound).check(1, measured(kl))
 
 
 def test_a_truncating_sampler_has_no_default():
     for name in TRUNCATION:
         biased = settings("fp32", **{name: 0.5 if name != "top_k" else 5})
-        assert default_bound(biased) is None
-    assert default_bound(settings("bf16", top_k=-1)) == MAX_GENERATOR_KL["bf16"]
+        assert biased.default_bound is None
+    assert settings("bf16", top_k=-1).default_bound == MAX_GENERATOR_KL["bf16"]
     GeneratorAgreement(None).check(1, measured(5.8))
 
 

@@ -10,7 +10,6 @@ import pytest
 from lib.checkpoints import write_checkpoint
 from omegaconf import OmegaConf
 
-from grpo_components.config.checks import needs_reference
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
@@ -19,7 +18,7 @@ from grpo_components.records.receipt_chain import read_end
 from grpo_components.records.receipts import Receipts
 from grpo_components.records.resume import begin_run, check_resume, last_attempt, roll_back
 from grpo_components.records.run_folder import LOCK
-from grpo_components.settings import Settings
+from grpo_components.settings import Settings, needs_reference
 from grpo_tools.audit.__main__ import audit
 
 VALUES = {
