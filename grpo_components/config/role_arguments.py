@@ -45,7 +45,6 @@ from grpo_components.training.trainer_options import (
 class RoleArguments:
     """Keyword arguments for `Cluster.spawn`, which starts the processes, by role."""
 
-    parameter_server: dict[str, Any]
     replay_buffer: dict[str, Any]
     trainer: dict[str, Any]
     reference: dict[str, Any]
@@ -72,7 +71,6 @@ def role_arguments(
         _generator(cfg, threads("generator"), stop_tokens, longest_prompt, ids),
     )
     return RoleArguments(
-        parameter_server={"remembers": "push"},
         replay_buffer=_replay_buffer(cfg, contract),
         trainer=trainer,
         reference=_reference(cfg, threads("reference"), ids),
