@@ -407,7 +407,7 @@ class WeightsPath:
         bucket, manifest = trainer.submit("export_weights", version, num_returns=2, lane="export")
         await server.call("push", version, [bucket], [manifest], timeout_s=TIMEOUT_S)
         self.times["stall"].append(time.perf_counter() - started)
-        await trainer.result(manifest, "export_weights", TIMEOUT_S)
+        await trainer.answer(manifest, "export_weights", TIMEOUT_S)
         self.times["stored"].append(time.perf_counter() - started - self.times["stall"][-1])
         exported = await trainer.call("export_seconds", timeout_s=TIMEOUT_S)
         self.times["export"].append(exported)
@@ -417,7 +417,7 @@ class WeightsPath:
             "pull",
         ):  # the real pull last: its completions are compared
             loading = self.generator.submit(method, version, *buckets)
-            for name, seconds in (await self.generator.result(loading, method, TIMEOUT_S)).items():
+            for name, seconds in (await self.generator.answer(loading, method, TIMEOUT_S)).items():
                 self.times[f"{method}/{name}"].append(seconds)
         return await self.generator.call("answers", timeout_s=TIMEOUT_S)
 

@@ -165,7 +165,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
     async def train(self) -> None:
         """Run the loops to the end; roles that fail are restarted, other failures end the run."""
         await self.cluster.ready(self.timeouts.startup_s)
-        await self.cluster.supervise(self.loops, self.run.begin_again)
+        await self.cluster.supervise(self.loops, self.run.begin_again, self.weights.recover)
         await self.cluster.close_roles(self.timeouts.shutdown_s)
         self.run.summary()
 

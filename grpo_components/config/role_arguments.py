@@ -41,7 +41,6 @@ Record = TypeVar("Record")
 class RoleArguments:
     """Keyword arguments for `Cluster.spawn`, which starts the processes, by role."""
 
-    parameter_server: dict[str, Any]
     replay_buffer: dict[str, Any]
     trainer: dict[str, Any]
     reference: dict[str, Any]
@@ -68,7 +67,6 @@ def role_arguments(
         _generator(cfg, threads("generator"), stop_tokens, longest_prompt, ids),
     )
     return RoleArguments(
-        parameter_server={"remembers": "push"},
         replay_buffer=_replay_buffer(cfg, contract),
         trainer=trainer,
         reference=_reference(cfg, threads("reference"), ids),

@@ -10,7 +10,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from grpo_components.cluster.calls import Part
 from grpo_components.cluster.handles import ReplayBufferHandle, TrainersHandle
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.records import checkpoint_folder
@@ -50,7 +49,7 @@ class Checkpoints:
             self._writing.result()
 
     async def save(
-        self, step: int, trainers: TrainersHandle, buffer: ReplayBufferHandle, batch: Part
+        self, step: int, trainers: TrainersHandle, buffer: ReplayBufferHandle, batch: Any
     ) -> None:
         """Write a checkpoint between two training steps, once the previous one has been written."""
         await self.finish()

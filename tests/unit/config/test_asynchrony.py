@@ -148,7 +148,7 @@ def test_each_generator_runs_beside_its_own_trainers(settings_with):
 
 
 def test_in_a_cluster_a_generator_takes_no_room_but_its_trainers(settings_with):
-    arguments = RoleArguments(*({"num_gpus": gpus} for gpus in (0, 0, 1, 1, 1, 1, 2)))
+    arguments = RoleArguments(*({"num_gpus": gpus} for gpus in (0, 1, 1, 1, 1, 2)))
     cfg = settings_with(device="cuda", colocate=True, **PAIRS)
     ((family, need),) = needs_of(cfg, arguments, 0).items()
     assert (family, need.count, need.together, need.guests) == ("trainer", 4, 2, "generator")

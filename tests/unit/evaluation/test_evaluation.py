@@ -7,7 +7,6 @@ import pytest
 from lib.role import stand_in_role, waits_of
 
 from grpo_components.cluster.handles import GeneratorHandle
-from grpo_components.cluster.restarts import Family
 from grpo_components.errors import RoleFailedError
 from grpo_components.evaluation.evaluation import Evaluation
 from grpo_components.exchange.ledger import Ledger
@@ -222,7 +221,7 @@ def test_without_held_out_prompts_there_is_no_evaluation():
 
 
 def test_it_is_repeated_without_a_generator_that_is_lost_meanwhile():
-    lost, left = Generator(**DIES, family=Family(0)), Generator()
+    lost, left = Generator(**DIES, can_spare=lambda: True), Generator()
     metrics = Run(lost, left).whole()
     assert sorted(left.asked[-10:]) == list(range(10))
     assert metrics["eval/prompts"] == 10
@@ -230,13 +229,12 @@ def test_it_is_repeated_without_a_generator_that_is_lost_meanwhile():
 
 def test_it_is_repeated_if_a_restarted_generator_has_newer_weights():
     """At the version published by then; no result mixes two versions."""
-    restarted, other = Generator(dies_in={"evaluate"}), Generator()
-    run = Run(restarted, other)
 
-    async def pulls_newer():
+    async def pulls_newer(name):
         restarted.handle.version = run.published = 8
 
-    restarted.handle.role.recover = pulls_newer
+    restarted, other = Generator(dies_in={"evaluate"}, recover=pulls_newer), Generator()
+    run = Run(restarted, other)
 
     async def older(generator, cause):
         generator.version = max(generator.version, 7 if not other.asked else 8)
