@@ -12,7 +12,7 @@ def loss_inputs(trainer: Any, generator: Any, advantages: Any, **given: Any) -> 
 
     `ids` and `dtype` may be given, and any field of `LossInputs`; None leaves a field out.
     """
-    dtype, size = given.pop("dtype", torch.float64), len(trainer)
+    dtype, size = given.pop("dtype", torch.float64), len(advantages)
     ids, staleness = given.pop("ids", range(size)), given.pop("staleness", [0] * size)
 
     def made(value: Any) -> torch.Tensor:

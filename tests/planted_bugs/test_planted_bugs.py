@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -47,11 +45,15 @@ except Exception:
 BY_NAME = {exhibit.name: exhibit for exhibit in EXHIBITS}
 
 
-def hooked(code, path, bug, **variables):
-    """Run code in a process that has the hook."""
-    environment = {**os.environ, "PYTHONPATH": str(path), "GRPO_MUSEUM": bug, **variables}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+@pytest.fixture
+def hooked(interpreter):
+    """Runs code in a process that has the hook."""
+
+    def run(code, path, bug, **variables):
+        own = {"PYTHONPATH": str(path), "GRPO_MUSEUM": bug, **variables}
+        return interpreter("-c", code, env={**os.environ, **own})
+
+    return run
 
 
 def test_every_exhibit_has_a_thread_and_a_bug_and_every_bug_is_shown():
@@ -63,7 +65,7 @@ def test_every_exhibit_has_a_thread_and_a_bug_and_every_bug_is_shown():
 
 
 @pytest.mark.parametrize(("bug", "expected"), [("", [[0, 0], [-0.5, 0.5]]), ("wrong_axis", None)])
-def test_the_hook_plants_a_bug_into_any_process_and_none_without_its_name(bug, expected):
+def test_the_hook_plants_a_bug_into_any_process_and_none_without_its_name(hooked, bug, expected):
     found = json.loads(hooked(SHOW, HOOK, bug).stdout)
     assert found == (expected or [[0.5, 0], [-0.5, 0]])
 
@@ -89,7 +91,7 @@ def test_a_bug_of_something_that_is_not_there_is_an_error_with_its_name(where, m
         ("unknown", "unknown is not planted: there is none of this name"),
     ],
 )
-def test_no_process_survives_a_bug_that_is_not_planted(bug, said, tmp_path):
+def test_no_process_survives_a_bug_that_is_not_planted(hooked, bug, said, tmp_path):
     """Also if the import's error is swallowed; and the report has it, for the museum."""
     copy = shutil.copytree(HOOK.parent, tmp_path / "planted_bugs")
     with (copy / "bugs.py").open("a") as file:

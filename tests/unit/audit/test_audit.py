@@ -1,8 +1,6 @@
 """The audit passes valid receipts and names the first rule that corrupted ones break."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from lib.receipts import attempts, insert, of, place, remove, step
@@ -260,11 +258,3 @@ def test_a_line_that_is_not_an_event_is_a_violation(tmp_path, capsys, events, li
     (tmp_path / "receipts.jsonl").open("a").write(line + "\n")
     assert main([str(tmp_path)]) == 1
     assert " BROKEN: receipts.jsonl line 2: " in capsys.readouterr().out
-
-
-def test_the_module_runs_as_a_command(tmp_path, write_run):
-    write_run(tmp_path / "receipts.jsonl")
-    command = [sys.executable, "-m", "grpo_components.audit", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("every rule holds\n")

@@ -1,10 +1,9 @@
 """A folder with files of two runs, or of two processes of one run at once, is detected."""
 
-import json
-
 import pytest
+from lib.json_lines import write_lines
 
-from grpo_components.records.run_identity import RunIdentity
+from grpo_components.records.run_folder import RunIdentity
 from grpo_components.state_files import write_state
 from grpo_tools.audit.findings import Findings
 from grpo_tools.audit.one_run import check_one_run
@@ -23,8 +22,7 @@ def steps(attempt, *numbers):
 
 
 def write_receipts(folder, *records):
-    text = "".join(f"{json.dumps(record)}\n" for record in records)
-    (folder / "receipts.jsonl").write_text(text)
+    write_lines(folder / "receipts.jsonl", records)
 
 
 def write_config(folder, run, incarnation, name="config.yaml"):
@@ -35,7 +33,7 @@ def save(folder, step, incarnation, run=RUN, version=None, latest=True):
     path = folder / "checkpoints" / f"step_{step}"
     version = step if version is None else version
     state = {"ledger": {"steps_done": step, "policy_version": version}, "prompts": {}}
-    state["identity"] = RunIdentity(run, incarnation).as_dict()
+    state["identity"] = RunIdentity(run, incarnation)._asdict()
     write_state(path / "state", "driver", state)
     if latest:
         (path.parent / "latest").unlink(missing_ok=True)

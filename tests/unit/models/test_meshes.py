@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.objective.penalties import Penalties
-from grpo_components.objective.schedules import Schedule
+from grpo_components.schedules import Schedule
 
 MODELS = ("QWEN2 (tied)", "QWEN2 (untied)", "LLAMA3_2")
 LAYOUTS = [

@@ -21,8 +21,8 @@ from lib.real_engine import (
 from grpo_components.exchange.weight_probe import PROBE_IDS
 from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
-from grpo_components.models.lora import LoraOptions
 from grpo_components.replay.schedule import Schedule, open_schedule
+from grpo_components.settings import LoraSettings
 from grpo_components.trajectory import TokenSequence
 
 
@@ -67,7 +67,7 @@ def test_more_prompts_at_once_than_fit_into_one_step_are_all_answered(make_engin
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("lora", [None, LoraOptions(rank=4, alpha=8, target_modules=("q_proj",))])
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4, alpha=8, target_modules=("q_proj",))])
 def test_ids_beyond_the_tokenizer_are_never_sampled_and_the_trainer_knows(
     make_engine, checkpoints, lora
 ):
