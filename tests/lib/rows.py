@@ -1,4 +1,4 @@
-"""Rows of data sets in files, and a tokenizer that spells them out."""
+"""Rows of data sets and records of runs in files, and a tokenizer that spells them out."""
 
 import json
 
@@ -13,8 +13,9 @@ class Characters:
         return "".join(map(chr, ids))
 
 
-def write_rows(path, *rows):
-    """Write rows, or lines of bytes, into a file; returns its path."""
+def write_rows(path, *rows, torn=""):
+    """Write rows, or lines of bytes, into a file; `torn` has no end. Returns the file's path."""
     lines = (row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(line + b"\n" for line in lines) + torn.encode())
     return path

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from lib.json_lines import write_lines
 from lib.properties import many
+from lib.rows import write_rows
 from omegaconf import OmegaConf
 
 from grpo_components.cluster.role import Role
@@ -225,9 +225,9 @@ def folder(tmp_path):
                     "staleness/max": run.staleness_max,
                 }
             )
-    write_lines(tmp_path / "receipts.jsonl", events)
-    write_lines(logs / "metrics.jsonl", [{"step": 0}, *steps])
-    write_lines(logs / "heartbeats.jsonl", heartbeats(run, finished))
+    write_rows(tmp_path / "receipts.jsonl", *events)
+    write_rows(logs / "metrics.jsonl", {"step": 0}, *steps)
+    write_rows(logs / "heartbeats.jsonl", *heartbeats(run, finished))
     return tmp_path
 
 
