@@ -253,25 +253,23 @@ class GeneratorSide:
 
         self._generator = generator.Generator(
             build_tokenizer=lambda: None,  # nothing is decoded here
-            engine=generator.EngineOptions(
-                model_path=folder,
-                device="cpu",
-                dtype="fp32",
+            settings=generator.GeneratorSettings(
+                max_response_tokens=64,
+                temperature=1.0,
                 max_model_len=128,
                 max_num_seqs=8,
-                gpu_memory_utilization=0.5,
                 kv_cache_gib=1,
-                enforce_eager=True,
-                recompute_kv_after_pull=False,
             ),
-            sampling=generator.SamplingOptions(
-                group_size=1, seed=0, max_response_tokens=64, stop_token_ids=[], truncation={}
+            engine=generator.EngineOptions(
+                model_path=folder, device="cpu", dtype="fp32", recompute_kv_after_pull=False
             ),
+            group_size=1,
+            seed=0,
             environment=generator.EnvironmentOptions(
                 build_environment=lambda **_: None,  # pyright: ignore[reportArgumentType]
                 timeout_s=60.0,
             ),
-            rewards=generator.RewardOptions(rewards={}, num_workers=1, timeout_s=1.0),
+            open_rewards=partial(generator.RewardPool, {}, num_workers=1, timeout_s=1.0),
             rollouts_in_flight=1,
         )
         self._unpack = generator.unpack_buckets
@@ -409,7 +407,7 @@ class WeightsPath:
         bucket, manifest = trainer.submit("export_weights", version, num_returns=2, lane="export")
         await server.call("push", version, [bucket], [manifest], timeout_s=TIMEOUT_S)
         self.times["stall"].append(time.perf_counter() - started)
-        await trainer.result(manifest, "export_weights", TIMEOUT_S)
+        await trainer.answer(manifest, "export_weights", TIMEOUT_S)
         self.times["stored"].append(time.perf_counter() - started - self.times["stall"][-1])
         exported = await trainer.call("export_seconds", timeout_s=TIMEOUT_S)
         self.times["export"].append(exported)
@@ -419,7 +417,7 @@ class WeightsPath:
             "pull",
         ):  # the real pull last: its completions are compared
             loading = self.generator.submit(method, version, *buckets)
-            for name, seconds in (await self.generator.result(loading, method, TIMEOUT_S)).items():
+            for name, seconds in (await self.generator.answer(loading, method, TIMEOUT_S)).items():
                 self.times[f"{method}/{name}"].append(seconds)
         return await self.generator.call("answers", timeout_s=TIMEOUT_S)
 

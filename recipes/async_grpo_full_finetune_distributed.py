@@ -138,7 +138,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.temperature = objective.temperature
 
         self.groups_per_step, self.timeouts = cfg.groups_per_step, cfg.timeouts
-        contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
+        contract = StalenessContract.of(cfg)
         prompts = build_prompts(cfg, dataset)
         self.ledger = Ledger(contract, 0 if cfg.eval_only else cfg.num_steps, prompts)
         self.records = open_run(
@@ -165,7 +165,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
     async def train(self) -> None:
         """Run the loops to the end; roles that fail are restarted, other failures end the run."""
         await self.cluster.ready(self.timeouts.startup_s)
-        await self.cluster.supervise(self.loops, self.run.begin_again)
+        await self.cluster.supervise(self.loops, self.run.begin_again, self.weights.recover)
         await self.cluster.close_roles(self.timeouts.shutdown_s)
         self.run.summary()
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_components.cluster.calls import Part
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.trajectory import GroupSummary
 
@@ -19,10 +19,10 @@ class Group:
     """One generated group on its way to the buffer; its tensors stay in the object store."""
 
     entry: LedgerEntry
-    packed: Part
-    """Reference to the packed trajectories of the group."""
-    packed_summary: Part
-    """Reference to the group's summary."""
+    packed: Any
+    """Ray reference to the packed trajectories of the group."""
+    packed_summary: Any
+    """Ray reference to the group's summary."""
     summary: GroupSummary
 
 
@@ -30,8 +30,8 @@ class Group:
 class Batch:
     """The whole groups of one training step: new ones by group id, then reused ones by group id."""
 
-    packed: Part
-    """Reference to the packed trajectories, S = B * G."""
+    packed: Any
+    """Ray reference to the packed trajectories, S = B * G."""
     groups: Sequence[GroupSummary]
     entries: Sequence[LedgerEntry]
     batch_hash: str

@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import ray
 from ray._private import worker as ray_worker
 
 from grpo_components.cluster.ray_cluster import Need, RayCluster, family_of
-from grpo_components.cluster.restarts import Family, RestartBudget
+from grpo_components.cluster.restarts import RestartBudget
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.role_host import RoleHost, resource_use
 from grpo_components.cluster.role_process import RoleProcess
@@ -53,8 +54,8 @@ class Cluster:
         self._budget = budget or RestartBudget(0, math.inf)
         self._heartbeat_s, self._events = heartbeat_s, events or EventOrder()
         self._note, self._phase = note, phase
-        self._families: dict[str, Family] = {}
         self._names: dict[str, str] = {}
+        self._recover: Callable[[str], Awaitable[None]] | None = None
         self._starting: list[Role] = []
         self._last_failure = ""
         """Why the trainers were restarted last."""
@@ -82,7 +83,6 @@ class Cluster:
     def reserve(self, needs: Mapping[str, Need], timeout_s: float) -> None:
         """See `RayCluster.reserve`."""
         self._ray.reserve(needs, timeout_s)
-        self._budget.why_no_room = self._why_no_room
 
     def _why_no_room(self) -> str:
         living = [role.name for role in self.roles if not role.lost]
@@ -98,7 +98,7 @@ class Cluster:
         env: dict[str, str] | None = None,
         min_living: int | None = None,
         restarts_alone: bool = True,
-        remembers: str | None = None,
+        pause: Callable[[str, float], Awaitable[None]] | None = None,
         counts_restarts: bool = False,
         meets: bool = False,
         beside: Sequence[str] = (),
@@ -124,18 +124,24 @@ class Cluster:
             note=self._note,
             record=self._events.record,
             started=self._record_start,
-            family=self._family(name, min_living),
+            recover=self._recover_role,
+            why_no_room=self._why_no_room,
+            can_spare=partial(self._can_spare, name, min_living),
+            pause=partial(pause, name) if pause else asyncio.sleep,
             restarts_alone=restarts_alone,
-            remembers=remembers,
             names=self._names,
         )
         self.roles, self._starting = [*self.roles, role], [*self._starting, role]
         return role
 
-    def _family(self, name: str, min_living: int | None) -> Family | None:
-        if min_living is None:
-            return None
-        return self._families.setdefault(family_of(name), Family(min_living))
+    def _can_spare(self, name: str, min_living: int | None) -> bool:
+        """Return whether enough others of a role's family are left to go on without it."""
+        family = [r for r in self.roles if family_of(r.name) == family_of(name) and r.name != name]
+        return min_living is not None and sum(not role.lost for role in family) >= min_living
+
+    async def _recover_role(self, name: str) -> None:
+        if self._recover is not None:  # before the loops, nothing is there to recover
+            await self._recover(name)
 
     def _rendezvous_of(self, name: str, host: Any) -> Any:
         """Return a reference to a family's rendezvous, which its first process opens."""
@@ -177,14 +183,18 @@ class Cluster:
             await self._restart_together(failure, self._attempt)
 
     async def supervise(
-        self, loops: Callable[[], Awaitable[None]], begin_again: Callable[[], Awaitable[None]]
+        self,
+        loops: Callable[[], Awaitable[None]],
+        begin_again: Callable[[], Awaitable[None]],
+        recover: Callable[[str], Awaitable[None]],
     ) -> None:
         """Run the loops to their end, and restart roles that fail.
 
-        A role with `restarts_alone` is restarted while the loops go on. If one without it fails, or
-        data is lost with a node, all roles without it are restarted together, and the loops start
-        again.
+        A role with `restarts_alone` is restarted while the loops go on, and `recover` brings it up
+        to date. If one without it fails, or data is lost with a node, all roles without it are
+        restarted together, and the loops start again after `begin_again`.
         """
+        self._recover = recover
         with (self._logs / "heartbeats.jsonl").open("a", encoding="utf-8") as file:
 
             def beat(role: str, use: dict[str, Any]) -> None:
@@ -248,7 +258,8 @@ class Cluster:
             how += f" from the last checkpoint, as attempt {attempt}"
         while True:
             repeated, self._last_failure = self._last_failure == failure.what, failure.what
-            pause_s = self._budget.spend(failure, repeated=repeated)
+            no_room = self._why_no_room()
+            pause_s = self._budget.spend(failure, repeated=repeated, no_room=no_room)
             self._attempt = attempt
             event = "rollback" if rollback else "restart"
             self._events.note(event, role=failure.role, what=failure.what)

@@ -15,7 +15,6 @@ from typing import Any
 from numpy.typing import NDArray
 
 from grpo_components.cluster.batch import Batch, Group
-from grpo_components.cluster.calls import Part
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.weight_transfer import WeightTransfer
 from grpo_components.errors import RoleFailedError, RoleLostError
@@ -88,11 +87,10 @@ class GeneratorHandle:
     async def generate_group(self, entry: LedgerEntry, temperature: float) -> Group:
         """Sample and score the responses to one prompt; `RoleLostError` if it is lost."""
         identity = (entry.prompt, entry.epoch, entry.group_id, self._ledger.attempt)
-        packed, packed_summary, entry.text = self.role.submit(
-            "generate_group", *identity, temperature, num_returns=3
-        )
         turn = self._ledger.events.replay_wait("finish", group=entry.group_id)
-        summary = await self.role.result(packed_summary, "generate_group", self._timeout_s, turn)
+        call = {"num_returns": 3, "timeout_s": self._timeout_s, "turn": turn}
+        made = await self.role.call("generate_group", *identity, temperature, **call)
+        (packed, packed_summary, entry.text), summary = made
         self.reward_use.update(summary.reward_use)  # pyright: ignore -- counts are numbers
         scored = summary.scored_successes if self._counts_successes else None
         await self._ledger.finish_generation(entry.group_id, summary.response_tokens, scored)
@@ -103,8 +101,8 @@ class GeneratorHandle:
 
         None if the generator was restarted meanwhile: a restart loads the newest weights itself.
         """
-        loading = self.role.submit("load_weights", version, *buckets, once=True)
-        return await self.role.result(loading, "load_weights", self._weights_s)
+        limit_s = self._weights_s
+        return await self.role.call_once("load_weights", version, *buckets, timeout_s=limit_s)
 
     async def sleep(self) -> int:
         """Let the generator free its GPU's memory until it loads weights, of any version.
@@ -151,10 +149,9 @@ class RewardModelHandle:
     async def add_scores(self, group: Group) -> Group:
         """Return the group with the learned reward added to its rewards."""
         entry = group.entry
-        packed, packed_summary, entry.text = self._role.submit(
-            "add_scores", group.packed, entry.text, num_returns=3
-        )
-        summary = await self._role.result(packed_summary, "add_scores", self._timeout_s)
+        call = {"num_returns": 3, "timeout_s": self._timeout_s}
+        made = await self._role.call("add_scores", group.packed, entry.text, **call)
+        (packed, packed_summary, entry.text), summary = made
         return Group(entry, packed, packed_summary, summary)
 
 
@@ -167,8 +164,8 @@ class ReferencesHandle:
     async def add_logprobs(self, group: Group) -> Group:
         """Return the group with the models' logprobs."""
         role = self._roles[group.entry.group_id % len(self._roles)]
-        packed, kl = role.submit("add_logprobs", group.packed, num_returns=2)
-        divergences = await role.result(kl, "add_logprobs", self._timeout_s)
+        call = {"num_returns": 2, "timeout_s": self._timeout_s}
+        (packed, _), divergences = await role.call("add_logprobs", group.packed, **call)
         if self._keep_kl:
             group.entry.reference_kl = divergences
         return replace(group, packed=packed)
@@ -187,17 +184,16 @@ class ReplayBufferHandle:
         wait_for_stale: bool,
     ) -> None:
         self.role, self._ledger, self._timeout_s = role, ledger, timeout_s
-        self._wait_for_stale = wait_for_stale
-        role.recover = partial(self._refill, weights_s)
+        self._wait_for_stale, self._weights_s = wait_for_stale, weights_s
 
     async def add(self, group: Group) -> None:
         """Add a group; wait while the buffer is full."""
         entry, added = group.entry, None
         entry.parts = (group.packed, group.packed_summary)
+        limit_s = self._timeout_s + GRACE_S
         # None: the buffer was restarted. A step may have taken the group before this call's answer.
         while added is None and entry in self._ledger.in_state("in_flight"):
-            adding = self.role.submit("add", *entry.parts, once=True)
-            added = await self.role.result(adding, "add", self._timeout_s + GRACE_S)
+            added = await self.role.call_once("add", *entry.parts, timeout_s=limit_s)
         await self._ledger.enter_buffer(entry.group_id)
 
     async def take(self, num_groups: int) -> Batch:
@@ -206,10 +202,9 @@ class ReplayBufferHandle:
         while True:
             if self._wait_for_stale:
                 await ledger.until_none_is_doomed(num_groups, self._timeout_s)
-            packed, summary = self.role.submit(
-                "take", *ledger.next_batch(num_groups), ledger.reuse.ids, num_returns=2
-            )
-            taken = await self.role.result(summary, "take", self._timeout_s + GRACE_S)
+            asked = (*ledger.next_batch(num_groups), ledger.reuse.ids)
+            limits = {"num_returns": 2, "timeout_s": self._timeout_s + GRACE_S}
+            (packed, _), taken = await self.role.call("take", *asked, **limits)
             stale, new = [group.group_id for group in taken.dropped], taken.groups
             entries = await ledger.take([group.group_id for group in new], stale, new)
             dropped += len(stale)
@@ -243,20 +238,19 @@ class ReplayBufferHandle:
         """Fill the buffer with the groups of a checkpoint that the ledger lists as stored."""
         stored = self._ledger.stored()
         group_ids = [entry.group_id for entry in stored]
-        *parts, _, nothing = self.role.submit(
-            "read_state", str(folder), group_ids, num_returns=2 * len(stored) + 2
-        )
-        await self.role.result(nothing, "read_state", self._timeout_s)
+        call = {"num_returns": 2 * len(stored) + 2, "timeout_s": self._timeout_s}
+        parts, _ = await self.role.call("read_state", str(folder), group_ids, **call)
         for number, entry in enumerate(stored):
             entry.parts = parts[2 * number : 2 * number + 2]
-        await self._refill(self._timeout_s)
+        await self.refill(self._timeout_s)
 
     async def begin_again(self) -> None:
         """Restart the buffer, empty, for the next attempt."""
         await self.role.begin_again()
 
-    async def _refill(self, timeout_s: float) -> None:
+    async def refill(self, timeout_s: float | None = None) -> None:
         """Fill a restarted buffer with the groups that the ledger lists as buffered, or reuses."""
+        timeout_s = timeout_s or self._weights_s
 
         def parts(entries: Sequence[LedgerEntry]) -> list[Any]:
             return [part for entry in entries for part in entry.parts]
@@ -270,7 +264,11 @@ class ReplayBufferHandle:
 
 
 class TrainersHandle:
-    """Calls all trainer ranks; each rank gets the same calls in the same order."""
+    """Calls all trainer ranks; each rank gets the same calls in the same order.
+
+    `turn` returns a context manager, entered while the ranks need all of their GPUs, which gives
+    metrics of the wait for it: see `Colocation`.
+    """
 
     def __init__(
         self,
@@ -278,20 +276,16 @@ class TrainersHandle:
         ledger: Ledger,
         train_step_s: float,
         weights_s: float,
+        turn: Callable[[], AbstractAsyncContextManager[dict[str, float]]] | None = None,
     ) -> None:
         self._roles, self._ledger = roles, ledger
         self._train_step_s, self._weights_s = train_step_s, weights_s
-        self.turn: Callable[[], AbstractAsyncContextManager[dict[str, float]]]
-        self.turn = partial(nullcontext, {})
-        """Returns a context manager, entered while the ranks need all of their GPUs: see `Turns`.
-
-        It gives metrics of the wait for it.
-        """
+        self._turn = turn or partial(nullcontext, {})
 
     async def train_step(self, batch: Batch, advantages: NDArray[Any]) -> StepResult:
         """Train on one batch with [B, G] advantages; every rank takes its share."""
         call = "train_step", batch.packed, advantages.ravel(), self._ledger.steps_done
-        async with self.turn() as waits:
+        async with self._turn() as waits:
             result = (await self._on_all(*call))[0]
         for name, seconds in waits.items():
             result.metrics[name] = seconds
@@ -301,9 +295,7 @@ class TrainersHandle:
         """Gather the sharded weights and return their policy version."""
         return (await self._on_all("gather_weights"))[0]
 
-    def export_weights(
-        self, version: int, base: int | None = None
-    ) -> tuple[list[Part], list[Part]]:
+    def export_weights(self, version: int, base: int | None = None) -> tuple[list[Any], list[Any]]:
         """Start to pack the gathered weights, while the next step may run."""
         args = (version,) if base is None else (version, base)
         exports = [
@@ -330,7 +322,7 @@ class TrainersHandle:
 
     async def load_state(self, checkpoint: Path) -> None:
         """Load the state of a checkpoint on every rank."""
-        async with self.turn():
+        async with self._turn():
             await self._on_all("load_state", str(checkpoint))
 
     async def _on_all(self, method: str, *args: Any, lane: str = "main") -> list[Any]:
@@ -344,7 +336,9 @@ class ParameterServerHandle:
     """Calls the parameter server, which holds the newest published weights."""
 
     def __init__(self, role: Role, timeout_s: float) -> None:
-        self._role, self._timeout_s = role, timeout_s
+        self.role, self._timeout_s = role, timeout_s
+        self._pushed: tuple[Any, ...] = ()
+        """What was pushed last in this attempt."""
 
     async def push(
         self,
@@ -354,19 +348,27 @@ class ParameterServerHandle:
         chain: Sequence[tuple[int, Sequence[Any]]] = (),
     ) -> None:
         """Publish a snapshot; see `VLLMParameterServer.push`."""
-        await self._role.call("push", version, buckets, manifests, chain, timeout_s=self._timeout_s)
+        pushed = version, buckets, manifests, chain
+        await self.role.call("push", *pushed, timeout_s=self._timeout_s)
+        self._pushed = pushed
+
+    async def push_again(self) -> None:
+        """Give a restarted server what was pushed last."""
+        if self._pushed:
+            await self.role.call("push", *self._pushed, timeout_s=self._timeout_s)
 
     async def newest(self, held: int = -1) -> tuple[int, list[Any], list[Any]]:
         """Return the newest snapshot; see `VLLMParameterServer.newest`."""
-        return await self._role.call("newest", held, timeout_s=self._timeout_s)
+        return await self.role.call("newest", held, timeout_s=self._timeout_s)
 
     async def acknowledge(self, generator: str, version: int) -> None:
         """Report that a generator has loaded a version."""
-        await self._role.call("acknowledge", generator, version, timeout_s=self._timeout_s)
+        await self.role.call("acknowledge", generator, version, timeout_s=self._timeout_s)
 
     async def begin_again(self) -> None:
         """Restart the server, without a snapshot, for the next attempt."""
-        await self._role.begin_again()
+        self._pushed = ()
+        await self.role.begin_again()
 
 
 @dataclass(frozen=True)

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import (
-    ActorUnavailableError,
-    ObjectLostError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-)
+from ray.exceptions import RayError
 
-from grpo_components.cluster.calls import Call, Part
-from grpo_components.cluster.restarts import Family, RestartBudget
+from grpo_components.cluster.restarts import RestartBudget
 from grpo_components.cluster.role_host import DUMP_STACKS
-from grpo_components.cluster.role_process import RoleProcess
+from grpo_components.cluster.role_process import RoleProcess, role_failure
 from grpo_components.cluster.supervision import dump_task_stacks
 from grpo_components.errors import RoleFailedError, RoleLostError
 
@@ -31,6 +22,8 @@ _ANSWER_S = 5.0
 """Longest wait for a process to show that it lives, in seconds."""
 _PENDING_CALLS_S = 60.0
 """Longest wait for the pending calls of a killed process to fail, in seconds."""
+_ROOM_CHECK_S = 5.0
+"""Seconds from one look at the nodes to the next, while a process starts."""
 
 
 class Role:
@@ -50,22 +43,18 @@ class Role:
         note: Callable[[str], None],
         record: Callable[..., None],
         started: Callable[[str, dict[str, Any]], None],
-        family: Family | None = None,
-        restarts_alone: bool = True,
-        remembers: str | None = None,
+        recover: Callable[[str], Awaitable[None]],
+        why_no_room: Callable[[], str],
         names: dict[str, str],
+        can_spare: Callable[[], bool] = lambda: False,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        restarts_alone: bool = True,
     ) -> None:
         self.name, self.lost, self.restarts_alone = name, False, restarts_alone
-        self.recover: Callable[[], Awaitable[None]] | None = None
-        """Function that brings a restarted role up to date, before other calls reach it."""
-        self.pause: Callable[[float], Awaitable[None]] = asyncio.sleep
-        """Function that waits before a restart, for at least the given seconds."""
         self._log_file, self._start_new = log_file, start_process
         self._budget, self._note, self._record, self._started = budget, note, record, started
-        self._family, self._remembers, self._names = family, remembers, names
-        if family is not None:
-            family.roles.append(self)
-        self._last: Call | None = None
+        self._recover, self._why_no_room, self._names = recover, why_no_room, names
+        self._can_spare, self._pause = can_spare, pause
         self._errors: dict[str, str] = {}
         """Last error of each method; removed when a call of the method succeeds."""
         self._start_timeout_s = 0.0
@@ -74,74 +63,65 @@ class Role:
         self._waiting, self._nobody_waits = 0, asyncio.Event()
         self._nobody_waits.set()
 
-    def submit(
-        self,
-        method: str,
-        *args: Any,
-        num_returns: int = 1,
-        lane: str = "main",
-        once: bool = False,
-    ) -> Any:
-        """Start a call without waiting for it."""
-        call = Call(self.name, method, args, num_returns, lane, once)
-        if not self._must_wait():
-            call.make(self.process)
-        parts = [Part(call, number) for number in range(num_returns)]
-        return parts[0] if num_returns == 1 else parts
-
-    async def result(
-        self,
-        part: Part,
-        what: str,
-        timeout_s: float,
-        turn: Callable[[], Awaitable[Any]] | None = None,
-    ) -> Any:
-        """Wait for a call's result; repeat the call after a restart of the role."""
-        call = part.call
-        assert call.role == self.name, f"{call.method} is a call of {call.role}, not {self.name}"
-        while True:
-            await self._wait_restarted()
-            if self.lost:
-                raise RoleLostError(self.name)
-            process = self.process
-            if call.once and call.incarnation != process.incarnation:
-                return None
-            call.make(process)
-            try:
-                answer = await self.answer(part, what, timeout_s)
-            except RoleFailedError as failure:
-                repeated = failure.what in (call.last_error, self._errors.get(call.method))
-                call.last_error = failure.what
-                if failure.kind == "raised":
-                    self._errors[call.method] = failure.what
-                await self._handle_failure(failure, process, repeated=repeated)
-            else:
-                if turn is not None and not await process.wait_turn(turn):
-                    continue
-                self._errors.pop(call.method, None)
-                if call.method == self._remembers:
-                    self._last = call
-                return answer
+    def submit(self, method: str, *args: Any, num_returns: int = 1, lane: str = "main") -> Any:
+        """Send a call to the present process; return Ray's reference to its result, or to each."""
+        return self.process.send(method, lane, args, num_returns)
 
     async def call(
         self,
         method: str,
         *args: Any,
         timeout_s: float,
+        num_returns: int = 1,
         lane: str = "main",
         turn: Callable[[], Awaitable[Any]] | None = None,
     ) -> Any:
-        """Call a method and wait for its result; see `submit` and `result`."""
-        return await self.result(self.submit(method, *args, lane=lane), method, timeout_s, turn)
+        """Call a method and wait for its result; repeat the call after a restart of the role.
 
-    async def answer(self, part: Part | Awaitable[Any], what: str, timeout_s: float) -> Any:
-        """Wait for a result without ever repeating the call."""
+        Of several results, the references to all are returned, and the value of the second.
+        """
+        last_error = ""
+        while True:
+            await self.restarted()
+            process = self.process
+            sent = self.submit(method, *args, num_returns=num_returns, lane=lane)
+            try:
+                answer = await self.answer(sent if num_returns == 1 else sent[1], method, timeout_s)
+            except RoleFailedError as failure:
+                await self._mend(method, failure, process, last_error)
+                last_error = failure.what
+            else:
+                if turn is None or await process.wait_turn(turn):
+                    self._errors.pop(method, None)
+                    return answer if num_returns == 1 else (sent, answer)
+
+    async def call_once(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Call a method and wait for its result; None if the role is restarted meanwhile."""
+        if self.is_restarting:
+            return await self.restarted()
+        process = self.process
+        return await self.outcome(self.submit(method, *args), process, method, timeout_s)
+
+    async def outcome(
+        self, reference: Any, process: RoleProcess, method: str, timeout_s: float
+    ) -> Any:
+        """Wait for the result of a call to a process; None if that is replaced meanwhile."""
+        try:
+            answer = await self.answer(reference, method, timeout_s)
+        except RoleFailedError as failure:
+            await self._mend(method, failure, process)
+            return await self.restarted()
+        self._errors.pop(method, None)
+        return answer
+
+    async def answer(self, reference: Awaitable[Any], what: str, timeout_s: float) -> Any:
+        """Wait for a result without ever restarting the role."""
         self._waiting += 1
         self._nobody_waits.clear()
         # Not asyncio.wait_for: it loses a cancellation that comes with the result (Python 3.11).
         try:
             async with asyncio.timeout(timeout_s):
-                return await (part.call.reference(part.number) if isinstance(part, Part) else part)
+                return await reference
         except TimeoutError:
             problem = f"did not answer {what} within {timeout_s:g} s"
             dump_task_stacks(Path(self._log_file).parent, f"{self.name} {problem}")
@@ -152,6 +132,17 @@ class Role:
             self._waiting -= 1
             if not self._waiting:
                 self._nobody_waits.set()
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether a restart is under way in another task than the current one."""
+        return self._restarting is not None and asyncio.current_task() is not self._restarting
+
+    async def restarted(self) -> None:
+        """Wait until no restart is under way; `RoleLostError` if the role is given up."""
+        await self._wait_restarted()
+        if self.lost:
+            raise RoleLostError(self.name)
 
     async def ready(self, timeout_s: float | None = None) -> None:
         """Wait until the role is built; a process that ends before that is restarted."""
@@ -201,7 +192,7 @@ class Role:
         await self._handle_failure(failure, self.process)
 
     async def begin_again(self) -> None:
-        """Replace the process by a new one, without restoring the old one's state.
+        """Replace the process by a new one.
 
         Nobody watches a role between two attempts: if the old process has died by itself, or the
         new one dies before the role is built, that is a restart like any other.
@@ -209,7 +200,6 @@ class Role:
         await self.wait_idle()
         process, dead = self.process, await self.process_failure(_ANSWER_S)
         if dead is not None and dead.kind == "died":
-            self._last = None
             await self._handle_failure(dead, process)
         else:
             await self.end()
@@ -217,9 +207,8 @@ class Role:
             await self.ready()
 
     async def end(self) -> None:
-        """End the process, and forget the call that a restart would repeat."""
+        """Kill the process and wait until its pending calls have failed."""
         await self.wait_idle()
-        self._last = None
         await self._end_process()
 
     async def wait_idle(self) -> None:
@@ -232,21 +221,40 @@ class Role:
         if not self.lost:
             await self.answer(self.process.host.close.remote(), "close", timeout_s)
 
+    def start_again(self) -> None:
+        """Start a new process in place of one that has ended; `ready` waits for it."""
+        self.process.ended.set()
+        self.process = self._start_process(self.process.incarnation + 1)
+
+    def _start_process(self, incarnation: int) -> RoleProcess:
+        process = self._start_new(incarnation)
+        self._names[process.host._actor_id.hex()] = self.name
+        return process
+
     async def _wait_built(self) -> None:
         process = self.process
         built = self.answer(process.starting, "start", self._start_timeout_s)
-        identity = await self._budget.wait_with_room(built, self.name, self._log_file)
+        starting = asyncio.ensure_future(built)
+        try:
+            # Ray waits without end for a node that it finds dead only after the start has begun.
+            while not (await asyncio.wait([starting], timeout=_ROOM_CHECK_S))[0]:
+                if problem := self._why_no_room():
+                    what = f"cannot start; {problem}"
+                    raise RoleFailedError(self.name, what, self._log_file, "waited")
+            identity = starting.result()
+        finally:
+            starting.cancel()
         process.pid, process.node_id = identity["pid"], identity["node_id"]
         self._started(self.name, identity)
 
-    def _must_wait(self) -> bool:
-        """Return whether a restart is under way in another task than the current one."""
-        return self._restarting is not None and asyncio.current_task() is not self._restarting
-
-    async def _wait_restarted(self) -> None:
-        while self._must_wait():
-            assert self._restarting is not None
-            await asyncio.shield(self._restarting)
+    async def _mend(
+        self, method: str, failure: RoleFailedError, process: RoleProcess, last_error: str = ""
+    ) -> None:
+        """Restart the role after a failed call, or raise the failure."""
+        repeated = failure.what in (last_error, self._errors.get(method))
+        if failure.kind == "raised":
+            self._errors[method] = failure.what
+        await self._handle_failure(failure, process, repeated=repeated)
 
     async def _handle_failure(
         self, failure: RoleFailedError, process: RoleProcess, *, repeated: bool = False
@@ -262,36 +270,20 @@ class Role:
             self._restarting.add_done_callback(lambda task: task.cancelled() or task.exception())
         await self._wait_restarted()
 
+    async def _wait_restarted(self) -> None:
+        while self.is_restarting:
+            assert self._restarting is not None
+            await asyncio.shield(self._restarting)
+
     async def _restart(self, failure: RoleFailedError, repeated: bool) -> None:
         began = time.monotonic()
         try:
-            while True:
-                try:
-                    pause_s = self._budget.spend(failure, repeated=repeated)
-                except RoleFailedError as final:
-                    if self._family is None or not self._family.can_spare(self):
-                        raise
-                    self.lost = True
-                    self._note(f"{self.name} is given up: it {final.what}")
-                    await self._end_process()
-                    self._record("restart", role=self.name, what=final.what, given_up=True)
-                    return
-                self._note(f"{self.name} {failure.what}; restarting it ({self._budget.used()})")
-                if failure.kind == "silent":
-                    self.process.signal(DUMP_STACKS)
-                    await asyncio.sleep(_STACK_DUMP_S)
-                await self._end_process()
-                # Recorded only now: the event log must first have every result received before.
-                self._record("restart", role=self.name, what=failure.what, given_up=False)
-                await self.pause(pause_s)
+            while (pause_s := await self._end_failed(failure, repeated)) is not None:
+                await self._pause(pause_s)
                 self.start_again()
                 try:
                     await self._wait_built()
-                    if self._last is not None:
-                        self._last.make(self.process)
-                        await self.answer(self._last.reference(0), self._last.method, 60)
-                    if self.recover is not None:
-                        await self.recover()
+                    await self._recover(self.name)
                 except RoleFailedError as again:
                     if again.role != self.name or again.kind == "lost":
                         raise
@@ -302,8 +294,27 @@ class Role:
         finally:
             self._restarting = None
 
+    async def _end_failed(self, failure: RoleFailedError, repeated: bool) -> float | None:
+        """End a failed process; return the pause before the next, or None: the role is given up."""
+        try:
+            no_room = self._why_no_room()
+            pause_s = self._budget.spend(failure, repeated=repeated, no_room=no_room)
+        except RoleFailedError as final:
+            if not self._can_spare():
+                raise
+            self.lost, failure, pause_s = True, final, None
+            self._note(f"{self.name} is given up: it {failure.what}")
+        else:
+            self._note(f"{self.name} {failure.what}; restarting it ({self._budget.used()})")
+        if failure.kind == "silent":
+            self.process.signal(DUMP_STACKS)
+            await asyncio.sleep(_STACK_DUMP_S)
+        await self._end_process()
+        # Recorded only now: the event log must first have every result received before.
+        self._record("restart", role=self.name, what=failure.what, given_up=self.lost)
+        return pause_s
+
     async def _end_process(self) -> None:
-        """Kill the process and wait until its pending calls have failed."""
         self.process.kill()
         try:
             async with asyncio.timeout(_PENDING_CALLS_S):
@@ -311,57 +322,3 @@ class Role:
         except TimeoutError:
             problem = f"was killed, but its calls are still pending after {_PENDING_CALLS_S:g} s"
             raise RoleFailedError(self.name, problem, self._log_file, "waited") from None
-
-    def _start_process(self, incarnation: int) -> RoleProcess:
-        process = self._start_new(incarnation)
-        self._names[process.host._actor_id.hex()] = self.name
-        return process
-
-    def start_again(self) -> None:
-        """Start a new process in place of one that has ended; `ready` waits for it."""
-        self.process.ended.set()
-        self.process = self._start_process(self.process.incarnation + 1)
-
-
-def role_failure(
-    error: RayError, role: str, method: str, log_file: str, names: Mapping[str, str]
-) -> RoleFailedError:
-    """Return the failure behind an error that Ray raised for a call."""
-    cause: Any = error
-    while isinstance(cause, RayTaskError):
-        cause = cause.cause
-    if isinstance(cause, RoleFailedError):
-        return cause
-    if isinstance(cause, RayActorError):
-        name = names.get(cause.actor_id or "", role)
-        log = str(Path(log_file).with_name(f"{name}.log"))
-        return RoleFailedError(name, _cause_of_death(cause), log, "died")
-    if isinstance(cause, ObjectLostError):
-        what = f"cannot go on with {method}: data that it needs was lost with another node"
-        return RoleFailedError(role, what, log_file, "lost")
-    if isinstance(cause, OutOfMemoryError):
-        return RoleFailedError(role, _out_of_memory(cause), log_file, "died")
-    return RoleFailedError(role, f"failed in {method}: {error}", log_file, "raised")
-
-
-def _out_of_memory(error: OutOfMemoryError) -> str:
-    """Say that memory was full, with the figures from the start of Ray's long message."""
-    found = re.search(r"was (\S+) used / (\S+) limit", str(error))
-    figures = f", {found[1]} of {found[2]} in use" if found else ""
-    return f"died: killed because the machine's memory was full{figures}"
-
-
-def _cause_of_death(error: RayActorError) -> str:
-    """Say how a process ended: the kind of exit, and the first sentence of Ray's explanation."""
-    text = " ".join(str(error).split())
-    if "its node has died" in text:
-        found = re.search(r" ip: (\S+)", text)
-        return f"died: its node{f' {found[1]}' if found else ''} died, or cannot be reached"
-    if isinstance(error, ActorUnavailableError):
-        return "died: its process or its node cannot be reached"
-    found = re.search(r"exit type: (\w+) Worker exit detail: (.+?\.)( |$)", text)
-    if found is None:
-        return f"died: {text}"
-    if found[1] == "SYSTEM_ERROR":  # the explanation only says that the connection broke
-        return "died: killed, out of memory, or crashed"
-    return f"died: {found[1]}: {found[2]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +41,6 @@ class WeightSync:
         self._pushed: tuple[list[Any], str] = [], ""
         """References to the manifests of the snapshot pulled last, and its checksum."""
         self._ever_pushed, self._reading_manifests = False, asyncio.Lock()
-        for generator in roles.generators:
-            generator.role.recover = self._pull_after_restart(generator)
 
     async def push_if_due(
         self, policy_version: int, probe_logprobs: Sequence[float] = ()
@@ -155,13 +153,19 @@ class WeightSync:
             generator.version = generator.held_version = -1  # of another attempt
         await asyncio.gather(*(self.pull(generator, "restore") for generator in living))
 
-    def _pull_after_restart(self, generator: GeneratorHandle) -> Callable[[], Awaitable[None]]:
-        async def pull() -> None:
-            # A new process has the base model's weights.
-            generator.version, generator.held_version = 0, -1
-            await self.pull(generator, f"restart {generator.role.process.incarnation}")
+    async def recover(self, role: str) -> None:
+        """Bring a restarted generator, replay buffer or parameter server up to date."""
+        for generator in self._roles.generators:
+            if generator.name == role:
+                return await self._pull_after_restart(generator)
+        if role == self._roles.buffer.role.name:
+            await self._roles.buffer.refill()
+        elif role == self._roles.server.role.name:
+            await self._roles.server.push_again()
 
-        return pull
+    async def _pull_after_restart(self, generator: GeneratorHandle) -> None:
+        generator.version, generator.held_version = 0, -1  # the base model's weights
+        await self.pull(generator, f"restart {generator.role.process.incarnation}")
 
 
 @dataclass

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Sequence
 from itertools import count
 from typing import Any
 
-from grpo_components.cluster.calls import Part
 from grpo_components.cluster.role import Role
 from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.weight_probe import LoadedWeights
@@ -41,25 +40,23 @@ class WeightTransfer:
         and then pulls again. Only the end of the sender, or a time-out, ends the loops.
         """
         async with self._turns[receiver.name]:
-            number, incarnation = next(self._numbers), receiver.process.incarnation
+            if receiver.is_restarting:
+                return await receiver.restarted()
+            number, process = next(self._numbers), receiver.process
             announced = (version, number, self._sender.name, self._timeout_s, *manifests)
-            receiving = receiver.submit("receive_weights", *announced, once=True)
-            limit_s = self._limit_s
-            if receiving.call.incarnation == incarnation:  # else a restart cancels it
-                whole = await self._transfer(number, receiver, receiving, buckets)
-                limit_s = self._limit_s if whole else _GRACE_S
+            receiving = receiver.submit("receive_weights", *announced)
+            whole = await self._transfer(number, receiver, receiving, buckets)
+        limit_s = self._limit_s if whole else _GRACE_S
         # Without the lock: if this restarts the generator, the restart pulls.
-        return await receiver.result(receiving, "load_weights", limit_s)
+        return await receiver.outcome(receiving, process, "load_weights", limit_s)
 
     async def _transfer(
-        self, number: int, receiver: Role, receiving: Part, buckets: Sequence[Any]
+        self, number: int, receiver: Role, receiving: Any, buckets: Sequence[Any]
     ) -> bool:
         """Send the snapshot; return whether the receiver got it, or else has to be restarted."""
-        link, sender = f"{receiver.name}.{receiving.call.incarnation}", self._sender
-        to = (number, receiver.name)
-        sending = sender.submit(
-            "send_weights", *to, receiving.call.incarnation, *buckets, lane=f"send {link}"
-        )
+        incarnation, sender = receiver.process.incarnation, self._sender
+        link, to = f"{receiver.name}.{incarnation}", (number, receiver.name)
+        sending = sender.submit("send_weights", *to, incarnation, *buckets, lane=f"send {link}")
         received = _task(receiver.answer(receiving, "load_weights", self._limit_s))
         reason = "the run went back to a checkpoint, or ended"
         try:
@@ -73,26 +70,27 @@ class WeightTransfer:
         finally:
             if reason:
                 sender.submit("abandon_send", *to, reason, lane="abandon")
-                receiver.submit("abandon_weights", number, reason)
+                if not receiver.is_restarting:
+                    receiver.submit("abandon_weights", number, reason)
         return not reason
 
     async def _relay(
         self, to: tuple[int, str], receiver: Role, received: asyncio.Task[Any]
     ) -> None:
         """Make the sender's calls in the receiver, until there is no more."""
-        sender, answered, incarnation = self._sender, False, receiver.process.incarnation
-        lane = f"relay {receiver.name}.{incarnation}"
+        sender, answered, process = self._sender, False, receiver.process
+        lane = f"relay {receiver.name}.{process.incarnation}"
         while True:
-            part = sender.submit("next_request", *to, answered, lane=lane)
+            asked = sender.submit("next_request", *to, answered, lane=lane)
             request = await _unless_failed(
-                received, sender.answer(part, "next_request", self._limit_s)
+                received, sender.answer(asked, "next_request", self._limit_s)
             )
             if request is None:
                 return
-            part = receiver.submit("answer_request", to[0], *request)
-            if part.call.incarnation != incarnation:
+            if receiver.is_restarting or receiver.process is not process:
                 raise RoleFailedError(receiver.name, "is being restarted", "", "died")
-            await _unless_failed(received, receiver.answer(part, "answer_request", self._limit_s))
+            made = receiver.submit("answer_request", to[0], *request)
+            await _unless_failed(received, receiver.answer(made, "answer_request", self._limit_s))
             answered = True
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from grpo_components.cluster.cluster import Cluster
+from grpo_components.cluster.colocation import Colocation
 from grpo_components.cluster.handles import (
     GeneratorHandle,
     ParameterServerHandle,
@@ -19,7 +20,6 @@ from grpo_components.cluster.handles import (
 )
 from grpo_components.cluster.ray_cluster import Need
 from grpo_components.cluster.role import Role
-from grpo_components.cluster.turns import take_turns
 from grpo_components.cluster.weight_transfer import WeightTransfer
 from grpo_components.config.role_arguments import RoleArguments, role_arguments
 from grpo_components.exchange.ledger import Ledger
@@ -61,7 +61,7 @@ def start_roles(
     spawn, timeouts, weights_s = cluster.spawn, cfg.timeouts, cfg.timeouts.weights_s
     cluster.reserve(needs_of(cfg, arguments, num_references), timeouts.startup_s)
     trainer, generator = roles_of(cfg, TRAINER, GENERATOR)  # or their stand-ins
-    server = spawn("parameter_server", PARAMETER_SERVER, **arguments.parameter_server)
+    server = spawn("parameter_server", PARAMETER_SERVER)
     buffer = spawn("replay_buffer", REPLAY_BUFFER, **arguments.replay_buffer)
     rank = partial(spawn, restarts_alone=False, **arguments.trainer)
     trainers = [rank(f"trainer_{n}", trainer, rank=n) for n in range(cfg.num_trainers)]
@@ -69,23 +69,26 @@ def start_roles(
     references = frozen("reference", num_references, arguments.reference)
     teachers = frozen("teacher", teachers_of(cfg), arguments.teacher, keep_kl=False)
     scorer = cfg.reward_model.path and spawn("reward_model", REWARD_MODEL, **arguments.reward_model)
-    generators = [
-        spawn(f"generator_{n}", generator, number=n, beside=hosts_of(cfg, n), **arguments.generator)
+    turns = Colocation(ledger) if cfg.colocate else None
+    sampler = partial(spawn, pause=turns and turns.pause, **arguments.generator)
+    samplers = [
+        sampler(f"generator_{n}", generator, number=n, beside=hosts_of(cfg, n))
         for n in range(cfg.num_generators)
     ]
     waits, counts = cfg.stale_groups == "wait", bool(cfg.curriculum)
     limits, batch_limits = (timeouts.rollout_s, weights_s), (timeouts.batch_s, weights_s)
-    roles = Roles(
-        generators=[GeneratorHandle(role, ledger, *limits, counts) for role in generators],
+    generators = [GeneratorHandle(role, ledger, *limits, counts) for role in samplers]
+    turn = turns and partial(turns.trainers_turn, generators)
+    return Roles(
+        generators=generators,
         buffer=ReplayBufferHandle(buffer, ledger, *batch_limits, wait_for_stale=waits),
-        trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, weights_s),
+        trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, weights_s, turn),
         server=ParameterServerHandle(server, weights_s),
         references=references,
         teachers=teachers,
         reward_model=RewardModelHandle(scorer, timeouts.rollout_s) if scorer else None,
         transfer=_transfer(cfg, trainers[0]),
     )
-    return take_turns(roles, ledger) if cfg.colocate else roles
 
 
 def _frozen(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
-from grpo_components.cluster.calls import Part
 from grpo_components.cluster.handles import Roles
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.errors import ReplayStop
@@ -71,7 +71,7 @@ class Journal:
         self._ledger.finish_step(result.policy_version, outcome)
         self._checkpoints.hold()
 
-    async def save_if_due(self, step: int, roles: Roles, batch: Part) -> None:
+    async def save_if_due(self, step: int, roles: Roles, batch: Any) -> None:
         """Write the committed state as a checkpoint, every n steps and after the last step."""
         stops = step == self._replay_until
         if stops or step % self._save_every_n_steps == 0 or self._ledger.finished:

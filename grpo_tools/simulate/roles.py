@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,17 +164,9 @@ class VirtualRole:
 
     def __init__(self, name: str, target: Any) -> None:
         self.name, self._target = name, target
-        self.recover: Callable[[], Awaitable[None]] | None = None
         self._lanes: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    def submit(
-        self,
-        method: str,
-        *args: Any,
-        num_returns: int = 1,
-        lane: str = "main",
-        once: bool = False,
-    ) -> Any:
+    def submit(self, method: str, *args: Any, num_returns: int = 1, lane: str = "main") -> Any:
         """Start a call; see `Role.submit`."""
         task = asyncio.create_task(self._run(method, args, lane))
         if num_returns == 1:
@@ -192,22 +183,25 @@ class VirtualRole:
         async with self._lanes[lane]:
             return await function(*values)
 
-    async def result(
-        self,
-        part: VirtualPart,
-        what: str,
-        timeout_s: float,
-        turn: Callable[[], Awaitable[Any]] | None = None,
-    ) -> Any:
-        """Wait for a call's result; see `Role.result`."""
-        return await self.answer(part, what, timeout_s)
-
     async def call(
-        self, method: str, *args: Any, timeout_s: float, lane: str = "main", turn: Any = None
+        self,
+        method: str,
+        *args: Any,
+        timeout_s: float,
+        num_returns: int = 1,
+        lane: str = "main",
+        turn: Any = None,
     ) -> Any:
         """Call a method and wait for its result; see `Role.call`."""
-        return await self.answer(self.submit(method, *args, lane=lane), method, timeout_s)
+        sent = self.submit(method, *args, num_returns=num_returns, lane=lane)
+        if num_returns == 1:
+            return await self.answer(sent, method, timeout_s)
+        return sent, await self.answer(sent[1], method, timeout_s)
 
-    async def answer(self, part: VirtualPart, what: str, timeout_s: float) -> Any:
+    async def call_once(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Call a method and wait for its result; see `Role.call_once`."""
+        return await self.call(method, *args, timeout_s=timeout_s)
+
+    async def answer(self, reference: VirtualPart, what: str, timeout_s: float) -> Any:
         """Wait for a result; see `Role.answer`."""
-        return await part.value()
+        return await reference.value()

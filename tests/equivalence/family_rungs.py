@@ -27,8 +27,9 @@ from equivalence.ladder import (
 from equivalence.roles import ENGINES, tiny_config
 from grpo_components.exchange.weights import StateDict, pack_bucket
 from grpo_components.models.hugging_face_policy import hugging_face
-from grpo_components.models.lora import TARGETS, LoraOptions
+from grpo_components.models.lora import TARGETS
 from grpo_components.models.meshes import Sharding
+from grpo_components.settings import LoraSettings
 from grpo_components.trajectory import pack
 
 _TRAINERS = (
@@ -169,7 +170,7 @@ def adapter_is_merged_weights(bench: Bench) -> float:
     with closing(bench.process(ENGINES)) as engines:
         for name, num_ranks, targets in _ADAPTED:
             base, copy = _random_policy(bench, name), bench.folder()
-            lora = LoraOptions(rank=4, alpha=8.0, target_modules=targets, save_merged=True)
+            lora = LoraSettings(rank=4, alpha=8.0, target_modules=targets, save_merged=True)
             arguments = _trainer_arguments(bench, name, base) | {"lora": lora} | options
             train = partial(bench.train, num_ranks=num_ranks, **arguments)
             save = [("hold_state", False), ("write_state", str(copy))]

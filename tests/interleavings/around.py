@@ -122,7 +122,7 @@ def without_ray() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         for module, changes in {
             cluster_module: {
-                "RayCluster": lambda *given: SimpleNamespace(scratch=None),
+                "RayCluster": lambda *_: SimpleNamespace(scratch=None, why_no_room=lambda _: ""),
                 "resource_use": dict,
                 "_objects_in_scope": lambda: 0,
                 "_HEARTBEAT_EVERY_S": math.inf,

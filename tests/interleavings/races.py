@@ -13,8 +13,11 @@ from interleavings.around import Checkpoints
 from interleavings.roles import Generator
 from interleavings.world import NEVER_S, Bound
 
-from grpo_components.cluster.handles import GeneratorHandle, ReplayBufferHandle
-from grpo_components.cluster.role import Role
+from grpo_components.cluster.handles import (
+    GeneratorHandle,
+    ParameterServerHandle,
+    ReplayBufferHandle,
+)
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
@@ -95,12 +98,9 @@ async def _pull_without_lock(original: Any, self: WeightSync, generator: Any, en
         await original(self, generator, entry)
 
 
-def _recover_with_old_label(_: Any, self: WeightSync, generator: GeneratorHandle) -> Any:
-    async def pull() -> None:
-        generator.held_version = -1
-        await self.pull(generator, "restart")
-
-    return pull
+async def _recover_with_old_label(_: Any, self: WeightSync, generator: GeneratorHandle) -> None:
+    generator.held_version = -1
+    await self.pull(generator, "restart")
 
 
 def _keep_in_flight(_: Any, self: Ledger, entry: Any) -> None:
@@ -157,10 +157,6 @@ async def _version_of_a_restart(
 
 async def _nothing(*_: Any) -> None:
     pass
-
-
-def _forget_last_call(original: Any, self: Role, *given: Any, **options: Any) -> None:
-    original(self, *given, **options | {"remembers": None})
 
 
 async def _save_prompts_later(
@@ -259,7 +255,7 @@ RACES = {
     "buffer_not_refilled": Race(
         "a restarted buffer is not filled again",
         Bound(max_staleness=0, steps=1, generators=1, crash=("replay_buffer",)),
-        *(ReplayBufferHandle, "_refill", _nothing),
+        *(ReplayBufferHandle, "refill", _nothing),
     ),
     "added_after_taken": Race(
         "a restarted buffer gets a group again that a step has taken",
@@ -279,7 +275,7 @@ RACES = {
     "server_forgets": Race(
         "a restarted server does not get the last push again",
         Bound(max_staleness=0, steps=2, generators=1, crash=("parameter_server",)),
-        *(Role, "__init__", _forget_last_call),
+        *(ParameterServerHandle, "push_again", _nothing),
     ),
     "buffer_survives_rollback": Race(
         "the buffer keeps its groups when the run returns to a checkpoint",

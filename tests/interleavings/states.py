@@ -15,7 +15,6 @@ from interleavings.world import World
 from lib.role import Reference, RemoteCall, StandInHost
 
 from grpo_components.cluster.batch import Batch, Group
-from grpo_components.cluster.calls import Call, Part
 from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.role_process import RoleProcess
@@ -106,14 +105,12 @@ class _World:
         waiting = (
             [] if restarting is None else [self._callback(c) for c, _ in restarting._callbacks]
         )
-        last = role._last and self.shown(role._last)
         return (
             role.name,
             role.lost,
             role.process.incarnation,
             waiting,
             sorted(role._errors.items()),
-            last,
         )
 
     def _process(self, process: StandInHost) -> Any:
@@ -217,12 +214,6 @@ class _World:
     def _mapping(self, values: Any) -> Any:
         return [(f"{key}", self.shown(each)) for key, each in values.items()]
 
-    def _call(self, call: Call) -> Any:
-        made = call._references[:1]
-        ended = made and made[0].call.stage == "arrived" and made[0].call.error is None
-        error = "" if ended else call.last_error
-        return call.role, call.method, call.incarnation, error, self._all(made)
-
     def _reference(self, each: Reference) -> Any:
         call = each.call
         # Of parts, the first one has what was made; nobody makes decisions by the others.
@@ -247,8 +238,6 @@ _OF_KIND: dict[type, Callable[[_World, Any], Any]] = {
     Sampled: lambda _, group: group,
     Batch: lambda _, batch: batch.batch_hash,
     StepResult: lambda _, result: result.policy_version,
-    Part: lambda self, part: (self._call(part.call), part.number),
-    Call: _World._call,
     Reference: _World._reference,
     RemoteCall: lambda _, call: (call.name, call.stage),
     GeneratorHandle: lambda _, handle: handle.name,

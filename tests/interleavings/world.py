@@ -26,7 +26,7 @@ from grpo_components.cluster.handles import (
     Roles,
     TrainersHandle,
 )
-from grpo_components.cluster.restarts import Family, RestartBudget
+from grpo_components.cluster.restarts import RestartBudget
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.exchange.ledger import Ledger
@@ -104,16 +104,18 @@ class World:
 
     async def _main(self) -> None:
         # As `train`, after `ready`.
-        await self.cluster.supervise(self.recipe.loops, self.begin_again)
+        await self.cluster.supervise(self.recipe.loops, self.begin_again, self._recover)
+
+    async def _recover(self, role: str) -> None:
+        await self.weights.recover(role)
 
     # ---- building
 
     def _role(self, name: str, build: Callable[[], Any], **options: Any) -> Role:
         record, names = self.ledger.events.record, self._names
-        role = stand_in_role(
-            name, build, self, budget=self.budget, record=record, names=names, **options
-        )
-        role.pause = asyncio.sleep  # its end is a step
+        given = {"budget": self.budget, "record": record, "names": names, **options}
+        # The end of a pause is a step.
+        role = stand_in_role(name, build, self, pause=asyncio.sleep, recover=self._recover, **given)
         self.cluster.roles.append(role)
         return role
 
@@ -153,14 +155,17 @@ class World:
         buffer = self._role(
             "replay_buffer", lambda: ReplayBuffer(contract=contract, timeout_s=limit)
         )
-        server = self._role("parameter_server", VLLMParameterServer, remembers="push")
+        server = self._role("parameter_server", VLLMParameterServer)
         trainer = partial(Trainer, bound.max_staleness, bound.groups_per_step, self.files)
         trainers = [self._role("trainer_0", trainer, restarts_alone=False)]
-        generator, family = partial(Generator, bound.rollouts_in_flight), Family(1)
-        generators = [
-            self._role(f"generator_{number}", generator, family=family)
-            for number in range(bound.generators)
-        ]
+        generator, generators = partial(Generator, bound.rollouts_in_flight), list[Role]()
+
+        def can_spare() -> bool:
+            return sum(not role.lost for role in generators) > 1
+
+        for number in range(bound.generators):
+            name = f"generator_{number}"
+            generators.append(self._role(name, generator, can_spare=can_spare))
         references = [self._role(f"reference_{n}", Reference) for n in range(bound.references)]
         waits = bound.stale_groups == "wait"
         self.roles = Roles(

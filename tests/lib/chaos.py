@@ -58,7 +58,7 @@ def forked_recipe(folder, faults):
 def install():
     """Let the faults of the environment happen in this process's run."""
     waiting = [Fault(**fault) for fault in json.loads(os.environ["CHAOS"])]
-    calls, submit, result = Counter(), Role.submit, Role.result
+    calls, submit, call = Counter(), Role.submit, Role.call
     awaited = {}
 
     def strike(role, fault):
@@ -68,7 +68,7 @@ def install():
         sys.stdout.write(f"chaos: {role.name} {json.dumps(asdict(fault))}\n")
 
     def disturbed_submit(role, method, *args, **kwargs):
-        part = submit(role, method, *args, **kwargs)
+        sent = submit(role, method, *args, **kwargs)
         calls[role.name, method] += 1
         for fault in list(waiting):
             if method != fault.method or not fnmatch(role.name, fault.role):
@@ -78,14 +78,15 @@ def install():
                 waiting.remove(fault)
                 asyncio.get_running_loop().call_later(fault.delay_s, strike, role, fault)
                 break
-        return part
+        return sent
 
-    async def held_result(role, part, *args, **kwargs):
-        if part.call.method == "train_step":
+    async def held_call(role, method, *args, **kwargs):
+        answer = await call(role, method, *args, **kwargs)
+        if method == "train_step":
             for struck, pid in list(awaited.items()):
                 while struck.process.pid in (0, pid):
                     await asyncio.sleep(0.1)
                 await struck.wait_idle()
-        return await result(role, part, *args, **kwargs)
+        return answer
 
-    Role.submit, Role.result = disturbed_submit, held_result
+    Role.submit, Role.call = disturbed_submit, held_call

@@ -271,12 +271,14 @@ def stand_in_role(
     def ignore(*_: Any, **__: Any) -> None:
         pass
 
-    nobody = {"note": ignore, "record": ignore, "started": ignore, "names": {}}
+    async def nothing(*_: Any) -> None:
+        await asyncio.sleep(0)
+
+    nobody = {"note": ignore, "record": ignore, "started": ignore, "names": {}, "why_no_room": str}
     budget = RestartBudget(max_restarts, math.inf)
-    arguments = {"budget": budget, **nobody, **options}
+    arguments = {"budget": budget, "recover": nothing, "pause": nothing, **nobody, **options}
     made = Role(name, f"/nowhere/{name}.log", start_process, **arguments)
     made._start_timeout_s = NEVER_S  # `ready` would set it
-    made.pause = lambda seconds: asyncio.sleep(0)
     return made
 
 
@@ -290,11 +292,6 @@ def waits_of(role: Role) -> list[tuple[str, float]]:
 
     role.answer = noted
     return waits
-
-
-async def value_of(part: Any) -> Any:
-    """Return what a `Part` stands for, as it reaches a role that gets it as an argument."""
-    return await part.call.reference(part.number)
 
 
 def _shown(args: tuple[Any, ...]) -> str:

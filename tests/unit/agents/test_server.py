@@ -1,6 +1,5 @@
 """The server, through the unmodified OpenAI client."""
 
-import asyncio
 import contextlib
 import json
 import socket
@@ -177,16 +176,3 @@ def test_a_closed_server_listens_no_more():
         except ConnectionRefusedError:
             return
     raise AssertionError("the server still listens")
-
-
-def test_an_async_client_asks_in_parallel(serve):
-    _, session, client = serve(*("ab"[i % 2] + "<|im_end|>" for i in range(12)))
-
-    async def run():
-        async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as both:
-            asks = (both.chat.completions.create(model="m", messages=USER) for _ in range(12))
-            return await asyncio.gather(*asks)
-
-    answers = asyncio.run(run())
-    assert sorted(a.choices[0].message.content for a in answers) == ["a"] * 6 + ["b"] * 6
-    assert len(session.parts()) == 12

@@ -116,7 +116,7 @@ WRONG = {
     "never trained": (lambda r: again(r, 2, 99, 2), "reused before it is trained"),
     "the worse one": (reuse_the_worse_group, OTHER),
     "younger than its tokens": (make_a_group_younger_than_its_tokens, ""),
-    "no rule": (lambda r: r[0].pop("replay_generation"), "is trained with its spread"),
+    "no rule": (lambda r: r[0].pop("replay_generation"), "2 of 2 groups are trained with spread"),
     "a rule without reuse": (
         lambda r: r[0]["replay_generation"].update(share=0.1),
         "can reuse nothing",

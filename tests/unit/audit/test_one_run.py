@@ -3,7 +3,7 @@
 import pytest
 from lib.rows import write_rows
 
-from grpo_components.records.run_identity import RunIdentity
+from grpo_components.records.run_folder import RunIdentity
 from grpo_components.state_files import write_state
 from grpo_tools.audit.findings import Findings
 from grpo_tools.audit.one_run import check_one_run
@@ -33,7 +33,7 @@ def save(folder, step, incarnation, run=RUN, version=None, latest=True):
     path = folder / "checkpoints" / f"step_{step}"
     version = step if version is None else version
     state = {"ledger": {"steps_done": step, "policy_version": version}, "prompts": {}}
-    state["identity"] = RunIdentity(run, incarnation).as_dict()
+    state["identity"] = RunIdentity(run, incarnation)._asdict()
     write_state(path / "state", "driver", state)
     if latest:
         (path.parent / "latest").unlink(missing_ok=True)

@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_components.cluster import restarts
+from grpo_components.cluster import role as role_module
 from grpo_components.cluster.cluster import Cluster
+from grpo_components.cluster.ray_cluster import RayCluster
 from grpo_components.cluster.restarts import RestartBudget
 from grpo_components.cluster.supervision import exit_code
 from grpo_components.errors import RoleFailedError, RoleLostError
@@ -32,11 +33,8 @@ class Budget:
     def allow(self, restarts):
         self.budget = RestartBudget(restarts, 1e9)
 
-    def spend(self, failure, *, repeated):
-        return min(self.budget.spend(failure, repeated=repeated), 0.05)
-
-    async def wait_with_room(self, starting, role, log):
-        return await self.budget.wait_with_room(starting, role, log)
+    def spend(self, failure, **how):
+        return min(self.budget.spend(failure, **how), 0.05)
 
     def used(self):
         return self.budget.used()
@@ -120,14 +118,18 @@ def nothing(*_):
     pass
 
 
+async def no_recovery(name):
+    pass
+
+
 async def test_a_role_answers_keeps_its_state_and_is_recorded(cluster, output_dir, start_notes):
     start_notes.clear()
     role = await spawn(cluster, "counter", start=3, cpu_threads=1, env={"GREETING": "hello"})
     assert await role.call("add", 4, timeout_s=30) == 7
     environment = {"OMP_NUM_THREADS": "1", "GREETING": "hello"}
     assert await role.call("environment", timeout_s=30) == environment
-    listed, plain = role.submit("split", num_returns=2)
-    assert await role.result(plain, "split", 30) == 7
+    (listed, _), plain = await role.call("split", num_returns=2, timeout_s=30)
+    assert plain == 7
     assert await role.call("total", listed, timeout_s=30) == 7  # a part arrives as its value
     starting, ready = start_notes
     assert starting == "starting counter ..." and ready.startswith("counter is ready after ")
@@ -143,7 +145,7 @@ async def test_a_full_object_store_spills_to_disk_and_loses_nothing(cluster, pai
     role, sizes = pair[0], [STORE // 3] * 4 + [STORE * 5 // 4]
     blocks = [role.submit("block", size, i, num_returns=2) for i, size in enumerate(sizes)]
     for number, (_, value) in enumerate(blocks):
-        assert await role.result(value, "block", 60) == number
+        assert await role.answer(value, "block", 60) == number
     for number, (block, _) in enumerate(blocks):
         total = await role.call("total_of", block, timeout_s=60)
         assert total == number * sizes[number]
@@ -167,7 +169,7 @@ async def test_lanes_run_in_parallel(pair):
 
     waiting = role.submit("wait")
     await role.call("let_go", lane="beside", timeout_s=30)
-    assert await role.result(waiting, "wait", 30) is True
+    assert await role.answer(waiting, "wait", 30) is True
 
 
 async def test_an_error_names_the_role_whose_code_failed_and_its_log(pair):
@@ -192,12 +194,10 @@ async def test_a_role_that_cannot_be_built_is_named(cluster):
     assert failure.role == "broken" and "ValueError: start is below 0" in failure.what
 
 
-async def test_a_start_ends_when_the_nodes_that_live_have_no_room_any_more(
-    cluster, budget, monkeypatch
-):
-    monkeypatch.setattr(restarts, "_ROOM_CHECK_S", 0.1)
+async def test_a_start_ends_when_the_nodes_that_live_have_no_room_any_more(cluster, monkeypatch):
+    monkeypatch.setattr(role_module, "_ROOM_CHECK_S", 0.1)
     answers = iter(["", "", "the 1 nodes that live have no room for it (5 CPU)"])
-    budget.budget.why_no_room = answers.__next__
+    monkeypatch.setattr(RayCluster, "why_no_room", lambda *_: next(answers))
     role = cluster.spawn("late", "lib.counter_role.Counter", start_after_s=60)
     with pytest.raises(ExceptionGroup) as group:
         await cluster.ready(120)
@@ -218,13 +218,13 @@ async def test_the_death_of_an_idle_role_is_noticed_at_once(cluster):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_pending_call_is_repeated_after_the_role_has_recovered(
-    cluster, budget, notes, tmp_path, how
+    cluster, budget, notes, tmp_path, monkeypatch, how
 ):
     """Killed or frozen; other calls wait until it has recovered."""
     budget.allow(3)
     role = await spawn(cluster, f"restarted_{how.name}", start=5)
 
-    async def recover():
+    async def recover(name):
         late.append(asyncio.create_task(role.call("add", 1, timeout_s=30)))
         await asyncio.sleep(0)  # the late call is made, and must wait
         for watching in watches:
@@ -232,10 +232,11 @@ async def test_a_pending_call_is_repeated_after_the_role_has_recovered(
         await role.call("add", 100, timeout_s=30)
 
     late, watches = [], []
-    role.recover = recover
+    monkeypatch.setattr(cluster, "_recover", recover)
     await role.call("add", 1000, timeout_s=30)
     waiting = asyncio.create_task(role.call("hang_once", str(tmp_path / "mark"), timeout_s=200))
-    once = role.submit("add", 10_000, once=True)  # waits for it in the same lane
+    # Waits for it in the same lane.
+    once = asyncio.create_task(role.call_once("add", 10_000, timeout_s=200))
     assert await role.call("wait_until_it_hangs", lane="beside", timeout_s=60)
     os.kill(role.process.pid, how)
     # A death is noticed at once; only silence takes patience.
@@ -243,24 +244,19 @@ async def test_a_pending_call_is_repeated_after_the_role_has_recovered(
     watches.append(asyncio.create_task(role.watch(0.2, patience_s, nothing)))
     assert await waiting in (105, 106)  # before or after the late call
     assert await late[0] == 106  # 5 from its start, 100 from recovery; the 1000 are lost
-    assert await role.result(once, "add", 30) is None  # recovery did its work
-    assert await role.result(role.submit("add", 0, once=True), "add", 30) == 106
+    assert await once is None  # recovery did its work
+    assert await role.call_once("add", 0, timeout_s=30) == 106
     what, back = notes
     assert what.startswith(role.name) and ("heartbeat" in what) == (how is signal.SIGSTOP)
     assert "restart 1 of at most 3" in what and back.startswith(f"{role.name} is back")
 
 
-async def test_results_outlive_their_process_and_the_remembered_call_is_repeated(
-    cluster, budget, pair
-):
+async def test_results_outlive_their_process(cluster, budget, pair):
     budget.allow(3)
-    role, sink = await spawn(cluster, "source", start=7, remembers="add"), pair[1]
-    listed, plain = role.submit("split", num_returns=2)
-    assert await role.result(plain, "split", 30) == 7
-    await role.call("add", 1, timeout_s=30)
-    await role.call("add", 5, timeout_s=30)
+    role, sink = await spawn(cluster, "source", start=7), pair[1]
+    (listed, _), _ = await role.call("split", num_returns=2, timeout_s=30)
     os.kill(role.process.pid, signal.SIGKILL)
-    assert await role.call("add", 20, timeout_s=60) == 7 + 5 + 20
+    assert await role.call("add", 20, timeout_s=60) == 7 + 20
     assert await sink.call("total", listed, timeout_s=30) == 7
     assert await sink.answer(listed, "a list", 30) == [7]  # any role can get it
 
@@ -381,7 +377,7 @@ async def test_roles_that_depend_on_each_other_restart_together_with_the_loops(
     async def begin_again():
         began_again.append(len(attempts))
 
-    await cluster.supervise(loops, begin_again)
+    await cluster.supervise(loops, begin_again, no_recovery)
     assert attempts == [[1, 1], [1, 1]] and began_again == [1]
     before, after = (start["attempt"] for start in starts_of(ranks[0], output_dir))
     assert after == before + 1
@@ -396,18 +392,16 @@ async def test_a_role_that_dies_while_others_restart_comes_back_with_a_line(
     """Nobody watches the roles then; a role that is only replaced by a fresh one is no news."""
     cluster.roles.clear()
     budget.allow(3)
-    mark, options = tmp_path / "mark", {"remembers": "add"}
+    mark = tmp_path / "mark"
     rank = await spawn(cluster, f"rank_of_{when}", restarts_alone=False)
-    buffer = await spawn(
-        cluster, f"buffer_{when}".replace(" ", "_"), dies_if_there=str(mark), **options
-    )
+    name = f"buffer_{when}".replace(" ", "_")
+    buffer = await spawn(cluster, name, dies_if_there=str(mark))
     refilled, began_again = [], []
 
-    async def recover():
+    async def recover(name):
         refilled.append(await buffer.call("add", 0, timeout_s=30))
 
     async def loops():
-        buffer.recover = recover
         await buffer.call("add", 5, timeout_s=30)
         if not began_again:
             os.kill(rank.process.pid, signal.SIGKILL)
@@ -422,7 +416,7 @@ async def test_a_role_that_dies_while_others_restart_comes_back_with_a_line(
         await buffer.begin_again()
         assert await buffer.call("add", 1, timeout_s=30) == 1, "it is empty, as after any roll-back"
 
-    await cluster.supervise(loops, begin_again)
+    await cluster.supervise(loops, begin_again, recover)
     told = [line for line in notes if line.startswith("buffer_")]
     if when == "never":
         assert told == [] and refilled == []
@@ -443,7 +437,7 @@ async def test_ctrl_c_ends_the_run_even_if_a_role_dies_at_the_same_moment(cluste
         running.cancel()
         raise ExceptionGroup("", [RoleFailedError(rank.name, "died", "a.log", "died")])
 
-    running = asyncio.create_task(cluster.supervise(loops, loops))
+    running = asyncio.create_task(cluster.supervise(loops, loops, no_recovery))
     await asyncio.wait([running])
     assert running.cancelled() and notes == []
 
@@ -467,7 +461,7 @@ async def test_a_failed_restart_is_repeated_in_the_same_attempt(
     async def begin_again():
         began_again.append(True)
 
-    await cluster.supervise(loops, begin_again)
+    await cluster.supervise(loops, begin_again, no_recovery)
     before, after = (start["attempt"] for start in starts_of(rank, output_dir))
     assert began_again == [True] and after == before + 1
     first, again, back = notes

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from lib.role import stand_in_role, value_of, waits_of
+from lib.role import stand_in_role, waits_of
 from lib.trajectories import response
 
 from grpo_components.cluster.batch import Batch, Group
@@ -71,11 +71,17 @@ class Setting:
         role = stand_in_role("generator_0", self.sampler)
         self.generator = GeneratorHandle(role, self.ledger, 7.0, 9.0)
         self.buffer_role = stand_in_role(
-            "replay_buffer", lambda: ReplayBuffer(contract=contract, timeout_s=0.01)
+            *("replay_buffer", lambda: ReplayBuffer(contract=contract, timeout_s=0.01)),
+            recover=lambda name: self.buffer.refill(),
+            pause=lambda seconds: self.pause(),
         )
         self.buffer = ReplayBufferHandle(
             self.buffer_role, self.ledger, 5.0, 9.0, wait_for_stale=wait_for_stale
         )
+
+    async def pause(self):
+        """What happens before a restart of the buffer."""
+        await asyncio.sleep(0)
 
     async def generated(self):
         entry = await self.ledger.admit("generator_0", 1)
@@ -92,7 +98,7 @@ async def test_a_group_is_asked_for_by_its_identity_and_its_end_is_recorded():
     assert setting.sampler.asked == [(10, 0, 0, 3, 0.5)]
     assert waits == [("generate_group", 7.0)]
     assert group.summary.response_tokens == [3, 3] and group.entry.tokens == 6
-    assert await value_of(group.entry.text) == {"text of": 0}
+    assert await group.entry.text == {"text of": 0}
     assert setting.names() == ["issue", "finish"]
 
 
@@ -191,12 +197,12 @@ async def test_a_restarted_buffer_gets_a_group_again_unless_a_step_has_taken_it(
     setting = Setting()
     role, group = setting.buffer_role, await setting.generated()
 
-    async def pause(seconds):
+    async def pause():
         if taken:  # the step's answer came before that of `add`, which the restart cancelled
             await setting.ledger.take([group.entry.group_id])
             setting.ledger.finish_step(1)
 
-    role.process.host.dies_in, role.pause = {"add"}, pause
+    role.process.host.dies_in, setting.pause = {"add"}, pause
     await setting.buffer.add(group)
     assert (group.entry.state == "buffered") != taken
     with pytest.raises(RoleFailedError) if taken else contextlib.nullcontext():
@@ -281,13 +287,13 @@ async def test_references_share_the_groups_and_the_kl_goes_to_the_ledger():
     roles = [stand_in_role(f"reference_{i}", Reference(i)) for i in range(2)]
     references = ReferencesHandle(roles, 9.0)
     groups = [await references.add_logprobs(group_of(i)) for i in range(3)]
-    assert [await value_of(group.packed) for group in groups] == [
+    assert [await group.packed for group in groups] == [
         f"packed {i} with logprobs of {i % 2}" for i in range(3)
     ]
     assert [group.entry.reference_kl for group in groups] == [[0, 0], [1, 1], [0, 0]]
     teachers = ReferencesHandle(roles, 9.0, keep_kl=False)
     graded = await teachers.add_logprobs(groups[0])
-    assert await value_of(graded.packed) == "packed 0 with logprobs of 0 with logprobs of 0"
+    assert await graded.packed == "packed 0 with logprobs of 0 with logprobs of 0"
     graded = await teachers.add_logprobs(group_of(1))
     assert graded.entry.reference_kl is None
 
@@ -299,9 +305,9 @@ async def test_the_reward_model_returns_another_group_with_its_text():
 
     handle = RewardModelHandle(stand_in_role("reward_model", RewardModel()), 9.0)
     group = await handle.add_scores(group_of(0))
-    packed = await value_of(group.packed)
+    packed = await group.packed
     assert (packed, group.summary) == ("packed 0, scored", "new summary")
-    assert await value_of(group.entry.text) == "text, scored"
+    assert await group.entry.text == "text, scored"
 
 
 async def test_every_rank_gets_each_call_with_the_same_arguments():

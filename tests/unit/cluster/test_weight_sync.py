@@ -19,7 +19,7 @@ from grpo_components.cluster.handles import (
     TrainersHandle,
 )
 from grpo_components.cluster.weight_sync import MAX_DELTAS, Pushes, WeightSync
-from grpo_components.errors import DisagreementError
+from grpo_components.errors import DisagreementError, RoleFailedError
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 from grpo_components.exchange.staleness import StalenessContract
@@ -117,15 +117,18 @@ class Setting:
         self.server = VLLMParameterServer()
         self.trainer = DeltaTrainer() if deltas else Trainer()
         self.engines = [DeltaEngine() if deltas else Engine() for _ in range(num_generators)]
+        recovers = {"recover": lambda name: self.weights.recover(name)}
         self.generators = [
-            GeneratorHandle(stand_in_role(f"generator_{i}", engine), self.ledger, 9.0, 9.0)
+            GeneratorHandle(
+                stand_in_role(f"generator_{i}", engine, **recovers), self.ledger, 9.0, 9.0
+            )
             for i, engine in enumerate(self.engines)
         ]
         self.trainer_role = stand_in_role("trainer_0", lambda: self.trainer)
-        server = stand_in_role("parameter_server", lambda: self.server)
+        server = stand_in_role("parameter_server", lambda: self.server, **recovers)
         self.roles = Roles(
             generators=self.generators,
-            buffer=SimpleNamespace(),
+            buffer=SimpleNamespace(role=SimpleNamespace(name="replay_buffer")),
             trainers=TrainersHandle([self.trainer_role], self.ledger, 9.0, 9.0),
             server=ParameterServerHandle(server, 9.0),
             references=None,
@@ -248,6 +251,21 @@ async def test_a_generator_that_computes_other_logprobs_than_the_trainers_pushed
     assert await setting.rollout(setting.generators[0]) == 1
     with pytest.raises(DisagreementError, match=r"generator_1 pulled version 1"):
         await setting.rollout(setting.generators[1])
+
+
+async def test_a_restarted_server_gets_the_last_push_again_unless_an_attempt_began():
+    setting = Setting()
+    server = setting.roles.server
+    for _ in range(2):
+        await setting.step()
+    setting.server = VLLMParameterServer()
+    await server.role.replay_restart("died")
+    assert (await server.newest())[0] == 2
+    setting.server = VLLMParameterServer()
+    await server.begin_again()
+    await server.role.replay_restart("died")
+    with pytest.raises(RoleFailedError, match="no weights were pushed"):
+        await server.newest()
 
 
 async def test_a_restarted_generator_gets_the_newest_weights_before_anything_else():

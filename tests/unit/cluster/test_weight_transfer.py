@@ -67,9 +67,9 @@ class Receiver:
         self.ended.set()
 
 
-def roles_of(sender, receiver, dies_in=(), max_restarts=0):
+def roles_of(sender, receiver, dies_in=(), max_restarts=0, **more):
     """Roles whose first failure ends the run."""
-    options = {"dies_in": dies_in, "max_restarts": max_restarts, "names": {}}
+    options = {"dies_in": dies_in, "max_restarts": max_restarts, "names": {}, **more}
     return [
         stand_in_role(name, role, threads=True, **options)
         for name, role in (("trainer_0", sender), ("generator_1", receiver))
@@ -190,11 +190,11 @@ def test_a_receiver_that_fails_without_an_answer_is_noticed_at_once():
 
 
 def test_nothing_is_sent_to_a_receiver_that_is_being_restarted():
-    sender, receiver = roles_of(Sender(), Receiver(), max_restarts=1)
+    again = asyncio.Event()
+    restart = {"max_restarts": 1, "pause": lambda seconds: again.wait()}
+    sender, receiver = roles_of(Sender(), Receiver(), **restart)
 
     async def run():
-        again = asyncio.Event()
-        receiver.pause = lambda seconds: again.wait()
         restart = asyncio.create_task(receiver.replay_restart("died"))
         await asyncio.sleep(0)
         transfer = WeightTransfer(sender, LIMIT_S)

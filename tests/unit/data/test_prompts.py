@@ -2,14 +2,14 @@
 
 import asyncio
 import json
+import shutil
 
 import pytest
 from lib.config_errors import refused_key
 from omegaconf import OmegaConf
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
-from transformers import PreTrainedTokenizerFast, Qwen2Config
-from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from grpo_components.data.prompts import prompt_encoder
 from grpo_components.examples.tiny_policy import SPECIAL_TOKENS
@@ -58,25 +58,9 @@ CASES += [(PARTS_ONLY, "Count."), (IN_A_MACRO, " Count."), (LINES, None)]
 
 
 @pytest.fixture(scope="module")
-def make_folder(tmp_path_factory):
-    """Make model folders with a small tokenizer like Qwen2.5's and perhaps a chat template."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        initial_alphabet=alphabet,
-        special_tokens=SPECIAL_TOKENS,
-        show_progress=False,
-    )
-    bpe.train_from_iterator(["How many are there? Really many. system user assistant"], trainer)
-    first = SPECIAL_TOKENS[0]
+def make_folder(tiny_policy, tmp_path_factory):
+    """Make folders of a model like Qwen2.5, whose tokenizer puts a token before each text."""
+    bpe, first = AutoTokenizer.from_pretrained(tiny_policy).backend_tokenizer, SPECIAL_TOKENS[0]
     bpe.post_processor = processors.TemplateProcessing(
         single=f"{first} $A", special_tokens=[(first, bpe.token_to_id(first))]
     )
@@ -87,15 +71,7 @@ def make_folder(tmp_path_factory):
         tokenizer.chat_template = chat_template
         tokenizer.save_pretrained(folder)
         bpe.model.save(str(folder))
-        config = Qwen2Config(
-            vocab_size=320,
-            hidden_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            architectures=["Qwen2ForCausalLM"],
-        )
-        config.save_pretrained(folder)
+        shutil.copy(tiny_policy / "config.json", folder)
         return folder
 
     return make
@@ -217,10 +193,10 @@ def test_torchtunes_messages_have_the_same_ids_as_the_chat_template(make_folder)
 
 def test_torchtunes_prompt_template_surrounds_each_message(make_folder):
     folder = make_folder(None)
-    styled = tune_tokenizer(folder, prompt_template={"user": ("Q: ", "\nA:")})
-    given = (tune_tokenizer(folder), "Q: {question}\nA:", "torchtune", None)
+    styled = tune_tokenizer(folder, prompt_template={"user": ("Q:\n", "\nA:")})
+    given = (tune_tokenizer(folder), "Q:\n{question}\nA:", "torchtune", None)
     encode = prompt_encoder(styled, "{question}", "torchtune", None)
-    assert encode("1 + 1?") == prompt_encoder(*given)("1 + 1?")
+    assert encode("1 and 1") == prompt_encoder(*given)("1 and 1")
 
 
 def test_an_end_of_turn_from_the_tokenizer_is_not_part_of_the_prompt():

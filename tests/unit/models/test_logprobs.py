@@ -1,7 +1,6 @@
-"""Logprobs of response tokens equal those from whole logits, whatever chunks and padding."""
+"""Logprobs of response tokens: ids without a probability, and memory; rungs compare the rest."""
 
 import numpy as np
-import pytest
 import torch
 from lib.logprobs import whole_logprobs
 from lib.trajectories import trajectory as record
@@ -12,10 +11,10 @@ from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 SIZES = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32}
 
 
-def build(tied=True):
+def build():
     torch.manual_seed(0)
     return qwen2(
-        vocab_size=50, intermediate_dim=48, max_seq_len=64, tie_word_embeddings=tied, **SIZES
+        vocab_size=50, intermediate_dim=48, max_seq_len=64, tie_word_embeddings=True, **SIZES
     )
 
 
@@ -33,32 +32,9 @@ for number, trajectory in enumerate(RAGGED):
     trajectory.temperature = 0.7 + 0.3 * number
 
 
-def from_whole_logits(model, masks=None):
+def from_whole_logits(model):
     """One sequence at a time, no padding, all logits: logprobs and entropies."""
-    masks = masks or [None] * len(RAGGED)
-    return torch.cat([whole_logprobs(model, t, m) for t, m in zip(RAGGED, masks, strict=True)], 1)
-
-
-@pytest.mark.parametrize(
-    ("tied", "chunk", "masks", "entropy_gradient"),
-    [
-        *((True, 4, None, False), (False, 1000, None, True), (True, 1, MASKS, True)),
-        *((False, 4, MASKS, False), (True, 1000, MASKS, False)),
-    ],
-)
-def test_values_and_gradients_equal_those_of_whole_logits(tied, chunk, masks, entropy_gradient):
-    expected_model, model = build(tied), build(tied)
-    expected, expected_entropy = from_whole_logits(expected_model, masks)
-    objective = expected.mean() + (0.5 * expected_entropy.mean() if entropy_gradient else 0)
-    objective.backward()
-    logprobs = ResponseLogprobs(model, chunk_tokens=chunk, entropy_gradient=entropy_gradient)
-    actual, entropy = logprobs(token_batch(RAGGED, masks))
-    (actual.mean() + (0.5 * entropy.mean() if entropy_gradient else 0)).backward()
-    assert entropy.requires_grad is entropy_gradient
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
-    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=2e-5)
-    for (name, p), q in zip(model.named_parameters(), expected_model.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5, msg=name)
+    return torch.cat([whole_logprobs(model, t) for t in RAGGED], 1)
 
 
 def test_ids_that_are_never_sampled_have_no_probability():

@@ -16,7 +16,7 @@ from torchtune.models.phi3 import phi3
 from torchtune.models.qwen2 import qwen2
 from torchtune.training import set_activation_checkpointing
 
-from grpo_components.models.logprobs import ResponseLogprobs, parts_of, token_batch
+from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.models.shared_prompts import Part, arrange, share_prompts
 from grpo_components.trajectory import TokenSequence
 
@@ -95,9 +95,9 @@ RAGGED = [(7, [[True] * 3, [True, False, True], [True] * 12, [False, True]]), (2
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_every_kind_of_attention_is_exact_also_where_layers_are_recomputed(name, recomputes):
-    assert_exact(name, *sequences(RAGGED), recomputes=recomputes)
+def test_every_kind_of_attention_is_exact_also_where_layers_are_recomputed(name):
+    """Where they are not, the equivalence ladder compares every family."""
+    assert_exact(name, *sequences(RAGGED), recomputes=True)
 
 
 @given(GROUPS)
@@ -126,15 +126,6 @@ def test_attention_pads_at_most_to_twice_the_pairs_of_large_rows(pairs):
         rows.setdefault(prompt, []).extend([response] * (response > 0))
     exact = sum(lengths[p] ** 2 + sum(r * (lengths[p] + r) for r in rs) for p, rs in rows.items())
     assert padded <= 6 * exact + len(blocks) * 2**17
-
-
-def test_siblings_are_found_by_their_prompts_ids():
-    prompt = np.array([3, 1, 4])
-    prompts = (prompt, prompt.copy(), prompt[::-1].copy())
-    records = [TokenSequence(ids, np.array([5, 9]), 1.0) for ids in prompts]
-    first, second, third = parts_of(records)
-    assert first == second and first.prompt != third.prompt
-    assert first.prompt_tokens == 3 and first.response_tokens == 1
 
 
 def test_a_sequence_beyond_the_models_positions_is_refused():

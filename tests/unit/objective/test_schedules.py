@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_components.objective.schedules import Schedule, as_schedule
+from grpo_components.schedules import Schedule, as_schedule
 
 VALUE = st.floats(-10, 10)
 STEPS = st.integers(0, 60)

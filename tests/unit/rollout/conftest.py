@@ -9,12 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_components.rollout.generator_options import (
-    EngineOptions,
-    EnvironmentOptions,
-    RewardOptions,
-    SamplingOptions,
-)
+from grpo_components.rollout.generator_options import EngineOptions, EnvironmentOptions
+from grpo_components.settings import GeneratorSettings
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +26,22 @@ def build_engine(engine_variables):
     for name in ("freeze", "unfreeze"):  # what is imported stays frozen, engines are collected
         patched.setattr(gc, name, lambda: None)
 
-    def build(path, schedule=None, workers=1, **options):
-        defaults = {"max_num_seqs": 64, "recompute_kv_after_pull": False}
+    def build(path, schedule=None, workers=1, max_num_seqs=64, **options):
+        settings = GeneratorSettings(
+            max_response_tokens=256,
+            temperature=1.0,
+            max_model_len=512,
+            max_num_seqs=max_num_seqs,
+            kv_cache_gib=1,
+            tensor_parallel_size=workers,
+        )
         options = EngineOptions(
             model_path=str(path),
             device="cpu",
             dtype="fp32",
-            max_model_len=512,
-            gpu_memory_utilization=0.5,
-            kv_cache_gib=1,
-            enforce_eager=True,
-            tensor_parallel_size=workers,
-            **defaults | options,
+            **{"recompute_kv_after_pull": False, **options},
         )
-        return VLLMEngine(options, seed=0, schedule=schedule)
+        return VLLMEngine(settings, options, seed=0, schedule=schedule)
 
     yield build
     patched.undo()
@@ -58,18 +56,18 @@ def make_generator(engine_variables, monkeypatch):
 
     def make(build_environment, *, engine, pool, tokenizer, size=8, in_flight=2, **environment):
         monkeypatch.setattr(generator, "VLLMEngine", lambda *args, **kwargs: engine)
-        monkeypatch.setattr(generator, "open_reward_pool", lambda *args, **kwargs: pool)
-        sampling = SamplingOptions(
-            group_size=3, seed=42, max_response_tokens=size, stop_token_ids=[0], truncation={}
-        )
         options = {"timeout_s": 60, "build_environment": build_environment} | environment
         made.append(
             generator.Generator(
                 build_tokenizer=tokenizer,
+                settings=GeneratorSettings(
+                    max_response_tokens=size, temperature=1.0, stop_token_ids=[0]
+                ),
                 engine=None,  # the stand-in reads no options
-                sampling=sampling,
+                group_size=3,
+                seed=42,
                 environment=EnvironmentOptions(**options),
-                rewards=RewardOptions(rewards={}, num_workers=1, timeout_s=1),
+                open_rewards=lambda: pool,
                 rollouts_in_flight=in_flight,
             )
         )

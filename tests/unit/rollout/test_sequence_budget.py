@@ -14,20 +14,20 @@ NOW = 0.001
 pytestmark = pytest.mark.anyio
 
 
-@given(
-    st.integers(1, 4), st.integers(1, 4), st.lists(st.integers(0, 10**6), max_size=40), st.data()
-)
-async def test_never_more_responses_than_have_room_and_no_room_is_lost(
-    groups, group_size, ends, data
-):
+ENDS = st.lists(st.tuples(st.integers(0, 10**6), st.booleans()), max_size=40)
+"""Which response ends, and whether a group begins instead."""
+
+
+@given(st.integers(1, 4), st.integers(1, 4), ENDS)
+async def test_never_more_responses_than_have_room_and_no_room_is_lost(groups, group_size, ends):
     budget, running, granted = SequenceBudget(groups, group_size), [], 0
-    for which in ends:
+    for which, begins in ends:
         free = groups * group_size - len(running) - granted * group_size
         if free >= group_size:  # else the call would wait
             number = await budget.reserve(60)
             assert number == free // group_size
             granted += number
-        if granted and data.draw(st.booleans()):
+        if granted and begins:
             end = budget.begin_group()
             running += [(end, response) for response in range(group_size)]
             granted -= 1

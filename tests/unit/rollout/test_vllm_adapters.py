@@ -5,10 +5,11 @@ import pytest
 import torch
 from lib.real_engine import ask, done, logprobs_of
 
-from grpo_components.models.lora import LoraOptions, pushed_shapes
+from grpo_components.models.lora import pushed_shapes
 from grpo_components.replay.schedule import Schedule
+from grpo_components.settings import LoraSettings
 
-LORA = LoraOptions(rank=4, alpha=8.0, target_modules=("q_proj", "v_proj", "gate_proj"))
+LORA = LoraSettings(rank=4, alpha=8.0, target_modules=("q_proj", "v_proj", "gate_proj"))
 PREFIX = "base_model.model."
 SWAPS = {16: 1, 32: 2}
 """Engine step -> version that is swapped in before it."""

@@ -25,11 +25,12 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from grpo_components.models.hugging_face_policy import hugging_face
-from grpo_components.models.lora import LoraOptions, pushed_shapes
+from grpo_components.models.lora import pushed_shapes
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.penalties import Penalties
+from grpo_components.settings import LoraSettings
 
-LORA = LoraOptions(
+LORA = LoraSettings(
     rank=4, alpha=8.0, target_modules=("q_proj", "v_proj", "down_proj"), save_merged=True
 )
 ADAPTED = {

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from grpo_components.config.model_trial import try_training
 from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
-from grpo_components.models.lora import lora_options, pushed_shapes, trained_parameters
+from grpo_components.models.lora import pushed_shapes, trained_parameters
 from grpo_components.models.meshes import Sharding, arrange_ranks
 from grpo_components.training.policy_weights import load_policy, weight_exports
 from grpo_components.training.trainer_options import ModelOptions
@@ -95,7 +95,7 @@ def model_options(cfg, folder, tmp_path):
         enable_activation_checkpointing=False,
         compile_model=False,
         logprob_chunk_tokens=7,
-        lora=lora_options(cfg.lora),
+        lora=cfg.lora,
     )
 
 

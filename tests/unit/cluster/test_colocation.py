@@ -1,6 +1,7 @@
 """The trainers' turn: who may use the GPUs when, with the real handles, ledger and weight sync."""
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,13 +9,13 @@ import pytest
 from lib.role import stand_in_role
 
 from grpo_components.cluster.batch import Batch
+from grpo_components.cluster.colocation import Colocation
 from grpo_components.cluster.handles import (
     GeneratorHandle,
     ParameterServerHandle,
     Roles,
     TrainersHandle,
 )
-from grpo_components.cluster.turns import Turns
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.errors import RoleFailedError, RoleLostError
 from grpo_components.exchange.ledger import Ledger
@@ -118,18 +119,29 @@ class Setting:
         names = {f"generator_{i}" for i in range(2)}
         self.ranks = [Rank(f"trainer_{i}", self.gpu, names) for i in range(2)]
         self.engines = [Engine(name, self.gpu) for name in sorted(names)]
-        roles = [stand_in_role(engine.name, engine.awake) for engine in self.engines]
-        generators = [GeneratorHandle(role, self.ledger, 9.0, 9.0) for role in roles]
+        self.colocation = turns = Colocation(self.ledger)
+        generators = [
+            GeneratorHandle(
+                stand_in_role(
+                    *(engine.name, engine.awake),
+                    pause=partial(turns.pause, engine.name),
+                    recover=lambda name: self.weights.recover(name),
+                ),
+                *(self.ledger, 9.0, 9.0),
+            )
+            for engine in self.engines
+        ]
         ranks = [stand_in_role(rank.name, rank, restarts_alone=False) for rank in self.ranks]
         self.roles = Roles(
             generators=generators,
             buffer=SimpleNamespace(),
-            trainers=TrainersHandle(ranks, self.ledger, 9.0, 9.0),
+            trainers=TrainersHandle(
+                ranks, self.ledger, 9.0, 9.0, partial(turns.trainers_turn, generators)
+            ),
             server=ParameterServerHandle(stand_in_role("server", VLLMParameterServer()), 9.0),
             references=None,
             reward_model=None,
         )
-        self.turns = Turns(self.roles, self.ledger)
         knobs = {"push_every_n_steps": 1, "pull_every_m_rollouts": 1}
         self.weights = WeightSync(self.ledger, self.roles, push_early=lambda _: False, **knobs)
 
@@ -241,10 +253,10 @@ async def test_a_generator_that_dies_asleep_starts_again_only_after_the_step():
     for rank in setting.ranks:
         rank.hold = asyncio.Event()
     training = asyncio.create_task(setting.train())
-    restart = asyncio.create_task(setting.generators[0].role.pause(0))
+    restart = asyncio.create_task(setting.colocation.pause("generator_0", 0))
     while len(setting.gpu.of("trains")) < 2:
         await asyncio.sleep(0)
-    late = asyncio.create_task(setting.generators[1].role.pause(0))
+    late = asyncio.create_task(setting.colocation.pause("generator_1", 0))
     for _ in range(20):
         await asyncio.sleep(0)
     assert restart.done() and not late.done()
@@ -276,7 +288,7 @@ async def test_a_turn_that_fails_ends_and_a_lost_generator_is_not_waited_for():
     with pytest.raises(RoleFailedError) as failed:
         await setting.train()
     assert failed.value.role == "trainer_1"
-    await setting.generators[0].role.pause(0)
+    await setting.colocation.pause("generator_0", 0)
     setting.ranks[1].fails = False
 
     async def lost():

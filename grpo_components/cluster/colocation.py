@@ -6,20 +6,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 
-from grpo_components.cluster.handles import GeneratorHandle, Roles
+from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.errors import RoleLostError
 from grpo_components.exchange.ledger import Ledger
 
 
-def take_turns(roles: Roles, ledger: Ledger) -> Roles:
-    """Return the handles of a colocated run: its trainers and generators take turns from now on."""
-    Turns(roles, ledger)
-    return roles
-
-
-class Turns:
+class Colocation:
     """Puts all generators to sleep while the trainers train or load a checkpoint.
 
     A generator that slept has no weights, so that the next group or evaluation pulls, which wakes
@@ -28,19 +21,18 @@ class Turns:
     step they start with the same weights, which are pulled once more.)
     """
 
-    def __init__(self, roles: Roles, ledger: Ledger) -> None:
-        self._generators, self._ledger = roles.generators, ledger
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._asleep: set[str] = set()
         """Names of the generators whose process sleeps, or ended while it slept."""
         self._ended = asyncio.Event()
         """Cleared during the trainers' turn."""
         self._ended.set()
-        roles.trainers.turn = self.of_trainers
-        for generator in roles.generators:
-            generator.role.pause = partial(self._pause, generator.name)
 
     @asynccontextmanager
-    async def of_trainers(self) -> AsyncIterator[dict[str, float]]:
+    async def trainers_turn(
+        self, generators: Sequence[GeneratorHandle]
+    ) -> AsyncIterator[dict[str, float]]:
         """Context manager: the trainers have the GPUs; entered once every generator sleeps.
 
         It first waits for a running evaluation. It gives the metrics `time/wake`, the longest load
@@ -48,28 +40,25 @@ class Turns:
         """
         async with AsyncExitStack() as held:
             began = time.perf_counter()
-            for generator in self._generators:  # an evaluation holds these, and so does a pull
+            for generator in generators:  # an evaluation holds these, and so does a pull
                 await held.enter_async_context(generator.swapping)
             # In a replay the locks are open: the evaluation's end comes before this in the record.
             await self._ledger.events.take("sleep", step=self._ledger.steps_done + 1)
             running = [entry.group_id for entry in self._ledger.in_state("in_flight")]
             assert not running, f"groups {running} run, and the trainers begin their turn"
-            loads_s = max(generator.load_s for generator in self._generators)
-            await self._put_to_sleep()
+            loads_s = max(generator.load_s for generator in generators)
+            await self._put_to_sleep(generators)
             self._ended.clear()
             try:
                 yield {"time/wake": loads_s, "time/sleep": time.perf_counter() - began}
             finally:
                 self._ended.set()
 
-    async def _put_to_sleep(self) -> None:
+    async def _put_to_sleep(self, generators: Sequence[GeneratorHandle]) -> None:
         """Return once all generators sleep, those too that restarted while others fell asleep."""
         self._asleep.clear()
-        while awake := self._awake():
+        while awake := [g for g in generators if not g.lost and g.name not in self._asleep]:
             await asyncio.gather(*map(self._sleep, awake))
-
-    def _awake(self) -> Sequence[GeneratorHandle]:
-        return [g for g in self._generators if not g.lost and g.name not in self._asleep]
 
     async def _sleep(self, generator: GeneratorHandle) -> None:
         try:
@@ -79,7 +68,7 @@ class Turns:
             return
         self._asleep.add(generator.name)
 
-    async def _pause(self, name: str, seconds: float) -> None:
+    async def pause(self, name: str, seconds: float) -> None:
         """Wait before a generator restarts: its engine must not start on the trainers' GPU."""
         await asyncio.sleep(seconds)
         while not self._ended.is_set():
