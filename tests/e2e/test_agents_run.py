@@ -1,10 +1,7 @@
 """Agents with the OpenAI client are trained by the real `tune`, while weights change under them."""
 
-import pytest
 from lib.chaos import Fault, forked_recipe
 from lib.whole_runs import AGENTS, assert_audited, metrics, receipts, records, succeed
-
-pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
 
 AGENT = """
 import subprocess

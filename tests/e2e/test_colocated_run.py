@@ -5,10 +5,8 @@ and load the next ones over them. tests/unit/rollout/test_engine_sleep.py makes 
 memory. Turns, offloaded optimizer state, wake-ups and restarts are those of a GPU.
 """
 
-import pytest
 from lib.whole_runs import assert_audited, assert_same_run, metrics, records
 
-pytestmark = pytest.mark.timeout(1800)
 STEPS = 4
 
 

@@ -7,8 +7,6 @@ import pytest
 from lib.classifier import random_classifier
 from lib.whole_runs import SHORT, assert_audited, metrics, records, succeed
 
-pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
-
 REWARDS = Path(__file__).parents[2] / "docs" / "rewards.md"
 TOOLS = '''
 import json

@@ -8,8 +8,6 @@ from lib.whole_runs import KEYS, assert_audited, metrics, records
 from grpo_tools.simulate.fit import fit
 from grpo_tools.simulate.simulation import simulate
 
-pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
-
 
 def test_it_learns_asynchronously(demo_run):
     steps = metrics(demo_run.folder)

@@ -10,8 +10,6 @@ from lib.whole_runs import RECIPE, SHORT, TUNE, assert_audited, metrics, records
 
 from grpo_tools.books import close_books
 
-pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
-
 UNRELIABLE = """
 import zlib
 

@@ -16,8 +16,6 @@ from lib.whole_runs import (
 )
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
-
 
 def test_every_kind_of_role_takes_part_and_what_was_killed_is_back(full_run):
     roles = {record["role"] for record in records(full_run.folder / "logs" / "roles.jsonl")}

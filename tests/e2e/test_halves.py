@@ -1,9 +1,6 @@
 """Generators alone, trainers alone on what those left, and an evaluation of the checkpoint."""
 
-import pytest
 from lib.whole_runs import assert_audited, metrics, records, succeed
-
-pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
 
 
 def test_each_half_runs_alone_and_what_they_make_is_evaluated(tune):

@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 
-import pytest
 from lib.chaos import Fault, forked_recipe
 from lib.classifier import random_classifier
 from lib.whole_runs import assert_audited, finish, records
@@ -21,7 +20,6 @@ FAULTS = [
 ]
 
 
-@pytest.mark.timeout(1800)
 def test_every_role_dies_and_nothing_is_lost(tune, tiny_policy, tmp_path):
     recipe, environment = forked_recipe(tmp_path, FAULTS)
     process, output_dir = tune(

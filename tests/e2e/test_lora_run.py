@@ -2,12 +2,9 @@
 
 import re
 
-import pytest
 import torch
 from lib.whole_runs import assert_audited, metrics, records
 from safetensors.torch import load_file
-
-pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
 
 
 def test_its_generator_was_killed_and_its_audit_holds(lora_run):

@@ -3,10 +3,7 @@
 import re
 import signal
 
-import pytest
 from lib.whole_runs import RECIPE, finish, wait_for_line
-
-pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
 
 
 def test_an_interrupted_run_ends_and_leaves_nothing(tune):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from lib.trainer_ranks import full_logprobs
+from lib.logprobs import whole_logprobs
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -74,11 +74,7 @@ def _difference(model: nn.Module, plain: nn.Module) -> float:
     records = _grouped_batch()
     masks = [record.response_mask for record in records]
     logprobs = ResponseLogprobs(model, chunk_tokens=50)(token_batch(records, masks))[0]
-    rows = [
-        full_logprobs(plain, record)[torch.from_numpy(mask)]
-        for record, mask in zip(records, masks, strict=True)
-    ]
-    expected = torch.cat(rows)
+    expected = torch.cat([whole_logprobs(plain, r, r.response_mask)[0] for r in records])
     weights = torch.linspace(-1.0, 1.5, len(expected))
     losses, expected_losses = logprobs * weights, expected * weights
     found = gradients(model, losses.mean())

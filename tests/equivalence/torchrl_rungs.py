@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from lib.logprobs import whole_logprobs
 from lib.loss_inputs import loss_inputs
-from lib.trainer_ranks import full_logprobs
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -46,7 +46,7 @@ def torchrl_loss_is_ours(bench: Bench) -> float:
         for aggregation, name in _AGGREGATIONS:
             logits, tokens = _left_padded_logits(model, records), _tokens(records, advantages)
             weights = aggregation(np.array([int(r.response_mask.sum()) for r in records]))
-            own = [full_logprobs(model, r)[torch.from_numpy(r.response_mask)] for r in records]
+            own = [whole_logprobs(model, r, r.response_mask)[0] for r in records]
             inputs = replace(tokens, trainer_logprobs=torch.cat(own))
             each = torch.from_numpy(weights)[tokens.sequence_ids]
             expected = (GRPOLoss(low, high)(inputs)[0] * each).sum()

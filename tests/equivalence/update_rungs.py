@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.trainer_ranks import export, full_logprobs
+from lib.logprobs import whole_logprobs
+from lib.trainer_ranks import export
 from torch import nn
 
 from equivalence.ladder import (
@@ -80,7 +81,7 @@ def _compare_with_whole_batch(bench: Bench, changes: dict[str, Any]) -> float:
 def chunked_is_full_logits(bench: Bench) -> float:
     records, _ = ragged_batch(bench)
     model = whole_model(bench).requires_grad_(True)
-    expected = torch.cat([full_logprobs(model, record) for record in records])
+    expected = torch.cat([whole_logprobs(model, record)[0] for record in records])
     weights = torch.linspace(-1, 1, len(expected))
     expected_gradients = gradients(model, expected @ weights)
     largest_gradient = max(float(g.abs().max()) for g in expected_gradients.values())
@@ -143,7 +144,7 @@ def _ragged_batch(bench: Bench) -> tuple[list[Trajectory], np.ndarray]:
         own |= {"temperature": (1.0, 0.7)[number % 2]}
         record = random_record(rng, (30, 380), prompt, size, **own)
         with torch.no_grad():
-            logprobs = full_logprobs(model, record).numpy()
+            logprobs = whole_logprobs(model, record)[0].numpy()
         record.generator_logprobs = logprobs + rng.normal(0, 0.15, size).astype(np.float32)
         records.append(record)
     return records, rng.normal(0, 1, len(records)).astype(np.float32)

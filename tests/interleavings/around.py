@@ -37,11 +37,9 @@ class Prompts:
         return {"prompt_index": self.drawn - 1}, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """See `PromptStream.state_dict`."""
         return {"drawn": self.drawn, "ended": list(self.ended)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `PromptStream.load_state_dict`."""
         self.drawn, self.ended = state["drawn"], list(state["ended"])
 
 
@@ -62,7 +60,6 @@ class Checkpoints:
         self._world, self.held = world, {}
 
     def hold(self) -> None:
-        """See `Checkpoints.hold`."""
         ledger, prompts = self._world.ledger, self._world.prompts
         self.held = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
         self._buffered = [p for e in ledger.in_state("buffered") for p in e.parts]
@@ -70,7 +67,6 @@ class Checkpoints:
     async def save(
         self, step: int, trainers: TrainersHandle, buffer: ReplayBufferHandle, batch: Any
     ) -> None:
-        """See `Checkpoints.save`."""
         if "trainer_0" not in self._world.bound.crash:
             return  # nobody would read it
         held, buffered = self.held, self._buffered
@@ -85,7 +81,6 @@ class Checkpoints:
     async def restore(
         self, checkpoint: Path, trainers: TrainersHandle, buffer: ReplayBufferHandle
     ) -> None:
-        """See `Checkpoints.restore`."""
         await trainers.load_state(checkpoint)
         await buffer.read_state(checkpoint / "state")
 
@@ -103,7 +98,6 @@ class Pages:
         self.append, self.closed = books.follow, False
 
     def close(self) -> None:
-        """See `ChainedFile.close`."""
         self.closed = True
 
 
@@ -114,7 +108,6 @@ class _Value:
         self.value, self._lock = value, threading.RLock()
 
     def get_lock(self) -> Any:
-        """See `multiprocessing.Value`."""
         return self._lock
 
 

@@ -40,11 +40,9 @@ class Generator:
         self._ends: dict[int, asyncio.Future[None]] = {}
 
     async def reserve(self, patience_s: float) -> int:
-        """See `Generator.reserve`."""
         return await self.budget.reserve(patience_s)
 
     def begin_attempt(self) -> None:
-        """See `Generator.begin_attempt`."""
         self._loading = 0
         self.budget.begin_attempt()
 
@@ -98,7 +96,6 @@ class Reference:
     """Computes no logprobs."""
 
     def add_logprobs(self, group: Sampled) -> tuple[Sampled, list[float]]:
-        """See `Reference.add_logprobs`."""
         return group, [0.0]
 
 
@@ -145,22 +142,17 @@ class Trainer:
         )
 
     def gather_weights(self) -> int:
-        """See `Trainer.gather_weights`."""
         self.gathered[len(self.weights)] = self.weights
         return len(self.weights)
 
     def export_weights(self, version: int) -> tuple[Weights, tuple[()]]:
-        """See `Trainer.export_weights`."""
         return self.gathered.pop(version), ()
 
     def hold_state(self, copy: bool) -> None:
-        """See `Trainer.hold_state`."""
         self._held = self.weights
 
     def write_state(self, folder: str) -> None:
-        """See `Trainer.write_state`."""
         self._files[folder] = self._held
 
     def load_state(self, folder: str) -> None:
-        """See `Trainer.load_state`."""
         self.weights = self._files[NEWEST] = self._files[folder]

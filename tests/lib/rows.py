@@ -1,4 +1,4 @@
-"""Rows of data sets in files, and a tokenizer that spells them out."""
+"""Rows of data sets and records of runs in files, and a tokenizer that spells them out."""
 
 import csv
 import json
@@ -18,8 +18,12 @@ class Characters:
         return "".join(map(chr, ids))
 
 
-def write_rows(path, *rows):
-    """Write rows, or lines of bytes, into a file of the kind that its name says."""
+def write_rows(path, *rows, torn=""):
+    """Write rows, or lines of bytes, into a file of the kind that its name says.
+
+    `torn` is the begin of a last line. Returns the file's path.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json":
         path.write_text(json.dumps(rows, indent=2))
     elif path.suffix == ".parquet":
@@ -31,7 +35,7 @@ def write_rows(path, *rows):
             writer.writerows(rows)
     else:
         lines = (row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
-        path.write_bytes(b"".join(line + b"\n" for line in lines))
+        path.write_bytes(b"".join(line + b"\n" for line in lines) + torn.encode())
     return path
 
 

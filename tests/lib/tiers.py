@@ -16,6 +16,9 @@ TIERS = {
 """Marker -> fixtures, the dearest first."""
 COSTLY = Path(__file__).with_name("costly.txt")
 NIGHTLY = "nightly"  # the folder, and the marker of what is in it
+LONG = {"e2e", NIGHTLY}
+LONG_S = 1800  # a busy machine may take long
+"""Time-out of each test in these folders that has none of its own."""
 
 
 def tier_of(item) -> str | None:
@@ -35,4 +38,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(tier)
         if NIGHTLY in item.path.parts:
             item.add_marker(NIGHTLY)
+        if LONG & {*item.path.parts} and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_S))
     items.sort(key=lambda item: ranks[tier_of(item)])

@@ -34,6 +34,7 @@ from grpo_components.training.trainer_options import (
     RankOptions,
 )
 from grpo_components.trajectory import pack
+from lib.logprobs import whole_logprobs
 from lib.role_process import RoleProcess
 from lib.trajectories import trajectory as record
 
@@ -318,20 +319,6 @@ def whole_model(base):
     return model
 
 
-def all_logprobs(model, record):
-    """Logprobs [R, V] at each token of a response, from whole logits."""
-    ids = torch.from_numpy(np.concatenate([record.prompt_ids, record.response_ids]))
-    output = model(ids[None])
-    logits = getattr(output, "logits", output)[0] / record.temperature
-    return torch.log_softmax(logits, dim=-1)[len(record.prompt_ids) - 1 : -1]
-
-
-def full_logprobs(model, record):
-    """Logprobs [R] of the tokens of a response, from whole logits."""
-    taken = torch.from_numpy(record.response_ids)[:, None]
-    return all_logprobs(model, record).gather(1, taken)[:, 0]
-
-
 def expected_update(
     base,
     trajectories,
@@ -348,17 +335,13 @@ def expected_update(
     model = whole_model(base)
     parts, counts = [], [int(t.response_mask.sum()) for t in trajectories]
     for number, (t, advantage) in enumerate(zip(trajectories, advantages.tolist(), strict=True)):
-        logprobs = all_logprobs(model, t)
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-        taken = logprobs.gather(1, torch.from_numpy(t.response_ids)[:, None])[:, 0]
-        mask = torch.tensor(t.response_mask)
-        generator = torch.tensor(t.generator_logprobs)[mask]
-        reference = torch.tensor(t.reference_logprobs)[mask]
-        own = taken[mask]
+        own, entropy = whole_logprobs(model, t, t.response_mask)
+        generator = torch.tensor(t.generator_logprobs[t.response_mask])
+        reference = torch.tensor(t.reference_logprobs[t.response_mask])
         advantage = torch.full_like(own, advantage)
         if token_advantages is not None:
             advantage = torch.tensor(token_advantages[number])
-        parts.append((own, generator, advantage, reference, entropy[mask]))
+        parts.append((own, generator, advantage, reference, entropy))
     trainer, generator, advantage, reference, entropy = (
         torch.cat(part) for part in zip(*parts, strict=True)
     )

@@ -4,13 +4,10 @@ import os
 import signal
 import time
 
-import pytest
 from lib.chaos import Fault, forked_recipe
 from lib.whole_runs import assert_audited, audit, finish, records, wait_for_line
 
 from grpo_tools.books import close_books
-
-pytestmark = pytest.mark.timeout(1800)
 
 FAULTS = [
     Fault("replay_buffer", "add", 5),

@@ -2,13 +2,10 @@
 
 import re
 
-import pytest
 import torch
 from lib.chaos import Fault, forked_recipe
 from lib.whole_runs import SYNCHRONOUS, assert_audited, assert_same_run, batch_hashes, succeed
 from safetensors.torch import load_file
-
-pytestmark = pytest.mark.timeout(1800)
 
 FAULTS = [
     Fault("generator_0", "generate_group", 3),  # the generators' turn

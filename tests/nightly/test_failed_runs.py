@@ -4,10 +4,7 @@ import os
 import re
 import signal
 
-import pytest
 from lib.whole_runs import SHORT, assert_audited, finish, metrics, records, wait_for_line
-
-pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
 
 
 def test_a_run_whose_every_step_is_skipped_ends(tune, tmp_path):

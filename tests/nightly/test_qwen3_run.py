@@ -3,14 +3,11 @@
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 from equivalence.families import HF_FAMILIES, save_random
 from lib.whole_runs import SHORT, assert_audited, metrics, receipts, succeed, transformers_policy
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-
-pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
 
 REWARD = '''
 class Digits:

@@ -2,7 +2,6 @@
 
 import re
 
-import pytest
 from lib.whole_runs import (
     AGENTS,
     LORA,
@@ -16,8 +15,6 @@ from lib.whole_runs import (
     succeed,
     transformers_policy,
 )
-
-pytestmark = pytest.mark.timeout(1800)
 
 STREAMING = """
 import asyncio

@@ -2,10 +2,7 @@
 
 from statistics import median
 
-import pytest
 from lib.whole_runs import metrics, receipts, records, succeed
-
-pytestmark = pytest.mark.timeout(1800)
 
 
 def test_nothing_grows(tune):

@@ -5,10 +5,7 @@ import re
 import signal
 
 import psutil
-import pytest
 from lib.whole_runs import SHORT, assert_audited, finish, metrics, receipts, records, wait_for_line
-
-pytestmark = pytest.mark.timeout(1800)
 
 
 def test_a_killed_generator_takes_its_workers_along_and_the_run_completes(tune):

@@ -3,12 +3,10 @@
 import os
 import re
 
-import pytest
 from lib.chaos import Fault, forked_recipe
 from lib.nccl_on_cpu import nccl_on_cpu
 from lib.whole_runs import assert_audited, assert_same_run, metrics, records, succeed
 
-pytestmark = pytest.mark.timeout(1800)
 SMALL = (
     *("groups_per_step=4", "group_size=4", "eval_dataset.num_rows=4", "num_generators=2"),
     *("num_trainers=2", "rollouts_in_flight=4", "pull_every_m_rollouts=1"),

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from lib.json_lines import write_lines
 from lib.receipts import of
+from lib.rows import write_rows
 
 from grpo_tools.audit.__main__ import audit
 from grpo_tools.audit.cross_checks import correction_bounds
@@ -83,7 +83,7 @@ def test_each_number_must_be_that_of_the_metrics(run, key, value):
     path = folder / "logs" / "metrics.jsonl"
     metrics = [json.loads(line) for line in path.open()]
     metrics[4][key] = value
-    write_lines(path, metrics)
+    write_rows(path, *metrics)
     found = broken()
     assert list(found) == ["metrics"]
     assert key in found["metrics"] and "(attempt 0, step 5)" in found["metrics"]

@@ -1,7 +1,7 @@
 """A folder with files of two runs, or of two processes of one run at once, is detected."""
 
 import pytest
-from lib.json_lines import write_lines
+from lib.rows import write_rows
 
 from grpo_components.records.run_folder import RunIdentity
 from grpo_components.state_files import write_state
@@ -22,7 +22,7 @@ def steps(attempt, *numbers):
 
 
 def write_receipts(folder, *records):
-    write_lines(folder / "receipts.jsonl", records)
+    write_rows(folder / "receipts.jsonl", *records)
 
 
 def write_config(folder, run, incarnation, name="config.yaml"):

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from lib.json_lines import write_lines
+from lib.rows import write_rows
 from lib.token_engine import policy, sample
 
 from grpo_components.exchange.weights import pack_bucket, snapshot_checksum
@@ -77,7 +77,7 @@ class KeptRun:
                     }
                 )
                 records += pulls
-        write_lines(self.folder / "receipts.jsonl", records)
+        write_rows(self.folder / "receipts.jsonl", *records)
         (self.folder / "config.yaml").write_text(json.dumps(self.config))
 
 

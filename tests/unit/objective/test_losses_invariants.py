@@ -4,6 +4,7 @@ import itertools
 import math
 import pickle
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -24,16 +25,14 @@ from grpo_components.objective.penalties import Penalties
 T = torch.float64
 LOSSES = {
     "grpo": GRPOLoss,
-    "grpo, dual clip": lambda **settings: GRPOLoss(dual_clip=3.0, **settings),
+    "grpo, dual clip": partial(GRPOLoss, dual_clip=3.0),
     "gspo": GSPOLoss,
     "cispo": CISPOLoss,
     "reinforce": REINFORCELoss,
-    "reinforce, bounded": lambda **settings: REINFORCELoss(max_ratio=2.0, **settings),
+    "reinforce, bounded": partial(REINFORCELoss, max_ratio=2.0),
     "decoupled": DecoupledPPOLoss,
-    "decoupled, unbounded": lambda **settings: DecoupledPPOLoss(max_weight=None, **settings),
-    "decoupled, loglinear": lambda **settings: DecoupledPPOLoss(
-        max_weight=None, proximal="loglinear", **settings
-    ),
+    "decoupled, unbounded": partial(DecoupledPPOLoss, max_weight=None),
+    "decoupled, loglinear": partial(DecoupledPPOLoss, max_weight=None, proximal="loglinear"),
 }
 every_loss = pytest.mark.parametrize("name", LOSSES)
 OTHERS = ("reference_logprobs", "proximal_logprobs", "entropy")

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from lib.json_lines import write_lines
+from lib.rows import write_rows
 
 from grpo_tools.report.__main__ import main
 from grpo_tools.report.comparison import write_comparison
@@ -21,7 +21,7 @@ def make(tmp_path):
     def make(name, config="seed: 1\n", steps=2, **metrics):
         folder = tmp_path / name
         lines = ({"step": s + 1, "attempt": 0, "my/own": 1.5, **metrics} for s in range(steps))
-        write_lines(folder / "logs/metrics.jsonl", lines)
+        write_rows(folder / "logs/metrics.jsonl", *lines)
         (folder / "config.yaml").write_text(config)
         return folder
 

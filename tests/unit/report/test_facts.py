@@ -4,7 +4,7 @@ import re
 
 import plotly.graph_objects as go
 import pytest
-from lib.json_lines import write_lines
+from lib.rows import write_rows
 
 from grpo_tools.report.facts import duration, facts_line, held_out_table, read_facts
 from grpo_tools.report.time_use import seconds_by_role, time_use_charts
@@ -15,7 +15,7 @@ def write(tmp_path):
     (tmp_path / "logs").mkdir()
 
     def write(name, *records):
-        write_lines(tmp_path / "logs" / name, records, torn='{"torn')
+        write_rows(tmp_path / "logs" / name, *records, torn='{"torn')
         return tmp_path
 
     return write

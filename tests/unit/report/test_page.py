@@ -7,7 +7,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from lib.json_lines import write_lines
+from lib.rows import write_rows
 
 from grpo_tools.report.__main__ import main
 from grpo_tools.report.page import write_report
@@ -57,7 +57,7 @@ def run(tmp_path, monkeypatch):
     folder = tmp_path / "run"
 
     def write(name, *records):
-        write_lines(folder / name, records, torn='{"torn": ')
+        write_rows(folder / name, *records, torn='{"torn": ')
 
     drop = {"groups": [0], "reason": HOSTILE, "reissue": True, "tokens": [None]}
     response = {
@@ -87,7 +87,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_no_text_of_a_run_becomes_a_tag(run):
-    write_lines(run / "logs/failures.jsonl", [{"attempt": 0, "error": HOSTILE}])
+    write_rows(run / "logs/failures.jsonl", {"attempt": 0, "error": HOSTILE})
     html = page(run)
     found = Page(html)
     assert len(found.scripts) == 6, "four of data, plotly's and the page's"
@@ -125,7 +125,7 @@ def test_it_needs_no_network_and_lets_only_its_own_scripts_run(run):
 def test_the_state_line_shows_how_the_run_ended(run, end, state):
     step = {"event": "step", **AT, **STEP, "step": 1}
     last = {"event": "end", **AT, "step": 1, "finished": end, "living": []}
-    write_lines(run / "receipts.jsonl", [start_of(9), step, *([] if end is None else [last])])
+    write_rows(run / "receipts.jsonl", start_of(9), step, *([] if end is None else [last]))
     assert f"{state}; 1 of 9 steps" in page(run)
 
 
@@ -133,7 +133,7 @@ def test_what_the_last_attempts_start_and_end_took_is_on_the_page(run):
     phases = [(0, "starting Ray", 3.0), (1, "starting Ray", 2.0), (1, "training", 9.26)]
     names = ("attempt", "phase", "seconds")
     rows = (dict(zip(names, phase, strict=True)) for phase in phases)
-    write_lines(run / "logs/phases.jsonl", rows)
+    write_rows(run / "logs/phases.jsonl", *rows)
     shown = re.findall(r"<tr><td>(starting Ray|training)</td><td[^>]*>([0-9.]+)", page(run))
     assert shown == [
         *(("starting Ray", "2.0"), ("training", "9.3")),
@@ -169,7 +169,7 @@ def test_the_command_prints_the_path_or_the_reason(run, tmp_path, capsys):
 
 def test_an_evaluation_alone_shows_what_it_has(run):
     record = {"step": 0, "attempt": 0, "eval/success_rate": 0.25}
-    write_lines(run / "logs/metrics.jsonl", [record])
+    write_rows(run / "logs/metrics.jsonl", record)
     html = page(run)
     assert "<b>0.250</b><span>held-out success</span>" in html and "<b>-" not in html
     headings = re.findall(r'<h2 id="([^"]*)">', html)
@@ -179,8 +179,8 @@ def test_an_evaluation_alone_shows_what_it_has(run):
 
 
 def test_only_an_evaluation_is_the_state_of_a_run_that_trains_no_step(run):
-    write_lines(run / "logs/metrics.jsonl", [{"step": 0, "attempt": 0}])
-    write_lines(run / "receipts.jsonl", [start_of(0)])
+    write_rows(run / "logs/metrics.jsonl", {"step": 0, "attempt": 0})
+    write_rows(run / "receipts.jsonl", start_of(0))
     top = page(run).partition("<main>")[0]
     assert "only an evaluation" in top and " steps" not in top
 
@@ -201,9 +201,9 @@ def test_throughput_is_total_tokens_over_total_time(run):
     """100 tokens in 1 s, then 100 in 9 s: 20 per second, not the mean of the two rates."""
     rate = "throughput/trained_tokens_per_second"
     metrics = [{"step": s, "attempt": 0, rate: 100 / took} for s, took in ((1, 1), (2, 9))]
-    write_lines(run / "logs/metrics.jsonl", metrics)
+    write_rows(run / "logs/metrics.jsonl", *metrics)
     step = {"event": "step", **AT, **STEP, "token_versions": {"0": 60, "1": 40}}
-    write_lines(run / "receipts.jsonl", [start_of(2), *({**step, "step": s} for s in (1, 2))])
+    write_rows(run / "receipts.jsonl", start_of(2), *({**step, "step": s} for s in (1, 2)))
     html = page(run)
     assert "<b>20</b><span>trained tokens per second</span>" in html
 
@@ -226,7 +226,7 @@ def test_answers_of_evaluations_are_on_the_page_as_text(run):
     line = {key: line[key] for key in line if key not in ("advantages", "group_id")}
     path = run / "logs/evaluation_answers.jsonl"
     assert "no evaluation samples are logged" in page(run)
-    write_lines(path, [line | {"policy_version": 3}])
+    write_rows(path, line | {"policy_version": 3})
     html = page(run)
     [shown] = data_of(html, "answers")
     assert shown["policy_version"] == 3 and "alert(2)" in shown["responses"][0]["text"]
@@ -237,7 +237,7 @@ def test_minutes_can_be_the_horizontal_axis_if_they_were_measured(run):
     without = page(run)
     assert data_of(without, "page")["clocks"] == [{}] and 'id="axis"' not in without
     steps = [{"step": s, "attempt": 0, "time/wall_clock": 90.0 * s} for s in (1, 2)]
-    write_lines(run / "logs/metrics.jsonl", steps)
+    write_rows(run / "logs/metrics.jsonl", *steps)
     html = page(run)
     assert data_of(html, "page")["clocks"] == [{"steps": [1, 2], "minutes": [1.5, 3.0]}]
     assert 'id="axis"' in html

@@ -1,10 +1,9 @@
 """The shown rollouts: limited in size, spread over the run, complete lines of valid attempts."""
 
-from functools import partial
 from itertools import pairwise
 
 import pytest
-from lib.json_lines import write_lines
+from lib.rows import write_rows
 
 from grpo_tools.report import rollouts
 from grpo_tools.report.rollouts import read_answers, read_rollouts
@@ -29,7 +28,8 @@ def group(step, attempt=0, responses=None):
 
 @pytest.fixture
 def write(tmp_path):
-    return partial(write_lines, tmp_path / "rollouts.jsonl")
+    path = tmp_path / "rollouts.jsonl"
+    return lambda groups, torn="": write_rows(path, *groups, torn=torn)
 
 
 def test_they_are_spread_evenly_and_include_the_first_and_last(write):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
-from lib.json_lines import write_lines
+from lib.rows import write_rows
 
 from grpo_components.files import first_and_last
 from grpo_tools.json_lines import records_of
@@ -44,7 +44,7 @@ def test_the_last_attempt_of_a_step_counts(plan):
     """An attempt that trained no step replaces nothing."""
     history, metrics, receipts = play(plan)
     with tempfile.TemporaryDirectory() as folder:
-        write_lines(Path(folder) / "receipts.jsonl", receipts)
+        write_rows(Path(folder) / "receipts.jsonl", *receipts)
         attempts = read_history(Path(folder)).attempts
     counted = [record for record in metrics if attempts.counts(record)]
     assert {r["step"]: r["attempt"] for r in counted} == dict(enumerate(history, start=1))
@@ -60,13 +60,13 @@ def test_first_and_last_steps_are_equally_many_and_disjoint(num_steps):
 
 def test_metrics_alone_show_where_an_attempt_resumed(tmp_path):
     lines = [{"step": s, "attempt": 0} for s in range(6)] + [{"step": 4, "attempt": 1}]
-    found = read_metrics(write_lines(tmp_path / "metrics.jsonl", lines), Attempts())
+    found = read_metrics(write_rows(tmp_path / "metrics.jsonl", *lines), Attempts())
     assert [(r["step"], r["attempt"]) for r in found] == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 1)]
 
 
 def test_incomplete_lines_and_other_values_are_skipped(tmp_path):
     records = [{"a": 1}, [2], {"b": [math.nan, -math.inf, 1.5]}]
-    path = write_lines(tmp_path / "a.jsonl", records, torn='{"a": 4, "b')
+    path = write_rows(tmp_path / "a.jsonl", *records, torn='{"a": 4, "b')
     path.write_bytes(b'\xff\xfe{"torn\n' + path.read_bytes())
     assert list(records_of(path)) == [{"a": 1}, {"b": [None, None, 1.5]}]
     assert list(records_of(path, b'"a"')) == [{"a": 1}]
@@ -92,7 +92,7 @@ def test_dropped_groups_have_their_prompts_and_superseded_drops_are_skipped(tmp_
         *(start_of(1, 1), issue(1, 2, 73), step_of(1, 2)),
         {"event": "end", "attempt": 1, "step": 2, "finished": True},
     ]
-    write_lines(tmp_path / "receipts.jsonl", events)
+    write_rows(tmp_path / "receipts.jsonl", *events)
     receipts = read_history(tmp_path)
     assert receipts.drops == [
         {
@@ -114,7 +114,7 @@ def test_the_difficulty_of_each_prompt_counts_by_its_first_and_its_last_group(tm
         *(finish(0, 70, 5), finish(0, 72, 0, scored=0), step_of(0, 2)),
         *(start_of(1, 1), finish(1, 70, 4), step_of(1, 2)),
     ]
-    write_lines(tmp_path / "receipts.jsonl", events)
+    write_rows(tmp_path / "receipts.jsonl", *events)
     (chart,) = difficulty_charts(read_history(tmp_path).results)
     first, last = chart["figure"]["data"]
     assert first["y"] == [1, 1, 0, 0, 0, 0, 0]

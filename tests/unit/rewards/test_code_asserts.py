@@ -1,8 +1,7 @@
 """Code with asserts: working programs pass them, and no trick makes an assert hold."""
 
-import json
-
 import pytest
+from lib.rewards import fenced, scored
 
 from grpo_components.rewards.code_tests import CodeTests
 
@@ -12,12 +11,6 @@ SQUARE = ["assert square(3) == 9", "assert square(-4) == 16"]
 @pytest.fixture(scope="module")
 def reward():
     return CodeTests(cpu_s=1, wall_s=30.0, memory_mib=256)
-
-
-def scored(reward, program, **tests):
-    response = f"I think of it like this.\n```python\n{program}\n```\nThat is all."
-    answer = json.dumps(tests)
-    return reward(prompt_text="?", response_text=response, answer=answer, finish_reason="stop")
 
 
 WORKING = """
@@ -97,8 +90,8 @@ check(twice)
 
 
 def test_a_program_that_passes_all_asserts_is_worth_one(reward):
-    assert scored(reward, WORKING, asserts=[HOLDING]) == 1.0
-    assert scored(reward, WORKING, asserts=[HOLDING, "assert square(2) == 5"]) == 0.0
+    assert scored(reward, fenced(WORKING), asserts=[HOLDING]) == 1.0
+    assert scored(reward, fenced(WORKING), asserts=[HOLDING, "assert square(2) == 5"]) == 0.0
 
 
 EQUALS_ALL = """
@@ -142,7 +135,7 @@ class Equal(int):
     ],
 )
 def test_no_trick_makes_an_assert_hold(reward, program):
-    assert scored(reward, program, asserts=SQUARE) == 0.0
+    assert scored(reward, fenced(program), asserts=SQUARE) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -160,7 +153,7 @@ def test_no_trick_makes_an_assert_hold(reward, program):
 )
 def test_a_program_that_exits_has_not_raised_the_expected_error(reward, program):
     expected = "try:\n    root(-1)\n    assert False\nexcept (ValueError, KeyError):\n    pass"
-    assert scored(reward, program, asserts=[expected]) == 0.0
+    assert scored(reward, fenced(program), asserts=[expected]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -168,7 +161,7 @@ def test_a_program_that_exits_has_not_raised_the_expected_error(reward, program)
 )
 def test_a_program_cannot_end_a_loop_of_the_asserts(reward, test):
     program = "def square(x): raise StopIteration"
-    assert scored(reward, program, asserts=[test]) == 0.0
+    assert scored(reward, fenced(program), asserts=[test]) == 0.0
 
 
 KNOWN_NAMES = """
@@ -212,7 +205,7 @@ assert isqrt_of(9) == 3 and cbrt(8) > 1
 
 
 def test_names_without_an_import_belong_to_python_or_to_the_program(reward):
-    assert scored(reward, KNOWN_NAMES, asserts=[USING_NAMES]) == 1.0
+    assert scored(reward, fenced(KNOWN_NAMES), asserts=[USING_NAMES]) == 1.0
 
 
 LIAR = """
@@ -297,8 +290,8 @@ def test_no_name_type_or_object_of_the_program_makes_an_assert_hold(reward, prog
         f"try:\n    assert {claim}\n    held = True\nexcept Exception: pass" for claim in claims
     ]
     asserts = ["held = False", *tries, "assert not held"]
-    assert scored(reward, program, asserts=asserts) == 1.0
-    assert scored(reward, program, asserts=[*asserts, f"assert {claims[0]}"]) == 0.0
+    assert scored(reward, fenced(program), asserts=asserts) == 1.0
+    assert scored(reward, fenced(program), asserts=[*asserts, f"assert {claims[0]}"]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -311,7 +304,7 @@ def test_no_name_type_or_object_of_the_program_makes_an_assert_hold(reward, prog
     ],
 )  # fmt: skip
 def test_an_object_of_the_program_takes_no_function_and_has_no_other_type(reward, program, asserts):
-    assert scored(reward, program, asserts=asserts) == 0.0
+    assert scored(reward, fenced(program), asserts=asserts) == 0.0
 
 
 CLASSES = """
@@ -392,8 +385,8 @@ assert total(np.array([1, 2])) == 3 == total([np.int64(1), np.float64(2)])
 
 
 def test_objects_work_as_in_one_process(reward):
-    assert scored(reward, CLASSES, asserts=[USING_CLASSES]) == 1.0
-    assert scored(reward, CLASSES, asserts=[USING_CLASSES, "assert V(1) == V(2)"]) == 0.0
+    assert scored(reward, fenced(CLASSES), asserts=[USING_CLASSES]) == 1.0
+    assert scored(reward, fenced(CLASSES), asserts=[USING_CLASSES, "assert V(1) == V(2)"]) == 0.0
 
 
 MADE_LIES = """
@@ -450,17 +443,17 @@ def test_no_object_that_the_asserts_made_passes_for_plain_data(reward):
     tries = [
         f"try:\n    assert {claim}\n    held = True\nexcept Exception: pass" for claim in PRETENDED
     ]
-    program = PLAIN_LIAR + MADE_LIES
-    assert scored(reward, program, asserts=["held = False", *tries, "assert not held"]) == 1.0
+    asserts = ["held = False", *tries, "assert not held"]
+    assert scored(reward, fenced(PLAIN_LIAR + MADE_LIES), asserts=asserts) == 1.0
 
 
 @pytest.mark.parametrize("test", HIDDEN)
 def test_no_class_of_the_program_hides_a_failed_assert(reward, test):
-    assert scored(reward, PLAIN_LIAR + MADE_LIES, asserts=["assert Round() == 3.14"]) == 1.0
-    assert scored(reward, PLAIN_LIAR + MADE_LIES, asserts=[test]) == 0.0
+    assert scored(reward, fenced(PLAIN_LIAR + MADE_LIES), asserts=["assert Round() == 3.14"]) == 1.0
+    assert scored(reward, fenced(PLAIN_LIAR + MADE_LIES), asserts=[test]) == 0.0
     forged = "__main__._kinds = lambda *_: ['AssertionError', []]\n"
     program = f"import __main__\n{forged}{PLAIN_LIAR}{MADE_LIES}class ShopError(Exception): pass"
-    assert scored(reward, program, asserts=[test]) == 0.0
+    assert scored(reward, fenced(program), asserts=[test]) == 0.0
 
 
 @pytest.mark.parametrize(("right", "worth"), [("x * x", 1.0), ("x", 0.0)])
@@ -472,19 +465,16 @@ def test_imports_and_setup_code_run_before_the_asserts(reward, right, worth):
         "asserts": ["assert isclose(nine, 9, abs_tol=limit)"],
     }
     program = f"def isclose(*a, **k): return True\ndef square(x): return {right}"
-    assert scored(reward, program, **tests) == worth
+    assert scored(reward, fenced(program), **tests) == worth
 
 
 def test_an_argument_that_cannot_cross_is_an_error(reward):
     with pytest.raises(ValueError, match=r"^answer: .* function"):
-        scored(
-            reward,
-            "def apply(f, x): return f(x)",
-            asserts=["assert apply(lambda x: x, 3) == 3"],
-        )
+        apply = fenced("def apply(f, x): return f(x)")
+        scored(reward, apply, asserts=["assert apply(lambda x: x, 3) == 3"])
 
 
 @pytest.mark.parametrize("test", ["assert thing()", "assert thing() != 1", "assert 1 in thing()"])
 def test_an_object_of_the_program_is_not_an_answer(reward, test):
     program = "class Thing:\n  def __iter__(self): raise OSError\ndef thing(): return Thing()"
-    assert scored(reward, program, asserts=[test]) == 0.0
+    assert scored(reward, fenced(program), asserts=[test]) == 0.0

@@ -7,6 +7,7 @@ import time
 
 import psutil
 import pytest
+from lib.rewards import fenced, scored
 
 from grpo_components.rewards.code_tests import CodeTests, last_program
 from grpo_components.rewards.pool import RewardPool, RewardSpec
@@ -19,15 +20,6 @@ SQUARES = [{"input": "3\n", "output": "9\n"}, {"input": "-4", "output": "16"}]
 @pytest.fixture(scope="module")
 def reward():
     return CodeTests(cpu_s=1, wall_s=30.0, memory_mib=256)
-
-
-def scored(reward, response, **tests):
-    answer = json.dumps(tests)
-    return reward(prompt_text="?", response_text=response, answer=answer, finish_reason="stop")
-
-
-def fenced(program):
-    return f"I think of it like this.\n```python\n{program}\n```\nThat is all."
 
 
 @pytest.mark.parametrize(

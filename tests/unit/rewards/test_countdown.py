@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lib.rewards import judged
 
 from grpo_components.rewards.countdown import CountdownCorrectness
 
@@ -14,8 +15,7 @@ ANSWER = json.dumps({"numbers": [3, 8, 1], "target": 24})
 
 
 def score(text, answer=ANSWER, answer_format="tag"):
-    reward = CountdownCorrectness(answer_format)
-    return reward(prompt_text="", response_text=text, answer=answer, finish_reason="stop")
+    return judged(CountdownCorrectness(answer_format), text, answer)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,9 @@
 """Which responses have the right form: tags, box, length."""
 
 import pytest
+from lib.rewards import judged
 
 from grpo_components.rewards.formats import BoxedFormat, ResponseLength, ThinkAnswerFormat
-
-
-def judged(reward, response: str, prompt: str = "") -> float:
-    return reward(prompt_text=prompt, response_text=response, answer="5", finish_reason="stop")
-
 
 COMPLETE = [
     ("What?", "<think>Hm.</think> <answer>5</answer>"),
@@ -43,7 +39,7 @@ INCOMPLETE = [
     [*((*each, 1.0) for each in COMPLETE), *((*each, 0.0) for each in INCOMPLETE)],
 )
 def test_only_a_complete_format_is_worth_one(prompt, response, worth):
-    assert judged(ThinkAnswerFormat(), response, prompt) == worth
+    assert judged(ThinkAnswerFormat(), response, prompt=prompt) == worth
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import math_verify
 import pytest
+from lib.rewards import judged
 
 from grpo_components.rewards.formats import BoxedFormat, ResponseLength, ThinkAnswerFormat
 from grpo_components.rewards.maths import MathCorrectness
@@ -31,8 +32,7 @@ REWARDS = {answer_format: MathCorrectness(answer_format) for answer_format in MA
 
 
 def correct(response: str, known: str, answer_format: str) -> float:
-    reward = REWARDS[answer_format]
-    return reward(prompt_text="", response_text=response, answer=known, finish_reason="stop")
+    return judged(REWARDS[answer_format], response, known)
 
 
 def marked(answer_format: str, given: str, known: str) -> float:
@@ -98,10 +98,6 @@ def test_a_known_answer_that_is_too_large_to_evaluate_is_compared_as_text(known)
         assert marked(answer_format, f"{known} + 1", known) == 0.0
 
 
-def judged(reward, response: str, answer: str = "") -> float:
-    return reward(prompt_text="", response_text=response, answer=answer, finish_reason="stop")
-
-
 LONG = ["~", "`", "<answer>", "</answer>", "<think>", r"\boxed{", r"\boxed ", "{", "#### 5 ", "\n"]
 LONG += [" ", "1 ", "1,", "(", "<tool_call>", "```python\n", "~~~\n", "a ", "=", "\\", "####"]
 LONG += ["1 1/"]
@@ -120,7 +116,7 @@ def test_a_long_response_is_read_in_linear_time(reward, piece):
     """A quadratic search would take minutes."""
     response = (piece * 40_000)[:200_000]
     for end in ("", "`", "</answer>", "x"):
-        assert 0.0 <= judged(reward, f"{response}{end}", answer="5") <= 1.0
+        assert 0.0 <= judged(reward, f"{response}{end}") <= 1.0
 
 
 @pytest.mark.parametrize(

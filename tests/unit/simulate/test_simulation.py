@@ -10,8 +10,8 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from lib.json_lines import write_lines
 from lib.properties import many
+from lib.rows import write_rows
 from omegaconf import OmegaConf
 
 from grpo_components.cluster.role import Role
@@ -24,54 +24,28 @@ from grpo_tools.simulate.times import Lengths, StepTime, Times
 
 NOTHING = Times(
     engine_step=StepTime(0.0, 0.0, 0.0),
-    collect_s=0.0,
-    reward_s=0.0,
-    load_s=0.0,
-    update_s=0.0,
-    train_s_per_token=0.0,
     train_scatter=(1.0,),
-    prompt_tokens=0.0,
-    gather_s=0.0,
-    export_s=0.0,
-    reference_s_per_token=0.0,
+    **dict.fromkeys(("collect_s", "reward_s", "load_s", "update_s", "gather_s", "export_s"), 0.0),
+    **dict.fromkeys(("train_s_per_token", "prompt_tokens", "reference_s_per_token"), 0.0),
 )
 TIMES = replace(
     NOTHING,
     engine_step=StepTime(0.007, 0.0001, 0.001),
-    collect_s=0.002,
-    load_s=0.02,
-    update_s=0.006,
-    train_s_per_token=0.0002,
     train_scatter=(0.8, 1.0, 1.2),
+    **{"collect_s": 0.002, "load_s": 0.02, "update_s": 0.006, "gather_s": 0.004},
+    **{"export_s": 0.001, "train_s_per_token": 0.0002, "reference_s_per_token": 0.0001},
     prompt_tokens=20.0,
-    gather_s=0.004,
-    export_s=0.001,
-    reference_s_per_token=0.0001,
 )
 SETUP = Setup(
-    num_generators=1,
-    num_trainers=1,
-    num_references=0,
-    rollouts_in_flight=8,
-    push_every_n_steps=1,
-    pull_every_m_rollouts=1,
-    max_staleness=0,
-    stale_groups="drop",
-    groups_per_step=1,
-    group_size=2,
-    num_steps=12,
-    max_response_tokens=100,
-    max_num_seqs=64,
+    **{"num_generators": 1, "num_trainers": 1, "num_references": 0, "rollouts_in_flight": 8},
+    **{"push_every_n_steps": 1, "pull_every_m_rollouts": 1, "max_staleness": 0},
+    **{"groups_per_step": 1, "group_size": 2, "num_steps": 12, "stale_groups": "drop"},
+    **{"max_response_tokens": 100, "max_num_seqs": 64},
 )
 RECORDED = replace(
     SETUP,
-    num_references=1,
-    rollouts_in_flight=4,
-    pull_every_m_rollouts=4,
-    max_staleness=2,
-    groups_per_step=4,
-    group_size=4,
-    num_steps=30,
+    **{"num_references": 1, "rollouts_in_flight": 4, "pull_every_m_rollouts": 4},
+    **{"max_staleness": 2, "groups_per_step": 4, "group_size": 4, "num_steps": 30},
 )
 FITTED = replace(TIMES, train_scatter=(1.0,))
 CONFIG = Path(__file__).parents[3] / "recipes/configs/tiny_async_grpo.yaml"
@@ -225,9 +199,9 @@ def folder(tmp_path):
                     "staleness/max": run.staleness_max,
                 }
             )
-    write_lines(tmp_path / "receipts.jsonl", events)
-    write_lines(logs / "metrics.jsonl", [{"step": 0}, *steps])
-    write_lines(logs / "heartbeats.jsonl", heartbeats(run, finished))
+    write_rows(tmp_path / "receipts.jsonl", *events)
+    write_rows(logs / "metrics.jsonl", {"step": 0}, *steps)
+    write_rows(logs / "heartbeats.jsonl", *heartbeats(run, finished))
     return tmp_path
 
 

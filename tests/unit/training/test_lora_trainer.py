@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from lib.logprobs import whole_logprobs
 from lib.trainer_ranks import (
     ADVANTAGES,
     RAGGED,
@@ -16,7 +17,6 @@ from lib.trainer_ranks import (
     assert_weights_equal,
     export,
     exported,
-    full_logprobs,
     hf_weights,
     step,
     whole_model,
@@ -46,7 +46,7 @@ PLAIN = [replace(trajectory, reference_logprobs=None) for trajectory in RAGGED]
 def recorded(base):
     """The batch with reference logprobs that were computed beforehand."""
     model = whole_model(base).requires_grad_(False)
-    return [replace(t, reference_logprobs=full_logprobs(model, t).numpy()) for t in PLAIN]
+    return [replace(t, reference_logprobs=whole_logprobs(model, t)[0].numpy()) for t in PLAIN]
 
 
 @pytest.fixture(scope="module")

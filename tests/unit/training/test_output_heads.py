@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from lib.config_errors import refused_key
-from lib.trainer_ranks import RAGGED, checkpointer_of, full_logprobs
+from lib.logprobs import whole_logprobs
+from lib.trainer_ranks import RAGGED, checkpointer_of
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torchtune import config
@@ -105,7 +106,7 @@ def weights_of(export):
 def by_transformers(folder):
     """Logprobs of the responses by transformers, from whole logits."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
-    return torch.cat([full_logprobs(model, each) for each in RAGGED])
+    return torch.cat([whole_logprobs(model, each)[0] for each in RAGGED])
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

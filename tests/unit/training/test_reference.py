@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from lib.trainer_ranks import build_model, checkpointer_of, full_logprobs, make, whole_model
+from lib.logprobs import whole_logprobs
+from lib.trainer_ranks import build_model, checkpointer_of, make, whole_model
 
 from grpo_components.training.reference import Reference
 from grpo_components.trajectory import batch_hash, pack, unpack
@@ -41,7 +42,7 @@ def test_the_divergence_is_that_of_the_policys_tokens_in_the_whole_context(base,
     assert batch_hash({**packed, "reference_logprobs": None}) == before
     for trajectory, divergence in zip(unpack(packed), divergences, strict=True):
         trajectory.check()
-        taken = full_logprobs(model, trajectory).numpy()
+        taken = whole_logprobs(model, trajectory)[0].numpy()
         np.testing.assert_allclose(trajectory.reference_logprobs, taken, atol=1e-5)
         own = trajectory.response_mask
         by_hand = (trajectory.generator_logprobs - taken)[own].sum()

@@ -176,12 +176,8 @@ def test_a_failed_sample_stays_failed_and_a_response_that_is_too_long_fails(tmp_
         == [out_text["responses"][i]["error"] for i in (0, 2)]
     )
     assert np.isnan(summary.rewards).tolist() == [True, False, True]
-
-
-def test_a_group_that_failed_as_a_whole_is_not_scored(tmp_path):
-    group, text = group_of(["five", "six"], failed=[0, 1])
-    _, summary, _ = build(make_classifier(tmp_path)).add_scores(group, text)
-    assert len(summary.errors) == 2
+    _, summary, _ = build(path).add_scores(*group_of(["five", "six"], failed=[0, 1]))
+    assert len(summary.errors) == 2, "a group that failed as a whole is not scored"
 
 
 def test_a_nan_score_fails_the_sample(tmp_path):
