@@ -33,15 +33,12 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
     def __init__(self, path: str) -> None:
         self._path = path
         self._prompts: list[list[int]] = []
-        self._lengths: list[int] = []
-        """Per group, the number of tokens of prompt and longest response together."""
-        self._largest_ids: list[int] = []
-        """Per group, its largest token id."""
+        self._extents: list[tuple[int, int]] = []
+        """Per group: tokens of prompt and longest response together, and the largest token id."""
         for group in read_groups(path):
             self._prompts.append(group[0].prompt_ids.tolist())
             tokens = [np.concatenate([t.prompt_ids, t.response_ids]) for t in group]
-            self._lengths.append(max(map(len, tokens)))
-            self._largest_ids.append(int(np.concatenate(tokens).max()))
+            self._extents.append((max(map(len, tokens)), int(np.concatenate(tokens).max())))
         self.max_prompt_length = max(map(len, self._prompts))
         """Length of the longest prompt, in tokens."""
 
@@ -55,17 +52,14 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
 
     def check(self, longest: int, limit: str, num_ids: int | None) -> None:
         """Refuse groups that are too long for the policy or have token ids that it lacks."""
-        for row, (length, largest) in enumerate(zip(self._lengths, self._largest_ids, strict=True)):
-            where = f"{self._path}, line {row + 1}, has"
+        for line, (length, largest) in enumerate(self._extents, start=1):
+            where = f"{self._path}, line {line}, has"
             if length > longest:
                 problem = f"{where} a prompt and response of {length} tokens"
                 fail("train_from", problem, f"at most {longest}, {limit}")
             if num_ids is not None and largest >= num_ids:
-                fail(
-                    "train_from",
-                    f"{where} token id {largest}",
-                    f"below {num_ids}, the policy's ids",
-                )
+                allowed = f"below {num_ids}, the policy's ids"
+                fail("train_from", f"{where} token id {largest}", allowed)
 
 
 def roles_of(cfg: Settings, trainer: str, generator: str) -> tuple[str, str]:
@@ -143,9 +137,8 @@ def _check_checkpoint(folder: Path) -> None:
         except ValueError as error:
             fail("eval_only", str(error), "an adapter that this recipe saved")
         return
-    has_weights = folder.is_dir() and any(
-        (*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.pt"))
-    )
+    kinds = ("*.safetensors", "*.bin", "*.pt")
+    has_weights = folder.is_dir() and any(next(folder.glob(kind), None) for kind in kinds)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -131,18 +131,15 @@ def _trajectory(record: _Group, response: _Response) -> Trajectory:
     scored = math.isfinite(trajectory.reward) and trajectory.error is None
     failed = reward is None and trajectory.error is not None
     right = failed if trajectory.failed else scored
-    _require(right, f"reward: allowed: {_REWARD}")
-    _require(
-        trajectory.failed or trajectory.response_mask.any(), "response_mask: must contain true"
-    )
     logprobs = trajectory.generator_logprobs[trajectory.response_mask]
-    _require((logprobs <= _ROUNDING).all(), "generator_logprobs: above 0")
+    for holds, problem in (
+        (right, f"reward: allowed: {_REWARD}"),
+        (trajectory.failed or len(logprobs), "response_mask: must contain true"),
+        ((logprobs <= _ROUNDING).all(), "generator_logprobs: above 0"),
+    ):
+        if not holds:
+            raise ValueError(problem)
     return trajectory
-
-
-def _require(condition: Any, problem: str) -> None:
-    if not condition:
-        raise ValueError(problem)
 
 
 class TrajectoryWriter:
@@ -157,13 +154,7 @@ class TrajectoryWriter:
     def train_step(
         self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
     ) -> StepResult:
-        """Write a batch, one line per group; called in place of `Trainer.train_step`.
-
-        Args:
-            batch: whole groups, packed.
-            advantages: [S] float32, one per trajectory; not written.
-            step: training steps done before this one.
-        """
+        """Write a batch of whole groups, a line each, in place of `Trainer.train_step`."""
         trajectories = unpack(batch)
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:

@@ -47,12 +47,10 @@ def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:
     assert latest(checkpoints) != target, "a step is saved once in an attempt"
     # safetensors makes files that only their owner can read: give all the mode of a plain one.
     mode = stat.S_IMODE((unfinished / "state" / "config.yaml").stat().st_mode)
-    for folder, _, files in os.walk(unfinished):
-        for name in (*files, "."):
-            path = Path(folder, name)
-            if name != "." and stat.S_IMODE(path.stat().st_mode) != mode:
-                path.chmod(mode)
-            _sync(path)
+    for path in (*unfinished.rglob("*"), unfinished):
+        if path.is_file() and stat.S_IMODE(path.stat().st_mode) != mode:
+            path.chmod(mode)
+        _sync(path)
     discard(target)  # left by an earlier attempt
     unfinished.rename(target)
     _sync(checkpoints)

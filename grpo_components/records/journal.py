@@ -48,16 +48,8 @@ class Journal:
         """Commit a trained step; a replay first waits for the turn of this step."""
         step = self._ledger.steps_done + 1
         await self._ledger.events.wait_turn("step", step=step)
-        self._commit(step, batch_hash, result, sessions or {})
-        return step
-
-    def _commit(
-        self, step: int, batch_hash: str, result: StepResult, sessions: Mapping[str, int]
-    ) -> None:
-        """Commit a step without an await: no event may happen between receipt and state to save.
-
-        Otherwise a resumed run would miss that event, or record it in a second receipt.
-        """
+        # No await from here on: a resumed run would miss an event between receipt and state to
+        # save, or record it in a second receipt.
         if self._original:
             self._original.check_batch(step, batch_hash)
         mass, counts = result.metrics["off_policy/correction_mass"], result.token_versions
@@ -70,6 +62,7 @@ class Journal:
         }
         self._ledger.finish_step(result.policy_version, outcome)
         self._checkpoints.hold()
+        return step
 
     async def save_if_due(self, step: int, roles: Roles, batch: Any) -> None:
         """Write the committed state as a checkpoint, every n steps and after the last step."""

@@ -40,20 +40,14 @@ class Receipts:
     def begin_attempt(self, attempt: int) -> None:
         """Open the file and write the attempt's start, from a ledger that is already restored."""
         ledger, self._file = self._ledger, ChainedFile(self._path)
+        tokens = {str(entry.group_id): entry.tokens for entry in ledger.living()}
         self._write(
             {
                 "event": "start",
-                "attempt": attempt,
-                "format": FORMAT,
-                "steps_done": ledger.steps_done,
-                "policy_version": ledger.policy_version,
-                "num_steps": ledger.num_steps,
+                **{"attempt": attempt, "format": FORMAT, "steps_done": ledger.steps_done},
+                **{"policy_version": ledger.policy_version, "num_steps": ledger.num_steps},
                 **self._settings,
-                "carried": {
-                    str(entry.group_id): entry.tokens
-                    for entry in ledger.living()
-                    if entry.tokens is not None
-                },
+                "carried": {group: n for group, n in tokens.items() if n is not None},
             }
         )
 
@@ -66,19 +60,11 @@ class Receipts:
             return
         ledger, finished = self._ledger, self._ledger.finished
         end = {
-            "event": "end",
-            "attempt": ledger.attempt,
-            "finished": finished,
-            "step": ledger.steps_done,
-            "policy_version": ledger.policy_version,
+            **{"event": "end", "attempt": ledger.attempt, "finished": finished},
+            **{"step": ledger.steps_done, "policy_version": ledger.policy_version},
             "living": [
-                {
-                    "group": entry.group_id,
-                    "prompt": entry.prompt_index,
-                    "epoch": entry.epoch,
-                    "state": entry.state,
-                    "tokens": entry.tokens,
-                }
+                {"group": entry.group_id, "prompt": entry.prompt_index, "epoch": entry.epoch}
+                | {"state": entry.state, "tokens": entry.tokens}
                 for entry in ledger.living()
             ],
             "waiting": [
@@ -103,10 +89,9 @@ def build_receipts(
     curriculum: Curriculum | None,
 ) -> Receipts:
     """Build `Receipts` from the config."""
+    contract = ("max_staleness", "groups_per_step", "group_size")
     settings = {
-        "max_staleness": cfg.max_staleness,
-        "groups_per_step": cfg.groups_per_step,
-        "group_size": cfg.group_size,
+        **{key: getattr(cfg, key) for key in contract},
         **identity._asdict(),
         **(curriculum.describe() if curriculum else {}),
         **ledger.reuse.describe(),

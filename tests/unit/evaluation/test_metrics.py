@@ -18,13 +18,8 @@ from grpo_components.evaluation.metrics import (
 
 
 def result(prompt=0, reward=1.0, success=True, oldest=4, newest=4):
-    return {
-        "prompt_index": prompt,
-        "reward": reward,
-        "success": success,
-        "oldest_version": oldest,
-        "newest_version": newest,
-    }
+    versions = {"oldest_version": oldest, "newest_version": newest}
+    return {"prompt_index": prompt, "reward": reward, "success": success, **versions}
 
 
 def test_an_evaluation_is_the_mean_over_its_prompts_and_names_its_version():
@@ -34,12 +29,8 @@ def test_an_evaluation_is_the_mean_over_its_prompts_and_names_its_version():
     assert (low, high) == pytest.approx((0.1500, 0.8500), abs=1e-4), "Wilson's, of 2 in 4"
     low, high = (metrics.pop(f"eval/reward_mean_{end}") for end in ("low", "high"))
     assert low + high == pytest.approx(1.25) and high - low == pytest.approx(2 * 0.46916, abs=1e-4)
-    assert metrics == {
-        "eval/success_rate": 0.5,
-        "eval/reward_mean": 0.625,
-        "eval/policy_version": 4,
-        "eval/prompts": 4,
-    }
+    means = {"eval/success_rate": 0.5, "eval/reward_mean": 0.625}
+    assert metrics == {**means, "eval/policy_version": 4, "eval/prompts": 4}
 
 
 def test_several_responses_give_pass_at_the_powers_of_two():
@@ -69,9 +60,7 @@ def test_pass_at_k_is_the_mean_over_all_ways_to_draw_k(successes, k):
     assert pass_at(k, len(successes), sum(successes)) == pytest.approx(fmean(drawn))
 
 
-@given(
-    counts=st.lists(st.integers(0, 4), min_size=1, max_size=30),
-)
+@given(counts=st.lists(st.integers(0, 4), min_size=1, max_size=30))
 def test_an_interval_lies_around_its_mean_and_between_0_and_1(counts):
     shares = [right / 4 for right in counts]
     low, high = share_interval(shares, 4 * len(shares))

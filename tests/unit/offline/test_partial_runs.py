@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from lib.config_errors import refusal_of
+from lib.trajectories import response
 from omegaconf import OmegaConf
 
 from grpo_components.exchange.ledger import LedgerEntry
@@ -19,25 +21,11 @@ from grpo_components.records.guards import FailedSamples
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.state_files import write_state
 from grpo_components.training.trainer_options import DiagnosticsOptions
-from grpo_components.trajectory import Trajectory, pack, summarize
+from grpo_components.trajectory import pack, summarize
 
 
-def group(version=0, size=2):
-    return [
-        Trajectory(
-            prompt_ids=np.arange(3),
-            response_ids=np.arange(2),
-            response_mask=np.ones(2, bool),
-            generator_logprobs=np.zeros(2, np.float32),
-            token_versions=np.full(2, version, np.int32),
-            prompt_index=0,
-            epoch=0,
-            group_id=0,
-            attempt=0,
-            finish_reason="stop",
-            reward=1.0,
-        )
-    ] * size
+def group(size=2):
+    return [response(0, [0, 0], prompt_ids=np.arange(3), reward=1.0)] * size
 
 
 @pytest.fixture
@@ -56,10 +44,7 @@ def values(**changes):
 
 
 def refusal(**changes):
-    with pytest.raises(ValueError) as refused:
-        check_partial_run(values(**changes))
-    assert "; allowed: " in str(refused.value)
-    return str(refused.value)
+    return str(refusal_of(check_partial_run, values(**changes)))
 
 
 def test_whole_runs_and_each_half_are_allowed(recorded):
@@ -115,22 +100,13 @@ def test_a_model_to_evaluate_is_a_folder_with_weights(tmp_path):
     check_partial_run(values(eval_only=str(tmp_path)))
 
 
-def cfg(**changes):
-    return OmegaConf.create(values(**changes))
-
-
 def role_arguments(logged_responses):
     """Of a trainer and a generator, as far as their stand-ins read them."""
     diagnostics = DiagnosticsOptions(
-        log_peak_memory_stats=False,
-        build_profiler=None,
-        logged_responses=logged_responses,
+        log_peak_memory_stats=False, build_profiler=None, logged_responses=logged_responses
     )
     engine = EngineOptions(
-        model_path="/base",
-        device="cpu",
-        dtype="fp32",
-        recompute_kv_after_pull=False,
+        model_path="/base", device="cpu", dtype="fp32", recompute_kv_after_pull=False
     )
     return {"seed": 0, "diagnostics": diagnostics}, {"engine": engine, "min_living": 1}
 
@@ -138,14 +114,14 @@ def role_arguments(logged_responses):
 def test_the_other_half_is_stood_in_for(recorded):
     whole = role_arguments(logged_responses=8)
     names = ("Trainer", "Generator")
-    assert roles_of(cfg(), *names) == names
-    assert stand_in_arguments(cfg(), *whole) == whole
-    rollout = cfg(rollout_only=True)
+    assert roles_of(values(), *names) == names
+    assert stand_in_arguments(values(), *whole) == whole
+    rollout = values(rollout_only=True)
     assert roles_of(rollout, *names)[0].endswith(".TrajectoryWriter")
     assert roles_of(rollout, *names)[1] == "Generator"
     expected = {"path": "/run/trajectories.jsonl", "logged_responses": 8}
     assert stand_in_arguments(rollout, *whole)[0] == expected
-    train = cfg(train_from=recorded)
+    train = values(train_from=recorded)
     assert roles_of(train, *names)[0] == "Trainer"
     assert roles_of(train, *names)[1].endswith(".RecordedGroups")
     assert stand_in_arguments(train, *whole)[1] == {"path": recorded, "min_living": 1}
@@ -164,11 +140,11 @@ def test_a_failed_recorded_sample_is_reported_by_its_line(recorded, tmp_path):
 
 
 def test_a_checkpoint_of_ours_is_evaluated_under_its_version(tmp_path):
-    evaluated = cfg(eval_only=str(tmp_path))
+    evaluated = values(eval_only=str(tmp_path))
     _, generator = stand_in_arguments(evaluated, *role_arguments(logged_responses=0))
     assert generator["engine"].model_path == str(tmp_path)
-    assert evaluated_version(evaluated) == evaluated_version(cfg()) == 0
+    assert evaluated_version(evaluated) == evaluated_version(values()) == 0
     write_state(tmp_path / "state", "driver", {"ledger": {"policy_version": 7}})
     assert evaluated_version(evaluated) == 7
-    assert evaluated_version(cfg(eval_only=True, base_model_path=str(tmp_path))) == 7
-    assert evaluated_version(cfg(eval_only=False, base_model_path=str(tmp_path))) == 0
+    assert evaluated_version(values(eval_only=True, base_model_path=str(tmp_path))) == 7
+    assert evaluated_version(values(eval_only=False, base_model_path=str(tmp_path))) == 0

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lib.trajectories import trajectory
 
 from grpo_components.offline.trajectory_file import (
     RecordedGroups,
@@ -17,37 +18,34 @@ from grpo_components.offline.trajectory_file import (
 )
 from grpo_components.rollout.generator import Generator
 from grpo_components.training.trainer import Trainer
-from grpo_components.trajectory import Trajectory, batch_hash, pack, summarize, unpack
+from grpo_components.trajectory import batch_hash, pack, summarize, unpack
 
 
-def make(group_id, logprobs, reward=1.0, version=0, mask=None):
-    size = len(logprobs)
-    return Trajectory(
-        prompt_ids=np.array([7, group_id]),
-        response_ids=np.arange(size),
-        response_mask=np.array(mask if mask is not None else [True] * size, bool),
+def make(group_id, logprobs, reward=1.0, mask=None):
+    failed, size = math.isnan(reward), len(logprobs)
+    return trajectory(
+        np.arange(size),
+        **{"prompt_ids": np.array([7, group_id]), "prompt_index": group_id + 10},
+        **{"group_id": group_id, "temperature": 0.7, "reward": reward, "success": reward == 1.0},
+        response_mask=np.array([True] * size if mask is None else mask, bool),
         generator_logprobs=np.array(logprobs, np.float32),
-        token_versions=np.full(size, version, np.int32),
-        prompt_index=group_id + 10,
-        epoch=0,
-        group_id=group_id,
-        attempt=0,
-        finish_reason="error" if math.isnan(reward) else "stop",
-        temperature=0.7,
-        reward=reward,
-        reward_terms={} if math.isnan(reward) else {"correctness": reward},
-        success=reward == 1.0,
-        error="it failed" if math.isnan(reward) else None,
+        finish_reason="error" if failed else "stop",
+        reward_terms={} if failed else {"correctness": reward},
+        error="it failed" if failed else None,
     )
 
 
 def written(path, *batches):
     writer = TrajectoryWriter(rank=0, path=str(path))
-    answers = [
+    return [
         writer.train_step(pack(batch), np.zeros(len(batch), np.float32), number)
         for number, batch in enumerate(batches)
     ]
-    return answers
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "trajectories.jsonl"
 
 
 numbers = st.floats(-50, 0, width=32)
@@ -66,25 +64,23 @@ def test_a_group_is_the_same_bit_for_bit(tmp_path_factory, logprobs, reward):
     assert [t.error for t in again] == [t.error for t in group]
 
 
-def test_written_batches_are_the_recorded_groups_of_another_run(tmp_path):
-    path = tmp_path / "trajectories.jsonl"
+def test_written_batches_are_the_recorded_groups_of_another_run(path):
     groups = [[make(number, [-0.1 * number - 0.1] * 2)] * 2 for number in range(4)]
     answers = written(path, groups[0] + groups[1], groups[2] + groups[3])
     assert answers[0].token_versions == {0: 8} and answers[1].policy_version == 0
     recorded = RecordedGroups(number=1, path=str(path))
     packed, summary, text = recorded.generate_group({"prompt_index": 2}, 3, 40, 5, 1.0)
-    for trajectory, before in zip(unpack(packed), groups[2], strict=True):
-        identity = (trajectory.prompt_index, trajectory.epoch, trajectory.group_id)
-        assert (*identity, trajectory.attempt) == (2, 3, 40, 5)
-        assert trajectory.temperature == before.temperature == 0.7
-        assert np.array_equal(trajectory.prompt_ids, before.prompt_ids)
-        assert np.array_equal(trajectory.generator_logprobs, before.generator_logprobs)
+    for each, before in zip(unpack(packed), groups[2], strict=True):
+        identity = (each.prompt_index, each.epoch, each.group_id, each.attempt)
+        assert (*identity, each.temperature) == (2, 3, 40, 5, before.temperature)
+        assert np.array_equal(each.prompt_ids, before.prompt_ids)
+        assert np.array_equal(each.generator_logprobs, before.generator_logprobs)
     assert summary == summarize(packed) and text is None
 
 
-def test_the_first_responses_return_the_known_logprobs_of_their_tokens(tmp_path):
+def test_the_first_responses_return_the_known_logprobs_of_their_tokens(path):
     batch = [make(7, [-0.5, -1.5], mask=[True, False]), make(7, [-2.0]), make(8, [-3.0])]
-    writer = TrajectoryWriter(rank=0, path=str(tmp_path / "a.jsonl"), logged_responses=2)
+    writer = TrajectoryWriter(rank=0, path=str(path), logged_responses=2)
     answer = writer.train_step(pack(batch), np.zeros(3, np.float32), 0)
     unknown = {"trainer_logprobs": None, "reference_logprobs": None}
     group_id = batch[0].group_id
@@ -96,8 +92,7 @@ def test_the_first_responses_return_the_known_logprobs_of_their_tokens(tmp_path)
     }
 
 
-def test_only_rank_0_writes_and_a_new_writer_empties_the_file(tmp_path):
-    path = tmp_path / "trajectories.jsonl"
+def test_only_rank_0_writes_and_a_new_writer_empties_the_file(path):
     written(path, [make(0, [-1.0])])
     TrajectoryWriter(rank=1, path=str(path))
     assert len(path.read_text().splitlines()) == 1
@@ -106,8 +101,7 @@ def test_only_rank_0_writes_and_a_new_writer_empties_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["{", '{"prompt_index": 0, "prompt_ids": [1], "responses": []}'])
-def test_an_invalid_line_is_named(tmp_path, line):
-    path = tmp_path / "trajectories.jsonl"
+def test_an_invalid_line_is_named(path, line):
     path.write_text(group_line([make(0, [-1.0])]) + "\n" + line + "\n")
     with pytest.raises(ValueError, match=r"trajectories.jsonl, line 2: "):
         list(read_groups(path))
@@ -129,9 +123,8 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize(("changes", "problem"), IMPOSSIBLE)
-def test_a_response_that_no_run_could_have_written_is_refused(tmp_path, changes, problem):
+def test_a_response_that_no_run_could_have_written_is_refused(path, changes, problem):
     """Training on it would be wrong, and nobody would notice."""
-    path = tmp_path / "trajectories.jsonl"
     record = json.loads(group_line([make(0, [-1.0, -2.0])]))
     path.write_text(json.dumps(record))
     assert len(list(read_groups(path))) == 1
@@ -141,8 +134,7 @@ def test_a_response_that_no_run_could_have_written_is_refused(tmp_path, changes,
         list(read_groups(path))
 
 
-def test_a_missing_field_is_named_and_an_unknown_one_is_ignored(tmp_path):
-    path = tmp_path / "trajectories.jsonl"
+def test_a_missing_field_is_named_and_an_unknown_one_is_ignored(path):
     record = json.loads(group_line([make(0, [-1.0])] * 2)) | {"more": 1}
     record["responses"][0]["more"] = [[]]
     path.write_text(json.dumps(record))
@@ -153,8 +145,7 @@ def test_a_missing_field_is_named_and_an_unknown_one_is_ignored(tmp_path):
         list(read_groups(path))
 
 
-def test_a_failed_response_may_have_no_tokens(tmp_path):
-    path = tmp_path / "trajectories.jsonl"
+def test_a_failed_response_may_have_no_tokens(path):
     path.write_text(group_line([make(0, [], math.nan), make(0, [-1.0])]))
     assert [t.failed for t in next(read_groups(path))] == [True, False]
 

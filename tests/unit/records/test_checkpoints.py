@@ -162,28 +162,12 @@ class Account:
 
     def state_dict(self):
         living = [vars(entry) | {"parts": ()} for entry in self.living]
-        return {
-            "steps_done": self.steps_done,
-            "policy_version": self.policy_version,
-            "living": living,
-        }
+        done = dict.fromkeys(("steps_done", "policy_version"), self.steps_done)
+        return {**done, "living": living}
 
     def load_state_dict(self, state):
         self.steps_done = state["steps_done"]
         self.living = [LedgerEntry(**entry) for entry in state["living"]]
-
-
-class Log:
-    """Keeps what a run log shows: step and folder of a checkpoint, or a line."""
-
-    def __init__(self):
-        self.shown = []
-
-    def checkpoint(self, step, folder):
-        self.shown.append((step, folder))
-
-    def note(self, text):
-        self.shown.append(text)
 
 
 class Run:
@@ -197,18 +181,32 @@ class Run:
         if not (base / "config.json").exists():
             (base / "config.json").write_text('{"dtype": "bfloat16", "layers": 2}')
         self.folder = tmp_path / "run" / "checkpoints"
-        self.ledger, self.policy, self.log = Account(), Policy(base), Log()
+        self.ledger, self.policy = Account(), Policy(base)
+        self.shown = []
+        """Step and folder of each saved checkpoint, and lines."""
+        self.buffer = ReplayBuffer(contract=StalenessContract(9, 1), timeout_s=5.0)
         self.identity = new_identity()
-        contract = StalenessContract(9, 1)
-        self.buffer = ReplayBuffer(contract=contract, timeout_s=5.0)
         self.configure(**options)
 
-    def configure(self, **options):
-        lock = SimpleNamespace(verify=options.pop("verify", lambda: None))
-        start = SimpleNamespace(identity=self.identity, lock=lock)
-        cfg = {"output_dir": str(self.folder.parent), "async_checkpoint": False} | options
-        settings = Settings.model_construct(seed=7, **cfg)
-        self.checkpoints = Checkpoints(settings, self.ledger, self.ledger, self.log, start)
+    def configure(self, verify=lambda: None, **options):
+        log = SimpleNamespace(
+            checkpoint=lambda *saved: self.shown.append(saved), note=self.shown.append
+        )
+        start = SimpleNamespace(identity=self.identity, lock=SimpleNamespace(verify=verify))
+        cfg = {"output_dir": str(self.folder.parent), "async_checkpoint": False, "seed": 7}
+        settings = Settings.model_construct(**cfg | options)
+        self.checkpoints = Checkpoints(settings, self.ledger, self.ledger, log, start)
+
+    @property
+    def names(self):
+        return sorted(path.name for path in self.folder.iterdir())
+
+    async def stepped(self, number=1):
+        """Train and save some steps."""
+        for _ in range(number):
+            await self.step()
+            await self.save()
+        return self
 
     async def step(self):
         number = self.ledger.steps_done + 1
@@ -228,6 +226,15 @@ class Run:
     async def save(self, step=None):
         trainers, buffer = self.roles()
         await self.checkpoints.save(step or self.ledger.steps_done, trainers, buffer, None)
+
+    async def problem(self, failure):
+        """What is said of a checkpoint that cannot be written."""
+        if failure == "warn":
+            await self.save()
+            return self.shown[-1]
+        with pytest.raises(OSError) as failed:
+            await self.save()
+        return str(failed.value)
 
     async def restore(self, folder):
         self.ledger.load_state_dict(read_state(folder / "state", "driver")["ledger"])
@@ -263,28 +270,22 @@ def expected_momentum(step):
     return float(momentum)
 
 
-async def test_all_parts_of_a_checkpoint_are_of_one_step_and_latest_points_at_it(tmp_path):
-    run = Run(tmp_path)
-    await run.step()
-    await run.save()
-    assert run.log.shown == [(1, str(run.folder / "step_1"))]
-    assert latest(run.folder) == run.folder / "step_1"
-    assert await state_of(run.folder / "latest", tmp_path) == 1
-    assert sorted(path.name for path in run.folder.iterdir()) == ["latest", "step_1"]
-
-
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
-async def test_all_files_are_readable_as_the_umask_says(tmp_path, umask, mode):
-    before = os.umask(umask)
+async def test_all_parts_are_of_one_step_latest_points_at_it_and_the_umask_is_kept(
+    tmp_path, umask, mode
+):
+    before, run = os.umask(umask), Run(tmp_path)
+    (tmp_path / "base" / "config.json").chmod(0o400)
     try:
-        run = Run(tmp_path)
-        (tmp_path / "base" / "config.json").chmod(0o400)
-        await run.step()
-        await run.save()
+        await run.stepped()
     finally:
         os.umask(before)
     files = [path for path in run.folder.rglob("*") if path.is_file()]
     assert {path.stat().st_mode & 0o777 for path in files} == {mode}
+    assert run.shown == [(1, str(run.folder / "step_1"))]
+    assert latest(run.folder) == run.folder / "step_1"
+    assert await state_of(run.folder / "latest", tmp_path) == 1
+    assert run.names == ["latest", "step_1"]
 
 
 @pytest.mark.parametrize("harm", ["not finite", "garbled"])
@@ -315,61 +316,43 @@ async def test_a_damaged_moment_is_refused_by_the_trainer(tmp_path, harm):
 @pytest.mark.parametrize("failure", ["error", "warn"])
 async def test_nothing_is_written_to_a_folder_that_belongs_to_another_run_now(tmp_path, failure):
     lock = lock_folder(tmp_path / "run")
-    run = Run(tmp_path, checkpoint_failure=failure, verify=lock.verify)
-    await run.step()
-    await run.save()
+    run = await Run(tmp_path, checkpoint_failure=failure, verify=lock.verify).stepped()
     (tmp_path / "run").rename(tmp_path / "moved")
     others = run.folder / ".step_2.unfinished" / "model.safetensors"
     others.parent.mkdir(parents=True)
     others.write_text("half of it")
     await run.step()
-    if failure == "error":
-        with pytest.raises(OSError) as failed:
-            await run.save()
-        message = str(failed.value)
-    else:
-        await run.save()
-        message = run.log.shown[-1]
+    message = await run.problem(failure)
     assert "step 2" in message and str(tmp_path / "run") in message
     assert [path for path in run.folder.rglob("*") if path.is_file()] == [others]
     lock.release()
 
 
 async def test_a_checkpoint_written_in_the_background_is_of_its_own_step(tmp_path):
-    run = Run(tmp_path, async_checkpoint=True)
-    await run.step()
-    await run.save()
+    run = await Run(tmp_path, async_checkpoint=True).stepped()
     await run.step()  # changes the held state in place
     await run.save()  # waits for the first
-    assert run.log.shown == [(1, str(run.folder / "step_1"))]
+    assert run.shown == [(1, str(run.folder / "step_1"))]
     await run.step()
     await run.checkpoints.finish()
     assert [await state_of(run.folder / f"step_{step}", tmp_path) for step in (1, 2)] == [1, 2]
 
 
 async def test_the_last_n_are_kept_and_always_the_latest(tmp_path):
-    run = Run(tmp_path, keep_last_n=2)
-    for _ in range(4):
-        await run.step()
-        await run.save()
-    names = sorted(path.name for path in run.folder.iterdir())
-    assert names == ["latest", "step_3", "step_4"]
+    run = await Run(tmp_path, keep_last_n=2).stepped(4)
+    assert run.names == ["latest", "step_3", "step_4"]
     # Another attempt resumes from step 3: step 4 of the old one is deleted first.
     point_latest(run.folder / "step_3")
     for step, kept in ((4, ["step_3", "step_4"]), (10, ["step_10", "step_4"])):
         await run.step()
         await run.save(step)
-        names = sorted(path.name for path in run.folder.iterdir())
-        assert names == ["latest", *kept]
+        assert run.names == ["latest", *kept]
         assert latest(run.folder) == run.folder / f"step_{step}"
 
 
 async def prepared(tmp_path):
     """A folder whose latest checkpoint is step 1, with a step 2 of a rolled-back attempt."""
-
-    run = Run(tmp_path)
-    await run.step()
-    await run.save()
+    run = await Run(tmp_path).stepped()
     shutil.copytree(run.folder / "step_1", run.folder / "step_2")
     return run
 
@@ -405,7 +388,7 @@ def test_a_kill_before_any_change_of_a_file_leaves_a_whole_checkpoint(tmp_path, 
     assert found.count(1) > 20, "the hook sees few of the changes"
     assert found.count(2) > 5, "removing the old ones was not interrupted"
     assert asyncio.run(state_of(run.folder / "latest", tmp_path)) == 2
-    assert sorted(path.name for path in run.folder.iterdir()) == ["latest", "step_2"]
+    assert run.names == ["latest", "step_2"]
 
 
 @pytest.mark.parametrize("operations", [1, 3, 9, 20])
@@ -422,8 +405,7 @@ async def test_a_full_disk_is_an_error_that_names_the_last_checkpoint(
     with pytest.raises(OSError, match=r"step 2 .*No space left") as failed:
         await run.save()
         await run.checkpoints.finish()
-    names = sorted(path.name for path in run.folder.iterdir())
-    assert names == ["latest", "step_1", "step_2"], "what was half written is still there"
+    assert run.names == ["latest", "step_1", "step_2"], "what was half written is still there"
     assert str(failed.value).endswith(str(run.folder / "step_1"))
     assert await state_of(run.folder / "latest", tmp_path) == 1
 
@@ -442,26 +424,22 @@ def test_a_failure_in_the_background_ends_the_next_step(tmp_path, disk):
 
 
 async def test_with_warn_training_goes_on_and_the_next_checkpoint_may_succeed(tmp_path, disk):
-    run = Run(tmp_path, checkpoint_failure="warn")
-    await run.step()
-    await run.save()
+    run = await Run(tmp_path, checkpoint_failure="warn").stepped()
     await run.step()
     disk.watch(run.folder, 9, failure=OSError(28, "No space left on device"))
     await run.save()
     disk.watch("")
     assert latest(run.folder) == run.folder / "step_1"
-    assert "step 2" in run.log.shown[-1] and "No space left" in run.log.shown[-1]
+    assert "step 2" in run.shown[-1] and "No space left" in run.shown[-1]
     await run.step()
     await run.save()
-    assert run.log.shown[-1] == (3, str(run.folder / "step_3"))
+    assert run.shown[-1] == (3, str(run.folder / "step_3"))
     assert await state_of(run.folder / "latest", tmp_path) == 3
-    assert sorted(path.name for path in run.folder.iterdir()) == ["latest", "step_1", "step_3"]
+    assert run.names == ["latest", "step_1", "step_3"]
 
 
 async def test_the_random_state_of_a_rank_is_restored(tmp_path):
-    run = Run(tmp_path)
-    await run.step()
-    await run.save()
+    run = await Run(tmp_path).stepped()
     drawn = torch.rand(3)
     torch.manual_seed(0)
     await run.restore(run.folder / "step_1")
@@ -497,15 +475,13 @@ async def test_the_best_checkpoint_is_kept(tmp_path, before):
     run = Run(tmp_path, keep_last_n=1, keep_best=SUCCESS)
     await saved_and_rated(run, 0.25, 0.75, 0.75, 0.5, math.nan, before=before)
     assert best_of(run) == "step_2", "of equal ones the first"
-    assert sorted(path.name for path in run.folder.iterdir()) == [
-        *("best", "latest", "step_2", "step_5")
-    ]
+    assert run.names == [*("best", "latest", "step_2", "step_5")]
     assert json.loads((run.folder / "best/evaluation.json").read_text()) == {
         "eval/policy_version": 2,
         SUCCESS: 0.75,
     }
     assert await state_of(run.folder / "step_2", tmp_path) == 2
-    assert any("step 2: best" in str(line) and "0.750" in line for line in run.log.shown)
+    assert any("step 2: best" in str(line) and "0.750" in line for line in run.shown)
 
 
 async def test_an_evaluation_of_other_weights_does_not_rate_a_checkpoint(tmp_path):
@@ -513,8 +489,7 @@ async def test_an_evaluation_of_other_weights_does_not_rate_a_checkpoint(tmp_pat
     run = Run(tmp_path, keep_best=SUCCESS)
 
     await saved_and_rated(run, 0.5)
-    await run.step()
-    await run.save()
+    await run.stepped()
     run.checkpoints.add_evaluation(2, rating(3, 0.9))
     assert best_of(run) == "step_1" and not (run.folder / "step_2/evaluation.json").exists()
 
@@ -572,13 +547,8 @@ async def test_a_checkpoint_folder_that_cannot_be_written_to_is_told(open_folder
         open_folder.chmod(0o555)
         os.seteuid(user or 65534)  # root may write anywhere
     try:
-        if failure == "error":
-            with pytest.raises(OSError, match=r"step 1 .*the last one is no"):
-                await run.save()
-        else:
-            await run.save()
-            (note,) = run.log.shown
-            assert str(open_folder) in note
+        message = await run.problem(failure)
     finally:
         os.seteuid(user)
+    assert "step 1 " in message and str(open_folder) in message and "the last one is no" in message
     assert latest(run.folder) is None

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import subprocess
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -12,8 +13,6 @@ from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.files import cut_torn_line
 from grpo_components.records.metrics import MetricLog
 from grpo_components.records.receipts import Receipts
-
-MIB = 2**20
 
 
 class Disk:
@@ -25,12 +24,10 @@ class Disk:
     def fill(self):
         """Write until nothing more goes in; `free` makes room again."""
         with (self.folder / "filler").open("ab", buffering=0) as file:
-            with contextlib.suppress(OSError):
-                while file.write(bytes(MIB)):
-                    pass
-            with contextlib.suppress(OSError):
-                while file.write(b"0"):
-                    pass
+            for size in (2**20, 1):
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(size)):
+                        pass
 
     def free(self):
         (self.folder / "filler").unlink()
@@ -52,18 +49,8 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-class Silent:
-    """A metric logger that writes nothing."""
-
-    def log_dict(self, payload, step):
-        pass
-
-    def close(self):
-        pass
-
-
 def test_metrics_on_a_full_disk_are_an_error_with_the_file_and_whole_lines_stay(disk):
-    log = MetricLog(str(disk.folder), Silent(), log_every_n_steps=1)
+    log = MetricLog(str(disk.folder), MagicMock(), log_every_n_steps=1)
     log.log(1, {"loss": 1.0})
     disk.fill()
     step = 1

@@ -117,20 +117,3 @@ def test_a_resumed_attempt_says_which_groups_it_carries(tmp_path):
     asyncio.run(ledger.admit("test", 1))
     again = read(tmp_path)[-1]
     assert (again["event"], again["group"], again["attempt"]) == ("issue", 0, 1)
-
-
-def test_a_group_that_lost_its_generator_is_interrupted_and_issued_again(tmp_path):
-    ledger, _ = make(tmp_path)
-
-    async def run():
-        lost = await ledger.admit("generator_0", 1)
-        ledger.give_back(lost)
-        assert (await ledger.admit("generator_1", 1)) is lost
-
-    asyncio.run(run())
-    said = [(e["event"], e.get("role"), e["group"]) for e in read(tmp_path)[1:]]
-    assert said == [
-        ("issue", "generator_0", 0),
-        ("interrupt", None, 0),
-        ("issue", "generator_1", 0),
-    ]

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -218,33 +217,30 @@ def test_a_full_disk_is_an_error_that_names_the_file_and_closes_it(tmp_path):
 
 # ---- the lock -----------------------------------------------------------------------------------
 
-TAKE = """
-import sys
-from pathlib import Path
-from grpo_components.records.run_folder import lock_folder
-lock = lock_folder(Path(sys.argv[1]))
-sys.stdout.write("locked\\n")
-sys.stdout.flush()
-sys.stdin.read()
-"""
+
+def hold(folder, locked, ends):
+    lock = lock_folder(folder)
+    locked.set()
+    ends.wait()
+    lock.verify()
 
 
 @pytest.fixture
 def start():
-    """Start a process that takes a folder and keeps it until its input ends."""
+    """Start a process that takes a folder and keeps it until its event `ends`."""
     processes = []
 
     def holder(folder):
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        process = subprocess.Popen([sys.executable, "-c", TAKE, str(folder)], **pipes)
-        processes.append(process)
-        assert process.stdout.readline() == "locked\n"
-        return process
+        locked, ends = FORK.Event(), FORK.Event()
+        processes.append(FORK.Process(target=hold, args=(folder, locked, ends), daemon=True))
+        processes[-1].start()
+        assert locked.wait(60)
+        return processes[-1], ends
 
     yield holder
     for process in processes:
         process.kill()
-        process.communicate()
+        process.join()
 
 
 def refusal(folder):
@@ -255,7 +251,7 @@ def refusal(folder):
 
 
 def test_a_folder_in_use_is_refused_with_pid_and_host_of_the_holder(tmp_path, start):
-    process = start(tmp_path / "run")
+    process, _ = start(tmp_path / "run")
     for check in (lock_folder, refuse_folder_in_use):
         with pytest.raises(ValueError, match=f"is in use by pid {process.pid} on "):
             check(tmp_path / "run")
@@ -263,11 +259,12 @@ def test_a_folder_in_use_is_refused_with_pid_and_host_of_the_holder(tmp_path, st
 
 @pytest.mark.parametrize("end", ["exit", "terminate", "kill"])
 def test_the_next_process_gets_the_folder_however_the_last_one_ended(tmp_path, start, end):
-    process = start(tmp_path)
+    process, ends = start(tmp_path)
     if end == "exit":
-        process.communicate()
+        ends.set()
+        process.join()
     else:  # not waited for: it is a zombie
-        process.send_signal(signal.SIGKILL if end == "kill" else signal.SIGTERM)
+        os.kill(process.pid, signal.SIGKILL if end == "kill" else signal.SIGTERM)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         refuse_folder_in_use(tmp_path)
     lock_folder(tmp_path).release()
