@@ -66,7 +66,7 @@ def try_components(
 ) -> list[str]:
     """Call each component once as the run will, and refuse one that breaks its kind's contract."""
     about_rates = try_training(cfg)
-    doubts = [] if cfg.eval_only or cfg.rollout_only else about_rates
+    doubts = about_rates if cfg.trains else []
     if cfg.teacher:
         try_teacher(cfg, cfg.teacher.path)
     if cfg.profiler.enabled:
@@ -78,7 +78,7 @@ def try_components(
         if trial is not None:  # it runs in the background meanwhile
             ending.callback(trial.close)
         _check_tokenizer(cfg.tokenizer._component_, tokenizer)
-        if not (cfg.eval_only or cfg.rollout_only):
+        if cfg.trains:
             doubts += _try_objective(cfg, objective)
         rewards = _made_rewards(min(cfg.group_size, _MOST_SIBLINGS))
         shaped = _shaped(objective.reward_shaping, rewards, cfg.num_steps)
