@@ -1,4 +1,4 @@
-"""Values that do not go together are refused by the key to change; what goes together is read."""
+"""Mistakes in values are refused by the key to change; what goes together is read."""
 
 import pytest
 from lib.config_errors import refused_key
@@ -28,6 +28,27 @@ SHORT = {
 """Overrides by the capital words of the tables."""
 
 REFUSED = f"""
+# wrong type, out of range, unknown
+group_size                   group_size=8.0
+group_size                   group_size=1
+device                       device=gpu
+shuffle                      shuffle=1
+output_dir                   output_dir=
+eval_only                    eval_only=''
+profiler.enabled             profiler.enabled=1
+optimizer.lr                 optimizer.lr=0
+optimizer.lr                 optimizer.lr=fast
+loss.clip_low                loss.clip_low=1.5
+generator.stop_token_ids     generator.stop_token_ids=[a]
+generator                    generator=7
+eval.temperature             eval.temperature=1e-5
+timeouts.rollout_s           timeouts.rollout_s=soon
+checkpointer.model_type      checkpointer.model_type=QWEN4
+checkpointer.model_type      checkpointer.model_type=QWEN3
+model                        model=Qwen
+max_stalenes                 max_stalenes=2
+packing                      packing=true
+# asynchrony, weights, turns
 push_every_n_steps           push_every_n_steps=4
 push_every_n_steps           max_staleness=0 push_every_n_steps=2
 min_generators               min_generators=2
@@ -51,7 +72,7 @@ colocate                     TURNS train_from=/tmp/trajectories.jsonl
 gpus_per_generator           TURNS GPU gpus_per_generator=0.5
 generator.kv_cache_gib       TURNS GPU generator.kv_cache_gib=null
 gpus_per_trainer             TURNS GPU gpus_per_trainer=0.8 num_trainers=2 WORKERS=2
-
+# batch, objective
 num_trainers                 num_trainers=2 updates_per_batch=33
 tokens_per_micro_batch       tokens_per_micro_batch=95
 num_references               loss.kl_coeff=0.1 num_references=0
@@ -66,7 +87,7 @@ loss.dual_clip               loss.dual_clip=3.0
 loss.kl_estimator            GSPO loss.kl_estimator=k4
 loss.entropy_coeff           loss.entropy_coeff=-1
 user                         user=3
-
+# trainer, adapters, teacher
 tensor_parallel_dim          SMALL num_trainers=3 tensor_parallel_dim=2
 data_parallel_replicate_dim  SMALL num_trainers=4 tensor_parallel_dim=2 REPLICAS=4
 num_trainers                 SMALL num_trainers=9
@@ -87,14 +108,14 @@ weights                      LORA weights=nccl
 tensor_parallel_dim          LORA tensor_parallel_dim=2 num_trainers=2
 reward_shaping.kl_coeff      LORA reward_shaping.kl_coeff=0.1
 teacher.path                 teacher.coeff=1
-
+# sampling, lengths
 generator.top_p              generator.top_p=0.9
 generator.top_k              generator.top_k=50
 generator.repetition_penalty  generator.repetition_penalty=1.1
 generator.temperature.warmup_steps  {WARM % 101}
 generator.max_model_len      generator.max_model_len=95
 environment.max_turns        environment.max_turns=33
-
+# data, rewards, evaluation, records
 curriculum.low               curriculum.low=0.9
 shuffle                      curriculum.low=0.1 shuffle=false
 curriculum                   curriculum.low=0.1 train_from=a.jsonl
@@ -110,7 +131,6 @@ keep_best                    keep_best=loss/total
 keep_best                    BEST=4 keep_best=eval/pass_at_8
 save_every_n_steps           BEST=5 keep_best=eval/reward_mean
 log_token_logprobs           log_token_logprobs=true rollouts_logged_per_step=0
-checkpointer.model_type      checkpointer.model_type=QWEN3
 """
 
 ACCEPTED = f"""
@@ -158,7 +178,7 @@ BEST=4 keep_best=eval/pass_at_4
 
 
 def rows(table):
-    return [line for line in table.splitlines() if line]
+    return [line for line in table.splitlines() if line and line[0] != "#"]
 
 
 def spelled(overrides):
