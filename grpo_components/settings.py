@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetPydanticSchema,
+    PlainSerializer,
     Tag,
     model_validator,
     with_config,
@@ -110,7 +111,10 @@ def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 LoraTargets = Annotated[
-    tuple[LoraTarget, ...], Field(min_length=1, strict=False), AfterValidator(_each_once)
+    tuple[LoraTarget, ...],
+    Field(min_length=1, strict=False),
+    AfterValidator(_each_once),
+    PlainSerializer(list),  # as it is read again from a run's config.yaml
 ]
 
 

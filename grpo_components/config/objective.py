@@ -9,7 +9,6 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from grpo_components.config.components import build
-from grpo_components.config.dry_run import plan
 from grpo_components.config.trial import try_components
 from grpo_components.errors import DryRunEnd
 from grpo_components.objective.dynamic_sampling import DynamicSampling
@@ -75,5 +74,7 @@ def build_objective(
     doubts = try_components(cfg, tokenizer, dataset, held_out, objective)
     objective = replace(objective, doubts=tuple(doubts))
     if cfg.dry_run:
+        from grpo_tools.memory_plan.dry_run import plan  # a run needs no tools
+
         raise DryRunEnd(*plan(cfg, tokenizer, dataset, objective))
     return objective

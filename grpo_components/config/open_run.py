@@ -124,7 +124,7 @@ def open_log(
         logger = build("metric_logger", cfg.metric_logger)
     check_logger_methods(cfg.metric_logger._component_, logger)
     every, folder = cfg.log_every_n_steps, Path(cfg.output_dir)
-    trains = not (cfg.eval_only or cfg.rollout_only)
+    trains = cfg.trains
     resume = resume_command(sys.argv) if trains else ""
     ideas = _next_ideas(cfg, recipe)
     show_phases = cfg.log_level in ("INFO", "DEBUG")

@@ -77,6 +77,7 @@ def _refuse(given: Mapping[str, Any], error: Mapping[str, Any]) -> NoReturn:
     for name in names:
         value = value.get(name) if isinstance(value, Mapping) else value
     allowed = error["msg"].partition("Input should be ")[2] or error["msg"]
+    allowed = allowed.replace("valid tuple", "valid list")
     fail(key, f"{shown(value)} given", allowed)
 
 

@@ -67,7 +67,11 @@ def role_arguments(
         _generator(cfg, threads("generator"), stop_tokens, longest_prompt, ids),
     )
     return RoleArguments(
-        replay_buffer=_replay_buffer(cfg, contract),
+        replay_buffer={
+            "contract": contract,
+            "stale_tokens": cfg.stale_tokens,
+            "timeout_s": cfg.timeouts.batch_s,
+        },
         trainer=trainer,
         reference=_reference(cfg, threads("reference"), ids),
         teacher=_teacher(cfg, cfg.teacher.path, threads("teacher"), ids) if cfg.teacher else {},
@@ -91,14 +95,6 @@ def _checkpointer(cfg: Settings) -> Callable[[], Any] | None:
 
 def _gpus(cfg: Settings, per_role: float) -> float:
     return per_role if cfg.device == "cuda" else 0
-
-
-def _replay_buffer(cfg: Settings, contract: StalenessContract) -> dict[str, Any]:
-    return {
-        "contract": contract,
-        "stale_tokens": cfg.stale_tokens,
-        "timeout_s": cfg.timeouts.batch_s,
-    }
 
 
 def _trainer(

@@ -11,7 +11,7 @@ import copy
 import random
 import tempfile
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -66,7 +66,7 @@ def try_components(
 ) -> list[str]:
     """Call each component once as the run will, and refuse one that breaks its kind's contract."""
     about_rates = try_training(cfg)
-    doubts = [] if cfg.eval_only or cfg.rollout_only else about_rates
+    doubts = about_rates if cfg.trains else []
     if cfg.teacher:
         try_teacher(cfg, cfg.teacher.path)
     if cfg.profiler.enabled:
@@ -78,14 +78,13 @@ def try_components(
         if trial is not None:  # it runs in the background meanwhile
             ending.callback(trial.close)
         _check_tokenizer(cfg.tokenizer._component_, tokenizer)
-        if not (cfg.eval_only or cfg.rollout_only):
+        if cfg.trains:
             doubts += _try_objective(cfg, objective)
         rewards = _made_rewards(min(cfg.group_size, _MOST_SIBLINGS))
-        shaped = _shaped(objective.reward_shaping, rewards, cfg.num_steps)
         advantages = objective.advantages
         allowed = "rewards [B, G] -> advantages [B, G]"
         with named_failure("advantages", name_of(advantages), _RAISES, allowed):
-            advantages_of(_own(advantages), shaped)
+            advantages_of(_own(advantages), rewards)
             found = doubts_about_advantages(_own(advantages), min(cfg.group_size, _MOST_SIBLINGS))
             doubts += [f"warning: advantages: {name_of(advantages)}: {each}" for each in found]
         if not (cfg.train_from or cfg.environment == SHIPPED_ENVIRONMENT):
@@ -220,36 +219,6 @@ def _made_rewards(group_size: int) -> NDArray[np.float64]:
     numbers = np.arange(group_size)
     groups = [numbers % 2, np.zeros(group_size), numbers / group_size]
     return np.array(groups, np.float64)
-
-
-@dataclass
-class _Rewards:
-    """A made-up batch to shape, with the fields of `ResponseBatch`."""
-
-    rewards: NDArray[np.float64]
-    response_lengths: NDArray[np.int64]
-    cut_off: NDArray[np.bool_]
-    group_ids: NDArray[np.int64]
-    reference_kl: NDArray[np.float64] | None = None
-
-
-def _shaped(
-    reward_shaping: Any, rewards: NDArray[np.float64], num_steps: int
-) -> NDArray[np.float64]:
-    """Return the rewards [B, G] after shaping, as the advantages will get them."""
-    shaping, name = _own(reward_shaping), name_of(reward_shaping)
-    lengths, ids = np.full(rewards.shape, 1), np.full(len(rewards), -1)
-    batch = _Rewards(rewards, lengths, np.zeros(rewards.shape, bool), ids)
-    if shaping.needs_reference:
-        batch.reference_kl = np.zeros(rewards.shape)
-    shaped = rewards
-    for step in (0, num_steps - 1):
-        with named_failure("reward_shaping", name, _RAISES, "rewards [B, G] -> rewards [B, G]"):
-            shaped = cast("NDArray[np.float64]", np.asarray(shaping(batch, step)))
-        if shaped.shape != rewards.shape or shaped.dtype.kind != "f":
-            problem = f"shape {list(shaped.shape)} for {list(rewards.shape)} rewards"
-            fail("reward_shaping", f"{name} returned {problem}", "the same")
-    return shaped
 
 
 def _try_ptx(ptx: Any) -> None:

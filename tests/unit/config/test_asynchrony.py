@@ -14,63 +14,6 @@ from grpo_components.settings import teachers_of
 
 TURNS = "colocate=true max_staleness=0 pull_every_m_rollouts=1"
 GPU = f"{TURNS} device=cuda generator.gpu_memory_utilization=0.4"
-HALVES = "device=cuda gpus_per_trainer=0.5 gpus_per_generator=0.5"
-REUSE = "replay_generation.max_uses=3"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        ("push_every_n_steps=4", "push_every_n_steps"),
-        ("max_staleness=0 push_every_n_steps=2", "push_every_n_steps"),
-        ("min_generators=2", "min_generators"),
-        # trained groups again
-        ("replay_generation.share=0.1", "replay_generation.share"),
-        ("replay_generation.share=0.5 groups_per_step=1", "replay_generation.share"),
-        (f"{REUSE} max_staleness=0 pull_every_m_rollouts=1", "replay_generation"),
-        (f"{REUSE} rollout_only=true", "replay_generation"),
-        (f"{REUSE} train_from=a.jsonl", "replay_generation"),
-        # the way of the weights
-        ("weights=nccl", "weights"),
-        ("weights=nccl device=cuda train_from=groups.jsonl", "weights"),
-        (f"weights=nccl {HALVES}", "weights"),
-        (f"weights=nccl {GPU}", "weights"),
-        ("push=delta weights=nccl", "push"),
-        # turns
-        (f"{TURNS} max_staleness=1", "max_staleness"),
-        (f"{TURNS} pull_every_m_rollouts=2", "pull_every_m_rollouts"),
-        (f"{TURNS} num_trainers=2", "num_trainers"),
-        (f"{TURNS} generator.tensor_parallel_size=2", "num_trainers"),
-        (f"{TURNS} eval_only=true", "colocate"),
-        (f"{TURNS} rollout_only=true", "colocate"),
-        (f"{TURNS} train_from=/tmp/trajectories.jsonl", "colocate"),
-        (f"{GPU} gpus_per_generator=0.5", "gpus_per_generator"),
-        (f"{GPU} generator.kv_cache_gib=null", "generator.kv_cache_gib"),
-        (
-            f"{GPU} gpus_per_trainer=0.8 num_trainers=2 generator.tensor_parallel_size=2",
-            "gpus_per_trainer",
-        ),
-    ],
-)
-def test_what_is_refused_by_its_key(read, overrides, key):
-    assert refused_key(read, overrides) == key
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        "min_generators=2 num_generators=2",
-        "pull_every_m_rollouts=1000 push_every_n_steps=3 push=delta",
-        "weights=object_store train_from=groups.jsonl",
-        "weights=nccl device=cuda num_generators=2 num_trainers=6",
-        TURNS,
-        f"{TURNS} num_generators=2 num_trainers=2",
-        f"{TURNS} num_generators=2 num_trainers=8 generator.tensor_parallel_size=4",
-        f"{TURNS} loss.kl_coeff=0.1 stale_groups=wait dynamic_sampling.enabled=true",
-    ],
-)
-def test_what_is_accepted(read, overrides):
-    read(overrides)
 
 
 # ---- GPUs of this machine -----------------------------------------------------------------------

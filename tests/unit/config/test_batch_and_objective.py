@@ -14,18 +14,8 @@ from grpo_components.config.objective import build_loss, build_penalties
 from grpo_components.objective.losses import GSPOLoss
 from grpo_components.settings import MAX_GENERATOR_KL
 
-DECAY = "{schedule: linear, start: 0.1, end: 0.01, num_steps: 9}"
-LRS = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
-COSINE = f"{{_component_: {LRS}, num_warmup_steps: 3}}"
-LOSSES = "grpo_components.objective.losses"
-GSPO = f"loss._component_={LOSSES}.GSPOLoss"
-TIS = "off_policy={_component_: grpo_components.objective.off_policy.TokenTIS}"
+GSPO = "loss._component_=grpo_components.objective.losses.GSPOLoss"
 LORA = "lora.rank=8 lora.alpha=16"
-SMALL = "groups_per_step=2 group_size=4"
-LOW_BIT = "optimizer._component_=torchao.optim.AdamW8bit"
-CUDA = "device=cuda"
-OFFLOADING = "enable_activation_offloading=true"
-CHECKPOINTING = "enable_activation_checkpointing=true"
 TAKES = """
 class Takes:
     def __init__(self, kl_coeff=0.0):
@@ -34,91 +24,6 @@ class Takes:
     def __call__(self, tokens):
         raise NotImplementedError
 """
-
-
-def layout(ranks, tensor, replicate):
-    dims = f"tensor_parallel_dim={tensor} data_parallel_replicate_dim={replicate}"
-    return f"{SMALL} num_trainers={ranks} {dims}"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        ("num_trainers=2 updates_per_batch=33", "num_trainers"),
-        ("tokens_per_micro_batch=95", "tokens_per_micro_batch"),
-        # objective
-        ("loss.kl_coeff=0.1 num_references=0", "num_references"),
-        (f"num_references=0 loss.kl_coeff={DECAY}", "num_references"),
-        ("reward_shaping.kl_coeff=0.1 num_references=0", "num_references"),
-        ("reward_shaping.overlong_tokens=33", "reward_shaping.overlong_tokens"),
-        ("advantages.kl_coeff=x", "advantages.kl_coeff"),
-        ("advantages.kl_coeff={schedule: linear}", "advantages.kl_coeff.start"),
-        (f"optimizer.lr={DECAY} lr_scheduler={COSINE}", "lr_scheduler"),
-        (f"loss={LOSSES}.DecoupledPPOLoss {TIS}", "off_policy"),
-        ("loss.dual_clip=3.0", "loss.dual_clip"),
-        (f"{GSPO} loss.kl_estimator=k4", "loss.kl_estimator"),
-        ("loss.entropy_coeff=-1", "loss.entropy_coeff"),
-        ("user=3", "user"),
-        # trainer
-        (layout(3, 2, 1), "tensor_parallel_dim"),
-        (layout(4, 2, 4), "data_parallel_replicate_dim"),
-        (layout(9, 1, 1), "num_trainers"),
-        (f"{layout(2, 2, 1)} checkpointer.model_type=GEMMA", "tensor_parallel_dim"),
-        (f"{layout(2, 2, 1)} compile=true", "compile"),
-        ("dtype=bf16", "dtype"),
-        ("reduce_dtype=bf16", "reduce_dtype"),
-        (f"{OFFLOADING} {CHECKPOINTING}", "enable_activation_offloading"),
-        (f"{CUDA} {OFFLOADING}", "enable_activation_offloading"),
-        ("fsdp_cpu_offload=true", "fsdp_cpu_offload"),
-        (f"{LOW_BIT} optimizer.eps=null", "optimizer"),
-        (f"{CUDA} optimizer._component_=torchao.optim.CPUOffloadOptimizer", "optimizer"),
-        # adapters
-        ("lora.rank=8", "lora.alpha"),
-        (f"{LORA} lora.target_modules=[qkv]", "lora.target_modules"),
-        (f"{LORA} lora.target_modules=[q_proj,q_proj]", "lora.target_modules"),
-        (
-            f"{LORA} lora.target_modules=[q_proj,o_proj] checkpointer.model_type=PHI4",
-            "lora.target_modules",
-        ),
-        (f"{LORA} weights=nccl", "weights"),
-        (f"{LORA} tensor_parallel_dim=2 num_trainers=2", "tensor_parallel_dim"),
-        (f"{LORA} reward_shaping.kl_coeff=0.1", "reward_shaping.kl_coeff"),
-        # teacher
-        ("teacher.coeff=1", "teacher.path"),
-    ],
-)
-def test_what_is_refused_by_its_key(read, overrides, key):
-    assert refused_key(read, overrides) == key
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        "loss.kl_coeff=0 num_references=0",
-        "num_trainers=2 updates_per_batch=32",
-        "num_trainers=4 tensor_parallel_dim=2 data_parallel_replicate_dim=2",
-        "tokens_per_micro_batch=96",
-        f"reward_shaping.overlong_tokens=32 loss.kl_coeff={DECAY}",
-        f"optimizer.lr={DECAY} {TIS}",
-        f"lr_scheduler={COSINE}",
-        "off_policy={_component_: grpo_components.objective.off_policy.OffPolicySequenceMask}",
-        layout(4, 2, 2),
-        layout(6, 3, 2),
-        layout(8, 1, 8),
-        layout(16, 2, 1),  # a part of the batch for each pair
-        "compile=true",
-        f"{LOW_BIT} optimizer.eps=1e-5",
-        f"{CUDA} dtype=bf16 reduce_dtype=bf16",
-        f"{CUDA} {OFFLOADING} {CHECKPOINTING} fsdp_cpu_offload=true",
-        f"{layout(2, 2, 1)} checkpointer.model_type=LLAMA3_2",
-        f"{layout(2, 1, 2)} checkpointer.model_type=GEMMA",
-        LORA,
-        f"{LORA} loss.kl_coeff=0.1",
-        "teacher.path=/a teacher.coeff=0.1",
-    ],
-)
-def test_what_is_accepted(read, overrides):
-    read(overrides)
 
 
 @pytest.mark.parametrize(

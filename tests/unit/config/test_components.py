@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lib.config_errors import refusal_of, refused_key
+from lib.config_errors import refusal_of
 from omegaconf import OmegaConf
 
 from grpo_components.config.components import (
@@ -100,22 +100,6 @@ JUDGE = {
 def test_a_reward_that_cannot_be_used_is_refused(cfg, own, refused, node, overrides, key):
     cfg.rewards.mine = node
     assert refused(overrides).partition(",")[0] == f"rewards.mine{key}"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        ("rewards.correctness=null", "rewards"),
-        ("rewards.correctness.is_success=false", "rewards"),
-        ("rewards.other={_component_: a.B, is_success: true}", "rewards"),
-        (
-            "rewards.reward_model={_component_: a.B} reward_model.path=/a/model",
-            "rewards.reward_model",
-        ),
-    ],
-)
-def test_rewards_that_do_not_go_together_are_refused(read, overrides, key):
-    assert refused_key(read, overrides) == key
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ def test_a_validator_of_a_section_keeps_its_fields(values_with):
     twice = {"rank": 8, "alpha": 16.0, "target_modules": ["q_proj", "q_proj"]}
     error = refusal_of(read_settings, values_with(lora=twice))
     assert error.key == "lora.target_modules" and error.allowed == "each name once"
+    error = refusal_of(read_settings, values_with(lora=twice | {"target_modules": "q_proj"}))
+    assert error.key == "lora.target_modules" and error.allowed == "a valid list"
 
 
 @pytest.mark.parametrize("key", ["seed", "rewards.correctness.weight", "generator.temperature"])

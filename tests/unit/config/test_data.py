@@ -135,22 +135,6 @@ def test_without_a_data_set_to_evaluate_on_there_are_no_held_out_prompts(data_cf
     assert (len(dataset), len(held_out), held_out.max_prompt_length) == (3, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("rollout_only=true", None),
-        ("eval_only=true", "eval_only"),
-        ("keep_best=eval/success_rate", "keep_best"),
-    ],
-)
-@pytest.mark.parametrize("null", ["eval_dataset=null", "eval_dataset._component_=null"])
-def test_a_config_without_evaluation_asks_for_none(read, null, override, key):
-    if key is not None:
-        assert refused_key(read, null, override) == key
-    else:
-        assert not read(null, override).evaluates
-
-
 def test_a_window_that_qwen2_does_not_use_limits_nothing(data_cfg):
     sizes = {"model_type": "qwen2", "max_position_embeddings": 100, "sliding_window": 29}
     write_model(data_cfg.base_model_path, **sizes)
@@ -305,7 +289,7 @@ def test_a_column_that_a_reward_takes_by_name_is_in_every_row_that_it_judges(set
     assert columns_taken(AllColumns) == columns_taken(len) == []
 
     def judged_by(component, **changes):
-        rewards = {"own": {"_component_": f"{__name__}.{component}"}}
+        rewards = {"own": {"_component_": f"{__name__}.{component}", "is_success": True}}
         return settings_with(rewards=rewards, **changes)
 
     both = {key: [PROMPT | {"level": 1}] * 2 for key in ("dataset", "eval_dataset")}
@@ -320,18 +304,6 @@ def test_a_column_that_a_reward_takes_by_name_is_in_every_row_that_it_judges(set
 
 
 # ---- curriculum ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        ("curriculum.low=0.9", "curriculum.low"),
-        ("curriculum.low=0.1 shuffle=false", "shuffle"),
-        ("curriculum.low=0.1 train_from=a.jsonl", "curriculum"),
-    ],
-)
-def test_a_wrong_curriculum_is_refused_by_its_key(read, overrides, key):
-    assert refused_key(read, overrides) == key
 
 
 def test_the_config_gives_rule_and_seed_of_the_draws(settings_with):

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from lib.checkpoints import write_checkpoint
 
-from grpo_components.config.dry_run import plan
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.offline.partial_runs import RecordedPrompts
 from grpo_components.offline.trajectory_file import group_line
 from grpo_components.records.run_folder import new_identity, prepare_output_folder
 from grpo_components.trajectory import Trajectory
+from grpo_tools.memory_plan.dry_run import plan
 
 
 class Tokenizer:

@@ -20,9 +20,6 @@ CONFIG = Path(__file__).parents[3] / "recipes/configs/tiny_async_grpo.yaml"
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        ("log_token_logprobs=true rollouts_logged_per_step=0", "log_token_logprobs"),
-        ("keep_best=loss/total", "keep_best"),
-        ("checkpointer.model_type=QWEN3", "checkpointer.model_type"),
         ("resume_from_checkpoint=true", "resume_from_checkpoint"),
         ("output_dir=.", "output_dir"),
         ("output_dir=..", "output_dir"),

@@ -5,40 +5,6 @@ from lib.config_errors import refused_key
 
 from grpo_components.config.files import check_against_model, check_tensor_parallel
 
-BIASED = "generator.allow_biased_sampling=true"
-WARM = "generator.temperature={{schedule: constant, start: 1.0, warmup_steps: {}}}"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        ("generator.top_p=0.9", "generator.top_p"),
-        ("generator.top_k=50", "generator.top_k"),
-        ("generator.repetition_penalty=1.1", "generator.repetition_penalty"),
-        (WARM.format(101), "generator.temperature.warmup_steps"),
-        ("generator.max_model_len=95", "generator.max_model_len"),
-        ("environment.max_turns=33", "environment.max_turns"),
-    ],
-)
-def test_what_is_refused_by_its_key(read, overrides, key):
-    assert refused_key(read, overrides) == key
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        WARM.format(100),
-        "generator.max_model_len=96",
-        "generator.max_response_tokens=448 tokens_per_micro_batch=512",
-        "generator.stop_token_ids=[1,2]",
-        "generator.top_k=-1 generator.top_p=1 generator.repetition_penalty=1.0",
-        f"generator.top_p=0.9 generator.top_k=50 {BIASED}",
-    ],
-)
-def test_what_is_accepted(check, overrides):
-    check(overrides)
-
-
 HF_CONFIG = {"vocab_size": 384, "max_position_embeddings": 512}
 
 

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
 from grpo_components.config import role_arguments
@@ -70,6 +71,8 @@ def test_adapters_are_the_engines_too(settings_with, arguments):
     adapters = (
         arguments(settings_with(lora=lora, generator__enforce_eager=True)).generator["engine"].lora
     )
+    whole = settings_with(lora=lora).model_dump()
+    assert OmegaConf.to_container(OmegaConf.create(whole)) == whole, "as a resume compares it"
     assert adapters.scale == 2.0 and len(adapters.target_modules) == 7  # every layer by default
 
 

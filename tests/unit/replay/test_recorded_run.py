@@ -22,7 +22,6 @@ from omegaconf import OmegaConf
 
 from grpo_components._plugin import recipes_folder
 from grpo_components.config.reading import read_settings
-from grpo_components.config.replay_check import check_replay
 from grpo_components.errors import ConfigError, ReplayError, ReplayStop
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
@@ -37,6 +36,7 @@ from grpo_components.replay.recorded_run import (
     read_events,
     read_original,
 )
+from grpo_components.replay.replay_check import check_replay
 from grpo_components.replay.schedule import STOP, open_schedule
 from grpo_components.training.step_result import StepResult
 from grpo_components.trajectory import pack, summarize
@@ -463,7 +463,7 @@ def write(path, *records):
 
 
 def check(values):
-    check_replay(read_settings(values))
+    check_replay(read_settings(values), read_settings)
 
 
 def refused_key(values):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,9 +25,8 @@ from grpo_components.records.run_folder import free_names, is_used, real_path
 from grpo_components.replay.recorded_run import available_cpus, run_folder
 from grpo_components.settings import Settings, teachers_of
 from grpo_components.state_files import read_state
-
-if TYPE_CHECKING:
-    from grpo_tools.memory_plan.plan import RunPlan
+from grpo_tools.memory_plan.plan import RunPlan, plan_run
+from grpo_tools.memory_plan.role_memory import GPU_GIB
 
 _DONE = "the config is right and its components were called; nothing was started or written"
 
@@ -62,9 +61,6 @@ def plan(
 
 
 def _memory(cfg: Settings, data: Sequence[Any], objective: Objective) -> RunPlan:
-    from grpo_tools.memory_plan.plan import plan_run
-    from grpo_tools.memory_plan.role_memory import GPU_GIB
-
     num_gpus, memory = torch.cuda.device_count(), GPU_GIB
     if num_gpus:
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
@@ -80,10 +76,6 @@ def _memory(cfg: Settings, data: Sequence[Any], objective: Objective) -> RunPlan
 def _counted(number: int, what: str) -> str:
     plural = "es" if what.endswith("s") else "s"
     return f"{number} {what}{'' if number == 1 else plural}"
-
-
-def _trains(cfg: Settings) -> bool:
-    return not (cfg.eval_only or cfg.rollout_only)
 
 
 def _kind(cfg: Settings) -> str:
@@ -175,7 +167,7 @@ def _rewards(cfg: Settings) -> Iterator[str]:
 
 
 def _objective(cfg: Settings, objective: Objective) -> Iterator[str]:
-    if not _trains(cfg):
+    if not cfg.trains:
         yield "none: nothing is trained"
         return
     for key in ("loss", "advantages", "aggregation", "off_policy"):
