@@ -251,12 +251,14 @@ async def test_a_pending_call_is_repeated_after_the_role_has_recovered(
     assert "restart 1 of at most 3" in what and back.startswith(f"{role.name} is back")
 
 
-async def test_results_outlive_their_process(cluster, budget, pair):
+async def test_results_outlive_their_process_and_a_process_knows_its_number(cluster, budget, pair):
     budget.allow(3)
-    role, sink = await spawn(cluster, "source", start=7), pair[1]
+    role, sink = await spawn(cluster, "source", start=7, counts_restarts=True), pair[1]
     (listed, _), _ = await role.call("split", num_returns=2, timeout_s=30)
-    os.kill(role.process.pid, signal.SIGKILL)
-    assert await role.call("add", 20, timeout_s=60) == 7 + 20
+    first = role.process.pid
+    os.kill(first, signal.SIGKILL)
+    number, pid = await role.call("incarnation_and_pid", timeout_s=60)
+    assert number == 1 and pid == role.process.pid != first
     assert await sink.call("total", listed, timeout_s=30) == 7
     assert await sink.answer(listed, "a list", 30) == [7]  # any role can get it
 
@@ -277,53 +279,6 @@ async def test_a_process_that_dies_before_its_role_is_built_is_restarted(
     what, back = notes
     assert what.startswith(f"newborn_{alone} died") and "back after" in back
     assert "attempt" not in what and starts_of(role, output_dir)[-1]["attempt"] == 0
-
-
-async def test_a_restart_discards_a_result_whose_turn_has_not_come(
-    cluster, budget, notes, output_dir
-):
-    budget.allow(3)
-    role = await spawn(cluster, "replayed", counts_restarts=True)
-    turn, first = asyncio.Event(), role.process.pid
-    options = {"timeout_s": 60, "turn": turn.wait}
-    waiting = asyncio.create_task(role.call("incarnation_and_pid", **options))
-    await role.call("add", 1, timeout_s=30)  # runs after it in the same lane
-    assert not waiting.done()
-    await role.replay_restart("died: long ago")
-    assert not waiting.done()
-    turn.set()
-    incarnation, pid = await waiting
-    assert incarnation == 1 and pid == role.process.pid != first
-
-    async def fails():
-        raise TimeoutError("the replay stands still")
-
-    with pytest.raises(TimeoutError, match="stands still"):
-        await role.call("incarnation_and_pid", timeout_s=60, turn=fails)
-    assert notes[0].startswith("replayed died: long ago; ")
-
-
-@pytest.mark.parametrize("calls", [1, 2])
-async def test_the_same_error_of_a_method_twice_ends_the_run(cluster, budget, notes, calls):
-    """Even if two calls fail, each of them once."""
-    budget.allow(9)
-    role = await spawn(cluster, f"broken_for_{calls}", counts_restarts=True)
-    failing = (role.call("fail_in_process", i, timeout_s=60, lane=f"{i}") for i in range(calls))
-    with pytest.raises(RoleFailedError) as failed:
-        if calls == 1:
-            await role.call("fail", timeout_s=30)
-        await asyncio.gather(*failing)
-    assert failed.value.role == role.name and "KeyError: 'no such thing'" in failed.value.what
-    assert len(notes) == 2, "one restart, and its end"
-
-
-async def test_the_same_error_after_a_success_is_a_new_error(cluster, budget, notes, tmp_path):
-    budget.allow(3)
-    role = await spawn(cluster, "unlucky")
-    for number in range(2):
-        mark = str(tmp_path / f"{number}")
-        assert await role.call("fail_once", mark, timeout_s=60) == "done"
-    assert sum("restart" in line for line in notes) == 2
 
 
 async def test_a_hung_call_restarts_its_role_and_dumps_stacks(
