@@ -1,6 +1,5 @@
 """The role of test_cluster.py, in its own module so that its processes import little."""
 
-import asyncio
 import os
 import signal
 import threading
@@ -59,18 +58,6 @@ class Counter:
     def fail(self):
         raise KeyError("no such thing")
 
-    def fail_in_process(self, incarnation):
-        """Fail in one process, hang in all others."""
-        if incarnation != self.incarnation:
-            threading.Event().wait(300)
-        self.fail()
-
-    def fail_once(self, mark):
-        if not Path(mark).exists():
-            Path(mark).touch()
-            self.fail()
-        return "done"
-
     def hang_once(self, mark):
         """Hang in the first process that gets the call; answer in the next."""
         if not Path(mark).exists():
@@ -81,9 +68,6 @@ class Counter:
 
     def wait_until_it_hangs(self):
         return self.hangs.wait(60)
-
-    async def sleep(self):
-        await asyncio.sleep(60)
 
     def incarnation_and_pid(self):
         return self.incarnation, os.getpid()

@@ -5,10 +5,12 @@ import json
 import os
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
 from grpo_components.cluster import role as role_module
 from grpo_components.cluster.cluster import Cluster
@@ -19,6 +21,7 @@ from grpo_components.errors import RoleFailedError, RoleLostError
 
 pytestmark = pytest.mark.anyio
 
+COUNTER = "lib.counter_role.Counter"
 STORE = 80 * 10**6
 """Bytes of shared memory, nearly the least that Ray takes."""
 ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
@@ -80,6 +83,7 @@ def cluster(output_dir, budget, all_notes, start_notes, processes):
     cluster = Cluster(output_dir, "WARNING", attempt=0, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[2])  # has the role's class; roles inherit it
+        patch.setattr(ray, "init", partial(ray.init, num_gpus=4))  # Ray believes it
         cluster.start()
         yield cluster
     ours = processes()
@@ -98,7 +102,7 @@ def notes(budget, all_notes):
 
 async def spawn(cluster, *names, **kwargs):
     """Start roles in parallel; returns a list, or the role if there is one name."""
-    roles = [cluster.spawn(name, "lib.counter_role.Counter", **kwargs) for name in names]
+    roles = [cluster.spawn(name, COUNTER, **kwargs) for name in names]
     await cluster.ready(120)
     return roles if len(roles) > 1 else roles[0]
 
@@ -187,7 +191,7 @@ async def test_an_error_names_the_role_whose_code_failed_and_its_log(pair):
 
 
 async def test_a_role_that_cannot_be_built_is_named(cluster):
-    cluster.spawn("broken", "lib.counter_role.Counter", start=-1)
+    cluster.spawn("broken", COUNTER, start=-1)
     with pytest.raises(ExceptionGroup) as group:
         await cluster.ready(120)
     (failure,) = group.value.exceptions
@@ -198,7 +202,7 @@ async def test_a_start_ends_when_the_nodes_that_live_have_no_room_any_more(clust
     monkeypatch.setattr(role_module, "_ROOM_CHECK_S", 0.1)
     answers = iter(["", "", "the 1 nodes that live have no room for it (5 CPU)"])
     monkeypatch.setattr(RayCluster, "why_no_room", lambda *_: next(answers))
-    role = cluster.spawn("late", "lib.counter_role.Counter", start_after_s=60)
+    role = cluster.spawn("late", COUNTER, start_after_s=60)
     with pytest.raises(ExceptionGroup) as group:
         await cluster.ready(120)
     (failure,) = group.value.exceptions
@@ -251,12 +255,14 @@ async def test_a_pending_call_is_repeated_after_the_role_has_recovered(
     assert "restart 1 of at most 3" in what and back.startswith(f"{role.name} is back")
 
 
-async def test_results_outlive_their_process(cluster, budget, pair):
+async def test_results_outlive_their_process_and_a_process_knows_its_number(cluster, budget, pair):
     budget.allow(3)
-    role, sink = await spawn(cluster, "source", start=7), pair[1]
+    role, sink = await spawn(cluster, "source", start=7, counts_restarts=True), pair[1]
     (listed, _), _ = await role.call("split", num_returns=2, timeout_s=30)
-    os.kill(role.process.pid, signal.SIGKILL)
-    assert await role.call("add", 20, timeout_s=60) == 7 + 20
+    first = role.process.pid
+    os.kill(first, signal.SIGKILL)
+    number, pid = await role.call("incarnation_and_pid", timeout_s=60)
+    assert number == 1 and pid == role.process.pid != first
     assert await sink.call("total", listed, timeout_s=30) == 7
     assert await sink.answer(listed, "a list", 30) == [7]  # any role can get it
 
@@ -270,60 +276,13 @@ async def test_a_process_that_dies_before_its_role_is_built_is_restarted(
     budget.allow(3)
     mark, options = tmp_path / "mark", {"restarts_alone": alone}
     mark.touch()
-    other = cluster.spawn(f"waits_{alone}", "lib.counter_role.Counter", **options)
+    other = cluster.spawn(f"waits_{alone}", COUNTER, **options)
     role = await spawn(cluster, f"newborn_{alone}", start=3, dies_if_there=str(mark), **options)
     assert await role.call("add", 1, timeout_s=30) == 4
     assert await other.call("add", 1, timeout_s=30) == 1
     what, back = notes
     assert what.startswith(f"newborn_{alone} died") and "back after" in back
     assert "attempt" not in what and starts_of(role, output_dir)[-1]["attempt"] == 0
-
-
-async def test_a_restart_discards_a_result_whose_turn_has_not_come(
-    cluster, budget, notes, output_dir
-):
-    budget.allow(3)
-    role = await spawn(cluster, "replayed", counts_restarts=True)
-    turn, first = asyncio.Event(), role.process.pid
-    options = {"timeout_s": 60, "turn": turn.wait}
-    waiting = asyncio.create_task(role.call("incarnation_and_pid", **options))
-    await role.call("add", 1, timeout_s=30)  # runs after it in the same lane
-    assert not waiting.done()
-    await role.replay_restart("died: long ago")
-    assert not waiting.done()
-    turn.set()
-    incarnation, pid = await waiting
-    assert incarnation == 1 and pid == role.process.pid != first
-
-    async def fails():
-        raise TimeoutError("the replay stands still")
-
-    with pytest.raises(TimeoutError, match="stands still"):
-        await role.call("incarnation_and_pid", timeout_s=60, turn=fails)
-    assert notes[0].startswith("replayed died: long ago; ")
-
-
-@pytest.mark.parametrize("calls", [1, 2])
-async def test_the_same_error_of_a_method_twice_ends_the_run(cluster, budget, notes, calls):
-    """Even if two calls fail, each of them once."""
-    budget.allow(9)
-    role = await spawn(cluster, f"broken_for_{calls}", counts_restarts=True)
-    failing = (role.call("fail_in_process", i, timeout_s=60, lane=f"{i}") for i in range(calls))
-    with pytest.raises(RoleFailedError) as failed:
-        if calls == 1:
-            await role.call("fail", timeout_s=30)
-        await asyncio.gather(*failing)
-    assert failed.value.role == role.name and "KeyError: 'no such thing'" in failed.value.what
-    assert len(notes) == 2, "one restart, and its end"
-
-
-async def test_the_same_error_after_a_success_is_a_new_error(cluster, budget, notes, tmp_path):
-    budget.allow(3)
-    role = await spawn(cluster, "unlucky")
-    for number in range(2):
-        mark = str(tmp_path / f"{number}")
-        assert await role.call("fail_once", mark, timeout_s=60) == "done"
-    assert sum("restart" in line for line in notes) == 2
 
 
 async def test_a_hung_call_restarts_its_role_and_dumps_stacks(
@@ -353,6 +312,25 @@ async def test_a_role_is_given_up_if_enough_of_its_family_are_left(cluster, note
         await other.call("fail", timeout_s=30)
     assert failed.value.role == "worker_1"
     assert "worker_0 is given up" in notes[0]
+
+
+async def test_a_generator_has_the_gpus_of_its_trainers_and_reserves_none(cluster, budget):
+    budget.allow(1)
+    names, together = [f"trainer_{n}" for n in range(4)], {"restarts_alone": False}
+    trainers = [cluster.spawn(name, COUNTER, num_gpus=1, **together) for name in names]
+    generators = [
+        cluster.spawn(f"generator_{n}", COUNTER, num_gpus=2, beside=names[2 * n : 2 * n + 2])
+        for n in range(2)
+    ]
+    await cluster.ready(90)
+    gpus = [await role.call("gpus", timeout_s=9) for role in trainers]
+    assert sorted(gpus) == ["0", "1", "2", "3"], "all of them, one each"
+    shared = [f"{gpus[0]},{gpus[1]}", f"{gpus[2]},{gpus[3]}"]
+    assert [await role.call("gpus", timeout_s=9) for role in generators] == shared
+    os.kill(generators[1].process.pid, signal.SIGKILL)
+    assert await generators[1].call("gpus", timeout_s=60) == shared[1], "also after a restart"
+    for role in (*trainers, *generators):
+        role.process.kill()
 
 
 @pytest.mark.parametrize("dead", [[1], [0, 1]])

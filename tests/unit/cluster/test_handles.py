@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,18 +71,16 @@ class Setting:
         self.sampler = Sampler()
         role = stand_in_role("generator_0", self.sampler)
         self.generator = GeneratorHandle(role, self.ledger, 7.0, 9.0)
+        self.pause = partial(asyncio.sleep, 0)  # before a restart of the buffer
         self.buffer_role = stand_in_role(
             *("replay_buffer", lambda: ReplayBuffer(contract=contract, timeout_s=0.01)),
             recover=lambda name: self.buffer.refill(),
             pause=lambda seconds: self.pause(),
         )
+        limits = (5.0, 9.0)
         self.buffer = ReplayBufferHandle(
-            self.buffer_role, self.ledger, 5.0, 9.0, wait_for_stale=wait_for_stale
+            self.buffer_role, self.ledger, *limits, wait_for_stale=wait_for_stale
         )
-
-    async def pause(self):
-        """What happens before a restart of the buffer."""
-        await asyncio.sleep(0)
 
     async def generated(self):
         entry = await self.ledger.admit("generator_0", 1)
@@ -102,21 +101,20 @@ async def test_a_group_is_asked_for_by_its_identity_and_its_end_is_recorded():
     assert setting.names() == ["issue", "finish"]
 
 
-async def test_with_a_curriculum_the_successes_of_what_was_scored_are_recorded():
-    setting = Setting(eta=3)
+@pytest.mark.parametrize(
+    ("scores", "result"),
+    [([1.0, 0.5], (1, 2)), ([1.0, math.nan], (1, 1)), ([math.nan] * G, (0, 0))],
+)
+async def test_with_a_curriculum_the_successes_of_what_was_scored_are_recorded(scores, result):
+    setting = Setting()
     role = setting.generator.role
     setting.generator = GeneratorHandle(role, setting.ledger, 7.0, 9.0, counts_successes=True)
-    for scores, result in (
-        ([(1.0, True), (0.5, False)], {"successes": 1, "scored": 2}),
-        ([(1.0, True), (math.nan, False)], {"successes": 1, "scored": 1}),
-        ([(math.nan, False)] * G, {"successes": 0, "scored": 0}),
-    ):
-        setting.sampler.scores = scores
-        entry = (await setting.generated()).entry
-        assert setting.events[-1] == {
-            **{"event": "finish", "attempt": 3, "group": entry.group_id},
-            **{"response_tokens": [3, 3], "prompt": entry.prompt_index, **result},
-        }
+    setting.sampler.scores = [(score, score == 1.0) for score in scores]
+    await setting.generated()
+    assert setting.events[-1] == {
+        **{"event": "finish", "attempt": 3, "group": 0, "response_tokens": [3, 3], "prompt": 10},
+        **{"successes": result[0], "scored": result[1]},
+    }
 
 
 async def test_room_is_reserved_for_as_many_groups_as_have_it():
@@ -152,10 +150,8 @@ async def test_a_share_of_an_evaluation_is_one_event():
     setting = Setting()
     results = await setting.generator.evaluate([4, 5], 0.0, 1, step=20, timeout_s=60.0)
     assert results == [{"prompt": 4}, {"prompt": 5}]
-    assert setting.events[-1] == {
-        **{"event": "evaluate", "attempt": 3},
-        **{"role": "generator_0", "step": 20},
-    }
+    event = {"event": "evaluate", "attempt": 3, "role": "generator_0", "step": 20}
+    assert setting.events[-1] == event
 
 
 async def test_a_batch_is_taken_as_it_was_put_and_stale_groups_are_dropped_on_the_way():
@@ -226,13 +222,11 @@ async def test_what_may_be_reused_survives_a_restart_of_the_buffer_and_a_checkpo
     assert [e.group_id for e in (await buffer.take(2)).entries] == [0, 1]
     await setting.buffer_role.replay_restart("died")
     ledger.finish_step(1)
-    state, folder = ledger.state_dict(), tmp_path / "state"
-    folder.mkdir()
     parts = [part for entry in ledger.stored() for part in entry.parts]
-    assert await buffer.write_state(folder, [None, *parts]) is None
+    assert await buffer.write_state(tmp_path, [None, *parts]) is None
     after = setting_with_reuse()
-    after.ledger.load_state_dict(state)
-    await after.buffer.read_state(folder)
+    after.ledger.load_state_dict(ledger.state_dict())
+    await after.buffer.read_state(tmp_path)
     for each in (setting, after):
         batch = await each.buffer.take(2)
         assert [e.group_id for e in batch.entries] == [2, 0] and batch.reused == 1
@@ -255,16 +249,13 @@ async def test_a_text_that_was_lost_with_a_node_is_left_out_and_another_failure_
 
 
 async def test_checkpointed_groups_come_back_with_their_parts_and_without_their_text(tmp_path):
-    before = Setting()
+    before, after = Setting(), Setting()
     group = await before.generated()
     await before.buffer.add(group)
     assert await before.buffer.texts([group.entry]) == [{"text of": 0}]
-    tmp_path.joinpath("state").mkdir()
-    parts = [group.packed, *group.entry.parts]
-    assert await before.buffer.write_state(tmp_path / "state", parts) is None
-    after = Setting()
+    assert await before.buffer.write_state(tmp_path, [group.packed, *group.entry.parts]) is None
     after.ledger.load_state_dict(before.ledger.state_dict())
-    await after.buffer.read_state(tmp_path / "state")
+    await after.buffer.read_state(tmp_path)
     (entry,) = after.ledger.in_state("buffered")
     assert await after.buffer.texts([entry]) == [None]
     batch = await after.buffer.take(1)
@@ -287,9 +278,8 @@ async def test_references_share_the_groups_and_the_kl_goes_to_the_ledger():
     roles = [stand_in_role(f"reference_{i}", Reference(i)) for i in range(2)]
     references = ReferencesHandle(roles, 9.0)
     groups = [await references.add_logprobs(group_of(i)) for i in range(3)]
-    assert [await group.packed for group in groups] == [
-        f"packed {i} with logprobs of {i % 2}" for i in range(3)
-    ]
+    named = [f"packed {i} with logprobs of {i % 2}" for i in range(3)]
+    assert [await group.packed for group in groups] == named
     assert [group.entry.reference_kl for group in groups] == [[0, 0], [1, 1], [0, 0]]
     teachers = ReferencesHandle(roles, 9.0, keep_kl=False)
     graded = await teachers.add_logprobs(groups[0])
@@ -343,11 +333,8 @@ async def test_every_rank_gets_each_call_with_the_same_arguments():
 
 @pytest.mark.parametrize(("kls", "expected"), [([[0.1, 0.2]], [[0.1, 0.2]]), ([None], None)])
 def test_a_batch_is_arrays_of_groups_by_responses(kls, expected):
-    summary = SimpleNamespace(
-        rewards=[1.0, float("nan")],
-        response_lengths=[3, 4],
-        finish_reasons=["stop", "length"],
-    )
+    lengths = {"response_lengths": [3, 4], "finish_reasons": ["stop", "length"]}
+    summary = SimpleNamespace(rewards=[1.0, math.nan], **lengths)
     entries = [SimpleNamespace(reference_kl=kl) for kl in kls]
     batch = Batch("packed", [summary], entries, "", 0, 0, 0.0)
     np.testing.assert_array_equal(batch.rewards, [[1.0, np.nan]])

@@ -1,11 +1,13 @@
-"""The restart budget, the words for a death, and the stand-in for a role's process."""
+"""When a role is restarted and its calls are repeated, the budget, and the words for a death."""
 
+import asyncio
+import itertools
 from inspect import signature
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lib.role import AtOnce, StandInHost
+from lib.role import AtOnce, StandInHost, stand_in_role
 from ray.exceptions import OutOfMemoryError
 
 from grpo_components.cluster.restarts import RestartBudget
@@ -68,6 +70,72 @@ def test_a_spent_budget_names_role_failure_count_and_log():
     for fact in ("3 restarts", "60 s", "2 of them of generator_0"):
         assert fact in first
     assert log.endswith("logs/generator_0.log")
+
+
+class Broken:
+    """Fails in each process, in one of them, or at the first call with a mark."""
+
+    def __init__(self, life, marks):
+        self.life, self._marks = life, marks
+
+    def fail(self):
+        raise KeyError("no such thing")
+
+    async def fail_in(self, life):
+        if life != self.life:
+            await asyncio.Event().wait()
+        self.fail()
+
+    def fail_once(self, mark):
+        if mark not in self._marks:
+            self._marks.add(mark)
+            self.fail()
+        return "done"
+
+    def which(self):
+        return self.life
+
+
+def broken_role():
+    """A role, and what is noted of it."""
+    notes, lives, marks = [], itertools.count(), set()
+    return stand_in_role("a", lambda: Broken(next(lives), marks), note=notes.append), notes
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("calls", [[("fail",)], [("fail_in", 0), ("fail_in", 1)]])
+async def test_the_same_error_of_a_method_twice_ends_the_run(calls):
+    """Even if two calls fail, each of them once."""
+    role, notes = broken_role()
+    with pytest.raises(RoleFailedError, match="KeyError: 'no such thing'; failed the same way"):
+        await asyncio.gather(*(role.call(*call, timeout_s=9) for call in calls))
+    assert len(notes) == 2, "one restart, and its end"
+
+
+@pytest.mark.anyio
+async def test_the_same_error_after_a_success_is_a_new_error():
+    role, notes = broken_role()
+    assert [await role.call("fail_once", n, timeout_s=9) for n in range(2)] == ["done"] * 2
+    assert sum("restart" in line for line in notes) == 2
+
+
+@pytest.mark.anyio
+async def test_a_restart_discards_a_result_whose_turn_in_a_replay_has_not_come():
+    role, notes = broken_role()
+    turn = asyncio.Event()
+    waiting = asyncio.create_task(role.call("which", timeout_s=9, turn=turn.wait))
+    assert await role.call("which", timeout_s=9) == 0 and not waiting.done()
+    await role.replay_restart("died: long ago")
+    await role.call("which", timeout_s=9)
+    assert not waiting.done() and notes[0].startswith("a died: long ago; ")
+    turn.set()
+    assert await waiting == 1
+
+    async def fails():
+        raise TimeoutError("the replay stands still")
+
+    with pytest.raises(TimeoutError, match="stands still"):
+        await role.call("which", timeout_s=9, turn=fails)
 
 
 OUT_OF_MEMORY = """Task was killed due to the node running low on memory.

@@ -4,6 +4,7 @@ Pushes are deltas while they take less room together than a whole push; only siz
 """
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -69,16 +70,11 @@ class Engine:
         self.loaded.append("begin_attempt")
 
 
-class DeltaTrainer:
+class DeltaTrainer(Trainer):
     """A rank whose pushes are deltas of real bytes."""
-
-    version = 0
 
     def __init__(self):
         self.encoder, self.pushed = DeltaEncoder(), {}
-
-    def gather_weights(self):
-        return self.version
 
     def export_weights(self, version, base):
         tensor = torch.arange(10**4) + version * (torch.arange(10**4) % 50 == 0)
@@ -108,40 +104,27 @@ class DeltaEngine:
 class Setting:
     """The real `WeightSync`, handles, server and ledger around fakes of trainer and engines."""
 
-    def __init__(self, n=1, m=1, events=None, num_generators=2, deltas=False):
+    def __init__(self, n=1, m=1, events=None, num_generators=2, deltas=False, probe_kl=None):
         prompts = (({"prompt_index": i}, 0) for i in range(10**6))
         self.ledger = Ledger(StalenessContract(9, 1), 50, prompts)
-        self.ledger.events = events or EventOrder()
-        self.events = []
+        self.ledger.events, self.events = events or EventOrder(), []
         self.ledger.events.listen(self.events.append)
         self.server = VLLMParameterServer()
         self.trainer = DeltaTrainer() if deltas else Trainer()
         self.engines = [DeltaEngine() if deltas else Engine() for _ in range(num_generators)]
-        recovers = {"recover": lambda name: self.weights.recover(name)}
+        role = partial(stand_in_role, recover=lambda name: self.weights.recover(name))
         self.generators = [
-            GeneratorHandle(
-                stand_in_role(f"generator_{i}", engine, **recovers), self.ledger, 9.0, 9.0
-            )
+            GeneratorHandle(role(f"generator_{i}", engine), self.ledger, 9.0, 9.0)
             for i, engine in enumerate(self.engines)
         ]
-        self.trainer_role = stand_in_role("trainer_0", lambda: self.trainer)
-        server = stand_in_role("parameter_server", lambda: self.server, **recovers)
-        self.roles = Roles(
-            generators=self.generators,
-            buffer=SimpleNamespace(role=SimpleNamespace(name="replay_buffer")),
-            trainers=TrainersHandle([self.trainer_role], self.ledger, 9.0, 9.0),
-            server=ParameterServerHandle(server, 9.0),
-            references=None,
-            reward_model=None,
-        )
-        self.weights = WeightSync(
-            self.ledger,
-            self.roles,
-            push_every_n_steps=n,
-            pull_every_m_rollouts=m,
-            push_early=lambda step: step == 5,
-            deltas=deltas,
-        )
+        self.trainer_role = role("trainer_0", lambda: self.trainer)
+        trainers = TrainersHandle([self.trainer_role], self.ledger, 9.0, 9.0)
+        self.server_handle = ParameterServerHandle(role("server", lambda: self.server), 9.0)
+        buffer = SimpleNamespace(role=SimpleNamespace(name="replay_buffer"))
+        roles = Roles(self.generators, buffer, trainers, self.server_handle, None, None)
+        options = {"push_early": lambda step: step == 5, "deltas": deltas, "probe_kl": probe_kl}
+        options |= {"push_every_n_steps": n, "pull_every_m_rollouts": m}
+        self.weights = WeightSync(self.ledger, roles, **options)
 
     async def step(self, skipped=False):
         """Train, push if due, and say what is published."""
@@ -231,18 +214,9 @@ async def test_other_bytes_than_the_pushed_are_an_error_and_no_load_is_recorded(
 
 
 async def test_a_generator_that_computes_other_logprobs_than_the_trainers_pushed_ends_the_run():
-    setting = Setting()
-    setting.weights = WeightSync(
-        setting.ledger,
-        setting.roles,
-        push_every_n_steps=1,
-        pull_every_m_rollouts=1,
-        push_early=lambda step: False,
-        probe_kl=1e-4,
-    )
-    right = setting.engines[0]
-    right.probe = ProbeReading([-1.0, -2.0], label=1, cached_tokens=0)
-    setting.engines[1].probe = ProbeReading([-1.5, -2.5], label=1, cached_tokens=0)
+    setting = Setting(probe_kl=1e-4)
+    for engine, logprobs in zip(setting.engines, ([-1.0, -2.0], [-1.5, -2.5]), strict=True):
+        engine.probe = ProbeReading(logprobs, label=1, cached_tokens=0)
     for generator in setting.generators:
         assert await setting.rollout(generator) == 0  # nothing is pushed yet
     setting.trainer.version = 1
@@ -255,7 +229,7 @@ async def test_a_generator_that_computes_other_logprobs_than_the_trainers_pushed
 
 async def test_a_restarted_server_gets_the_last_push_again_unless_an_attempt_began():
     setting = Setting()
-    server = setting.roles.server
+    server = setting.server_handle
     for _ in range(2):
         await setting.step()
     setting.server = VLLMParameterServer()
@@ -346,7 +320,7 @@ async def test_a_new_attempt_begins_with_a_whole_push_although_versions_come_aga
         await setting.step()
         await setting.rollout(generator)
     setting.trainer, setting.server = DeltaTrainer(), VLLMParameterServer()
-    for role in (setting.trainer_role, setting.roles.server):
+    for role in (setting.trainer_role, setting.server_handle):
         await role.begin_again()
     setting.trainer.version = 2
     await setting.weights.restore()

@@ -9,6 +9,8 @@ from grpo_components.cluster.weight_transfer import _GRACE_S, WeightTransfer
 from grpo_components.errors import RoleFailedError
 from grpo_components.rollout.relayed_client import RelayedClient
 
+pytestmark = pytest.mark.anyio
+
 LIMIT_S = 20.0
 
 
@@ -67,42 +69,37 @@ class Receiver:
         self.ended.set()
 
 
-def roles_of(sender, receiver, dies_in=(), max_restarts=0, **more):
-    """Roles whose first failure ends the run."""
-    options = {"dies_in": dies_in, "max_restarts": max_restarts, "names": {}, **more}
-    return [
-        stand_in_role(name, role, threads=True, **options)
-        for name, role in (("trainer_0", sender), ("generator_1", receiver))
-    ]
+class Setting:
+    """Roles whose first failure ends the run, unless restarts are allowed."""
+
+    def __init__(self, sender, receiver, max_restarts=0, **options):
+        options |= {"threads": True, "max_restarts": max_restarts, "names": {}}
+        self.sender = stand_in_role("trainer_0", sender, **options)
+        self.receiver = stand_in_role("generator_1", receiver, **options)
+        self.transfer, self.waits = WeightTransfer(self.sender, LIMIT_S), waits_of(self.receiver)
+
+    async def load(self, version=7):
+        async with asyncio.timeout(LIMIT_S):
+            buckets = ["bucket 0", "bucket 1"]
+            return await self.transfer.load(self.receiver, version, buckets, ["manifest"])
+
+    async def failure(self):
+        with pytest.raises(RoleFailedError) as failed:
+            await self.load()
+        await asyncio.sleep(0.05)  # what was told to the others arrives
+        return failed.value
 
 
-def load(sender, receiver, dies_in=()):
-    """The result of a transfer, or its failure, and what the driver waited for."""
-    roles = roles_of(sender, receiver, dies_in)
-    waits = waits_of(roles[1])
-
-    async def run():
-        transfer = WeightTransfer(roles[0], LIMIT_S)
-        try:
-            async with asyncio.timeout(LIMIT_S):
-                return await transfer.load(roles[1], 7, ["bucket 0", "bucket 1"], ["manifest"])
-        except RoleFailedError as failure:
-            await asyncio.sleep(0.05)  # what was told to the others arrives
-            return failure
-
-    return asyncio.run(run()), roles[0].process.host.received, waits[-1]
-
-
-def test_the_calls_arrive_in_their_order_and_the_result_is_the_receivers():
+async def test_the_calls_arrive_in_their_order_and_the_result_is_the_receivers():
     sender, receiver = Sender(), Receiver()
-    result, _, last_wait = load(sender, receiver)
-    assert result == (7, "checksum", None)
+    setting = Setting(sender, receiver)
+    assert await setting.load() == (7, "checksum", None)
     assert receiver.kinds == [("start", None), ("update", {"names": ["a"]}), ("finish", None)]
     assert sender.reasons == receiver.reasons == []
-    assert last_wait == ("load_weights", LIMIT_S + _GRACE_S)
+    assert setting.waits[-1] == ("load_weights", LIMIT_S + _GRACE_S)
 
 
-def test_pulls_of_one_receiver_that_overlap_come_one_after_the_other():
+async def test_pulls_of_one_receiver_that_overlap_come_one_after_the_other():
     """In a replay they may; of a receiver, only the last transfer that began is answered."""
     began = []
 
@@ -124,59 +121,51 @@ def test_pulls_of_one_receiver_that_overlap_come_one_after_the_other():
             self.client = RelayedClient("generator_1", LIMIT_S)
 
     receiver = Last()
-    roles = roles_of(Again(), receiver)
-
-    async def run():
-        transfer = WeightTransfer(roles[0], LIMIT_S)
-        loads = (transfer.load(roles[1], v, ["bucket 0", "bucket 1"], ["manifest"]) for v in (7, 8))
-        async with asyncio.timeout(LIMIT_S):
-            return await asyncio.gather(*loads)
-
-    assert asyncio.run(run()) == [(7, "checksum", None), (8, "checksum", None)]
+    setting = Setting(Again(), receiver)
+    loaded = await asyncio.gather(setting.load(7), setting.load(8))
+    assert loaded == [(7, "checksum", None), (8, "checksum", None)]
     assert [kind for kind, _ in receiver.kinds] == ["start", "update", "finish"] * 2
 
 
 @pytest.mark.parametrize("kind", ["start", "update", "finish"])
-def test_a_receiver_that_fails_ends_the_send_and_is_the_one_that_failed(kind):
-    sender, receiver = Sender(), Receiver(fails_at=kind)
-    failure, received, _ = load(sender, receiver)
+async def test_a_receiver_that_fails_ends_the_send_and_is_the_one_that_failed(kind):
+    sender = Sender()
+    setting = Setting(sender, Receiver(fails_at=kind))
+    failure = await setting.failure()
     assert (failure.role, failure.kind) == ("generator_1", "raised")
     assert "tensor a is damaged" in sender.reasons[0] and "generator_1" in sender.reasons[0]
-    assert received[-1] == "abandon_send"
+    assert setting.sender.process.host.received[-1] == "abandon_send"
 
 
-def test_a_receiver_that_dies_ends_the_send():
+async def test_a_receiver_that_dies_ends_the_send():
     sender = Sender()
-    failure, *_ = load(sender, Receiver(), dies_in={"answer_request"})
+    failure = await Setting(sender, Receiver(), dies_in={"answer_request"}).failure()
     assert (failure.role, failure.kind) == ("generator_1", "died")
     (reason,) = sender.reasons
     assert reason.startswith("generator_1 died")
 
 
-def test_a_sender_that_fails_costs_the_receivers_process_and_the_reason_is_its_own():
-    failure, _, last_wait = load(Sender(failure=OSError("no buffer")), Receiver())
+async def test_a_sender_that_fails_costs_the_receivers_process_and_the_reason_is_its_own():
+    """Nobody waits long for an answer that cannot come."""
+    setting = Setting(Sender(failure=OSError("no buffer")), Receiver())
+    failure = await setting.failure()
     assert (failure.role, failure.kind) == ("generator_1", "raised")
     assert "trainer_0 failed: OSError: no buffer" in str(failure)
-    assert last_wait == ("load_weights", _GRACE_S), (
-        "nobody waits long for one that cannot be answered"
-    )
+    assert setting.waits[-1] == ("load_weights", _GRACE_S)
 
 
 @pytest.mark.parametrize(
     ("deaths", "failure", "kind"),
-    [
-        ({"next_request"}, None, "died"),
-        ((), TimeoutError("waited for generator_1"), "waited"),
-    ],
+    [({"next_request"}, None, "died"), ((), TimeoutError("waited for generator_1"), "waited")],
 )
-def test_the_end_of_the_sender_and_a_wait_in_vain_are_the_senders_failure(deaths, failure, kind):
+async def test_the_senders_end_and_its_wait_in_vain_are_its_own_failure(deaths, failure, kind):
     receiver = Receiver()
-    failed, *_ = load(Sender(failure=failure), receiver, deaths)
+    failed = await Setting(Sender(failure=failure), receiver, dies_in=deaths).failure()
     assert (failed.role, failed.kind) == ("trainer_0", kind)
     assert receiver.reasons and receiver.reasons[0].startswith("trainer_0 ")
 
 
-def test_a_receiver_that_fails_without_an_answer_is_noticed_at_once():
+async def test_a_receiver_that_fails_without_an_answer_is_noticed_at_once():
     class Silent(Receiver):
         async def answer_request(self, number, kind, info):
             self.error = ValueError("the vLLM engine stopped")
@@ -184,24 +173,18 @@ def test_a_receiver_that_fails_without_an_answer_is_noticed_at_once():
             await asyncio.Event().wait()
 
     sender = Sender()
-    failure, *_ = load(sender, Silent())
+    failure = await Setting(sender, Silent()).failure()
     assert (failure.role, failure.kind) == ("generator_1", "raised")
     assert sender.reasons == ["generator_1 failed: ValueError: the vLLM engine stopped"]
 
 
-def test_nothing_is_sent_to_a_receiver_that_is_being_restarted():
+async def test_nothing_is_sent_to_a_receiver_that_is_being_restarted():
     again = asyncio.Event()
-    restart = {"max_restarts": 1, "pause": lambda seconds: again.wait()}
-    sender, receiver = roles_of(Sender(), Receiver(), **restart)
-
-    async def run():
-        restart = asyncio.create_task(receiver.replay_restart("died"))
-        await asyncio.sleep(0)
-        transfer = WeightTransfer(sender, LIMIT_S)
-        loading = asyncio.create_task(transfer.load(receiver, 7, ["bucket 0"], ["manifest"]))
-        await asyncio.sleep(0)
-        again.set()
-        await restart
-        return await loading
-
-    assert asyncio.run(run()) is None and sender.process.host.received == []
+    setting = Setting(Sender(), Receiver(), max_restarts=1, pause=lambda seconds: again.wait())
+    restart = asyncio.create_task(setting.receiver.replay_restart("died"))
+    await asyncio.sleep(0)
+    loading = asyncio.create_task(setting.load())
+    await asyncio.sleep(0)
+    again.set()
+    await restart
+    assert await loading is None and setting.sender.process.host.received == []
