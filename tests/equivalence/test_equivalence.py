@@ -27,9 +27,7 @@ def bench(tiny_policy, tmp_path_factory):
     "rung",
     [
         pytest.param(
-            rung,
-            id=rung.measure.__name__,
-            marks=[pytest.mark.nightly] if rung.nightly else [],
+            rung, id=rung.measure.__name__, marks=[pytest.mark.nightly] if rung.nightly else []
         )
         for rung in RUNGS
     ],
