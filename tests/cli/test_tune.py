@@ -157,78 +157,56 @@ class Registry:
         return self._ALL_RECIPES
 
 
-@pytest.mark.parametrize(
-    ("given", "hint"),
-    [
-        ("async_grpo_full_finetune_distribted", f"did you mean {RECIPE}?"),
-        ("my_gpro.py", "did you mean my_grpo.py?"),
-        ("./my_gpro.py", "did you mean my_grpo.py?"),
-        ("sub/nothing.py", "`tune ls`"),
-        ("/nowhere/at/all.py", "`tune ls`"),
-    ],
-)
 def test_a_recipe_that_is_nowhere_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, given: str, hint: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_grpo.py").touch()
     (tmp_path / "sub").mkdir()
-    with pytest.raises(SystemExit) as end:
-        _tune_run.complete(cast(Any, Registry(RECIPE)), given)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2 and given in line and line.endswith(hint) == hint.endswith("?")
-    assert hint in line and "; allowed: " in line
+    hints = {"async_grpo_full_finetune_distribted": f"did you mean {RECIPE}?"}
+    hints |= dict.fromkeys(("my_gpro.py", "./my_gpro.py"), "did you mean my_grpo.py?")
+    hints |= dict.fromkeys(("sub/nothing.py", "/nowhere/at/all.py"), "`tune ls`")
+    for given, hint in hints.items():
+        with pytest.raises(SystemExit) as end:
+            _tune_run.complete(cast(Any, Registry(RECIPE)), given)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert end.value.code == 2 and given in line and line.endswith(hint) == hint.endswith("?")
+        assert hint in line and "; allowed: " in line
 
 
-@pytest.mark.parametrize("path", ["./my_grpo.py", "../here/my_grpo.py", "{here}/my_grpo.py"])
-def test_a_path_that_torchtune_cannot_run_is_registered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+def test_a_path_is_registered_that_torchtune_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     here = tmp_path / "here"
-    here.mkdir()
+    (here / "sub").mkdir(parents=True)
     monkeypatch.chdir(here)
-    (here / "my_grpo.py").touch()
-    registry, given = Registry(RECIPE), path.format(here=here)
-    _tune_run.complete(cast(Any, registry), given)
-    (found,) = registry.get_all_recipes()[1:]
-    assert found.name == given and Path(found.file_path) == here / "my_grpo.py"
-
-
-@pytest.mark.parametrize("given", [RECIPE, "my_grpo.py", "my_grpo", "sub/mine.py", "timeit"])
-def test_what_torchtune_can_run_is_left_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
-):
-    monkeypatch.chdir(tmp_path)
     for name in ("my_grpo.py", "sub/mine.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    registry = Registry(RECIPE)
-    _tune_run.complete(cast(Any, registry), given)
-    assert len(registry.get_all_recipes()) == 1
+        (here / name).touch()
+    for given in ("./my_grpo.py", "../here/my_grpo.py", f"{here}/my_grpo.py"):
+        registry = Registry(RECIPE)
+        _tune_run.complete(cast(Any, registry), given)
+        (found,) = registry.get_all_recipes()[1:]
+        assert found.name == given and Path(found.file_path) == here / "my_grpo.py"
+    for given in (RECIPE, "my_grpo.py", "my_grpo", "sub/mine.py", "timeit"):
+        registry = Registry(RECIPE)
+        _tune_run.complete(cast(Any, registry), given)
+        assert len(registry.get_all_recipes()) == 1, given
 
 
-@pytest.mark.parametrize(
-    ("command", "recipe", "ours"),
-    [
-        (f"tune run {RECIPE} --config x", RECIPE, True),
-        (f"tune run --nproc_per_node 2 {RECIPE} --config x", RECIPE, True),
-        ("tune run mine.py --config x a=1", "mine.py", True),
-        ("tune run theirs.py --config x", "theirs.py", False),
-        ("tune run lora_finetune_single_device --config x", "lora_finetune_single_device", False),
-        (f"tune cp {RECIPE} .", None, False),
-        ("tune run", None, False),
-        ("tune", None, False),
-        (f"python run {RECIPE}", None, False),
-    ],
-)
 def test_only_commands_that_run_our_recipe_say_that_it_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, recipe: str, ours: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("from grpo_components.cluster import supervision\n")
     (tmp_path / "theirs.py").write_text("import torch\n")
-    assert _tune_run.recipe_argument(command.split()) == recipe
-    assert _tune_run.is_run_of_ours(command.split()) == ours
+    theirs = ("theirs.py", "lora_finetune_single_device")
+    for recipe in (RECIPE, f"--nproc_per_node 2 {RECIPE}", "mine.py", *theirs):
+        command, named = f"tune run {recipe} --config x a=1".split(), recipe.split()[-1]
+        assert _tune_run.recipe_argument(command) == named
+        assert _tune_run.is_run_of_ours(command) == (recipe not in theirs)
+    for other in (f"tune cp {RECIPE} .", "tune run", "tune", f"python run {RECIPE}"):
+        assert _tune_run.recipe_argument(other.split()) is None
+        assert not _tune_run.is_run_of_ours(other.split())
 
 
 def test_ctrl_c_while_torch_is_imported_shows_one_line_and_is_not_lost(tmp_path: Path):

@@ -36,14 +36,27 @@ def run_of(tiny_policy, *overrides, faults=(), **options):
     return make
 
 
-@pytest.fixture
-def demo_run(shared_runs, tiny_policy):
-    """What `make demo` runs, for 100 steps."""
-    make = run_of(tiny_policy, "num_steps=100", new_interpreter=True)
-    with shared_runs.look("demo", make) as run:
-        yield run
+def run_fixture(name, *overrides, policy=lambda tiny_policy: (), **options):
+    """A fixture of a finished run; `policy` gives overrides that name the tiny policy's folder."""
+
+    @pytest.fixture(name=f"{name}_run")
+    def fixture(shared_runs, tiny_policy):
+        make = run_of(tiny_policy, *overrides, *policy(tiny_policy), **options)
+        with shared_runs.look(name, make) as run:
+            yield run
+
+    return fixture
 
 
+demo_run = run_fixture("demo", "num_steps=100", new_interpreter=True)
+"""What `make demo` runs, for 100 steps."""
+split_run = run_fixture("split", *SYNCHRONOUS)
+"""A synchronous run whose generators and trainers have processes of their own."""
+colocated_run = run_fixture("colocated", *SYNCHRONOUS, "colocate=true")
+"""The run of `split_run`, whose trainers and generators take turns."""
+_FAULTS = (Fault("generator_0", "load_weights", 2),)
+lora_run = run_fixture("lora", *LORA, policy=transformers_policy, faults=_FAULTS)
+"""Adapters on a policy of transformers; the generator is killed while it loads one."""
 TALKATIVE = """
 from grpo_components.rollout.multi_turn import Reply
 
@@ -148,28 +161,4 @@ def replayed_run(shared_runs, tiny_policy, full_run):
         return FinishedRun(output_dir, output)
 
     with shared_runs.look("replayed", make) as run:
-        yield run
-
-
-@pytest.fixture
-def split_run(shared_runs, tiny_policy):
-    """A synchronous run whose generators and trainers have processes of their own."""
-    with shared_runs.look("split", run_of(tiny_policy, *SYNCHRONOUS)) as run:
-        yield run
-
-
-@pytest.fixture
-def colocated_run(shared_runs, tiny_policy):
-    """The run of `split_run`, whose trainers and generators take turns."""
-    make = run_of(tiny_policy, *SYNCHRONOUS, "colocate=true")
-    with shared_runs.look("colocated", make) as run:
-        yield run
-
-
-@pytest.fixture
-def lora_run(shared_runs, tiny_policy):
-    """Adapters on a policy of transformers; the generator is killed while it loads one."""
-    faults = [Fault("generator_0", "load_weights", 2)]
-    make = run_of(tiny_policy, *LORA, *transformers_policy(tiny_policy), faults=faults)
-    with shared_runs.look("lora", make) as run:
         yield run

@@ -1,10 +1,19 @@
 """Builds the tokens of a micro-batch as losses read them."""
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from grpo_components.objective.losses import LossInputs
+
+RECIPE = Path(__file__).parents[2] / "recipes/async_grpo_full_finetune_distributed.py"
+
+
+def recipe_loss() -> Any:
+    """Return the loss that stands in the recipe."""
+    return runpy.run_path(str(RECIPE))["grpo_loss"]
 
 
 def loss_inputs(trainer: Any, generator: Any, advantages: Any, **given: Any) -> LossInputs:

@@ -3,7 +3,6 @@
 import inspect
 import json
 import re
-import runpy
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from lib.loss_inputs import loss_inputs
+from lib.loss_inputs import loss_inputs, recipe_loss
 from lib.tracked import tracked
 from omegaconf import DictConfig, OmegaConf
 from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
@@ -27,18 +26,10 @@ from grpo_components.settings import Settings
 
 FOLDER = Path(__file__).parents[2] / "recipes/configs"
 PATHS = tracked("recipes/configs/*.yaml")
-NUM_GPUS = {
-    "qwen0.5B_async_grpo_1gpu": 1,
-    "qwen3B_colocated_grpo_1gpu": 1,
-    "qwen3_0.6B_async_grpo_1gpu": 1,
-    "qwen3_4B_async_grpo": 8,
-    "qwen3_8B_lora_async_grpo_1gpu": 1,
-    "qwen3B_async_grpo": 8,
-    "qwen3B_sync_grpo": 8,
-    "qwen7B_async_grpo": 8,
-    "qwen14B_async_grpo": 16,
-    "qwen32B_async_grpo": 64,
-}
+ONE_GPU = ("0.5B_async", "3B_colocated", "3_0.6B_async", "3_8B_lora_async")
+NUM_GPUS = {f"qwen{name}_grpo_1gpu": 1 for name in ONE_GPU}
+NUM_GPUS |= {f"qwen{name}_grpo": 8 for name in ("3_4B_async", "3B_async", "3B_sync", "7B_async")}
+NUM_GPUS |= {"qwen14B_async_grpo": 16, "qwen32B_async_grpo": 64}
 NAMES = {"tiny_async_grpo", "tiny_async_grpo_2x2", "tiny_lora_async_grpo", *NUM_GPUS}
 RECIPE = "async_grpo_full_finetune_distributed"
 
@@ -73,13 +64,11 @@ def base_model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     base, here = tmp_path / "base", tmp_path / "here"
     for folder in (base / "data", here):
         folder.mkdir(parents=True)
-    shards = ["model.safetensors"]
-    for count in (2, 3, 4, 5, 8, 17):
-        shards += [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    for name in (*shards, "vocab.json", "merges.txt", "tokenizer.json"):
+    shards = [f"-{i:05d}-of-{n:05d}" for n in (2, 3, 4, 5, 8, 17) for i in range(1, n + 1)]
+    names = ["vocab.json", "merges.txt", "tokenizer.json", "data/train.jsonl"]
+    names += [f"model{shard}.safetensors" for shard in ("", *shards)]
+    for name in (*names, "data/held_out.jsonl"):
         (base / name).touch()
-    for name in ("train", "held_out"):
-        (base / "data" / f"{name}.jsonl").touch()
     (base / "config.json").write_text(json.dumps({"max_position_embeddings": 32768}))
     monkeypatch.chdir(here)
     return base
@@ -90,20 +79,14 @@ def test_the_configs_are_these():
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
-def test_all_configs_have_the_same_keys_in_the_same_order(name):
-    reference = load("tiny_async_grpo")
-    cfg = load(name)
+def test_all_configs_have_the_same_keys_in_the_same_order_and_plain_interpolation(name):
+    reference, cfg = load("tiny_async_grpo"), load(name)
     assert list(cfg) == list(reference)
     for key in ("generator", "checkpointer", "loss", "optimizer", "profiler"):
         assert cfg[key] is None or list(cfg[key]) == list(reference[key])
     assert list(cfg) == [key for key in Settings.model_fields if key in cfg]
-
-
-@pytest.mark.parametrize("name", sorted(NAMES))
-def test_interpolation_is_plain(name):
     found = re.findall(r"\$\{[^}]*\}?", (FOLDER / f"{name}.yaml").read_text())
-    assert found
-    assert all(re.fullmatch(r"\$\{[a-z_.]+\}", part) for part in found)
+    assert found and all(re.fullmatch(r"\$\{[a-z_.]+\}", part) for part in found)
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
@@ -128,9 +111,8 @@ def test_the_tiny_configs_can_run_on_a_cpu(name, base_model_path, tmp_path):
 
 def test_these_objectives_are_documented_as_overrides():
     named = {"GRPO", "DAPO", "Dr. GRPO", "GSPO", "CISPO", "REINFORCE++", "RLOO", "decoupled PPO"}
-    assert set(PRESETS) >= named
-    assert set(PRESETS) >= {"GRPO with dual clip", "GRPO with off-policy sequence mask"}
-    assert set(PRESETS) >= {"GRPO, deviation of the batch (Lite PPO)"}
+    named |= {"GRPO with dual clip", "GRPO with off-policy sequence mask"}
+    assert set(PRESETS) >= named | {"GRPO, deviation of the batch (Lite PPO)"}
 
 
 @pytest.fixture
@@ -151,7 +133,7 @@ def test_the_preset_grpo_is_eq_3_of_deepseekmath(with_preset):
     """Value and gradient: the mean over G of the mean over |o_i| of min(...) - beta k3."""
     checked = with_preset("GRPO")
     clip = {key: checked.loss[key] for key in ("clip_low", "clip_high")}
-    loss = at_step(runpy.run_path(str(FOLDER.parent / f"{RECIPE}.py"))["grpo_loss"], clip)
+    loss = at_step(recipe_loss(), clip)
     penalties, aggregation = build_penalties(checked), build("aggregation", checked.aggregation)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([5, 2, 0, 3])
@@ -207,20 +189,17 @@ def test_a_documented_objective_is_accepted_as_its_overrides_are_printed(preset,
 def test_the_gpu_configs_need_exactly_their_gpus(name, base_model_path, tmp_path, monkeypatch):
     cfg = load(name)
     cfg.base_model_path, cfg.output_dir = str(base_model_path), str(tmp_path / "run")
-    for gpus in (NUM_GPUS[name], NUM_GPUS[name] - 1):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)  # noqa: B023
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)  # noqa: B023
-        if gpus == NUM_GPUS[name]:
-            preflight.check(cfg)
-        else:
-            with pytest.raises(ValueError, match="GPU"):
-                preflight.check(cfg)
 
+    def check(gpus):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        preflight.check(cfg)
 
-def test_a_gpu_config_is_refused_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    check(NUM_GPUS[name])
+    with pytest.raises(ValueError, match="GPU"):
+        check(NUM_GPUS[name] - 1)
     with pytest.raises(ValueError, match=r"^device: cuda given"):
-        preflight.check(load("qwen3B_async_grpo"))
+        check(0)
 
 
 def test_the_synchronous_config_is_the_asynchronous_one_with_other_knobs():
@@ -239,18 +218,14 @@ def test_the_tiny_configs_describe_the_tiny_policy(name):
     assert Path(cfg.base_model_path) == tiny_policy.DEFAULT_OUTPUT_DIR
     assert cfg.dataset.prompt_template == tiny_policy.PROMPT_TEMPLATE
     assert cfg.generator.max_response_tokens == tiny_policy.MAX_RESPONSE_TOKENS
-    described = {
-        "vocab_size": cfg.model.vocab_size,
-        "hidden_size": cfg.model.embed_dim,
-        "intermediate_size": cfg.model.intermediate_dim,
-        "num_hidden_layers": cfg.model.num_layers,
-        "num_attention_heads": cfg.model.num_heads,
-        "num_key_value_heads": cfg.model.num_kv_heads,
-        "max_position_embeddings": cfg.model.max_seq_len,
-        "rms_norm_eps": cfg.model.norm_eps,
-        "tie_word_embeddings": cfg.model.tie_word_embeddings,
+    names = {
+        **{"embed_dim": "hidden_size", "intermediate_dim": "intermediate_size"},
+        **{"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"},
+        **{"num_kv_heads": "num_key_value_heads", "max_seq_len": "max_position_embeddings"},
+        **{"norm_eps": "rms_norm_eps"},
+        **{name: name for name in ("vocab_size", "tie_word_embeddings")},
     }
-    assert described == {key: architecture[key] for key in described}
+    assert {own: cfg.model[own] for own in names} == {n: architecture[names[n]] for n in names}
 
 
 @pytest.mark.parametrize("name", sorted(NUM_GPUS))
@@ -264,12 +239,9 @@ def test_prompt_and_rewards_agree_on_who_writes_the_opening_tag(name):
 
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_the_header_says_how_to_get_the_model_and_how_to_launch(name):
-    cfg = load(name)
     header = (FOLDER / f"{name}.yaml").read_text().partition("\noutput_dir:")[0]
     assert all(line.startswith("#") or not line for line in header.splitlines())
-    assert f"tune run {RECIPE} --config {name}\n" in header
-    assert "Sizing: " in header
-    get_it = f"--output-dir {cfg.base_model_path}"
-    assert (
-        get_it if name in NUM_GPUS else "python -m grpo_components.examples.tiny_policy"
-    ) in header
+    assert f"tune run {RECIPE} --config {name}\n" in header and "Sizing: " in header
+    download = f"--output-dir {load(name).base_model_path}"
+    build_it = "python -m grpo_components.examples.tiny_policy"
+    assert (download if name in NUM_GPUS else build_it) in header

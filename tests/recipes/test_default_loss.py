@@ -2,21 +2,18 @@
 
 import math
 import pickle
-import runpy
-from pathlib import Path
 
 import cloudpickle
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lib.loss_inputs import evaluated, loss_inputs
+from lib.loss_inputs import evaluated, loss_inputs, recipe_loss
 
 from grpo_components.objective.component_errors import name_of
 from grpo_components.objective.losses import GRPOLoss, at_step
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "async_grpo_full_finetune_distributed.py"
-grpo_loss = runpy.run_path(str(RECIPE))["grpo_loss"]
+grpo_loss = recipe_loss()
 LOGPROB = st.floats(-12, 0, width=32)
 TOKEN = st.tuples(LOGPROB, LOGPROB, st.sampled_from([0.0, 1.0, -1.0, 0.37, -2.5]))
 
@@ -25,9 +22,10 @@ def inputs(tokens, dtype=torch.float32, **given):
     return loss_inputs(*torch.tensor(tokens, dtype=dtype).T.contiguous(), **given)
 
 
-@given(
-    st.lists(TOKEN, min_size=1, max_size=20), st.floats(0.01, 1), st.floats(0.01, 3), st.booleans()
-)
+TOKENS = st.lists(TOKEN, min_size=1, max_size=20)
+
+
+@given(TOKENS, st.floats(0.01, 1), st.floats(0.01, 3), st.booleans())
 def test_loss_gradient_and_metrics_are_those_of_the_component(tokens, low, high, double):
     made = inputs(tokens, dtype=torch.float64 if double else torch.float32)
     ours = evaluated(at_step(grpo_loss, {"clip_low": low, "clip_high": high}), made)
@@ -43,9 +41,8 @@ def test_loss_gradient_and_metrics_are_those_of_the_component(tokens, low, high,
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 def test_a_ratio_that_would_overflow_leaves_finite_numbers(gap, advantage):
     given = inputs([(-1.0, -1.0 - gap, advantage), (-1.0, -1.5, 1.0)])
-    losses, gradient, metrics = evaluated(
-        at_step(grpo_loss, {"clip_low": 0.2, "clip_high": 0.2}), given
-    )
+    clipped = at_step(grpo_loss, {"clip_low": 0.2, "clip_high": 0.2})
+    losses, gradient, metrics = evaluated(clipped, given)
     for values in (losses, gradient, *metrics.values()):
         assert torch.isfinite(values).all()
     if advantage == 0:

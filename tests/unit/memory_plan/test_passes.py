@@ -12,31 +12,18 @@ from grpo_components.models.meshes import Sharding
 from grpo_components.trajectory import TokenSequence
 from grpo_tools.memory_plan import passes
 
-BUILD = partial(
-    qwen2,
-    vocab_size=300,
-    num_layers=7,
-    num_heads=4,
-    num_kv_heads=2,
-    embed_dim=32,
-    intermediate_dim=64,
-    max_seq_len=64,
-    tie_word_embeddings=True,
-)
+SIZES = {"vocab_size": 300, "num_layers": 7, "embed_dim": 32, "intermediate_dim": 64}
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "max_seq_len": 64, "tie_word_embeddings": True}
+BUILD = partial(qwen2, **SIZES, **HEADS)
 SEQUENCES = [TokenSequence(np.full(9, n // 2), np.zeros(20, np.int64), 1.0) for n in range(6)]
 
 
 def options(**changes):
     given = {
-        "build_model": BUILD,
+        **{"build_model": BUILD, "num_ranks": 1, "sharding": Sharding(), "model_type": "QWEN2"},
         "build_optimizer": partial(torch.optim.AdamW, lr=1.0, fused=True),
-        "num_ranks": 1,
-        "sharding": Sharding(),
-        "model_type": "QWEN2",
-        "dtype": "bf16",
-        "enable_activation_checkpointing": False,
-        "logprob_chunk_tokens": 16,
-        "entropy_gradient": False,
+        **{"dtype": "bf16", "logprob_chunk_tokens": 16},
+        **dict.fromkeys(("enable_activation_checkpointing", "entropy_gradient"), False),
     }
     return passes.PolicyOptions(**{**given, **changes})
 
@@ -47,17 +34,17 @@ def _no_garbage_of_other_tests():
     gc.collect()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"enable_activation_checkpointing": True, "num_ranks": 3},
-        {"num_ranks": 4, "sharding": Sharding(tensor=2)},
-        {"num_ranks": 4, "sharding": Sharding(replicate=2)},
-    ],
-    ids=["whole", "sharded, checkpointing", "tensor parallel", "replicated"],
-)
-def test_a_deep_model_follows_from_shorter_ones(changes, monkeypatch):
+LAYOUTS = {
+    "whole": {},
+    "sharded, checkpointing": {"enable_activation_checkpointing": True, "num_ranks": 3},
+    "tensor parallel": {"num_ranks": 4, "sharding": Sharding(tensor=2)},
+    "replicated": {"num_ranks": 4, "sharding": Sharding(replicate=2)},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_deep_model_follows_from_shorter_ones(layout, monkeypatch):
+    changes = LAYOUTS[layout]
     short = passes.training_bytes(options(**changes), SEQUENCES, True)
     monkeypatch.setattr(passes, "_MORE", 7)  # now the model itself is run
     whole = passes.training_bytes(options(**changes), SEQUENCES, True)

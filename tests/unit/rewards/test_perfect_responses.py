@@ -1,5 +1,6 @@
 """Rows whose own answer a reward does not accept are counted and named before the start."""
 
+import itertools
 import json
 from contextlib import closing
 
@@ -47,14 +48,11 @@ def checked(tmp_path, monkeypatch):
     (tmp_path / "exact_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
 
+    def prompt(row, answer):
+        return {"prompt_index": row, "prompt_text": "?", "answer": answer, "level": row}
+
     def check(names=("Exact", "Unchecked"), **answers):
-        data = {
-            key: [
-                {"prompt_index": row, "prompt_text": "?", "answer": answer, "level": row}
-                for row, answer in enumerate(of_key)
-            ]
-            for key, of_key in answers.items()
-        }
+        data = {key: [*itertools.starmap(prompt, enumerate(each))] for key, each in answers.items()}
         specs = {name: RewardSpec(f"exact_rewards.{name}", {}, 1.0, False) for name in names}
         sample = {**reward_input(data["dataset"][0], "", "stop"), "level": 0}
         with closing(RewardTrial(specs, [sample], 60.0)) as trial:
@@ -115,19 +113,12 @@ def test_an_answer_that_no_response_can_give_is_not(answer_format, known):
 SQUARE = {"asserts": ["assert square(3) == 9"]}
 PRINTED = {"stdin_stdout": [{"input": "3", "output": "9"}]}
 PROGRAM = "def square(x):\n    '''```'''\n    return x * x"
+SOLUTIONS = [(SQUARE, PROGRAM, 1.0), (SQUARE, f"So:\n~~~~python\n{PROGRAM}\n~~~~\n", 1.0)]
+SOLUTIONS += [(SQUARE, "def square(x):\n    return x", 0.0), (SQUARE, "", None)]
+SOLUTIONS += [(PRINTED, "print(int(input()) ** 2)", 1.0), (PRINTED, PROGRAM, 0.0)]
 
 
-@pytest.mark.parametrize(
-    ("tests", "solution", "worth"),
-    [
-        (SQUARE, PROGRAM, 1.0),
-        (SQUARE, f"So:\n~~~~python\n{PROGRAM}\n~~~~\n", 1.0),
-        (SQUARE, "def square(x):\n    return x", 0.0),
-        (SQUARE, "", None),
-        (PRINTED, "print(int(input()) ** 2)", 1.0),
-        (PRINTED, PROGRAM, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("tests", "solution", "worth"), SOLUTIONS)
 def test_a_row_of_code_is_tried_with_its_solution(tests, solution, worth):
     answer = json.dumps(tests | {"solution": solution})
     assert solved(CodeTests(wall_s=60.0), answer=answer) == worth

@@ -1,7 +1,6 @@
 """Rewards in worker processes: order, errors, runaway samples, and no process left behind."""
 
 import asyncio
-import json
 import math
 import os
 import signal
@@ -10,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from lib.whole_runs import records
 
 from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.restarts import RestartBudget
 from grpo_components.errors import ConfigError, RoleFailedError
 from grpo_components.rewards.pool import RewardPool, RewardPoolError, RewardSpec, Score
 
+POOL = "grpo_components.rewards.pool.RewardPool"
 WAIT_S = 60  # for events that are immediate on an idle machine
 
 REWARDS = """
@@ -33,7 +34,7 @@ class Number:
     def __init__(self, plus=0):
         self.plus = plus
 
-    def __call__(self, *, prompt_text, response_text, answer, finish_reason):
+    def __call__(self, *, response_text, **sample):
         return int(response_text) + self.plus
 
 
@@ -45,10 +46,8 @@ class Moody:
             raise KeyError("no luck")
         if response_text == "long":
             raise ValueError("x" * 10_000)
-        if response_text == "nan":
-            return float("nan")
-        if response_text == "forget":
-            return None
+        if response_text in ("nan", "forget"):
+            return {"nan": float("nan")}.get(response_text)
         if response_text == "leave":
             sys.exit(4)
         if response_text == "children":
@@ -81,14 +80,11 @@ class Thrifty:
 
 
 class Unborn:
-    def __init__(self, begun):
+    def __init__(self, begun=None):
+        if begun is None:
+            os._exit(3)
         open(begun, "w").close()  # a named pipe, as for `endless`
         ctypes.PyDLL(None).pause()
-
-
-class Stillborn:
-    def __init__(self):
-        os._exit(3)
 
 
 class Licensed:
@@ -98,15 +94,12 @@ class Licensed:
         if "RAY_RAYLET_PID" in os.environ:
             raise RuntimeError("no licence key")
 
-    def __call__(self, *, prompt_text, response_text, answer, finish_reason):
+    def __call__(self, **sample):
         return 1.0
 
 
-class Process:
-    '''The id of this process.'''
-
-    def __call__(self, *, prompt_text, response_text, answer, finish_reason):
-        return os.getpid()
+def process():
+    return lambda **sample: os.getpid()  # the id of this process
 
 
 class Leveled:
@@ -123,11 +116,9 @@ class Counted:
         return float(len(columns) if columns.get("tags") == ["a", "b"] else -1)
 
 
-class Loaded:
+def loaded():
     '''The number of heavy libraries that this process has loaded.'''
-
-    def __call__(self, *, prompt_text, response_text, answer, finish_reason):
-        return len({"torch", "ray", "vllm", "torchtune"} & set(sys.modules))
+    return lambda **sample: len({"torch", "ray", "vllm", "torchtune"} & set(sys.modules))
 """
 
 
@@ -183,15 +174,14 @@ def test_scores_come_in_order_weighted_and_with_their_terms(make_pool):
         more=reward("Number", weight=2.0, plus=10),
     )
     assert pool.score(samples("4", "-1", "3")) == [
-        Score(0.5 * 4 + 2.0 * 14, {"size": 4.0, "more": 14.0}, True, None),
-        Score(0.5 * -1 + 2.0 * 9, {"size": -1.0, "more": 9.0}, False, None),
-        Score(0.5 * 3 + 2.0 * 13, {"size": 3.0, "more": 13.0}, True, None),
+        Score(0.5 * n + 2.0 * (n + 10), {"size": n, "more": n + 10}, n > 0, None)
+        for n in (4, -1, 3)
     ]
     assert pool.score([]) == []
 
 
 def test_many_threads_at_once_each_get_their_own_scores_from_all_processes(make_pool):
-    pool = make_pool(num_workers=2, size=reward("Number"), process=reward("Process", weight=0.0))
+    pool = make_pool(num_workers=2, size=reward("Number"), process=reward("process", weight=0.0))
 
     def ask(thread):
         numbers = range(100 * thread, 100 * thread + 50)
@@ -216,7 +206,7 @@ def test_a_failed_sample_has_an_error_and_leaves_the_others_alone(make_pool, fol
         "leave": f"reward mood: SystemExit {line_of(folder, 'sys.exit(4)')}: 4",
         "exit": "reward mood: its process died",
     }
-    pool = make_pool(process=reward("Process"), mood=reward("Moody", is_success=True))
+    pool = make_pool(process=reward("process"), mood=reward("Moody", is_success=True))
     scores = pool.score(samples("fine", *(r for bad in problems for r in (bad, "fine"))))
     for good in scores[::2]:
         assert good.success and good.error is None
@@ -281,7 +271,7 @@ def test_a_process_that_cannot_start_is_an_error_of_the_pool(make_pool, monkeypa
 def test_a_response_beyond_the_cpu_limit_of_a_reward_scores_0_there(make_pool, costly):
     pool = make_pool(
         thrift=reward("Thrifty", weight=2.0, is_success=True),
-        process=reward("Process", weight=0.0),
+        process=reward("process", weight=0.0),
         more=reward("Thrifty"),
     )
     before, runaway, after = pool.score(samples("fine", costly, "fine"))
@@ -307,7 +297,7 @@ def test_a_reward_that_waits_too_long_is_a_failed_sample(make_pool):
 def test_a_reward_that_always_hangs_is_refused_after_two_deadlines(make_pool, num_workers):
     """All of its samples would fail: it is to blame, not the responses."""
     pool = make_pool(
-        num_workers=num_workers, timeout_s=1, process=reward("Process"), mood=reward("Moody")
+        num_workers=num_workers, timeout_s=1, process=reward("process"), mood=reward("Moody")
     )
     with pytest.raises(ConfigError) as refused:
         pool.score(samples(*["endless"] * 20))
@@ -317,7 +307,7 @@ def test_a_reward_that_always_hangs_is_refused_after_two_deadlines(make_pool, nu
 
 
 def test_samples_that_hang_a_reward_which_answers_others_only_fail_themselves(make_pool):
-    pool = make_pool(timeout_s=1, process=reward("Process"), mood=reward("Moody"))
+    pool = make_pool(timeout_s=1, process=reward("process"), mood=reward("Moody"))
     (fine, *hung) = pool.score(samples("fine", *["endless"] * 3))
     assert fine.error is None
     assert all(score.error.startswith("reward mood: TimeoutError: ") for score in hung)
@@ -345,7 +335,7 @@ def test_a_runaway_holds_up_only_its_own_process(make_pool):
 
 
 def test_a_process_killed_between_two_samples_costs_at_most_one(make_pool):
-    pool = make_pool(process=reward("Process"))
+    pool = make_pool(process=reward("process"))
     (first,) = pool.score(samples("x"))
     os.kill(int(first.reward), signal.SIGKILL)
     pool.score(samples("x"))
@@ -382,7 +372,7 @@ def test_a_closed_pool_scores_no_more(make_pool):
         (reward("Missing"), "AttributeError.*Missing"),
         (RewardSpec("no_such_module.Thing", {}, 1.0, False), "ModuleNotFoundError"),
         (reward("Number", minus=3), "TypeError.*minus"),
-        (reward("Stillborn"), "broken"),
+        (reward("Unborn"), "broken"),
     ],
 )
 def test_rewards_that_cannot_be_built_are_an_error_each_time(make_pool, spec, cause):
@@ -409,30 +399,22 @@ def cluster(tmp_path_factory):
     cluster.stop()
 
 
+def starts_of(role, output_dir):
+    return [each for each in records(output_dir / "logs/roles.jsonl") if each["role"] == role]
+
+
 def test_in_a_ray_actor_the_processes_stay_light_and_die_with_it(cluster, folder, begun):
     cluster, output_dir = cluster
-    rewards = {
-        "process": reward("Process"),
-        "loaded": reward("Loaded"),
-        "mood": reward("Moody"),
-        "correctness": maths(),
-    }
-    role = cluster.spawn(
-        "scorer",
-        "grpo_components.rewards.pool.RewardPool",
-        env={"PYTHONPATH": os.pathsep.join([str(folder), os.getcwd()])},
-        rewards=rewards,
-        num_workers=1,
-        timeout_s=600,
-    )
+    rewards = {name: reward(name) for name in ("process", "loaded")}
+    rewards |= {"mood": reward("Moody"), "correctness": maths()}
+    env = {"PYTHONPATH": os.pathsep.join([str(folder), os.getcwd()])}
+    role = cluster.spawn("scorer", POOL, env=env, rewards=rewards, num_workers=1, timeout_s=600)
 
     async def run():
         await cluster.ready(120)
-        texts = (r"\boxed{7}", r"\boxed{8}")
-        calls = [
-            role.call("score", samples(*texts, answer="7"), timeout_s=120, lane=f"thread{i}")
-            for i in range(4)
-        ]
+        given = samples(r"\boxed{7}", r"\boxed{8}", answer="7")
+        lanes = [f"thread{i}" for i in range(4)]
+        calls = (role.call("score", given, timeout_s=120, lane=lane) for lane in lanes)
         return await asyncio.gather(*calls)
 
     rounds = asyncio.run(run())
@@ -442,8 +424,7 @@ def test_in_a_ray_actor_the_processes_stay_light_and_die_with_it(cluster, folder
     worker = psutil.Process(int(rounds[0][0].terms["process"]))
     role.submit("score", samples("endless", answer=str(begun)))
     begun.read_text()
-    starts = map(json.loads, (output_dir / "logs/roles.jsonl").read_text().splitlines())
-    (record,) = (start for start in starts if start["role"] == "scorer")
+    (record,) = starts_of("scorer", output_dir)
     assert worker.ppid() == record["pid"]
     os.kill(record["pid"], signal.SIGKILL)
     _, alive = psutil.wait_procs([worker], timeout=WAIT_S)
@@ -453,13 +434,8 @@ def test_in_a_ray_actor_the_processes_stay_light_and_die_with_it(cluster, folder
 def test_a_reward_that_cannot_be_built_in_a_role_fails_it_after_one_restart(cluster):
     """The process finds the user's file as the driver does: beside what was started."""
     cluster, output_dir = cluster
-    role = cluster.spawn(
-        "licensed",
-        "grpo_components.rewards.pool.RewardPool",
-        rewards={"key": reward("Licensed")},
-        num_workers=1,
-        timeout_s=WAIT_S,
-    )
+    rewards = {"key": reward("Licensed")}
+    role = cluster.spawn("licensed", POOL, rewards=rewards, num_workers=1, timeout_s=WAIT_S)
 
     async def run():
         await cluster.ready(120)
@@ -470,5 +446,4 @@ def test_a_reward_that_cannot_be_built_in_a_role_fails_it_after_one_restart(clus
     assert (failed.value.role, failed.value.kind) == ("licensed", "raised")
     what = "no licence key; failed the same way again after a restart"
     assert "some_rewards.py:" in failed.value.what and failed.value.what.endswith(what)
-    starts = map(json.loads, (output_dir / "logs/roles.jsonl").read_text().splitlines())
-    assert [start["role"] for start in starts].count("licensed") == 2
+    assert len(starts_of("licensed", output_dir)) == 2

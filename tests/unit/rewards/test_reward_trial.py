@@ -37,9 +37,9 @@ def file(tmp_path, monkeypatch):
     return path
 
 
-def attempt(component, **kwargs):
+def attempt(component, module="tried_rewards", **kwargs):
     sample = {"prompt_text": "?", "response_text": "1", "answer": "1", "finish_reason": "stop"}
-    spec = RewardSpec(f"tried_rewards.{component}", kwargs, 1.0, False)
+    spec = RewardSpec(f"{module}.{component}", kwargs, 1.0, False)
     with closing(RewardTrial({"own": spec}, [{**sample, "level": 3}], 30.0)) as trial:
         trial.finish()
 
@@ -63,17 +63,10 @@ def test_a_reward_that_fails_is_refused_with_its_line_and_traceback(file, kind, 
 
 
 def test_a_judge_that_is_down_is_not_called_a_wrong_class():
-    rubric = {"base_url": "http://127.0.0.1:9/v1", "model": "tiny", "rubric": "{{ response }}"}
-    spec = RewardSpec(
-        "grpo_components.rewards.judge.LLMJudge", {**rubric, "retries": 0}, 1.0, False
-    )
-    sample = {"prompt_text": "?", "response_text": "1", "answer": "1", "finish_reason": "stop"}
+    rubric = {"base_url": "http://127.0.0.1:9/v1/", "model": "tiny", "rubric": "{{ response }}"}
     said = (
         r"tiny at http://127\.0\.0\.1:9/v1 gave no grade: ConnectError: All connection attempts "
         r"failed .*; allowed: one that can score a row of the data set$"
     )
-    with (
-        closing(RewardTrial({"judge": spec}, [sample], 30.0)) as trial,
-        pytest.raises(ConfigError, match=said),
-    ):
-        trial.finish()
+    with pytest.raises(ConfigError, match=said):
+        attempt("LLMJudge", "grpo_components.rewards.judge", **rubric, retries=0)

@@ -1,19 +1,15 @@
 """Compiling the policy loss, and the teacher's term in it."""
 
-import runpy
-from pathlib import Path
-
 import cloudpickle
 import pytest
 import torch
-from lib.loss_inputs import loss_inputs
+from lib.loss_inputs import loss_inputs, recipe_loss
 
 from grpo_components.objective.losses import at_step
 from grpo_components.objective.off_policy import NoCorrection, OffPolicySequenceMask
 from grpo_components.objective.penalties import Penalties
 from grpo_components.training.policy_loss import PolicyLoss
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "async_grpo_full_finetune_distributed.py"
 LOSS_WITH_HELPER = """
 import torch
 def ratio(tokens):
@@ -29,10 +25,6 @@ def helper_loss():
     return names["loss"]
 
 
-def recipe_loss():
-    return runpy.run_path(str(RECIPE))["grpo_loss"]
-
-
 @pytest.mark.parametrize("make_loss", [recipe_loss, helper_loss])
 def test_a_loss_that_came_by_value_compiles_to_the_same_numbers(make_loss):
     """As the trainers get a recipe's own loss, which no module of theirs holds."""
@@ -40,10 +32,10 @@ def test_a_loss_that_came_by_value_compiles_to_the_same_numbers(make_loss):
     torch.manual_seed(0)
     tokens = loss_inputs(-torch.rand(9), -torch.rand(9), torch.randn(9), ids=[0] * 9)
     (plain, plain_metrics, _), (compiled, compiled_metrics, _) = (
-        PolicyLoss(cloudpickle.loads(sent), Penalties(), NoCorrection(), compile_loss=compile_loss)(
+        PolicyLoss(cloudpickle.loads(sent), Penalties(), NoCorrection(), compile_loss=compiles)(
             tokens, tokens.trainer_logprobs
         )
-        for compile_loss in (False, True)
+        for compiles in (False, True)
     )
     torch.testing.assert_close(compiled, plain)
     torch.testing.assert_close(compiled_metrics, plain_metrics)
