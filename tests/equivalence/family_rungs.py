@@ -219,15 +219,10 @@ def _train_step(
     responses: list[tuple[NDArray[np.int64], NDArray[np.float32]]], version: int = 0
 ) -> tuple[Any, ...]:
     """Return a `train_step` call with one response, its ids and generator logprobs, per prompt."""
-    records = [
-        trajectory(
-            ids,
-            prompt_ids=np.array(prompt),
-            generator_logprobs=logprobs,
-            token_versions=np.full(len(ids), version, np.int32),
-            finish_reason="length",
-        )
-        for prompt, (ids, logprobs) in zip(_PROMPTS, responses, strict=True)
-    ]
+    records = []
+    for prompt, (ids, logprobs) in zip(_PROMPTS, responses, strict=True):
+        sampled = {"generator_logprobs": logprobs, "finish_reason": "length"}
+        versions = {"token_versions": np.full(len(ids), version, np.int32)}
+        records.append(trajectory(ids, prompt_ids=np.array(prompt), **sampled, **versions))
     advantages = np.resize(np.array([1, -1], np.float32), len(records))
     return "train_step", pack(records), advantages, 0

@@ -111,20 +111,18 @@ class Engines:
             return _results(_submit_all(engine, prompts))
 
     def sample_under_load(
-        self,
-        model_path: str,
-        bucket: tuple[Manifest, Any],
-        prompts: list[list[int]],
-        num_workers: int = 1,
-        lora: LoraSettings | None = None,
+        self, model_path: str, bucket: tuple[Manifest, Any], prompts: list[list[int]], *more: Any
     ) -> tuple[list[Any], list[Any]]:
-        """Sample from a new engine whose weights are swapped while requests are running."""
+        """Sample from a new engine whose weights are swapped while requests are running.
+
+        The number of its workers and the settings of its adapters may be given.
+        """
         # The schedule starts the running requests, swaps before a later step, then adds the rest.
         names = [str(number) for number in range(len(prompts))]
         entries = [(0, f"running {name}") for name in names]
         entries += [(_SWAP_STEP, "weights 1"), *((_SWAP_STEP, f"new {name}") for name in names)]
         schedule = Schedule(recorded=entries, timeout_s=_TIMEOUT_S)
-        with closing(self._engine(model_path, schedule, num_workers, lora)) as engine:
+        with closing(self._engine(model_path, schedule, *more)) as engine:
             running = _submit_all(engine, prompts, "running", max_tokens=2 * _SWAP_STEP + 32)
             loading = engine.load_weights(1, unpack_bucket(*bucket))
             new = _results(_submit_all(engine, prompts, "new"))
@@ -142,21 +140,11 @@ class Engines:
         for name in json.loads((Path(model_path) / "config.json").read_text())["architectures"]:
             # Inspected in this process: vLLM would start another for each, which takes seconds.
             registry.register_model(name, registry.models[name].load_model_cls())
-        settings = GeneratorSettings(
-            max_response_tokens=64,
-            temperature=1.0,
-            max_model_len=256,
-            max_num_seqs=64,
-            kv_cache_gib=1 / 16,  # its zeros take longer than the sampling
-            tensor_parallel_size=num_workers,
-        )
-        options = EngineOptions(
-            model_path=model_path,
-            device="cpu",
-            dtype="fp32",
-            recompute_kv_after_pull=False,
-            lora=lora,
-        )
+        limits = {"max_response_tokens": 64, "max_model_len": 256, "max_num_seqs": 64}
+        limits |= {"kv_cache_gib": 1 / 16}  # its zeros take longer than the sampling
+        settings = GeneratorSettings(temperature=1.0, tensor_parallel_size=num_workers, **limits)
+        given = {"model_path": model_path, "device": "cpu", "dtype": "fp32", "lora": lora}
+        options = EngineOptions(**given, recompute_kv_after_pull=False)
         return imported(ENGINE)(settings, options, seed=0, schedule=schedule)
 
 
@@ -167,15 +155,10 @@ def _leave_frozen() -> None:
 def _submit_all(
     engine: Any, prompts: list[list[int]], name: str = "prompt", max_tokens: int = 32
 ) -> list[Any]:
+    options = {"max_tokens": max_tokens, "temperature": 1.0}
+    options |= {"stop_token_ids": [0] if name != "running" else []}
     return [
-        engine.submit(
-            prompt,
-            max_tokens=max_tokens,
-            temperature=1.0,
-            seed=number,
-            stop_token_ids=[0] if name != "running" else [],
-            name=f"{name} {number}",
-        )
+        engine.submit(prompt, seed=number, name=f"{name} {number}", **options)
         for number, prompt in enumerate(prompts)
     ]
 

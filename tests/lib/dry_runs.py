@@ -44,20 +44,12 @@ def published_config(name):
     kind = (transformers.Qwen3Config, "Qwen3ForCausalLM", {"head_dim": 128})
     if name.startswith("Qwen2.5"):
         kind = (transformers.Qwen2Config, "Qwen2ForCausalLM", {})
-    return kind[0](
-        vocab_size=151936 if tied or kind[2] else 152064,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-5 if width == 5120 else 1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=tied,
-        architectures=[kind[1]],
-        **kind[2],
-    )
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    sizes |= {"vocab_size": 151936 if tied or kind[2] else 152064, "max_position_embeddings": 32768}
+    numbers = {"rms_norm_eps": 1e-5 if width == 5120 else 1e-6, "tie_word_embeddings": tied}
+    numbers |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    return kind[0](**sizes, **numbers, architectures=[kind[1]], **kind[2])
 
 
 def empty_model(folder, name, policy):

@@ -48,10 +48,8 @@ class Request:
             if size >= len(ids):
                 self.future.set_result(given)
             elif size == self.max_tokens or (self.watch and self.watch(ids[:size])):
-                cut = {
-                    name: getattr(given, name)[:size]
-                    for name in ("token_ids", "logprobs", "token_versions")
-                }
+                names = ("token_ids", "logprobs", "token_versions")
+                cut = {name: getattr(given, name)[:size] for name in names}
                 reason = "length" if size == self.max_tokens else "stop"
                 self.future.set_result(replace(given, **cut, finish_reason=reason))
             if self.future.done():

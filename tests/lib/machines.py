@@ -93,13 +93,8 @@ class Machine:
 
     def run(self, *command: str | Path, timeout_s: float = 120) -> str:
         """Run a command to its end; return its output."""
-        done = subprocess.run(
-            self.command(*command),
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
+        options = {"env": self.environment, "capture_output": True, "text": True}
+        done = subprocess.run(self.command(*command), timeout=timeout_s, **options)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 

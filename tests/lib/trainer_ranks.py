@@ -243,17 +243,10 @@ def make(number, prompt_length, mask, finish_reason="stop"):
     size = len(mask)
     prompt, response = (rng.integers(0, VOCABULARY, count) for count in (prompt_length, size))
     logprobs = [rng.normal(-4.2, 0.5, size).astype(np.float32) for _ in range(2)]
-    return record(
-        response,
-        mask,
-        prompt_ids=prompt,
-        generator_logprobs=logprobs[0],
-        token_versions=np.zeros(size, np.int32),
-        group_id=number // 2,
-        finish_reason=finish_reason,
-        temperature=TEMPERATURE,
-        reference_logprobs=logprobs[1],
-    )
+    sampled = {"generator_logprobs": logprobs[0], "reference_logprobs": logprobs[1]}
+    sampled |= {"token_versions": np.zeros(size, np.int32), "temperature": TEMPERATURE}
+    own = {"prompt_ids": prompt, "group_id": number // 2, "finish_reason": finish_reason}
+    return record(response, mask, **sampled, **own)
 
 
 SHAPES = [(3, 5), (8, 2), (1, 9), (4, 4), (2, 1), (6, 7), (5, 3)]

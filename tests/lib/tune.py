@@ -42,14 +42,8 @@ def starter(tiny_policy, folder):
         command = [TUNE, "run", recipe, "--config", config, *paths, *overrides]
         environment = {**os.environ, "GRPO_TEST": mark, **dict(env)}
         if new_interpreter:
-            process = subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd=cwd,
-                env=environment,
-            )
+            out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            process = subprocess.Popen(command, cwd=cwd, env=environment, **out)
         else:
             process = ForkedRun(command, cwd=cwd, env=environment)
         running.append(process)

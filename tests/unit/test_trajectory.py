@@ -12,7 +12,6 @@ from lib.properties import many
 from lib.trajectories import trajectory as record
 
 from grpo_components.trajectory import (
-    Trajectory,
     batch_hash,
     concatenate,
     pack,
@@ -29,10 +28,10 @@ def trajectories(draw, with_reference):
     length = draw(st.integers(0, 7))
     mask = np.array(draw(st.lists(st.booleans(), min_size=length, max_size=length)), dtype=bool)
     logprobs = draw(st.lists(st.floats(-20, 0, width=32), min_size=length, max_size=length))
-    return Trajectory(
+    return record(
+        np.arange(length) + 100,
+        mask,
         prompt_ids=np.arange(prompt_length),
-        response_ids=np.arange(length) + 100,
-        response_mask=mask,
         generator_logprobs=np.array(logprobs, dtype=np.float32),
         token_versions=np.where(mask, draw(st.integers(0, 9)), -1).astype(np.int32),
         prompt_index=draw(st.integers(0, 10**6)),

@@ -193,6 +193,11 @@ def test_many_threads_at_once_each_get_their_own_scores_from_all_processes(make_
         assert len(set().union(*threads.map(ask, range(8)))) == 2
 
 
+def line_of(folder, text):
+    """Where a text of REWARDS is, as errors show it."""
+    return f"({folder / 'some_rewards.py'}:{1 + REWARDS.split(text)[0].count(chr(10))})"
+
+
 def test_a_failed_sample_has_an_error_and_leaves_the_others_alone(make_pool, folder):
     file = folder / "some_rewards.py"
     # What is returned has no traceback: the line of the call.
@@ -281,11 +286,6 @@ def test_a_response_beyond_the_cpu_limit_of_a_reward_scores_0_there(make_pool, c
     assert before.terms["process"] != runaway.terms["process"] != 0.0
 
 
-def line_of(folder, text):
-    """Where a text of REWARDS is, as errors show it."""
-    return f"({folder / 'some_rewards.py'}:{1 + REWARDS.split(text)[0].count(chr(10))})"
-
-
 def test_a_reward_that_waits_too_long_is_a_failed_sample(make_pool):
     """Not a score of 0: a busy machine may be the reason."""
     (score,) = make_pool(timeout_s=1, thrift=reward("Thrifty")).score(samples("sleep"))
@@ -354,16 +354,12 @@ def test_closing_the_pool_while_a_process_starts_blames_no_reward(make_pool, beg
         assert "cannot be built" not in str(waiting.exception() or waiting.result()[0].error)
 
 
-def test_closing_at_once_leaves_no_process(make_pool):
+def test_closing_at_once_leaves_no_process_and_a_closed_pool_scores_no_more(make_pool):
     for _ in range(5):
-        make_pool(num_workers=3, correctness=maths()).close()
-
-
-def test_a_closed_pool_scores_no_more(make_pool):
-    pool = make_pool(size=reward("Number"))
-    pool.close()
-    with pytest.raises(RuntimeError):
-        pool.score(samples("1"))
+        pool = make_pool(num_workers=3, correctness=maths())
+        pool.close()
+        with pytest.raises(RuntimeError):
+            pool.score(samples("1"))
 
 
 @pytest.mark.parametrize(

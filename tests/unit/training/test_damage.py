@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,8 +42,7 @@ def garbled(file):
     file.write_bytes(b"\x80\x04\xff{[\x00" * 9)
 
 
-def missing(file):
-    file.unlink()
+missing = Path.unlink
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.models.lora import pushed_shapes, trained_parameters
 from grpo_components.models.meshes import Sharding, arrange_ranks
+from grpo_components.settings import LoraSettings
 from grpo_components.training.policy_weights import load_policy, weight_exports
 from grpo_components.training.trainer_options import ModelOptions
 
@@ -66,23 +67,18 @@ def base(tmp_path_factory):
 def config_of(folder, tied, policy, lora):
     builder = {"_component_": "torchtune.models.qwen2.qwen2", "tie_word_embeddings": tied}
     transformers = {"_component_": "grpo_components.models.hugging_face", "path": str(folder)}
-    return OmegaConf.create(
-        {
-            "base_model_path": str(folder),
-            "num_steps": 1,
-            "model": {**builder, **BUILDER} if policy == "torchtune" else transformers,
-            "model_type": "QWEN2" if policy == "torchtune" else None,
-            "lora": {**LORA, "target_modules": ["q_proj"]} if lora else None,
-            "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
-            "lr_scheduler": None,
-            "loss": {"load_balancing_coeff": 0.0},
-            **{"compile": False, "dtype": "fp32"},
-            "tensor_parallel_dim": 1,
-            "dataset": {"max_prompt_tokens": 8},
-            "generator": {"max_response_tokens": 8, "max_model_len": None},
-            "metric_logger": {"_component_": "torchtune.training.metric_logging.DiskLogger"},
-        }
-    )
+    own = {
+        **{"base_model_path": str(folder), "compile": False, "dtype": "fp32", "num_steps": 1},
+        "model": {**builder, **BUILDER} if policy == "torchtune" else transformers,
+        "model_type": "QWEN2" if policy == "torchtune" else None,
+        "lora": {**LORA, "target_modules": ["q_proj"]} if lora else None,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
+        **{"lr_scheduler": None, "loss": {"load_balancing_coeff": 0.0}, "tensor_parallel_dim": 1},
+        "dataset": {"max_prompt_tokens": 8},
+        "generator": {"max_response_tokens": 8, "max_model_len": None},
+        "metric_logger": {"_component_": "torchtune.training.metric_logging.DiskLogger"},
+    }
+    return OmegaConf.create(own)
 
 
 def model_options(cfg, folder, tmp_path):
@@ -95,7 +91,7 @@ def model_options(cfg, folder, tmp_path):
         enable_activation_checkpointing=False,
         compile_model=False,
         logprob_chunk_tokens=7,
-        lora=cfg.lora,
+        lora=LoraSettings(**cfg.lora) if cfg.lora else None,
     )
 
 

@@ -45,22 +45,14 @@ MODELS = {
 
 
 def make_classifier(
-    folder,
-    kind="decoder",
-    num_labels=1,
-    pad_token=None,
-    chat_template=None,
-    eos_token="[END]",
-    ends=False,
-    head_weight=None,
+    folder, kind="decoder", num_labels=1, ends=False, head_weight=None, chat_template=None, **tokens
 ):
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if ends:  # add the end token to every text, as many decoders expect
         words.post_processor = processors.TemplateProcessing("$A [END]", None, [("[END]", 1)])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="[UNK]", eos_token=eos_token, pad_token=pad_token
-    )
+    tokens = {"unk_token": "[UNK]", "eos_token": "[END]", **tokens}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **tokens)
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
@@ -79,14 +71,11 @@ def build(path, **changes):
 
 
 def trajectory(reward, failed=False):
-    return record(
-        [3],
-        finish_reason="error" if failed else "stop",
-        reward=math.nan if failed else reward,
-        reward_terms={} if failed else {"correctness": reward},
-        success=reward == 1.0 and not failed,
-        error="reward correctness: KeyError" if failed else None,
-    )
+    scored = {"reward": reward, "reward_terms": {"correctness": reward}, "success": reward == 1.0}
+    if failed:
+        scored = {"finish_reason": "error", "error": "reward correctness: KeyError"}
+        scored |= {"reward": math.nan, "reward_terms": {}, "success": False}
+    return record([3], **scored)
 
 
 def group_of(responses, failed=()):
