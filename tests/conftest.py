@@ -18,20 +18,11 @@ from lib.properties import many
 
 from grpo_components.rollout.engine_environment import engine_environment
 
-pytest_plugins = [
-    "lib.costs",
-    "lib.tiers",
-    "lib.shared_runs",
-    "lib.tune",
-    "lib.finished_runs",
-]
+pytest_plugins = ["lib.costs", "lib.tiers", "lib.shared_runs", "lib.tune", "lib.finished_runs"]
 
 # The machine may be busy with real engines, so that an example may take long.
 settings.register_profile(
-    "busy",
-    deadline=None,
-    max_examples=many(100),
-    suppress_health_check=[HealthCheck.too_slow],
+    "busy", deadline=None, max_examples=many(100), suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("busy")
 

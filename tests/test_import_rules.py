@@ -15,40 +15,28 @@ from lib.tracked import tracked
 REPOSITORY = Path(__file__).parents[1]
 RECIPE = REPOSITORY / "recipes" / "async_grpo_full_finetune_distributed.py"
 
+
+def core(names: str) -> tuple[str, ...]:
+    return tuple(f"grpo_components.{name}" for name in names.split())
+
+
 ROLES = {
-    "grpo_components.exchange.parameter_server",
-    "grpo_components.exchange.replay_buffer",
-    "grpo_components.rollout.generator",
-    "grpo_components.training.reference",
-    "grpo_components.training.reward_model",
-    "grpo_components.training.trainer",
+    *core("exchange.parameter_server exchange.replay_buffer rollout.generator"),
+    *core("training.reference training.reward_model training.trainer"),
 }
 ONLY_IMPORTERS = {
-    "ray": ("grpo_components.cluster",),
+    "ray": core("cluster"),
     "vllm": (
-        *("grpo_components.rollout.vllm_engine", "grpo_components.rollout.vllm_weights"),
-        *("grpo_components.rollout.weight_sender", "grpo_components.agents.tool_calls"),
-        "grpo_components.rollout.vllm_adapters",
+        *core("rollout.vllm_engine rollout.vllm_weights rollout.vllm_adapters"),
+        *core("rollout.weight_sender agents.tool_calls"),
     ),
 }
 # Imported in a notebook within seconds: the record, the maths, and the rewards that users write.
-RECORD_AND_MATHS = (
-    "grpo_components.errors",
-    "grpo_components.plain_text",
-    "grpo_components.schedules",
-    "grpo_components.trajectory",
-    "grpo_components.objective",
-    "grpo_components.exchange.staleness",
-)
+RECORD_AND_MATHS = core("errors plain_text schedules trajectory objective exchange.staleness")
 WITHOUT_TORCH = (
-    "grpo_components.rewards.maths",
-    "grpo_components.rewards.pool",
-    "grpo_components.rewards.code_tests",
-    "grpo_components.rewards.judge",
-    "grpo_components.rewards.sandbox.code_sandbox",
-    "grpo_components.rewards.sandbox.inside",
-    "grpo_components.environments.reasoning_gym_score",
-    "grpo_components.environments.rewards",
+    *core("rewards.maths rewards.pool rewards.code_tests rewards.judge environments.rewards"),
+    *core("rewards.sandbox.code_sandbox rewards.sandbox.inside"),
+    *core("environments.reasoning_gym_score"),
 )
 # From the ground up: a room imports only itself and rooms above it in this list.
 ROOMS = (
@@ -66,17 +54,15 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
 
 
+def parsed(pattern: str) -> dict[str, ast.Module]:
+    return {module_name(path): ast.parse(path.read_text(), str(path)) for path in tracked(pattern)}
+
+
 MODULES = {module_name(path): path for path in tracked("grpo_components/**/*.py")}
-TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.items()}
-TOOLS = {
-    module_name(path): ast.parse(path.read_text(), str(path))
-    for path in tracked("grpo_tools/**/*.py")
-}
+TREES, TOOLS = parsed("grpo_components/**/*.py"), parsed("grpo_tools/**/*.py")
 SHIMS = {"grpo_components.audit.__main__", "grpo_components.plan.__main__"}
 """Commands under their former names."""
-RECIPE_TREES = {
-    path.stem: ast.parse(path.read_text(), str(path)) for path in tracked("recipes/*.py")
-}
+RECIPE_TREES = parsed("recipes/*.py")
 OWN_CODE = {**TREES, **TOOLS, **RECIPE_TREES}
 
 
@@ -115,27 +101,21 @@ def test_every_folder_is_a_room_and_no_room_is_too_large():
     assert max(lines.values()) <= MAX_ROOM * lines.total(), lines.most_common(3)
 
 
+ARROWS = [(name, target) for name, targets in OWN_IMPORTS.items() for target in targets]
+
+
 def test_a_room_imports_only_rooms_below_it():
-    above = {
-        (name, target)
-        for name, targets in OWN_IMPORTS.items()
-        for target in targets
-        if ROOMS.index(room_of(target)) > ROOMS.index(room_of(name))
-    }
-    assert not above
+    floors = {name: ROOMS.index(room_of(name)) for name in TREES}
+    assert not [arrow for arrow in ARROWS if floors[arrow[1]] > floors[arrow[0]]]
 
 
 def test_the_core_imports_tools_only_when_it_needs_one():
     assert TOOLS and TREES.keys() >= SHIMS
     for name in TREES.keys() - SHIMS:
         own = ast.parse(MODULES[name].read_text())
-        own.body = [
-            node
-            for node in own.body
-            if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-        ]
         for node in ast.walk(own):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            if typing or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 node.body = []
         assert not any(inside(each, ("grpo_tools",)) for each in imports(own)), name
 
@@ -149,34 +129,25 @@ def test_one_component_only_imports(library: str):
     assert not [name for name in importers if not inside(name, ONLY_IMPORTERS[library])]
 
 
-def test_roles_are_wired_by_the_recipe_alone():
-    arrows = {(name, target) for name, targets in OWN_IMPORTS.items() for target in targets & ROLES}
-    assert not arrows
-
-
-def test_roles_take_typed_arguments_and_no_config():
+def test_roles_are_wired_by_the_recipe_alone_and_take_typed_arguments_and_no_config():
+    assert not [arrow for arrow in ARROWS if arrow[1] in ROLES]
     assert TREES.keys() >= ROLES
     for name in ROLES:
-        assert not any(
-            inside(i, ("omegaconf", "torchtune.config")) for i in imports(TREES[name])
-        ), name
+        read = [i for i in imports(TREES[name]) if inside(i, ("omegaconf", "torchtune.config"))]
+        assert not read, name
 
 
 def test_record_and_maths_know_nothing_of_the_machinery():
     for name in TREES:
         if inside(name, RECORD_AND_MATHS):
             assert not any(inside(i, HEAVY) for i in imports(TREES[name])), name
-            packages = {
-                target for target in OWN_IMPORTS[name] if not inside(target, RECORD_AND_MATHS)
-            }
-            assert packages <= {"grpo_components"}, name
+            others = {each for each in OWN_IMPORTS[name] if not inside(each, RECORD_AND_MATHS)}
+            assert others <= {"grpo_components"}, name
 
 
 def test_imports_form_no_circle():
     unresolved = {name: set(targets) - {name} for name, targets in OWN_IMPORTS.items()}
-    while leaves := {
-        name for name, targets in unresolved.items() if not targets & unresolved.keys()
-    }:
+    while leaves := [name for name, own in unresolved.items() if not own & unresolved.keys()]:
         for name in leaves:
             del unresolved[name]
     assert not unresolved
@@ -221,18 +192,14 @@ def test_nothing_is_loaded_that_could_run_code():
 
 def test_recipes_is_no_package_and_nobody_imports_it():
     assert not (REPOSITORY / "recipes" / "__init__.py").exists()
+    packages = ("recipes", "grpo_components._recipes")
     for name, tree in OWN_CODE.items():
-        assert not any(inside(i, ("recipes", "grpo_components._recipes")) for i in imports(tree)), (
-            name
-        )
+        assert not any(inside(i, packages) for i in imports(tree)), name
 
 
 def test_the_recipe_imports_installed_packages_only_so_that_a_copy_runs():
-    installed = {
-        *sys.stdlib_module_names,
-        *importlib.metadata.packages_distributions(),
-        "grpo_components",
-    }
+    installed = {*sys.stdlib_module_names, *importlib.metadata.packages_distributions()}
+    installed.add("grpo_components")
     for tree in RECIPE_TREES.values():
         assert {name.split(".")[0] for name in imports(tree)} <= installed
 
@@ -246,31 +213,21 @@ def test_importing_the_package_runs_nothing():
     assert {node.name for node in defined if isinstance(node, ast.FunctionDef)} == {"__getattr__"}
     kinds = (ast.FunctionDef, ast.Import, ast.ImportFrom)
     assert all(isinstance(node, kinds) for node in defined)
-    assert set(imports(ast.Module(defined, []))) == {
-        *("importlib", "importlib.import_module", "typing", "typing.Any")
-    }
+    allowed = {"importlib", "importlib.import_module", "typing", "typing.Any"}
+    assert set(imports(ast.Module(defined, []))) == allowed
 
 
 def test_the_recipe_stays_readable():
     assert len(RECIPE.read_text().splitlines()) <= 300
-    names = [
-        alias.name
-        for node in ast.walk(RECIPE_TREES[RECIPE.stem])
-        if isinstance(node, ast.ImportFrom) and inside(node.module or "", ("grpo_components",))
-        for alias in node.names
-    ]
-    assert len(names) <= 15, names
-    (recipe,) = (
-        node
-        for node in RECIPE_TREES[RECIPE.stem].body
-        if isinstance(node, ast.ClassDef) and "Recipe" in node.name
-    )
-    loops = {
-        node.name: (node.end_lineno or 0) - node.lineno + 1
-        for node in recipe.body
-        if isinstance(node, ast.AsyncFunctionDef)
-        and (node.name.endswith("_loop") or node.name == "rollout")
-    }
+    tree = RECIPE_TREES[module_name(RECIPE)]
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    ours = [node for node in froms if inside(node.module or "", ("grpo_components",))]
+    assert sum(len(node.names) for node in ours) <= 15
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    (recipe,) = (node for node in classes if "Recipe" in node.name)
+    methods = [node for node in recipe.body if isinstance(node, ast.AsyncFunctionDef)]
+    lines = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in methods}
+    loops = {name: lines[name] for name in lines if re.search("_loop$|^rollout$", name)}
     assert {"rollout_loop", "rollout", "training_loop"} <= loops.keys()
     assert sum(loops.values()) <= 60, loops
 
@@ -287,17 +244,11 @@ def test_every_module_starts_with_its_charter_in_one_sentence():
 
 
 def test_no_class_inherits_from_our_own():
-    classes = {
-        node.name
-        for tree in OWN_CODE.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    }
-    for module, tree in OWN_CODE.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                bases = {ast.unparse(base).split(".")[-1] for base in node.bases}
-                assert not bases & classes, f"{module}.{node.name}"
+    nodes = [node for tree in OWN_CODE.values() for node in ast.walk(tree)]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    for each in classes:
+        bases = {ast.unparse(base).split(".")[-1] for base in each.bases}
+        assert not bases & {other.name for other in classes}, each.name
 
 
 def test_no_prints_no_sleeping_no_bare_except():

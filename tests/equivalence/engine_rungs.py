@@ -13,13 +13,7 @@ import torch
 
 from equivalence.families import FAMILIES, random_checkpoint
 from equivalence.ladder import Bench, LogprobGap, rung, saved_weights
-from equivalence.roles import (
-    ENGINES,
-    GENERATOR,
-    TRAINER,
-    change_options,
-    tiny_arguments,
-)
+from equivalence.roles import ENGINES, GENERATOR, TRAINER, change_options, tiny_arguments
 from grpo_components.exchange.weights import Manifest, pack_bucket
 from grpo_components.rendezvous import local_rendezvous
 from grpo_components.settings import Settings

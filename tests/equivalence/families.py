@@ -20,25 +20,14 @@ from torchtune.models.qwen2 import qwen2
 from transformers import AutoConfig, AutoModelForCausalLM
 
 _SIZES = {
-    "vocab_size": 256,
-    "num_layers": 2,
-    "num_heads": 4,
-    "embed_dim": 128,
-    "intermediate_dim": 192,
-    "max_seq_len": 256,
+    **{"vocab_size": 256, "num_layers": 2, "num_heads": 4, "embed_dim": 128},
+    **{"intermediate_dim": 192, "max_seq_len": 256},
 }
 _HF_SIZES: dict[str, Any] = {
-    "vocab_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "max_position_embeddings": 256,
+    **{"vocab_size": 256, "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 192},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
     "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
 }
 _TIED: Any = {"tie_word_embeddings": True}
 
@@ -75,14 +64,9 @@ def _family(
 
 def _scaled_rope(factor: float, original: int) -> dict[str, Any]:
     """Return the RoPE scaling of Llama 3.1 and later."""
-    return {
-        "rope_type": "llama3",
-        "rope_theta": 500_000.0,
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": original,
-    }
+    scaling = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {"rope_type": "llama3", "rope_theta": 500_000.0}
+    return {**rope, **scaling, "original_max_position_embeddings": original}
 
 
 _LONG = {"max_position_embeddings": 16384}
@@ -111,16 +95,21 @@ _WINDOW = 8
 _WINDOWS = {"sliding_window": _WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 64, **_TIED, **_WINDOWS}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_QWEN_MOE = {
+    **{"head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    "moe_intermediate_size": 48,  # not a multiple of 32: vLLM pads it on a CPU
+}
+_GLM_MOE = {
+    **{"head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    **{"moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+}
+_GRANITE = {
+    **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 4.0},
+    "attention_multiplier": 0.1,
+}
 HF_FAMILIES = {
     "Qwen3": _config("qwen3", head_dim=64, **_TIED),
-    "Qwen3-MoE": _config(
-        "qwen3_moe",
-        head_dim=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,  # not a multiple of 32: vLLM pads it on a CPU
-        norm_topk_prob=True,
-    ),
+    "Qwen3-MoE": _config("qwen3_moe", **_QWEN_MOE),
     "Llama 3": _config("llama", rope_parameters=_scaled_rope(8.0, 64)),
     "Mistral": _config("mistral", head_dim=32, sliding_window=_WINDOW),
     "Mixtral": _config("mixtral", **_EXPERTS),
@@ -131,24 +120,8 @@ HF_FAMILIES = {
     "OLMo 3": _config("olmo3", **_WINDOWS),
     "gpt-oss": _config("gpt_oss", head_dim=32, intermediate_size=64, **_EXPERTS, **_WINDOWS),
     "GLM-4": _config("glm4", head_dim=32),
-    "GLM-4.5": _config(
-        "glm4_moe",
-        head_dim=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-    ),
-    "Granite": _config(
-        "granite",
-        embedding_multiplier=12.0,
-        logits_scaling=4.0,
-        residual_multiplier=0.22,
-        attention_multiplier=0.1,
-    ),
+    "GLM-4.5": _config("glm4_moe", **_GLM_MOE),
+    "Granite": _config("granite", **_GRANITE),
     "SmolLM3": _config("smollm3", no_rope_layers=[1, 0]),
 }
 """The families that are proven as policies of transformers -> what makes a small one's config."""

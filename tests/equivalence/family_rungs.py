@@ -16,14 +16,7 @@ from numpy.typing import NDArray
 
 from equivalence.engine_rungs import difference_of_completions, generator_to_trainer
 from equivalence.families import FAMILIES, HF_FAMILIES, random_checkpoint, save_random
-from equivalence.ladder import (
-    Bench,
-    LogprobGap,
-    max_difference,
-    merged_export,
-    rung,
-    saved_weights,
-)
+from equivalence.ladder import Bench, LogprobGap, max_difference, merged_export, rung, saved_weights
 from equivalence.roles import ENGINES, tiny_config
 from grpo_components.exchange.weights import StateDict, pack_bucket
 from grpo_components.models.hugging_face_policy import hugging_face
@@ -45,11 +38,7 @@ _HF_TRAINERS = (
 )
 """As `_TRAINERS`, for policies of transformers; two ranks also share the norm of each head, or each
 layer's fused experts."""
-_ADAPTED = (
-    ("Qwen3", 2, TARGETS),
-    ("LLAMA3_2", 1, TARGETS),
-    ("PHI4", 1, ("o_proj", "down_proj")),
-)
+_ADAPTED = (("Qwen3", 2, TARGETS), ("LLAMA3_2", 1, TARGETS), ("PHI4", 1, ("o_proj", "down_proj")))
 """Family, trainer ranks and adapted layers: a policy of transformers on two ranks, rows in another
 order, fused layers."""
 _PROMPTS = [[5, 6, 7, number] for number in range(2)] + [

@@ -9,13 +9,7 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
-from lib.whole_runs import (
-    assert_audited,
-    batch_hashes,
-    finish,
-    transformers_policy,
-    wait_for_line,
-)
+from lib.whole_runs import assert_audited, batch_hashes, finish, transformers_policy, wait_for_line
 from torchtune import config
 
 from equivalence.ladder import SYNCHRONOUS, Bench, max_difference, rung, saved_weights

@@ -27,9 +27,7 @@ def bench(tiny_policy, tmp_path_factory):
     "rung",
     [
         pytest.param(
-            rung,
-            id=rung.measure.__name__,
-            marks=[pytest.mark.nightly] if rung.nightly else [],
+            rung, id=rung.measure.__name__, marks=[pytest.mark.nightly] if rung.nightly else []
         )
         for rung in RUNGS
     ],
@@ -91,18 +89,10 @@ def test_a_failed_rung_is_reported_by_exit_code_table_and_last_line(tiny_policy,
 ONE = torch.tensor([1.0, 0.0])
 
 
-@pytest.mark.parametrize(
-    ("other", "expected"),
-    [
-        ({"a": torch.tensor([1.0, 0.0])}, 0.0),
-        ({"a": torch.tensor([1.5, 0.0])}, 0.5),
-        ({"a": torch.tensor([1.0, -0.0])}, math.ulp(0.0)),
-        ({"a": torch.tensor([math.nan, 0.0])}, math.inf),
-        ({"a": ONE.double()}, math.inf),
-        ({"a": ONE[None]}, math.inf),
-        ({"b": ONE}, math.inf),
-        ({"a": ONE, "b": ONE}, math.inf),
-    ],
-)
-def test_a_difference_of_0_means_equal_names_shapes_dtypes_and_bits(other, expected):
-    assert max_difference({"a": ONE}, other) == expected
+def test_a_difference_of_0_means_equal_names_shapes_dtypes_and_bits():
+    for first, second, gap in ((1.0, 0.0, 0.0), (1.5, 0.0, 0.5), (1.0, -0.0, math.ulp(0.0))):
+        assert max_difference({"a": ONE}, {"a": torch.tensor([first, second])}) == gap
+    nan = torch.tensor([math.nan, 0.0])
+    for other in (*({"a": each} for each in (nan, ONE.double(), ONE[None])), {"b": ONE}):
+        assert max_difference({"a": ONE}, other) == math.inf
+    assert max_difference({"a": ONE}, {"a": ONE, "b": ONE}) == math.inf

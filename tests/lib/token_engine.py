@@ -4,22 +4,16 @@ import numpy as np
 import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_components.trajectory import Trajectory
+from lib.trajectories import trajectory
 
 VOCABULARY = 50
 
 
 def policy(version):
     torch.manual_seed(version)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return Qwen2ForCausalLM(config).eval()
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)).eval()
 
 
 @torch.inference_mode()
@@ -42,16 +36,11 @@ def sample(policies, prompt, versions, mask=None, temperature=1.0, recompute=Fal
         each = (logits / temperature).log_softmax(-1)
         ids.append(int(torch.multinomial(each.exp(), 1, generator=random)))
         logprobs.append(float(each[ids[-1]]))
-    return Trajectory(
+    return trajectory(
+        ids[len(prompt) :],
+        mask,
         prompt_ids=np.array(prompt),
-        response_ids=np.array(ids[len(prompt) :]),
-        response_mask=np.array(mask),
         generator_logprobs=np.array(logprobs, np.float32),
         token_versions=np.where(mask, versions, -1).astype(np.int32),
-        prompt_index=0,
-        epoch=0,
-        group_id=0,
-        attempt=0,
-        finish_reason="stop",
         temperature=temperature,
     )

@@ -19,7 +19,7 @@ from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import unpack_bucket
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.aggregation import TokenMean
-from grpo_components.objective.losses import GRPOLoss, LossInputs
+from grpo_components.objective.losses import GRPOLoss
 from grpo_components.objective.off_policy import NoCorrection, correction_weights, mismatch_summary
 from grpo_components.objective.penalties import Penalties
 from grpo_components.rendezvous import local_rendezvous
@@ -35,21 +35,14 @@ from grpo_components.training.trainer_options import (
 )
 from grpo_components.trajectory import pack
 from lib.logprobs import whole_logprobs
+from lib.loss_inputs import loss_inputs
 from lib.role_process import RoleProcess
 from lib.trajectories import trajectory as record
 
 VOCABULARY, TEMPERATURE, LEARNING_RATE = 64, 0.8, 0.5
 HEADS = {"num_heads": 4, "num_kv_heads": 2}
-build_model = partial(
-    qwen2,
-    vocab_size=VOCABULARY,
-    num_layers=2,
-    embed_dim=32,
-    intermediate_dim=48,
-    max_seq_len=64,
-    tie_word_embeddings=True,
-    **HEADS,
-)
+SIZES = {"vocab_size": VOCABULARY, "num_layers": 2, "embed_dim": 32, "intermediate_dim": 48}
+build_model = partial(qwen2, **SIZES, max_seq_len=64, tie_word_embeddings=True, **HEADS)
 to_tune = partial(qwen2_hf_to_tune, dim=32, tie_word_embeddings=True, **HEADS)
 to_hf = partial(qwen2_tune_to_hf, dim=32, tie_word_embeddings=True, **HEADS)
 WHOLE, SMALL = 10_000, 24
@@ -57,11 +50,8 @@ WHOLE, SMALL = 10_000, 24
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 """For float32 sums in another order; the updates compared are a thousand times as large."""
 RECORDS = {
-    "ranks": RankOptions,
-    "model": ModelOptions,
-    "batch": BatchOptions,
-    "optimizer": OptimizerOptions,
-    "objective": ObjectiveOptions,
+    **{"ranks": RankOptions, "model": ModelOptions, "batch": BatchOptions},
+    **{"optimizer": OptimizerOptions, "objective": ObjectiveOptions},
     "diagnostics": DiagnosticsOptions,
 }
 
@@ -157,42 +147,20 @@ def checkpointer_of(base, folder, model_type="QWEN2"):
 
 def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
     """Arguments of Trainer; `changes` are by field, whichever option record it is in."""
+    off = ("takes_turns", "enable_activation_checkpointing", "compile_model", "mask_overlong")
+    none = ("open_sender", "lora", "build_lr_scheduler", "learning_rate", "clip_grad_norm", "ptx")
     values = {
-        "num_ranks": num_ranks,
-        "sharding": Sharding(),
-        "collective_timeout_s": 60,
-        "takes_turns": False,
-        "open_sender": None,
-        "build_model": build_model,
+        **dict.fromkeys((*off, "needs_reference", "log_peak_memory_stats"), False),
+        **dict.fromkeys((*none, "token_advantages", "build_profiler", "num_ids"), None),
+        **{"num_ranks": num_ranks, "sharding": Sharding(), "collective_timeout_s": 60},
+        **{"build_model": build_model, "base_model_path": str(base), "model_type": "QWEN2"},
         "build_checkpointer": checkpointer_of(base, folder, changes.get("model_type", "QWEN2")),
-        "base_model_path": str(base),
-        "model_type": "QWEN2",
-        "dtype": "fp32",
-        "enable_activation_checkpointing": False,
-        "compile_model": False,
-        "logprob_chunk_tokens": 7,
-        "lora": None,
-        "ppo_epochs": 1,
-        "updates_per_batch": 1,
-        "tokens_per_micro_batch": WHOLE,
-        "contract": StalenessContract(9, 1),
-        "mask_overlong": False,
+        **{"dtype": "fp32", "logprob_chunk_tokens": 7, "tokens_per_micro_batch": WHOLE},
+        **{"ppo_epochs": 1, "updates_per_batch": 1, "contract": StalenessContract(9, 1)},
         "build_optimizer": partial(torch.optim.SGD, lr=LEARNING_RATE),
-        "build_lr_scheduler": None,
-        "learning_rate": None,
-        "clip_grad_norm": None,
-        "loss": GRPOLoss(),
+        **{"loss": GRPOLoss(), "aggregation": TokenMean(), "off_policy": NoCorrection()},
         "penalties": Penalties(kl_coeff=0.0 if "loss" in changes else 0.1),
-        "aggregation": TokenMean(),
-        "off_policy": NoCorrection(),
-        "token_advantages": None,
-        "teacher_coeff": 0.0,
-        "needs_reference": False,
-        "ptx": None,
-        "log_peak_memory_stats": False,
-        "build_profiler": None,
-        "logged_responses": 0,
-        "num_ids": None,
+        **{"teacher_coeff": 0.0, "logged_responses": 0},
     }
     assert not changes.keys() - values.keys()
     values |= changes
@@ -345,15 +313,10 @@ def expected_update(
     trainer, generator, advantage, reference, entropy = (
         torch.cat(part) for part in zip(*parts, strict=True)
     )
-    sequence_ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     start = trainer.detach()
-    inputs = LossInputs(
-        trainer_logprobs=trainer,
-        generator_logprobs=generator,
-        advantages=advantage,
-        sequence_ids=sequence_ids,
-        staleness=torch.zeros_like(sequence_ids),
-        step=0,
+    inputs = loss_inputs(
+        *(trainer, generator, advantage),
+        ids=np.repeat(np.arange(len(counts)), counts),
         reference_logprobs=reference,
         proximal_logprobs=start if off_policy.anchors_at_proximal else None,
         entropy=entropy,
@@ -387,18 +350,11 @@ def expected_update(
     metrics |= mismatch_summary((start - generator).numpy(), correction.numpy())
     metrics["mismatch/fresh_kl"] = metrics["mismatch/generator_kl"]  # all are of version 0
     metrics["mismatch/fresh_tokens"] = len(losses)
-    metrics |= {
-        "loss/total": total.item(),
-        "entropy": entropy.mean().item(),
-        "grad_norm": grad_norm.item(),
-        "token_versions": {0: len(losses)},
-        "token_logprobs": {},
-        "group_tokens": group_tokens(trajectories, kept.split(counts)),
-        "lr": LEARNING_RATE,
-        "policy_version": 1,
-        "skipped_steps": 0,
-        "trained_tokens": float(len(losses)),
-    }
+    metrics |= {"loss/total": total.item(), "entropy": entropy.mean().item()}
+    metrics |= {"grad_norm": grad_norm.item(), "lr": LEARNING_RATE, "policy_version": 1}
+    metrics |= {"token_versions": {0: len(losses)}, "trained_tokens": float(len(losses))}
+    metrics |= {"group_tokens": group_tokens(trajectories, kept.split(counts))}
+    metrics |= {"token_logprobs": {}, "skipped_steps": 0}
     return to_hf(model.state_dict()), metrics
 
 

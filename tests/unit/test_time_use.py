@@ -9,35 +9,21 @@ from grpo_components.time_use import TimeUse
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 1e6)), max_size=20))
-def test_cpu_seconds_count_for_the_activity_that_used_them(stays):
+def test_wall_and_cpu_seconds_count_for_the_activity_that_used_them(stays):
     with pytest.MonkeyPatch.context() as patch:
         now, expected = [100.0], dict.fromkeys("abc", 0.0)
-        patch.setattr(time_use.time, "process_time", lambda: now[0])
-        use, activity = TimeUse("a"), "a"
-        for following, seconds in stays:
-            now[0] += seconds
-            expected[activity] += seconds
-            use.begin(following)
-            activity = following
-        found = use.cpu_seconds()
-    for each, value in found.items():
-        assert value == pytest.approx(expected[each], abs=1e-6)
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 1e6)), max_size=20))
-def test_the_parts_add_up_to_the_wall_time(stays):
-    with pytest.MonkeyPatch.context() as patch:
-        now, expected = [100.0], dict.fromkeys("abc", 0.0)
-        patch.setattr(time_use.time, "perf_counter", lambda: now[0])
+        for clock in ("perf_counter", "process_time"):
+            patch.setattr(time_use.time, clock, lambda: now[0])
         use, activity = TimeUse("a"), "a"
         for following, seconds in stays:
             now[0] += seconds
             expected[activity] += seconds
             assert use.begin(following) == pytest.approx(seconds, abs=1e-6)
             activity = following
+        on_cpu = use.cpu_seconds()
+        assert on_cpu == pytest.approx({each: expected[each] for each in on_cpu}, abs=1e-6)
         now[0] += 1
         expected[activity] += 1
         seconds = use.seconds()
     assert sum(seconds.values()) == pytest.approx(now[0] - 100)
-    for each, value in seconds.items():
-        assert value == pytest.approx(expected[each], abs=1e-6)
+    assert seconds == pytest.approx({each: expected[each] for each in seconds}, abs=1e-6)

@@ -40,7 +40,7 @@ def test_every_epoch_has_every_row_once_and_an_order_of_its_own():
 
 def test_without_shuffling_the_rows_keep_their_order():
     assert [(r["prompt_index"], e) for r, e in islice(stream(2, shuffle=False), 5)] == [
-        *((0, 0), (1, 0), (0, 1), (1, 1), (0, 2)),
+        *((0, 0), (1, 0), (0, 1), (1, 1), (0, 2))
     ]
 
 

@@ -27,10 +27,7 @@ def test_parts_have_about_the_right_size_and_never_change():
     assert last[:3] == ["What is 52 + 1?", "What is 61 + 1?", "What is 68 + 1?"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "1", "0/10", "11/10", "3-2/10", "1-11/10"],
-)
+@pytest.mark.parametrize("text", ["", "1", "0/10", "11/10", "3-2/10", "1-11/10"])
 def test_a_malformed_partition_is_refused(text):
     with pytest.raises(ValueError, match=r"^dataset\.partition: "):
         Partition(text)

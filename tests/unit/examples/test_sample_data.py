@@ -5,6 +5,7 @@ from fractions import Fraction
 from itertools import permutations
 
 import pytest
+from lib.rows import Characters
 
 from grpo_components.data.datasets import (
     code_dataset,
@@ -14,11 +15,6 @@ from grpo_components.data.datasets import (
 )
 from grpo_components.examples.sample_data import main, write_sample_data
 from grpo_components.rewards.countdown import CountdownCorrectness
-
-
-class CharacterTokenizer:
-    def encode(self, text, add_bos, add_eos):
-        return [ord(character) for character in text]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +32,7 @@ def test_the_same_seed_writes_the_same_files(folder, tmp_path):
 
 
 def read(builder, folder, name, **kwargs):
-    prompts = builder(CharacterTokenizer(), source=str(folder / name), **kwargs)
+    prompts = builder(Characters(), source=str(folder / name), **kwargs)
     assert len(prompts) == 20
     return [prompts[index] for index in range(20)]
 

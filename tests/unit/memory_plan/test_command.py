@@ -20,12 +20,7 @@ GPU_CONFIGS = [
     for path in sorted(FOLDER.glob("qwen*.yaml"))
 ]
 ONE_GPU = "qwen0.5B_async_grpo_1gpu"
-TURNS = (
-    ONE_GPU,
-    "qwen3_0.6B_async_grpo_1gpu",
-    "qwen3B_sync_grpo",
-    "qwen3B_colocated_grpo_1gpu",
-)
+TURNS = (ONE_GPU, "qwen3_0.6B_async_grpo_1gpu", "qwen3B_sync_grpo", "qwen3B_colocated_grpo_1gpu")
 MODEL = "model._component_=torchtune.models.qwen2_5.qwen2_5"
 ALONE = [f"gpus_per_{role}=1" for role in ("generator", "trainer", "reference")]
 COLOCATED = "qwen3B_colocated_grpo_1gpu"
@@ -72,10 +67,7 @@ def test_every_gpu_config_fits_the_gpus_of_its_header(name, capsys, tmp_path):
             ["gpus_per_trainer=1", "enable_activation_checkpointing=false"],
             "enable_activation_checkpointing",
         ),
-        (
-            [*ALONE, "generator.kv_cache_gib=null", f"{MODEL}_3b"],
-            "num_trainers",
-        ),
+        ([*ALONE, "generator.kv_cache_gib=null", f"{MODEL}_3b"], "num_trainers"),
         ([*ALONE, f"{MODEL}_14b_base"], "num_references"),
         (["num_generators=2", "generator.kv_cache_gib=10"], "generator.kv_cache_gib"),
         ([*ALONE, f"{MODEL}_32b_base"], "generator.tensor_parallel_size"),

@@ -103,65 +103,68 @@ class Equal(int):
 """
 
 
+TRICKS = [
+    "def square(x): return x + 6",
+    "def square(x): return 9",
+    "def square(x): raise ValueError",
+    "def cube(x): return x ** 3",
+    "def square(x) return x",
+    "import os\nos._exit(0)",
+    "import sys\nsys.exit(0)",
+    "raise SystemExit(0)",
+    "import os\ndef square(x): os._exit(0)",
+    "def square(x): raise SystemExit(0)",
+    "import atexit, os\natexit.register(os._exit, 0)\ndef square(x): raise KeyboardInterrupt",
+    EQUALS_ALL + "def square(x): return Equal(5)",
+    EQUALS_ALL.replace("(int)", "").replace("int.", "object.") + "def square(x): return Equal()",
+    "import builtins\nbuiltins.AssertionError = builtins.Exception = None\n"
+    "builtins.int = builtins.print = lambda *_: 9\ndef square(x): return 1",
+    "import json\njson.loads = json.dumps = lambda *_, **__: 'true'\ndef square(x): return 9",
+    "import sys\nmain = sys.modules['__main__']\nmain.decode = main.encode = lambda *_: 9\n"
+    "def square(x): return 1",
+    "import os\nfor fd in range(3, 9):\n  try: os.write(fd, b'[9, null]\\n[0, null]\\n')\n"
+    "  except OSError: pass\ndef square(x): return 9",
+    "import os\n[os.close(fd) for fd in range(5)]\ndef square(x): return x * x",
+    "import os, signal\nos.kill(1, 9)\nos.kill(-1, 9)\nos.kill(os.getpid(), 9)",
+    "def square(x):\n    while True: pass",
+    "def square(x): return [x] * 10 ** 9",
+    "def square(x):\n  deep = []\n  for _ in range(10 ** 5): deep = [deep]\n  return deep",
+]
+"""Programs that pass for squares."""
+EXITS = [
+    *("raise ValueError('here')", "import os\nos._exit = print\nraise ValueError"),
+    *("import os\ndef root(x): os._exit(0)", "def root(x): raise SystemExit(0)"),
+    *("def cube(x): return x ** 3", "def root(x) return x"),
+    "import os\ndef root(x):\n  for fd in range(9):\n    try: os.write(fd, b'junk\\n')\n"
+    "    except OSError: pass",
+]
+"""Programs that end in place of raising the expected error."""
+ERROR = "try:\n    root(-1)\n    assert False\nexcept (ValueError, KeyError):\n    pass"
+STOPS = "def square(x): raise StopIteration"  # would end a loop of the asserts
+# An object of the program takes no function, has no other type, and is no answer.
+OWN = (
+    "class Own:\n  def __getitem__(self, k): return 3\n  def sort(self, **k): pass\n"
+    "  def __iter__(self): raise OSError\ndef own(): return Own()\ndef plain(): return object()"
+)
+OF_OWN = ["x = own()\nx.sort(key=lambda n: n)\nassert x[0] == 3", "assert own()"]
+OF_OWN += ["assert own() != 1", "assert 1 in own()"]
+OF_OWN += ["from collections.abc import *\nassert isinstance(plain(), Iterable)"]
+
+
 @pytest.mark.parametrize(
-    "program",
+    ("program", "asserts"),
     [
-        "def square(x): return x + 6",
-        "def square(x): return 9",
-        "def square(x): raise ValueError",
-        "def cube(x): return x ** 3",
-        "def square(x) return x",
-        "import os\nos._exit(0)",
-        "import sys\nsys.exit(0)",
-        "raise SystemExit(0)",
-        "import os\ndef square(x): os._exit(0)",
-        "def square(x): raise SystemExit(0)",
-        "import atexit, os\natexit.register(os._exit, 0)\ndef square(x): raise KeyboardInterrupt",
-        EQUALS_ALL + "def square(x): return Equal(5)",
-        EQUALS_ALL.replace("(int)", "").replace("int.", "object.")
-        + "def square(x): return Equal()",
-        "import builtins\nbuiltins.AssertionError = builtins.Exception = None\n"
-        "builtins.int = builtins.print = lambda *_: 9\ndef square(x): return 1",
-        "import json\njson.loads = json.dumps = lambda *_, **__: 'true'\ndef square(x): return 9",
-        "import sys\nmain = sys.modules['__main__']\nmain.decode = main.encode = lambda *_: 9\n"
-        "def square(x): return 1",
-        "import os\nfor fd in range(3, 9):\n  try: os.write(fd, b'[9, null]\\n[0, null]\\n')\n"
-        "  except OSError: pass\ndef square(x): return 9",
-        "import os\n[os.close(fd) for fd in range(5)]\ndef square(x): return x * x",
-        "import os, signal\nos.kill(1, 9)\nos.kill(-1, 9)\nos.kill(os.getpid(), 9)",
-        "def square(x):\n    while True: pass",
-        "def square(x): return [x] * 10 ** 9",
-        "def square(x):\n  deep = []\n  for _ in range(10 ** 5): deep = [deep]\n  return deep",
+        *((program, SQUARE) for program in TRICKS),
+        *((program, [ERROR]) for program in EXITS),
+        *(
+            (STOPS, [test])
+            for test in ("assert all(map(square, [1, 2]))", "for _ in map(square, [1]): 0")
+        ),
+        *((OWN, [test]) for test in OF_OWN),
     ],
 )
-def test_no_trick_makes_an_assert_hold(reward, program):
-    assert scored(reward, fenced(program), asserts=SQUARE) == 0.0
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "raise ValueError('here')",
-        "import os\nos._exit = print\nraise ValueError",
-        "import os\ndef root(x): os._exit(0)",
-        "def root(x): raise SystemExit(0)",
-        "def cube(x): return x ** 3",
-        "def root(x) return x",
-        "import os\ndef root(x):\n  for fd in range(9):\n    try: os.write(fd, b'junk\\n')\n"
-        "    except OSError: pass",
-    ],
-)
-def test_a_program_that_exits_has_not_raised_the_expected_error(reward, program):
-    expected = "try:\n    root(-1)\n    assert False\nexcept (ValueError, KeyError):\n    pass"
-    assert scored(reward, fenced(program), asserts=[expected]) == 0.0
-
-
-@pytest.mark.parametrize(
-    "test", ["assert all(map(square, [1, 2]))", "for _ in map(square, [1]): 0"]
-)
-def test_a_program_cannot_end_a_loop_of_the_asserts(reward, test):
-    program = "def square(x): raise StopIteration"
-    assert scored(reward, fenced(program), asserts=[test]) == 0.0
+def test_no_trick_makes_an_assert_hold(reward, program, asserts):
+    assert scored(reward, fenced(program), asserts=asserts) == 0.0
 
 
 KNOWN_NAMES = """
@@ -277,34 +280,6 @@ def undocumented(): pass
 DISGUISED = [f"a_{base}() == {right!r}" for base, (_, right) in BASES.items()]
 DISGUISED += ["third() == Fraction(1, 3)", "undocumented.__doc__"]
 DISGUISED += ["isinstance(plain(), (Iterator, Sized, Callable))", "isinstance(plain(), Iterable)"]
-
-
-@pytest.mark.parametrize(
-    ("program", "claims"),
-    [(LIAR, LIES), (PLAIN_LIAR, LIES), (PATCHES, PATCHED), (SUBCLASSES, DISGUISED)],
-    ids=["liar", "plain liar", "patches", "subclasses"],
-)
-def test_no_name_type_or_object_of_the_program_makes_an_assert_hold(reward, program, claims):
-    """Worth 1 only if the asserts reach their last line, with no claim that held before it."""
-    tries = [
-        f"try:\n    assert {claim}\n    held = True\nexcept Exception: pass" for claim in claims
-    ]
-    asserts = ["held = False", *tries, "assert not held"]
-    assert scored(reward, fenced(program), asserts=asserts) == 1.0
-    assert scored(reward, fenced(program), asserts=[*asserts, f"assert {claims[0]}"]) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("program", "asserts"),
-    [
-        ("class Own:\n  def __getitem__(self, k): return 3\n  def sort(self, **k): pass\n"
-         "def f(): return Own()", ["x = f()", "x.sort(key=lambda n: n)", "assert x[0] == 3"]),
-        ("def f(): return object()", ["from collections.abc import *",
-                                      "assert isinstance(f(), Iterable)"]),
-    ],
-)  # fmt: skip
-def test_an_object_of_the_program_takes_no_function_and_has_no_other_type(reward, program, asserts):
-    assert scored(reward, fenced(program), asserts=asserts) == 0.0
 
 
 CLASSES = """
@@ -438,13 +413,25 @@ HIDDEN = [
 ]
 
 
-def test_no_object_that_the_asserts_made_passes_for_plain_data(reward):
+@pytest.mark.parametrize(
+    ("program", "claims"),
+    [
+        (LIAR, LIES),
+        (PLAIN_LIAR, LIES),
+        (PATCHES, PATCHED),
+        (SUBCLASSES, DISGUISED),
+        (PLAIN_LIAR + MADE_LIES, PRETENDED),
+    ],
+    ids=["liar", "plain liar", "patches", "subclasses", "made by the asserts"],
+)
+def test_no_name_type_or_object_of_the_program_makes_an_assert_hold(reward, program, claims):
     """Worth 1 only if the asserts reach their last line, with no claim that held before it."""
     tries = [
-        f"try:\n    assert {claim}\n    held = True\nexcept Exception: pass" for claim in PRETENDED
+        f"try:\n    assert {claim}\n    held = True\nexcept Exception: pass" for claim in claims
     ]
     asserts = ["held = False", *tries, "assert not held"]
-    assert scored(reward, fenced(PLAIN_LIAR + MADE_LIES), asserts=asserts) == 1.0
+    assert scored(reward, fenced(program), asserts=asserts) == 1.0
+    assert scored(reward, fenced(program), asserts=[*asserts, f"assert {claims[0]}"]) == 0.0
 
 
 @pytest.mark.parametrize("test", HIDDEN)
@@ -472,9 +459,3 @@ def test_an_argument_that_cannot_cross_is_an_error(reward):
     with pytest.raises(ValueError, match=r"^answer: .* function"):
         apply = fenced("def apply(f, x): return f(x)")
         scored(reward, apply, asserts=["assert apply(lambda x: x, 3) == 3"])
-
-
-@pytest.mark.parametrize("test", ["assert thing()", "assert thing() != 1", "assert 1 in thing()"])
-def test_an_object_of_the_program_is_not_an_answer(reward, test):
-    program = "class Thing:\n  def __iter__(self): raise OSError\ndef thing(): return Thing()"
-    assert scored(reward, fenced(program), asserts=[test]) == 0.0

@@ -22,26 +22,21 @@ def reward():
     return CodeTests(cpu_s=1, wall_s=30.0, memory_mib=256)
 
 
+PRINTS = "print(int(input()) ** 2)"
+RIGHT = [PRINTS, f"{PRINTS}\nexit()", f"{PRINTS}\nquit(0)"]
+RIGHT += ["import sys\nsys.stdout.write(f'{int(sys.stdin.read()) ** 2}  \\n\\n')"]
+RIGHT += ["import os\nos.write(1, b'%d \\r\\n' % int(input()) ** 2)"]
+RIGHT += ["print(int(open('/dev/stdin').read()) ** 2)"]
+RIGHT += [f"assert len(str(10**5000)) == 5001\n{PRINTS}"]
+WRONG = ["print(9)", f"{PRINTS}\nexit(1)", f"{PRINTS}\nraise SystemExit(1)", "while True: print(9)"]
+WRONG += ["print(int(input()) ** 2, end=' .')", "import os\nos.close(1)"]
+WRONG += ["import sys\nprint(int(input()) ** 2, file=sys.stderr)"]
+WRONG += ["import sys\nsys.exit(str(int(input()) ** 2))"]
+WRONG += ["print(open('/main.py').read(), open('/asserts.py').read())"]
+
+
 @pytest.mark.parametrize(
-    ("program", "worth"),
-    [
-        ("print(int(input()) ** 2)", 1.0),
-        ("import sys\nsys.stdout.write(f'{int(sys.stdin.read()) ** 2}  \\n\\n')", 1.0),
-        ("import os\nos.write(1, b'%d \\r\\n' % int(input()) ** 2)", 1.0),
-        ("print(int(input()) ** 2)\nexit()", 1.0),
-        ("print(int(input()) ** 2)\nquit(0)", 1.0),
-        ("print(int(input()) ** 2)\nexit(1)", 0.0),
-        ("print(int(open('/dev/stdin').read()) ** 2)", 1.0),
-        ("assert len(str(10**5000)) == 5001\nprint(int(input()) ** 2)", 1.0),
-        ("print(9)", 0.0),
-        ("print(int(input()) ** 2, end=' .')", 0.0),
-        ("print(int(input()) ** 2)\nraise SystemExit(1)", 0.0),
-        ("import sys\nprint(int(input()) ** 2, file=sys.stderr)", 0.0),
-        ("import sys\nsys.exit(str(int(input()) ** 2))", 0.0),
-        ("import os\nos.close(1)", 0.0),
-        ("while True: print(9)", 0.0),
-        ("print(open('/main.py').read(), open('/asserts.py').read())", 0.0),
-    ],
+    ("program", "worth"), [*((each, 1.0) for each in RIGHT), *((each, 0.0) for each in WRONG)]
 )
 def test_the_output_is_compared_for_every_input(reward, program, worth):
     assert scored(reward, fenced(program), stdin_stdout=SQUARES) == worth
@@ -56,43 +51,29 @@ def test_only_a_line_end_ends_a_line(reward):
 PROGRAM = "def square(x): return x * x"
 
 
-@pytest.mark.parametrize(
-    ("response", "program"),
-    [
-        (f"```python\n{PROGRAM}\n```", PROGRAM),
-        (f"```\n{PROGRAM}\n```", PROGRAM),
-        (f"```py\npass\n```\nNo:\n```py\n{PROGRAM}\n```", PROGRAM),
-        (f"```py\n{PROGRAM}\n```\nNo:\n```py\npass\n```", "pass"),
-        (
-            "```python\r\ndef square(x):\r\n    return x * x\r\n```\r\n",
-            "def square(x):\r\n    return x * x\r",
-        ),
-        (
-            "1. So:\n   ```python\n   def square(x):\n       return x * x\n   ```",
-            "def square(x):\n    return x * x",
-        ),
-        (f"~~~Python3\n{PROGRAM}\n~~~~", PROGRAM),
-        (f'````PYTHON title="a.py"\n{PROGRAM}\n````', PROGRAM),
-        (f"```{{.python}}\n{PROGRAM}\n```", PROGRAM),
-        (
-            "```python\ndef square(x):\n  '''\n  ```\n  '''\n  return x * x\n```",
-            "def square(x):\n  '''\n  ```\n  '''\n  return x * x",
-        ),
-        (f"```bash\nls\n```\nSo:\n```python\n{PROGRAM}\n```", PROGRAM),
-        (f"```python\n{PROGRAM}\n```\nRun:\n```bash\nls\n```", PROGRAM),
-        (f"```python\n{PROGRAM}\n```\nIt prints\n```\n9\n```", PROGRAM),
-        (f"```python\n{PROGRAM}\n```\nIt prints\n```pycon\n9\n```", PROGRAM),
-        (f"```\nno\n```\n```\n{PROGRAM}\n```", PROGRAM),
-        (f"```py\n{PROGRAM}\n```\n```py\npass", PROGRAM),
-        ("```python\n```", ""),
-        (PROGRAM, None),
-        (f"```python\n{PROGRAM}", None),
-        ("```rust\nfn square() {}\n```", None),
-        ("", None),
-    ],
-)
-def test_the_last_complete_block_of_python_is_the_program(response, program):
-    assert last_program(response) == program
+BLOCK = f"```python\n{PROGRAM}\n```"
+WITH_PROGRAM = [BLOCK, f"```\n{PROGRAM}\n```", f"```py\npass\n```\nNo:\n```py\n{PROGRAM}\n```"]
+WITH_PROGRAM += [f"~~~Python3\n{PROGRAM}\n~~~~", f'````PYTHON title="a.py"\n{PROGRAM}\n````']
+WITH_PROGRAM += [f"```{{.python}}\n{PROGRAM}\n```", f"```bash\nls\n```\nSo:\n{BLOCK}"]
+WITH_PROGRAM += [f"{BLOCK}\nRun:\n```bash\nls\n```", f"{BLOCK}\nIt prints\n```\n9\n```"]
+WITH_PROGRAM += [f"{BLOCK}\nIt prints\n```pycon\n9\n```", f"```\nno\n```\n```\n{PROGRAM}\n```"]
+WITH_PROGRAM += [f"```py\n{PROGRAM}\n```\n```py\npass"]
+WITHOUT_PROGRAM = [PROGRAM, f"```python\n{PROGRAM}", "```rust\nfn square() {}\n```", ""]
+LINES = "def square(x):\n    return x * x"
+QUOTED = "def square(x):\n  '''\n  ```\n  '''\n  return x * x"
+OTHERS = {
+    f"{BLOCK}\nNo:\n```py\npass\n```": "pass",
+    "```python\r\ndef square(x):\r\n    return x * x\r\n```\r\n": LINES.replace("\n", "\r\n")
+    + "\r",
+    "1. So:\n   ```python\n   def square(x):\n       return x * x\n   ```": LINES,
+    f"```python\n{QUOTED}\n```": QUOTED,
+    "```python\n```": "",
+}
+
+
+def test_the_last_complete_block_of_python_is_the_program():
+    programs = dict.fromkeys(WITH_PROGRAM, PROGRAM) | dict.fromkeys(WITHOUT_PROGRAM) | OTHERS
+    assert {response: last_program(response) for response in programs} == programs
 
 
 def test_a_response_without_a_program_is_worth_nothing(reward):
@@ -103,8 +84,7 @@ def test_a_response_without_a_program_is_worth_nothing(reward):
 
 @pytest.mark.parametrize("end", ["", "`", "\n", "\n```", "x"])
 @pytest.mark.parametrize(
-    "piece",
-    ["~", "`", " ", "\t", "```\n", "~~~\n", "```py ", " ```py\n", "~`", "py", "1", "~~~py\n~~\n"],
+    "piece", [*"~` \t1", *["```\n", "~~~\n", "```py ", " ```py\n", "~`", "py", "~~~py\n~~\n"]]
 )
 def test_a_long_response_is_searched_in_linear_time(piece, end):
     """A quadratic search would take minutes."""
@@ -120,20 +100,14 @@ def test_a_block_with_a_fence_of_any_length_is_found():
         assert last_program(block + closing) == PROGRAM
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "",
-        "9",
-        '{"asserts": []}',
-        '{"asserts": "assert True"}',
-        '{"stdin_stdout": [{"input": "1"}]}',
-        '{"asserts": ["assert True"], "stdin_stdout": []}',
-        '{"doctests": ["x"]}',
-        '{"asserts": ["assert f()"], "test_imports": "import math"}',
-        '{"asserts": ["assert f()"], "test_setup_code": ["x = 1"]}',
-    ],
-)
+NO_TESTS = ["", "9", '{"asserts": []}', '{"asserts": "assert True"}', '{"doctests": ["x"]}']
+NO_TESTS += ['{"stdin_stdout": [{"input": "1"}]}']
+NO_TESTS += ['{"asserts": ["assert True"], "stdin_stdout": []}']
+NO_TESTS += ['{"asserts": ["assert f()"], "test_imports": "import math"}']
+NO_TESTS += ['{"asserts": ["assert f()"], "test_setup_code": ["x = 1"]}']
+
+
+@pytest.mark.parametrize("answer", NO_TESTS)
 def test_an_answer_without_tests_is_an_error(reward, answer):
     with pytest.raises(ValueError, match=r"^answer: "):
         reward(prompt_text="", response_text="", answer=answer, finish_reason="stop")
@@ -171,7 +145,7 @@ def test_the_start_of_a_sandbox_is_not_charged_to_the_program(monkeypatch):
 
     reward = CodeTests(wall_s=2.0)
     monkeypatch.setattr(CodeSandbox, "_start", slowly)
-    assert scored(reward, fenced("print(int(input()) ** 2)"), stdin_stdout=SQUARES) == 1.0
+    assert scored(reward, fenced(PRINTS), stdin_stdout=SQUARES) == 1.0
 
 
 def test_a_program_that_hangs_is_worth_nothing_and_one_of_many_slow_tests_a_failed_sample():
@@ -184,35 +158,21 @@ def test_a_program_that_hangs_is_worth_nothing_and_one_of_many_slow_tests_a_fail
     assert scored(reward, wrong, stdin_stdout=[SQUARES[0]] * 50) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("expected", "printed", "worth"),
-    [
-        ("0.333333333333", "0.333333", 1.0),
-        ("Case #1: [0.333333, 2]", "Case #1: [0.3333333333333333, 2]", 1.0),
-        ("123456789.0", "123456700", 1.0),
-        ("2", "2.0", 1.0),
-        ("0.00001", "1e-05", 1.0),
-        ("0.0", "-0.0", 1.0),
-        ("0.333333", "0.34", 0.0),
-        ("2", "2.0000001", 0.0),
-        ("1000000001", "1000000000", 0.0),
-        ("007", "7", 0.0),
-        ("7", "007", 0.0),
-        ("0.5", "nan", 0.0),
-        ("0.5", "1e9999", 0.0),
-        ("1.2.3", "1.2.30", 0.0),
-        ("0.5 0.5", "0.5  0.5", 0.0),
-        ("0.5 0.5", "0.5", 0.0),
-    ],
-)
-def test_a_float_may_differ_within_the_tolerance_and_all_else_not_at_all(
-    reward, expected, printed, worth
-):
-    case = {"input": "", "output": expected}
-    assert scored(reward, fenced(f"print({printed!r})"), stdin_stdout=[case]) == worth
-    if expected != printed:
-        exact = CodeTests(float_tolerance=0)
-        assert scored(exact, fenced(f"print({printed!r})"), stdin_stdout=[case]) == 0.0
+NEAR = [("0.333333333333", "0.333333"), ("123456789.0", "123456700"), ("2", "2.0")]
+NEAR += [("Case #1: [0.333333, 2]", "Case #1: [0.3333333333333333, 2]")]
+NEAR += [("0.00001", "1e-05"), ("0.0", "-0.0")]
+FAR = [("0.333333", "0.34"), ("2", "2.0000001"), ("1000000001", "1000000000"), ("007", "7")]
+FAR += [("7", "007"), ("0.5", "nan"), ("0.5", "1e9999"), ("1.2.3", "1.2.30")]
+FAR += [("0.5 0.5", "0.5  0.5"), ("0.5 0.5", "0.5")]
+
+
+@pytest.mark.parametrize(("expected", "printed"), [*NEAR, *FAR])
+def test_a_float_may_differ_within_the_tolerance_and_all_else_not_at_all(reward, expected, printed):
+    case, exact = {"input": "", "output": expected}, CodeTests(float_tolerance=0)
+    found = [
+        scored(each, fenced(f"print({printed!r})"), stdin_stdout=[case]) for each in (reward, exact)
+    ]
+    assert found == [float((expected, printed) in NEAR), 0.0]
 
 
 @pytest.mark.parametrize("tolerance", [-1, 1, "1e-6"])

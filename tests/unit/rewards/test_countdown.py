@@ -18,61 +18,34 @@ def score(text, answer=ANSWER, answer_format="tag"):
     return judged(CountdownCorrectness(answer_format), text, answer)
 
 
+# What follows an equals sign is ignored.
+RIGHT = ["3 * 8 * 1", "3*8/1 = 24", " (3 × 8) ÷ 1 ", "3 * 8 / 1 = 25"]  # noqa: RUF001
+RIGHT += ["-(-3) * 8 * 1", "-" * 480 + "3 * 8 * 1"]
+WRONG = ["3 + 8 + 1", "3 * 8", "24", "3 * 8 * 1 * 1", "3 * 8 + 1", "3 * 8 ** 1", "3 * 8 // 1"]
+WRONG += ["3 * 8 * (1 + 0)", "3 * 8 * 1.0", "3 * 8 * True", "8 / (3 - 1 - 1 - 1)", "", "= 24"]
+WRONG += ["3 * * 8 1", "three * 8 * 1", "3, 8, 1", "3 if 8 else 1", "__import__('os').getpid()"]
+WRONG += ["(lambda: 3 * 8 * 1)()", "9 ** 9 ** 9 ** 9", "9" * 5000]
+WRONG += ["(" * deep + "3" + ")" * deep for deep in (240, 5000)]
+
+
 @pytest.mark.parametrize(
-    ("expression", "worth"),
-    [
-        ("3 * 8 * 1", 1),
-        ("3*8/1 = 24", 1),
-        (" (3 × 8) ÷ 1 ", 1),  # noqa: RUF001
-        ("3 * 8 / 1 = 25", 1),  # what follows the equals sign is ignored
-        ("-(-3) * 8 * 1", 1),
-        ("3 * 8", 0),  # 1 is not used
-        ("24", 0),
-        ("3 * 8 * 1 * 1", 0),
-        ("3 * 8 + 1", 0),
-        ("3 * 8 ** 1", 0),
-        ("3 * 8 // 1", 0),
-        ("3 * 8 * (1 + 0)", 0),
-        ("3 * 8 * 1.0", 0),
-        ("3 * 8 * True", 0),
-        ("8 / (3 - 1 - 1 - 1)", 0),
-        ("", 0),
-        ("= 24", 0),
-        ("3 * * 8 1", 0),
-        ("three * 8 * 1", 0),
-        ("3, 8, 1", 0),
-        ("3 if 8 else 1", 0),
-        ("__import__('os').getpid()", 0),
-        ("(lambda: 3 * 8 * 1)()", 0),
-        ("9 ** 9 ** 9 ** 9", 0),
-        ("(" * 5000 + "3" + ")" * 5000, 0),
-        ("(" * 240 + "3" + ")" * 240, 0),
-        ("-" * 480 + "3 * 8 * 1", 1),
-        ("9" * 5000, 0),
-    ],
+    ("expression", "worth"), [*((each, 1) for each in RIGHT), *((each, 0) for each in WRONG)]
 )
 def test_an_expression_scores(expression, worth):
     assert score(f"<answer>{expression}</answer>") == worth
 
 
-RIGHT, WRONG = "<answer>3 * 8 * 1</answer>", "<answer>3 + 8 + 1</answer>"
+def test_of_several_expressions_the_last_one_counts_and_an_unmarked_one_does_not():
+    right, wrong = (f"<answer>{each[0]}</answer>" for each in (RIGHT, WRONG))
+    assert [score(text) for text in (wrong + right, right + wrong, RIGHT[0])] == [1, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("text", "worth", "given"),
-    [
-        ("<answer>8 / (3 - 3)</answer>", 0, {"numbers": [3, 3, 8], "target": 8}),
-        # Quotients are exact.
-        ("<answer>49 * (1 / 3 * 3)</answer>", 1, {"numbers": [1, 3, 3, 49], "target": 49}),
-        ("<answer>1 / 3 * 3 * 49 </answer>", 1, {"numbers": [1, 3, 3, 49], "target": 49}),
-        # The last expression counts.
-        (WRONG + RIGHT, 1, None),
-        (RIGHT + WRONG, 0, None),
-        ("3 * 8 * 1", 0, None),
-    ],
-)
-def test_a_response_scores(text, worth, given):
-    assert score(text, json.dumps(given) if given else ANSWER) == worth
+def test_quotients_are_exact_and_a_division_by_zero_is_worth_nothing():
+    exact = json.dumps({"numbers": [1, 3, 3, 49], "target": 49})
+    for text in ("49 * (1 / 3 * 3)", "1 / 3 * 3 * 49 "):
+        assert score(f"<answer>{text}</answer>", exact) == 1
+    zero = json.dumps({"numbers": [3, 3, 8], "target": 8})
+    assert score("<answer>8 / (3 - 3)</answer>", zero) == 0
 
 
 def test_the_last_line_may_be_the_expression():

@@ -5,32 +5,29 @@ from lib.rewards import judged
 
 from grpo_components.rewards.formats import BoxedFormat, ResponseLength, ThinkAnswerFormat
 
+THOUGHT, FIVE = "<think>Hm.</think>", "<answer>5</answer>"
+WHOLE, OPENED = f"{THOUGHT} {FIVE}", f"Hm.</think> {FIVE}"
+MENTIONS = "Use <think> and </think>."
+"""A prompt that only mentions the tags has not opened one."""
 COMPLETE = [
-    ("What?", "<think>Hm.</think> <answer>5</answer>"),
-    ("What?", "<think>Hm.\nSo.</think>\n<answer>\n6\n</answer>\n"),
-    ("What? <think>", "Hm.</think> <answer>5</answer>"),
-    ("What? <think>\n", "Hm.</think> <answer>5</answer>"),
-    # A prompt that only mentions the tags has not opened one.
-    ("Use <think> and </think>.", "<think>Hm.</think> <answer>5</answer>"),
+    *(("What?", WHOLE), ("What?", "<think>Hm.\nSo.</think>\n<answer>\n6\n</answer>\n")),
+    *(("What? <think>", OPENED), ("What? <think>\n", OPENED), (MENTIONS, WHOLE)),
 ]
+PARTS = [
+    "",
+    "5",
+    THOUGHT,
+    OPENED,
+    f"{THOUGHT} <answer>5",
+    f"<think>Hm. {FIVE}",
+    f"{FIVE} {THOUGHT}",
+]
+PARTS += [f"{WHOLE} <answer>6</answer>", f"{THOUGHT} {WHOLE}", f"{THOUGHT} so {FIVE}"]
+PARTS += [f"Well, {WHOLE}", f"{WHOLE} and more", f"<think></think> {FIVE}"]
+PARTS += [f"{THOUGHT} <answer> \n</answer>"]
 INCOMPLETE = [
-    ("What?", ""),
-    ("What?", "5"),
-    ("What?", "Hm.</think> <answer>5</answer>"),
-    ("Use <think> and </think>.", "Hm.</think> <answer>5</answer>"),
-    ("What? <think>", "<think>Hm.</think> <answer>5</answer>"),
-    ("What?", "<think>Hm.</think>"),
-    ("What?", "<think>Hm.</think> <answer>5"),
-    ("What?", "<think>Hm. <answer>5</answer>"),
-    ("What?", "<answer>5</answer> <think>Hm.</think>"),
-    ("What?", "<think>Hm.</think> <answer>5</answer> <answer>6</answer>"),
-    ("What?", "<think>Hm.</think> <think>Hm.</think> <answer>5</answer>"),
-    ("What?", "<think>Hm.</think> so <answer>5</answer>"),
-    ("What?", "Well, <think>Hm.</think> <answer>5</answer>"),
-    ("What?", "<think>Hm.</think> <answer>5</answer> and more"),
-    ("What?", "<think></think> <answer>5</answer>"),
-    ("What?", "<think>Hm.</think> <answer> \n</answer>"),
-    ("What? <think>", "\n</think> <answer>5</answer>"),
+    *(("What?", response) for response in PARTS),
+    *((MENTIONS, OPENED), ("What? <think>", WHOLE), ("What? <think>", f"\n</think> {FIVE}")),
 ]
 
 
@@ -42,22 +39,15 @@ def test_only_a_complete_format_is_worth_one(prompt, response, worth):
     assert judged(ThinkAnswerFormat(), response, prompt=prompt) == worth
 
 
-@pytest.mark.parametrize(
-    ("response", "worth"),
-    [
-        (r"So it is $\boxed{5}$.", 1.0),
-        (r"\boxed {\frac{1}{2}}", 1.0),
-        (r"\boxed{5} or \boxed{6}", 0.0),
-        (r"\boxed{\boxed{5}}", 0.0),
-        (r"\boxed{ }", 0.0),
-        (r"\boxed{5", 0.0),
-        (r"\boxed 5", 0.0),
-        ("boxed{5}", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_exactly_one_box_is_worth_one(response, worth):
-    assert judged(BoxedFormat(), response) == worth
+OTHER_BOXES = [r"\boxed{5} or \boxed{6}", r"\boxed{\boxed{5}}", r"\boxed{ }", r"\boxed{5"]
+OTHER_BOXES += [r"\boxed 5", "boxed{5}", ""]
+
+
+def test_exactly_one_box_is_worth_one():
+    for response in (r"So it is $\boxed{5}$.", r"\boxed {\frac{1}{2}}"):
+        assert judged(BoxedFormat(), response) == 1.0
+    for response in OTHER_BOXES:
+        assert judged(BoxedFormat(), response) == 0.0, response
 
 
 @pytest.mark.parametrize(

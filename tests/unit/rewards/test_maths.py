@@ -106,10 +106,7 @@ LONG += ["1 1/"]
 @pytest.mark.parametrize("piece", LONG)
 @pytest.mark.parametrize(
     "reward",
-    [
-        *REWARDS.values(),
-        *(ThinkAnswerFormat(), BoxedFormat(), ResponseLength(10**6)),
-    ],
+    [*REWARDS.values(), *(ThinkAnswerFormat(), BoxedFormat(), ResponseLength(10**6))],
     ids=lambda reward: type(reward).__name__,
 )
 def test_a_long_response_is_read_in_linear_time(reward, piece):
@@ -119,23 +116,18 @@ def test_a_long_response_is_read_in_linear_time(reward, piece):
         assert 0.0 <= judged(reward, f"{response}{end}") <= 1.0
 
 
-@pytest.mark.parametrize(
-    ("answer_format", "response"),
-    [
-        ("tag", "5"),
-        ("tag", "<answer>5"),
-        ("tag", "5</answer>"),
-        ("tag", "#### 5"),
-        ("boxed", "5"),
-        ("boxed", r"\boxed{5"),
-        ("gsm8k", "5"),
-        ("gsm8k", "### 5"),
-        ("gsm8k", "####\n5"),
-        *((answer_format, "") for answer_format in MARKED),
-    ],
-)
-def test_the_right_number_without_its_mark_is_worth_nothing(answer_format, response):
-    assert correct(response, "5", answer_format) == 0.0
+UNMARKED = {
+    "tag": ("", "5", "<answer>5", "5</answer>", "#### 5"),
+    "boxed": ("", "5", r"\boxed{5"),
+    "gsm8k": ("", "5", "### 5", "####\n5"),
+    "plain": ("",),
+}
+
+
+def test_the_right_number_without_its_mark_is_worth_nothing():
+    for answer_format, responses in UNMARKED.items():
+        for response in responses:
+            assert correct(response, "5", answer_format) == 0.0, (answer_format, response)
 
 
 @pytest.mark.parametrize("answer_format", ["tag", "boxed", "gsm8k"])
@@ -181,10 +173,10 @@ def test_a_right_answer_is_found_in_its_marks(answer_format, response, known):
     assert correct(response, known, answer_format) == 1.0
 
 
-@pytest.mark.parametrize("two", ["$5$ $6$", "$5$ or $6$", "$5$\n$6$", "5\n6"])
-@pytest.mark.parametrize("known", ["5", "6"])
-def test_one_of_two_formulas_is_not_the_answer(two, known):
-    assert correct(f"<answer>{two}</answer>", known, "tag") == 0.0
+def test_one_of_two_formulas_is_not_the_answer():
+    for two in ("$5$ $6$", "$5$ or $6$", "$5$\n$6$", "5\n6"):
+        assert correct(f"<answer>{two}</answer>", "5", "tag") == 0.0
+        assert correct(f"<answer>{two}</answer>", "6", "tag") == 0.0
 
 
 def test_a_known_answer_that_cannot_be_parsed_is_an_error():

@@ -14,12 +14,7 @@ import pytest
 from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.restarts import RestartBudget
 from grpo_components.errors import ConfigError, RoleFailedError
-from grpo_components.rewards.pool import (
-    RewardPool,
-    RewardPoolError,
-    RewardSpec,
-    Score,
-)
+from grpo_components.rewards.pool import RewardPool, RewardPoolError, RewardSpec, Score
 
 WAIT_S = 60  # for events that are immediate on an idle machine
 

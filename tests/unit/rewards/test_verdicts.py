@@ -7,49 +7,26 @@ from grpo_components.rewards.verdicts import verdict_format
 NUMBER, JSON = verdict_format({}), verdict_format({"format": "json", "scale": [1, 5]})
 
 
-NUMBERS = [
-    ("7", 0.7),
-    ("Score: 7", 0.7),
-    ("I give 3 points for style.\n\nScore: 7/10\n", 0.7),
-    ("**Score:** **7.5**", 0.75),
-    ("Final grade = 0.", 0.0),
-    ("Score: 10", 1.0),
-    ("Score: 11", None),
-    ("Score: -1", None),
-    ("Score: 7 or 8", None),
-    ("Score: seven", None),
-    ("Score: 7\nOr more?", None),
-    ("I cannot grade 5 answers", None),
-    ("Score: nan", None),
-    ("", None),
-    ("\n \n", None),
-]
-FIELDS = [
-    ('{"score": 5}', 1.0),
-    ('Thus:\n```json\n{"why": "{right}", "score": 3.0}\n```', 0.5),
-    ('{"score": 1} is too low. {"score": 2}', 0.25),
-    ('{"score": 3, "parts": {"score": 5}}', 0.5),
-    ('{"score": 3} {"other": 5}', None),
-    ('{"score": "3"}', None),
-    ('{"score": true}', None),
-    ('{"score": NaN}', None),
-    ('{"score": 6}', None),
-    ('{"score": 3', None),
-    ('{"grade": 3}', None),
-    ("[" * 5000 + '{"a":' * 5000, None),
-    ("{" * 5000, None),
-    ("3", None),
-]
+NUMBERS = {"7": 0.7, "Score: 7": 0.7, "**Score:** **7.5**": 0.75, "Final grade = 0.": 0.0}
+NUMBERS |= {"Score: 10": 1.0, "I give 3 points for style.\n\nScore: 7/10\n": 0.7}
+NO_NUMBERS = ["Score: 11", "Score: -1", "Score: 7 or 8", "Score: seven", "Score: 7\nOr more?"]
+NO_NUMBERS += ["I cannot grade 5 answers", "Score: nan", "", "\n \n"]
+FIELDS = {'{"score": 5}': 1.0, '{"score": 1} is too low. {"score": 2}': 0.25}
+FIELDS |= {'Thus:\n```json\n{"why": "{right}", "score": 3.0}\n```': 0.5}
+FIELDS |= {'{"score": 3, "parts": {"score": 5}}': 0.5}
+NO_FIELDS = ['{"score": 3} {"other": 5}', '{"score": "3"}', '{"score": true}', '{"score": NaN}']
+NO_FIELDS += ['{"score": 6}', '{"score": 3', '{"grade": 3}', "[" * 5000 + '{"a":' * 5000]
+NO_FIELDS += ["{" * 5000, "3"]
 
 
 @pytest.mark.parametrize(
-    ("verdict", "reply", "grade"),
-    [*((NUMBER, *each) for each in NUMBERS), *((JSON, *each) for each in FIELDS)],
+    ("verdict", "grades"),
+    [(NUMBER, NUMBERS | dict.fromkeys(NO_NUMBERS)), (JSON, FIELDS | dict.fromkeys(NO_FIELDS))],
 )
 def test_a_number_is_alone_in_the_last_line_and_a_field_in_the_last_outermost_object(
-    verdict, reply, grade
+    verdict, grades
 ):
-    assert verdict.read(reply) == grade
+    assert {reply: verdict.read(reply) for reply in grades} == grades
 
 
 def test_a_long_reply_is_read_from_its_end():

@@ -10,11 +10,7 @@ from lib.trajectories import trajectory as record
 
 from grpo_components.errors import ConfigError
 from grpo_components.objective.aggregation import ConstantLength, SequenceMean, TokenMean
-from grpo_components.training.sample import (
-    make_samples,
-    set_loss_weights,
-    split_responses,
-)
+from grpo_components.training.sample import make_samples, set_loss_weights, split_responses
 from grpo_components.trajectory import (
     SESSION_COUNTS,
     batch_hash,

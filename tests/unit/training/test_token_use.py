@@ -38,10 +38,7 @@ BATCH = [
 
 
 def test_each_cause_has_its_tokens_and_a_token_the_first_of_its_causes():
-    assert count(BATCH) == {
-        7: {"trained": 3 + 2 + 2, "stale": 2, "overlong": 3},
-        8: {"failed": 2},
-    }
+    assert count(BATCH) == {7: {"trained": 3 + 2 + 2, "stale": 2, "overlong": 3}, 8: {"failed": 2}}
     assert count(BATCH, mask_overlong=False)[7] == {"trained": 9, "stale": 3}
 
 

@@ -319,9 +319,7 @@ def test_a_loss_of_the_users_own_is_corrected_like_ours(ranks, base):
 
 
 @pytest.mark.parametrize(
-    ("loss", "problem"),
-    [(Mean(), "shape ()"), (Ends(), "SystemExit")],
-    ids=["Mean", "Ends"],
+    ("loss", "problem"), [(Mean(), "shape ()"), (Ends(), "SystemExit")], ids=["Mean", "Ends"]
 )
 def test_a_loss_that_breaks_its_contract_is_an_error_by_its_name(ranks, base, loss, problem):
     """It is not a skipped step."""
@@ -380,11 +378,7 @@ def test_tokens_over_the_bound_and_responses_cut_off_train_nothing(ranks, base):
     cut_off = make(30, 4, [True] * 6, finish_reason="length")
     warm_up = [step(RAGGED, np.zeros(len(RAGGED)), number) for number in range(3)]
     loss = GRPOLoss()
-    calls = [
-        *warm_up,
-        step([*trained, cut_off], [*ADVANTAGES, 5.0], 3),
-        *export(4),
-    ]
+    calls = [*warm_up, step([*trained, cut_off], [*ADVANTAGES, 5.0], 3), *export(4)]
     options = {"loss": loss, "contract": StalenessContract(2, 1), "mask_overlong": True}
     results = ranks.run(base, 2, calls, **options)
     tried = [t for t in kept if t.response_mask.any()]
