@@ -253,25 +253,23 @@ class GeneratorSide:
 
         self._generator = generator.Generator(
             build_tokenizer=lambda: None,  # nothing is decoded here
-            engine=generator.EngineOptions(
-                model_path=folder,
-                device="cpu",
-                dtype="fp32",
+            settings=generator.GeneratorSettings(
+                max_response_tokens=64,
+                temperature=1.0,
                 max_model_len=128,
                 max_num_seqs=8,
-                gpu_memory_utilization=0.5,
                 kv_cache_gib=1,
-                enforce_eager=True,
-                recompute_kv_after_pull=False,
             ),
-            sampling=generator.SamplingOptions(
-                group_size=1, seed=0, max_response_tokens=64, stop_token_ids=[], truncation={}
+            engine=generator.EngineOptions(
+                model_path=folder, device="cpu", dtype="fp32", recompute_kv_after_pull=False
             ),
+            group_size=1,
+            seed=0,
             environment=generator.EnvironmentOptions(
                 build_environment=lambda **_: None,  # pyright: ignore[reportArgumentType]
                 timeout_s=60.0,
             ),
-            rewards=generator.RewardOptions(rewards={}, num_workers=1, timeout_s=1.0),
+            open_rewards=partial(generator.RewardPool, {}, num_workers=1, timeout_s=1.0),
             rollouts_in_flight=1,
         )
         self._unpack = generator.unpack_buckets

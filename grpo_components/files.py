@@ -13,7 +13,7 @@ ANSWERS = "evaluation_answers.jsonl"
 """Has one line for each logged prompt of each evaluation."""
 FAILURES = "failures.jsonl"
 """Has one line per attempt that ended early: `attempt`, `error` (null if a person stopped it)."""
-_MAX_STEPS_PER_END = 10
+STEPS_PER_END = 10
 T = TypeVar("T")
 
 
@@ -37,7 +37,7 @@ def append_line(file: TextIO, line: str) -> None:
 
 def first_and_last(steps: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
     """Return the first and the last steps of a run, to compare them."""
-    number = max(1, min(_MAX_STEPS_PER_END, len(steps) // 2))
+    number = max(1, min(STEPS_PER_END, len(steps) // 2))
     return steps[:number], steps[-number:]
 
 

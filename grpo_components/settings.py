@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Generic, Literal, Required, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, Required, Self, TypeVar, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import (
@@ -22,10 +22,11 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from typing_extensions import TypedDict
 
-from grpo_components.errors import ConfigError, shown
+from grpo_components.errors import ConfigError, fail, shown
+from grpo_components.schedules import as_schedule
 from grpo_components.time_limits import derived_limits
 
-_SECTION = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_SECTION = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 _ARGUMENTS = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 # ---- kinds of values ----------------------------------------------------------------------------
@@ -64,9 +65,15 @@ class ScheduleKeys(TypedDict, Generic[Number], total=False):
     warmup_steps: CountOrZero
 
 
+def _whole_schedule(value: Any) -> Any:
+    as_schedule("", value)
+    return value
+
+
 Scheduled = Annotated[
     Annotated[Number, Tag("<number>")] | Annotated[ScheduleKeys[Number], Tag("<schedule>")],
     Discriminator(lambda value: "<schedule>" if isinstance(value, dict) else "<number>"),
+    AfterValidator(_whole_schedule),
 ]
 FlagOrPath = Annotated[
     Annotated[bool, Tag("<flag>")] | Annotated[Text, Tag("<path>")],
@@ -96,13 +103,15 @@ def _trainable(model_type: Any) -> Any:
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def _each_once(names: list[str]) -> list[str]:
+def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(names)) < len(names):
-        raise ConfigError("", f"{shown(names)} given, with a name twice", "each name once")
+        raise ConfigError("", f"{shown(list(names))} given, with a name twice", "each name once")
     return names
 
 
-LoraTargets = Annotated[list[LoraTarget], Field(min_length=1), AfterValidator(_each_once)]
+LoraTargets = Annotated[
+    tuple[LoraTarget, ...], Field(min_length=1, strict=False), AfterValidator(_each_once)
+]
 
 
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
@@ -228,9 +237,23 @@ class LoraSettings(BaseModel):
     model_config = _SECTION
     rank: Annotated[int, Field(ge=1, le=512)]  # the largest that vLLM takes
     alpha: Annotated[float, Field(gt=0, le=1e6)]
-    target_modules: LoraTargets = Field(default_factory=lambda: list(get_args(LoraTarget)))
-    dropout: Annotated[float, Field(ge=0, le=0.99)] = 0.0
-    save_merged: bool = False
+    target_modules: LoraTargets = get_args(LoraTarget)
+    dropout: Annotated[float, Field(ge=0, le=0.99)] = 0.0  # of the inputs, in training passes
+    save_merged: bool = False  # whether checkpoints also hold the whole model
+
+    @property
+    def scale(self) -> float:
+        """Factor of an adapter's output B A in the sum with the layer's own weight."""
+        return self.alpha / self.rank
+
+    def fused_targets(self, model_type: str | None) -> list[str]:
+        """Return the targets that a family's Hugging Face models hold in a fused layer.
+
+        Such a layer has no adapter of a part alone, neither in peft nor in vLLM.
+        """
+        apart = ("o_proj", "down_proj")
+        fuses = model_type in ("PHI3_MINI", "PHI4")
+        return [name for name in self.target_modules if fuses and name not in apart]
 
 
 class CurriculumSettings(BaseModel):
@@ -241,6 +264,18 @@ class CurriculumSettings(BaseModel):
     high: Annotated[float, Field(ge=0, le=1)] = 0.8
     floor: Annotated[float, Field(ge=1e-3, le=1)] = 0.1
     decay: Annotated[float, Field(ge=0.01, le=1)] = 0.95
+
+    @model_validator(mode="after")
+    def _check_range(self) -> Self:
+        if self.low > self.high:
+            problem = f"{shown(self.low)} given, and curriculum.high is {self.high:g}"
+            fail("low", problem, f"at most {self.high:g}")
+        return self
+
+
+def reused_per_step(share: float, groups_per_step: int) -> int:
+    """Return how many groups of a batch may be reused ones: the share of it, rounded down."""
+    return int(share * groups_per_step + 1e-9)  # 0.29 * 100 is just below 29
 
 
 class ReplayGenerationSettings(BaseModel):
@@ -267,7 +302,7 @@ class GeneratorSettings(BaseModel):
     temperature: Scheduled[Temperature]
     tensor_parallel_size: Processes = 1
     stop_token_ids: list[int] | None = None
-    max_model_len: Annotated[int, Field(ge=2, le=2**22)] | None = None
+    max_model_len: Annotated[int, Field(ge=2, le=2**22)] | None = None  # null: what prompts need
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 256
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
     kv_cache_gib: Annotated[float, Field(ge=1e-3, le=2**20)] | None = None  # null: 1 on cpu
@@ -280,6 +315,35 @@ class GeneratorSettings(BaseModel):
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     allow_biased_sampling: bool = False
 
+    @property
+    def truncation(self) -> dict[str, float]:
+        """The sampler settings of `TRUNCATION`, which the trainer's logprobs ignore."""
+        return {name: getattr(self, name) for name in TRUNCATION}
+
+    @property
+    def biasing(self) -> list[str]:
+        """Names of the sampler settings that change the sampling distribution."""
+        off = {"top_k": (0, -1)}  # in vLLM, either value turns it off
+        return [
+            name
+            for name, value in self.truncation.items()
+            if value not in off.get(name, (TRUNCATION[name],))
+        ]
+
+    @model_validator(mode="after")
+    def _check_distribution(self) -> Self:
+        schedule = as_schedule("temperature", self.temperature)
+        if schedule.warmup_steps and schedule(0) < 0.01:
+            problem = f"{schedule.warmup_steps} given: the first step would have "
+            problem += f"{schedule(0):.3g}, and vLLM samples at 0.01 to 2"
+            fail("temperature.warmup_steps", problem, f"at most {int(schedule.start / 0.01)}")
+        for name in self.biasing if not self.allow_biased_sampling else ():
+            problem = f"{shown(getattr(self, name))} given, by which ratios are wrong: the trainer "
+            problem += "computes another distribution"
+            allowed = f"{TRUNCATION[name]:g}, or generator.allow_biased_sampling: true"
+            fail(name, problem, allowed)
+        return self
+
 
 TRUNCATION: dict[str, float] = {
     name: GeneratorSettings.model_fields[name].default
@@ -291,14 +355,18 @@ TRUNCATION: dict[str, float] = {
 """Sampler settings that change the sampling distribution, each with the value that turns it off."""
 
 
-def biasing(generator: GeneratorSettings) -> list[str]:
-    """Return the names of the sampler settings that change the sampling distribution."""
-    off = {"top_k": (0, -1)}  # in vLLM, either value turns it off
-    return [
-        name
-        for name, neutral in TRUNCATION.items()
-        if getattr(generator, name) not in off.get(name, (neutral,))
-    ]
+MAX_GENERATOR_KL = {"fp32": 1e-4, "bf16": 0.05}
+"""Default upper bound of the KL (estimator k3) between trainer and generator, by `dtype`.
+
+In nats per token, over responses sampled entirely by the policy version that trains on them;
+docs/training.md has the reasons."""
+TENSOR_PARALLEL_FAMILIES = ("LLAMA3", "LLAMA3_2", "QWEN2")
+"""torchtune's model families with a plan of the trainer's tensor parallelism."""
+
+
+def needs_reference(section: Mapping[Any, Any], key: str = "kl_coeff") -> bool:
+    """Whether a section needs the reference: its `kl_coeff` (number or schedule) ever exceeds 0."""
+    return as_schedule(key, section.get("kl_coeff", 0)).highest > 0
 
 
 def _greedy_or_warm(temperature: float) -> float:
@@ -386,6 +454,13 @@ class RaySettings(BaseModel):
 
     model_config = _SECTION
     address: RayAddress | None = None  # null: a Ray of the run's own, on this machine
+
+
+def _without_nulls(section: Any, **values: Any) -> Any:
+    """Return a section with these values in place of its nulls."""
+    return section.model_copy(
+        update={key: value for key, value in values.items() if getattr(section, key) is None}
+    )
 
 
 class Settings(BaseModel):
@@ -501,6 +576,11 @@ class Settings(BaseModel):
         return not (self.eval_dataset is None or self.rollout_only or self.train_from)
 
     @property
+    def is_synchronous(self) -> bool:
+        """Whether every token is trained by the policy version that sampled it."""
+        return self.max_staleness == 0
+
+    @property
     def is_hugging_face(self) -> bool:
         """Whether the policy is a model of transformers, which needs no checkpointer."""
         return self.model["_component_"] == HUGGING_FACE
@@ -512,26 +592,22 @@ class Settings(BaseModel):
             return None
         return self.checkpointer["model_type"]
 
-    @model_validator(mode="after")
-    def _keep_one_copy(self) -> Settings:
-        """Start no reference beside adapters: without them, the policy is the reference."""
-        if self.lora is not None:
-            self.num_references = 0
-        return self
+    @property
+    def default_bound(self) -> float | None:
+        """Default of `max_generator_kl`."""
+        drops = self.lora is not None and self.lora.dropout > 0
+        return None if drops or self.generator.biasing else MAX_GENERATOR_KL[self.dtype]
 
-    @model_validator(mode="after")
-    def _derive_timeouts(self) -> Settings:
-        parts = max(self.num_trainers // self.tensor_parallel_dim, 1)
-        derived = derived_limits(
-            prompt_tokens=self.dataset.get("max_prompt_tokens") or 0,
-            response_tokens=self.generator.max_response_tokens,
-            samples_per_rank=self.groups_per_step * self.group_size / parts,
-            tokens_per_micro_batch=self.tokens_per_micro_batch,
-            passes=self.ppo_epochs,
-        )
-        missing = {k: v for k, v in derived.items() if getattr(self.timeouts, k) is None}
-        self.timeouts = self.timeouts.model_copy(update=missing)
-        return self
+    @property
+    def kl_sections(self) -> dict[str, Mapping[Any, Any]]:
+        """The sections that may have a `kl_coeff`, by key."""
+        shaping = self.reward_shaping.model_dump()
+        return {"loss": self.loss, "reward_shaping": shaping, "advantages": self.advantages}
+
+    @property
+    def trains(self) -> bool:
+        """Whether a policy is trained."""
+        return not (self.eval_only or self.rollout_only)
 
     @model_validator(mode="before")
     @classmethod
@@ -541,8 +617,244 @@ class Settings(BaseModel):
         sections = {name for name, field in fields if isinstance(field.default, BaseModel)}
         return {k: v for k, v in given.items() if v is not None or k not in sections}
 
+    @model_validator(mode="after")
+    def _fill_in(self) -> Self:
+        """Replace null by the defaults that depend on other keys."""
+        is_cuda = self.device == "cuda"
+        parts = max(self.num_trainers // self.tensor_parallel_dim, 1)
+        limits = derived_limits(
+            prompt_tokens=self.dataset.get("max_prompt_tokens") or 0,
+            response_tokens=self.generator.max_response_tokens,
+            samples_per_rank=self.groups_per_step * self.group_size / parts,
+            tokens_per_micro_batch=self.tokens_per_micro_batch,
+            passes=self.ppo_epochs,
+        )
+        cache = {} if is_cuda else {"kv_cache_gib": 1.0}
+        filled: dict[str, Any] = {
+            "timeouts": _without_nulls(self.timeouts, **limits),
+            "generator": _without_nulls(self.generator, enforce_eager=not is_cuda, **cache),
+        }
+        if self.lora is not None:  # without the adapters, the policy is the reference
+            filled["num_references"] = 0
+        if self.max_generator_kl is None:
+            filled["max_generator_kl"] = self.default_bound
+        if self.profiler.enabled:
+            profile = {"output_dir": f"{self.output_dir}/profile", "xpu": False, "cuda": is_cuda}
+            filled["profiler"] = OmegaConf.create({**profile, **self.profiler})
+        vars(self).update(filled)  # frozen for everybody else
+        return self
+
+    # ---- values that contradict each other ------------------------------------------------------
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        self._check_asynchrony()
+        self._check_colocated()
+        self._check_objective()
+        self._check_lengths()
+        self._check_ranks()
+        self._check_memory_savings()
+        self._check_optimizer()
+        self._check_lora()
+        self._check_keep_best()
+        self._check_transfer()
+        self._check_curriculum()
+        self._check_reuse()
+        self._check_rewards()
+        if self.log_token_logprobs and self.rollouts_logged_per_step == 0:
+            self._refuse("log_token_logprobs", "and rollouts_logged_per_step is 0", "false")
+        return self
+
+    def _value(self, key: str) -> Any:
+        section, _, name = key.rpartition(".")
+        holder: Any = getattr(self, section) if section else self
+        return holder.get(name) if OmegaConf.is_dict(holder) else getattr(holder, name)
+
+    def _refuse(self, key: str, why: str, allowed: str) -> None:
+        fail(key, f"{shown(self._value(key))} given, {why}", allowed)
+
+    def _check_asynchrony(self) -> None:
+        if self.push_every_n_steps > (most := self.max_staleness + 1):
+            why = "which would deadlock: rollouts wait for a push, and it for them"
+            self._refuse("push_every_n_steps", why, f"at most max_staleness + 1 = {most}")
+        if (self.min_generators or 1) > self.num_generators:
+            why = f"and num_generators is {self.num_generators}"
+            self._refuse("min_generators", why, "at most num_generators, or null for all of them")
+
+    def _check_colocated(self) -> None:
+        if not self.colocate:
+            return
+        for key in ("eval_only", "rollout_only", "train_from"):
+            if value := getattr(self, key):
+                self._refuse("colocate", f"and {key} is {shown(value)}: no turns to take", "false")
+        workers, share = self.generator.tensor_parallel_size, self.gpus_per_trainer
+        required = {"max_staleness": 0, "push_every_n_steps": 1, "pull_every_m_rollouts": 1}
+        required["num_trainers"] = self.num_generators * workers
+        if self.device == "cuda":
+            required["gpus_per_generator"] = 1
+        for key, value in required.items():
+            if getattr(self, key) != value:
+                why = "and with colocate: true, generators take turns with the trainers on "
+                self._refuse(key, f"{why}their GPUs", f"{value} (or colocate: false)")
+        if self.device == "cuda" and share < 1 and workers > 1:
+            self._refuse("gpus_per_trainer", "and vLLM's workers need whole GPUs", "1")
+        if self.device == "cuda" and self.generator.kv_cache_gib is None:
+            why = "and what vLLM finds free beside a trainer that starts is chance"
+            self._refuse("generator.kv_cache_gib", why, "a number, with colocate: true")
+
+    def _check_objective(self) -> None:
+        has_reference = self.num_references > 0 or self.lora is not None
+        for name, section in self.kl_sections.items():
+            key = f"{name}.kl_coeff"
+            if needs_reference(section, key) and not has_reference:
+                why = f"and {key} is {shown(section['kl_coeff'])}"
+                self._refuse("num_references", why, f"at least 1, or {key}: 0")
+        if OmegaConf.is_dict(self.optimizer.get("lr")) and self.lr_scheduler:
+            problem = "given beside a schedule for optimizer.lr"
+            fail("lr_scheduler", problem, "null, or a number there")
+        correction = self.off_policy["_component_"]
+        weighs = correction.rpartition(".")[2] in ("TokenTIS", "SequenceTIS", "MaskedIS")
+        if weighs and self.loss.get("_component_", "").endswith(".DecoupledPPOLoss"):
+            problem = f"{correction} given, and DecoupledPPOLoss has such weights already"
+            fail("off_policy", problem, "NoCorrection, GeometricMask or OffPolicySequenceMask")
+
+    def _check_lengths(self) -> None:
+        response = self.generator.max_response_tokens
+        for key in ("environment.max_turns", "reward_shaping.overlong_tokens"):
+            if (self._value(key) or 0) > response:
+                why = f"and a response has up to {response} tokens"
+                self._refuse(key, why, f"at most generator.max_response_tokens = {response}")
+        prompt = self.dataset.get("max_prompt_tokens") or 1
+        for key in ("tokens_per_micro_batch", "generator.max_model_len"):
+            limit = self._value(key)
+            if limit is not None and limit < prompt + response:
+                why = f"less than a prompt ({prompt}) and the longest response ({response})"
+                self._refuse(key, why, f"at least {prompt + response}")
+
+    def _check_ranks(self) -> None:
+        ranks, tensor = self.num_trainers, self.tensor_parallel_dim
+        families = TENSOR_PARALLEL_FAMILIES
+        if tensor > 1 and self.model_type not in (None, *families):
+            why = f"and there is no tensor-parallel plan for {self.model_type}"
+            self._refuse("tensor_parallel_dim", why, f"1, or one of {', '.join(families)}")
+        if ranks % tensor:
+            why, allowed = f"and num_trainers is {ranks}", "a divisor of num_trainers"
+            self._refuse("tensor_parallel_dim", why, allowed)
+        parts = ranks // tensor
+        if parts % self.data_parallel_replicate_dim:
+            why = f"and num_trainers / tensor_parallel_dim is {parts}"
+            self._refuse("data_parallel_replicate_dim", why, f"a divisor of {parts}")
+        samples = self.groups_per_step * self.group_size
+        if parts * self.updates_per_batch > samples:
+            allowed = f"num_trainers / tensor_parallel_dim x updates_per_batch at most {samples}"
+            self._refuse("num_trainers", f"and a step has {samples} samples", allowed)
+        if self.compile and tensor > 1:
+            why = "and torch.compile fails on layers that are split over ranks"
+            self._refuse("compile", why, "false, or tensor_parallel_dim: 1")
+
+    def _check_memory_savings(self) -> None:
+        if self.device == "cpu":
+            least = {"dtype": "fp32", "reduce_dtype": "fp32", "enable_activation_offloading": False}
+            for key, value in {**least, "fsdp_cpu_offload": False}.items():
+                if getattr(self, key) != value:
+                    allowed = f"{shown(value)}, or device: cuda"
+                    self._refuse(key, "which saves nothing with device: cpu", allowed)
+        if self.enable_activation_offloading and not self.enable_activation_checkpointing:
+            why = "and without checkpointing, every intermediate value would be copied"
+            allowed = "false, or enable_activation_checkpointing: true"
+            self._refuse("enable_activation_offloading", why, allowed)
+
+    def _check_optimizer(self) -> None:
+        path = self.optimizer["_component_"]
+        if path.endswith(".CPUOffloadOptimizer"):
+            problem = f"{path} given, which takes gradients away before they are clipped and "
+            problem += "checked"
+            fail("optimizer", problem, "an optimizer on CUDA with fsdp_cpu_offload: true")
+        if path.startswith("torchao.") and self.optimizer.get("eps") is None:
+            problem = f"{path} given without eps: 8 bits round small second moments to 0, and "
+            problem += "with the default of 1e-8 such parameters then move many times too far"
+            fail("optimizer", problem, "optimizer.eps not small against your gradients (1e-5, say)")
+
+    def _check_lora(self) -> None:
+        if self.lora is None:
+            return
+        if fused := self.lora.fused_targets(self.model_type):
+            problem = f"{', '.join(fused)} given, which {self.model_type} has in a fused layer"
+            fail("lora.target_modules", problem, "o_proj, down_proj")
+        if self.weights != "object_store":
+            why = "and vLLM's transfer engines load whole models"
+            self._refuse("weights", why, "object_store, or lora: null")
+        if self.tensor_parallel_dim > 1:
+            self._refuse("tensor_parallel_dim", "and adapters have no plan", "1, or lora: null")
+        if needs_reference(self.reward_shaping.model_dump()):
+            why = "and with lora, the reference's logprobs are computed after the rewards were "
+            why += "shaped"
+            allowed = "0; loss.kl_coeff or advantages.kl_coeff instead"
+            self._refuse("reward_shaping.kl_coeff", why, allowed)
+
+    def _check_transfer(self) -> None:
+        """Refuse a way of the weights that the devices, or the roles' places, do not have."""
+        if self.weights == "object_store":
+            return
+        if self.push == "delta":
+            self._refuse("push", f"and {self.weights} sends whole weights", "whole")
+        if self.train_from or self.device == "cpu":
+            why = "and device is cpu" if self.device == "cpu" else "and train_from has no vLLM"
+            self._refuse("weights", why, "object_store")
+        trainer, generator = self.gpus_per_trainer, self.gpus_per_generator
+        if self.colocate or trainer + generator <= 1:
+            why = "and NCCL lets no two roles share a GPU"
+            allowed = "object_store, or GPU shares of more than 1 together, without colocate"
+            self._refuse("weights", why, allowed)
+
+    def _check_curriculum(self) -> None:
+        if self.curriculum is None:
+            return
+        if not self.shuffle:
+            why = "and a curriculum draws the prompts at random"
+            self._refuse("shuffle", why, "true, or curriculum: null")
+        if self.train_from:
+            fail("curriculum", "given with train_from, whose groups are recorded", "null")
+
+    def _check_reuse(self) -> None:
+        rule, batch = self.replay_generation, self.groups_per_step
+        if rule is None:
+            return
+        for key in ("train_from", "rollout_only"):
+            if getattr(self, key):
+                fail("replay_generation", f"given with {key}, one half of a run", "null")
+        if self.max_staleness == 0:
+            problem = "given with max_staleness: 0, by which no trained group is fresh enough again"
+            fail("replay_generation", problem, "null, or max_staleness: 1 or more")
+        if not reused_per_step(rule.share, batch):
+            why = f"and of groups_per_step: {batch}, that is less than one group"
+            allowed = f"at least {1 / batch:.4g}" if batch > 1 else "groups_per_step: 2 or more"
+            self._refuse("replay_generation.share", why, allowed)
+
+    def _check_rewards(self) -> None:
+        if self.reward_model.path is not None and "reward_model" in self.rewards:
+            problem = "given beside reward_model.path, whose scores have this name"
+            fail("rewards.reward_model", problem, "another name")
+        marked = [name for name, node in self.rewards.items() if node.is_success]
+        if len(marked) != 1:
+            problem = f"is_success: true on {' and '.join(marked) or 'none'}"
+            fail("rewards", problem, "exactly one reward with is_success: true")
+
+    def _check_keep_best(self) -> None:
+        metric, samples = self.keep_best, self.eval.samples_per_prompt
+        for key in ("eval_only", "keep_best") if self.eval_dataset is None else ():
+            if value := getattr(self, key):
+                fail(key, f"{shown(value)} given with eval_dataset: null", "a data set there")
+        allowed = ["eval/success_rate", "eval/reward_mean"]
+        allowed += [f"eval/pass_at_{2**i}" for i in range(1, samples.bit_length())]
+        if metric is not None and metric not in allowed:
+            fail("keep_best", f"{shown(metric)} given", f"null | {' | '.join(allowed)}")
+        save, evaluate = self.save_every_n_steps, self.eval_every_n_steps
+        if metric is not None and save % evaluate:
+            problem = f"{save} given with keep_best, which ranks checkpoints by their evaluation"
+            fail("save_every_n_steps", problem, f"a multiple of eval_every_n_steps: {evaluate}")
+
 
 def teachers_of(settings: Settings) -> int:
     """Return the number of teachers that a run starts: none if nothing is trained."""
-    trains = not (settings.eval_only or settings.rollout_only)
-    return settings.num_teachers if settings.teacher is not None and trains else 0
+    return settings.num_teachers if settings.teacher is not None and settings.trains else 0

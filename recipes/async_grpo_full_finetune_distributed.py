@@ -138,7 +138,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.temperature = objective.temperature
 
         self.groups_per_step, self.timeouts = cfg.groups_per_step, cfg.timeouts
-        contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
+        contract = StalenessContract.of(cfg)
         prompts = build_prompts(cfg, dataset)
         self.ledger = Ledger(contract, 0 if cfg.eval_only else cfg.num_steps, prompts)
         self.records = open_run(

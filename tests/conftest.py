@@ -9,11 +9,14 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from lib.properties import many
+
+from grpo_components.rollout.engine_environment import engine_environment
 
 pytest_plugins = [
     "lib.costs",
@@ -44,6 +47,13 @@ def pytest_collection_finish():
 
 def pytest_unconfigure():
     gc.unfreeze()  # or libraries report leaks
+
+
+@pytest.fixture(scope="module")
+def engine_variables():
+    """The environment variables of an engine's role: vLLM reads them when it is imported."""
+    with mock.patch.dict(os.environ, engine_environment("cpu", "WARNING")):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -35,6 +35,7 @@ ONLY_IMPORTERS = {
 RECORD_AND_MATHS = (
     "grpo_components.errors",
     "grpo_components.plain_text",
+    "grpo_components.schedules",
     "grpo_components.trajectory",
     "grpo_components.objective",
     "grpo_components.exchange.staleness",

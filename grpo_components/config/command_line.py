@@ -1,21 +1,41 @@
-"""Reads the overrides of a command, and derives the command that resumes its run."""
+"""Reads the config and the overrides of a command, and derives the command that resumes its run."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
-from torchtune.config._utils import _remove_key_by_dotpath
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from grpo_components._plugin import config_files, recipes_folder
-from grpo_components.errors import fail, shown
+from grpo_components._tune_run import RECIPE
+from grpo_components._tune_run import main as tune
+from grpo_components.config.reading import plain_values, read_settings
+from grpo_components.errors import ConfigError, fail, shown
 
 _RESUME = "resume_from_checkpoint"
+
+
+def main() -> Any:
+    """Run torchtune's command `tune`; a run of ours with a wrong value ends before any import."""
+    if sys.argv[1:2] == ["run"] and (problem := wrong_value(sys.argv[2:])):
+        sys.stderr.write(f"config error: {problem}\n")
+        sys.exit(2)
+    return tune()
+
+
+def _reads_config_as_given(recipe: Path) -> bool:
+    """Whether a fork leaves the config as given; one that changes it says what is wrong."""
+    try:
+        return b"preflight.read_config(given)" in recipe.read_bytes()
+    except (OSError, ValueError):
+        return False
 
 
 def merge_overrides(given: dict[str, Any], overrides: Sequence[str]) -> DictConfig:
@@ -28,7 +48,7 @@ def merge_overrides(given: dict[str, Any], overrides: Sequence[str]) -> DictConf
         key, separator, value = override.partition("=")
         if key.startswith("~"):
             try:
-                _remove_key_by_dotpath(given, key[1:])
+                _remove(given, *key[1:].split("."))
             except (KeyError, ValueError, TypeError):
                 fail(key, "cannot be removed", f"a key of the config; a component: {key[1:]}=null")
             continue
@@ -49,6 +69,34 @@ def merge_overrides(given: dict[str, Any], overrides: Sequence[str]) -> DictConf
             problem = f"{shown(value)} given: {getattr(error, 'problem', error)}"
             fail(key, problem, "YAML, with a text of several signs in quotes")
     return cast(DictConfig, OmegaConf.merge(*merged))
+
+
+def _remove(section: dict[str, Any], name: str, *rest: str) -> None:
+    """Remove a key, and sections that are empty then; as in torchtune, no component."""
+    if rest:
+        _remove(section[name], *rest)
+    if not (rest and section[name]):
+        if isinstance(section[name], Mapping) and "_component_" in section[name]:
+            raise ValueError(name)
+        del section[name]
+
+
+def wrong_value(words: Sequence[str]) -> str:
+    """Return what is wrong with the config of a command `tune run ...`; empty if it cannot say."""
+    if len(words) < 3 or words[1] != "--config" or any(word[:1] == "-" for word in words[2:]):
+        return ""
+    recipe, _, name, *overrides = words
+    if recipe != RECIPE and not _reads_config_as_given(Path(recipe)):
+        return ""
+    path = config_files(recipes_folder() / "configs").get(name, name)
+    try:
+        given: Any = OmegaConf.to_container(OmegaConf.load(path))
+        read_settings(plain_values(merge_overrides(dict(given), overrides)))
+    except ConfigError as error:
+        return str(error)
+    except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException):
+        return ""
+    return ""
 
 
 def resume_command(argv: Sequence[str]) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import netrc
 import os
 import re
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config
@@ -43,6 +46,8 @@ _OF_REWARDS = ("weight", "is_success")
 """Keys of a reward that the recipe reads, not the component."""
 _MAX_SHOWN = 10
 """Number of columns that an error lists."""
+_PACKAGES = {"TensorBoardLogger": "tensorboard", "WandBLogger": "wandb", "CometLogger": "comet_ml"}
+"""Packages that torchtune's loggers import when they are built."""
 
 # ---- building -----------------------------------------------------------------------------------
 
@@ -125,6 +130,7 @@ def check_components(settings: Settings) -> None:
         _check_arguments(f"environment.{name}", part)
         if part["_component_"].startswith("grpo_components."):
             build(f"environment.{name}", part)
+    _check_logger(settings.metric_logger)
     _check_same_prompts(settings)
     for name, node in settings.rewards.items():
         _check_reward(f"rewards.{name}", node, settings)
@@ -209,6 +215,38 @@ def _check_reward(key: str, node: DictConfig, settings: Settings) -> None:
     if getattr(made, "wall_s", 0) >= limit_s:  # else slow programs would make failed samples
         problem = f"{made.wall_s:g} given with timeouts.reward_s: {limit_s:g}"
         fail(f"{key}.wall_s", problem, "a number below timeouts.reward_s")
+
+
+def _check_logger(node: DictConfig) -> None:
+    """Refuse a logger that cannot be built: a run builds it when it has its folder already."""
+    key, path, environment = "metric_logger", node["_component_"], os.environ
+    logger = _get_component_from_path(path)
+    if inspect.isclass(logger):  # what a function returns is checked once it exists
+        check_logger_methods(path, logger)
+    name = path.rpartition(".")[2]
+    package = _PACKAGES.get(name, "torchtune")
+    if find_spec(package) is None:
+        allowed = f"another logger, or `pip install {package}` first"
+        fail(key, f"{path} needs the package {package}, which is not installed", allowed)
+    mode = node.get("mode") or environment.get("WANDB_MODE", "online")
+    if name != "WandBLogger" or mode in ("offline", "disabled"):
+        return
+    host = urlparse(environment.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        known = host is not None and netrc.netrc().authenticators(host) is not None
+    except (FileNotFoundError, netrc.NetrcParseError):
+        known = False
+    if not (known or environment.get("WANDB_API_KEY") or sys.stdin.isatty()):
+        allowed = "`wandb login` first, or WANDB_API_KEY, or WANDB_MODE=offline in the environment"
+        fail(key, "Weights & Biases has no login here", allowed)
+
+
+def check_logger_methods(path: str, logger: Any) -> None:
+    """Refuse a logger that lacks a method of torchtune's loggers."""
+    for method in ("log_dict", "close"):
+        if not callable(getattr(logger, method, None)):
+            allowed = "one of torchtune.training.metric_logging, or one like it"
+            fail("metric_logger", f"{path} has no {method}", allowed)
 
 
 def _check_same_prompts(settings: Settings) -> None:

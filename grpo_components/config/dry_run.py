@@ -96,8 +96,7 @@ def _kind(cfg: Settings) -> str:
         return f"rollouts only: no training, groups go to {TRAJECTORIES}"
     if cfg.train_from:
         return f"training only, on the groups of {cfg.train_from}"
-    synchronous = cfg.max_staleness == 0
-    return f"training, {'synchronous' if synchronous else 'asynchronous'}"
+    return f"training, {'synchronous' if cfg.is_synchronous else 'asynchronous'}"
 
 
 def _roles(cfg: Settings, objective: Objective) -> Iterator[str]:

@@ -28,12 +28,11 @@ from grpo_components.models.lora import (
     adapted_layers,
     adapted_model,
     is_adapter,
-    lora_options,
     pushed_shapes,
 )
 from grpo_components.models.tensor_parallel import transformers_plan
 from grpo_components.objective.component_errors import named_failure
-from grpo_components.objective.schedules import Schedule, as_schedule
+from grpo_components.schedules import Schedule, as_schedule
 from grpo_components.settings import Settings
 
 _MAX_SCHEDULER_STEPS = 10_000
@@ -118,7 +117,7 @@ def _try_policy(cfg: Settings) -> None:
 
 def check_adapters(settings: Settings, model: nn.Module) -> None:
     """Refuse adapters that trainer and generators would place in different layers."""
-    lora = lora_options(settings.lora)
+    lora = settings.lora
     if lora is None:
         return
     base = Path(settings.base_model_path)

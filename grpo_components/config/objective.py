@@ -17,7 +17,7 @@ from grpo_components.objective.losses import at_step
 from grpo_components.objective.objective import Objective
 from grpo_components.objective.penalties import Penalties
 from grpo_components.objective.reward_shaping import RewardShaping
-from grpo_components.objective.schedules import as_schedule
+from grpo_components.schedules import as_schedule
 from grpo_components.settings import PENALTIES, Settings
 
 _SHAPING = ("kl_coeff", "overlong_tokens", "overlong_penalty")

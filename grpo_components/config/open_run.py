@@ -12,28 +12,26 @@ from typing import Any
 
 from grpo_components._plugin import recipes_folder
 from grpo_components.config.command_line import resume_command
-from grpo_components.config.components import build
+from grpo_components.config.components import build, check_logger_methods
 from grpo_components.config.data import shared_prompts
 from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.errors import ConfigError, fail
-from grpo_components.evaluation.evaluation import build_evaluation
+from grpo_components.evaluation.evaluation import Evaluation
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.aggregation import TokenMean
-from grpo_components.objective.schedules import Schedule
 from grpo_components.quiet import without_prints
-from grpo_components.records.agreement import GeneratorAgreement
-from grpo_components.records.checkpoints import build_checkpoints
-from grpo_components.records.code_snapshot import save_code
-from grpo_components.records.failed_samples import build_failed_samples
+from grpo_components.records.checkpoints import Checkpoints
+from grpo_components.records.guards import FailedSamples, GeneratorAgreement, RunWatch
 from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import build_receipts
 from grpo_components.records.resume import Stateful, begin_run
 from grpo_components.records.run import RunRecords
+from grpo_components.records.run_folder import save_code
 from grpo_components.records.run_log import RunLog
-from grpo_components.records.watch import RunWatch
 from grpo_components.replay.recorded_run import open_event_order, read_replayed
+from grpo_components.schedules import Schedule
 from grpo_components.settings import Settings
 from grpo_components.training.skipped_steps import SkippedSteps
 
@@ -62,12 +60,13 @@ def open_run(
     if isinstance(prompts, PromptCurriculum):
         ledger.events.listen(prompts.follow)
     log = open_log(cfg, start.attempt, start.note, dataset, held_out, recipe)
-    failures = build_failed_samples(cfg, start.attempt, log.note)
-    checkpoints = build_checkpoints(cfg, ledger, prompts, log, start)
+    step_samples, logs = cfg.groups_per_step * cfg.group_size, Path(cfg.output_dir) / "logs"
+    failures = FailedSamples(cfg.max_failed_samples, step_samples, logs, start.attempt, log.note)
+    checkpoints = Checkpoints(cfg, ledger, prompts, log, start)
     ledger.events.listen(log.follow)
     on_result = log.evaluation, checkpoints.add_evaluation
     on_group = failures.count_evaluation, ledger.pin_weights, log.evaluation_answers
-    evaluation = build_evaluation(cfg, held_out, temperature, *on_group, on_result)
+    evaluation = Evaluation(cfg, held_out, temperature, *on_group, on_result)
     journal = Journal(
         *(start, ledger, prompts, receipts, checkpoints),
         original=original,
@@ -89,7 +88,7 @@ def open_run(
 
 def build_reuse(cfg: Settings) -> GroupReuse:
     """Build what chooses the groups that steps train again; without the section, none."""
-    contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
+    contract = StalenessContract.of(cfg)
     rule = cfg.replay_generation
     return GroupReuse(contract, **rule.model_dump()) if rule else GroupReuse(contract)
 
@@ -123,7 +122,7 @@ def open_log(
     """Open the run log, and show the notes on the start and the data sets."""
     with without_prints(cfg.log_level), _without_half_made():
         logger = build("metric_logger", cfg.metric_logger)
-    _check_logger(cfg.metric_logger._component_, logger)
+    check_logger_methods(cfg.metric_logger._component_, logger)
     every, folder = cfg.log_every_n_steps, Path(cfg.output_dir)
     trains = not (cfg.eval_only or cfg.rollout_only)
     resume = resume_command(sys.argv) if trains else ""
@@ -137,14 +136,6 @@ def open_log(
     for line in filter(None, (note, getattr(dataset, "note", ""), left_out, shared, none)):
         run_log.note(line)
     return run_log
-
-
-def _check_logger(path: str, logger: Any) -> None:
-    """Refuse a logger that lacks a method of torchtune's loggers."""
-    for method in ("log_dict", "close"):
-        if not callable(getattr(logger, method, None)):
-            allowed = "one of torchtune.training.metric_logging, or one like it"
-            fail("metric_logger", f"{path} has no {method}", allowed)
 
 
 @contextlib.contextmanager

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from omegaconf import DictConfig, OmegaConf
+import torch
+from omegaconf import DictConfig
 from torchtune.config._parse import TuneRecipeArgumentParser
 
-from grpo_components.config.checks import check_gpus, check_together, default_bound, needs_reference
 from grpo_components.config.command_line import merge_overrides
 from grpo_components.config.components import check_components
 from grpo_components.config.files import check_files, check_output
@@ -18,7 +18,7 @@ from grpo_components.errors import fail
 from grpo_components.offline.partial_runs import check_partial_run
 from grpo_components.quiet import quiet_libraries
 from grpo_components.records.resume import check_resume
-from grpo_components.settings import Settings
+from grpo_components.settings import Settings, needs_reference, teachers_of
 
 
 def parse(recipe_main: Callable[[DictConfig], None]) -> Callable[[], None]:
@@ -67,21 +67,54 @@ def check(cfg: DictConfig) -> Settings:
 
 def settings_of(cfg: DictConfig) -> Settings:
     """Return a config as typed settings with all defaults, without opening a file."""
-    settings = read_settings(plain_values(cfg))
-    _fill_in(settings)
-    check_together(settings)
-    return settings
+    return read_settings(plain_values(cfg))
 
 
-def _fill_in(settings: Settings) -> None:
-    """Replace null by defaults that depend on other keys."""
-    is_cuda = settings.device == "cuda"
-    if settings.generator.enforce_eager is None:
-        settings.generator.enforce_eager = not is_cuda
-    if settings.generator.kv_cache_gib is None and not is_cuda:
-        settings.generator.kv_cache_gib = 1.0
-    if settings.max_generator_kl is None:
-        settings.max_generator_kl = default_bound(settings)
-    if settings.profiler.enabled:
-        profile = {"output_dir": f"{settings.output_dir}/profile", "xpu": False, "cuda": is_cuda}
-        settings.profiler = OmegaConf.create({**profile, **settings.profiler})
+# ---- GPUs ---------------------------------------------------------------------------------------
+
+
+def check_gpus(settings: Settings, *, here: bool) -> None:
+    """Refuse GPU shares that roles cannot have, and roles that do not fit onto these GPUs."""
+    if here and not torch.cuda.is_available():
+        fail("device", f"cuda given, and PyTorch {torch.__version__} finds no GPU", "cpu")
+    counts = _roles(settings)
+    shares = {role: getattr(settings, f"gpus_per_{role}") for role in counts}
+    workers = settings.generator.tensor_parallel_size
+    if workers > 1 and shares["generator"] < 1:
+        why = f"and each of the {workers} workers of a generator needs a whole GPU"
+        allowed = "1 with generator.tensor_parallel_size above 1"
+        fail("gpus_per_generator", f"{shares['generator']:g} given, {why}", allowed)
+    if counts["trainer"] > 1 and shares["trainer"] <= 0.5:
+        why = "and NCCL lets no two trainers share a GPU"
+        allowed = "above 0.5 (or num_trainers: 1)"
+        fail("gpus_per_trainer", f"{shares['trainer']:g} given, {why}", allowed)
+    holder = "trainer" if settings.colocate else "generator"
+    if (used := settings.generator.gpu_memory_utilization) > shares[holder]:
+        problem = f"{used:g} given, more than a {holder}'s share of a GPU"
+        fail("generator.gpu_memory_utilization", problem, f"at most gpus_per_{holder}")
+    if settings.colocate:  # a generator has no GPU but its trainers'
+        del counts["generator"]
+    needed = [shares[role] for role, count in counts.items() for _ in range(count)]
+    needed += [1.0] * (workers - 1) * counts.get("generator", 0)
+    free = [1.0] * len(needed)  # share left of each GPU; as in Ray, none is split over two GPUs
+    for share in sorted(needed, reverse=True):
+        free[next(i for i, left in enumerate(free) if left >= share - 1e-9)] -= share
+    num_needed = sum(left < 1 for left in free)
+    if here and num_needed > torch.cuda.device_count():
+        problem = " and ".join(f"num_{role}s: {count}" for role, count in counts.items())
+        problem += f" need {num_needed} GPUs, and there are {torch.cuda.device_count()}"
+        key = "num_trainers" if settings.colocate else "num_generators"
+        fail(key, problem, "fewer roles, or gpus_per_<role> below 1")
+
+
+def _roles(settings: Settings) -> dict[str, int]:
+    """Return the number of processes of each role that uses a GPU."""
+    counts = {"generator": 0 if settings.train_from else settings.num_generators}
+    counts["trainer"] = settings.num_trainers if settings.trains else 0
+    if any(map(needs_reference, settings.kl_sections.values())):
+        counts["reference"] = settings.num_references
+    if num_teachers := teachers_of(settings):
+        counts["teacher"] = num_teachers
+    if settings.reward_model.path is not None:
+        counts["reward_model"] = 1
+    return counts

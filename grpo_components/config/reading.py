@@ -65,6 +65,7 @@ def _refuse(given: Mapping[str, Any], error: Mapping[str, Any]) -> NoReturn:
     names = [name for name in error["loc"] if isinstance(name, str) and name[0] not in "<["]
     key = ".".join(names)
     if isinstance(own := error.get("ctx", {}).get("error"), ConfigError):  # a validator of ours
+        key = ".".join(filter(None, (key, own.key.lstrip("."))))
         raise ConfigError(key, own.problem, own.allowed)
     if error["type"] == "extra_forbidden":
         *section, name = names

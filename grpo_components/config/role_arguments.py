@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torchtune import config
 
@@ -16,21 +16,15 @@ from grpo_components.config.data import sampled_ids
 from grpo_components.config.model_trial import split_learning_rate
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.hugging_face_policy import hugging_face
-from grpo_components.models.lora import lora_options
 from grpo_components.models.meshes import Sharding
 from grpo_components.offline.partial_runs import stand_in_arguments
 from grpo_components.replay.recorded_run import replayed_run, stall_limit_s
-from grpo_components.rewards.pool import reward_specs
+from grpo_components.replay.schedule import open_schedule
+from grpo_components.rewards.pool import RewardPool, reward_specs
 from grpo_components.rollout.engine_environment import engine_environment
-from grpo_components.rollout.generator_options import (
-    EngineOptions,
-    EnvironmentOptions,
-    ReplayOptions,
-    RewardOptions,
-    SamplingOptions,
-)
+from grpo_components.rollout.generator_options import EngineOptions, EnvironmentOptions
 from grpo_components.rollout.open_sender import open_sender
-from grpo_components.settings import TRUNCATION, Settings
+from grpo_components.settings import Settings
 from grpo_components.training.trainer_options import (
     BatchOptions,
     DiagnosticsOptions,
@@ -39,6 +33,8 @@ from grpo_components.training.trainer_options import (
     OptimizerOptions,
     RankOptions,
 )
+
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
@@ -80,6 +76,12 @@ def role_arguments(
     )
 
 
+def _taken(record: type[Record], cfg: Settings, **derived: Any) -> Record:
+    """Return an option record whose other fields have the values of the keys of their names."""
+    names = {field.name for field in fields(cast(Any, record))} - derived.keys()
+    return record(**{name: getattr(cfg, name) for name in names if hasattr(cfg, name)}, **derived)
+
+
 def _checkpointer(cfg: Settings) -> Callable[[], Any] | None:
     """Return the function that builds the checkpointer; None if transformers reads the files."""
     if cfg.is_hugging_face or cfg.checkpointer is None:
@@ -106,39 +108,35 @@ def _trainer(
     objective: ObjectiveOptions,
     ids: int | None,
 ) -> dict[str, Any]:
+    profiler = partial(config.instantiate, cfg.profiler)
     return {
         "cpu_threads": cpu_threads,
         "num_gpus": _gpus(cfg, cfg.gpus_per_trainer),
         "meets": True,
         "device": cfg.device,
         "seed": cfg.seed,
-        "ranks": _rank_options(cfg),
-        "model": ModelOptions(
+        "ranks": _ranks(cfg),
+        "model": _taken(
+            ModelOptions,
+            cfg,
             build_model=partial(config.instantiate, cfg.model),
             build_checkpointer=_checkpointer(cfg),
-            base_model_path=cfg.base_model_path,
-            model_type=cfg.model_type,
-            dtype=cfg.dtype,
-            enable_activation_checkpointing=cfg.enable_activation_checkpointing,
             compile_model=cfg.compile,
-            logprob_chunk_tokens=cfg.logprob_chunk_tokens,
             num_ids=ids,
-            lora=lora_options(cfg.lora),
         ),
-        "batch": BatchOptions(
-            ppo_epochs=cfg.ppo_epochs,
-            updates_per_batch=cfg.updates_per_batch,
-            tokens_per_micro_batch=cfg.tokens_per_micro_batch,
-            contract=contract,
-            mask_overlong=cfg.mask_overlong,
-        ),
-        "optimizer": _optimizer_options(cfg),
+        "batch": _taken(BatchOptions, cfg, contract=contract),
+        "optimizer": _optimizer(cfg),
         "objective": objective,
-        "diagnostics": _diagnostics_options(cfg),
+        "diagnostics": _taken(
+            DiagnosticsOptions,
+            cfg,
+            build_profiler=profiler if cfg.profiler.enabled else None,
+            logged_responses=cfg.log_token_logprobs * cfg.rollouts_logged_per_step * cfg.group_size,
+        ),
     }
 
 
-def _rank_options(cfg: Settings) -> RankOptions:
+def _ranks(cfg: Settings) -> RankOptions:
     sharding = Sharding(
         replicate=cfg.data_parallel_replicate_dim,
         tensor=cfg.tensor_parallel_dim,
@@ -146,23 +144,20 @@ def _rank_options(cfg: Settings) -> RankOptions:
         cpu_offload=cfg.fsdp_cpu_offload,
         offload_activations=cfg.enable_activation_offloading,
     )
+    sender = None
+    if cfg.weights != "object_store":
+        workers, timeout_s = cfg.generator.tensor_parallel_size, cfg.timeouts.weights_s
+        sender = partial(open_sender, cfg.device, workers=workers, timeout_s=timeout_s)
     return RankOptions(
         num_ranks=cfg.num_trainers,
         sharding=sharding,
         collective_timeout_s=cfg.timeouts.collective_s,
         takes_turns=cfg.colocate,
-        open_sender=_sender(cfg),
+        open_sender=sender,
     )
 
 
-def _sender(cfg: Settings) -> Callable[..., Any] | None:
-    if cfg.weights == "object_store":
-        return None
-    workers, timeout_s = cfg.generator.tensor_parallel_size, cfg.timeouts.weights_s
-    return partial(open_sender, cfg.device, workers=workers, timeout_s=timeout_s)
-
-
-def _optimizer_options(cfg: Settings) -> OptimizerOptions:
+def _optimizer(cfg: Settings) -> OptimizerOptions:
     optimizer, learning_rate = split_learning_rate(cfg.optimizer)
     steps, build_lr_scheduler = cfg.num_steps, None
     if cfg.lr_scheduler:
@@ -172,15 +167,6 @@ def _optimizer_options(cfg: Settings) -> OptimizerOptions:
         build_lr_scheduler=build_lr_scheduler,
         learning_rate=learning_rate,
         clip_grad_norm=cfg.clip_grad_norm,
-    )
-
-
-def _diagnostics_options(cfg: Settings) -> DiagnosticsOptions:
-    profiles = cfg.profiler.enabled
-    return DiagnosticsOptions(
-        log_peak_memory_stats=cfg.log_peak_memory_stats,
-        build_profiler=partial(config.instantiate, cfg.profiler) if profiles else None,
-        logged_responses=cfg.log_token_logprobs * cfg.rollouts_logged_per_step * cfg.group_size,
     )
 
 
@@ -217,10 +203,7 @@ def _reward_model(cfg: Settings, cpu_threads: int) -> dict[str, Any]:
         "num_gpus": _gpus(cfg, cfg.gpus_per_reward_model),
         "device": cfg.device,
         "dtype": cfg.dtype,
-        "path": cfg.reward_model.path,
-        "weight": cfg.reward_model.weight,
-        "chat_template": cfg.reward_model.chat_template,
-        "tokens_per_micro_batch": cfg.reward_model.tokens_per_micro_batch,
+        "settings": cfg.reward_model,
     }
 
 
@@ -231,21 +214,28 @@ def _generator(
     longest_prompt: int,
     ids: int | None,
 ) -> dict[str, Any]:
-    options = cfg.generator
+    section = cfg.generator
+    sampler = section.model_copy(
+        update={
+            "max_model_len": section.max_model_len or longest_prompt + section.max_response_tokens,
+            "stop_token_ids": section.stop_token_ids or list(stop_tokens),
+        }
+    )
+    replayed, logs = replayed_run(cfg), Path(cfg.output_dir) / "logs"
     return {
         "cpu_threads": cpu_threads,
-        "num_gpus": _gpus(cfg, cfg.gpus_per_generator * options.tensor_parallel_size),
+        "num_gpus": _gpus(cfg, cfg.gpus_per_generator * section.tensor_parallel_size),
         "counts_restarts": True,
         "min_living": cfg.num_generators if cfg.min_generators is None else cfg.min_generators,
         "env": engine_environment(cfg.device, cfg.log_level),
         "build_tokenizer": partial(config.instantiate, cfg.tokenizer),
-        "engine": _engine_options(cfg, longest_prompt, ids),
-        "sampling": SamplingOptions(
-            group_size=cfg.group_size,
-            seed=cfg.seed,
-            max_response_tokens=options.max_response_tokens,
-            stop_token_ids=list(options.stop_token_ids or stop_tokens),
-            truncation={name: getattr(options, name) for name in TRUNCATION},
+        "settings": sampler,
+        "engine": _taken(
+            EngineOptions,
+            cfg,
+            model_path=cfg.base_model_path,
+            num_ids=ids,
+            weight_transfer=None if cfg.weights == "object_store" else cfg.weights,
         ),
         "environment": EnvironmentOptions(
             build_environment=partial(build_environment, cfg.environment),
@@ -254,41 +244,21 @@ def _generator(
             slots_apart=has_slots_apart(cfg.environment),
             runs_agents=runs_agents(cfg.environment),
         ),
-        "rewards": RewardOptions(
-            rewards=reward_specs(cfg.rewards),
+        "open_rewards": partial(
+            RewardPool,
+            reward_specs(cfg.rewards),
             num_workers=cfg.reward_workers,
             timeout_s=cfg.timeouts.reward_s,
         ),
+        "group_size": cfg.group_size,
+        "seed": cfg.seed,
         "rollouts_in_flight": cfg.rollouts_in_flight,
         "log_token_texts": cfg.log_token_logprobs,
-        "replay": _replay_options(cfg),
+        "open_schedule": partial(
+            open_schedule,
+            folder=str(logs),
+            replayed_folder=str(replayed / "logs") if replayed else None,
+            timeout_s=stall_limit_s(cfg.timeouts.rollout_s),
+        ),
+        "replays": replayed is not None,
     }
-
-
-def _engine_options(cfg: Settings, longest_prompt: int, ids: int | None) -> EngineOptions:
-    options = cfg.generator
-    return EngineOptions(
-        model_path=cfg.base_model_path,
-        device=cfg.device,
-        dtype=cfg.dtype,
-        max_model_len=options.max_model_len or longest_prompt + options.max_response_tokens,
-        max_num_seqs=options.max_num_seqs,
-        gpu_memory_utilization=options.gpu_memory_utilization,
-        kv_cache_gib=options.kv_cache_gib,
-        enforce_eager=bool(options.enforce_eager),  # preflight replaced null
-        recompute_kv_after_pull=cfg.recompute_kv_after_pull,
-        num_ids=ids,
-        tensor_parallel_size=options.tensor_parallel_size,
-        takes_turns=cfg.colocate,
-        weight_transfer=None if cfg.weights == "object_store" else cfg.weights,
-        lora=lora_options(cfg.lora),
-    )
-
-
-def _replay_options(cfg: Settings) -> ReplayOptions:
-    replayed = replayed_run(cfg)
-    return ReplayOptions(
-        schedule_folder=str(Path(cfg.output_dir) / "logs"),
-        replayed_folder=str(replayed / "logs") if replayed else None,
-        timeout_s=stall_limit_s(cfg.timeouts.rollout_s),
-    )

@@ -26,6 +26,7 @@ from grpo_components.config.environment_trial import try_environment
 from grpo_components.config.model_trial import try_teacher, try_training
 from grpo_components.data.columns import reward_input
 from grpo_components.errors import fail
+from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.component_errors import name_of, named_failure
 from grpo_components.objective.composition import objective_losses
 from grpo_components.objective.contracts import (
@@ -137,7 +138,7 @@ def _try_objective(cfg: Settings, objective: Objective) -> list[str]:
     ours = {key: _sent(key, part) for key, part in parts.items() if part is not None}
     for step in dict.fromkeys((0, cfg.num_steps - 1)):
         inputs = made_inputs(
-            objective.needs_reference, cfg.max_staleness, step, has_teacher=cfg.teacher is not None
+            objective.needs_reference, _versions(cfg), step, has_teacher=cfg.teacher is not None
         )
         _try_loss(ours["loss"], ours["penalties"], ours["off_policy"], inputs)
     counts = np.array([*LENGTHS, 0])
@@ -154,11 +155,11 @@ def _doubts(cfg: Settings, ours: dict[str, Any]) -> list[str]:
     """Return what looks wrong with the loss, on tokens of older policies only if there are any."""
     loss, penalties = ours["loss"], ours["penalties"]
     with named_failure("loss", name_of(loss), _RAISES, "a LossInputs -> losses [N]"):
-        inputs = made_inputs(True, cfg.max_staleness, 0, has_teacher=cfg.teacher is not None)
+        inputs = made_inputs(True, _versions(cfg), 0, has_teacher=cfg.teacher is not None)
         if getattr(loss, "needs_proximal", False):
             inputs = replace(inputs, proximal_logprobs=inputs.trainer_logprobs.detach())
         doubts = list(doubts_about_micro_batches(loss, penalties, inputs))
-        several = cfg.max_staleness or cfg.ppo_epochs * cfg.updates_per_batch > 1
+        several = not cfg.is_synchronous or cfg.ppo_epochs * cfg.updates_per_batch > 1
         if several and isinstance(ours["off_policy"], NoCorrection):
             doubts += doubts_about_loss(loss)
     return doubts
@@ -184,8 +185,13 @@ def _try_loss(loss: Any, penalties: Penalties, off_policy: Any, inputs: LossInpu
             check_numbers(name, losses, inputs)
 
 
+def _versions(cfg: Settings) -> int:
+    """Return the most policy versions that sampled the tokens of one batch."""
+    return StalenessContract.of(cfg).max_push_interval
+
+
 def made_inputs(
-    has_reference: bool, max_staleness: int, step: int, *, has_teacher: bool = False
+    has_reference: bool, versions: int, step: int, *, has_teacher: bool = False
 ) -> LossInputs:
     """Return a small micro-batch of ordinary numbers, always the same."""
     numbers = torch.Generator().manual_seed(0)
@@ -201,7 +207,7 @@ def made_inputs(
         generator_logprobs=trainer + between(-0.1, 0.1),
         advantages=torch.tensor([1.0, -1.0, -0.5, 0.5])[responses],
         sequence_ids=responses,
-        staleness=torch.arange(size) % (max_staleness + 1),
+        staleness=torch.arange(size) % versions,
         step=step,
         reference_logprobs=trainer + between(-0.1, 0.1) if has_reference else None,
         entropy=between(0.1, 2.0).requires_grad_(),

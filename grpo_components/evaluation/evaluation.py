@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.errors import RoleLostError
 from grpo_components.evaluation.metrics import evaluation_metrics
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.offline.partial_runs import evaluated_version
+from grpo_components.schedules import Schedule, as_schedule
 from grpo_components.settings import Settings
 
 Results = list[dict[str, Any]]
@@ -30,58 +29,38 @@ PinWeights = Callable[[], AbstractContextManager[None]]
 """Returns a context manager that keeps the generators' weights; see `Ledger.pin_weights`."""
 
 
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """How the held-out prompts are answered, and how many answers are logged."""
-
-    samples: int
-    """Number of responses to each prompt."""
-    batch: int
-    """Number of responses that one generator samples at a time."""
-    prompts_logged: int
-    """Number of prompts, spread evenly over the data set, whose responses are logged as text."""
-    timeout_s: float
-    """Longest wait for one batch, in seconds."""
-
-    def logged(self, num_prompts: int) -> set[int]:
-        """Return the rows of the prompts that are logged, the same in every evaluation."""
-        count = min(self.prompts_logged, num_prompts)
-        return {i * num_prompts // count for i in range(count)}
-
-
 class Evaluation:
     """Measures held-out success of the published weights while rollouts and training go on."""
 
     def __init__(
         self,
+        cfg: Settings,
         held_out: Sequence[Any],
-        *,
-        every_n_steps: int,
-        num_steps: int,
-        contract: StalenessContract,
-        first_version: int,
-        options: EvaluationOptions,
         temperature: Schedule,
         scored: Scored,
         pin_weights: PinWeights,
         on_answers: OnAnswers,
         on_result: Sequence[OnResult],
     ) -> None:
-        self._held_out, self._options = held_out, options
-        self.is_on = bool(held_out)
+        self._held_out, self._cfg = held_out if cfg.evaluates else (), cfg
+        self.is_on = bool(self._held_out)
         """Whether there are prompts to evaluate on."""
-        self._logged = options.logged(len(held_out))
-        self._every_n_steps, self._num_steps = every_n_steps, num_steps
-        self._contract, self._began = contract, 0
-        self._first_version = first_version
-        self._temperature, self._scored, self._pin_weights = temperature, scored, pin_weights
+        number = len(self._held_out)
+        count = min(cfg.eval.prompts_logged, number)
+        self._logged = {i * number // count for i in range(count)}
+        """Rows of the prompts that are logged, spread evenly, the same in every evaluation."""
+        self._contract = StalenessContract.of(cfg)
+        self._began, self._first_version = 0, evaluated_version(cfg)
+        given = cfg.eval.temperature
+        self._temperature = temperature if given is None else as_schedule("eval.temperature", given)
+        self._scored, self._pin_weights = scored, pin_weights
         self._on_answers, self._on_result = on_answers, on_result
         self._running: asyncio.Task[None] | None = None
         self._metrics: dict[str, float] = {}
 
     def due(self, step: int) -> bool:
         """Whether an evaluation follows this training step."""
-        is_time = step % self._every_n_steps == 0 or step >= self._num_steps
+        is_time = step % self._cfg.eval_every_n_steps == 0 or step >= self._cfg.num_steps
         return self.is_on and is_time
 
     async def begin(
@@ -108,7 +87,7 @@ class Evaluation:
     def _must_end(self, step: int) -> bool:
         # Steps are used as versions: after a skipped step, the wait only starts earlier.
         needs_newer_weights = not self._contract.may_train(self._began, step)
-        return step >= self._num_steps or self.due(step + 1) or needs_newer_weights
+        return step >= self._cfg.num_steps or self.due(step + 1) or needs_newer_weights
 
     async def _evaluate(
         self,
@@ -165,8 +144,9 @@ class Evaluation:
     async def _ask(self, generator: GeneratorHandle, rows: Sequence[int], step: int) -> Results:
         prompts = [self._held_out[row] for row in rows]
         logged = [i for i, row in enumerate(rows) if row in self._logged]
-        samples, batch = self._options.samples, self._options.batch
-        timeout_s = self._options.timeout_s * (2 + len(prompts) * samples // batch)
+        samples, batch = self._cfg.eval.samples_per_prompt, self._cfg.group_size
+        batches = len(prompts) * samples // (batch * self._cfg.rollouts_in_flight)
+        timeout_s = self._cfg.timeouts.rollout_s * (2 + batches)
         asked = (prompts, self._temperature(step), samples, logged)
         return await generator.evaluate(*asked, step=step, timeout_s=timeout_s)
 
@@ -179,36 +159,3 @@ async def _none_lost(calls: Iterable[Awaitable[Any]]) -> list[Any] | None:
         if not isinstance(failure, RoleLostError):
             raise failure
     return None if failures else results
-
-
-def build_evaluation(
-    cfg: Settings,
-    held_out: Sequence[Any],
-    temperature: Schedule,
-    scored: Scored,
-    pin_weights: PinWeights,
-    on_answers: OnAnswers,
-    on_result: Sequence[OnResult],
-) -> Evaluation:
-    """Build `Evaluation` from the config."""
-    eval_temperature = cfg.eval.temperature
-    return Evaluation(
-        held_out if cfg.evaluates else (),
-        every_n_steps=cfg.eval_every_n_steps,
-        num_steps=cfg.num_steps,
-        contract=StalenessContract(cfg.max_staleness, cfg.groups_per_step),
-        first_version=evaluated_version(cfg),
-        options=EvaluationOptions(
-            samples=cfg.eval.samples_per_prompt,
-            batch=cfg.group_size * cfg.rollouts_in_flight,
-            prompts_logged=cfg.eval.prompts_logged,
-            timeout_s=cfg.timeouts.rollout_s,
-        ),
-        temperature=temperature
-        if eval_temperature is None
-        else as_schedule("eval.temperature", eval_temperature),
-        scored=scored,
-        pin_weights=pin_weights,
-        on_answers=on_answers,
-        on_result=on_result,
-    )

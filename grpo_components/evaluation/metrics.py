@@ -8,9 +8,6 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, pvariance, stdev
 from typing import Any
 
-from grpo_components.errors import fail, shown
-from grpo_components.settings import Settings
-
 _Z = 1.959964
 """Normal quantile of a two-sided 95 % interval."""
 
@@ -76,26 +73,6 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
         return math.nan, math.nan
     half = _Z * stdev(values) / math.sqrt(len(values))
     return fmean(values) - half, fmean(values) + half
-
-
-def check_keep_best(cfg: Settings) -> None:
-    """Refuse a `keep_best` metric that evaluations do not measure, or not at every checkpoint.
-
-    Also refuses what needs evaluations if there are none.
-    """
-    metric, samples = cfg.keep_best, cfg.eval.samples_per_prompt
-    if cfg.eval_dataset is None:
-        for key in ("eval_only", "keep_best"):
-            if value := getattr(cfg, key):
-                fail(key, f"{shown(value)} given with eval_dataset: null", "a data set there")
-    allowed = ["eval/success_rate", "eval/reward_mean"]
-    allowed += [f"eval/pass_at_{2**i}" for i in range(1, samples.bit_length())]
-    if metric is not None and metric not in allowed:
-        fail("keep_best", f"{shown(metric)} given", f"null | {' | '.join(allowed)}")
-    save, evaluate = cfg.save_every_n_steps, cfg.eval_every_n_steps
-    if metric is not None and save % evaluate:
-        problem = f"{save} given with keep_best, which ranks checkpoints by their evaluation"
-        fail("save_every_n_steps", problem, f"a multiple of eval_every_n_steps: {evaluate}")
 
 
 def _with_interval(

@@ -15,6 +15,7 @@ from typing import Any
 
 from grpo_components.exchange.ledger_entry import LedgerEntry
 from grpo_components.exchange.staleness import Reused, StalenessContract
+from grpo_components.settings import reused_per_step
 from grpo_components.trajectory import GroupSummary
 
 _LARGEST = 2.0**53
@@ -32,11 +33,6 @@ class Candidate:
     """Oldest policy version that sampled one of its tokens."""
     uses: int = 1
     """Number of steps that trained it."""
-
-
-def reused_per_step(share: float, groups_per_step: int) -> int:
-    """Return how many groups of a batch may be reused ones: the share of it, rounded down."""
-    return int(share * groups_per_step + 1e-9)  # 0.29 * 100 is just below 29
 
 
 class ReusePool:

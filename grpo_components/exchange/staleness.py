@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +44,11 @@ class StalenessContract:
         Admission keeps this limit: one batch for each policy version that one step may train.
         """
         return self.groups_of(self.max_staleness + 1)
+
+    @classmethod
+    def of(cls, settings: Any) -> StalenessContract:
+        """Return the contract of a config's settings."""
+        return cls(settings.max_staleness, settings.groups_per_step)
 
     @property
     def max_push_interval(self) -> int:

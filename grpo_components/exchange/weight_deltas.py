@@ -7,16 +7,51 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from grpo_components.exchange.byte_delta import apply, encode, most_bytes
 from grpo_components.exchange.weights import Manifest, TensorDelta, TensorEntry
 
 NO_BASE = -1
 """In place of the version that a delta builds on: a push of all bytes, on which deltas may build.
 """
-Bucket = tuple[Manifest, NDArray[np.uint8]]
+Bytes = NDArray[np.uint8]
+Bucket = tuple[Manifest, Bytes]
+_BLOCK = 2**18
+"""Elements that are compared at once: bounds the memory of the work."""
+
+
+def encode(new: Bytes, base: Bytes, itemsize: int) -> Bytes:
+    """Compress which bits changed from one array to another; `apply` repeats the change.
+
+    In each block of elements, the first bytes of all elements come first, then the second ones: an
+    optimizer's small step changes the low bytes of many elements and the high bytes of few.
+    """
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as packed:
+        for part in _blocks(len(new), itemsize):
+            changed = (new[part] ^ base[part]).reshape(-1, itemsize)
+            packed.write(np.ascontiguousarray(changed.T))
+    return np.frombuffer(sink.getvalue(), np.uint8)
+
+
+def apply(delta: Bytes, raw: Bytes, itemsize: int) -> None:
+    """Change an array in place, from the base of a delta to what was encoded."""
+    with pa.CompressedInputStream(pa.py_buffer(delta), "zstd") as packed:
+        for part in _blocks(len(raw), itemsize):
+            block = raw[part].reshape(-1, itemsize)
+            changed = np.frombuffer(packed.read(block.nbytes), np.uint8)
+            if len(changed) != block.nbytes:
+                raise ValueError("the delta ends before the tensor")
+            block ^= changed.reshape(itemsize, -1).T
+        if packed.read(1):
+            raise ValueError("the delta goes on after the tensor")
+
+
+def _blocks(nbytes: int, itemsize: int) -> Iterator[slice]:
+    step = _BLOCK * itemsize
+    return (slice(begin, begin + step) for begin in range(0, nbytes, step))
 
 
 @dataclass(frozen=True)
@@ -27,7 +62,7 @@ class DeltaBucket:
     """Policy version of the weights."""
     manifest: Manifest
     """Describes the rebuilt tensors; where `delta` is set, the bytes are a delta."""
-    packed: NDArray[np.uint8]
+    packed: Bytes
     """[nbytes] uint8."""
 
 
@@ -35,7 +70,7 @@ class DeltaEncoder:
     """Compares each bucket with the one before, which it keeps."""
 
     def __init__(self) -> None:
-        self._last: tuple[int, Manifest, NDArray[np.uint8]] | None = None
+        self._last: tuple[int, Manifest, Bytes] | None = None
 
     def encode(self, version: int, bucket: Bucket, base: int) -> DeltaBucket:
         """Return what changed since the last call, or the whole bucket; keep the new bytes."""
@@ -50,20 +85,19 @@ class DeltaEncoder:
 def encode_bucket(bucket: Bucket, base: Bucket) -> Bucket:
     """Encode what changed from one bucket to another with the same tensors."""
     entries: list[TensorEntry] = []
-    # Memory that is never written to takes no room.
-    most = sum(most_bytes(entry.nbytes, _itemsize(entry)) for entry in bucket[0])
-    packed, offset = np.empty(most, np.uint8), 0
+    deltas, offset = [np.empty(0, np.uint8)], 0
     for new, old in zip(bucket[0], base[0], strict=True):
         same = (new.name, new.dtype, new.shape) == (old.name, old.dtype, old.shape)
         assert same, f"{new.name} was {old.name}"
         nbytes = 0
         if new.checksum != old.checksum:
-            delta = encode(_bytes_of(new, bucket[1]), _bytes_of(old, base[1]), _itemsize(new))
-            nbytes = len(delta)
-            packed[offset : offset + nbytes] = delta
+            deltas.append(
+                encode(_bytes_of(new, bucket[1]), _bytes_of(old, base[1]), _itemsize(new))
+            )
+            nbytes = len(deltas[-1])
         entries.append(replace(new, offset=offset, delta=TensorDelta(old.checksum, nbytes)))
         offset += nbytes
-    return tuple(entries), packed[:offset]
+    return tuple(entries), np.concatenate(deltas)
 
 
 class RebuiltWeights:
@@ -111,7 +145,7 @@ def newest_manifests(buckets: Iterable[Any]) -> Iterator[Manifest]:
 def _rebuild(
     version: int,
     links: Sequence[tuple[TensorEntry, DeltaBucket]],
-    kept: tuple[TensorEntry, NDArray[np.uint8]] | None,
+    kept: tuple[TensorEntry, Bytes] | None,
 ) -> Bucket:
     """Return a tensor's newest bytes as a bucket of its own."""
     newest, push = links[-1]
@@ -136,15 +170,17 @@ def _rebuild(
     return (replace(newest, offset=0, delta=None),), raw
 
 
-def _apply(entry: TensorEntry, push: DeltaBucket, raw: NDArray[np.uint8]) -> None:
+def _apply(entry: TensorEntry, push: DeltaBucket, raw: Bytes) -> None:
+    if entry.delta is not None and not entry.delta.nbytes:
+        return  # nothing changed
     try:
         apply(_bytes_of(entry, push.packed), raw, _itemsize(entry))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         where = f"weight tensor {entry.name} is damaged in the push of version {push.version}"
         raise ValueError(f"{where}: {error}") from error
 
 
-def _bytes_of(entry: TensorEntry, packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _bytes_of(entry: TensorEntry, packed: Bytes) -> Bytes:
     return packed[entry.offset : entry.offset + entry.pushed_nbytes]
 
 

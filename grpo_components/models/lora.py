@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +15,12 @@ from torchtune.modules.peft import LoRALinear
 
 from grpo_components.exchange.weights import StateDict, checkpoint_shapes
 from grpo_components.models.loading import DTYPES
-from grpo_components.settings import LoraSettings
+from grpo_components.settings import LoraSettings, LoraTarget
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGETS = get_args(LoraTarget)
 """Hugging Face's names of the linear layers that may have an adapter."""
 _HF_NAMES = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """torchtune's names of linear layers -> Hugging Face's, where they differ."""
-_FUSING_FAMILIES = ("PHI3_MINI", "PHI4")
-"""Model families whose Hugging Face models hold several of our layers in one."""
-_FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ADAPTER_FOLDER = "adapter"
 """Name of a checkpoint's folder that holds the adapter."""
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -33,84 +29,40 @@ _PEFT_PREFIX = "base_model.model."
 _A, _B = "lora_a.weight", "lora_b.weight"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoraOptions:
-    """Options of the adapters; the names are those of the config."""
-
-    rank: int
-    """Inner dimension r of each adapter's matrices A [r, in] and B [out, r]."""
-    alpha: float
-    """Numerator of the scale alpha / r of an adapter's output."""
-    target_modules: tuple[str, ...]
-    """Hugging Face's names of the linear layers that get an adapter, of TARGETS."""
-    dropout: float = 0.0
-    """Probability that an input of A is dropped in a training pass."""
-    save_merged: bool = False
-    """Whether checkpoints also hold the whole model, with the adapters merged into it."""
-
-    @property
-    def scale(self) -> float:
-        """Factor of B A in the sum with the layer's own weight."""
-        return self.alpha / self.rank
-
-    @property
-    def reserved_rank(self) -> int:
-        """Rank for which vLLM reserves memory."""
-        return next(rank for rank in _VLLM_RANKS if rank >= self.rank)
-
-    def peft_config(self, base_model_path: str) -> dict[str, Any]:
-        """Return the contents of peft's `adapter_config.json`."""
-        alpha = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha
-        return {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base_model_path,
-            "r": self.rank,
-            "lora_alpha": alpha,
-            "lora_dropout": self.dropout,
-            "target_modules": list(self.target_modules),
-            "bias": "none",
-            "inference_mode": True,
-        }
+def reserved_rank(lora: LoraSettings) -> int:
+    """Return the rank for which vLLM reserves memory."""
+    return next(rank for rank in _VLLM_RANKS if rank >= lora.rank)
 
 
-def lora_options(section: LoraSettings | None) -> LoraOptions | None:
-    """Return the options in a config's section `lora`; None if all weights are trained."""
-    if section is None:
-        return None
-    return LoraOptions(
-        rank=section.rank,
-        alpha=section.alpha,
-        target_modules=tuple(section.target_modules),
-        dropout=section.dropout,
-        save_merged=section.save_merged,
-    )
+def peft_config(lora: LoraSettings, base_model_path: str) -> dict[str, Any]:
+    """Return the contents of peft's `adapter_config.json`."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model_path,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": list(lora.target_modules),
+        "bias": "none",
+        "inference_mode": True,
+    }
 
 
-def read_adapter_options(folder: Path) -> LoraOptions:
-    """Read the options of an adapter that `LoraOptions.peft_config` described."""
+def read_adapter_options(folder: Path) -> LoraSettings:
+    """Read the options of an adapter that `peft_config` described."""
     file = folder / "adapter_config.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        rank, alpha = int(found["r"]), float(found["lora_alpha"])
-        targets = tuple(found["target_modules"])
+        numbers = {"rank": int(found["r"]), "alpha": float(found["lora_alpha"])}
+        return LoraSettings(**numbers, target_modules=found["target_modules"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} does not describe a LoRA adapter: {error!r}") from error
-    if not 1 <= rank <= _VLLM_RANKS[-1] or not set(targets) <= set(TARGETS):
-        raise ValueError(f"{file} has rank {rank} and target_modules {', '.join(targets)}")
-    return LoraOptions(rank=rank, alpha=alpha, target_modules=targets)
 
 
-def fused_targets(model_type: str, lora: LoraOptions) -> list[str]:
-    """Return the targets that a family's Hugging Face models hold in a fused layer.
-
-    Such a layer has no adapter of a part alone, neither in peft nor in vLLM.
-    """
-    fused = _FUSED if model_type in _FUSING_FAMILIES else ()
-    return [name for name in lora.target_modules if name in fused]
-
-
-def adapted_model(build_model: Callable[[], nn.Module], lora: LoraOptions, dtype: str) -> nn.Module:
+def adapted_model(
+    build_model: Callable[[], nn.Module], lora: LoraSettings, dtype: str
+) -> nn.Module:
     """Build a policy whose target layers have adapters, and freeze everything else.
 
     Frozen parameters are in the compute dtype, because nothing is added to them; the adapters are
@@ -126,7 +78,7 @@ def adapted_model(build_model: Callable[[], nn.Module], lora: LoraOptions, dtype
     return model
 
 
-def _adapted(linear: nn.Linear, lora: LoraOptions) -> LoRALinear:
+def _adapted(linear: nn.Linear, lora: LoraSettings) -> LoRALinear:
     with training.set_default_dtype(torch.float32), linear.weight.device:
         layer = LoRALinear(
             linear.in_features, linear.out_features, lora.rank, lora.alpha, lora.dropout
@@ -147,7 +99,7 @@ def new_adapters(model: nn.Module) -> StateDict:
     return adapters
 
 
-def is_target(name: str, lora: LoraOptions) -> bool:
+def is_target(name: str, lora: LoraSettings) -> bool:
     """Whether a weight belongs to a layer that gets an adapter."""
     path, _, kind = name.rpartition(".")
     layer = path.rpartition(".")[2]
@@ -166,7 +118,7 @@ def adapted_layers(model: nn.Module) -> set[str]:
     return {_HF_NAMES.get(name, name) for name in (path.rpartition(".")[2] for path in paths)}
 
 
-def pushed_shapes(base: Path, lora: LoraOptions | None) -> dict[str, tuple[int, ...]]:
+def pushed_shapes(base: Path, lora: LoraSettings | None) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor that a push sends: of an adapter, or of all."""
     whole = checkpoint_shapes(base)
     if lora is None:

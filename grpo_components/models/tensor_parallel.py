@@ -21,9 +21,6 @@ from torchtune.training import prepare_mha_for_tp
 from grpo_components.errors import fail
 from grpo_components.models.hugging_face_policy import base_of
 
-FAMILIES = ("LLAMA3", "LLAMA3_2", "QWEN2")
-"""Model families with a plan: torchtune 0.6.1's for Llama 3, our own for Qwen2 and Qwen2.5."""
-
 Plan = dict[str, ParallelStyle]
 
 

@@ -1,7 +1,8 @@
 """Advantages: how far the reward of each response is above the mean of its group or batch.
 
-Failed samples (reward NaN) are left out of every mean and deviation and get advantage 0. Standard
-deviations are sample deviations (the sum of squares is divided by n - 1).
+Each maps the rewards of a batch, [B, G] float64 (B groups of G responses), to advantages, [B, G]
+float32. Failed samples (reward NaN) are left out of every mean and deviation and get advantage 0.
+Standard deviations are sample deviations (the sum of squares is divided by n - 1).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class GroupNormalizedAdvantages:
         self.eps = _positive("advantages.eps", eps)
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Return the advantages of a batch."""
+        """Return the advantages [B, G] of rewards [B, G]."""
         centred, count = _centred(rewards)
         return (centred / (_deviation(centred, count) + self.eps)).astype(np.float32)
 
@@ -46,7 +47,7 @@ class BatchScaledAdvantages:
         self.eps = _positive("advantages.eps", eps)
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Return the advantages of a batch."""
+        """Return the advantages [B, G] of rewards [B, G]."""
         deviation = _deviation(*_centred(rewards.reshape(1, -1)))
         return (_centred(rewards)[0] / (deviation + self.eps)).astype(np.float32)
 
@@ -59,7 +60,7 @@ class GroupCenteredAdvantages:
     """
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Return the advantages of a batch."""
+        """Return the advantages [B, G] of rewards [B, G]."""
         return _centred(rewards)[0].astype(np.float32)
 
 
@@ -71,7 +72,7 @@ class LeaveOneOutAdvantages:
     """
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Return the advantages of a batch."""
+        """Return the advantages [B, G] of rewards [B, G]."""
         centred, count = _centred(rewards)
         return (centred * (count / np.maximum(count - 1, 1))).astype(np.float32)
 
@@ -91,7 +92,7 @@ class BatchNormalizedAdvantages:
         self.eps = _positive("advantages.eps", eps)
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Return the advantages of a batch."""
+        """Return the advantages [B, G] of rewards [B, G]."""
         centred, count = _centred(rewards.reshape(1, -1))
         normalized = centred / (_deviation(centred, count) + self.eps)
         return normalized.reshape(rewards.shape).astype(np.float32)

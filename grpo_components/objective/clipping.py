@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grpo_components.errors import ConfigError
-from grpo_components.objective.schedules import Schedule, Scheduled, as_schedule
+from grpo_components.schedules import Schedule, Scheduled, as_schedule
 
 
 def clipped_objective(

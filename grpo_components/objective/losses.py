@@ -29,7 +29,7 @@ from grpo_components.objective.clipping import (
     importance_weight,
     ratio_metrics,
 )
-from grpo_components.objective.schedules import Scheduled, as_schedule
+from grpo_components.schedules import Scheduled, as_schedule
 
 TokenMetrics = dict[str, Tensor]
 """Values [N] by metric key; their mean is logged, or their maximum if the key ends in `max`."""
@@ -125,7 +125,7 @@ class GSPOLoss:
     GSPO, arXiv 2507.18071, eq. 5 to 7. Each token's loss is that of its response,
     -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), and the gradient goes through s to all its
     tokens, so that SequenceMean gives the paper's objective. The mean is over the trained tokens:
-    those that a correction masks, or that are older than `max_staleness`, are left out.
+    those that a correction masks, or that are too old to be trained, are left out.
 
     Args:
         clip_low: s is clipped below at 1 - clip_low; a number or a schedule.

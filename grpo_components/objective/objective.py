@@ -12,7 +12,7 @@ from grpo_components.objective.contracts import advantages_of
 from grpo_components.objective.dynamic_sampling import DynamicSampling
 from grpo_components.objective.penalties import Penalties
 from grpo_components.objective.reward_shaping import RewardShaping
-from grpo_components.objective.schedules import Schedule
+from grpo_components.schedules import Schedule
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Its arguments are `log_ratios` [N], those of the trained tokens of whole respons
 and `sequence_ids` [N] int64, 0 to S - 1; it returns weights [N] of the log ratios' dtype.
 The weight multiplies the token's policy loss and carries no gradient; weight 0 masks the token
 (`composition.py`). T is the number of a response's trained tokens. With `stale_tokens: mask`, its
-first tokens may be older than `max_staleness`; sums and means leave these out. Log ratios, and
+first tokens may be too old to be trained; sums and means leave these out. Log ratios, and
 their sums and means over a response, are clamped to +-20 before the exponential, so that no ratio
 overflows.
 

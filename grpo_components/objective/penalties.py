@@ -7,7 +7,7 @@ from torch import Tensor
 from grpo_components.errors import ConfigError
 from grpo_components.objective.kl import ESTIMATORS
 from grpo_components.objective.losses import LossInputs, TokenMetrics
-from grpo_components.objective.schedules import Scheduled, as_schedule
+from grpo_components.schedules import Scheduled, as_schedule
 
 
 class Penalties:

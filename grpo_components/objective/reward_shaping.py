@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_components.errors import ConfigError
 from grpo_components.objective.kl import ESTIMATORS
-from grpo_components.objective.schedules import Schedule, as_schedule
+from grpo_components.schedules import Schedule, as_schedule
 
 
 class ResponseBatch(Protocol):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_components.errors import ConfigError
-from grpo_components.objective.schedules import Schedule, as_schedule
+from grpo_components.schedules import Schedule, as_schedule
 from grpo_components.trajectory import Trajectory
 
 

@@ -179,7 +179,7 @@ def _check_recorded(cfg: Settings, path: str) -> None:
     if other := {len(group) for group in groups} - {cfg.group_size}:
         problem = f"{cfg.group_size} given, and {path} has groups of {min(other)}"
         fail("group_size", problem, str(min(other)))
-    contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
+    contract = StalenessContract.of(cfg)
     oldest, last_step = min(map(_oldest_version, groups)), cfg.num_steps - 1
     if not contract.may_train(oldest, last_step):
         needed = contract.staleness(oldest, last_step)

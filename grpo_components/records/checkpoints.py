@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from grpo_components.cluster.handles import ReplayBufferHandle, TrainersHandle
 from grpo_components.exchange.ledger import Ledger
-from grpo_components.records.checkpoint_folder import (
-    begin,
-    choose_best,
-    clean,
-    latest,
-    publish,
-    rate,
-)
+from grpo_components.records import checkpoint_folder
 from grpo_components.records.resume import RunStart, Stateful
-from grpo_components.records.run_identity import RunIdentity
 from grpo_components.records.run_log import RunLog
 from grpo_components.settings import Settings
 from grpo_components.state_files import FORMAT, write_state
@@ -31,26 +23,11 @@ class Checkpoints:
     """Saves and restores checkpoints; all parts of one are taken between the same two steps."""
 
     def __init__(
-        self,
-        folder: Path,
-        cfg: Settings,
-        ledger: Ledger,
-        prompts: Stateful,
-        *,
-        writes: bool,
-        keep_last_n: int | None,
-        keep_best: str | None,
-        failure: Literal["error", "warn"],
-        in_background: bool,
-        run_log: RunLog,
-        identity: RunIdentity,
-        verify: Callable[[], None],
+        self, cfg: Settings, ledger: Ledger, prompts: Stateful, log: RunLog, start: RunStart
     ) -> None:
-        self._identity, self._verify = identity, verify
-        self._folder, self._cfg, self._ledger, self._prompts = folder, cfg, ledger, prompts
-        self._keep_last_n, self._failure = keep_last_n, failure
-        self._in_background, self._log = in_background, run_log
-        self._writes, self._keep_best = writes, keep_best
+        self._cfg, self._ledger, self._prompts, self._log = cfg, ledger, prompts, log
+        self._identity, self._verify = start.identity, start.lock.verify
+        self._folder = Path(cfg.output_dir) / "checkpoints"
         self._versions: dict[int, int] = {}
         """Step of the last checkpoint -> its policy version."""
         self._evaluations: dict[int, Mapping[str, float]] = {}
@@ -76,15 +53,15 @@ class Checkpoints:
     ) -> None:
         """Write a checkpoint between two training steps, once the previous one has been written."""
         await self.finish()
-        if not self._writes:
+        if self._cfg.rollout_only:
             return
-        await trainers.hold_state(in_background=self._in_background)
+        await trainers.hold_state(in_background=self._cfg.async_checkpoint)
         self._writing = asyncio.create_task(
             self._write(step, self._held, [batch, *self._buffered], trainers, buffer)
         )
         # Retrieve the error, so that asyncio does not warn if the run ends with another one.
         self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())
-        if not self._in_background:
+        if not self._cfg.async_checkpoint:
             await self.finish()
 
     def add_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -108,8 +85,10 @@ class Checkpoints:
         self, checkpoint: Path, trainers: TrainersHandle, buffer: ReplayBufferHandle
     ) -> None:
         """Load a checkpoint into trainers and buffer; `begin_run` has restored the driver."""
-        if self._keep_best and checkpoint.parent == self._folder.resolve():
-            choose_best(self._folder, self._keep_best, self._ledger.steps_done)
+        if self._cfg.keep_best and checkpoint.parent == self._folder.resolve():
+            checkpoint_folder.choose_best(
+                self._folder, self._cfg.keep_best, self._ledger.steps_done
+            )
             self._versions = {self._ledger.steps_done: self._ledger.policy_version}
         await trainers.load_state(checkpoint)
         await buffer.read_state(checkpoint / "state")
@@ -124,7 +103,9 @@ class Checkpoints:
     ) -> None:
         try:
             self._verify()
-            folder = await asyncio.to_thread(begin, self._folder, step, self._identity.incarnation)
+            folder = await asyncio.to_thread(
+                checkpoint_folder.begin, self._folder, step, self._identity.incarnation
+            )
             failures = await asyncio.gather(
                 trainers.write_state(folder), buffer.write_state(folder / "state", parts)
             )
@@ -136,13 +117,11 @@ class Checkpoints:
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._verify()  # never clean up the folder of another run
-                await asyncio.to_thread(clean, self._folder)
-            last = await asyncio.to_thread(latest, self._folder)
+                await asyncio.to_thread(checkpoint_folder.clean, self._folder)
+            last = await asyncio.to_thread(checkpoint_folder.latest, self._folder)
             problem = f"the checkpoint of step {step} could not be written: {error}"
             problem += f"; the last one is {last or 'none'}"
-            if self._failure == "error":
-                raise OSError(problem) from error
-            self._log.note(problem)
+            self._report(problem, error)
         else:
             self._log.checkpoint(step, str(checkpoint))
             self._versions = {step: state["ledger"]["policy_version"]}
@@ -155,47 +134,29 @@ class Checkpoints:
         than the checkpoint's: a generator that restarts during an evaluation loads the newest.
         """
         metrics = self._evaluations.get(step)
-        if not self._keep_best or metrics is None:
+        if not self._cfg.keep_best or metrics is None:
             return
         if metrics["eval/policy_version"] != self._versions.get(step):
             return
         checkpoint = self._folder / f"step_{step}"
         try:
-            rate(checkpoint, metrics)
-            best = choose_best(self._folder, self._keep_best, step)
+            checkpoint_folder.rate(checkpoint, metrics)
+            best = checkpoint_folder.choose_best(self._folder, self._cfg.keep_best, step)
         except OSError as error:
-            problem = f"the evaluation of {checkpoint} could not be written: {error}"
-            if self._failure == "error":
-                raise OSError(problem) from error
-            self._log.note(problem)
+            self._report(f"the evaluation of {checkpoint} could not be written: {error}", error)
         else:
             if best == checkpoint:
-                value = metrics[self._keep_best]
-                self._log.note(f"step {step}: best checkpoint, {self._keep_best} {value:.3f}")
+                value = metrics[self._cfg.keep_best]
+                self._log.note(f"step {step}: best checkpoint, {self._cfg.keep_best} {value:.3f}")
+
+    def _report(self, problem: str, error: OSError) -> None:
+        if self._cfg.checkpoint_failure == "error":
+            raise OSError(problem) from error
+        self._log.note(problem)
 
     def _publish(self, folder: Path, step: int, state: dict[str, Any]) -> Path:
-        whole = {**state, "identity": self._identity.as_dict(), "format": FORMAT}
+        whole = {**state, "identity": self._identity._asdict(), "format": FORMAT}
         write_state(folder / "state", "driver", whole)
         saved = OmegaConf.create(self._cfg.model_dump())
         OmegaConf.save(saved, folder / "state" / "config.yaml")
-        return publish(folder, step, self._keep_last_n)
-
-
-def build_checkpoints(
-    cfg: Settings, ledger: Ledger, prompts: Stateful, run_log: RunLog, run_start: RunStart
-) -> Checkpoints:
-    """Build `Checkpoints` from the config."""
-    return Checkpoints(
-        Path(cfg.output_dir) / "checkpoints",
-        cfg,
-        ledger,
-        prompts,
-        writes=not cfg.rollout_only,
-        keep_last_n=cfg.keep_last_n,
-        keep_best=cfg.keep_best,
-        failure=cfg.checkpoint_failure,
-        in_background=cfg.async_checkpoint,
-        run_log=run_log,
-        identity=run_start.identity,
-        verify=run_start.lock.verify,
-    )
+        return checkpoint_folder.publish(folder, step, self._cfg.keep_last_n)

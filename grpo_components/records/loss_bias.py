@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_components.replay.event_order import Event
 from grpo_components.trajectory import GroupSummary
 
 _WINDOW = 512
@@ -22,8 +21,7 @@ _ON_PURPOSE = "filtered"
 """Reason of drops that choose by difficulty on purpose; such groups are on neither side."""
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """How the lost groups differ from the trained ones in one respect."""
 
     lost: int
@@ -50,74 +48,73 @@ class Comparison:
         )
 
 
-@dataclass
-class _Ended:
+class _Ended(NamedTuple):
     is_lost: bool
     reason: str
-    tokens: float
-    reward: float
-    """NaN if no sample was scored."""
+    length: float
+    reward: float  # NaN if no sample was scored
 
 
 class LossBias:
     """Follows the groups of a run until they are trained or lost, and compares the two.
 
     Lost are generated groups that were dropped for any reason but `filtered`. A loss that does not
-    depend on the length, or on the mean reward at the group's prompt, leaves both distributions
-    equal. Trained groups are part of all groups, so the test is between trained and lost ones: the
-    two are equal exactly if the trained ones are distributed as all are.
+    depend on length or mean reward leaves both distributions equal. Trained groups are part of all
+    groups, so the test is between trained and lost ones: the two are equal exactly if the trained
+    ones are distributed as all are.
     """
 
     def __init__(self) -> None:
         self._living: dict[int, tuple[float, float]] = {}
         """Group that is generated, but neither trained nor dropped -> mean tokens and reward."""
         self._ended: deque[_Ended] = deque(maxlen=_WINDOW)
-        self._attempt, self._lost, self._compare_at = 0, 0, _FEWEST
+        self._attempt, self._lost, self._compare_at, self._log_at = 0, 0, _FEWEST, _FEWEST
         self._logged: dict[str, float] = {}
-        self._log_at = _FEWEST
 
     def count_group(self, group: GroupSummary) -> None:
         """Note the mean reward of a generated group."""
         scored = [reward for reward in group.rewards if math.isfinite(reward)]
         if scored and group.group_id in self._living:
-            self._living[group.group_id] = (
-                self._living[group.group_id][0],
-                sum(scored) / len(scored),
-            )
+            length, _ = self._living[group.group_id]
+            self._living[group.group_id] = length, sum(scored) / len(scored)
 
-    def follow(self, event: Event) -> bool:
-        """Follow an event of the ledger."""
+    def follow(self, event: Mapping[str, Any]) -> bool:
+        """Follow an event of the ledger; return whether it is time to compare again."""
         if (attempt := event.get("attempt", 0)) != self._attempt:
             self._attempt = attempt
             self._living.clear()  # what was in flight is generated again
         if event["event"] == "finish":
             tokens = event["response_tokens"]
             self._living[event["group"]] = sum(tokens) / max(len(tokens), 1), math.nan
-        elif event["event"] == "sample":
-            self._end(event["groups"], False, "")
-        elif event["event"] == "drop":
-            self._end(event["groups"], event["reason"] != _ON_PURPOSE, event["reason"])
-        if self._lost < self._compare_at:
-            return False
-        self._compare_at = 2 * self._lost
-        return True
+        elif event["event"] in ("sample", "drop"):
+            reason = event.get("reason", "")
+            for group in event["groups"]:
+                known = self._living.pop(group, None)
+                if known is not None and reason != _ON_PURPOSE:
+                    self._ended.append(_Ended(event["event"] == "drop", reason, *known))
+                    self._lost += event["event"] == "drop"
+        is_time = self._lost >= self._compare_at
+        if is_time:
+            self._compare_at = 2 * self._lost
+        return is_time
 
-    def _end(self, groups: Sequence[int], is_lost: bool, reason: str) -> None:
-        for group in groups:
-            if (known := self._living.pop(group, None)) is None or reason == _ON_PURPOSE:
-                continue
-            self._ended.append(_Ended(is_lost, reason, *known))
-            self._lost += is_lost
-
-    def compare(self) -> Mapping[str, Comparison]:
+    def compare(self) -> dict[str, Comparison]:
         """Compare the last groups: `length` (tokens per response) and `reward` (of the group).
 
         What has too few groups of one kind is left out.
         """
-        lengths = [(each.is_lost, each.tokens) for each in self._ended]
-        rewards = [(e.is_lost, e.reward) for e in self._ended if not math.isnan(e.reward)]
-        found = {"length": _compare(lengths), "reward": _compare(rewards)}
-        return {name: each for name, each in found.items() if each is not None}
+        found: dict[str, Comparison] = {}
+        for name in ("length", "reward"):
+            values = [(each.is_lost, getattr(each, name)) for each in self._ended]
+            lost, trained = (
+                [value for lost, value in values if lost is kind and not math.isnan(value)]
+                for kind in (True, False)
+            )
+            if min(len(lost), len(trained)) >= _FEWEST:
+                means = float(np.mean(lost)), float(np.mean(trained))
+                differs = kolmogorov_smirnov(lost, trained)
+                found[name] = Comparison(len(lost), len(trained), *means, *differs)
+        return found
 
     def metrics(self) -> dict[str, float]:
         """Return the last comparison as metrics; it is made again after 8 more lost groups."""
@@ -132,22 +129,19 @@ class LossBias:
 
     def warnings(self) -> dict[str, str]:
         """Return what is significant, as a sentence for each respect."""
-        found: dict[str, str] = {}
-        for name, each in self.compare().items():
-            if each.chance > _CHANCE:
-                continue
-            more = each.lost_mean > each.trained_mean
-            kind, what = {
-                "length": (("shorter", "longer")[more], "tokens per response"),
-                "reward": (("harder", "easier")[more], "as mean reward"),
-            }[name]
-            found[name] = (
-                f"dropped groups are {kind}: the {each.lost} lost ({self._reasons()}) have "
-                f"{each.lost_mean:.3g} {what}, the {each.trained} trained ones "
-                f"{each.trained_mean:.3g} ({each.figures}): what is trained is biased; "
-                f"{self._advice()}"
-            )
-        return found
+        words = {"length": ("shorter", "longer", "tokens per response")}
+        words["reward"] = ("harder", "easier", "as mean reward")
+        advice = "logs/failed_samples.jsonl says why samples failed"
+        if any(each.reason == "stale" for each in self._ended):
+            advice = "stale_groups: wait, stale_tokens: mask or a larger max_staleness keeps them"
+        return {
+            name: f"dropped groups are {words[name][each.lost_mean > each.trained_mean]}: the "
+            f"{each.lost} lost ({self._reasons()}) have {each.lost_mean:.3g} {words[name][2]}, the "
+            f"{each.trained} trained ones {each.trained_mean:.3g} ({each.figures}): what is "
+            f"trained is biased; {advice}"
+            for name, each in self.compare().items()
+            if each.chance <= _CHANCE
+        }
 
     def summary(self) -> str:
         """Return the comparison in words for the end of the run, a line for each respect."""
@@ -166,27 +160,13 @@ class LossBias:
         reasons = Counter(each.reason for each in self._ended if each.is_lost)
         return ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
 
-    def _advice(self) -> str:
-        if any(each.reason == "stale" for each in self._ended):
-            return "stale_groups: wait, stale_tokens: mask or a larger max_staleness keeps them"
-        return "logs/failed_samples.jsonl says why samples failed"
-
-
-def _compare(values: Sequence[tuple[bool, float]]) -> Comparison | None:
-    lost, trained = ([v for is_lost, v in values if is_lost is kind] for kind in (True, False))
-    if min(len(lost), len(trained)) < _FEWEST:
-        return None
-    means = float(np.mean(lost)), float(np.mean(trained))
-    return Comparison(len(lost), len(trained), *means, *kolmogorov_smirnov(lost, trained))
-
 
 def kolmogorov_smirnov(left: Sequence[float], right: Sequence[float]) -> tuple[float, float]:
     """Return the two-sample Kolmogorov-Smirnov distance, and its chance.
 
     The chance is that of an equal or larger distance if the pooled values are divided at random
-    into two samples of these sizes. It is exact, also where values are equal, as means of few
-    numbers often are (the known distributions, for samples without equal values, would be too
-    careful). Schroeer and Trenkler 1995, "Exact and randomization distributions of
+    into two samples of these sizes: exact, also where values are equal, as means of few numbers
+    often are. Schroeer and Trenkler 1995, "Exact and randomization distributions of
     Kolmogorov-Smirnov tests two or three samples".
     """
     sizes = len(left), len(right)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ class MetricLog:
     ) -> None:
         folder = Path(output_dir) / "logs"
         folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._rollouts = (folder / "rollouts.jsonl").open("a", encoding="utf-8")
-        self._answers = (folder / ANSWERS).open("a", encoding="utf-8")
+        names = ("metrics.jsonl", "rollouts.jsonl", ANSWERS)
+        self._files = [(folder / name).open("a", encoding="utf-8") for name in names]
+        self._metrics, self._rollouts, self._answers = self._files
         self._metric_logger = metric_logger
         self._log_every_n_steps = log_every_n_steps
 
@@ -48,10 +49,8 @@ class MetricLog:
         if step % self._log_every_n_steps == 0 or evaluated:
             # TensorBoard and W&B show NaN as a gap, but refuse null.
             payload = {key: math.nan if value is None else value for key, value in values.items()}
-            try:
+            with _named(step):
                 self._metric_logger.log_dict(payload, step)
-            except OSError as error:  # the error does not name the logger
-                raise OSError(f"metric_logger cannot log step {step}: {error}") from error
 
     def log_rollouts(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Write sampled groups to `logs/rollouts.jsonl`, one line each, and to W&B as a table."""
@@ -60,10 +59,8 @@ class MetricLog:
             append_line(self._rollouts, _line({"step": step, **group}))
         is_due = bool(groups) and step % self._log_every_n_steps == 0
         if is_due and isinstance(self._metric_logger, WandBLogger):
-            try:
-                log_rollout_table(step, plain_groups)
-            except OSError as error:
-                raise OSError(f"metric_logger cannot log step {step}: {error}") from error
+            with _named(step):
+                _log_rollout_table(step, plain_groups)
 
     def log_answers(self, step: int, prompts: Sequence[Mapping[str, Any]]) -> None:
         """Write an evaluation's answers to `logs/evaluation_answers.jsonl`."""
@@ -72,10 +69,18 @@ class MetricLog:
 
     def close(self) -> None:
         """Close the files, then the logger, which may have to wait for a server."""
-        self._metrics.close()
-        self._rollouts.close()
-        self._answers.close()
+        for file in self._files:
+            file.close()
         self._metric_logger.close()
+
+
+@contextlib.contextmanager
+def _named(step: int) -> Iterator[None]:
+    """Context manager: an error of the logger does not name it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"metric_logger cannot log step {step}: {error}") from error
 
 
 def _line(record: Mapping[str, Any]) -> str:
@@ -97,7 +102,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def log_rollout_table(step: int, groups: Sequence[Mapping[str, Any]]) -> None:
+def _log_rollout_table(step: int, groups: Sequence[Mapping[str, Any]]) -> None:
     """Log groups as the table `rollouts` to the W&B run of this process."""
     import wandb  # only if W&B is the logger: the import takes most of a second
 
@@ -120,14 +125,8 @@ def rollout_rows(step: int, groups: Sequence[Mapping[str, Any]]) -> tuple[list[A
             values = [step, *map(group.get, _OF_GROUP), *map(response.get, _OF_RESPONSE), advantage]
             values += response["versions"] or [None, None]
             values += [response["reward_terms"].get(name) for name in terms]
-            rows.append([*map(_cell, values), *(_sequence(response.get(k)) for k in logprobs)])
+            cells = [plain(value) if isinstance(value, str) else value for value in values]
+            # As JSON text: W&B needs one type in a column, and some logprobs are null.
+            lists = (response.get(name) for name in logprobs)
+            rows.append([*cells, *("" if each is None else json.dumps(each) for each in lists)])
     return columns, rows
-
-
-def _cell(value: Any) -> Any:
-    return plain(value) if isinstance(value, str) else value
-
-
-def _sequence(values: Sequence[Any] | None) -> str:
-    """Return a list as JSON text: W&B needs one type in a column, and some logprobs are null."""
-    return "" if values is None else json.dumps(values)

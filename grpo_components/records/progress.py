@@ -24,6 +24,11 @@ REFRESHES_PER_SECOND = 4
 STEPS_FOR_ETA = 20
 EVERY_STEP_UNTIL = 5
 THEN_EVERY_N_STEPS = 10
+_MACHINERY = (
+    "staleness {staleness} (max {stalest})",
+    "buffer {buffer}",
+    "tokens/s {generated} generated, {trained} trained",
+)
 BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))  # eighths of a line, low to high
 
 
@@ -109,63 +114,52 @@ class Progress:
         return max(0.0, (self._num_steps - self._step) * per_step - since_last_step)
 
     def _fields(self) -> dict[str, str]:
-        return {
-            "reward": _number(self._metrics.get("rollout/reward_mean"), ".2f"),
-            "success": _number(self._metrics.get("rollout/success_rate"), ".2f"),
-            "held-out": _number(self._held_out, ".2f"),
-            "staleness": _number(self._metrics.get("staleness/mean"), ".1f"),
-            "stalest": _number(self._metrics.get("staleness/max"), ".0f"),
-            "buffer": _number(self._metrics.get("buffer/size"), ".0f"),
-            "generated": _number(
-                self._metrics.get("throughput/generated_tokens_per_second"), ",.0f"
-            ),
-            "trained": _number(self._metrics.get("throughput/trained_tokens_per_second"), ",.0f"),
-            "left": _duration(self._seconds_left()),
+        tokens = "throughput/{}_tokens_per_second"
+        shown = {
+            "reward": ("rollout/reward_mean", ".2f"),
+            "success": ("rollout/success_rate", ".2f"),
+            "staleness": ("staleness/mean", ".1f"),
+            "stalest": ("staleness/max", ".0f"),
+            "buffer": ("buffer/size", ".0f"),
+            "generated": (tokens.format("generated"), ",.0f"),
+            "trained": (tokens.format("trained"), ",.0f"),
         }
+        fields = {
+            name: _number(self._metrics.get(key), spec) for name, (key, spec) in shown.items()
+        }
+        held_out, left = _number(self._held_out, ".2f"), _duration(self._seconds_left())
+        return {**fields, "held-out": held_out, "left": left}
 
     def _plain_line(self) -> str:
         width = len(str(self._num_steps))
         return (
             f"step {self._step:>{width}}/{self._num_steps}"
-            "  reward {reward}  success {success}  staleness {staleness} (max {stalest})"
-            "  buffer {buffer}  tokens/s {generated} generated, {trained} trained  ETA {left}"
+            f"  reward {{reward}}  success {{success}}  {'  '.join(_MACHINERY)}  ETA {{left}}"
         ).format(**self._fields())
 
     def _render(self) -> RenderableType:
         lines: list[RenderableType] = []
         if self._step_ends:
-            lines += [self._bar(), self._learning(), self._machinery()]
+            fields, seconds = self._fields(), self._console.get_time() - self._started
+            bar = Table.grid(padding=(0, 2), expand=True)
+            for ratio in (None, 1, None, None):
+                bar.add_column(ratio=ratio, no_wrap=True)
+            bar.add_row(
+                Text(f"step {self._step}/{self._num_steps}", style="bold"),
+                ProgressBar(total=self._num_steps, completed=self._step),
+                f"elapsed {_duration(seconds)}",
+                f"ETA {fields['left']}",
+            )
+            text = "reward {reward}   success {success}   held-out {held-out}   ".format(**fields)
+            curve = "" if self._console.options.ascii_only else sparkline(self._success, 30)
+            learning = Text.assemble(text, (curve, "green"), no_wrap=True, overflow="crop")
+            machinery = "   ".join(_MACHINERY).format(**fields)
+            lines += [bar, learning, Text(machinery, style="dim", no_wrap=True, overflow="crop")]
         if self._phase:
             elapsed = _duration(self._console.get_time() - self._phase_started)
             self._spinner.update(text=Text(f"{self._phase} ({elapsed})"))
             lines.append(self._spinner)
         return Group(*lines)
-
-    def _bar(self) -> RenderableType:
-        row = Table.grid(padding=(0, 2), expand=True)
-        for ratio in (None, 1, None, None):
-            row.add_column(ratio=ratio, no_wrap=True)
-        elapsed = _duration(self._console.get_time() - self._started)
-        row.add_row(
-            Text(f"step {self._step}/{self._num_steps}", style="bold"),
-            ProgressBar(total=self._num_steps, completed=self._step),
-            f"elapsed {elapsed}",
-            f"ETA {self._fields()['left']}",
-        )
-        return row
-
-    def _learning(self) -> Text:
-        fields = self._fields()
-        text = "reward {reward}   success {success}   held-out {held-out}   ".format(**fields)
-        curve = "" if self._console.options.ascii_only else sparkline(self._success, 30)
-        return Text.assemble(text, (curve, "green"), no_wrap=True, overflow="crop")
-
-    def _machinery(self) -> Text:
-        text = (
-            "staleness {staleness} (max {stalest})   buffer {buffer}   "
-            "tokens/s {generated} generated, {trained} trained"
-        ).format(**self._fields())
-        return Text(text, style="dim", no_wrap=True, overflow="crop")
 
 
 @contextlib.contextmanager

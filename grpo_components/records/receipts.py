@@ -12,7 +12,7 @@ from typing import Any
 from grpo_components.data.curriculum import Curriculum
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.records.receipt_chain import ChainedFile
-from grpo_components.records.run_identity import RunIdentity
+from grpo_components.records.run_folder import RunIdentity
 from grpo_components.replay.event_order import Event
 from grpo_components.replay.recorded_run import FORMAT, available_cpus
 from grpo_components.settings import Settings
@@ -107,7 +107,7 @@ def build_receipts(
         "max_staleness": cfg.max_staleness,
         "groups_per_step": cfg.groups_per_step,
         "group_size": cfg.group_size,
-        **identity.as_dict(),
+        **identity._asdict(),
         **(curriculum.describe() if curriculum else {}),
         **ledger.reuse.describe(),
         "cpus": available_cpus(cfg.replay_events),

@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,36 +15,28 @@ from omegaconf import OmegaConf
 
 from grpo_components.errors import fail, shown
 from grpo_components.records.checkpoint_folder import earlier, latest, point_latest
-from grpo_components.records.code_snapshot import CODE
 from grpo_components.records.receipt_chain import END_FILE
 from grpo_components.records.run_folder import (
+    CODE,
     FolderLock,
+    RunIdentity,
     lock_folder,
+    new_identity,
     prepare_output_folder,
     real_path,
     reopen_output_folder,
 )
-from grpo_components.records.run_identity import RunIdentity, new_identity
 from grpo_components.settings import Settings
 from grpo_components.state_files import read_state
 from grpo_components.training.damage import damage
 
 FIXED = (
     *("seed", "dtype", "base_model_path", "model", "tokenizer", "checkpointer.model_type"),
-    *("lora.rank", "lora.alpha", "lora.target_modules"),
-    *(
-        "dataset",
-        "shuffle",
-        "curriculum",
-        "group_size",
-        "optimizer._component_",
-        "lr_scheduler._component_",
-    ),
+    *("lora.rank", "lora.alpha", "lora.target_modules", "dataset", "shuffle", "curriculum"),
+    *("group_size", "optimizer._component_", "lr_scheduler._component_"),
 )
 """Config keys that a resume must not change, because the state depends on them. All others may
 change: steps, roles, batch size, learning rate, asynchrony, loss, rewards, ..."""
-
-
 KL_SECTIONS = ("loss", "reward_shaping", "advantages")
 """Config sections whose `kl_coeff` may need the reference model."""
 
@@ -64,17 +57,14 @@ class RunStart:
     """Where an attempt of a run starts, and the locked folder that it writes to."""
 
     attempt: int
-    """Number of the attempt, from 0."""
     checkpoint: Path | None
     """Checkpoint that the attempt starts from; None if it starts from scratch."""
     note: str
     """Line to show to the user; may be empty."""
     output_dir: Path
-    """Folder of the run."""
     driver: dict[str, Any]
     """State of the driver at the start, including `ledger` and `prompts`."""
     identity: RunIdentity
-    """Ids of the run and of this process."""
     lock: FolderLock
     """Lock of `output_dir`."""
 
@@ -130,58 +120,48 @@ def begin_run(cfg: Settings, ledger: Stateful, prompts: Stateful) -> RunStart:
     """Make or reopen the run's folder, and restore ledger and prompts."""
     folder = real_path(cfg.output_dir)
     checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)
-    if checkpoint is None:
-        identity = new_identity()
-        lock, moved_to = prepare_output_folder(folder, cfg, identity)
-        note = f"{cfg.output_dir} was in use: the earlier run is now {moved_to}" if moved_to else ""
-        start = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
-        return RunStart(0, None, _noted(note, lock), folder, start, identity, lock)
-    if run_of(checkpoint) == folder:
-        lock = lock_folder(folder)
-        try:
-            return _resume_in_place(cfg, folder, lock, ledger, prompts)
-        except BaseException:
-            lock.release()
-            raise
-    return _resume_elsewhere(cfg, folder, checkpoint, ledger, prompts)
-
-
-def _resume_in_place(
-    cfg: Settings, folder: Path, lock: FolderLock, ledger: Stateful, prompts: Stateful
-) -> RunStart:
-    """Start another attempt in the folder of the run."""
-    # Look again: until the lock was taken, another run could write a checkpoint.
-    checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)
-    assert checkpoint is not None, "it was there before the lock was taken"
-    state = _load(checkpoint, ledger, prompts)
-    known, saved = last_start(folder).get("run"), state.get("identity", {}).get("run")
-    if known is not None and saved not in (None, known):
-        problem = f"{shown(cfg.resume_from_checkpoint)} given, which is of run {saved}"
-        fail("resume_from_checkpoint", problem, f"a checkpoint of run {known}, as in output_dir")
-    identity = new_identity(known or saved)
-    newest = latest(checkpoint.parent)
-    point_latest(checkpoint)  # later checkpoints belong to the old attempt
-    attempt = last_attempt(folder) + 1
-    reopen_output_folder(folder, cfg, attempt, identity)
-    note = f"resumed from {checkpoint} (attempt {attempt})"
-    if newest is not None and (problem := damage(newest)):
-        note += f", because {newest.name} is damaged: {problem}"
-    return RunStart(attempt, checkpoint, _noted(note, lock), folder, state, identity, lock)
-
-
-def _resume_elsewhere(
-    cfg: Settings, folder: Path, checkpoint: Path, ledger: Stateful, prompts: Stateful
-) -> RunStart:
-    """Start another attempt in a new folder, from a checkpoint in another folder."""
-    state, run = _load(checkpoint, ledger, prompts), run_of(checkpoint)
-    identity = new_identity(state.get("identity", {}).get("run") or last_start(run).get("run"))
+    if checkpoint is not None and run_of(checkpoint) == folder:
+        return _resume_in_place(cfg, folder, ledger, prompts)
+    state, run, attempt, notes = None, None, 0, []
+    if checkpoint is not None:
+        state = _load(checkpoint, ledger, prompts)
+        run = state.get("identity", {}).get("run") or last_start(run_of(checkpoint)).get("run")
+    identity = new_identity(run)
     lock, moved_to = prepare_output_folder(folder, cfg, identity)
-    _copy_history(run, folder)
-    attempt = last_attempt(folder) + 1
-    note = f"resumed from {checkpoint} (attempt {attempt})"
+    if checkpoint is not None:
+        _copy_history(run_of(checkpoint), folder)
+        attempt = last_attempt(folder) + 1
+        notes.append(f"resumed from {checkpoint} (attempt {attempt})")
     if moved_to:
-        note += f"; {cfg.output_dir} was in use: the earlier run is now {moved_to}"
-    return RunStart(attempt, checkpoint, _noted(note, lock), folder, state, identity, lock)
+        notes.append(f"{cfg.output_dir} was in use: the earlier run is now {moved_to}")
+    driver = state or {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
+    return RunStart(attempt, checkpoint, _noted(notes, lock), folder, driver, identity, lock)
+
+
+def _resume_in_place(cfg: Settings, folder: Path, ledger: Stateful, prompts: Stateful) -> RunStart:
+    """Start another attempt in the folder of the run."""
+    with ExitStack() as held:
+        lock = lock_folder(folder)
+        held.callback(lock.release)
+        # Look again: until the lock was taken, another run could write a checkpoint.
+        checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)
+        assert checkpoint is not None, "it was there before the lock was taken"
+        state = _load(checkpoint, ledger, prompts)
+        known, saved = last_start(folder).get("run"), state.get("identity", {}).get("run")
+        if known is not None and saved not in (None, known):
+            problem = f"{shown(cfg.resume_from_checkpoint)} given, which is of run {saved}"
+            allowed = f"a checkpoint of run {known}, as in output_dir"
+            fail("resume_from_checkpoint", problem, allowed)
+        identity = new_identity(known or saved)
+        newest = latest(checkpoint.parent)
+        point_latest(checkpoint)  # later checkpoints belong to the old attempt
+        attempt = last_attempt(folder) + 1
+        reopen_output_folder(folder, cfg, attempt, identity)
+        note = f"resumed from {checkpoint} (attempt {attempt})"
+        if newest is not None and (problem := damage(newest)):
+            note += f", because {newest.name} is damaged: {problem}"
+        held.pop_all()
+    return RunStart(attempt, checkpoint, _noted([note], lock), folder, state, identity, lock)
 
 
 def _load(checkpoint: Path, ledger: Stateful, prompts: Stateful) -> dict[str, Any]:
@@ -191,19 +171,17 @@ def _load(checkpoint: Path, ledger: Stateful, prompts: Stateful) -> dict[str, An
     return state
 
 
-def _noted(note: str, lock: FolderLock) -> str:
-    if lock.atomic:
-        return note
-    missing = f"{lock.folder} has no file locks: do not start two runs in it at the same time"
-    return f"{note}; {missing}" if note else missing
+def _noted(notes: list[str], lock: FolderLock) -> str:
+    unsafe = f"{lock.folder} has no file locks: do not start two runs in it at the same time"
+    return "; ".join(notes if lock.atomic else [*notes, unsafe])
 
 
 def roll_back(run_start: RunStart, ledger: Stateful, prompts: Stateful) -> RunStart:
     """Set ledger and prompts back to the run's last checkpoint or, without one, to its start."""
     checkpoint, state = run_start.checkpoint, run_start.driver
-    latest = run_start.output_dir / "checkpoints" / "latest"
-    if latest.exists():
-        checkpoint = latest.resolve()
+    newest = run_start.output_dir / "checkpoints" / "latest"
+    if newest.exists():
+        checkpoint = newest.resolve()
         state = read_state(checkpoint / "state", "driver")
     ledger.load_state_dict(copy.deepcopy(state["ledger"]))
     prompts.load_state_dict(copy.deepcopy(state["prompts"]))
@@ -235,11 +213,10 @@ def _copy_history(run: Path, folder: Path) -> None:
     """Copy what shows a run from its start: receipts, earlier configs and code snapshots."""
     if (run / CODE).is_dir():
         shutil.copytree(run / CODE, folder / CODE, dirs_exist_ok=True)
-    for name in (END_FILE, "receipts.jsonl"):  # the copied end file may be older, never newer
-        if (run / name).is_file():
-            shutil.copy2(run / name, folder)
-    for path in run.glob("config_attempt_*.yaml"):
-        shutil.copy2(path, folder)
+    # The end file first: the copied one may be older than the receipts, never newer.
+    for path in (run / END_FILE, run / "receipts.jsonl", *run.glob("config_attempt_*.yaml")):
+        if path.is_file():
+            shutil.copy2(path, folder)
     last = last_attempt(folder)
     if last >= 0 and (run / "config.yaml").is_file():
         shutil.copy2(run / "config.yaml", folder / f"config_attempt_{last}.yaml")

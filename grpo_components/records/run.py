@@ -15,18 +15,15 @@ from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.data.curriculum import Curriculum
 from grpo_components.evaluation.evaluation import Evaluation
 from grpo_components.exchange.ledger import Ledger
-from grpo_components.records.agreement import GeneratorAgreement
-from grpo_components.records.failed_samples import FailedSamples
+from grpo_components.records.guards import FailedSamples, GeneratorAgreement, RunWatch
 from grpo_components.records.journal import Journal
 from grpo_components.records.resume import RunStart
 from grpo_components.records.run_log import RunLog
 from grpo_components.records.step_metrics import (
-    buffer_metrics,
     reward_use,
     rollout_metrics,
     session_counts,
 )
-from grpo_components.records.watch import RunWatch
 from grpo_components.training.skipped_steps import SkippedSteps
 from grpo_components.training.step_result import StepResult
 
@@ -36,25 +33,16 @@ class RunRecords:
     """The parts of a run that write to its folder, from before its roles start until they ended."""
 
     start: RunStart
-    """Where the attempt starts; holds the folder's lock."""
     ledger: Ledger
-    """The account of every group."""
     journal: Journal
-    """Commits each step; saves and restores the state of the run."""
     log: RunLog
-    """Logs metrics, sampled rollouts and progress."""
     evaluation: Evaluation
-    """Measures success on held-out prompts."""
     failures: FailedSamples
-    """Counts and records failed samples."""
     agreement: GeneratorAgreement
-    """Compares the logprobs of trainers and generators."""
     skipped_steps: SkippedSteps
-    """Reports steps that trained nothing."""
     rollouts_logged: int
     """Number of groups of each step that are logged as text."""
     watch: RunWatch
-    """Warns of what no error shows."""
     curriculum: Curriculum | None = None
     """Draws the run's prompts; None if they come in turn."""
     replay_until: int | None = None
@@ -119,7 +107,10 @@ class Run:
             await self._evaluate(step)
         metrics |= await self._evaluation.collect(step)
         metrics |= reward_use([generator.reward_use for generator in self._roles.generators])
-        await self._log_step(step, batch, advantages, result, metrics)
+        logged = batch.entries[: self._records.rollouts_logged]
+        texts = await self._roles.buffer.texts(logged)
+        self._log.rollouts(step, batch.entries, texts, advantages, result.token_logprobs)
+        self._log.step(step, metrics, result.trained_tokens)
         self._records.agreement.check(step, metrics)
         self._records.watch.check_step(step, metrics)
         why = result.skipped_because
@@ -155,31 +146,17 @@ class Run:
         await self._evaluation.begin(step, generators, pull, self._tasks)
 
     def _metrics(self, batch: Batch, result: StepResult) -> dict[str, Any]:
-        filtered = self._ledger.dropped_groups["filtered"]
-        counts = (
-            batch.buffered,
-            batch.dropped_stale,
-            filtered,
-            self._records.failures.take_count(),
-        )
         trained_from, new = self._ledger.policy_version, len(batch.groups) - batch.reused
         groups = batch.groups[:new], batch.groups[new:]
         return {
-            **buffer_metrics(batch.waited_s, *counts),
+            "time/wait_for_batch": batch.waited_s,
+            "time/push": 0.0,
+            "push/bytes": 0,
+            "buffer/size": batch.buffered,
+            "buffer/dropped_stale": batch.dropped_stale,
+            "buffer/filtered": self._ledger.dropped_groups["filtered"],
+            "rollout/failed_samples": self._records.failures.take_count(),
             **rollout_metrics(groups[0], trained_from, result.token_versions, groups[1]),
             **self._records.watch.bias.metrics(),
             **result.metrics,
         }
-
-    async def _log_step(
-        self,
-        step: int,
-        batch: Batch,
-        advantages: NDArray[Any],
-        result: StepResult,
-        metrics: dict[str, Any],
-    ) -> None:
-        logged = batch.entries[: self._records.rollouts_logged]
-        texts = await self._roles.buffer.texts(logged)
-        self._log.rollouts(step, batch.entries, texts, advantages, result.token_logprobs)
-        self._log.step(step, metrics, result.trained_tokens)

@@ -1,29 +1,53 @@
-"""Prepares the folder of a run: locks it, writes the config, never overwrites another run."""
+"""Prepares the folder of a run: lock, config, code that ran; never overwrites another run."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import importlib.metadata
 import itertools
+import json
 import os
+import platform
+import secrets
+import shutil
 import socket
+import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 from omegaconf import OmegaConf
 
 from grpo_components.errors import fail
 from grpo_components.files import cut_torn_line
-from grpo_components.records.run_identity import RunIdentity
 from grpo_components.settings import Settings
 
 LOCK = "run.lock"
 """Name of the lock file, whose text is the process that holds the folder."""
+CODE = "code"
+"""Folder of all snapshots in a run's folder; each is in a subfolder `attempt_<n>`."""
 _CONFIG_HEAD = "# run: "
 """First characters of every run's config.yaml."""
 _NOBODYS = (LOCK, "lost+found", ".gitkeep", ".gitignore", ".DS_Store")
 _NAME_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 _MAX_PATH_CHARS = 100
+_GIT_S = 10.0
+
+
+class RunIdentity(NamedTuple):
+    """The ids that config, receipts and every checkpoint of a run contain, for the audit."""
+
+    run: str
+    """Id of the run, the same in all attempts; 32 hexadecimal digits."""
+    incarnation: str
+    """Id of the driver's process, new at every start; 32 hexadecimal digits."""
+
+
+def new_identity(run: str | None = None) -> RunIdentity:
+    """Make the identity of a process that starts or resumes a run."""
+    return RunIdentity(run or secrets.token_hex(16), secrets.token_hex(16))
 
 
 class FolderLock:
@@ -106,30 +130,28 @@ def prepare_output_folder(
     moved_to = None
     while True:
         is_used(folder)  # first, so that no lock file is made in a foreign folder
-        lock = lock_folder(folder)
-        try:
+        with ExitStack() as held:
+            lock = lock_folder(folder)
+            held.callback(lock.release)
             if not is_used(folder):
                 _write_config(folder, cfg, identity)
                 (folder / "logs").mkdir(exist_ok=True)
+                held.pop_all()
                 return lock, moved_to
             moved_to = _move_aside(folder)
-        except BaseException:
-            lock.release()
-            raise
-        lock.release()
 
 
 def is_used(folder: Path) -> bool:
     """Whether a folder has an earlier run, to be moved aside; refuses one with anything else."""
     allowed = "a new or empty folder, or the folder of a run"
     try:
-        names = [each.name for each in folder.iterdir()] if folder.exists() else []
+        names = {each.name for each in folder.iterdir()} if folder.exists() else set()
     except OSError as error:
         fail("output_dir", f"{short(folder)} cannot be read: {error.strerror}", allowed)
-    if not set(names) - set(_NOBODYS):
+    if names <= {*_NOBODYS}:
         return False
-    if "config.yaml" in names and (folder / "config.yaml").is_file():
-        with (folder / "config.yaml").open(encoding="utf-8", errors="replace") as file:
+    if (config := folder / "config.yaml").is_file():
+        with config.open(encoding="utf-8", errors="replace") as file:
             if file.read(len(_CONFIG_HEAD)) == _CONFIG_HEAD:
                 return True
     problem = f"{short(folder)} is not empty and does not contain a run of this recipe"
@@ -138,10 +160,8 @@ def is_used(folder: Path) -> bool:
 
 def free_names(folder: Path) -> Iterator[Path]:
     """Yield the paths to which an earlier run may be moved, `<name>-1`, `-2`, ..., if not taken."""
-    for number in itertools.count(1):
-        path = folder.with_name(f"{folder.name}-{number}")
-        if not os.path.lexists(path):
-            yield path
+    paths = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
+    return (path for path in paths if not os.path.lexists(path))
 
 
 def _move_aside(folder: Path) -> Path:
@@ -169,6 +189,47 @@ def reopen_output_folder(folder: Path, cfg: Settings, attempt: int, identity: Ru
 
 def _write_config(folder: Path, cfg: Settings, identity: RunIdentity) -> None:
     """Write config.yaml; the identity goes into comments, so that the config stays valid."""
-    head = "".join(f"# {name}: {value}\n" for name, value in identity.as_dict().items())
+    head = "".join(f"# {name}: {value}\n" for name, value in identity._asdict().items())
     text = head + OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump()))
     (folder / "config.yaml").write_text(text, encoding="utf-8")
+
+
+def save_code(output_dir: Path, attempt: int, recipe: str | None) -> None:
+    """Write the recipe's file, the changes in the current folder's checkout, and versions.
+
+    Environment variables are not recorded: they may be secret.
+    """
+    folder = output_dir / CODE / f"attempt_{attempt}"
+    shutil.rmtree(folder, ignore_errors=True)  # of a process that ended before its first receipt
+    folder.mkdir(parents=True)
+    if recipe is not None:
+        shutil.copy(recipe, folder)
+    if changes := _git("diff", "HEAD"):
+        (folder / "changes.diff").write_text(changes, encoding="utf-8")
+    packages = {str(p.metadata["Name"]): p.version for p in importlib.metadata.distributions()}
+    about = {
+        "recipe": recipe,
+        "commit": _git("rev-parse", "HEAD").strip() or None,
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
+    }
+    (folder / "environment.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+def _git(*arguments: str) -> str:
+    """Return what a git command prints in the current folder; nothing if it fails."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # do not touch the user's index
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_GIT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

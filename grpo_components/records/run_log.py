@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
 import sys
 import time
 from collections import deque
@@ -18,19 +19,18 @@ from torchtune.training.metric_logging import MetricLoggerInterface
 from grpo_components.cluster.supervision import root_cause
 from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.ledger import LedgerEntry
-from grpo_components.files import FAILURES, append_line, first_and_last
+from grpo_components.files import FAILURES, STEPS_PER_END, append_line
 from grpo_components.records.checkpoint_folder import latest
-from grpo_components.records.live_report import LiveReport
 from grpo_components.records.metrics import MetricLog
 from grpo_components.records.progress import Progress
 from grpo_components.records.step_metrics import mean
 
 STEPS_SHOWN = 10
 """Number of steps over which the display averages the throughput."""
-TRAINING = "training"
 _RESTARTS = ("restart", "rollback")
 """Events of which each is the restart of a role, or of all trainers together."""
 _WALL_CLOCK = "time/wall_clock"
+_STOP_REPORT_S = 60.0
 
 
 class RunLog:
@@ -50,9 +50,13 @@ class RunLog:
         prints = type(metric_logger).__name__ == "StdoutLogger"
         self._metric_log = MetricLog(str(output_dir), metric_logger, log_every_n_steps)
         self._progress = Progress(num_steps, plain=prints)
-        self._output_dir, self.attempt = output_dir, attempt
-        self._steps: list[Mapping[str, float]] = []
+        self._output_dir, self._logs, self.attempt = output_dir, output_dir / "logs", attempt
+        self._first_rewards: list[float] = []
+        self._last_rewards: deque[float] = deque(maxlen=STEPS_PER_END)
+        self._steps = self._stalest = 0
+        self._staleness = 0.0
         self._evaluations: list[Mapping[str, float]] = []
+        """The first and the last one."""
         self._checkpoint, self._resume, self._try_next = "", resume, "\n".join(try_next)
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=STEPS_SHOWN)
         """Seconds, generated and trained tokens of the last steps."""
@@ -61,11 +65,11 @@ class RunLog:
         self._generated_tokens = self._counted_tokens = 0
         self._trained_tokens = 0.0
         self._live_report = LiveReport(output_dir, self._progress.note)
-        self._totals = RunTotals(output_dir / "logs")
+        self._totals = RunTotals(self._logs)
         self.follow = self._totals.follow
         self.note = self._progress.note
         show = self.note if show_phases else None
-        self._phases = Phases(output_dir / "logs" / "phases.jsonl", attempt, show)
+        self._phases = Phases(self._logs / "phases.jsonl", attempt, show)
 
     def phase(self, name: str, *, shown: bool = False) -> None:
         """Begin a phase of the run's start or end."""
@@ -79,24 +83,26 @@ class RunLog:
         seconds, self._last = now - self._last, now
         generated = self._generated_tokens - self._counted_tokens
         self._counted_tokens = self._generated_tokens
-        metrics["throughput/generated_tokens_per_second"] = generated / seconds
-        metrics["throughput/trained_tokens_per_second"] = trained_tokens / seconds
+        metrics |= _throughput(seconds, generated, trained_tokens)
         self._trained_tokens += trained_tokens
-        self._steps.append(metrics)
+        self._keep(metrics)
         self._steps_left = self._num_steps - step
         self._metric_log.log(step, {"attempt": self.attempt, **metrics, **self._totals.metrics()})
-        self._phases.begin(TRAINING)
+        self._phases.begin("training")
+        # Groups arrive between some steps only, so the last step's throughput alone would jump.
         self._recent.append((seconds, generated, trained_tokens))
-        self._progress.update(step, {**metrics, **self._recent_throughput()})
+        recent = _throughput(*(sum(column) for column in zip(*self._recent, strict=True)))
+        self._progress.update(step, metrics | recent)
         self._live_report.start()
 
-    def _recent_throughput(self) -> dict[str, float]:
-        """Return tokens per second over the last steps: groups arrive between some of them only."""
-        seconds, generated, trained = (sum(column) for column in zip(*self._recent, strict=True))
-        return {
-            "throughput/generated_tokens_per_second": generated / seconds,
-            "throughput/trained_tokens_per_second": trained / seconds,
-        }
+    def _keep(self, metrics: Mapping[str, float]) -> None:
+        """Keep what the summary needs of a step: not its metrics, as a run may have many."""
+        self._steps += 1
+        self._staleness += metrics["staleness/mean"]
+        self._stalest = max(self._stalest, metrics["staleness/max"])
+        self._last_rewards.append(metrics["rollout/reward_mean"])
+        if self._steps <= STEPS_PER_END:
+            self._first_rewards.append(metrics["rollout/reward_mean"])
 
     def count_generated(self, tokens: int) -> None:
         """Count tokens that were sampled for training."""
@@ -107,15 +113,14 @@ class RunLog:
         if not self._evaluations:  # before the attempt's first step: throughput counts from here
             self._started = self._last = time.perf_counter()
             self._generated_tokens = self._counted_tokens = 0
-        self._evaluations.append(metrics)
+        self._evaluations[1:] = [metrics]
+        version = metrics["eval/policy_version"]
         if step == 0:
-            version = metrics["eval/policy_version"]
             record = {"attempt": self.attempt, "policy_version": version, **metrics}
             self._metric_log.log(0, record | self._totals.metrics())
             self._progress.update(0, metrics)
             self._live_report.start()
-        version, prompts = metrics["eval/policy_version"], metrics["eval/prompts"]
-        success = metrics["eval/success_rate"]
+        success, prompts = metrics["eval/success_rate"], metrics["eval/prompts"]
         self.note(
             f"step {step}: held-out success {success:.3f} on {prompts} prompts "
             f"(policy version {version})"
@@ -169,31 +174,30 @@ class RunLog:
         skipped_steps: str = "",
         bias: str = "",
     ) -> None:
-        """Show the closing summary."""
-        dropped = ", ".join(f"{count} {why}" for why, count in sorted(dropped_groups.items()))
-        seconds = self._last - self._started
-        rows, logs = [], self._output_dir / "logs"
+        """Show the closing summary: a row of label and value for each thing to tell."""
+        rows = {"held-out success": self._change_of_success()}
         if self._steps:
-            rows.append(("reward", self._change_of_reward()))
-        if self._evaluations:
-            rows.append(("held-out success", self._change_of_success()))
-        if self._steps:
-            mean_staleness = mean([step["staleness/mean"] for step in self._steps])
-            highest = max(step["staleness/max"] for step in self._steps)
-            staleness = f"{mean_staleness:.2f} policy versions on average, {highest:.0f} at most"
+            dropped = ", ".join(f"{count} {why}" for why, count in sorted(dropped_groups.items()))
+            seconds = self._last - self._started
             generated, trained = self._generated_tokens / seconds, self._trained_tokens / seconds
-            tokens = f"{generated:,.0f} generated, {trained:,.0f} trained"
-            rows += [("staleness", staleness), ("groups dropped", dropped or "none")]
-            rows += [("bias of what was lost", bias)] if bias and dropped else []
-            rows += [("books", books)] if (books := self._books()) else []
-            rows += [("steps skipped", skipped_steps)] if skipped_steps else []
-            rows += [("replay", replay)] if replay else []
-            rows += [("tokens per second", tokens), ("checkpoint", self._checkpoint or "none")]
-        rows.append(("metrics", str(logs / "metrics.jsonl")))
+            rows = {
+                "reward": self._change_of_reward(),
+                **rows,
+                "staleness": f"{self._staleness / self._steps:.2f} policy versions on average, "
+                f"{self._stalest:.0f} at most",
+                "groups dropped": dropped or "none",
+                "bias of what was lost": bias if dropped else "",
+                "books": self._books(),
+                "steps skipped": skipped_steps,
+                "replay": replay,
+                "tokens per second": f"{generated:,.0f} generated, {trained:,.0f} trained",
+                "checkpoint": self._checkpoint or "none",
+            }
+        rows["metrics"] = str(self._logs / "metrics.jsonl")
         if self._steps:
-            rows.append(("sample rollouts", str(logs / "rollouts.jsonl")))
-            rows += [("try next", self._try_next)] if self._try_next else []
-        self._progress.summary(rows)
+            rows |= {"sample rollouts": str(self._logs / "rollouts.jsonl")}
+            rows |= {"try next": self._try_next}
+        self._progress.summary([(label, value) for label, value in rows.items() if value])
 
     def _books(self) -> str:
         """Return a table of what became of all groups and tokens; empty without receipts."""
@@ -210,12 +214,14 @@ class RunLog:
         return "\n".join([*lines, *books.beside()])
 
     def _change_of_reward(self) -> str:
-        first, last = first_and_last(self._steps)
-        start, end = (mean([step["rollout/reward_mean"] for step in s]) for s in (first, last))
-        of_steps = f"means of {len(first)} steps" if len(first) > 1 else "one step each"
+        number = max(1, min(STEPS_PER_END, self._steps // 2))
+        start, end = mean(self._first_rewards[:number]), mean([*self._last_rewards][-number:])
+        of_steps = f"means of {number} steps" if number > 1 else "one step each"
         return f"{start:.2f} at the start, {end:.2f} at the end ({of_steps})"
 
     def _change_of_success(self) -> str:
+        if not self._evaluations:
+            return ""
         first, last = self._evaluations[0], self._evaluations[-1]
         before, after = (each["eval/success_rate"] for each in (first, last))
         if not self._steps:  # eval_only
@@ -242,7 +248,11 @@ class RunLog:
         if error is not None and self._steps and (books := self._books()):
             self._progress.summary([("books", books)])
         if error is not None and self._resume and self._steps_left:
-            self._show_how_to_go_on()
+            checkpoint = latest(self._output_dir / "checkpoints")
+            none = "none, the run ended before the first one was saved"
+            self.note(f"last checkpoint: {checkpoint or none}")
+            if checkpoint:
+                self.note(f"to go on from it: {self._resume}")
 
     def _report(self) -> None:
         from grpo_tools.report.page import write_report  # once there is a run to show
@@ -255,14 +265,6 @@ class RunLog:
         except Exception as error:  # a failed report must not change how the run ended
             self.note(f"the report could not be written: {type(error).__name__}: {error}")
 
-    def _show_how_to_go_on(self) -> None:
-        checkpoint = latest(self._output_dir / "checkpoints")
-        if checkpoint is None:
-            self.note("last checkpoint: none, the run ended before the first one was saved")
-        else:
-            self.note(f"last checkpoint: {checkpoint}")
-            self.note(f"to go on from it: {self._resume}")
-
     def _write_failure(self, error: BaseException) -> None:
         cause = root_cause(error)
         text: str | None = f"{type(cause).__name__}: {cause}"
@@ -270,9 +272,42 @@ class RunLog:
             text = str(cause)
         elif isinstance(cause, KeyboardInterrupt):
             text = None
-        record = {"attempt": self.attempt, "error": text}
-        with (self._output_dir / "logs" / FAILURES).open("a", encoding="utf-8") as file:
-            append_line(file, json.dumps(record))
+        _append(self._logs / FAILURES, {"attempt": self.attempt, "error": text})
+
+
+class LiveReport:
+    """Has a child process rewrite a run's `report.html` on a clock; the page reloads itself.
+
+    The child ends when its standard input is closed, also by the driver's death. What goes wrong
+    is in `logs/report.log`, and does not disturb the run.
+    """
+
+    def __init__(self, output_dir: Path, note: Callable[[str], None]) -> None:
+        self._output_dir, self._note = output_dir, note
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start to write pages, unless started already."""
+        if self._child is not None:
+            return
+        command = [sys.executable, "-m", "grpo_tools.report.live", str(self._output_dir)]
+        with (self._output_dir / "logs" / "report.log").open("ab") as log:
+            self._child = subprocess.Popen(  # Ctrl-C reaches the driver, which stops it
+                command, stdin=subprocess.PIPE, stderr=log, start_new_session=True
+            )
+
+    def stop(self) -> None:
+        """Write no more pages; return once the page that is being written is finished."""
+        if self._child is None or self._child.stdin is None:
+            return
+        self._child.stdin.close()
+        try:
+            self._child.wait(_STOP_REPORT_S)
+        except subprocess.TimeoutExpired:
+            late = f"the live report is still being written after {_STOP_REPORT_S:g} s"
+            self._note(f"{late}: it is stopped")
+            self._child.kill()
+            self._child.wait()
 
 
 class Phases:
@@ -297,11 +332,10 @@ class Phases:
         seconds, self._began = round(now - self._began, 3), now
         if self._show:
             self._show(f"{self._name} took {seconds:.1f} s")
-        record = {"attempt": self._attempt, "phase": self._name, "seconds": seconds}
         with contextlib.suppress(OSError):  # a full disk must not keep the run from ending
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            with self._file.open("a", encoding="utf-8") as file:
-                append_line(file, json.dumps(record))
+            record = {"attempt": self._attempt, "phase": self._name, "seconds": seconds}
+            _append(self._file, record)
 
 
 class RunTotals:
@@ -322,15 +356,25 @@ class RunTotals:
 
     def metrics(self) -> dict[str, float]:
         """Return the seconds that the run has taken, start-up included, and its restarts."""
-        return {
-            _WALL_CLOCK: self._earlier_s + time.perf_counter() - self._began,
-            "restarts": self._restarts,
-        }
+        seconds = self._earlier_s + time.perf_counter() - self._began
+        return {_WALL_CLOCK: seconds, "restarts": self._restarts}
+
+
+def _throughput(seconds: float, generated: float, trained: float) -> dict[str, float]:
+    return {
+        "throughput/generated_tokens_per_second": generated / seconds,
+        "throughput/trained_tokens_per_second": trained / seconds,
+    }
 
 
 def _is_restart(event: Mapping[str, Any]) -> bool:
     """Return whether an event restarts something; a role that is given up is not restarted."""
     return event.get("event") in _RESTARTS and not event.get("given_up")
+
+
+def _append(path: Path, record: Mapping[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        append_line(file, json.dumps(record))
 
 
 def _records(path: Path, mark: str) -> Iterator[Mapping[str, Any]]:

@@ -91,21 +91,6 @@ def reward_use(used: Sequence[Counter[str]]) -> dict[str, float]:
     return {f"reward_use/{name}": value for name, value in total.items()}
 
 
-def buffer_metrics(
-    waited_s: float, buffered: int, dropped_stale: int, filtered: int, failed_samples: int
-) -> dict[str, float]:
-    """Collect the metrics of one step about the buffer and about waiting for a batch."""
-    return {
-        "time/wait_for_batch": waited_s,
-        "time/push": 0.0,
-        "push/bytes": 0,
-        "buffer/size": buffered,
-        "buffer/dropped_stale": dropped_stale,
-        "buffer/filtered": filtered,
-        "rollout/failed_samples": failed_samples,
-    }
-
-
 def mean(values: Sequence[float]) -> float:
     """Return the mean of the values; NaN if there are none."""
     return sum(values) / len(values) if values else math.nan

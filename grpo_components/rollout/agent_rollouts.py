@@ -21,13 +21,10 @@ from grpo_components.data.columns import other_columns, reward_input
 from grpo_components.errors import ConfigError, ReplayError
 from grpo_components.rewards.pool import RewardPool
 from grpo_components.rollout.collector import SlotRollout, sampling_seed
-from grpo_components.rollout.generator_options import (
-    EngineOptions,
-    EnvironmentOptions,
-    SamplingOptions,
-)
+from grpo_components.rollout.generator_options import EnvironmentOptions
 from grpo_components.rollout.rollouts import Sample
 from grpo_components.rollout.vllm_engine import EngineStoppedError, VLLMEngine
+from grpo_components.settings import GeneratorSettings
 
 _log = logging.getLogger(__name__)
 
@@ -43,18 +40,18 @@ class AgentRollouts:
         self,
         engine: VLLMEngine,
         rewards: RewardPool,
-        sampling: SamplingOptions,
+        settings: GeneratorSettings,
         environment: EnvironmentOptions,
-        engine_options: EngineOptions,
+        model_path: str,
     ) -> None:
-        self._engine, self._rewards, self._sampling = engine, rewards, sampling
-        self._timeout_s, self._max_model_len = environment.timeout_s, engine_options.max_model_len
+        self._engine, self._rewards, self._settings = engine, rewards, settings
+        self._timeout_s, self._max_model_len = environment.timeout_s, settings.max_model_len or 0
         built: Any = environment.build_environment()
         self._options: AgentEnvironment = built
-        tokenizer = AutoTokenizer.from_pretrained(engine_options.model_path)
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
         name = self._options.tool_parser
         parse = None if name is None else TurnParser(name, tokenizer)
-        template, stops = self._options.chat_template, sampling.stop_token_ids
+        template, stops = self._options.chat_template, settings.stop_token_ids or ()
         self._chat = Chat(tokenizer, template, stops, parse)
         self._processes = AgentProcesses(self._options.agent)
         self._server = AgentServer()
@@ -127,12 +124,12 @@ class AgentRollouts:
 
     def _session(self, sample: Sample, temperature: float) -> Session:
         submit = partial(
-            self._engine.submit, temperature=temperature, truncation=self._sampling.truncation
+            self._engine.submit, temperature=temperature, truncation=self._settings.truncation
         )
         limits = SessionLimits(
             max_calls=self._options.max_calls,
             max_model_len=self._max_model_len,
-            max_response_tokens=self._sampling.max_response_tokens,
+            max_response_tokens=self._settings.max_response_tokens,
             temperature=temperature,
             any_temperature=sample.evaluates,
         )

@@ -17,21 +17,16 @@ from numpy.typing import NDArray
 from grpo_components.exchange.weight_deltas import DeltaBucket, RebuiltWeights
 from grpo_components.exchange.weight_probe import LoadedWeights, ProbeReading
 from grpo_components.exchange.weights import Manifest, snapshot_checksum, unpack_buckets
-from grpo_components.replay.schedule import open_schedule
+from grpo_components.replay.schedule import Schedule
+from grpo_components.rewards.pool import RewardPool
 from grpo_components.rollout.collector import Prompt, SlotRollout, reward_use, sampling_seed
-from grpo_components.rollout.generator_options import (
-    EngineOptions,
-    EnvironmentOptions,
-    ReplayOptions,
-    RewardOptions,
-    SamplingOptions,
-    open_reward_pool,
-)
+from grpo_components.rollout.generator_options import EngineOptions, EnvironmentOptions
 from grpo_components.rollout.observation_text import encode_text
 from grpo_components.rollout.rollouts import Rollouts, Sample
 from grpo_components.rollout.sequence_budget import SequenceBudget
 from grpo_components.rollout.vllm_engine import BASE_VERSION, VLLMEngine
 from grpo_components.rollout.weight_receiver import IncomingWeights
+from grpo_components.settings import GeneratorSettings
 from grpo_components.trajectory import GroupSummary, PackedTrajectories, Trajectory, pack, summarize
 
 _REPLAY_THREADS = 1000
@@ -45,7 +40,6 @@ _M_ARENA_MAX = -8
 """Parameter of glibc's `mallopt`."""
 _MAX_UTF8_BYTES = 4
 """Most bytes of one character, and therefore most tokens that can share a character."""
-_NO_REPLAY = ReplayOptions()
 
 
 class Generator:
@@ -55,35 +49,37 @@ class Generator:
         self,
         *,
         build_tokenizer: Callable[[], Any],
+        settings: GeneratorSettings,
         engine: EngineOptions,
-        sampling: SamplingOptions,
         environment: EnvironmentOptions,
-        rewards: RewardOptions,
+        open_rewards: Callable[[], RewardPool],
+        group_size: int,
+        seed: int,
         rollouts_in_flight: int,
         log_token_texts: bool = False,
-        replay: ReplayOptions = _NO_REPLAY,
+        open_schedule: Callable[..., Schedule[Any]] | None = None,
+        replays: bool = False,
         number: int = 0,
         restart_count: int = 0,
     ) -> None:
         # At Python's 5 ms, collectors' threads hold up each engine step that waits for the GIL.
         sys.setswitchinterval(_SWITCH_S)
         limit_malloc_arenas(_MALLOC_ARENAS)
-        self._rewards = open_reward_pool(rewards)
+        self._rewards = open_rewards()
         self._tokenizer = build_tokenizer()
-        self._sampling, self._stop_token_ids = sampling, set(sampling.stop_token_ids)
-        schedule = open_schedule(
-            number, replay.schedule_folder, replay.replayed_folder, replay.timeout_s, restart_count
-        )
-        self._engine = VLLMEngine(engine, seed=sampling.seed, schedule=schedule)
+        self._group_size, self._seed = group_size, seed
+        self._stop_token_ids = set(settings.stop_token_ids or ())
+        schedule = open_schedule and open_schedule(number=number, restart_count=restart_count)
+        self._engine = VLLMEngine(settings, engine, seed=seed, schedule=schedule)
         self._log_token_texts = log_token_texts
-        self._budget = SequenceBudget(rollouts_in_flight, sampling.group_size)
-        threads = rollouts_in_flight if replay.replayed_folder is None else _REPLAY_THREADS
-        threads *= sampling.group_size  # of some groups, only one response may be left
-        shared = self._engine, self._rewards, sampling, environment
+        self._budget = SequenceBudget(rollouts_in_flight, group_size)
+        threads = _REPLAY_THREADS if replays else rollouts_in_flight
+        threads *= group_size  # of some groups, only one response may be left
+        shared = self._engine, self._rewards, settings, environment
         if environment.runs_agents:
             from grpo_components.rollout.agent_rollouts import AgentRollouts  # a web server
 
-            self._rollouts = AgentRollouts(*shared, engine)
+            self._rollouts = AgentRollouts(*shared, engine.model_path)
         else:
             encode = partial(encode_text, self._tokenizer)
             self._rollouts = Rollouts(*shared, decode=self._decode, encode=encode, threads=threads)
@@ -101,7 +97,7 @@ class Generator:
         self, prompt: Prompt, epoch: int, group_id: int, attempt: int, temperature: float
     ) -> tuple[PackedTrajectories, GroupSummary, dict[str, Any]]:
         """Sample and score `group_size` responses to one prompt."""
-        seed, group_size = self._sampling.seed, self._sampling.group_size
+        seed, group_size = self._seed, self._group_size
         ended = self._budget.begin_group()
         samples = [
             Sample(
@@ -135,7 +131,7 @@ class Generator:
         logged: Sequence[int] = (),
     ) -> list[dict[str, Any]]:
         """Sample and score responses to each prompt, with the same seeds in every evaluation."""
-        seed, size = self._sampling.seed, self._sampling.group_size
+        seed, size = self._seed, self._group_size
         asked = [
             Sample(
                 # All samples of a prompt get the same environment seed.

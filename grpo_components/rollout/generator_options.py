@@ -1,13 +1,12 @@
-"""The options of a generator: its engine, sampling, environment, rewards and replay."""
+"""The options of a generator beside its section of the config: its engine and environment."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from grpo_components.models.lora import LoraOptions
-from grpo_components.rewards.pool import RewardPool, RewardSpec
+from grpo_components.settings import LoraSettings
 
 if TYPE_CHECKING:
     from torchrl.envs import EnvBase
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of a vLLM engine: model, limits and weight swaps."""
+    """What an engine needs beside the section `generator`: its model, and swaps of weights."""
 
     model_path: str
     """Folder of the Hugging Face checkpoint to load as version 0."""
@@ -23,18 +22,6 @@ class EngineOptions:
     """Device of the engine: cpu or cuda."""
     dtype: str
     """Compute dtype, fp32 or bf16."""
-    max_model_len: int
-    """Longest prompt plus response, in tokens."""
-    max_num_seqs: int
-    """Requests that one engine step may batch."""
-    gpu_memory_utilization: float
-    """Share of the GPU's memory that must be free for vLLM, and that it takes unless `kv_cache_gib`
-    says how much; not used on a CPU."""
-    kv_cache_gib: float | None
-    """Memory for the KV cache (keys and values), in GiB; None, on a GPU only: what
-    `gpu_memory_utilization` leaves. Tensor-parallel workers share it."""
-    enforce_eager: bool
-    """Whether to run without CUDA graphs."""
     recompute_kv_after_pull: bool
     """Whether running requests recompute their KV after a weight swap.
 
@@ -43,35 +30,14 @@ class EngineOptions:
     """
     num_ids: int | None = None
     """Ids that the tokenizer knows, which alone are sampled; None: all of the vocabulary."""
-    tensor_parallel_size: int = 1
-    """Processes that share each layer of the model, each with a GPU of its own on CUDA; 1: this."""
-    takes_turns: bool = False
+    colocate: bool = False
     """Whether the engine sleeps while a trainer uses its GPU."""
     weight_transfer: str | None = None
     """vLLM's engine through which weights arrive, nccl; None: they are in memory."""
-    lora: LoraOptions | None = None
+    lora: LoraSettings | None = None
     """Adapter that new weights are; None: they are whole models."""
     adapter_path: str | None = None
     """Folder of the adapter to start with; None: the base model alone."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """Options of sampling, without the temperature, which comes with each call."""
-
-    group_size: int
-    """Responses per prompt."""
-    seed: int
-    """Seed of the run, from which the seed of each sample is derived."""
-    max_response_tokens: int
-    """Longest response, tokens of the environment included."""
-    stop_token_ids: Sequence[int]
-    """Token ids after which sampling stops."""
-    truncation: Mapping[str, float]
-    """Changes to the sampled distribution other than temperature, by vLLM's names (top_p, ...).
-
-    The trainer's log-probabilities ignore them.
-    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,32 +52,3 @@ class EnvironmentOptions:
     """Whether each response gets its own environment and thread, instead of one per group."""
     runs_agents: bool = False
     """Whether it is an `AgentEnvironment`, which takes no arguments when it is built."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardOptions:
-    """Options of the rewards and of the processes that compute them."""
-
-    rewards: dict[str, RewardSpec]
-    """Spec of each reward, by its name in the config."""
-    num_workers: int
-    """Number of processes that score samples."""
-    timeout_s: float
-    """Seconds for all rewards of one sample."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayOptions:
-    """Options of recording and replaying the schedule: which command enters before which step."""
-
-    schedule_folder: str | None = None
-    """Folder in which the engine's schedule is recorded; None disables recording."""
-    replayed_folder: str | None = None
-    """Folder of the recorded schedule to replay; None in a live run."""
-    timeout_s: float = 0.0
-    """Longest wait for the next recorded command in a replay, in seconds."""
-
-
-def open_reward_pool(rewards: RewardOptions) -> RewardPool:
-    """Start a generator's reward processes."""
-    return RewardPool(rewards.rewards, num_workers=rewards.num_workers, timeout_s=rewards.timeout_s)

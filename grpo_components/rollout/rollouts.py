@@ -23,8 +23,9 @@ from grpo_components.objective.component_errors import (
 from grpo_components.rewards.pool import RewardPool, RewardPoolError
 from grpo_components.rollout.collector import EnginePolicy, GroupCollector, Prompt, SlotRollout
 from grpo_components.rollout.environment_thread import EnvironmentThread, HungCallError
-from grpo_components.rollout.generator_options import EnvironmentOptions, SamplingOptions
+from grpo_components.rollout.generator_options import EnvironmentOptions
 from grpo_components.rollout.vllm_engine import EngineStoppedError, VLLMEngine
+from grpo_components.settings import GeneratorSettings
 
 _CLOSING_S = 5.0
 """Seconds for the environments to close; one that hangs ends with the process."""
@@ -76,7 +77,7 @@ class Rollouts:
         self,
         engine: VLLMEngine,
         rewards: RewardPool,
-        sampling: SamplingOptions,
+        settings: GeneratorSettings,
         environment: EnvironmentOptions,
         *,
         decode: Callable[[list[int]], str],
@@ -84,7 +85,7 @@ class Rollouts:
         threads: int,
     ) -> None:
         self._engine, self._rewards = engine, rewards
-        self._sampling, self._environment = sampling, environment
+        self._settings, self._environment = settings, environment
         self._decode, self._encode = decode, encode
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="collector")
         self._free_seats: defaultdict[int, deque[_Seat]] = defaultdict(deque)
@@ -122,8 +123,8 @@ class Rollouts:
             seat.environment.call(seat.env.ask, [sample.prompt for sample in samples])
             slots = seat.collector.rollout(seat.environment.call)
             longest = max(len(slot.response_ids) for slot in slots)
-            if longest > self._sampling.max_response_tokens:
-                limit = f"generator.max_response_tokens is {self._sampling.max_response_tokens}"
+            if longest > self._settings.max_response_tokens:
+                limit = f"generator.max_response_tokens is {self._settings.max_response_tokens}"
                 raise ValueError(f"the response has {longest} tokens, but {limit}")
         except (EngineStoppedError, RewardPoolError, ConfigError):
             raise
@@ -159,7 +160,7 @@ class Rollouts:
             decode=self._decode,
             encode=self._encode,
             score=self._rewards,
-            max_response_tokens=self._sampling.max_response_tokens,
+            max_response_tokens=self._settings.max_response_tokens,
         )
         try:
             env = environment.call(build)
@@ -169,9 +170,9 @@ class Rollouts:
             raise RuntimeError(failure_text("environment: cannot be built", error)) from error
         policy = EnginePolicy(
             self._engine,
-            max_response_tokens=self._sampling.max_response_tokens,
-            stop_token_ids=self._sampling.stop_token_ids,
-            truncation=self._sampling.truncation,
+            max_response_tokens=self._settings.max_response_tokens,
+            stop_token_ids=self._settings.stop_token_ids or (),
+            truncation=self._settings.truncation,
         )
         return _Seat(environment, env, policy, GroupCollector(env, policy))
 

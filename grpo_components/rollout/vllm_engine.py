@@ -47,6 +47,7 @@ from grpo_components.rollout.worker_processes import (
     remove_names,
     worker_environment,
 )
+from grpo_components.settings import GeneratorSettings
 
 BASE_VERSION = 0
 """Policy version of the weights that the engine loads first."""
@@ -65,21 +66,22 @@ class VLLMEngine:
 
     def __init__(
         self,
+        settings: GeneratorSettings,
         options: EngineOptions,
         *,
         seed: int,
         schedule: Schedule[tuple[str, Any, Future[Any]]] | None = None,
     ) -> None:
-        self._engine = _build(options, seed)
+        self._engine = _build(settings, options, seed)
         self._workers: WorkerProcesses | None = None
-        if options.tensor_parallel_size > 1:
+        if settings.tensor_parallel_size > 1:
             executor = cast(Any, self._core.model_executor)
             self._workers = WorkerProcesses([worker.proc for worker in executor.workers])
             self._engine.collective_rpc(remove_names)
             executor.rpc_broadcast_mq.buffer.is_creator = False  # else vLLM removes the name again
         self._engine.collective_rpc(cast(Any, never_sample_from), args=(options.num_ids,))
         self._engine.set_weight_version(str(BASE_VERSION))
-        self.use = EngineUse(options.max_num_seqs)
+        self.use = EngineUse(settings.max_num_seqs)
         """What the thread spends its time on."""
         self._lora = lora = options.lora
         self._adapter = None if lora is None else ADAPTER
@@ -93,7 +95,8 @@ class VLLMEngine:
                 check_names_and_shapes(shapes_of(adapter), self._expected_shapes)
             swap_adapter(self._engine, lora, adapter)
         self._schedule = Schedule() if schedule is None else schedule
-        self._step, self._version, self._longest = 0, BASE_VERSION, options.max_model_len
+        self._step, self._version = 0, BASE_VERSION
+        self._longest: int = self._engine.model_config.max_model_len
         self._running: dict[str, Future[Any]] = {}
         self._watched: dict[str, WatchedRequest] = {}
         self._ids = map(str, range(2**63))
@@ -329,10 +332,10 @@ class VLLMEngine:
             future.set_exception(error)
 
 
-def _build(options: EngineOptions, seed: int) -> LLMEngine:
+def _build(settings: GeneratorSettings, options: EngineOptions, seed: int) -> LLMEngine:
     # On a CPU a prompt read in two steps would end the engine: vLLM discards the first step's
     # sample by rewinding the random generator, and a CPU generator cannot be rewound.
-    num_workers = options.tensor_parallel_size
+    num_workers = settings.tensor_parallel_size
     more: dict[str, Any] = {
         "enforce_eager": True,
         "enable_chunked_prefill": False,
@@ -341,15 +344,15 @@ def _build(options: EngineOptions, seed: int) -> LLMEngine:
     }
     if options.device == "cuda":
         more = {
-            "enforce_eager": options.enforce_eager,
-            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "enforce_eager": settings.enforce_eager,
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
         }
-    if options.takes_turns:
+    if options.colocate:
         more |= sleep_arguments(options.device)
     if options.lora is not None:
         more |= adapter_arguments(options.lora)
-    if options.kv_cache_gib is not None:
-        more["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30) // num_workers
+    if settings.kv_cache_gib is not None:
+        more["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30) // num_workers
     if options.weight_transfer is not None:
         more["weight_transfer_config"] = WeightTransferConfig(backend=options.weight_transfer)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # else it would replace `kv_cache_gib`
@@ -362,8 +365,8 @@ def _build(options: EngineOptions, seed: int) -> LLMEngine:
             options.model_path,
             skip_tokenizer_init=True,
             dtype=cast(Any, {"fp32": "float32", "bf16": "bfloat16"}[options.dtype]),
-            max_model_len=options.max_model_len,
-            max_num_seqs=options.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             seed=seed,

@@ -40,9 +40,10 @@ from grpo_components.errors import ConfigError
 from grpo_components.models.lora import (
     ADAPTER_FILE,
     ADAPTER_FOLDER,
-    LoraOptions,
     adapter_tensors,
+    peft_config,
 )
+from grpo_components.settings import LoraSettings
 from grpo_components.state_files import read_state, write_state
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
@@ -81,7 +82,7 @@ class TrainerState:
         rank: int,
         num_ranks: int,
         device: torch.device,
-        lora: LoraOptions | None = None,
+        lora: LoraSettings | None = None,
     ) -> None:
         self._model, self._optimizer, self._scheduler = model, optimizer, lr_scheduler
         self._lora = lora
@@ -227,14 +228,14 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def save_adapter(
-    adapter: dict[str, Tensor], lora: LoraOptions, base_model_path: Path, checkpoint: Path
+    adapter: dict[str, Tensor], lora: LoraSettings, base_model_path: Path, checkpoint: Path
 ) -> None:
     """Write a checkpoint's folder `adapter`, which peft and vLLM load."""
     folder = checkpoint / ADAPTER_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     contiguous = {name: tensor.contiguous() for name, tensor in adapter.items()}
     save_file(contiguous, folder / ADAPTER_FILE, metadata={"format": "pt"})
-    described = json.dumps(lora.peft_config(str(base_model_path)), indent=2)
+    described = json.dumps(peft_config(lora, str(base_model_path)), indent=2)
     (folder / "adapter_config.json").write_text(described, encoding="utf-8")
 
 

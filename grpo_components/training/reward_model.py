@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from grpo_components.errors import ConfigError
 from grpo_components.models.loading import DTYPES
 from grpo_components.models.micro_batches import padded_micro_batches
+from grpo_components.settings import RewardModelSettings
 from grpo_components.trajectory import GroupSummary, PackedTrajectories, summarize
 
 REWARD_TERM = "reward_model"
@@ -35,13 +36,12 @@ class RewardModel:
     def __init__(
         self,
         *,
-        path: str,
-        weight: float,
-        chat_template: bool,
-        tokens_per_micro_batch: int,
+        settings: RewardModelSettings,
         device: str,
         dtype: str,
     ) -> None:
+        assert settings.path is not None, "no run starts this role without a path"
+        path, weight, chat_template = settings.path, settings.weight, settings.chat_template
         self._device, self._weight = torch.device(device), weight
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
         model, loading = AutoModelForSequenceClassification.from_pretrained(
@@ -60,7 +60,7 @@ class RewardModel:
             problem = f"true given, but the tokenizer of {path} has no chat template"
             raise ConfigError("reward_model.chat_template", problem, "false")
         self._pad_id: int | None = config.pad_token_id
-        self._chat_template, self._token_budget = chat_template, tokens_per_micro_batch
+        self._chat_template, self._token_budget = chat_template, settings.tokens_per_micro_batch
         positions = _num_positions(self._model)
         self._max_tokens = min(self._tokenizer.model_max_length, positions or math.inf)
 

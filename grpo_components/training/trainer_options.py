@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.models.lora import LoraOptions
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.composition import Loss
 from grpo_components.objective.penalties import Penalties
-from grpo_components.objective.schedules import Schedule
 from grpo_components.objective.token_advantages import TokenAdvantages
+from grpo_components.schedules import Schedule
+from grpo_components.settings import LoraSettings
 from grpo_components.training.supervised import SupervisedExamples
 
 
@@ -61,7 +61,7 @@ class ModelOptions:
     """Positions projected to the vocabulary at a time."""
     num_ids: int | None = None
     """Ids that the tokenizer knows, which alone are sampled; None: all of the vocabulary."""
-    lora: LoraOptions | None = None
+    lora: LoraSettings | None = None
     """Adapters, which alone are trained; None trains all weights."""
 
 

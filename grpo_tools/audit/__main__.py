@@ -9,9 +9,9 @@ from pathlib import Path
 
 from grpo_components.plain_text import one_line
 from grpo_components.quiet import quiet_libraries
-from grpo_tools.audit.attempts import RunAudit
 from grpo_tools.audit.findings import RULES, FatalViolation, Findings
 from grpo_tools.audit.one_run import check_one_run
+from grpo_tools.audit.run import RunAudit
 
 
 def audit(path: Path, unfinished: bool = False) -> tuple[Findings, str]:

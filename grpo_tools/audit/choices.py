@@ -3,134 +3,166 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from grpo_components.data.curriculum import curriculum_of
+from grpo_components.data.curriculum import Curriculum, curriculum_of
 from grpo_components.exchange.group_reuse import Candidate, ReusePool, reused_per_step
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_tools.audit.findings import Findings
-from grpo_tools.audit.history import Group, History, Prompt, Record
 
+Record = dict[str, Any]
+Prompt = tuple[int, int]
+"""(row of the data set, epoch)."""
 _DRAWS = "seed", "curriculum", "prompts"
 """Fields of a start record that only a run with a curriculum has."""
 
 
-def begin_draws(start: Record, before: Record, h: History, findings: Findings) -> None:
-    """Check that an attempt draws from the same prompts as the one before it, by the same rule."""
-    described, known = ([record.get(key) for key in _DRAWS] for record in (start, before))
-    if before and (described != known):
-        findings.check("curriculum", False, "draws otherwise than the attempt before")
-    if "curriculum" in start and h.curriculum is None:
-        try:
-            h.curriculum = curriculum_of(start)
-        except ValueError as error:
-            findings.check("curriculum", False, str(error))
+@dataclass
+class Group:
+    """A group of a run."""
+
+    prompt: Prompt
+    tokens: int | None = None
+    """Number of tokens of its responses; None until the group is generated."""
+    in_flight: bool = True
+    """Whether it was issued since its generator was lost."""
 
 
-def check_draw(prompt: Prompt, number: int, h: History, findings: Findings) -> None:
-    """Check that a new group has the prompt that the success rates and the seed give."""
-    if h.curriculum is not None:
-        row, epoch = h.curriculum.draw()
-        problem = f"group {number} has prompt {prompt[0]} of epoch {prompt[1]}, "
-        problem += f"but seed and success rates draw {row} of epoch {epoch}"
-        findings.check("curriculum", prompt == (row, epoch), problem)
+@dataclass
+class Choices:
+    """What the draws of prompts and the reuse of groups depend on, after a step."""
 
+    curriculum: Curriculum | None = None
+    """Draws the prompts once more; None if the run has no curriculum, or an impossible one."""
+    pool: ReusePool | None = None
+    """Chooses the reused groups once more; None if nothing is reused."""
+    once_trained: dict[int, tuple[Group, Candidate]] = field(default_factory=dict)
+    """Where groups are reused: all trained groups, by group number."""
 
-def check_result(
-    event: Record, prompt: Prompt, start: Record, h: History, findings: Findings
-) -> None:
-    """Check that a generated group has a possible result exactly if there is a curriculum."""
-    number, has = event["group"], "scored" in event
-    if "curriculum" not in start and not has:
-        return
-    wanted = "curriculum" in start
-    problem = f"group {number} has {'no' if wanted else 'a'} result"
-    findings.check("curriculum", has == wanted, problem)
-    if has:
-        result = event["successes"], event["scored"]
-        possible = result[0] <= result[1] <= start["group_size"]
-        findings.check("curriculum", possible, f"group {number} has {result[0]} of {result[1]}")
-        if h.curriculum is not None and h.curriculum.knows(prompt[0]):
-            h.curriculum.add_result(prompt[0], *result)
+    def begin(self, start: Record, before: Record, findings: Findings) -> None:
+        """Check that an attempt draws and reuses by a possible rule, and as the one before it."""
+        described, known = ([record.get(key) for key in _DRAWS] for record in (start, before))
+        if before and described != known:
+            findings.check("curriculum", False, "draws otherwise than the attempt before")
+        if "curriculum" in start and self.curriculum is None:
+            try:
+                self.curriculum = curriculum_of(start)
+            except ValueError as error:
+                findings.check("curriculum", False, str(error))
+        self._begin_reuse(start, findings)
 
+    def _begin_reuse(self, start: Record, findings: Findings) -> None:
+        """Go on with the groups that the attempt before left, by the attempt's own rule."""
+        rule, before, self.pool = start.get("replay_generation"), self.pool, None
+        if rule is None:
+            self.once_trained = {}
+            return
+        share, max_uses = rule["share"], rule["max_uses"]
+        most = reused_per_step(min(share, 1.0), start["groups_per_step"])
+        possible = share < 1 and most > 0 and max_uses > 1 and start["max_staleness"] > 0
+        problem = f"the rule {rule} can reuse nothing, or too much"
+        if findings.check("reused", possible, problem):
+            contract = StalenessContract(start["max_staleness"], start["groups_per_step"])
+            self.pool = ReusePool(contract, share, max_uses)
+            if before is not None:
+                self.pool.candidates = before.candidates
+                self.pool.forget(start["policy_version"])
 
-def begin_reuse(start: Record, h: History, findings: Findings) -> None:
-    """Go on with the groups that the attempt before left to reuse, by the attempt's own rule."""
-    rule, before, h.pool = start.get("replay_generation"), h.pool, None
-    if rule is None:
-        h.once_trained = {}
-        return
-    share, max_uses = rule["share"], rule["max_uses"]
-    most = reused_per_step(min(share, 1.0), start["groups_per_step"])
-    possible = share < 1 and most > 0 and max_uses > 1 and start["max_staleness"] > 0
-    if not findings.check("reused", possible, f"the rule {rule} can reuse nothing, or too much"):
-        return
-    contract = StalenessContract(start["max_staleness"], start["groups_per_step"])
-    h.pool = ReusePool(contract, share, max_uses)
-    if before is not None:
-        h.pool.candidates = before.candidates
-        h.pool.forget(start["policy_version"])
+    def check_draw(self, prompt: Prompt, number: int, findings: Findings) -> None:
+        """Check that a new group has the prompt that the success rates and the seed give."""
+        if self.curriculum is not None:
+            row, epoch = self.curriculum.draw()
+            problem = f"group {number} has prompt {prompt[0]} of epoch {prompt[1]}, "
+            problem += f"but seed and success rates draw {row} of epoch {epoch}"
+            findings.check("curriculum", prompt == (row, epoch), problem)
 
+    def add_result(self, event: Record, prompt: Prompt, start: Record, findings: Findings) -> None:
+        """Check that a generated group has a possible result exactly if there is a curriculum."""
+        number, has, wanted = event["group"], "scored" in event, "curriculum" in start
+        if not (wanted or has):
+            return
+        problem = f"group {number} has {'no' if wanted else 'a'} result"
+        findings.check("curriculum", has == wanted, problem)
+        if has:
+            result = event["successes"], event["scored"]
+            possible = result[0] <= result[1] <= start["group_size"]
+            findings.check("curriculum", possible, f"group {number} has {result[0]} of {result[1]}")
+            if self.curriculum is not None and self.curriculum.knows(prompt[0]):
+                self.curriculum.add_result(prompt[0], *result)
 
-def follow_trained(event: Record, group: Group, h: History, findings: Findings) -> None:
-    """Note what the choice depends on of a group that is trained for the first time."""
-    number, has = event["trained"], "spread" in event
-    if h.pool is None and not has:
-        return
-    problem = f"group {number} is trained with{'' if has else 'out'} its spread and oldest version"
-    if findings.check("reused", has and h.pool is not None, problem):
-        worth = Candidate(number, event["spread"], event["oldest_version"])
-        h.once_trained[number] = group, worth
-
-
-def follow_reused(
-    event: Record,
-    step: Record,
-    start: Record,
-    reused: dict[int, Group],
-    h: History,
-    findings: Findings,
-) -> Group | None:
-    """Check one reuse of a group."""
-    check, number, use = findings.check, event["group"], event["use"]
-    known = h.once_trained.get(number) if h.pool is not None else None
-    if not check("reused", known is not None, f"group {number} is reused before it is trained"):
-        return None
-    assert known is not None and h.pool is not None
-    group, worth = known
-    check("reused", number not in reused, f"group {number} is reused twice in a step")
-    check("reused", use == worth.uses + 1, f"use {use} of group {number} follows use {worth.uses}")
-    most = h.pool.max_uses
-    check("reused", use <= most, f"use {use} of group {number}, more than max_uses {most}")
-    age = StalenessContract.staleness(worth.oldest_version, step["trained_from"])
-    problem = f"group {number} is reused {age} versions old, more than {start['max_staleness']}"
-    check("reused", age <= start["max_staleness"], problem)
-    reused[number] = group
-    return group
-
-
-def check_choice(
-    record: Record,
-    trained: Mapping[int, Group],
-    reused: Mapping[int, Group],
-    h: History,
-    findings: Findings,
-) -> None:
-    """Check that a step reused the groups that the rule chooses, and count its uses."""
-    if h.pool is None:
-        return
-    chosen, before = h.pool.choose(h.policy_version), record["trained_from"]
-    problem = f"reuses the groups {sorted(reused)[:8]}, but the priority chooses {chosen[:8]}"
-    findings.check("reused", sorted(reused) == chosen, problem)
-    worths = [
-        h.once_trained[number][1] for number in (*trained, *reused) if number in h.once_trained
-    ]
-    if worths and record["token_versions"]:
-        stated, oldest = (
-            min(w.oldest_version for w in worths),
-            min(map(int, record["token_versions"])),
+    def end_step(
+        self,
+        sample: Record,
+        step: Record,
+        trained: Mapping[int, Group],
+        start: Record,
+        findings: Findings,
+    ) -> dict[int, Group]:
+        """Check which groups a step trained again, and return them."""
+        if self.curriculum is not None:
+            self.curriculum.end_step()
+        groups, worths = sample["groups"], sample.get("worths") or []
+        reuses = self.pool is not None
+        problem = (
+            f"{len(worths)} of {len(groups)} groups are trained with spread and oldest version"
         )
-        problem = f"trains tokens of version {oldest}, older than all its groups ({stated})"
-        findings.check("reused", stated <= oldest, problem)
-    new = [h.once_trained[number][1] for number in trained if number in h.once_trained]
-    again = [number for number in reused if number in h.pool.candidates]
-    h.pool.end_step(new, again, before, record["policy_version"])
+        findings.check("reused", len(worths) == len(groups) * reuses, problem)
+        for number, worth in zip(groups, worths, strict=False):
+            if reuses and number in trained:
+                known = Candidate(number, worth["spread"], worth["oldest_version"])
+                self.once_trained[number] = trained[number], known
+        reused: dict[int, Group] = {}
+        for event in sample.get("reused") or ():
+            self._check_reuse(event, step, start, reused, findings)
+        if self.pool is not None:
+            self._check_choice(self.pool, step, trained, reused, findings)
+        return reused
+
+    def _check_reuse(
+        self,
+        event: Record,
+        step: Record,
+        start: Record,
+        reused: dict[int, Group],
+        findings: Findings,
+    ) -> None:
+        """Check one reuse of a group, and add the group."""
+        check, number, use = findings.check, event["group"], event["use"]
+        known = self.once_trained.get(number) if self.pool is not None else None
+        problem = f"group {number} is reused before it is trained"
+        if not check("reused", known is not None, problem):
+            return
+        assert known is not None and self.pool is not None
+        group, worth = known
+        once, next_use = number not in reused, worth.uses + 1
+        check("reused", once, f"group {number} is reused twice in a step")
+        check("reused", use == next_use, f"use {use} of group {number} follows use {worth.uses}")
+        most = self.pool.max_uses
+        check("reused", use <= most, f"use {use} of group {number}, more than max_uses {most}")
+        age = StalenessContract.staleness(worth.oldest_version, step["trained_from"])
+        problem = f"group {number} is reused {age} versions old, more than {start['max_staleness']}"
+        check("reused", age <= start["max_staleness"], problem)
+        reused[number] = group
+
+    def _check_choice(
+        self,
+        pool: ReusePool,
+        step: Record,
+        trained: Mapping[int, Group],
+        reused: Mapping[int, Group],
+        findings: Findings,
+    ) -> None:
+        """Check that a step reused the groups that the rule chooses, and count their uses."""
+        before, after = step["trained_from"], step["policy_version"]
+        chosen = pool.choose(before)
+        problem = f"reuses the groups {sorted(reused)[:8]}, but the priority chooses {chosen[:8]}"
+        findings.check("reused", sorted(reused) == chosen, problem)
+        worths = {n: self.once_trained[n][1] for n in (*trained, *reused) if n in self.once_trained}
+        if worths and step["token_versions"]:
+            stated = min(worth.oldest_version for worth in worths.values())
+            oldest = min(map(int, step["token_versions"]))
+            problem = f"trains tokens of version {oldest}, older than all its groups ({stated})"
+            findings.check("reused", stated <= oldest, problem)
+        new = [worths[number] for number in trained if number in worths]
+        pool.end_step(new, [n for n in reused if n in pool.candidates], before, after)

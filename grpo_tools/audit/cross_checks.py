@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
+from grpo_tools.audit.choices import Record
 from grpo_tools.audit.findings import Findings
-from grpo_tools.audit.history import Record
 from grpo_tools.json_lines import records_of
 
 _SLACK = 1e-6

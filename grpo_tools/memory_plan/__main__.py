@@ -13,13 +13,12 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 
 from grpo_components._plugin import config_files, recipes_folder
-from grpo_components.config.checks import kl_sections, needs_reference
 from grpo_components.config.command_line import merge_overrides
 from grpo_components.config.files import check_heads, check_tensor_parallel
 from grpo_components.config.preflight import settings_of
 from grpo_components.errors import fail
 from grpo_components.plain_text import plain
-from grpo_components.settings import Settings
+from grpo_components.settings import Settings, needs_reference
 from grpo_tools.memory_plan.model_sizes import ModelSizes
 from grpo_tools.memory_plan.plan import plan_run
 from grpo_tools.memory_plan.role_memory import GPU_GIB
@@ -86,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = plan_run(
             cfg,
             longest_prompt(cfg),
-            needs_reference=any(map(needs_reference, kl_sections(cfg).values())),
+            needs_reference=any(map(needs_reference, cfg.kl_sections.values())),
             num_gpus=options.gpus,
             gpu_gib=options.gpu_memory or GPU_GIB,
         )

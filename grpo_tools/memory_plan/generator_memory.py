@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_components.models.loading import DTYPES
-from grpo_components.models.lora import lora_options
+from grpo_components.models.lora import reserved_rank
 from grpo_components.rollout.open_sender import BUFFER_BYTES
 from grpo_components.settings import Settings
 from grpo_tools.memory_plan.model_sizes import ModelSizes
@@ -33,9 +33,9 @@ def generator_memory(
     workers = options.tensor_parallel_size
     length = options.max_model_len or prompt_tokens + options.max_response_tokens
     weights = sizes.weight_bytes(cfg.dtype) // workers
-    lora = lora_options(cfg.lora)
+    lora = cfg.lora
     if lora is not None:
-        weights += sizes.snapshot_bytes(cfg.dtype) * lora.reserved_rank // lora.rank
+        weights += sizes.snapshot_bytes(cfg.dtype) * reserved_rank(lora) // lora.rank
     parts = {"weights": weights, "work": _work(cfg, sizes, device)}
     if device.is_gpu:
         graphs = 0 if options.enforce_eager else _GRAPHS_BYTES

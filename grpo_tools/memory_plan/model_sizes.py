@@ -14,11 +14,11 @@ from grpo_components.models.hf_weights import layer_groups
 from grpo_components.models.hugging_face_policy import decoder_layers, is_transformers
 from grpo_components.models.loading import DTYPES
 from grpo_components.models.lora import (
-    LoraOptions,
     adapted_model,
     is_adapter,
     trained_parameters,
 )
+from grpo_components.settings import LoraSettings
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ModelSizes:
 
     @classmethod
     def of(
-        cls, build_model: Callable[[], nn.Module], lora: LoraOptions | None = None
+        cls, build_model: Callable[[], nn.Module], lora: LoraSettings | None = None
     ) -> ModelSizes:
         """Build the model on the meta device, and read its sizes."""
         with torch.device("meta"):

@@ -9,7 +9,6 @@ from functools import partial
 import psutil
 from torchtune import config
 
-from grpo_components.models.lora import lora_options
 from grpo_components.settings import Settings, teachers_of
 from grpo_tools.memory_plan.generator_memory import generator_memory
 from grpo_tools.memory_plan.host_memory import HostMemory
@@ -44,7 +43,7 @@ def plan_run(
     gpu_gib: float,
 ) -> RunPlan:
     """Plan the memory of a run."""
-    sizes = ModelSizes.of(partial(config.instantiate, cfg.model), lora_options(cfg.lora))
+    sizes = ModelSizes.of(partial(config.instantiate, cfg.model), cfg.lora)
     is_gpu = cfg.device == "cuda"
     memory = gpu_gib if is_gpu else psutil.virtual_memory().total / GIB
     device = Device(is_gpu, memory)

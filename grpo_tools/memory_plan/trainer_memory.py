@@ -18,7 +18,7 @@ from grpo_components.errors import fail
 from grpo_components.models.flops import ModelFlops
 from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.loading import DTYPES
-from grpo_components.models.lora import adapted_model, lora_options
+from grpo_components.models.lora import adapted_model
 from grpo_components.models.meshes import Sharding
 from grpo_components.settings import Settings
 from grpo_tools.memory_plan.generator_memory import transfer_bytes
@@ -51,8 +51,8 @@ def policy_options(cfg: Settings) -> PolicyOptions:
     """Return how a trainer rank computes the policy."""
     loss_needs_entropy = cfg.loss.get("entropy_coeff", 0) > 0
     build_model = partial(config.instantiate, cfg.model)
-    if (lora := lora_options(cfg.lora)) is not None:
-        build_model = partial(adapted_model, build_model, lora, cfg.dtype)
+    if cfg.lora is not None:
+        build_model = partial(adapted_model, build_model, cfg.lora, cfg.dtype)
     return PolicyOptions(
         build_model=build_model,
         build_optimizer=_optimizer(cfg),

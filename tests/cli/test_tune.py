@@ -146,16 +146,15 @@ def test_run_executes_a_copied_recipe_with_a_copied_config(wheel_install: Instal
 
 
 class Registry:
-    """A stand-in for torchtune's registry module, with our recipe."""
+    """A stand-in for torchtune's registry module, which takes seconds to import."""
 
-    def __init__(self):
-        self._ALL_RECIPES = [SimpleNamespace(name=RECIPE)]
+    Recipe = Config = SimpleNamespace
 
-    def get_all_recipes(self):
+    def __init__(self, *names: str) -> None:
+        self._ALL_RECIPES = [SimpleNamespace(name=name) for name in names]
+
+    def get_all_recipes(self) -> list[Any]:
         return self._ALL_RECIPES
-
-    def Recipe(self, **fields: Any) -> Any:
-        return SimpleNamespace(**fields)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ def test_a_recipe_that_is_nowhere_is_refused_in_one_line(
     (tmp_path / "my_grpo.py").touch()
     (tmp_path / "sub").mkdir()
     with pytest.raises(SystemExit) as end:
-        _tune_run.complete(cast(Any, Registry()), given)
+        _tune_run.complete(cast(Any, Registry(RECIPE)), given)
     (line,) = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and given in line and line.endswith(hint) == hint.endswith("?")
     assert hint in line and "; allowed: " in line
@@ -189,7 +188,7 @@ def test_a_path_that_torchtune_cannot_run_is_registered(
     here.mkdir()
     monkeypatch.chdir(here)
     (here / "my_grpo.py").touch()
-    registry, given = Registry(), path.format(here=here)
+    registry, given = Registry(RECIPE), path.format(here=here)
     _tune_run.complete(cast(Any, registry), given)
     (found,) = registry.get_all_recipes()[1:]
     assert found.name == given and Path(found.file_path) == here / "my_grpo.py"
@@ -203,7 +202,7 @@ def test_what_torchtune_can_run_is_left_to_it(
     for name in ("my_grpo.py", "sub/mine.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    registry = Registry()
+    registry = Registry(RECIPE)
     _tune_run.complete(cast(Any, registry), given)
     assert len(registry.get_all_recipes()) == 1
 
@@ -264,21 +263,10 @@ def test_the_wheel_carries_the_recipes_inside_the_package_only(wheel: Path):
     assert packages == {"grpo_components", "grpo_tools"}
 
 
-def registry_without_our_recipe() -> Any:
-    """A stand-in for torchtune's registry module, which takes seconds to import."""
-    recipes: list[Any] = []
-    return SimpleNamespace(
-        _ALL_RECIPES=recipes,
-        get_all_recipes=lambda: recipes,
-        Recipe=SimpleNamespace,
-        Config=SimpleNamespace,
-    )
-
-
 def test_registering_twice_adds_the_recipe_once():
-    registry = registry_without_our_recipe()
-    _plugin.register(registry)
-    _plugin.register(registry)
+    registry: Any = Registry()
+    for _ in range(2):
+        _plugin.register(registry)
     (recipe,) = registry.get_all_recipes()
     assert recipe.name == RECIPE
     assert Path(recipe.file_path) == RECIPE_FILE
@@ -295,6 +283,6 @@ def test_a_broken_installation_warns_and_breaks_neither_torch_nor_tune(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setattr(_plugin, "__file__", str(tmp_path / "grpo_components" / "_plugin.py"))
-    monkeypatch.setitem(sys.modules, "torchtune._recipe_registry", registry_without_our_recipe())
+    monkeypatch.setitem(sys.modules, "torchtune._recipe_registry", Registry())
     with pytest.warns(UserWarning, match="not added to `tune`"):
         _plugin.install()

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lib.trainer_ranks import export
+from lib.trainer_ranks import checkpointer_of, export
+from lib.trajectories import trajectory
 from numpy.typing import NDArray
-from torchtune.training import FullModelHFCheckpointer
 
 from equivalence.engine_rungs import difference_of_completions, generator_to_trainer
 from equivalence.families import FAMILIES, HF_FAMILIES, random_checkpoint, save_random
@@ -27,9 +27,10 @@ from equivalence.ladder import (
 from equivalence.roles import ENGINES, tiny_config
 from grpo_components.exchange.weights import StateDict, pack_bucket
 from grpo_components.models.hugging_face_policy import hugging_face
-from grpo_components.models.lora import TARGETS, LoraOptions
+from grpo_components.models.lora import TARGETS
 from grpo_components.models.meshes import Sharding
-from grpo_components.trajectory import Trajectory, pack
+from grpo_components.settings import LoraSettings
+from grpo_components.trajectory import pack
 
 _TRAINERS = (
     *((name, 1, Sharding()) for name in FAMILIES),
@@ -169,7 +170,7 @@ def adapter_is_merged_weights(bench: Bench) -> float:
     with closing(bench.process(ENGINES)) as engines:
         for name, num_ranks, targets in _ADAPTED:
             base, copy = _random_policy(bench, name), bench.folder()
-            lora = LoraOptions(rank=4, alpha=8.0, target_modules=targets, save_merged=True)
+            lora = LoraSettings(rank=4, alpha=8.0, target_modules=targets, save_merged=True)
             arguments = _trainer_arguments(bench, name, base) | {"lora": lora} | options
             train = partial(bench.train, num_ranks=num_ranks, **arguments)
             save = [("hold_state", False), ("write_state", str(copy))]
@@ -210,13 +211,7 @@ def _trainer_arguments(bench: Bench, name: str, base: Path) -> dict[str, Any]:
         own = (partial(hugging_face, path=str(base)), None, None)
     else:
         family = FAMILIES[name]
-        checkpointer = partial(
-            FullModelHFCheckpointer,
-            checkpoint_dir=str(base),
-            checkpoint_files=["model.safetensors"],
-            model_type=family.model_type,
-            output_dir=str(bench.scratch / "unused"),
-        )
+        checkpointer = checkpointer_of(base, bench.scratch / "unused", family.model_type)
         own = (family.build_model, checkpointer, family.model_type)
     names = ("build_model", "build_checkpointer", "model_type")
     return {**dict(zip(names, own, strict=True)), "base_model_path": str(base)}
@@ -236,16 +231,11 @@ def _train_step(
 ) -> tuple[Any, ...]:
     """Return a `train_step` call with one response, its ids and generator logprobs, per prompt."""
     records = [
-        Trajectory(
+        trajectory(
+            ids,
             prompt_ids=np.array(prompt),
-            response_ids=ids,
-            response_mask=np.ones(len(ids), bool),
             generator_logprobs=logprobs,
             token_versions=np.full(len(ids), version, np.int32),
-            prompt_index=0,
-            epoch=0,
-            group_id=0,
-            attempt=0,
             finish_reason="length",
         )
         for prompt, (ids, logprobs) in zip(_PROMPTS, responses, strict=True)

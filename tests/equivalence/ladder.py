@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from lib.role_process import RoleProcess
 from lib.trainer_ranks import Ranks
+from lib.trajectories import trajectory
 from lib.tune import starter
 from lib.whole_runs import succeed
 from safetensors.torch import load_file
@@ -30,7 +31,6 @@ from equivalence.roles import (
 from grpo_components.exchange.weights import StateDict, unpack_bucket
 from grpo_components.objective.losses import LossInputs
 from grpo_components.rendezvous import local_rendezvous
-from grpo_components.trajectory import Trajectory
 
 T = TypeVar("T")
 SYNCHRONOUS = (
@@ -169,27 +169,8 @@ def gradients(model: torch.nn.Module, value: Tensor) -> StateDict:
     return dict(zip(names, torch.autograd.grad(value, parameters, retain_graph=True), strict=True))
 
 
-def full_logprobs(model: torch.nn.Module, record: Trajectory) -> Tensor:
-    """Compute the logprobs [R] of a response from the full logits of every position."""
-    ids = torch.from_numpy(np.concatenate([record.prompt_ids, record.response_ids]))
-    output = model(ids[None])
-    logits = getattr(output, "logits", output)[0]
-    logprobs = torch.log_softmax(logits / record.temperature, dim=-1)
-    return logprobs[torch.arange(len(ids) - 1), ids[1:]][len(record.prompt_ids) - 1 :]
-
-
 def random_record(rng: Any, ids: tuple[int, int], prompt: Any, size: int, **fields: Any) -> Any:
     """Return a response of random tokens, every fifth of which is the environment's."""
-    given = {
-        "prompt_ids": prompt,
-        "response_ids": rng.integers(*ids, size),
-        "response_mask": np.arange(size) % 5 != 3,
-        "generator_logprobs": np.zeros(size, np.float32),
-        "token_versions": np.zeros(size, np.int32),
-        "prompt_index": 0,
-        "epoch": 0,
-        "group_id": 0,
-        "attempt": 0,
-        "finish_reason": "stop",
-    }
-    return Trajectory(**given | fields)
+    mask, versions = np.arange(size) % 5 != 3, np.zeros(size, np.int32)
+    own = {"prompt_ids": prompt, "token_versions": versions}
+    return trajectory(rng.integers(*ids, size), mask, **own | fields)

@@ -21,11 +21,10 @@ from grpo_components.config.role_arguments import RoleArguments, role_arguments
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import Manifest, unpack_bucket
-from grpo_components.models.lora import LoraOptions
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.replay.schedule import Schedule
 from grpo_components.rollout.generator_options import EngineOptions
-from grpo_components.settings import Settings
+from grpo_components.settings import GeneratorSettings, LoraSettings, Settings
 from grpo_components.training.trainer_options import ObjectiveOptions
 
 # Dotted paths, so that the classes are imported only where they run.
@@ -69,7 +68,7 @@ def tiny_arguments(cfg: Settings) -> tuple[RoleArguments, Prompts]:
         longest_prompt=max(dataset.max_prompt_length, held_out.max_prompt_length),
     )
     for own in (arguments.trainer, arguments.generator):
-        for key in ("num_gpus", "meets", "min_living", "replay", "counts_restarts", "env"):
+        for key in ("num_gpus", "meets", "min_living", "open_schedule", "counts_restarts", "env"):
             own.pop(key, None)
     return arguments, prompts
 
@@ -117,7 +116,7 @@ class Engines:
         bucket: tuple[Manifest, Any],
         prompts: list[list[int]],
         num_workers: int = 1,
-        lora: LoraOptions | None = None,
+        lora: LoraSettings | None = None,
     ) -> tuple[list[Any], list[Any]]:
         """Sample from a new engine whose weights are swapped while requests are running."""
         # The schedule starts the running requests, swaps before a later step, then adds the rest.
@@ -137,26 +136,28 @@ class Engines:
         model_path: str,
         schedule: Any = None,
         num_workers: int = 1,
-        lora: LoraOptions | None = None,
+        lora: LoraSettings | None = None,
     ) -> Any:
         registry = imported("vllm.model_executor.models.ModelRegistry")
         for name in json.loads((Path(model_path) / "config.json").read_text())["architectures"]:
             # Inspected in this process: vLLM would start another for each, which takes seconds.
             registry.register_model(name, registry.models[name].load_model_cls())
+        settings = GeneratorSettings(
+            max_response_tokens=64,
+            temperature=1.0,
+            max_model_len=256,
+            max_num_seqs=64,
+            kv_cache_gib=1 / 16,  # its zeros take longer than the sampling
+            tensor_parallel_size=num_workers,
+        )
         options = EngineOptions(
             model_path=model_path,
             device="cpu",
             dtype="fp32",
-            max_model_len=256,
-            max_num_seqs=64,
-            gpu_memory_utilization=0.5,
-            kv_cache_gib=1 / 16,  # its zeros take longer than the sampling
-            enforce_eager=True,
             recompute_kv_after_pull=False,
-            tensor_parallel_size=num_workers,
             lora=lora,
         )
-        return imported(ENGINE)(options, seed=0, schedule=schedule)
+        return imported(ENGINE)(settings, options, seed=0, schedule=schedule)
 
 
 def _leave_frozen() -> None:

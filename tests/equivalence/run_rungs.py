@@ -9,7 +9,13 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
-from lib.whole_runs import assert_audited, finish, receipts, transformers_policy, wait_for_line
+from lib.whole_runs import (
+    assert_audited,
+    batch_hashes,
+    finish,
+    transformers_policy,
+    wait_for_line,
+)
 from torchtune import config
 
 from equivalence.ladder import SYNCHRONOUS, Bench, max_difference, rung, saved_weights
@@ -30,7 +36,7 @@ _SAVING = ("save_every_n_steps=1", "async_checkpoint=true", "keep_last_n=2")
 def recipe_is_plain_loop(bench: Bench) -> float:
     hashes, saved = _plain_loop(bench)
     run = _synchronous_run(bench)
-    if not hashes or _batch_hashes(run) != hashes:
+    if not hashes or [*batch_hashes(run).values()] != hashes:
         return math.inf
     return max_difference(saved_weights(run / "checkpoints/latest"), saved_weights(saved))
 
@@ -84,16 +90,10 @@ def _killed_and_resumed(bench: Bench, *overrides: str) -> Path:
 
 
 def _difference(one: Path, other: Path) -> float:
-    if not _batch_hashes(one) or _batch_hashes(one) != _batch_hashes(other):
+    if not batch_hashes(one) or batch_hashes(one) != batch_hashes(other):
         return math.inf
     latest = "checkpoints/latest"
     return max_difference(saved_weights(one / latest), saved_weights(other / latest))
-
-
-def _batch_hashes(run: Path) -> list[str]:
-    """Return the batch hash of each step, from the step's last attempt."""
-    hashes = {record["step"]: record["batch_hash"] for record in receipts(run)}
-    return [hashes[step] for step in sorted(hashes)]
 
 
 def _plain_loop(bench: Bench) -> tuple[list[str], Path]:

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from lib.trainer_ranks import full_logprobs
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from equivalence.families import FAMILIES, HF_FAMILIES, save_random
 from equivalence.ladder import (
     Bench,
-    full_logprobs,
     gradients,
     max_difference,
     random_record,

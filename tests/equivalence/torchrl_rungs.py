@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from lib.loss_inputs import loss_inputs
+from lib.trainer_ranks import full_logprobs
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from equivalence.ladder import Bench, full_logprobs, gradients, max_difference, rung
+from equivalence.ladder import Bench, gradients, max_difference, rung
 from equivalence.update_rungs import ragged_batch, whole_model
 from grpo_components.objective.aggregation import SequenceMean, TokenMean
 from grpo_components.objective.losses import GRPOLoss, LossInputs
@@ -141,14 +143,8 @@ def _tokens(records: Sequence[Trajectory], advantages: NDArray[np.float32]) -> L
     counts = torch.tensor([int(record.response_mask.sum()) for record in records])
     numbers = torch.repeat_interleave(torch.arange(len(records)), counts)
     generated = np.concatenate([r.generator_logprobs[r.response_mask] for r in records])
-    return LossInputs(
-        trainer_logprobs=torch.empty(0),
-        generator_logprobs=torch.from_numpy(generated).double(),
-        advantages=torch.from_numpy(advantages).double()[numbers],
-        sequence_ids=numbers,
-        staleness=torch.zeros_like(numbers),
-        step=0,
-    )
+    own = torch.from_numpy(generated).double(), torch.from_numpy(advantages).double()[numbers]
+    return loss_inputs(torch.empty(0), *own, ids=numbers)
 
 
 def _difference(model: nn.Module, expected: Tensor, found: Tensor) -> float:

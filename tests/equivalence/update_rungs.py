@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.trainer_ranks import export
+from lib.trainer_ranks import export, full_logprobs
 from torch import nn
 
 from equivalence.ladder import (
     Bench,
-    full_logprobs,
     gradients,
     max_difference,
     merged_export,

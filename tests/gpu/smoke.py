@@ -33,20 +33,19 @@ RUN = ["tune", "run", "async_grpo_full_finetune_distributed", "--config"]
 
 def engine_options(options, **changes):
     from grpo_components.rollout.generator_options import EngineOptions
+    from grpo_components.settings import GeneratorSettings
 
-    given = {
-        "model_path": options.model,
-        "device": options.device,
-        "dtype": options.dtype,
-        "max_model_len": 64 + TOKENS,
-        "max_num_seqs": 64,
-        "tensor_parallel_size": 1,
-        "gpu_memory_utilization": 0.5,
-        "kv_cache_gib": 0.25 if options.device == "cpu" else 4.0,
-        "enforce_eager": options.device == "cpu",
-        "recompute_kv_after_pull": False,
-    }
-    return EngineOptions(**given | changes)
+    settings = GeneratorSettings(
+        max_response_tokens=TOKENS,
+        temperature=1.0,
+        max_model_len=64 + TOKENS,
+        max_num_seqs=64,
+        gpu_memory_utilization=0.5,
+        kv_cache_gib=0.25 if options.device == "cpu" else 4.0,
+        enforce_eager=options.device == "cpu",
+    )
+    given = {"model_path": options.model, "device": options.device, "dtype": options.dtype}
+    return settings, EngineOptions(**given, recompute_kv_after_pull=False, **changes)
 
 
 def hf_weights(options):
@@ -72,7 +71,7 @@ def sampled(options, swap):
     """Answers to many prompts; with `swap`, the same weights come again in the middle."""
     from grpo_components.rollout.vllm_engine import VLLMEngine
 
-    engine = VLLMEngine(engine_options(options), seed=0)
+    engine = VLLMEngine(*engine_options(options), seed=0)
     try:
         began = time.perf_counter()
         futures = [
@@ -131,7 +130,7 @@ def sleep_and_wake(options):
     def free_gib():
         return torch.cuda.mem_get_info()[0] / 2**30 if options.device == "cuda" else 0.0
 
-    engine, logprobs = VLLMEngine(engine_options(options, takes_turns=True), seed=0), []
+    engine, logprobs = VLLMEngine(*engine_options(options, colocate=True), seed=0), []
     try:
         for version in range(3):
             futures = [

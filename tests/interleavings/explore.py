@@ -15,7 +15,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +86,8 @@ def bound_of(keys: Sequence[str], bound: Bound) -> Bound:
     """Return a bound with some keys changed."""
     changes: dict[str, Any] = {}
     for key, _, text in (given.partition("=") for given in keys):
-        before = {field.name: getattr(bound, field.name) for field in fields(bound)}[key]
-        values = tuple(each for each in text.split(",") if each)
-        if key == "failing":
-            changes[key] = tuple(map(int, values))
-        else:
-            changes[key] = values if isinstance(before, tuple) else type(before)(text)
+        values = tuple(int(each) if each.isdigit() else each for each in text.split(",") if each)
+        changes[key] = values if isinstance(getattr(bound, key), tuple) else values[0]
     return replace(bound, **changes)
 
 
@@ -117,16 +113,11 @@ def show(bound: Bound, schedule: Sequence[int], logs: Path) -> int:
 
 def row(bound: Bound, found: Explored) -> str:
     """Return the line of an exploration for the table."""
-    defaults = Bound()
-    changed = {
-        field.name: getattr(bound, field.name)
-        for field in fields(bound)
-        if getattr(bound, field.name) != getattr(defaults, field.name)
-        or field.name in ("max_staleness", "steps")
-    }
+    always, defaults = ("max_staleness", "steps"), vars(Bound())
     shown = ", ".join(
         f"{key}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
-        for key, value in changed.items()
+        for key, value in vars(bound).items()
+        if value != defaults[key] or key in always
     )
     schedules = f"{found.schedules:,}" if found.whole else "not all"
     figures = f"{found.states:,} | {found.runs:,} | {schedules} | {found.longest or '-'}"

@@ -94,7 +94,6 @@ class StandInEngine:
         name: str = "a request",
         watch: Watch | None = None,
     ) -> Future[Completion]:
-        """See `VLLMEngine.submit`."""
         sampling = (max_tokens, temperature, seed, stop_token_ids, truncation)
         request = Request(list(prompt_ids), *sampling, name, watch)
         self.requests.append(request)
@@ -103,12 +102,10 @@ class StandInEngine:
         return request.future
 
     def sleep(self) -> Future[int]:
-        """See `VLLMEngine.sleep`."""
         self.loaded.append("asleep")
         return _done(self.left)
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[Any]:
-        """See `VLLMEngine.load_weights`."""
         check_names_and_shapes(shapes_of(tensors), self.shapes)
         self.loaded.append((version, tensors))
         return _done(self.probe)
@@ -129,8 +126,7 @@ class StandInEngine:
         threading.Thread(target=receive).start()
         return received
 
-    def close(self) -> None:
-        """See `VLLMEngine.close`."""
+    def close(self) -> None: ...
 
 
 class StandInPool:
@@ -140,24 +136,19 @@ class StandInPool:
         self._scores, self.begun = scores, []
 
     def begin(self, sample: Any) -> Future[Score]:
-        """See `RewardPool.begin`."""
         self.begun.append(sample)
         return _done(self._scores([sample])[0])
 
     def score(self, samples: Sequence[Any]) -> list[Score]:
-        """See `RewardPool.score`."""
         return [s.result() if isinstance(s, Future) else self._scores([s])[0] for s in samples]
 
     def __call__(self, samples: Sequence[Any]) -> list[Score]:
-        """See `RewardPool.__call__`."""
         return self.score(samples)
 
     def late(self) -> str:
-        """See `RewardPool.late`."""
         return "mood was late"
 
-    def close(self) -> None:
-        """See `RewardPool.close`."""
+    def close(self) -> None: ...
 
 
 def _done(result: Any) -> Future[Any]:

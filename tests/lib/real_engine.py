@@ -5,6 +5,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
 
+from grpo_components.trajectory import TokenSequence
+from lib.logprobs import whole_logprobs
+
 PROMPTS = [[5, 6, 7, i + 1] for i in range(8)]
 
 
@@ -12,11 +15,25 @@ def weights(path):
     return load_file(path / "model.safetensors")
 
 
-def submit(engine, max_tokens=24):
-    return [
-        engine.submit(ids, max_tokens=max_tokens, temperature=1.0, seed=i, stop_token_ids=[])
-        for i, ids in enumerate(PROMPTS)
-    ]
+def ask(engine, prompt, max_tokens=24, **options):
+    """Ask for one response."""
+    defaults = {"temperature": 1.0, "seed": 0, "stop_token_ids": []}
+    return engine.submit(prompt, max_tokens=max_tokens, **defaults | options)
+
+
+def submit(engine, max_tokens=24, **options):
+    return [ask(engine, ids, max_tokens, seed=i, **options) for i, ids in enumerate(PROMPTS)]
+
+
+def done(futures, timeout_s=60):
+    return [future.result(timeout=timeout_s) for future in futures]
+
+
+def under_way(engine, max_tokens=400):
+    """Ask for responses; returns when they are well on their way."""
+    running = submit(engine, max_tokens)
+    ask(engine, [9, 9], 30).result(timeout=60)
+    return running
 
 
 def assert_same(left, right):
@@ -26,10 +43,10 @@ def assert_same(left, right):
         np.testing.assert_array_equal(a.logprobs, b.logprobs)
 
 
-def whole_logprobs(path, prompt, completion):
-    """Logprobs of a completion by transformers, in one forward pass."""
+def logprobs_of(path, prompt, completion, change=lambda model: None):
+    """Logprobs of a completion by transformers, in one forward pass, of a changed model perhaps."""
     model = Qwen2ForCausalLM.from_pretrained(path).float()
-    ids = torch.tensor([*prompt, *completion.token_ids.tolist()])
+    change(model)
+    sequence = TokenSequence(np.array(prompt), completion.token_ids, 1.0)
     with torch.no_grad():
-        logprobs = torch.log_softmax(model(ids[None]).logits[0], dim=-1)
-    return logprobs[torch.arange(len(ids) - 1), ids[1:]][len(prompt) - 1 :].numpy()
+        return whole_logprobs(model, sequence)[0].numpy()

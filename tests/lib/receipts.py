@@ -9,6 +9,11 @@ def of(events, name, **fields):
     return [event for event in found if fields.items() <= event.items()]
 
 
+def step(events, number):
+    """What the first attempt says of a training step."""
+    return of(events, "step", step=number)[0]
+
+
 def place(events, event):
     """The place of this very event."""
     return next(n for n, each in enumerate(events) if each is event)

@@ -1,6 +1,5 @@
 """Trainer ranks in processes of their own, batches for them, and the update that is expected."""
 
-import json
 import math
 import shutil
 import tempfile
@@ -93,13 +92,6 @@ class Mean:
         return (-inputs.trainer_logprobs * inputs.advantages).mean(), {}
 
 
-class Blind:
-    """A loss that gives no number for any token."""
-
-    def __call__(self, inputs):
-        return inputs.trainer_logprobs * math.nan, {}
-
-
 class Ends:
     """A loss that ends its process without a word."""
 
@@ -151,6 +143,17 @@ class FreshTrainers:
                 dist.destroy_process_group()
 
 
+def checkpointer_of(base, folder, model_type="QWEN2"):
+    """What builds the checkpointer of a policy in one file."""
+    return partial(
+        FullModelHFCheckpointer,
+        checkpoint_dir=str(base),
+        checkpoint_files=["model.safetensors"],
+        model_type=model_type,
+        output_dir=str(folder),
+    )
+
+
 def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
     """Arguments of Trainer; `changes` are by field, whichever option record it is in."""
     values = {
@@ -160,13 +163,7 @@ def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
         "takes_turns": False,
         "open_sender": None,
         "build_model": build_model,
-        "build_checkpointer": partial(
-            FullModelHFCheckpointer,
-            checkpoint_dir=str(base),
-            checkpoint_files=["model.safetensors"],
-            model_type=changes.get("model_type", "QWEN2"),
-            output_dir=folder,
-        ),
+        "build_checkpointer": checkpointer_of(base, folder, changes.get("model_type", "QWEN2")),
         "base_model_path": str(base),
         "model_type": "QWEN2",
         "dtype": "fp32",
@@ -253,20 +250,19 @@ def _outcome(process):
 
 def random_policy(folder):
     """Write a small random policy as a Hugging Face folder."""
+    from transformers import AutoConfig  # ranks need none of it
+
     torch.manual_seed(0)
     model = build_model()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.15)
     state_dict = {name: t.contiguous() for name, t in to_hf(model.state_dict()).items()}
     save_file(state_dict, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "model_type": "qwen2",
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "hidden_size": 32}
+    sizes |= {"intermediate_size": 48, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    numbers = {"rope_theta": 1e6, "tie_word_embeddings": True}
+    AutoConfig.for_model("qwen2", **sizes, **heads, **numbers).save_pretrained(folder)
     return folder
 
 
@@ -292,7 +288,14 @@ def make(number, prompt_length, mask, finish_reason="stop"):
 
 
 SHAPES = [(3, 5), (8, 2), (1, 9), (4, 4), (2, 1), (6, 7), (5, 3)]
-RAGGED = [make(i, prompt, [True] * response) for i, (prompt, response) in enumerate(SHAPES)]
+
+
+def fresh():
+    """Responses that the policy sampled as a whole."""
+    return [make(i, prompt, [True] * response) for i, (prompt, response) in enumerate(SHAPES)]
+
+
+RAGGED = fresh()
 RAGGED[1] = make(1, 2, [True, False, False, True, True])  # the environment spoke in between
 SIBLINGS = [  # groups of four, two and one
     replace(trajectory, prompt_ids=RAGGED[number].prompt_ids.copy())
@@ -308,6 +311,27 @@ def hf_weights(base):
     return load_file(base / "model.safetensors")
 
 
+def whole_model(base):
+    """The policy of a folder."""
+    model = build_model()
+    model.load_state_dict(to_tune(hf_weights(base)))
+    return model
+
+
+def all_logprobs(model, record):
+    """Logprobs [R, V] at each token of a response, from whole logits."""
+    ids = torch.from_numpy(np.concatenate([record.prompt_ids, record.response_ids]))
+    output = model(ids[None])
+    logits = getattr(output, "logits", output)[0] / record.temperature
+    return torch.log_softmax(logits, dim=-1)[len(record.prompt_ids) - 1 : -1]
+
+
+def full_logprobs(model, record):
+    """Logprobs [R] of the tokens of a response, from whole logits."""
+    taken = torch.from_numpy(record.response_ids)[:, None]
+    return all_logprobs(model, record).gather(1, taken)[:, 0]
+
+
 def expected_update(
     base,
     trajectories,
@@ -321,14 +345,12 @@ def expected_update(
     """Weights and metrics after one step, from whole logits of one sequence at a time."""
     penalties = Penalties(kl_coeff=0.1 if loss is None else 0.0)
     loss, off_policy = loss or GRPOLoss(), off_policy or NoCorrection()
-    model = build_model()
-    model.load_state_dict(to_tune(hf_weights(base)))
+    model = whole_model(base)
     parts, counts = [], [int(t.response_mask.sum()) for t in trajectories]
     for number, (t, advantage) in enumerate(zip(trajectories, advantages.tolist(), strict=True)):
-        ids = torch.tensor(np.concatenate([t.prompt_ids, t.response_ids]))
-        logprobs = torch.log_softmax(model(ids[None])[0] / t.temperature, dim=-1)
-        entropy = -(logprobs.exp() * logprobs).sum(-1)[len(t.prompt_ids) - 1 : -1]
-        taken = logprobs[torch.arange(len(ids) - 1), ids[1:]][len(t.prompt_ids) - 1 :]
+        logprobs = all_logprobs(model, t)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        taken = logprobs.gather(1, torch.from_numpy(t.response_ids)[:, None])[:, 0]
         mask = torch.tensor(t.response_mask)
         generator = torch.tensor(t.generator_logprobs)[mask]
         reference = torch.tensor(t.reference_logprobs)[mask]

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_components.trajectory import Trajectory
+from grpo_components.trajectory import GroupSummary, Trajectory
 
 
 def trajectory(response, mask=None, **fields):
@@ -27,3 +27,18 @@ def response(group_id: int, versions: list[int], **fields: Any) -> Trajectory:
     """Return a response whose tokens these policy versions sampled."""
     sampled = {"token_versions": np.array(versions, np.int32), "group_id": group_id}
     return trajectory(len(versions), **sampled | fields)
+
+
+def summary(rewards: list[float], **fields: Any) -> GroupSummary:
+    """Return the summary of a group with these rewards; NaN is that of a failed sample."""
+    size = len(rewards)
+    made: dict[str, Any] = {
+        "rewards": rewards,
+        "successes": [reward == 1 for reward in rewards],
+        "finish_reasons": ["stop"] * size,
+        "reward_terms": [{} for _ in rewards],
+        "errors": [],
+        **dict.fromkeys(("group_id", "prompt_index", "oldest_version", "newest_version"), 0),
+        **{name: [1] * size for name in ("response_tokens", "response_lengths", "turns")},
+    }
+    return GroupSummary(**made | fields)

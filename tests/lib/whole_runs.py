@@ -100,6 +100,11 @@ def receipts(output_dir):
     return [r for r in records(output_dir / "receipts.jsonl") if r["event"] == "step"]
 
 
+def batch_hashes(output_dir):
+    """The hash of each step's batch, of the last attempt that trained it."""
+    return {step["step"]: step["batch_hash"] for step in receipts(output_dir)}
+
+
 def wait_for_line(process, pattern=r"step +2/"):
     """Read what a run prints until a line that begins so; returns what was read."""
     lines = []
@@ -114,11 +119,8 @@ def assert_same_run(original, replay, num_steps):
     """Responses, batches and last weights, to the bit; returns the weights."""
     groups = (records(folder / "logs" / "rollouts.jsonl") for folder in (original, replay))
     assert next(groups) == next(groups)
-    hashes = [
-        [r["batch_hash"] for r in records(folder / "receipts.jsonl") if "batch_hash" in r]
-        for folder in (original, replay)
-    ]
-    assert len(hashes[0]) == num_steps and hashes[0] == hashes[1]
+    hashes = batch_hashes(original)
+    assert [*hashes] == [*range(1, num_steps + 1)] and hashes == batch_hashes(replay)
     before, after = (
         load_file(folder / "checkpoints" / f"step_{num_steps}" / "model.safetensors")
         for folder in (original, replay)

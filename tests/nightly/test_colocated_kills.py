@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from lib.chaos import Fault, forked_recipe
-from lib.whole_runs import SYNCHRONOUS, assert_audited, assert_same_run, receipts, succeed
+from lib.whole_runs import SYNCHRONOUS, assert_audited, assert_same_run, batch_hashes, succeed
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.timeout(1800)
@@ -22,10 +22,6 @@ FAULTS = [
 ]
 
 
-def last_hashes(output_dir):
-    return {receipt["step"]: receipt["batch_hash"] for receipt in receipts(output_dir)}
-
-
 def test_a_colocated_run_is_its_replay_to_the_bit_and_that_of_kills_in_either_turn(
     tune, tmp_path, colocated_run
 ):
@@ -39,7 +35,7 @@ def test_a_colocated_run_is_its_replay_to_the_bit_and_that_of_kills_in_either_tu
     output, disturbed = succeed(tune, *SYNCHRONOUS, *survival, recipe=recipe, env=environment)
     struck = re.findall(r'^chaos: (\w+) \{.*"method": "(\w+)"', output, re.MULTILINE)
     assert sorted(struck) == sorted((fault.role, fault.method) for fault in FAULTS), output
-    assert last_hashes(disturbed) == last_hashes(colocated)
+    assert batch_hashes(disturbed) == batch_hashes(colocated)
     after = load_file(disturbed / "checkpoints" / "step_4" / "model.safetensors")
     assert all(torch.equal(after[name], weights[name]) for name in weights)
     for folder in (replay, disturbed):

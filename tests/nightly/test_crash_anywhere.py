@@ -6,7 +6,7 @@ import statistics
 import pytest
 from lib.chaos import Fault, forked_recipe
 from lib.finished_runs import run_of
-from lib.whole_runs import assert_audited, finish, metrics, receipts
+from lib.whole_runs import assert_audited, batch_hashes, finish, metrics
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -56,10 +56,6 @@ def undisturbed(shared_runs, tiny_policy, kind):
         yield run.folder
 
 
-def batches(output_dir):
-    return {receipt["step"]: receipt["batch_hash"] for receipt in receipts(output_dir)}
-
-
 def late_reward(output_dir):
     """Mean reward of the last third of the steps, and its standard error."""
     steps = {each["step"]: each for each in metrics(output_dir)}  # a step may be trained twice
@@ -79,8 +75,8 @@ def test_a_run_outlives_ten_random_faults_and_loses_nothing(
     code, output = finish(process)
     assert code == 0 and "chaos: " in output, output
     assert_audited(output_dir)
-    assert sorted(batches(output_dir)) == list(range(1, NUM_STEPS + 1))
+    assert sorted(batch_hashes(output_dir)) == list(range(1, NUM_STEPS + 1))
     if kind != "asynchronous":
-        assert batches(output_dir) == batches(undisturbed), output
+        assert batch_hashes(output_dir) == batch_hashes(undisturbed), output
     (reward, error), (expected, its_error) = late_reward(output_dir), late_reward(undisturbed)
     assert reward >= expected - 3 * (error**2 + its_error**2) ** 0.5, output

@@ -3,7 +3,7 @@
 from statistics import median
 
 import pytest
-from lib.whole_runs import metrics, records, succeed
+from lib.whole_runs import metrics, receipts, records, succeed
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -12,9 +12,8 @@ def test_nothing_grows(tune):
     """No role uses more in the last 80 steps than in the 80 before them; the first 90 warm up."""
     _, output_dir = succeed(tune, "num_steps=250")
     assert metrics(output_dir)[-1]["eval/success_rate"] >= 0.8
-    logs = output_dir / "logs"
-    events, heartbeats = (records(logs / f"{name}.jsonl") for name in ("events", "heartbeats"))
-    ends = {event["step"]: event["time"] for event in events if event["event"] == "step"}
+    heartbeats = records(output_dir / "logs" / "heartbeats.jsonl")
+    ends = {step["step"]: step["time"] for step in receipts(output_dir)}
     for role in ("driver", "generator_0", "trainer_0", "replay_buffer", "parameter_server"):
         beats = [beat for beat in heartbeats if beat["role"] == role]
         settled = [beat for beat in beats if ends[90] <= beat["time"] < ends[170]]

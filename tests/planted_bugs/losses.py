@@ -22,6 +22,8 @@ def _clipped(ratio: Tensor, tokens: LossInputs, bounds: Bounds) -> tuple[Tensor,
 class RatioIsOne:
     """GRPO whose ratio is the policy over itself: it looks corrected and clipped; it is not."""
 
+    published = "meta-pytorch/torchforge#p571"
+
     def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2) -> None:
         self._bounds = 1 - clip_low, 1 + clip_high
 
@@ -32,6 +34,8 @@ class RatioIsOne:
 
 class ClippedWeightInGradient:
     """CISPO without its stop-gradient: a clipped token has no gradient, whatever its advantage."""
+
+    published = "areal-project/AReaL#1421"
 
     def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2) -> None:
         self._bounds = 1 - clip_low, 1 + clip_high
@@ -44,6 +48,8 @@ class ClippedWeightInGradient:
 
 class ClippingOff:
     """GRPO whose bounds are such that they never bind, which its metrics do not show."""
+
+    published = "GMISWE/tinker-cloud#p75"
 
     def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2) -> None:
         del clip_low, clip_high  # read from the config, and then used for nothing

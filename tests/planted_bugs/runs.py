@@ -105,15 +105,15 @@ def check_planted(bug: str, report: str, output: str) -> None:
 
 def caught(exhibit: Exhibit, outcome: Outcome) -> str:
     """Return where the exhibit's alarm named it, such as "step 2"; empty if it did not."""
-    text = outcome.audit if exhibit.alarm == AUDIT else outcome.output
-    found = re.search(exhibit.pattern, text)
+    text = outcome.audit if exhibit.alarm is AUDIT else outcome.output
+    found = re.search(exhibit.alarm.pattern, text)
     if found is None:
         return ""
-    if exhibit.alarm in AT_START:
+    if exhibit.alarm.words in AT_START:
         return "start"
     if found.groups():
         return f"step {found[1]}"
-    if exhibit.alarm == AUDIT:
+    if exhibit.alarm is AUDIT:
         named = re.search(r"step \d+", text) or re.search(r"receipts.jsonl line \d+", text)
         return named[0] if named else "audit"
     after = re.search(r"^step +(\d+)/", text[found.end() :], re.MULTILINE)  # not each is printed

@@ -4,16 +4,15 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from planted_bugs.__main__ import Result, main, page
+from planted_bugs import __main__ as museum
+from planted_bugs.__main__ import Result, main
 from planted_bugs.bugs import BUGS, Bug, PlantingError, plant
-from planted_bugs.exhibits import EXHIBITS
+from planted_bugs.exhibits import CLEAN, EXHIBITS
 from planted_bugs.runs import Outcome, caught, check_planted
 
 TESTS = Path(__file__).parents[1]
@@ -46,11 +45,15 @@ except Exception:
 BY_NAME = {exhibit.name: exhibit for exhibit in EXHIBITS}
 
 
-def hooked(code, path, bug, **variables):
-    """Run code in a process that has the hook."""
-    environment = {**os.environ, "PYTHONPATH": str(path), "GRPO_MUSEUM": bug, **variables}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+@pytest.fixture
+def hooked(interpreter):
+    """Runs code in a process that has the hook."""
+
+    def run(code, path, bug, **variables):
+        own = {"PYTHONPATH": str(path), "GRPO_MUSEUM": bug, **variables}
+        return interpreter("-c", code, env={**os.environ, **own})
+
+    return run
 
 
 def test_every_exhibit_has_a_thread_and_a_bug_and_every_bug_is_shown():
@@ -62,7 +65,7 @@ def test_every_exhibit_has_a_thread_and_a_bug_and_every_bug_is_shown():
 
 
 @pytest.mark.parametrize(("bug", "expected"), [("", [[0, 0], [-0.5, 0.5]]), ("wrong_axis", None)])
-def test_the_hook_plants_a_bug_into_any_process_and_none_without_its_name(bug, expected):
+def test_the_hook_plants_a_bug_into_any_process_and_none_without_its_name(hooked, bug, expected):
     found = json.loads(hooked(SHOW, HOOK, bug).stdout)
     assert found == (expected or [[0.5, 0], [-0.5, 0]])
 
@@ -76,7 +79,7 @@ def test_every_bug_replaces_a_function_that_there_is_and_takes_its_arguments(int
 def test_a_bug_of_something_that_is_not_there_is_an_error_with_its_name(where, monkeypatch):
     module = ModuleType("ours")
     vars(module)["Kind"] = type("Kind", (), {})  # its __init__ is inherited
-    monkeypatch.setitem(BUGS, "lost", Bug("ours", where, str))
+    monkeypatch.setitem(BUGS, "lost", Bug("ours", where, "a/b#1", str))
     with pytest.raises(PlantingError, match=f"bug lost is not planted: ours has no {where} of its"):
         plant("lost", module)
 
@@ -88,11 +91,11 @@ def test_a_bug_of_something_that_is_not_there_is_an_error_with_its_name(where, m
         ("unknown", "unknown is not planted: there is none of this name"),
     ],
 )
-def test_no_process_survives_a_bug_that_is_not_planted(bug, said, tmp_path):
+def test_no_process_survives_a_bug_that_is_not_planted(hooked, bug, said, tmp_path):
     """Also if the import's error is swallowed; and the report has it, for the museum."""
     copy = shutil.copytree(HOOK.parent, tmp_path / "planted_bugs")
     with (copy / "bugs.py").open("a") as file:
-        file.write('\nBUGS["lost"] = Bug("grpo_components.errors", "gone", str)\n')
+        file.write('\nBUGS["lost"] = Bug("grpo_components.errors", "gone", "a/b#1", str)\n')
     report = tmp_path / "report"
     for code in ("import grpo_components.errors", SWALLOW):
         done = hooked(code, copy / "hook", bug, GRPO_MUSEUM_REPORT=str(report))
@@ -143,18 +146,17 @@ def test_a_clean_run_has_no_warning_no_skipped_step_and_passes_the_audit(outcome
     assert bool(outcome.alarms) == alarmed
 
 
-def test_the_page_counts_what_is_caught_and_names_false_alarms():
-    results = {"wrong_axis": Result("start", ""), "half_stale": Result("", "", (0.25, 0.5))}
-    text = page(results, {"agents": Result("", "warning: x"), "synchronous": Result("", "")})
-    assert f"1 of {len(EXHIBITS)} caught by name. False alarms: 1 in 2 runs" in text
+def test_the_page_counts_what_is_caught_and_names_false_alarms(monkeypatch, tmp_path):
+    results = {name: Result("", "") for name in (*BY_NAME, *CLEAN)}
+    results["wrong_axis"] = Result("start", "")
+    results |= {"half_stale": Result("", "", (0.25, 0.5)), "agents": Result("", "warning: x")}
+    monkeypatch.setattr(museum, "show", lambda name, folder: results[name])
+    monkeypatch.setattr(museum, "PAGE", tmp_path / "museum.md")
+    assert [main(["--folder", f"{tmp_path}", "--only", name]) for name in results] == [
+        int((name not in CLEAN and name != "wrong_axis") or name == "agents") for name in results
+    ]
+    assert not museum.PAGE.exists()
+    assert main(["--folder", f"{tmp_path}"]) == 1
+    text = museum.PAGE.read_text()
+    assert f"1 of {len(EXHIBITS)} caught by name. False alarms: 1 in {len(CLEAN)} runs" in text
     assert "without a bug: agents.**" in text and "**not caught**" in text and "0.25 0.50" in text
-    assert text.count("not run") == len(EXHIBITS) - 2
-
-
-def test_results_of_earlier_calls_are_kept(tmp_path):
-    stored = {"planted": {"wrong_axis": {"caught": "start", "alarms": "x", "rewards": [0.5]}}}
-    (tmp_path / "results.json").write_text(json.dumps(stored))
-    output = tmp_path / "museum.md"
-    arguments = ["--folder", str(tmp_path), "--output", str(output), "--only", "wrong_axis"]
-    assert main(arguments) == 0
-    assert "1 of" in output.read_text()

@@ -5,13 +5,14 @@ import json
 import re
 import runpy
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from lib.loss_inputs import loss_inputs
 from lib.tracked import tracked
 from omegaconf import DictConfig, OmegaConf
 from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
@@ -21,7 +22,7 @@ from grpo_components.config.components import build
 from grpo_components.config.objective import build_loss, build_penalties
 from grpo_components.examples import tiny_policy
 from grpo_components.objective.composition import objective_losses
-from grpo_components.objective.losses import LossInputs, at_step
+from grpo_components.objective.losses import at_step
 from grpo_components.settings import Settings
 
 FOLDER = Path(__file__).parents[2] / "recipes/configs"
@@ -132,17 +133,23 @@ def test_these_objectives_are_documented_as_overrides():
     assert set(PRESETS) >= {"GRPO, deviation of the batch (Lite PPO)"}
 
 
-def with_preset(name: str, base_model_path: Path, tmp_path: Path) -> Settings:
-    """The tiny config with a documented preset, checked."""
-    given = Namespace(**as_written(load("tiny_async_grpo")))
-    cfg = _merge_yaml_and_cli_args(given, PRESETS[name].split())
-    cfg.base_model_path, cfg.output_dir = str(base_model_path), str(tmp_path / "run")
-    return preflight.check(cfg)
+@pytest.fixture
+def with_preset(base_model_path: Path, tmp_path: Path) -> Callable[..., Settings]:
+    """Checks the tiny config with a documented preset."""
+    paths = (f"base_model_path={base_model_path}", f"output_dir={tmp_path / 'run'}")
+
+    def check(name: str, *more: str) -> Settings:
+        given = Namespace(**as_written(load("tiny_async_grpo")))
+        return preflight.check(
+            _merge_yaml_and_cli_args(given, [*PRESETS[name].split(), *paths, *more])
+        )
+
+    return check
 
 
-def test_the_preset_grpo_is_eq_3_of_deepseekmath(base_model_path, tmp_path):
+def test_the_preset_grpo_is_eq_3_of_deepseekmath(with_preset):
     """Value and gradient: the mean over G of the mean over |o_i| of min(...) - beta k3."""
-    checked = with_preset("GRPO", base_model_path, tmp_path)
+    checked = with_preset("GRPO")
     clip = {key: checked.loss[key] for key in ("clip_low", "clip_high")}
     loss = at_step(runpy.run_path(str(FOLDER.parent / f"{RECIPE}.py"))["grpo_loss"], clip)
     penalties, aggregation = build_penalties(checked), build("aggregation", checked.aggregation)
@@ -169,15 +176,8 @@ def test_the_preset_grpo_is_eq_3_of_deepseekmath(base_model_path, tmp_path):
     (slope,) = torch.autograd.grad(-objective, policy)
 
     trainer = policy.detach().requires_grad_(True)
-    inputs = LossInputs(
-        trainer_logprobs=trainer,
-        generator_logprobs=old,
-        advantages=torch.tensor(advantages, dtype=torch.float64)[ids],
-        sequence_ids=ids,
-        staleness=torch.zeros_like(ids),
-        step=0,
-        reference_logprobs=reference,
-    )
+    given = torch.tensor(advantages, dtype=torch.float64)[ids]
+    inputs = loss_inputs(trainer, old, given, ids=ids, reference_logprobs=reference)
     weights = torch.tensor(aggregation(lengths.numpy()))[ids]
     total = (objective_losses(loss, penalties, inputs, None)[0] * weights).sum()
     (found,) = torch.autograd.grad(total, trainer)
@@ -186,26 +186,18 @@ def test_the_preset_grpo_is_eq_3_of_deepseekmath(base_model_path, tmp_path):
     assert penalties.needs_reference
 
 
-def test_the_preset_reinforce_plus_plus_takes_the_kl_from_the_token_on(base_model_path, tmp_path):
-    checked = with_preset("REINFORCE++", base_model_path, tmp_path)
+def test_the_preset_reinforce_plus_plus_takes_the_kl_from_the_token_on_by_a_reference(with_preset):
+    checked = with_preset("REINFORCE++")
     advantages = build("advantages", checked.advantages)
     assert callable(advantages.per_token) and advantages.needs_reference
     assert advantages.kl_coeff(0) == 0.01 and checked.reward_shaping.kl_coeff == 0
-
-
-def test_the_kl_of_the_advantages_needs_a_reference(base_model_path, tmp_path):
-    given = Namespace(**as_written(load("tiny_async_grpo")))
-    cfg = _merge_yaml_and_cli_args(given, [*PRESETS["REINFORCE++"].split(), "num_references=0"])
-    cfg.base_model_path, cfg.output_dir = str(base_model_path), str(tmp_path / "run")
     with pytest.raises(ValueError, match=r"num_references: .*advantages\.kl_coeff"):
-        preflight.check(cfg)
+        with_preset("REINFORCE++", "num_references=0")
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_a_documented_objective_is_accepted_as_its_overrides_are_printed(
-    preset, base_model_path, tmp_path
-):
-    checked = with_preset(preset, base_model_path, tmp_path)
+def test_a_documented_objective_is_accepted_as_its_overrides_are_printed(preset, with_preset):
+    checked = with_preset(preset)
     for key in ("advantages", "aggregation", "off_policy"):
         assert callable(build(key, getattr(checked, key)))
     assert callable(build_loss(checked, lambda tokens, **clip: tokens))

@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lib.loss_inputs import evaluated, loss_inputs
 
 from grpo_components.objective.component_errors import name_of
-from grpo_components.objective.losses import GRPOLoss, LossInputs, at_step
+from grpo_components.objective.losses import GRPOLoss, at_step
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "async_grpo_full_finetune_distributed.py"
 grpo_loss = runpy.run_path(str(RECIPE))["grpo_loss"]
@@ -20,22 +21,8 @@ LOGPROB = st.floats(-12, 0, width=32)
 TOKEN = st.tuples(LOGPROB, LOGPROB, st.sampled_from([0.0, 1.0, -1.0, 0.37, -2.5]))
 
 
-def inputs(tokens, step=0, dtype=torch.float32):
-    trainer, generator, advantages = torch.tensor(tokens, dtype=dtype).T
-    return LossInputs(
-        trainer_logprobs=trainer.contiguous().requires_grad_(),
-        generator_logprobs=generator,
-        advantages=advantages,
-        sequence_ids=torch.zeros(len(tokens), dtype=torch.int64),
-        staleness=torch.zeros(len(tokens), dtype=torch.int64),
-        step=step,
-    )
-
-
-def evaluated(loss, given):
-    losses, metrics = loss(given)
-    (gradient,) = torch.autograd.grad(losses.sum(), given.trainer_logprobs)
-    return losses.detach(), gradient, metrics
+def inputs(tokens, dtype=torch.float32, **given):
+    return loss_inputs(*torch.tensor(tokens, dtype=dtype).T.contiguous(), **given)
 
 
 @given(
@@ -69,7 +56,7 @@ def test_the_clip_follows_its_schedule():
     ramp = {"schedule": "linear", "start": 0.9, "end": 0.1, "num_steps": 8}
     scheduled = at_step(grpo_loss, {"clip_low": ramp, "clip_high": 0.2})
     for step, clip in ((0, 0.9), (4, 0.5), (8, 0.1)):
-        given = inputs([(-1.0, 2.0, -1.0)], step)
+        given = inputs([(-1.0, 2.0, -1.0)], step=step)
         assert scheduled(given)[0].item() == pytest.approx(max(math.exp(-3), 1 - clip))
 
 

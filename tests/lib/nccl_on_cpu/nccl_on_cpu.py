@@ -67,14 +67,14 @@ def replace_communicator(nccl_engine):
     )
 
 
-def accept_nccl(checks):
+def accept_nccl(settings):
     """Let a config have `weights: nccl` with `device: cpu`."""
-    checks.check_transfer = lambda settings: None
+    settings.Settings._check_transfer = lambda self: None
 
 
 AFTER_IMPORT = {
     "vllm.distributed.weight_transfer.nccl_engine": replace_communicator,
-    "grpo_components.config.checks": accept_nccl,
+    "grpo_components.settings": accept_nccl,
 }
 
 

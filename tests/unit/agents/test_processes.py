@@ -83,21 +83,34 @@ def agents(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run_one(agent, task=TASK, timeout_s=30.0, fails_after=None):
-    """Run an agent once; return its outcome."""
+def run_with(agent, play):
+    """Let `play` run an agent, with a function that starts it on a task; return what it returns."""
 
-    async def run():
+    async def main():
         processes = AgentProcesses(agent)
         failure = asyncio.get_running_loop().create_future()
         variables = {"OPENAI_API_KEY": "sk-1", "OPENAI_BASE_URL": "http://127.0.0.1:1"}
-        if fails_after is not None:
-            asyncio.get_running_loop().call_later(fails_after, failure.set_result, "enough")
+
+        def run(timeout_s=60.0, **task):
+            return processes.run({**TASK, **task}, variables, timeout_s, failure)
+
         try:
-            return await processes.run(task, variables, timeout_s, failure)
+            return await play(run, failure, processes)
         finally:
             processes.close()
 
-    return asyncio.run(run())
+    return asyncio.run(main())
+
+
+def run_one(agent, fails_after=None, **task):
+    """Run an agent once; return its outcome."""
+
+    async def play(run, failure, _):
+        if fails_after is not None:
+            asyncio.get_running_loop().call_later(fails_after, failure.set_result, "enough")
+        return await run(**task)
+
+    return run_with(agent, play)
 
 
 def is_alive(pid):
@@ -135,34 +148,20 @@ def test_an_agent_that_fails_says_how(agents, name, error):
     + [
         ("writes", {"sent": sent, "size": size, "endless": sent == "e", "exits": exits})
         for sent, size in [
-            ("x", 1),
-            ("7", 1),
-            ("e", 1 << 16),
-            ("[", 100_000),
-            ("\xff\0", 1 << 23),
-            ('{"reward": {"a": NaN}}', 1),
-            ('{"reward": {"a": 1e999}}', 1),
-            ('{"error": 7}', 1),
-            ('{"other": 1}', 1),
+            *(("x", 1), ("7", 1), ("e", 1 << 16), ("[", 100_000), ("\xff\0", 1 << 23)),
+            *(('{"reward": {"a": NaN}}', 1), ('{"reward": {"a": 1e999}}', 1)),
+            *(('{"error": 7}', 1), ('{"other": 1}', 1)),
         ]
         for exits in (False, True)
     ],
 )
 def test_whatever_comes_through_an_agents_pipe_fails_no_other_sample(agents, name, task):
-    async def run():
-        processes = AgentProcesses(f"my_agent.{name}")
-        failure = asyncio.get_running_loop().create_future()
-        variables = {"OPENAI_API_KEY": "sk-1"}
-        sound = {"large": {"size": 1}, "writes": SENDS_NOTHING}[name]
-        try:
-            return [
-                await processes.run({**TASK, **each}, variables, 60.0, failure)
-                for each in (task, sound)
-            ]
-        finally:
-            processes.close()
+    sound = {"large": {"size": 1}, "writes": SENDS_NOTHING}[name]
 
-    bad, good = asyncio.run(run())
+    async def play(run, *_):
+        return await run(**task), await run(**sound)
+
+    bad, good = run_with(f"my_agent.{name}", play)
     assert bad.error and bad.reward is None
     assert good.error is None and list(good.reward.values()) == [1.0]
 
@@ -171,10 +170,10 @@ def test_whatever_comes_through_an_agents_pipe_fails_no_other_sample(agents, nam
 def test_nothing_is_left_of_an_agent_that_does_not_end(agents, fails_after):
     file = agents / "pids"
     timeout_s = 3.0 if fails_after is None else 60.0
-    outcome = run_one("my_agent.hangs", {**TASK, "file": str(file)}, timeout_s, fails_after)
+    outcome = run_one("my_agent.hangs", fails_after, file=str(file), timeout_s=timeout_s)
     limit = "agent: TimeoutError: my_agent.hangs did not end in 3 s, half of timeouts.rollout_s"
     assert outcome.error == (limit if fails_after is None else "agent: enough")
-    pids = [int(pid) for pid in file.read_text().split()]
+    pids = read(file)
     assert len(pids) == 4
     assert not [pid for pid in pids if is_alive(pid)]
 
@@ -217,46 +216,39 @@ def children(pid):
 
 
 def test_an_agent_that_kills_its_parent_fails_alone_and_nothing_of_it_is_left(agents):
-    async def run():
-        processes = AgentProcesses("my_agent.hangs")
-        failure = asyncio.get_running_loop().create_future()
-        variables = {"OPENAI_API_KEY": "sk-1"}
-        files = [agents / "kills", agents / "other"]
-        tasks = [{**TASK, "file": str(file), "kills": file is files[0]} for file in files]
-        kills, other = (processes.run(task, variables, 60.0, failure) for task in tasks)
+    files = [agents / "kills", agents / "other"]
+
+    def alive(file):
+        return [pid for pid in read(file) if is_alive(pid)]
+
+    async def play(run, failure, _):
+        kills, other = (run(file=str(file), kills=file is files[0]) for file in files)
         other = asyncio.create_task(other)
         outcome = await kills
         left = await asyncio.to_thread(lambda: until(lambda: not alive(files[0])))
         assert left and await asyncio.to_thread(lambda: until(lambda: len(alive(files[1])) == 4))
         failure.set_result("enough")
         await other
-        processes.close()
-        return outcome, alive(files[1])
+        return outcome
 
-    def alive(file):
-        return [pid for pid in read(file) if is_alive(pid)]
-
-    outcome, left = asyncio.run(run())
-    assert outcome.error == "agent: the process that watches it was killed" and not left
+    outcome = run_with("my_agent.hangs", play)
+    assert outcome.error == "agent: the process that watches it was killed"
+    assert not alive(files[1])
 
 
 def test_agents_outlive_the_process_that_starts_them_and_the_next_ones_have_another(agents):
     file = agents / "pid"
 
-    async def run():
-        processes = AgentProcesses("my_agent.waits")
-        failure = asyncio.get_running_loop().create_future()
-        task, variables = {**TASK, "file": str(file)}, {"OPENAI_API_KEY": "sk-1"}
-        running = asyncio.create_task(processes.run(task, variables, 60.0, failure))
+    async def play(run, _, processes):
+        running = asyncio.create_task(run(file=str(file)))
         assert await asyncio.to_thread(lambda: until(lambda: read(file)))
         processes._host.kill()
         processes._host.wait()
         (agents / "pid.go").touch()
-        outcomes = [await running, await processes.run(task, variables, 60.0, failure)]
-        processes.close()
-        return outcomes
+        return [await running, await run(file=str(file))]
 
-    assert [outcome.reward for outcome in asyncio.run(run())] == [{"reward": 1.0}] * 2
+    outcomes = run_with("my_agent.waits", play)
+    assert [outcome.reward for outcome in outcomes] == [{"reward": 1.0}] * 2
 
 
 def until(condition):
@@ -274,33 +266,31 @@ def until(condition):
     return True
 
 
+def python(code):
+    return [sys.executable, "-c", textwrap.dedent(code)]
+
+
 def test_a_command_reads_its_task_from_standard_input(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/its/own")  # not ours: its Python may be another one
-    code = """
+    command = python("""
         import json, os, pathlib, sys
         task = json.load(sys.stdin)
         kept = os.environ["OPENAI_API_KEY"], os.environ["PYTHONPATH"]
         pathlib.Path(task["file"]).write_text(" ".join(kept))
         sys.exit(task["status"])
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
+    """)
     file = tmp_path / "key"
-    task = {**TASK, "file": str(file), "status": 0}
-    assert run_one(command, task).error is None
+    assert run_one(command, file=str(file), status=0).error is None
     assert file.read_text() == "sk-1 /its/own"
-    assert run_one(command, {**task, "status": 4}).error.endswith("ended with status 4")
-    error = run_one(["no-such-program"], task).error
+    assert run_one(command, file=str(file), status=4).error.endswith("ended with status 4")
+    error = run_one(["no-such-program"]).error
     no_file = "no-such-program: [Errno 2] No such file or directory"
     assert error == f"agent: no-such-program ended with status 127: {no_file}"
 
 
 def test_the_error_of_a_command_is_what_it_said_last(capfd):
-    code = """
-        import sys
-        sys.stderr.write("x" * 5000 + "\\n")
-        raise LookupError("no such word")
-    """
-    error = run_one([sys.executable, "-c", textwrap.dedent(code)]).error
+    says = 'import sys; sys.stderr.write("x" * 5000 + "\\n"); raise LookupError("no such word")'
+    error = run_one(python(says)).error
     first = next(line for line in error.splitlines() if "status" in line)
     assert first.endswith("ended with status 1: LookupError: no such word")
     assert "Traceback (most recent call last)" in error and len(error) < 2000
@@ -310,15 +300,16 @@ def test_the_error_of_a_command_is_what_it_said_last(capfd):
 
 def test_a_command_that_closes_its_standard_error_keeps_nobody_busy():
     """A closed pipe is always ready: reading it again and again takes a core."""
-    code = """
+    outcome = run_one(
+        python("""
         import os, sys, time
         ticks = lambda: sum(map(int, open(f"/proc/{os.getppid()}/stat").read().split()[13:15]))
         before = ticks()
         os.close(2)
         time.sleep(0.5)
         sys.exit(ticks() - before)  # hundredths of a second of the process that starts agents
-    """
-    outcome = run_one([sys.executable, "-c", textwrap.dedent(code)])
+    """)
+    )
     busy = 0 if outcome.error is None else int(outcome.error.rpartition(" ")[2])
     assert busy <= 5
 
@@ -330,17 +321,11 @@ def test_an_agent_that_cannot_be_imported_is_named(agents, agent):
 
 
 def test_many_agents_at_once(agents):
-    async def run():
-        processes = AgentProcesses("my_agent.plain")
-        failure = asyncio.get_running_loop().create_future()
-        tasks = [{**TASK, "answer": f"sk-{i % 3}"} for i in range(60)]
-        outcomes = await asyncio.gather(
-            *(processes.run(task, {"OPENAI_API_KEY": "sk-1"}, 60.0, failure) for task in tasks)
-        )
-        processes.close()
-        return [outcome.reward["reward"] for outcome in outcomes]
+    async def play(run, *_):
+        return await asyncio.gather(*(run(answer=f"sk-{i % 3}") for i in range(60)))
 
-    assert asyncio.run(run()) == [float(i % 3 == 1) for i in range(60)]
+    outcomes = run_with("my_agent.plain", play)
+    assert [each.reward["reward"] for each in outcomes] == [float(i % 3 == 1) for i in range(60)]
 
 
 def test_rewards_are_finite_numbers_by_name():

@@ -14,7 +14,6 @@ from lib.properties import many
 from lib.sessions import (
     CHATML,
     DROPS_THOUGHTS,
-    LIMITS,
     PLAIN,
     Parser,
     Script,
@@ -29,11 +28,11 @@ from grpo_components.agents.requests import RequestError
 USER = [{"role": "user", "content": "abab?"}]
 
 
-def converse(chat, talk, *texts):
+def converse(chat, talk, *texts, engine=None):
     """Let an engine that says these texts answer in a session; return both."""
+    engine = engine or scripted_engine(chat, *texts)
 
     async def run():
-        engine = scripted_engine(chat, *texts)
         session = make_session(chat, engine)
         await talk(session)
         return engine, session
@@ -125,17 +124,12 @@ def test_parallel_calls_train_what_they_share_once(make_chat):
 
 
 def test_several_choices_are_trajectories_of_one_prompt(make_chat):
-    chat = make_chat()
-
-    async def run():
-        engine = scripted_engine(chat, "a<|im_end|>", "b<|im_end|>")
-        session = make_session(chat, engine)
+    async def talk(session):
         answer = await session.answer({"messages": USER, "n": 2})
         session.deliver(answer)
-        return engine, session, answer.body
+        assert [choice["message"]["content"] for choice in answer.body["choices"]] == ["a", "b"]
 
-    engine, session, body = asyncio.run(run())
-    assert [choice["message"]["content"] for choice in body["choices"]] == ["a", "b"]
+    engine, session = converse(make_chat(), talk, "a<|im_end|>", "b<|im_end|>")
     assert len({request.seed for request in engine.requests}) == 2
     assert len({request.name for request in engine.requests}) == 2
     assert len(session.parts()) == 2
@@ -191,29 +185,24 @@ def test_a_stop_inside_a_token_ends_the_answer_before_it(make_chat):
         columns["token_versions"] = np.zeros(len(ids), np.int32)
         return replace(said, token_ids=ids, finish_reason="length", **columns)
 
-    async def run():
-        engine = StandInEngine(partial(merged, Script(chat)))
-        session = make_session(chat, engine)
-        answer = await ask(session, text("q"), stop=["b"])
-        return answer["content"], session.parts()
+    async def talk(session):
+        assert (await ask(session, text("q"), stop=["b"]))["content"] == "añ€😀a"
 
-    content, (part,) = asyncio.run(run())
-    assert content == "añ€😀a"
+    _, session = converse(chat, talk, engine=StandInEngine(partial(merged, Script(chat))))
+    (part,) = session.parts()
     assert chat.decode(part.response_ids.tolist()) == "añ€😀abab"  # its last token has the stop
 
 
 def test_a_text_that_goes_on_without_the_stop_continues_what_was_sampled_before_it(make_chat):
     chat = make_chat(PLAIN)
 
-    async def run():
-        engine = scripted_engine(chat, "abab\nc", "d\n", "e<|im_end|>")
-        session, prompt = make_session(chat, engine), "q"
+    async def talk(session):
+        prompt = "q"
         for _ in range(3):
             answer = await ask(session, text(prompt), stop="\n")
             prompt += answer["content"] + "!"
-        return engine, session
 
-    engine, session = asyncio.run(run())
+    engine, session = converse(chat, talk, "abab\nc", "d\n", "e<|im_end|>")
     (part,) = session.parts()
     assert chat.decode(part.response_ids.tolist()) == "abab!d!e<|im_end|>"
     assert chat.decode(sampled(part)) == "ababde<|im_end|>"
@@ -229,15 +218,17 @@ def test_which_of_two_equal_answers_goes_on_does_not_depend_on_the_order_of_arri
         said = script(request)
         return replace(said, logprobs=said.logprobs * 0 - request.seed % 1000 / 1000)
 
-    async def run(seeds):
-        script = Script(chat, *["same="] * 2, "on")
-        session = make_session(chat, StandInEngine(partial(by_seed, script)))
-        for seed in seeds:
-            await ask(session, text("q"), seed=seed, stop="=")
-        await ask(session, text("qsameand"))
+    def found(seeds):
+        async def talk(session):
+            for seed in seeds:
+                await ask(session, text("q"), seed=seed, stop="=")
+            await ask(session, text("qsameand"))
+
+        engine = StandInEngine(partial(by_seed, Script(chat, *["same="] * 2, "on")))
+        _, session = converse(chat, talk, engine=engine)
         return [(part.response_ids.tolist(), part.logprobs.tolist()) for part in session.parts()]
 
-    assert asyncio.run(run([1, 2])) == asyncio.run(run([2, 1]))
+    assert found([1, 2]) == found([2, 1])
 
 
 REFUSED = [
@@ -266,78 +257,52 @@ REFUSED = [
 
 @pytest.mark.parametrize(("body", "parameter", "problem"), REFUSED)
 def test_what_would_change_the_distribution_is_refused(make_chat, body, parameter, problem):
-    chat = make_chat()
-
-    async def run():
-        engine = scripted_engine(chat)
-        session = make_session(chat, engine)
+    async def talk(session):
         with pytest.raises(RequestError, match=problem) as caught:
             await session.answer({"messages": USER, **body})
-        return engine, caught.value.body()["error"]
+        assert caught.value.body()["error"]["param"] == parameter
 
-    engine, error = asyncio.run(run())
-    assert error["param"] == parameter
+    engine, _ = converse(make_chat(), talk)
     assert engine.requests == []
 
 
 def test_what_changes_nothing_is_taken(make_chat):
-    chat = make_chat()
     same = {"temperature": 1.0, "top_p": 1, "presence_penalty": 0, "user": "me", "logprobs": None}
 
-    async def run():
-        session = make_session(chat, scripted_engine(chat))
-        return await ask(session, USER, **same)
+    async def talk(session):
+        assert (await ask(session, USER, **same))["content"] == "x"
 
-    assert asyncio.run(run())["content"] == "x"
+    converse(make_chat(), talk)
 
 
 def test_a_conversation_without_room_is_refused_by_its_limit(make_chat):
-    chat = make_chat()
-
-    async def run():
-        engine = scripted_engine(chat, "a" * 200)
-        session = make_session(chat, engine)
+    async def talk(session):
         first = await ask(session, USER)
-        with pytest.raises(RequestError, match="max_response_tokens is 120") as used_up:
-            await ask(session, said(first, "more"))
-        with pytest.raises(RequestError, match="max_model_len is 400") as too_long:
-            await ask(session, [{"role": "user", "content": "c" * 500}])
-        return engine, used_up.value, too_long.value
+        for messages, limit in [
+            (said(first, "more"), "max_response_tokens is 120"),
+            ([{"role": "user", "content": "c" * 500}], "max_model_len is 400"),
+        ]:
+            with pytest.raises(RequestError, match=limit) as refused:
+                await ask(session, messages)
+            assert refused.value.code == "context_length_exceeded"
 
-    engine, *errors = asyncio.run(run())
+    engine, _ = converse(make_chat(), talk, "a" * 200)
     assert engine.requests[0].max_tokens == 120
-    assert {error.code for error in errors} == {"context_length_exceeded"}
-
-
-def test_too_many_calls_fail_the_session(make_chat):
-    chat = make_chat()
-
-    async def run():
-        session = make_session(chat, scripted_engine(chat))
-        for _ in range(LIMITS.max_calls):
-            await ask(session, USER)
-        with pytest.raises(RequestError) as caught:
-            await ask(session, USER)
-        return session.failure.result(), caught.value.status
-
-    why, status = asyncio.run(run())
-    assert why == "the agent opened more than 20 calls (environment.max_calls)"
-    assert status == 429
 
 
 def test_names_and_seeds_do_not_depend_on_the_order_of_arrival(make_chat):
-    chat = make_chat()
     chats = [[{"role": "user", "content": text}] for text in ("one", "two", "one")]
 
-    async def run(order):
-        engine = scripted_engine(chat)
-        session = make_session(chat, engine)
-        for index in order:
-            await ask(session, chats[index])
-        found = {(request.name, request.seed) for request in engine.requests}
-        return found, [part.prompt_ids.tolist() for part in session.parts()]
+    def found(order):
+        async def talk(session):
+            for index in order:
+                await ask(session, chats[index])
 
-    assert asyncio.run(run([0, 1, 2])) == asyncio.run(run([1, 2, 0]))
+        engine, session = converse(make_chat(), talk)
+        asked = {(request.name, request.seed) for request in engine.requests}
+        return asked, [part.prompt_ids.tolist() for part in session.parts()]
+
+    assert found([0, 1, 2]) == found([1, 2, 0])
 
 
 @settings(
@@ -380,15 +345,13 @@ def test_each_delivered_token_is_in_one_trajectory_once(make_chat, data):
 
 
 def test_a_seed_repeats_an_answer_and_its_absence_does_not(make_chat):
-    chat = make_chat()
+    def seeds(**body):
+        async def talk(session):
+            for _ in range(2):
+                await ask(session, USER, **body)
 
-    async def run(**body):
-        engine = scripted_engine(chat)
-        session = make_session(chat, engine)
-        for _ in range(2):
-            await ask(session, USER, **body)
-        return [request.seed for request in engine.requests]
+        return [request.seed for request in converse(make_chat(), talk)[0].requests]
 
-    first, second = asyncio.run(run(seed=0))
+    first, second = seeds(seed=0)
     assert first == second
-    assert len({first, *asyncio.run(run()), *asyncio.run(run(seed=1))}) == 4
+    assert len({first, *seeds(), *seeds(seed=1)}) == 4

@@ -21,70 +21,27 @@ def test_the_draws_of_a_valid_run_are_repeated(records, audit):
     assert len(issued) > len({row for row, _ in issued}) and issued != sorted(issued)
 
 
-def forge_a_draw(records):
-    event = of(records, "issue")[-2]
-    event["prompt"], event["epoch"] = next(row for row in (3, 4) if row != event["prompt"]), 50
-
-
-def forge_a_result(records):
-    for event in of(records, "finish")[:4]:
-        event["successes"] = 0 if event["successes"] else 2
-
-
-def forge_the_seed(records):
-    records[0]["seed"] += 1
-
-
-def forge_the_rule(records):
-    records[0]["curriculum"]["decay"] = 0.1
-
-
-def leave_a_row_out(records):
-    records[0]["prompts"][0]["rows"] = [[3, 5]]
-
-
-def give_an_impossible_result(records):
-    of(records, "finish")[-1]["scored"] = 3
-
-
-def leave_a_result_out(records):
-    for name in ("successes", "scored"):
-        del of(records, "finish")[-1][name]
-
-
-def deny_the_curriculum(records):
-    for name in ("seed", "curriculum", "prompts"):
-        del records[0][name]
-
-
-@pytest.mark.parametrize(
-    "forge",
-    [
-        forge_a_draw,
-        forge_a_result,
-        forge_the_seed,
-        forge_the_rule,
-        leave_a_row_out,
-        give_an_impossible_result,
-        leave_a_result_out,
-        deny_the_curriculum,
+IMPOSSIBLE = {"low": 0.9, "high": 0.1, "floor": 0.5, "decay": 0.9}
+FORGED = {
+    "a draw": lambda r: of(r, "issue")[-2].update(epoch=50),
+    "some results": lambda r: [
+        each.update(successes=0 if each["successes"] else 2) for each in of(r, "finish")[:4]
     ],
-)
+    "an impossible result": lambda r: of(r, "finish")[-1].update(scored=3),
+    "no result": lambda r: [of(r, "finish")[-1].pop(name) for name in ("successes", "scored")],
+    "another seed": lambda r: r[0].update(seed=8),
+    "another rule": lambda r: r[0]["curriculum"].update(decay=0.1),
+    "an impossible rule": lambda r: r[0].update(curriculum=IMPOSSIBLE),
+    "no curriculum": lambda r: [r[0].pop(name) for name in ("seed", "curriculum", "prompts")],
+    "a row left out": lambda r: r[0]["prompts"][0].update(rows=[[3, 5]]),
+    "no rows": lambda r: r[0].update(prompts=[{"weight": 1.0, "rows": []}]),
+    "no weight": lambda r: r[0].update(prompts=[{"weight": 0.0, "rows": [[3, 9]]}]),
+}
+
+
+@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
 def test_a_forged_draw_is_found(records, audit, forge):
     forge(records)
-    assert [*audit(records).broken] == ["curriculum"]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("curriculum", {"low": 0.9, "high": 0.1, "floor": 0.5, "decay": 0.9}),
-        ("prompts", [{"weight": 1.0, "rows": []}]),
-        ("prompts", [{"weight": 0.0, "rows": [[3, 9]]}]),
-    ],
-)
-def test_an_impossible_curriculum_is_a_violation(records, audit, name, value):
-    records[0][name] = value
     assert [*audit(records).broken] == ["curriculum"]
 
 
@@ -122,99 +79,55 @@ def test_a_valid_run_says_each_reuse_and_passes(reused, audit):
     assert audit(reused).code == 0
 
 
-def again(records, number, group, use, replaces=True):
+def again(records, number, group, use, *besides):
     """Let a step reuse another group."""
-    found = batch(records, number)
-    kept = [] if replaces else found["reused"]
-    found["reused"] = [*kept, {"group": group, "use": use}]
+    batch(records, number)["reused"] = [*besides, {"group": group, "use": use}]
 
 
-def first_reused(records):
+def first(records):
+    """The group that is reused first."""
     return reuses(records)[2][0][0]
-
-
-def use_a_group_too_often(r):
-    again(r, 3, first_reused(r), 3)
-    return "more than max_uses 2"
-
-
-def reuse_a_group_that_is_too_old(r):
-    left = batch(r, 1)["groups"][0] + 1
-    again(r, 6, left, 2)
-    return "4 versions old, more than 2"
-
-
-def reuse_a_group_of_the_skipped_step(r):
-    again(r, 5, batch(r, 3)["groups"][0], 2)
-    return "but the priority chooses"
-
-
-def do_not_record_a_reuse(r):
-    batch(r, 2)["reused"] = []
-    return "reuses the groups []"
-
-
-def count_a_use_wrongly(r):
-    again(r, 2, first_reused(r), 1)
-    return "use 1 of group"
-
-
-def reuse_a_group_twice_in_a_step(r):
-    again(r, 2, first_reused(r), 3, replaces=False)
-    return "twice in a step"
-
-
-def reuse_what_was_never_trained(r):
-    again(r, 2, 99, 2)
-    return "reused before it is trained"
 
 
 def reuse_the_worse_group(r):
     found = batch(r, 1)
-    found["worths"][found["groups"].index(first_reused(r))]["spread"] /= 4
-    return "but the priority chooses"
+    found["worths"][found["groups"].index(first(r))]["spread"] /= 4
 
 
 def make_a_group_younger_than_its_tokens(r):
     for worth in batch(r, 5)["worths"]:
         worth["oldest_version"] += 1
-    return ""
 
 
-def deny_the_rule(r):
-    del r[0]["replay_generation"]
-    return "is trained with its spread"
+OTHER = "but the priority chooses"
+WRONG = {
+    "too often": (lambda r: again(r, 3, first(r), 3), "more than max_uses 2"),
+    "too old": (
+        lambda r: again(r, 6, batch(r, 1)["groups"][0] + 1, 2),
+        "4 versions old, more than 2",
+    ),
+    "of the skipped step": (lambda r: again(r, 5, batch(r, 3)["groups"][0], 2), OTHER),
+    "not recorded": (lambda r: batch(r, 2).update(reused=[]), "reuses the groups []"),
+    "counted wrongly": (lambda r: again(r, 2, first(r), 1), "use 1 of group"),
+    "twice in a step": (
+        lambda r: again(r, 2, first(r), 3, *batch(r, 2)["reused"]),
+        "twice in a step",
+    ),
+    "never trained": (lambda r: again(r, 2, 99, 2), "reused before it is trained"),
+    "the worse one": (reuse_the_worse_group, OTHER),
+    "younger than its tokens": (make_a_group_younger_than_its_tokens, ""),
+    "no rule": (lambda r: r[0].pop("replay_generation"), "2 of 2 groups are trained with spread"),
+    "a rule without reuse": (
+        lambda r: r[0]["replay_generation"].update(share=0.1),
+        "can reuse nothing",
+    ),
+    "a rule of more uses": (lambda r: r[0]["replay_generation"].update(max_uses=3), OTHER),
+}
 
 
-def state_a_rule_that_reuses_nothing(r):
-    r[0]["replay_generation"]["share"] = 0.1
-    return "can reuse nothing"
-
-
-def state_a_rule_of_more_uses(r):
-    r[0]["replay_generation"]["max_uses"] = 3
-    return "but the priority chooses"
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [
-        use_a_group_too_often,
-        reuse_a_group_that_is_too_old,
-        reuse_a_group_of_the_skipped_step,
-        do_not_record_a_reuse,
-        count_a_use_wrongly,
-        reuse_a_group_twice_in_a_step,
-        reuse_what_was_never_trained,
-        reuse_the_worse_group,
-        make_a_group_younger_than_its_tokens,
-        deny_the_rule,
-        state_a_rule_that_reuses_nothing,
-        state_a_rule_of_more_uses,
-    ],
-)
-def test_a_wrong_reuse_is_found(reused, audit, plant):
-    text = plant(reused)
+@pytest.mark.parametrize(("plant", "text"), WRONG.values(), ids=WRONG)
+def test_a_wrong_reuse_is_found(reused, audit, plant, text):
+    plant(reused)
     broken = audit(reused).broken
     assert text in broken["reused"], broken
 

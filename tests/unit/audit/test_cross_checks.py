@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from lib.json_lines import write_lines
 from lib.receipts import of
 
 from grpo_tools.audit.__main__ import audit
@@ -82,7 +83,7 @@ def test_each_number_must_be_that_of_the_metrics(run, key, value):
     path = folder / "logs" / "metrics.jsonl"
     metrics = [json.loads(line) for line in path.open()]
     metrics[4][key] = value
-    path.write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    write_lines(path, metrics)
     found = broken()
     assert list(found) == ["metrics"]
     assert key in found["metrics"] and "(attempt 0, step 5)" in found["metrics"]

@@ -1,10 +1,9 @@
 """A folder with files of two runs, or of two processes of one run at once, is detected."""
 
-import json
-
 import pytest
+from lib.json_lines import write_lines
 
-from grpo_components.records.run_identity import RunIdentity
+from grpo_components.records.run_folder import RunIdentity
 from grpo_components.state_files import write_state
 from grpo_tools.audit.findings import Findings
 from grpo_tools.audit.one_run import check_one_run
@@ -23,8 +22,7 @@ def steps(attempt, *numbers):
 
 
 def write_receipts(folder, *records):
-    text = "".join(f"{json.dumps(record)}\n" for record in records)
-    (folder / "receipts.jsonl").write_text(text)
+    write_lines(folder / "receipts.jsonl", records)
 
 
 def write_config(folder, run, incarnation, name="config.yaml"):
@@ -35,7 +33,7 @@ def save(folder, step, incarnation, run=RUN, version=None, latest=True):
     path = folder / "checkpoints" / f"step_{step}"
     version = step if version is None else version
     state = {"ledger": {"steps_done": step, "policy_version": version}, "prompts": {}}
-    state["identity"] = RunIdentity(run, incarnation).as_dict()
+    state["identity"] = RunIdentity(run, incarnation)._asdict()
     write_state(path / "state", "driver", state)
     if latest:
         (path.parent / "latest").unlink(missing_ok=True)
@@ -71,78 +69,37 @@ def test_receipts_alone_are_enough(tmp_path):
     assert not problem(tmp_path)
 
 
-def another_run_saved_here(folder):
-    save(folder, 7, THIRD, run=OTHER, latest=False)
-    return "step_7"
-
-
-def another_runs_checkpoint_replaced_ours(folder):
-    save(folder, 4, THIRD, run=OTHER, latest=False)
-    return "step_4"
-
-
-def another_process_saved_here(folder):
-    save(folder, 5, THIRD, latest=False)
-    return THIRD
-
-
-def the_first_process_went_on_and_saved(folder):
-    save(folder, 6, FIRST)
-    return FIRST
-
-
 def latest_is_of_a_superseded_step(folder):
     write_receipts(folder, start(0, 0, FIRST), *steps(0, 1, 2, 3, 4, 5), start(1, 4, SECOND))
     save(folder, 5, FIRST)
-    return "step_5"
-
-
-def latest_has_another_version_than_its_step(folder):
-    save(folder, 6, SECOND, version=5)
-    return "(5, "
 
 
 def receipts_are_of_two_runs(folder):
     write_receipts(folder, start(0, 0, FIRST), start(1, 0, SECOND, run=OTHER), *steps(1, 1, 6))
-    return OTHER
 
 
-def the_config_is_another_runs(folder):
-    write_config(folder, OTHER, SECOND)
-    return OTHER
+MIXED = {
+    "another run saved here": (lambda f: save(f, 7, THIRD, OTHER, latest=False), "step_7"),
+    "its checkpoint replaced ours": (lambda f: save(f, 4, THIRD, OTHER, latest=False), "step_4"),
+    "another process saved here": (lambda f: save(f, 5, THIRD, latest=False), THIRD),
+    "the first process went on": (lambda f: save(f, 6, FIRST), FIRST),
+    "latest is of a superseded step": (latest_is_of_a_superseded_step, "step_5"),
+    "latest has another version": (lambda f: save(f, 6, SECOND, version=5), "(5, "),
+    "receipts of two runs": (receipts_are_of_two_runs, OTHER),
+    "another run's config": (lambda f: write_config(f, OTHER, SECOND), OTHER),
+    "another process's config": (lambda f: write_config(f, RUN, THIRD), THIRD),
+    "a config without a run": (
+        lambda f: (f / "config.yaml").write_text("seed: 1\n"),
+        "config.yaml",
+    ),
+    "another run's earlier config": (
+        lambda f: write_config(f, OTHER, FIRST, "config_attempt_0.yaml"),
+        "config_attempt_0.yaml",
+    ),
+}
 
 
-def the_config_is_of_another_process(folder):
-    write_config(folder, RUN, THIRD)
-    return THIRD
-
-
-def the_config_names_no_run(folder):
-    (folder / "config.yaml").write_text("seed: 1\n")
-    return "config.yaml"
-
-
-def an_earlier_config_is_another_runs(folder):
-    write_config(folder, OTHER, FIRST, "config_attempt_0.yaml")
-    return "config_attempt_0.yaml"
-
-
-@pytest.mark.parametrize(
-    "mix",
-    [
-        another_run_saved_here,
-        another_runs_checkpoint_replaced_ours,
-        another_process_saved_here,
-        the_first_process_went_on_and_saved,
-        latest_is_of_a_superseded_step,
-        latest_has_another_version_than_its_step,
-        receipts_are_of_two_runs,
-        the_config_is_another_runs,
-        the_config_is_of_another_process,
-        the_config_names_no_run,
-        an_earlier_config_is_another_runs,
-    ],
-)
-def test_mixed_files_are_detected_and_named(folder, mix):
-    named = mix(folder)
+@pytest.mark.parametrize(("mix", "named"), MIXED.values(), ids=MIXED)
+def test_mixed_files_are_detected_and_named(folder, mix, named):
+    mix(folder)
     assert named in problem(folder)

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from lib.json_lines import write_lines
 from lib.token_engine import policy, sample
 
 from grpo_components.exchange.weights import pack_bucket, snapshot_checksum
@@ -76,8 +77,7 @@ class KeptRun:
                     }
                 )
                 records += pulls
-        lines = "".join(f"{json.dumps(record)}\n" for record in records)
-        (self.folder / "receipts.jsonl").write_text(lines)
+        write_lines(self.folder / "receipts.jsonl", records)
         (self.folder / "config.yaml").write_text(json.dumps(self.config))
 
 

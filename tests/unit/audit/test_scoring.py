@@ -1,12 +1,8 @@
 """Tokens are scored by the weights and the KV that their engine had, also over swaps and turns."""
 
-import dataclasses
-
-import numpy as np
 import pytest
 from lib.token_engine import policy, sample
 
-from grpo_components.trajectory import Trajectory
 from grpo_tools.audit.scoring import Scorer, segments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,22 +73,3 @@ def test_a_version_after_a_newer_one_in_a_turn_is_refused(policies):
     response.token_versions[4] = 5
     with pytest.raises(ValueError, match="token 5 was sampled by version 1 after version 5"):
         segments(response, 0, recompute_kv=False)
-
-
-def test_segments_begin_with_turns_and_swaps():
-    none = np.zeros(11, np.float32)
-    versions = np.where(TURNS, [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], -1)
-    response = Trajectory(
-        *(np.arange(2), np.arange(11), np.array(TURNS), none, versions.astype(np.int32)),
-        *(0, 0, 0, 0, "stop"),
-    )
-    parts = [dataclasses.astuple(part) for part in segments(response, 5, recompute_kv=False)]
-    assert parts == [
-        (5, 0, 2, 0, True, True),
-        (5, 2, 3, 1, False, False),
-        (5, 5, 8, 2, True, True),
-        (5, 8, 9, 3, False, False),
-        (5, 10, 11, 3, True, False),
-    ]
-    again = segments(response, 5, recompute_kv=True)
-    assert all(part.begins and not part.continues for part in again)

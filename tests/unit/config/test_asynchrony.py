@@ -3,8 +3,8 @@
 import pytest
 from lib.config_errors import refusal_of, refused_key
 
-from grpo_components.config.checks import check_gpus
 from grpo_components.config.open_run import build_reuse, open_run
+from grpo_components.config.preflight import check_gpus
 from grpo_components.config.role_arguments import RoleArguments
 from grpo_components.config.start_roles import hosts_of, needs_of
 from grpo_components.data.prompt_stream import PromptStream
@@ -136,6 +136,7 @@ def test_a_teacher_counts_where_something_is_trained(read):
 # ---- what the config decides --------------------------------------------------------------------
 
 PAIRS = {"num_generators": 2, "num_trainers": 4, "generator__tensor_parallel_size": 2}
+PAIRS |= {"max_staleness": 0, "pull_every_m_rollouts": 1}
 
 
 def test_each_generator_runs_beside_its_own_trainers(settings_with):

@@ -8,11 +8,11 @@ from equivalence.families import FAMILIES, random_checkpoint
 from lib.config_errors import refused_key
 from torchtune.models.qwen2 import qwen2
 
-from grpo_components.config.checks import MAX_GENERATOR_KL, default_bound
 from grpo_components.config.files import check_heads
 from grpo_components.config.model_trial import check_adapters
 from grpo_components.config.objective import build_loss, build_penalties
 from grpo_components.objective.losses import GSPOLoss
+from grpo_components.settings import MAX_GENERATOR_KL
 
 DECAY = "{schedule: linear, start: 0.1, end: 0.01, num_steps: 9}"
 LRS = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
@@ -168,8 +168,8 @@ def test_the_bound_on_the_disagreement_is_that_of_the_dtype_or_of_the_config(rea
     assert read(f"max_generator_kl=0.5 {biased}").max_generator_kl == 0.5
     assert read(biased).max_generator_kl is None
     lora = {"rank": 8, "alpha": 16.0}
-    assert default_bound(settings_with(lora=lora)) == MAX_GENERATOR_KL["fp32"]
-    assert default_bound(settings_with(lora=lora | {"dropout": 0.1})) is None
+    assert settings_with(lora=lora).max_generator_kl == MAX_GENERATOR_KL["fp32"]
+    assert settings_with(lora=lora | {"dropout": 0.1}).max_generator_kl is None
 
 
 def test_adapters_of_layers_that_the_base_model_names_otherwise_are_refused(

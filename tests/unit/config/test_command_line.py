@@ -1,13 +1,16 @@
 """Overrides merge as typed, and the command that goes on from a checkpoint can be typed."""
 
 import shlex
+import shutil
+import subprocess
+import sys
 
 import pytest
 from omegaconf import OmegaConf
 
 from grpo_components._plugin import recipes_folder
 from grpo_components.cluster.supervision import exit_code
-from grpo_components.config.command_line import merge_overrides, resume_command
+from grpo_components.config.command_line import merge_overrides, resume_command, wrong_value
 from grpo_components.config.preflight import parse
 from grpo_components.errors import ConfigError
 
@@ -124,3 +127,41 @@ def test_a_file_that_is_no_config_is_one_line(here, monkeypatch, capsys, text):
     assert exit_code(recipe_main) == 2
     err = capsys.readouterr().err
     assert err.startswith("config error: ") and err.count("\n") == 1
+
+
+LIGHT = """
+import atexit, sys
+from grpo_components.config.command_line import main
+atexit.register(lambda: print(*sorted({"numpy", "torch", "ray", "torchtune"} & set(sys.modules))))
+sys.argv = ["tune", "run", *sys.argv[1:]]
+main()
+"""
+
+
+def test_a_wrong_value_ends_tune_run_before_anything_heavy_is_imported():
+    command = [sys.executable, "-c", LIGHT, RECIPE, "--config", "tiny_async_grpo", "max_stalenes=2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    line = "config error: max_stalenes: unknown key; allowed: did you mean max_staleness?\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "\n", line)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "found"),
+    [
+        (RECIPE, TINY, True),
+        ("fork.py", TINY, True),
+        ("changes.py", TINY, False),
+        (RECIPE, "list.yaml", False),
+        (RECIPE, "none.yaml", False),
+        ("torchtunes", TINY, False),
+    ],
+)
+def test_only_a_config_that_the_recipe_takes_as_it_is_is_checked_that_early(
+    here, recipe, config, found
+):
+    shutil.copy(SHIPPED, "fork.py")
+    changed = (here / "fork.py").read_text().replace("read_config(given)", "read_config(mine)")
+    (here / "changes.py").write_text(changed)
+    (here / "list.yaml").write_text("- a")
+    assert bool(wrong_value([recipe, "--config", config, "group_size=1"])) == found
+    assert not wrong_value([recipe, "--config", config])

@@ -20,7 +20,6 @@ from grpo_components.config import preflight
 from grpo_components.config.data import build_data
 from grpo_components.config.environment_trial import try_environment
 from grpo_components.config.objective import build_objective
-from grpo_components.config.open_run import open_log
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 CONFIG = RECIPES / "configs" / "tiny_async_grpo.yaml"
@@ -448,12 +447,6 @@ def test_rows_whose_own_answer_is_not_right_are_among_the_doubts(own, tiny_polic
             doubts = build_objective(cfg, grpo_loss, *build_data(cfg)).doubts
             said = [doubt for doubt in doubts if f" 1 of 2 rows of {key}: " in doubt]
             assert len(said) == (not unused), doubts
-
-
-@pytest.mark.parametrize("path", ["builtins.dict", "collections.Counter"])
-def test_what_is_no_logger_is_refused(settings_with, path, tmp_path):
-    cfg = settings_with(metric_logger={"_component_": path}, output_dir=str(tmp_path))
-    assert refused_key(open_log, cfg, 0, "", [], []) == "metric_logger"
 
 
 def test_what_contributing_prints_is_let_through(tried, own):

@@ -17,6 +17,7 @@ from grpo_components.config.components import (
 )
 
 GRPO = "grpo_components.objective.losses.GRPOLoss"
+LOGGERS = "torchtune.training.metric_logging"
 REWARDS = "grpo_components.rewards"
 OWN = """
 class Good:
@@ -168,6 +169,22 @@ MULTI_TURN = (
 )
 def test_an_environment_of_several_turns_is_checked_with_its_world(own, refused, overrides, key):
     assert refused(MULTI_TURN, overrides) == key
+
+
+@pytest.mark.parametrize(
+    "logger", ["builtins.dict", f"{LOGGERS}.CometLogger", f"{LOGGERS}.WandBLogger"]
+)
+def test_a_logger_that_a_run_could_not_build_is_refused(
+    logger, refused, check, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("HOME", str(tmp_path))  # without a ~/.netrc
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert (
+        refused("~metric_logger.log_dir", f"metric_logger._component_={logger}") == "metric_logger"
+    )
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    if "WandB" in logger:
+        check(f"metric_logger._component_={logger}")
 
 
 def test_what_takes_its_arguments_is_accepted(cfg, own, check):

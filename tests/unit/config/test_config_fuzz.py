@@ -22,9 +22,9 @@ from ray import cloudpickle
 
 from grpo_components.cluster.supervision import exit_code
 from grpo_components.errors import ConfigError
-from grpo_components.objective.schedules import as_schedule
 from grpo_components.plain_text import one_line
 from grpo_components.rewards.reward_trial import RewardTrial
+from grpo_components.schedules import as_schedule
 from grpo_components.settings import Settings
 
 ROOT = Path(__file__).parents[3]

@@ -11,8 +11,7 @@ from grpo_components.config.dry_run import plan
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.offline.partial_runs import RecordedPrompts
 from grpo_components.offline.trajectory_file import group_line
-from grpo_components.records.run_folder import prepare_output_folder
-from grpo_components.records.run_identity import new_identity
+from grpo_components.records.run_folder import new_identity, prepare_output_folder
 from grpo_components.trajectory import Trajectory
 
 

@@ -50,17 +50,19 @@ def test_a_generator_gets_a_gpu_for_each_tensor_parallel_worker(
     changes = {"generator__tensor_parallel_size": workers, "generator__enforce_eager": True}
     roles = arguments(settings_with(device=device, gpus_per_generator=share, **changes))
     assert roles.generator["num_gpus"] == gpus
-    assert roles.generator["engine"].tensor_parallel_size == workers
+    assert roles.generator["settings"].tensor_parallel_size == workers
 
 
 def test_the_engine_receives_and_the_first_rank_sends_the_same_way(settings_with, arguments):
     workers = {"generator__tensor_parallel_size": 2, "generator__enforce_eager": True}
     for way in ("object_store", "nccl"):
-        roles = arguments(settings_with(weights=way, timeouts={"weights_s": 7.0}, **workers))
+        roles = arguments(
+            settings_with(device="cuda", weights=way, timeouts={"weights_s": 7.0}, **workers)
+        )
         opens = roles.trainer["ranks"].open_sender
         assert roles.generator["engine"].weight_transfer == (None if way == "object_store" else way)
         assert (opens is None) == (way == "object_store")
-    assert opens.args == ("cpu",) and opens.keywords == {"workers": 2, "timeout_s": 7.0}
+    assert opens.args == ("cuda",) and opens.keywords == {"workers": 2, "timeout_s": 7.0}
 
 
 def test_adapters_are_the_engines_too(settings_with, arguments):

@@ -1,9 +1,9 @@
 """Rows keep their other columns, from the file to the rewards."""
 
-import json
 from datetime import date
 
 import pytest
+from lib.rows import Characters, write_rows
 from omegaconf import OmegaConf
 
 from grpo_components.data.columns import other_columns, plain_value, reward_input
@@ -12,22 +12,13 @@ from grpo_components.data.prompt_mix import mixed_dataset
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.state_files import read_state, write_state
 
-
-class Tokenizer:
-    def encode(self, text, **_):
-        return [ord(character) for character in text]
+ROW = {"question": "1+1", "answer": "2"}
 
 
 @pytest.fixture
 def source(tmp_path):
     """Write rows to a file."""
-
-    def write(name, *rows):
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(path)
-
-    return write
+    return lambda name, *rows: str(write_rows(tmp_path / name, *rows))
 
 
 def test_all_columns_but_question_and_answer_are_kept_and_a_missing_one_is_none(source):
@@ -35,7 +26,7 @@ def test_all_columns_but_question_and_answer_are_kept_and_a_missing_one_is_none(
         {"question": "1+1", "answer": "2", "level": 3, "tags": ["a", {"b": None}]},
         {"question": "1+2", "answer": 3, "Problem ID": "x"},
     )
-    data = prompt_dataset(Tokenizer(), source=source("rows.jsonl", *rows))
+    data = prompt_dataset(Characters(), source=source("rows.jsonl", *rows))
     assert other_columns(data[0]) == {"level": 3, "tags": ["a", {"b": None}], "Problem ID": None}
     assert other_columns(data[1]) == {"level": None, "tags": None, "Problem ID": "x"}
 
@@ -43,18 +34,18 @@ def test_all_columns_but_question_and_answer_are_kept_and_a_missing_one_is_none(
 def test_renamed_columns_and_those_that_a_format_reads(source):
     path = source("renamed.jsonl", {"ask": "1+1", "gold": "2", "kind": "sum"})
     named = {"question": "ask", "answer": "gold"}
-    assert other_columns(prompt_dataset(Tokenizer(), source=path, columns=named)[0]) == {
+    assert other_columns(prompt_dataset(Characters(), source=path, columns=named)[0]) == {
         "kind": "sum"
     }
     row = {"problem": "1+1", "solution": r"\boxed{2}", "answer": "two"}
-    (prompt,) = math_dataset(Tokenizer(), source=source("math.jsonl", row))
+    (prompt,) = math_dataset(Characters(), source=source("math.jsonl", row))
     assert other_columns(prompt) == {"problem": "1+1", "solution": r"\boxed{2}"}
     assert prompt["answer"] == "2"
 
 
 def test_a_column_cannot_take_the_place_of_what_the_recipe_sets(source):
     row = {"question": "1", "answer": "2", "prompt_index": 9, "seed": 1, "response_text": "x"}
-    (prompt,) = prompt_dataset(Tokenizer(), source=source("taken.jsonl", row))
+    (prompt,) = prompt_dataset(Characters(), source=source("taken.jsonl", row))
     assert prompt["prompt_index"] == 0 and other_columns(prompt) == {}
     judged = reward_input(prompt | {"seed": 5}, "said", "stop")
     assert judged == {
@@ -72,7 +63,7 @@ def test_the_parts_of_a_mix_have_the_same_columns(source):
         "a": {"_component_": component, "source": source("a.jsonl", {**ROW, "level": 1})},
         "b": {"_component_": component, "source": source("b.jsonl", {**ROW, "kind": "x"})},
     }
-    mix = mixed_dataset(Tokenizer(), parts=OmegaConf.create(parts))
+    mix = mixed_dataset(Characters(), parts=OmegaConf.create(parts))
     assert [other_columns(mix[row]) for row in range(2)] == [
         {"level": 1, "kind": None},
         {"level": None, "kind": "x"},
@@ -81,12 +72,9 @@ def test_the_parts_of_a_mix_have_the_same_columns(source):
     assert set(other_columns(drawn[0])) == {"level", "kind"}
 
 
-ROW = {"question": "1+1", "answer": "2"}
-
-
 def test_a_column_survives_the_stream_of_prompts_and_a_checkpoint(source, tmp_path):
     columns = {"level": 1.5, "tags": ["a", {"b": [None, True]}]}
-    data = prompt_dataset(Tokenizer(), source=source("rows.jsonl", {**ROW, **columns}))
+    data = prompt_dataset(Characters(), source=source("rows.jsonl", {**ROW, **columns}))
     prompt, _ = next(PromptStream(data, shuffle=True, seed=0))
     write_state(tmp_path, "driver", {"reissued": [(prompt, 0)]})
     restored = read_state(tmp_path, "driver")["reissued"][0][0]

@@ -7,6 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from lib.config_errors import refused_key
+from lib.rows import Characters, write_rows
 
 from grpo_components.data.columns import other_columns
 from grpo_components.data.datasets import (
@@ -24,38 +25,19 @@ ROWS = [
 ]
 
 
-class CharacterTokenizer:
-    """One token per character, after a token 0 that marks the beginning."""
-
-    def encode(self, text, add_bos, add_eos):
-        return [0] * add_bos + [ord(character) for character in text] + [1] * add_eos
-
-
 def load(source, **kwargs):
-    return gsm8k_dataset(CharacterTokenizer(), source=str(source), **kwargs)
-
-
-def write_lines(path, *lines):
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
-    return path
+    return gsm8k_dataset(Characters(), source=str(source), **kwargs)
 
 
 @pytest.fixture
 def jsonl(tmp_path):
-    return write_lines(tmp_path / "rows.jsonl", *(json.dumps(row).encode() for row in ROWS))
+    return write_rows(tmp_path / "rows.jsonl", *ROWS)
 
 
-@pytest.fixture
-def parquet(tmp_path):
-    path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
-    return path
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_row_becomes_a_prompt_and_its_final_answer(kind, request):
-    prompts = load(request.getfixturevalue(kind), prompt_template="Q: {question}\nA:")
-    texts = ["Q: 1 + 1?\nA:", "Q: How {many}?\nA:", "Q: Half?\nA:"]
+def test_a_row_becomes_a_prompt_and_its_final_answer(jsonl):
+    """Braces of a template other than the question's stay."""
+    prompts = load(jsonl, prompt_template="Q{}: {question}\n{x}")
+    texts = ["Q{}: 1 + 1?\n{x}", "Q{}: How {many}?\n{x}", "Q{}: Half?\n{x}"]
     assert [prompt["prompt_text"] for prompt in prompts] == texts
     assert [prompt["answer"] for prompt in prompts] == ["2", "-1234567", "0.5"]
     assert [prompt["prompt_index"] for prompt in prompts] == [0, 1, 2]
@@ -63,20 +45,14 @@ def test_a_row_becomes_a_prompt_and_its_final_answer(kind, request):
     assert prompts.max_prompt_length == max(len(prompt["prompt_ids"]) for prompt in prompts)
 
 
-def test_the_first_rows_can_be_used_alone(jsonl):
-    assert len(load(jsonl, num_rows=2)) == 2
-    assert len(load(jsonl, num_rows=100)) == 3
-
-
-def test_braces_in_a_template_other_than_the_question_stay(jsonl):
-    (prompt, *_) = load(jsonl, prompt_template=r"\boxed{} {x} {question}")
-    assert prompt["prompt_text"] == r"\boxed{} {x} 1 + 1?"
+def read_one(builder, tmp_path, **row):
+    path = write_rows(tmp_path / "rows.jsonl", row)
+    return builder(Characters(), source=str(path))[0]
 
 
 @pytest.mark.parametrize(
     ("line", "place"),
     [
-        (b"{", "row 2"),
         (b'{"question": "a\\ud800?", "answer": "#### 2"}', "row 2.*question"),
         (b'{"answer": "#### 2"}', "row 2.*question"),
         (b'{"question": "a?"}', "row 2.*answer"),
@@ -87,8 +63,7 @@ def test_braces_in_a_template_other_than_the_question_stay(jsonl):
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_with_its_file_and_field(tmp_path, line, place):
-    good = json.dumps(ROWS[0]).encode()
-    path = write_lines(tmp_path / "bad.jsonl", good, line, good)
+    path = write_rows(tmp_path / "bad.jsonl", ROWS[0], line, ROWS[0])
     with pytest.raises(ValueError, match=rf"bad\.jsonl, {place}"):
         load(path)
 
@@ -103,12 +78,7 @@ def test_a_prompt_that_is_too_long_is_named_with_both_lengths(jsonl):
 
 def test_a_file_without_rows_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"empty\.jsonl"):
-        load(write_lines(tmp_path / "empty.jsonl"))
-
-
-def test_a_broken_parquet_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"bad\.parquet"):
-        load(write_lines(tmp_path / "bad.parquet", b"PAR1" + bytes(64) + b"PAR1"))
+        load(write_rows(tmp_path / "empty.jsonl"))
 
 
 def test_a_hub_data_set_is_asked_for_by_name_configuration_and_split(monkeypatch):
@@ -116,18 +86,13 @@ def test_a_hub_data_set_is_asked_for_by_name_configuration_and_split(monkeypatch
 
     def load_dataset(path, name, split):
         asked.append((path, name, split))
+        if path == "some/where":
+            raise ConnectionError("offline")
         return ROWS
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     assert len(load("openai/gsm8k", name="main", split="test")) == 3
     assert asked == [("openai/gsm8k", "main", "test")]
-
-
-def test_a_hub_data_set_that_cannot_be_loaded_is_named(monkeypatch):
-    def load_dataset(path, name, split):
-        raise ConnectionError("offline")
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
     with pytest.raises(ValueError, match=r"some/where.*offline"):
         load("some/where")
 
@@ -139,11 +104,11 @@ def test_a_hub_data_set_that_cannot_be_loaded_is_named(monkeypatch):
 def numbered(tmp_path):
     """Rows 0 to 29: the question of row n has n characters more than that of row 0."""
     rows = [{"question": f"{n:02}{'x' * n}", "answer": str(n), "level": n % 3} for n in range(30)]
-    return write_lines(tmp_path / "numbered.jsonl", *(json.dumps(row).encode() for row in rows))
+    return write_rows(tmp_path / "numbered.jsonl", *rows)
 
 
 def chosen(path, **kwargs):
-    prompts = prompt_dataset(CharacterTokenizer(), source=str(path), **kwargs)
+    prompts = prompt_dataset(Characters(), source=str(path), **kwargs)
     assert all(int(prompt["answer"]) == prompt["prompt_index"] for prompt in prompts)
     return [prompt["prompt_index"] for prompt in prompts], prompts.note
 
@@ -178,14 +143,12 @@ def test_a_data_set_without_remaining_rows_says_why(numbered):
 
 
 def test_a_filtered_row_need_not_be_usable(tmp_path):
-    path = write_lines(
-        tmp_path / "rows.jsonl", b'{"ok": 0}', json.dumps(ROWS[0] | {"ok": 1}).encode()
-    )
+    path = write_rows(tmp_path / "rows.jsonl", {"ok": 0}, ROWS[0] | {"ok": 1})
     assert len(load(path, filters={"ok": {"allowed": [1]}})) == 1
 
 
 def test_columns_may_have_other_names_which_errors_use(tmp_path):
-    path = write_lines(tmp_path / "rows.jsonl", b'{"q": "1 + 1?", "a": "#### 2"}', b'{"q": "2?"}')
+    path = write_rows(tmp_path / "rows.jsonl", b'{"q": "1 + 1?", "a": "#### 2"}', b'{"q": "2?"}')
     columns = {"question": "q", "answer": "a"}
     assert load(path, columns=columns, num_rows=1)[0]["answer"] == "2"
     with pytest.raises(ValueError, match=r"rows\.jsonl, row 2: .* a;.* q$"):
@@ -194,7 +157,7 @@ def test_columns_may_have_other_names_which_errors_use(tmp_path):
 
 def test_filters_use_the_column_names_of_the_source(tmp_path):
     rows = [{"question": "a?", "answer": kind, "gold": "#### 1"} for kind in ("yes", "no")]
-    path = write_lines(tmp_path / "rows.jsonl", *(json.dumps(row).encode() for row in rows))
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
     columns, filters = {"answer": "gold"}, {"answer": {"allowed": ["no"]}}
     assert [p["prompt_index"] for p in load(path, columns=columns, filters=filters)] == [1]
 
@@ -220,8 +183,7 @@ def test_a_wrong_setting_is_refused_with_its_key_and_value(jsonl, key, value):
 
 
 def test_a_known_answer_may_be_a_number(tmp_path):
-    path = write_lines(tmp_path / "rows.jsonl", b'{"question": "6 * 7?", "answer": 42}')
-    assert prompt_dataset(CharacterTokenizer(), source=str(path))[0]["answer"] == "42"
+    assert read_one(prompt_dataset, tmp_path, question="6 * 7?", answer=42)["answer"] == "42"
 
 
 @pytest.mark.parametrize(
@@ -244,7 +206,7 @@ SAID = {"role": "assistant", "content": "2"}
 VERL = {"question": "prompt", "answer": "reward_model.ground_truth"}
 
 
-class ChatTokenizer(CharacterTokenizer):
+class ChatTokenizer(Characters):
     """One token per character of a chat, whose messages stand in brackets."""
 
     def tokenize_messages(self, messages):
@@ -253,9 +215,6 @@ class ChatTokenizer(CharacterTokenizer):
 
     def __call__(self, sample, inference):
         return {"tokens": self.tokenize_messages(sample["messages"])}
-
-    def decode(self, ids):
-        return "".join(map(chr, ids))
 
 
 @pytest.fixture(params=["jsonl", "json", "parquet"])
@@ -275,11 +234,10 @@ def verl(request, tmp_path):
         path = tmp_path / f"rows.{request.param}"
         if request.param == "parquet":
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        elif request.param == "json":
+            path.write_text(json.dumps(rows))
         else:
-            whole = (
-                json.dumps(rows) if request.param == "json" else "\n".join(map(json.dumps, rows))
-            )
-            path.write_text(whole)
+            write_rows(path, *rows)
         given = {"chat_template": "torchtune", "columns": VERL, **settings}
         return prompt_dataset(ChatTokenizer(), source=str(path), **given)
 
@@ -307,17 +265,14 @@ def test_without_a_chat_template_a_single_message_is_the_text(verl):
 @pytest.mark.parametrize(
     "chat",
     [
-        [],
-        [SYSTEM],
-        [USER, SAID],
-        [{"role": "user", "content": " "}],
+        *([], [SYSTEM], [USER, SAID], [{"role": "user", "content": " "}]),
         [{"role": "user", "content": [{"type": "image"}]}],
         [{"content": "1 + 1?"}],
     ],
 )
 def test_what_is_no_chat_with_a_question_at_its_end_is_named_with_its_row(tmp_path, chat):
     rows = [{"prompt": each, "answer": 1} for each in ([USER], chat)]
-    path = write_lines(tmp_path / "rows.jsonl", *(json.dumps(row).encode() for row in rows))
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
     settings = {"columns": {"question": "prompt"}, "chat_template": "torchtune"}
     with pytest.raises(ValueError, match=r"rows\.jsonl, row 2, field prompt: "):
         prompt_dataset(ChatTokenizer(), source=str(path), **settings)
@@ -345,19 +300,12 @@ def test_a_column_whose_name_has_a_dot_is_not_looked_up_as_an_entry(tmp_path):
 )
 def test_builders_of_other_formats_take_chats(tmp_path, builder, columns, row):
     settings = {"columns": columns, "prompt_template": "{question}", "chat_template": "torchtune"}
-    chat = write_lines(
-        tmp_path / "chat.jsonl", json.dumps({"prompt": [SYSTEM, USER], **row}).encode()
-    )
+    chat = write_rows(tmp_path / "chat.jsonl", {"prompt": [SYSTEM, USER], **row})
     (prompt,) = builder(ChatTokenizer(), source=str(chat), **settings)
     assert prompt["prompt_text"] == "[s:Count.][u:1 + 1?][a:"
 
 
 # ---- other formats ------------------------------------------------------------------------------
-
-
-def read_one(builder, tmp_path, **row):
-    path = write_lines(tmp_path / "rows.jsonl", json.dumps(row).encode())
-    return builder(CharacterTokenizer(), source=str(path))[0]
 
 
 @pytest.mark.parametrize(
@@ -395,7 +343,7 @@ def test_one_table_may_have_tests_of_both_kinds(tmp_path):
     """A Parquet file then has both keys in every row, one of them null."""
     rows = [{"prompt": "Write it.", "tests": tests} for tests in (STDIN, ASSERTS)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    prompts = code_dataset(CharacterTokenizer(), source=str(tmp_path / "rows.parquet"))
+    prompts = code_dataset(Characters(), source=str(tmp_path / "rows.parquet"))
     assert [json.loads(prompt["answer"]) for prompt in prompts] == [STDIN, ASSERTS]
 
 
@@ -440,22 +388,18 @@ def test_imports_and_setup_code_go_into_the_answer(tmp_path, row):
 @pytest.mark.parametrize("solution", ["print(2)", ["print(2)", "print(3)"], '["print(2)"]'])
 @pytest.mark.parametrize("name", ["solution", "code"])
 @pytest.mark.parametrize("tests", [STDIN, ASSERTS])
-def test_the_first_solution_goes_into_the_answer(tmp_path, tests, name, solution):
+def test_the_first_solution_goes_into_the_answer_and_what_is_empty_does_not(
+    tmp_path, tests, name, solution
+):
     builder = partial(code_dataset, columns={} if name == "solution" else {"solution": name})
     row = {"prompt": "Write f.", "tests": tests}
     prompt = read_one(builder, tmp_path, **row, **{name: solution})
     assert json.loads(prompt["answer"]) == {**tests, "solution": "print(2)"}
-    for none in (None, "", [], "[]"):
-        prompt = read_one(builder, tmp_path, **row, **{name: none})
-        assert json.loads(prompt["answer"]) == tests
-
-
-@pytest.mark.parametrize("tests", [STDIN, ASSERTS])
-def test_empty_imports_and_setup_code_are_left_out(tmp_path, tests):
     for imports, set_up in (([], ""), (None, None), ("", "")):
-        more = {"test_imports": imports, "test_setup_code": set_up}
-        prompt = read_one(code_dataset, tmp_path, prompt="Write f.", tests=tests, **more)
-        assert json.loads(prompt["answer"]) == tests
+        row |= {"test_imports": imports, "test_setup_code": set_up}
+        for none in (None, "", [], "[]"):
+            prompt = read_one(builder, tmp_path, **row, **{name: none})
+            assert json.loads(prompt["answer"]) == tests
 
 
 @pytest.mark.parametrize(
@@ -504,4 +448,4 @@ def test_a_custom_format_is_one_function(tmp_path):
 def test_a_custom_format_that_returns_no_texts_is_named_with_its_row(jsonl):
     for read in (lambda row: (row.text("question"), 5), lambda row: (None, "5")):
         with pytest.raises(ValueError, match=r"rows\.jsonl, row 1: "):
-            prompt_dataset(CharacterTokenizer(), source=str(jsonl), read=read)
+            prompt_dataset(Characters(), source=str(jsonl), read=read)

@@ -1,57 +1,41 @@
 """A mix joins its parts in order, and errors name the part that cannot be built."""
 
-import json
-
 import pytest
+from lib.rows import Characters, write_rows
 
 from grpo_components.data.prompt_mix import mixed_dataset
 
 GSM8K = "grpo_components.data.datasets.gsm8k_dataset"
 
 
-class CharacterTokenizer:
-    def encode(self, text, add_bos, add_eos):
-        return [ord(character) for character in text]
-
-
 @pytest.fixture
 def parts(tmp_path):
     """Two data sets; the first leaves out a row."""
+    limits = {"max_prompt_tokens": 7, "too_long": "drop", "_component_": GSM8K}
+    made = {}
     for name, questions in (("a", ("one?", "too long?", "2?")), ("b", ("three?", "4?"))):
         rows = [{"question": question, "answer": "#### 1"} for question in questions]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / f"{name}.jsonl").write_text(lines)
-    limits = {"max_prompt_tokens": 6, "too_long": "drop"}
-    return {
-        name: {"_component_": GSM8K, "source": str(tmp_path / f"{name}.jsonl"), **limits}
-        for name in ("a", "b")
-    }
+        made[name] = {"source": str(write_rows(tmp_path / f"{name}.jsonl", *rows)), **limits}
+    return made
 
 
 def build(parts):
-    return mixed_dataset(CharacterTokenizer(), parts=parts)
+    return mixed_dataset(Characters(), parts=parts)
 
 
-def test_every_prompt_has_a_unique_index(parts):
+def test_every_prompt_has_a_unique_index_and_every_part_a_weight(parts):
+    parts["b"]["weight"] = 3
     mix = build(parts)
     prompts = [mix[index] for index in range(len(mix))]
     assert [prompt["prompt_text"] for prompt in prompts] == ["one?", "2?", "three?", "4?"]
     assert [prompt["prompt_index"] for prompt in prompts] == [0, 2, 3, 4]
     assert mix.parts["b"].first_index == 3
-    assert mix.max_prompt_length == 6
+    assert mix.max_prompt_length == 7
+    assert [part.weight for part in mix.parts.values()] == [1.0, 3]
+    (line,) = mix.note.splitlines()  # of all parts
+    assert line.endswith("a.jsonl: 2 prompts of 3 rows; 1 longer than 7 tokens")
     with pytest.raises(IndexError):
         mix[4]
-
-
-def test_the_default_weight_is_one(parts):
-    parts["b"]["weight"] = 3
-    mix = build(parts)
-    assert [part.weight for part in mix.parts.values()] == [1.0, 3]
-
-
-def test_a_mix_has_the_notes_of_all_parts(parts):
-    (line,) = build(parts).note.splitlines()
-    assert line.endswith("a.jsonl: 2 prompts of 3 rows; 1 longer than 6 tokens")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from types import ModuleType
 
 import gymnasium
 import pytest
+from lib.rows import Characters
 
 from grpo_components.environments.gymnasium import GymnasiumWorld, gymnasium_dataset
 from grpo_components.environments.rewards import EnvironmentReward
@@ -12,11 +13,6 @@ from grpo_components.rollout.observation_text import unquoted
 
 LAKE = {"id": "FrozenLake-v1", "options": {"is_slippery": False}}
 DOWN, RIGHT = 1, 2
-
-
-class CharacterTokenizer:
-    def encode(self, text, add_bos, add_eos):
-        return [ord(character) for character in text]
 
 
 class Echo(gymnasium.Env):
@@ -58,7 +54,7 @@ def text_of(reply):
 
 def begin(seed=3, **settings):
     of_data = {key: settings[key] for key in settings if key in ("id", "options", "observe")}
-    (prompt,) = gymnasium_dataset(CharacterTokenizer(), num_rows=1, seed=seed, **of_data)
+    (prompt,) = gymnasium_dataset(Characters(), num_rows=1, seed=seed, **of_data)
     return prompt, GymnasiumWorld(**settings)(prompt, 7)
 
 
@@ -83,8 +79,8 @@ def test_a_text_space_takes_the_text_and_quotes_what_it_shows():
 
 
 def test_the_same_seed_is_the_same_row_and_another_seed_may_be_another():
-    rows = gymnasium_dataset(CharacterTokenizer(), id="Echo-v0", num_rows=12, seed=5)
-    again = gymnasium_dataset(CharacterTokenizer(), id="Echo-v0", num_rows=12, seed=5)
+    rows = gymnasium_dataset(Characters(), id="Echo-v0", num_rows=12, seed=5)
+    again = gymnasium_dataset(Characters(), id="Echo-v0", num_rows=12, seed=5)
     texts = [row["prompt_text"] for row in rows]
     assert texts == [row["prompt_text"] for row in again] and len(set(texts)) == 3
     assert [row["gymnasium_seed"] for row in rows] == list(range(5, 17))

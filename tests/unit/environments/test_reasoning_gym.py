@@ -4,6 +4,7 @@ import ast
 import sys
 
 import pytest
+from lib.rows import Characters
 
 from grpo_components.environments.reasoning_gym import reasoning_gym_dataset
 from grpo_components.environments.reasoning_gym_score import DEPENDS_ON_PROCESS, ReasoningGymScore
@@ -14,13 +15,8 @@ DATASETS, create_dataset = tasks.DATASETS, tasks.create_dataset
 HOLDS_OBJECTS = ("codeio", "gsm_symbolic", "knights_knaves")
 
 
-class CharacterTokenizer:
-    def encode(self, text, add_bos, add_eos):
-        return [ord(character) for character in text]
-
-
 def load(task, **kwargs):
-    return reasoning_gym_dataset(CharacterTokenizer(), task=task, **kwargs)
+    return reasoning_gym_dataset(Characters(), task=task, **kwargs)
 
 
 def score(prompt, answer, answer_format="tag"):

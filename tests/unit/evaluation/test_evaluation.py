@@ -8,10 +8,12 @@ from lib.role import stand_in_role, waits_of
 
 from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.errors import RoleFailedError
-from grpo_components.evaluation.evaluation import Evaluation, EvaluationOptions
+from grpo_components.evaluation.evaluation import Evaluation
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.objective.schedules import as_schedule
+from grpo_components.schedules import as_schedule
+from grpo_components.settings import EvalSettings, Settings, Timeouts
+from grpo_components.state_files import write_state
 
 
 class Generator:
@@ -50,30 +52,22 @@ DIES = {"dies_in": {"evaluate"}, "max_restarts": 0}
 class Run:
     """A driver that published version 7."""
 
-    def __init__(
-        self,
-        *generators,
-        rows=10,
-        samples=1,
-        prompts_logged=4,
-        temperature=1.0,
-        max_staleness=9,
-        **schedule,
-    ):
+    def __init__(self, *generators, rows=10, samples=1, prompts_logged=4, temperature=1.0, **keys):
         self.generators, self.published, self.results = [g.handle for g in generators], 7, []
         self.answers, self.pulls = [], []
         self.ledger = new_ledger()
+        keys = {"eval_every_n_steps": 5, "num_steps": 50, "max_staleness": 9, **keys}
+        cfg = Settings.model_construct(
+            **{"groups_per_step": 1, "group_size": 2, "rollouts_in_flight": 2, **keys},
+            eval=EvalSettings(samples_per_prompt=samples, prompts_logged=prompts_logged),
+            eval_dataset="held out",
+            timeouts=Timeouts(rollout_s=9),
+        )
         self.evaluation = Evaluation(
-            range(rows),
-            **{"every_n_steps": 5, "num_steps": 50, "first_version": 0, **schedule},
-            contract=StalenessContract(max_staleness, 1),
-            options=EvaluationOptions(
-                samples=samples, batch=4, prompts_logged=prompts_logged, timeout_s=9.0
-            ),
-            temperature=as_schedule("eval.temperature", temperature),
-            on_answers=lambda *answers: self.answers.append(answers),
+            *(cfg, range(rows), as_schedule("generator.temperature", temperature)),
             scored=lambda step, results: results,
             pin_weights=self.ledger.pin_weights,
+            on_answers=lambda *answers: self.answers.append(answers),
             on_result=[lambda *result: self.results.append(result)],
         )
 
@@ -121,8 +115,9 @@ def test_the_prompts_whose_answers_are_logged_are_spread_and_always_the_same(
         assert sorted(p for g in generators for p in g.logged) == expected
 
 
-def test_answers_and_metrics_have_the_version_of_the_weights_that_generators_start_with():
-    run = Run(Generator(), first_version=30)
+def test_answers_and_metrics_have_the_version_of_the_weights_that_generators_start_with(tmp_path):
+    write_state(tmp_path / "state", "driver", {"ledger": {"policy_version": 30}})
+    run = Run(Generator(), eval_only=str(tmp_path))
     assert run.whole()["eval/policy_version"] == 37
     [(step, results)] = run.answers
     assert step == 3 and len(results) == 10
@@ -185,7 +180,7 @@ def waits_at(**schedule):
 )
 def test_a_steps_record_waits_if_the_next_evaluation_is_near(every, expected):
     """So each evaluation has a record of its own, and the last is not lost."""
-    assert waits_at(every_n_steps=every, num_steps=6) == expected
+    assert waits_at(eval_every_n_steps=every, num_steps=6) == expected
 
 
 @pytest.mark.parametrize(
@@ -193,7 +188,7 @@ def test_a_steps_record_waits_if_the_next_evaluation_is_near(every, expected):
 )
 def test_training_waits_if_its_next_groups_need_newer_weights(max_staleness, expected):
     """Else it would wait for a batch, which has a time-out."""
-    assert waits_at(every_n_steps=50, max_staleness=max_staleness) == expected
+    assert waits_at(eval_every_n_steps=50, max_staleness=max_staleness) == expected
 
 
 @pytest.mark.parametrize("dies", [{}, DIES])
@@ -216,7 +211,7 @@ def test_no_other_wait_times_out_during_an_evaluation(dies):
 
 
 def test_evaluations_are_due_every_n_steps_and_after_the_last():
-    run = Run(Generator(), every_n_steps=4, num_steps=6)
+    run = Run(Generator(), eval_every_n_steps=4, num_steps=6)
     assert [step for step in range(1, 7) if run.evaluation.due(step)] == [4, 6]
 
 

@@ -8,10 +8,8 @@ from statistics import fmean
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from grpo_components.evaluation.metrics import (
-    check_keep_best,
     evaluation_metrics,
     mean_interval,
     pass_at,
@@ -102,26 +100,3 @@ def test_many_responses_to_one_prompt_say_little_about_others():
 
 def test_one_prompt_has_no_interval_of_its_reward():
     assert all(map(math.isnan, mean_interval([0.5])))
-
-
-@pytest.mark.parametrize(
-    ("keep_best", "save", "problem"),
-    [
-        (None, 5, None),
-        ("eval/success_rate", 4, None),
-        ("eval/pass_at_4", 4, None),
-        ("eval/pass_at_8", 4, "keep_best: 'eval/pass_at_8' given; allowed: null | eval/succ"),
-        ("loss/total", 4, "keep_best: 'loss/total' given"),
-        ("eval/reward_mean", 5, "save_every_n_steps: 5 given with keep_best"),
-    ],
-)
-def test_a_best_checkpoint_needs_a_metric_that_every_checkpoint_has(keep_best, save, problem):
-    values = {"keep_best": keep_best, "eval": {"samples_per_prompt": 7}, "eval_dataset": {}}
-    values |= {"save_every_n_steps": save, "eval_every_n_steps": 2}
-    settings = OmegaConf.create(values)
-    if problem is None:
-        check_keep_best(settings)
-    else:
-        with pytest.raises(ValueError) as refused:
-            check_keep_best(settings)
-        assert str(refused.value).startswith(problem)

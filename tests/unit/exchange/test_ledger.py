@@ -43,23 +43,6 @@ async def admit_all(ledger):
         admitted.append(entry)
 
 
-async def test_synchronous_admission_is_exactly_one_batch():
-    ledger = make(eta=0, groups_per_step=3, num_steps=2)
-    first = await admit_all(ledger)
-    assert [entry.group_id for entry in first] == [0, 1, 2]
-    await ledger.take([0, 1, 2])
-    assert await admit_all(ledger) == []
-    await ledger.publish(1)
-    ledger.finish_step(1)
-    second = await admit_all(ledger)
-    assert [(e.group_id, e.needed_version) for e in second] == [(3, 1), (4, 1), (5, 1)]
-
-
-async def test_no_group_is_admitted_that_no_step_needs():
-    ledger = make(eta=9, groups_per_step=2, num_steps=3)
-    assert len(await admit_all(ledger)) == 6
-
-
 async def test_the_target_step_is_the_turn_of_the_place_in_the_queue():
     ledger = make(eta=1, groups_per_step=2, num_steps=4)
     assert [e.target_step for e in await admit_all(ledger)] == [0, 0, 1, 1]
@@ -201,14 +184,3 @@ async def test_a_group_that_is_given_back_is_admitted_again_first_under_its_numb
     assert (again.group_id, again.prompt_index) == (1, 1)
     assert (again.state, again.parts, again.tokens) == ("in_flight", (), None)
     assert [(e["event"], e["group"]) for e in events] == [("interrupt", 1), ("issue", 1)]
-
-
-@pytest.mark.parametrize("reissue", [True, False])
-async def test_a_dropped_group_is_replaced_by_its_own_prompt_first_or_by_another(reissue):
-    ledger = make(eta=1, groups_per_step=1, num_steps=5)
-    first, second = await admit_all(ledger)
-    await ledger.drop([first.group_id], "stale", reissue)
-    (again,) = await admit_all(ledger)
-    assert again.prompt_index == (first.prompt_index if reissue else second.prompt_index + 1)
-    assert again.group_id == second.group_id + 1
-    assert ledger.dropped_groups == {"stale": 1}

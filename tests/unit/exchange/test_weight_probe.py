@@ -75,19 +75,17 @@ def test_a_few_versions_are_kept():
 
 
 @pytest.mark.parametrize("max_kl", [None, 1e-4])
-@pytest.mark.parametrize("label", [2, 4])
-def test_a_generator_that_names_another_version_than_it_pulled_is_named(max_kl, label):
+@pytest.mark.parametrize(
+    ("label", "cached", "facts"),
+    [
+        (2, 0, "but labels .* version 2:"),
+        (4, 0, "but labels .* version 4:"),
+        (3, 32, "but read 32 .* prefix cache"),
+    ],
+)
+def test_a_generator_with_another_label_or_a_cache_of_earlier_weights_is_named(
+    max_kl, label, cached, facts
+):
     made, pushed = probe(max_kl)
-    with pytest.raises(
-        DisagreementError, match=rf"generator_0 pulled version 3, but labels .* version {label}:"
-    ):
-        made.check("generator_0", 3, reading(label, pushed[3]))
-
-
-@pytest.mark.parametrize("max_kl", [None, 1e-4])
-def test_a_generator_whose_prefix_cache_has_earlier_weights_is_named(max_kl):
-    made, pushed = probe(max_kl)
-    with pytest.raises(
-        DisagreementError, match=r"generator_0 pulled version 3, but read 32 .* prefix cache"
-    ):
-        made.check("generator_0", 3, reading(3, pushed[3][:0], cached_tokens=32))
+    with pytest.raises(DisagreementError, match=f"generator_0 pulled version 3, {facts}"):
+        made.check("generator_0", 3, reading(label, pushed[3][: 0 if cached else None], cached))

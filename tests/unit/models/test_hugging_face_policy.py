@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lib.logprobs import whole_logprobs
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_components.models import hugging_face
@@ -50,14 +51,8 @@ def sequences() -> list[TokenSequence]:
 
 
 def alone(model: torch.nn.Module) -> torch.Tensor:
-    """Logprobs from whole logits of one sequence at a time, by the model's own attention."""
-    found = []
-    for sequence in sequences():
-        prompt, response = map(torch.tensor, (sequence.prompt_ids, sequence.response_ids))
-        logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0]
-        logprobs = torch.log_softmax(logits / sequence.temperature, dim=-1)[len(prompt) - 1 : -1]
-        found.append(logprobs.gather(1, response[:, None]).squeeze(1))
-    return torch.cat(found)
+    """Logprobs by the model's own attention."""
+    return torch.cat([whole_logprobs(model, sequence)[0] for sequence in sequences()])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

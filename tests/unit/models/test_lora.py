@@ -14,9 +14,7 @@ from grpo_components.models.hf_weights import hf_converter
 from grpo_components.models.lora import (
     TARGETS,
     AdapterNames,
-    LoraOptions,
     adapted_model,
-    fused_targets,
     is_adapter,
     merged,
     new_adapters,
@@ -24,16 +22,17 @@ from grpo_components.models.lora import (
     read_adapter_options,
     trained_parameters,
 )
+from grpo_components.settings import LoraSettings
 from grpo_components.training.checkpoint import save_adapter
 
-LORA = LoraOptions(rank=3, alpha=12.0, target_modules=TARGETS)
+LORA = LoraSettings(rank=3, alpha=12.0, target_modules=TARGETS)
 
 
 def of_family(family):
     """The layers that a family may adapt."""
-    fused = fused_targets(family.model_type, LORA)
+    fused = LORA.fused_targets(family.model_type)
     targets = tuple(name for name in TARGETS if name not in fused)
-    return LoraOptions(rank=3, alpha=12.0, target_modules=targets)
+    return LoraSettings(rank=3, alpha=12.0, target_modules=targets)
 
 
 def checkpointer(family, base):
@@ -89,7 +88,7 @@ def test_peft_and_merged_weights_compute_the_same_logits(adapted, tmp_path, monk
 
 
 def test_only_adapters_are_trained_and_the_rest_is_in_the_compute_dtype():
-    lora = LoraOptions(rank=3, alpha=12.0, target_modules=("q_proj", "down_proj"))
+    lora = LoraSettings(rank=3, alpha=12.0, target_modules=("q_proj", "down_proj"))
     with torch.device("meta"):
         model = adapted_model(FAMILIES["QWEN2 (tied)"].build_model, lora, "bf16")
     kinds = [name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, LoRALinear)]
@@ -119,8 +118,8 @@ def test_a_new_adapter_depends_on_the_seed_alone_and_changes_nothing():
 
 
 def test_layers_that_are_fused_on_disk_are_known():
-    assert fused_targets("PHI4", LORA) == ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
-    assert fused_targets("LLAMA3_2", LORA) == []
+    assert LORA.fused_targets("PHI4") == ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
+    assert LORA.fused_targets("LLAMA3_2") == []
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"r": 0, "lora_alpha": 1, "target_modules": []}'])

@@ -7,25 +7,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lib.loss_inputs import loss_inputs
 
 from grpo_components.objective.distillation import with_teacher
-from grpo_components.objective.losses import GRPOLoss, LossInputs, REINFORCELoss
+from grpo_components.objective.losses import GRPOLoss, REINFORCELoss
 
 T = torch.float64
 LOGITS = st.lists(st.floats(-2, 2), min_size=4, max_size=4)
 
 
 def inputs_of(policy, generator, teacher, advantages=None):
-    size = len(policy)
-    return LossInputs(
-        trainer_logprobs=policy,
-        generator_logprobs=generator,
-        advantages=torch.zeros(size, dtype=T) if advantages is None else advantages,
-        sequence_ids=torch.zeros(size, dtype=torch.int64),
-        staleness=torch.zeros(size, dtype=torch.int64),
-        step=0,
-        teacher_logprobs=teacher,
-    )
+    advantages = torch.zeros(len(policy), dtype=T) if advantages is None else advantages
+    ids = [0] * len(policy)
+    return loss_inputs(policy, generator, advantages, ids=ids, teacher_logprobs=teacher)
 
 
 def softmax(logits):
@@ -71,18 +65,3 @@ def test_the_gradient_is_that_of_the_reverse_kl_also_over_stale_samples(
     (expected,) = torch.autograd.grad(coeff * kl(torch.log_softmax(logits, 0), graded), logits)
     found = average_gradient(loss, logits, sampled, graded, coeff)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-
-
-def test_with_the_samplers_logprobs_it_would_be_that_of_another_objective():
-    """Which is why the trainer's are taken: see the module."""
-    logits = torch.tensor([0.5, -1.0, 0.0, 0.3], dtype=T, requires_grad=True)
-    generator, teacher = softmax([0.0, 0.0, 0.0, 0.0]), softmax([1.0, 0.0, -1.0, 0.0])
-    policy = torch.log_softmax(logits, 0)
-    inputs = inputs_of(policy, generator, teacher, -(generator - teacher))
-    losses, _ = REINFORCELoss()(inputs)
-    (found,) = torch.autograd.grad((generator.exp() * losses).sum(), logits, retain_graph=True)
-    other = kl(policy, teacher) - kl(policy, generator)
-    (expected,) = torch.autograd.grad(other, logits)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-    with_trainers = average_gradient(REINFORCELoss(), logits, generator, teacher, 1.0)
-    assert (found - with_trainers).abs().max() > 0.05

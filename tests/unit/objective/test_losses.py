@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lib.loss_inputs import loss_inputs
 
 from grpo_components.objective.composition import objective_losses
 from grpo_components.objective.losses import (
@@ -14,25 +15,11 @@ from grpo_components.objective.losses import (
     DecoupledPPOLoss,
     GRPOLoss,
     GSPOLoss,
-    LossInputs,
     REINFORCELoss,
 )
 from grpo_components.objective.penalties import Penalties
 
 T = torch.float64
-
-
-def make(new, generator, advantages, *, ids=(0, 0, 0, 1, 1, 1), staleness=None, step=0, **given):
-    """LossInputs from lists; two responses of three tokens unless `ids` says otherwise."""
-    return LossInputs(
-        trainer_logprobs=torch.tensor(new, dtype=T, requires_grad=True),
-        generator_logprobs=torch.tensor(generator, dtype=T),
-        advantages=torch.tensor(advantages, dtype=T),
-        sequence_ids=torch.tensor(ids),
-        staleness=torch.tensor(staleness or [0] * len(new)),
-        step=step,
-        **{key: torch.tensor(value, dtype=T) for key, value in given.items() if value is not None},
-    )
 
 
 def close(found, expected):
@@ -157,16 +144,16 @@ RESPONSES = st.lists(
 def batch(responses, **changes):
     tokens = [t for _, response in responses for t in response]
     columns = {
-        "new": [t.new for t in tokens],
-        "generator": [t.generator for t in tokens],
-        "proximal_logprobs": [t.proximal for t in tokens],
-        "reference_logprobs": [t.reference for t in tokens],
-        "entropy": [t.entropy for t in tokens],
-        "staleness": [t.staleness for t in tokens],
-        "advantages": [advantage for advantage, response in responses for _ in response],
+        **{
+            f"{name}_logprobs": [getattr(t, name) for t in tokens]
+            for name in ("proximal", "reference")
+        },
+        **{name: [getattr(t, name) for t in tokens] for name in ("entropy", "staleness")},
         "ids": [i for i, (_, response) in enumerate(responses) for _ in response],
     }
-    return make(**{**columns, **changes})
+    advantages = [advantage for advantage, response in responses for _ in response]
+    own = ([getattr(t, name) for t in tokens] for name in ("new", "generator"))
+    return loss_inputs(*own, advantages, **columns | changes)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -219,7 +206,8 @@ def test_value_and_gradient_of_every_token(case, responses, low, high, estimator
 )
 def test_what_is_clipped_is_counted_and_the_ratios_are_reported(loss, ratios, low, high):
     generator = [-1.0 - math.log(ratio) for ratio in ratios]
-    metrics = loss(make([-1.0] * 6, generator, [1.0] * 3 + [-2.0] * 3))[1]
+    tokens = loss_inputs([-1.0] * 6, generator, [1.0] * 3 + [-2.0] * 3, ids=[0] * 3 + [1] * 3)
+    metrics = loss(tokens)[1]
     used = [2.0] * 3 + [0.5] * 3 if isinstance(loss, GSPOLoss) else ratios
     close(metrics["ratio/mean"], used)
     close(metrics["ratio/max"], used)
@@ -232,7 +220,8 @@ def test_what_is_clipped_is_counted_and_the_ratios_are_reported(loss, ratios, lo
 
 def test_weights_scale_the_policy_loss_and_not_the_penalty():
     generator = [-1.0 - math.log(ratio) for ratio in [1.0, 1.5, 0.5] * 2]
-    inputs = make([-1.0] * 6, generator, [1.0] * 3 + [-2.0] * 3, reference_logprobs=[-3.0] * 6)
+    advantages = [1.0] * 3 + [-2.0] * 3
+    inputs = loss_inputs([-1.0] * 6, generator, advantages, reference_logprobs=[-3.0] * 6)
     weights = torch.tensor([1.0, 2.0, 0.0, 0.5, 1.0, 0.0], dtype=T)
     losses, metrics = objective_losses(GRPOLoss(), Penalties(0.1, "k2"), inputs, weights)
     # GRPO's losses -1, -1.2, -0.5 | 2, 3, 1.6 times the weights, plus 0.1 k2 with k2 = 2.

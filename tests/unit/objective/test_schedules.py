@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_components.objective.schedules import Schedule, as_schedule
+from grpo_components.schedules import Schedule, as_schedule
 
 VALUE = st.floats(-10, 10)
 STEPS = st.integers(0, 60)
@@ -71,44 +71,29 @@ def test_it_survives_pickling_and_says_what_it_is(given_settings, step):
 LINEAR = {"schedule": "linear", "start": 0.1, "end": 0.0, "num_steps": 10}
 
 
-@pytest.mark.parametrize("key", ["start", "end", "num_steps", "schedule"])
-def test_a_missing_key_is_named(key):
-    given_settings = {name: value for name, value in LINEAR.items() if name != key}
-    with pytest.raises(ValueError, match=rf"^loss\.kl_coeff\.{key}: missing; allowed: "):
+CONSTANT = {"schedule": "constant", "start": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("given_settings", "said"),
+    [
+        *(
+            ({k: v for k, v in LINEAR.items() if k != key}, rf"\.{key}: missing; allowed: ")
+            for key in LINEAR
+        ),
+        (LINEAR | {"steps": 3}, r"\.steps: unknown .* allowed: schedule"),
+        (CONSTANT | {"end": 0.2}, r"\.end: unknown .* allowed: schedule"),
+        (CONSTANT | {"num_steps": 5}, r"\.num_steps: unknown .* allowed: schedule"),
+        *(
+            (LINEAR | {key: value}, rf"\.{key}: .* given; allowed: ")
+            for key, value in (
+                *(("schedule", "exponential"), ("start", "0.1"), ("start", math.nan)),
+                *(("end", math.inf), ("num_steps", 0), ("num_steps", 2.5), ("warmup_steps", -1)),
+            )
+        ),
+        *((bad, ": .* given; allowed: a number, or a mapping") for bad in ("0.1", True, math.nan)),
+    ],
+)
+def test_what_is_wrong_is_named_by_its_key_with_what_is_allowed(given_settings, said):
+    with pytest.raises(ValueError, match=rf"^loss\.kl_coeff{said}"):
         as_schedule("loss.kl_coeff", given_settings)
-
-
-@pytest.mark.parametrize(
-    ("given_settings", "key"),
-    [
-        (LINEAR | {"steps": 3}, "steps"),
-        ({"schedule": "constant", "start": 0.1, "end": 0.2}, "end"),
-        ({"schedule": "constant", "start": 0.1, "num_steps": 5}, "num_steps"),
-    ],
-)
-def test_an_unknown_key_is_named_with_the_known_ones(given_settings, key):
-    with pytest.raises(ValueError, match=rf"^loss\.clip_low\.{key}: unknown .* allowed: schedule"):
-        as_schedule("loss.clip_low", given_settings)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("schedule", "exponential"),
-        ("start", "0.1"),
-        ("start", math.nan),
-        ("end", math.inf),
-        ("num_steps", 0),
-        ("num_steps", 2.5),
-        ("warmup_steps", -1),
-    ],
-)
-def test_a_value_out_of_range_is_named_with_its_key(key, value):
-    with pytest.raises(ValueError, match=rf"^lr\.{key}: .* given; allowed: "):
-        as_schedule("lr", LINEAR | {key: value})
-
-
-@pytest.mark.parametrize("value", ["0.1", True, math.nan])
-def test_neither_number_nor_mapping_is_refused(value):
-    with pytest.raises(ValueError, match=r"^lr: .* given; allowed: a number, or a mapping"):
-        as_schedule("lr", value)

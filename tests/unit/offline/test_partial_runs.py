@@ -15,7 +15,7 @@ from grpo_components.offline.partial_runs import (
     stand_in_arguments,
 )
 from grpo_components.offline.trajectory_file import group_line
-from grpo_components.records.failed_samples import FailedSamples
+from grpo_components.records.guards import FailedSamples
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.state_files import write_state
 from grpo_components.training.trainer_options import DiagnosticsOptions
@@ -130,11 +130,6 @@ def role_arguments(logged_responses):
         model_path="/base",
         device="cpu",
         dtype="fp32",
-        max_model_len=64,
-        max_num_seqs=8,
-        gpu_memory_utilization=0.5,
-        kv_cache_gib=1,
-        enforce_eager=True,
         recompute_kv_after_pull=False,
     )
     return {"seed": 0, "diagnostics": diagnostics}, {"engine": engine, "min_living": 1}

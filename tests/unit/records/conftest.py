@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_components.records.watch import RunWatch
+from grpo_components.records.guards import RunWatch
 
 
 @pytest.fixture

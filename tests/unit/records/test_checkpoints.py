@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,8 +30,7 @@ from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.checkpoint_folder import latest, point_latest
 from grpo_components.records.checkpoints import Checkpoints
-from grpo_components.records.run_folder import lock_folder
-from grpo_components.records.run_identity import new_identity
+from grpo_components.records.run_folder import lock_folder, new_identity
 from grpo_components.settings import Settings
 from grpo_components.state_files import read_state
 from grpo_components.training.checkpoint import (
@@ -204,17 +204,11 @@ class Run:
         self.configure(**options)
 
     def configure(self, **options):
-        defaults = {"keep_last_n": None, "keep_best": None, "verify": lambda: None}
-        defaults |= {"writes": True, "failure": "error", "in_background": False}
-        self.checkpoints = Checkpoints(
-            self.folder,
-            Settings.model_construct(seed=7),
-            self.ledger,
-            self.ledger,
-            run_log=self.log,
-            identity=self.identity,
-            **(defaults | options),
-        )
+        lock = SimpleNamespace(verify=options.pop("verify", lambda: None))
+        start = SimpleNamespace(identity=self.identity, lock=lock)
+        cfg = {"output_dir": str(self.folder.parent), "async_checkpoint": False} | options
+        settings = Settings.model_construct(seed=7, **cfg)
+        self.checkpoints = Checkpoints(settings, self.ledger, self.ledger, self.log, start)
 
     async def step(self):
         number = self.ledger.steps_done + 1
@@ -321,7 +315,7 @@ async def test_a_damaged_moment_is_refused_by_the_trainer(tmp_path, harm):
 @pytest.mark.parametrize("failure", ["error", "warn"])
 async def test_nothing_is_written_to_a_folder_that_belongs_to_another_run_now(tmp_path, failure):
     lock = lock_folder(tmp_path / "run")
-    run = Run(tmp_path, failure=failure, verify=lock.verify)
+    run = Run(tmp_path, checkpoint_failure=failure, verify=lock.verify)
     await run.step()
     await run.save()
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -342,7 +336,7 @@ async def test_nothing_is_written_to_a_folder_that_belongs_to_another_run_now(tm
 
 
 async def test_a_checkpoint_written_in_the_background_is_of_its_own_step(tmp_path):
-    run = Run(tmp_path, in_background=True)
+    run = Run(tmp_path, async_checkpoint=True)
     await run.step()
     await run.save()
     await run.step()  # changes the held state in place
@@ -421,7 +415,7 @@ async def test_a_full_disk_is_an_error_that_names_the_last_checkpoint(
 ):
     run = await prepared(tmp_path)
     await run.step()
-    run.configure(in_background=in_background)
+    run.configure(async_checkpoint=in_background)
     full = OSError(28, "No space left on device")
 
     disk.watch(run.folder, operations, failure=full)
@@ -436,7 +430,7 @@ async def test_a_full_disk_is_an_error_that_names_the_last_checkpoint(
 
 def test_a_failure_in_the_background_ends_the_next_step(tmp_path, disk):
     async def main():  # in a loop of its own: it waits for all other tasks
-        run = Run(tmp_path, in_background=True)
+        run = Run(tmp_path, async_checkpoint=True)
         await run.step()
         disk.watch(run.folder, 0, failure=OSError(28, "No space left on device"))
         await run.save()
@@ -448,7 +442,7 @@ def test_a_failure_in_the_background_ends_the_next_step(tmp_path, disk):
 
 
 async def test_with_warn_training_goes_on_and_the_next_checkpoint_may_succeed(tmp_path, disk):
-    run = Run(tmp_path, failure="warn")
+    run = Run(tmp_path, checkpoint_failure="warn")
     await run.step()
     await run.save()
     await run.step()
@@ -570,7 +564,7 @@ def open_folder():
 @pytest.mark.parametrize("failure", ["error", "warn"])
 @pytest.mark.parametrize("lost", ["a file lies there", "no permission"])
 async def test_a_checkpoint_folder_that_cannot_be_written_to_is_told(open_folder, failure, lost):
-    run, user = Run(open_folder, failure=failure), os.geteuid()
+    run, user = Run(open_folder, checkpoint_failure=failure), os.geteuid()
     await run.step()
     if lost == "a file lies there":
         (open_folder / "run").touch()

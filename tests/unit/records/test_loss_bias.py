@@ -5,9 +5,9 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from lib.trajectories import summary
 
 from grpo_components.records.loss_bias import LossBias, kolmogorov_smirnov
-from grpo_components.trajectory import GroupSummary
 
 
 def distance(left, right):
@@ -52,24 +52,6 @@ def test_chances_of_equal_distributions_are_not_too_small():
         assert 0.01 < np.mean(np.array(chances) <= 0.05) < 0.09
 
 
-def group(number, rewards):
-    size = len(rewards)
-    return GroupSummary(
-        number,
-        0,
-        rewards,
-        [reward == 1 for reward in rewards],
-        [1] * size,
-        [1] * size,
-        0,
-        0,
-        ["stop"] * size,
-        [],
-        [{}] * size,
-        [1] * size,
-    )
-
-
 def run(watch, is_lost, number=400, reason="stale", seed=0, drift=0.0):
     """Groups of random lengths and rewards, some of which are lost."""
     numbers = np.random.default_rng(seed)
@@ -80,7 +62,7 @@ def run(watch, is_lost, number=400, reason="stale", seed=0, drift=0.0):
         watch.follow(
             {"event": "finish", "attempt": 0, "group": i, "response_tokens": [tokens, tokens + 2]}
         )
-        watch.count_group(group(i, rewards.tolist()))
+        watch.count_group(summary(rewards.tolist(), group_id=i))
         lost = is_lost(i, tokens, float(np.nanmean(rewards)))
         event = {"event": "drop", "groups": [i], "reason": reason, "reissue": True}
         watch.follow({"attempt": 0, **(event if lost else {"event": "sample", "groups": [i]})})
@@ -101,12 +83,8 @@ def test_losing_the_hard_ones_is_warned_of_once_with_both_distances(watch, notes
     found = watch.bias.compare()
     assert found["reward"].chance < 1e-4 < found["length"].chance
     assert found["reward"].of_admitted < found["reward"].distance
-    assert set(watch.bias.metrics()) == {
-        "bias/length_distance",
-        "bias/length_chance",
-        "bias/reward_distance",
-        "bias/reward_chance",
-    }
+    kinds = (f"bias/{name}_{what}" for name in found for what in ("distance", "chance"))
+    assert watch.bias.metrics().keys() == {*kinds} and len(found) == 2
 
 
 def test_whatever_the_reason_was_but_what_a_filter_chose_on_purpose(watch, notes):

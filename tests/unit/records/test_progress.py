@@ -33,42 +33,47 @@ class Clock:
         return self.now
 
 
-def pipe(clock: Clock | None = None) -> Console:
-    return Console(file=io.StringIO(), get_time=clock or Clock(), highlight=False)
+class Shown:
+    """A progress in a pipe or a terminal, and what it has shown."""
 
+    def __init__(self, num_steps: int, width: int = 0, encoding: str = "utf-8", **options):
+        self.clock, terminal = Clock(), {"force_terminal": True, "width": width, "_environ": {}}
+        self._bytes = io.BytesIO()
+        file = io.TextIOWrapper(self._bytes, encoding=encoding, write_through=True)
+        given = terminal if width else {"highlight": False}
+        console = Console(file=file, get_time=self.clock, **given)
+        self.progress = Progress(num_steps, console, **options)
+        self.update, self.phase = self.progress.update, self.progress.phase
+        self.note, self.close = self.progress.note, self.progress.close
 
-def terminal(clock: Clock, width: int = 80, encoding: str = "utf-8") -> Console:
-    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
-    return Console(file=file, get_time=clock, force_terminal=True, width=width, _environ={})
+    @property
+    def raw(self) -> str:
+        return self._bytes.getvalue().decode()
 
+    @property
+    def text(self) -> str:
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.raw).replace("\r", "")
 
-def text(console: Console) -> str:
-    file = console.file
-    if isinstance(file, io.StringIO):
-        return file.getvalue()
-    assert isinstance(file, io.TextIOWrapper)
-    raw = file.buffer.getvalue().decode(file.encoding)  # pyright: ignore
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", raw).replace("\r", "")
+    @property
+    def display(self) -> list[str]:
+        """The last lines of a live display."""
+        return [line.rstrip() for line in self.text.rstrip().splitlines()[-3:]]
 
 
 def test_a_pipe_gets_a_line_for_some_steps_and_the_last():
-    console = pipe()
-    progress = Progress(47, console)
+    shown = Shown(47)
     for step in range(48):
-        progress.update(step, METRICS)
-    progress.close()
-    steps = [int(number) for number in re.findall(r"^step +(\d+)/47 ", text(console), re.M)]
+        shown.update(step, METRICS)
+    steps = [int(number) for number in re.findall(r"^step +(\d+)/47 ", shown.text, re.M)]
     assert steps == [1, 2, 3, 4, 5, 10, 20, 30, 40, 47]
 
 
 def test_a_plain_line_has_all_numbers_and_is_never_wrapped():
-    clock = Clock()
-    console = pipe(clock)
-    progress = Progress(100, console)
-    progress.update(0, {"eval/success_rate": 0.4})
-    clock.now += 3
-    progress.update(1, METRICS)
-    assert text(console) == (
+    shown = Shown(100)
+    shown.update(0, {"eval/success_rate": 0.4})
+    shown.clock.now += 3
+    shown.update(1, METRICS)
+    assert shown.text == (
         "step   1/100  reward 0.51  success 0.44  staleness 1.2 (max 2)  buffer 6"
         "  tokens/s 1,234 generated, 988 trained  ETA 4:57\n"
     )
@@ -87,92 +92,83 @@ def test_a_pipe_sees_no_control_codes_even_with_forced_colours(monkeypatch, capf
 
 
 def test_a_missing_or_nan_metric_is_a_dash():
-    console = pipe()
-    Progress(3, console).update(1, {"rollout/reward_mean": math.nan})
-    line = text(console)
-    assert "reward -  success -  staleness - (max -)  buffer -" in line
-    assert line.endswith("ETA -\n")
+    shown = Shown(3)
+    shown.update(1, {"rollout/reward_mean": math.nan})
+    assert "reward -  success -  staleness - (max -)  buffer -" in shown.text
+    assert shown.text.endswith("ETA -\n")
 
 
 @pytest.mark.parametrize(("seconds", "left"), [(0, "30:00"), (60, "29:00"), (3600 * 9, "0:00")])
 def test_the_time_left_follows_the_recent_steps_and_counts_down(seconds, left):
-    clock = Clock()
-    console = terminal(clock)
-    progress = Progress(1000, console)
+    shown = Shown(1000, width=80)
     for step in range(101):
-        progress.update(step, METRICS)
-        clock.now += 10 if step < 50 else 2  # the slow first steps are forgotten
-    clock.now += seconds - 2
-    progress.close()
-    assert text(console).rstrip().splitlines()[-3].rstrip().endswith(f"ETA {left}")
+        shown.update(step, METRICS)
+        shown.clock.now += 10 if step < 50 else 2  # the slow first steps are forgotten
+    shown.clock.now += seconds - 2
+    shown.close()
+    assert shown.display[0].endswith(f"ETA {left}")
 
 
 def test_a_terminal_shows_everything_within_its_width():
-    clock = Clock()
-    console = terminal(clock)
-    progress = Progress(100, console)
-    progress.phase("starting roles")
+    shown = Shown(100, width=80)
+    shown.phase("starting roles")
     for step in range(43):
-        progress.update(step, METRICS | {"eval/success_rate": 0.5})
-        clock.now += 1
-    progress.note("step 25: held-out success 0.50")
-    progress.close()
-    shown = text(console)
-    last = shown.rstrip().splitlines()[-3:]
-    assert last[0].startswith("step 42/100") and last[0].rstrip().endswith("ETA 0:57")
-    assert last[1].startswith("reward 0.51   success 0.44   held-out 0.50   ")
-    assert last[2] == ("staleness 1.2 (max 2)   buffer 6   tokens/s 1,234 generated, 988 trained")
-    assert "step 25: held-out success 0.50" in shown
-    assert all(len(line) <= 80 for line in shown.splitlines())
+        shown.update(step, METRICS | {"eval/success_rate": 0.5})
+        shown.clock.now += 1
+    shown.note("step 25: held-out success 0.50")
+    shown.close()
+    bar, learning, machinery = shown.display
+    assert bar.startswith("step 42/100") and bar.endswith("ETA 0:57")
+    assert learning.startswith("reward 0.51   success 0.44   held-out 0.50   ")
+    assert machinery == "staleness 1.2 (max 2)   buffer 6   tokens/s 1,234 generated, 988 trained"
+    assert "step 25: held-out success 0.50" in shown.text
+    assert all(len(line) <= 80 for line in shown.text.splitlines())
 
 
 @pytest.mark.parametrize("done", [False, True])
 def test_the_live_display_shows_the_phase_until_the_next_step(done):
-    clock = Clock()
-    console = terminal(clock)
-    progress = Progress(100, console)
-    progress.phase("evaluating")
-    clock.now += 61
+    shown = Shown(100, width=80)
+    shown.phase("evaluating")
+    shown.clock.now += 61
     if done:
-        progress.update(0, {})
-    progress.close()  # draws it once more
-    last = text(console).rstrip().splitlines()[-3:]
-    assert any("evaluating (1:01)" in line for line in last) != done
-    assert any("step 0/100" in line for line in last) == done
+        shown.update(0, {})
+    shown.close()  # draws it once more
+    assert any("evaluating (1:01)" in line for line in shown.display) != done
+    assert any("step 0/100" in line for line in shown.display) == done
 
 
-def test_a_terminal_without_unicode_gets_no_blocks():
-    console = terminal(Clock(), encoding="ascii")
-    progress = Progress(10, console)
-    progress.phase("starting roles")
-    progress.update(1, METRICS)
-    progress.close()
-    assert "reward 0.51" in text(console)
+@pytest.mark.parametrize("options", [{"encoding": "ascii"}, {"plain": True}])
+def test_a_terminal_without_unicode_gets_no_blocks_and_a_logger_that_prints_plain_lines(options):
+    shown = Shown(10, width=80, **options)
+    shown.phase("starting roles")
+    shown.update(1, METRICS)
+    shown.close()
+    assert "reward 0.51" in shown.text
+    if "plain" in options:
+        assert shown.text.splitlines()[0] == "starting roles ..."
+        assert shown.text.count("\n") == 2
 
 
-def test_a_logger_that_prints_gets_plain_lines_in_a_terminal():
-    console = terminal(Clock())
-    progress = Progress(10, console, plain=True)
-    progress.phase("starting roles")
-    progress.update(1, METRICS)
-    progress.close()
-    assert text(console).splitlines()[0] == "starting roles ..."
-    assert text(console).count("\n") == 2
-
-
-@pytest.mark.parametrize("make", [pipe, terminal])
-def test_the_summary_comes_last_and_aligned(make):
-    console = make(Clock())
-    progress = Progress(10, console)
-    path = "/a/long/path" * 12
-    progress.summary(
+@pytest.mark.parametrize("width", [0, 80])
+def test_the_summary_comes_last_and_aligned(width):
+    shown, path = Shown(10, width), "/a/long/path" * 12
+    shown.progress.summary(
         [("reward", "0.4 -> 0.9"), ("checkpoint", path), ("next", "this\nthat"), ("", "")]
     )
-    progress.close()
-    lines = text(console).splitlines()[-5:]
-    assert lines[0] == "reward      0.4 -> 0.9"
-    assert lines[1] == f"checkpoint  {path}"
-    assert lines[2:4] == ["next        this", "            that"]
+    assert shown.text.splitlines()[-5:-1] == [
+        *("reward      0.4 -> 0.9", f"checkpoint  {path}"),
+        *("next        this", "            that"),
+    ]
+
+
+@pytest.mark.parametrize("width", [0, 80])
+def test_control_characters_in_a_note_are_escaped(width):
+    shown = Shown(3, width)
+    shown.note("reward: ValueError: 'a\x1b[2J\x1b]0;mine\x07\nb [bold]c[/bold]'")
+    shown.close()
+    assert "\x1b[2J" not in shown.raw and "\x1b]" not in shown.raw and "\x07" not in shown.raw
+    whole = r"'a\x1b[2J\x1b]0;mine\x07 b [bold]c[/bold]'"
+    assert whole in shown.raw, "all of it, and no markup"
 
 
 @pytest.mark.parametrize(
@@ -223,19 +219,6 @@ def _read(descriptor: int) -> bytes:
         return os.read(descriptor, 4096)
     except OSError:  # Linux raises EIO when the other side is closed
         return b""
-
-
-@pytest.mark.parametrize("make", [pipe, lambda: terminal(Clock())])
-def test_control_characters_in_a_note_are_escaped(make):
-    console = make()
-    progress = Progress(3, console)
-    progress.note("reward: ValueError: 'a\x1b[2J\x1b]0;mine\x07\nb [bold]c[/bold]'")
-    progress.close()
-    raw = console.file
-    written = raw.getvalue() if isinstance(raw, io.StringIO) else raw.buffer.getvalue().decode()
-    assert "\x1b[2J" not in written and "\x1b]" not in written and "\x07" not in written
-    shown = r"'a\x1b[2J\x1b]0;mine\x07 b [bold]c[/bold]'"
-    assert shown in written, "all of it, and no markup"
 
 
 def test_a_run_in_the_background_goes_on_after_its_terminal_was_closed(tmp_path):

@@ -10,7 +10,6 @@ import pytest
 from lib.checkpoints import write_checkpoint
 from omegaconf import OmegaConf
 
-from grpo_components.config.checks import needs_reference
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
@@ -19,25 +18,17 @@ from grpo_components.records.receipt_chain import read_end
 from grpo_components.records.receipts import Receipts
 from grpo_components.records.resume import begin_run, check_resume, last_attempt, roll_back
 from grpo_components.records.run_folder import LOCK
-from grpo_components.settings import Settings
+from grpo_components.settings import Settings, needs_reference
 from grpo_tools.audit.__main__ import audit
 
 VALUES = {
-    "seed": 1,
-    "dtype": "fp32",
-    "base_model_path": "/models/a",
+    **{"seed": 1, "dtype": "fp32", "base_model_path": "/models/a", "shuffle": True},
     "model": {"_component_": "qwen2", "num_layers": 2},
     "tokenizer": {"_component_": "qwen2_5_tokenizer"},
     "checkpointer": {"model_type": "QWEN2", "output_dir": "/runs/a"},
     "dataset": {"_component_": "gsm8k", "num_rows": 9},
-    "shuffle": True,
-    "group_size": 4,
-    "groups_per_step": 2,
-    "num_steps": 20,
-    "num_trainers": 1,
-    "num_generators": 1,
-    "max_staleness": 1,
-    "rollouts_in_flight": 4,
+    **{"group_size": 4, "groups_per_step": 2, "num_steps": 20, "num_trainers": 1},
+    **{"num_generators": 1, "max_staleness": 1, "rollouts_in_flight": 4},
     "loss": {"_component_": "GRPOLoss", "kl_coeff": 0.0},
     "reward_shaping": {"kl_coeff": 0.0},
     "optimizer": {"_component_": "AdamW", "lr": 1e-3},
@@ -50,6 +41,14 @@ def parts(num_rows=9):
     return Ledger(StalenessContract(1, 2), 20, prompts), prompts
 
 
+def state_of(ledger, prompts):
+    return {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.fixture
 def run(tmp_path):
     """The folder of a run that has three checkpoints and one attempt."""
@@ -60,8 +59,7 @@ def run(tmp_path):
         for _ in range(5):
             next(prompts)
         ledger.steps_done = ledger.policy_version = step
-        state = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
-        write_checkpoint(checkpoint, state, VALUES)
+        write_checkpoint(checkpoint, state_of(ledger, prompts), VALUES)
     point_latest(checkpoint)
     receipts(folder, parts()[0], 0).close()
     (folder / "logs").mkdir()
@@ -72,7 +70,7 @@ def run(tmp_path):
 
 def receipts(folder, ledger, attempt, identity=None):
     sizes = {"max_staleness": 1, "groups_per_step": 2, "group_size": 4}
-    ids = identity.as_dict() if identity else {}
+    ids = identity._asdict() if identity else {}
     return Receipts(folder / "receipts.jsonl", ledger, attempt, sizes | ids)
 
 
@@ -110,12 +108,9 @@ def test_a_run_resumes_in_its_folder_as_the_next_attempt(run, path, step):
         assert run_start.checkpoint == run / "checkpoints" / f"step_{step}"
         assert run_start.note == f"resumed from {run_start.checkpoint} (attempt {attempt})"
         assert ledger.steps_done == ledger.policy_version == step
-        _, whole = parts()
-        assert [next(whole) for _ in range(5 * step // 2 + 9)][-9:] == [
-            next(prompts) for _ in range(9)
-        ]
-        # `latest` is now the checkpoint that it resumed from.
-        assert latest(run / "checkpoints") == run_start.checkpoint
+        whole = [next(each) for each in [parts()[1]] * (5 * step // 2 + 9)]
+        assert whole[-9:] == [next(prompts) for _ in range(9)]
+        assert latest(run / "checkpoints") == run_start.checkpoint, "which it resumed from"
         receipts(run, ledger, run_start.attempt)  # killed: it never closes them
         run_start.close()
     assert OmegaConf.load(run / "config.yaml").num_steps == 30
@@ -124,31 +119,22 @@ def test_a_run_resumes_in_its_folder_as_the_next_attempt(run, path, step):
     assert [(r["attempt"], r["steps_done"]) for r in starts] == [(0, 0), (1, step), (2, step)]
 
 
-def test_a_run_can_resume_in_another_folder(run, tmp_path):
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    other = tmp_path / "other"
-    run_start, ledger, _ = begin(config(other, str(run / "checkpoints/step_4")))
-    assert (run_start.attempt, ledger.steps_done) == (1, 4)
-    assert last_attempt(other) == 0
-    assert (other / "config.yaml").exists()
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-    assert latest(run / "checkpoints") == run / "checkpoints" / "step_6"
-
-
-def test_another_folder_gets_what_the_audit_needs_of_the_earlier_attempts(run, tmp_path):
+def test_a_run_can_resume_in_another_folder_with_what_the_audit_needs_of_it(run, tmp_path):
     (run / "config_attempt_0.yaml").write_text("seed: 1\n")
     (run / "code" / "attempt_0").mkdir(parents=True)
     (run / "code" / "attempt_0" / "my_grpo.py").write_text("loss = 1\n")
     receipts(run, parts()[0], 1).close()
-    other = tmp_path / "other"
+    before, other = files_of(run), tmp_path / "other"
     run_start, ledger, _ = begin(config(other, str(run / "checkpoints/step_4"), num_steps=30))
+    assert (run_start.attempt, ledger.steps_done, last_attempt(other)) == (2, 4, 1)
     receipts(other, ledger, run_start.attempt)
+    assert files_of(run) == before and latest(run / "checkpoints").name == "step_6"
     assert (other / "config_attempt_0.yaml").read_text() == "seed: 1\n"
     assert (other / "code" / "attempt_0" / "my_grpo.py").read_text() == "loss = 1\n"
     assert OmegaConf.load(other / "config_attempt_1.yaml").num_steps == 20
     assert OmegaConf.load(other / "config.yaml").num_steps == 30
-    before = read_end(run / "receipts.jsonl")
-    assert read_end(other / "receipts.jsonl").records == before.records + 1
+    records = read_end(run / "receipts.jsonl").records
+    assert read_end(other / "receipts.jsonl").records == records + 1
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -156,12 +142,10 @@ def test_missing_records_are_still_noticed_after_the_run_resumed(run, tmp_path, 
     """The next record is chained to the missing one."""
     lines = (run / "receipts.jsonl").read_bytes().splitlines(keepends=True)
     for cut in (False, True):
-        (run / "receipts.jsonl").write_bytes(b"".join(lines[:-1] if cut else lines))
-        folder = tmp_path / f"other {cut}" if elsewhere else run
-        if not elsewhere:
-            shutil.copytree(run, tmp_path / f"kept {cut}", symlinks=True)
-            folder = tmp_path / f"kept {cut}"
-        source = run if elsewhere else folder
+        source = tmp_path / f"kept {cut}"
+        shutil.copytree(run, source, symlinks=True)
+        (source / "receipts.jsonl").write_bytes(b"".join(lines[:-1] if cut else lines))
+        folder = tmp_path / f"other {cut}" if elsewhere else source
         run_start, ledger, _ = begin(config(folder, str(source / "checkpoints/step_4")))
         receipts(folder, ledger, run_start.attempt).close()
         report, _ = audit(folder / "receipts.jsonl")
@@ -181,8 +165,8 @@ def begun(cfg):
     folder = run_start.output_dir
     receipts(folder, ledger, run_start.attempt, run_start.identity).close()
     checkpoint = folder / "checkpoints" / "step_9"
-    state = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
-    write_checkpoint(checkpoint, state | {"identity": run_start.identity.as_dict()}, VALUES)
+    state = state_of(ledger, prompts) | {"identity": run_start.identity._asdict()}
+    write_checkpoint(checkpoint, state, VALUES)
     point_latest(checkpoint)
     run_start.close()
     return run_start.identity
@@ -205,20 +189,20 @@ def test_a_checkpoint_of_another_run_is_refused(run, tmp_path):
     begun(config(run, True))
     begun(config(tmp_path / "other", False))
     shutil.copytree(tmp_path / "other/checkpoints/step_9", run / "checkpoints/step_7")
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    before = files_of(run)
     with pytest.raises(ValueError, match=r"^resume_from_checkpoint: .*; allowed: "):
         begin(config(run, str(run / "checkpoints/step_7")))
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert files_of(run) == before
 
 
 @pytest.mark.parametrize("resume_from", [False, True, "checkpoints/step_4"])
 def test_no_attempt_starts_in_the_folder_of_a_running_one(run, resume_from):
     resume_from = str(run / resume_from) if isinstance(resume_from, str) else resume_from
     living, *_ = begin(config(run, True))
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    before = files_of(run)
     with pytest.raises(ValueError, match=f"^output_dir: .* pid {os.getpid()} on "):
         begin(config(run, resume_from))
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert files_of(run) == before
     living.lock.verify()
     living.close()
 
@@ -309,8 +293,7 @@ def test_a_failed_attempt_rolls_back_to_its_newest_checkpoint(run, tmp_path, res
         assert [prompt] == expected
     trained_on(ledger, prompts)
     checkpoint = folder / "checkpoints" / "step_9"
-    state = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
-    write_checkpoint(checkpoint, state, VALUES)
+    write_checkpoint(checkpoint, state_of(ledger, prompts), VALUES)
     point_latest(checkpoint)
     ahead = [next(prompts) for _ in range(3)]
     run_start = roll_back(run_start, ledger, prompts)

@@ -2,6 +2,8 @@
 
 import errno
 import fcntl
+import importlib.metadata
+import json
 import multiprocessing
 import os
 import re
@@ -20,20 +22,18 @@ from grpo_components.files import append_line
 from grpo_components.records.run_folder import (
     LOCK,
     lock_folder,
+    new_identity,
     prepare_output_folder,
     real_path,
     refuse_folder_in_use,
     reopen_output_folder,
+    save_code,
 )
-from grpo_components.records.run_identity import new_identity
 from grpo_components.settings import Settings
 
 CONFIG = {
-    "output_dir": "/runs/a",
-    "base_model_path": "/models/a",
-    "max_staleness": 1,
-    "groups_per_step": 2,
-    "group_size": 2,
+    **{"output_dir": "/runs/a", "base_model_path": "/models/a"},
+    **{"max_staleness": 1, "groups_per_step": 2, "group_size": 2},
 }
 FORK = multiprocessing.get_context("fork")
 
@@ -44,8 +44,7 @@ def cfg(**changes):
 
 def prepare(folder, **changes):
     """Start a run; returns its lock and the new path of an earlier run."""
-    lock, moved_to = prepare_output_folder(real_path(folder), cfg(**changes), new_identity())
-    return lock, moved_to
+    return prepare_output_folder(real_path(folder), cfg(**changes), new_identity())
 
 
 def whole_run(folder, **changes):
@@ -56,8 +55,12 @@ def whole_run(folder, **changes):
     return moved_to
 
 
+def files_of(folder):
+    return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
 @pytest.mark.parametrize("exists", [False, True])
-def test_a_fresh_folder_is_made_with_its_parents_and_nothing_is_moved(tmp_path, exists):
+def test_a_fresh_folder_is_made_with_its_parents_and_the_config_resolved(tmp_path, exists):
     folder = tmp_path / "runs" / "a"
     if exists:
         folder.mkdir(parents=True)
@@ -65,13 +68,9 @@ def test_a_fresh_folder_is_made_with_its_parents_and_nothing_is_moved(tmp_path, 
     assert moved_to is None
     assert sorted(p.name for p in folder.iterdir()) == ["config.yaml", "logs", LOCK]
     assert [p.name for p in folder.parent.iterdir()] == ["a"]
-    lock.release()
-
-
-def test_the_config_is_written_resolved(tmp_path):
-    whole_run(tmp_path / "a")
-    written = OmegaConf.load(tmp_path / "a" / "config.yaml")
+    written = OmegaConf.load(folder / "config.yaml")
     assert written == {**cfg().model_dump(), "seed": 1, **CONFIG}
+    lock.release()
 
 
 def test_every_earlier_run_is_kept_under_the_next_free_number(tmp_path):
@@ -120,11 +119,9 @@ def race(folder, gate, results, done):
     """One of several processes that start a run at the same moment."""
     gate.wait()
     try:
-        _, moved_to = prepare(folder)
+        results.put((os.getpid(), prepare(folder)[1]))
     except ValueError as error:
         results.put((os.getpid(), str(error)))
-    else:
-        results.put((os.getpid(), moved_to))
     done.wait()
 
 
@@ -134,22 +131,19 @@ def test_one_of_several_runs_that_start_together_gets_the_folder(tmp_path, befor
         whole_run(tmp_path / "a")
     number, results = 5, FORK.Queue()
     gate, done = FORK.Barrier(number), FORK.Event()
-    processes = [
-        FORK.Process(target=race, args=(tmp_path / "a", gate, results, done), daemon=True)
-        for _ in range(number)
-    ]
+    arguments = (tmp_path / "a", gate, results, done)
+    processes = [FORK.Process(target=race, args=arguments, daemon=True) for _ in range(number)]
     for process in processes:
         process.start()
-    outcomes = [results.get(timeout=60) for _ in processes]
-    winners = [pid for pid, outcome in outcomes if not isinstance(outcome, str)]
+    outcomes = dict(results.get(timeout=60) for _ in processes)
     holder = (tmp_path / "a" / LOCK).read_text()
     done.set()
     for process in processes:
         process.join()
-    assert len(winners) == 1, outcomes
-    assert holder.startswith(f"pid {winners[0]} on ")
-    refusals = [outcome for _, outcome in outcomes if isinstance(outcome, str)]
-    assert all(refusal.startswith("output_dir: ") for refusal in refusals), outcomes
+    refusals = {pid: text for pid, text in outcomes.items() if isinstance(text, str)}
+    (winner,) = outcomes.keys() - refusals
+    assert holder.startswith(f"pid {winner} on ")
+    assert all(text.startswith("output_dir: ") for text in refusals.values()), outcomes
     moved = {p.name for p in tmp_path.iterdir()}
     assert moved == ({"a"} if before == "nothing" else {"a", "a-1"})
 
@@ -171,10 +165,10 @@ def test_a_folder_with_other_files_is_refused_and_not_touched(tmp_path, content)
     for name, text in content.items():
         (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "a" / name).write_text(text)
-    before = {p: p.read_bytes() if p.is_file() else None for p in tmp_path.rglob("*")}
+    before = files_of(tmp_path)
     with pytest.raises(ValueError, match=f"^output_dir: {tmp_path}/a .*; allowed: "):
         prepare(tmp_path / "a")
-    assert {p: p.read_bytes() if p.is_file() else None for p in tmp_path.rglob("*")} == before
+    assert files_of(tmp_path) == before
 
 
 def test_files_of_nobody_do_not_count(tmp_path):
@@ -200,13 +194,13 @@ def test_a_folder_that_cannot_be_moved_is_refused(tmp_path, monkeypatch):
 def test_a_reopened_folder_loses_only_an_incomplete_line(tmp_path):
     folder = tmp_path / "a"
     whole_run(folder, seed=0)
-    for name in ("receipts.jsonl", "logs/metrics.jsonl", "logs/roles.jsonl"):
-        (folder / name).write_text('{"step": 1}\n{"step": 2}\n{"st')
+    logs = [folder / name for name in ("receipts.jsonl", "logs/metrics.jsonl", "logs/roles.jsonl")]
+    for path in logs:
+        path.write_text('{"step": 1}\n{"step": 2}\n{"st')
     (folder / "checkpoints").mkdir()
     for attempt in (1, 2):
         reopen_output_folder(folder, cfg(seed=attempt), attempt, new_identity())
-    for name in ("receipts.jsonl", "logs/metrics.jsonl", "logs/roles.jsonl"):
-        assert (folder / name).read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert {path.read_text() for path in logs} == {'{"step": 1}\n{"step": 2}\n'}
     assert (folder / "checkpoints").is_dir()
     names = ("config_attempt_0.yaml", "config_attempt_1.yaml", "config.yaml")
     assert [OmegaConf.load(folder / name).seed for name in names] == [0, 1, 2]
@@ -279,23 +273,17 @@ def test_the_next_process_gets_the_folder_however_the_last_one_ended(tmp_path, s
     lock_folder(tmp_path).release()
 
 
-def test_the_lock_is_released_once(tmp_path):
+def test_the_lock_is_released_once_and_not_by_a_fork(tmp_path):
+    first = lock_folder(tmp_path)
+    first.release()
     lock = lock_folder(tmp_path)
-    assert f"pid {os.getpid()} on " in refusal(tmp_path)
-    lock.release()
-    again = lock_folder(tmp_path)
-    lock.release()
-    assert f"pid {os.getpid()} on " in refusal(tmp_path)
-    again.release()
-
-
-def test_a_fork_does_not_release_the_lock_of_its_parent(tmp_path):
-    lock = lock_folder(tmp_path)
+    first.release()
     if (pid := os.fork()) == 0:
         lock.release()
         os._exit(0)
     os.waitpid(pid, 0)
     assert f"pid {os.getpid()} on " in refusal(tmp_path)
+    lock.release()
 
 
 def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
@@ -336,3 +324,47 @@ def test_a_folder_that_was_moved_before_it_was_locked_is_opened_again(tmp_path, 
     lock = lock_folder(folder)
     lock.verify()
     assert len(calls) == 2 and folder.is_dir()
+
+
+# ---- the code that ran --------------------------------------------------------------------------
+
+
+def git(*arguments):
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    done = subprocess.run(["git", *who, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """A recipe of the user's own in the folder in which they start `tune run`."""
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    Path("my_grpo.py").write_text("LOSS = 1\n")
+    return Path("my_grpo.py")
+
+
+def saved(tmp_path, recipe="my_grpo.py"):
+    save_code(tmp_path / "run", 0, recipe)
+    folder = tmp_path / "run" / "code" / "attempt_0"
+    return folder, json.loads((folder / "environment.json").read_text())
+
+
+def test_it_has_the_recipe_the_commit_and_what_was_changed_since(recipe, tmp_path):
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    recipe.write_text("LOSS = 2\n")
+    folder, about = saved(tmp_path)
+    assert (folder / "my_grpo.py").read_text() == "LOSS = 2\n"
+    assert about["commit"] == git("rev-parse", "HEAD")
+    assert "-LOSS = 1\n+LOSS = 2\n" in (folder / "changes.diff").read_text()
+    assert about["packages"]["torch"] == importlib.metadata.version("torch")
+
+
+def test_no_checkout_and_no_recipe_are_no_error_and_a_second_start_replaces_it(recipe, tmp_path):
+    folder, _ = saved(tmp_path)
+    (folder / "changes.diff").touch()
+    folder, about = saved(tmp_path, recipe=None)
+    assert about["commit"] is None and about["recipe"] is None
+    assert [path.name for path in folder.iterdir()] == ["environment.json"]

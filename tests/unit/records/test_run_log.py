@@ -1,5 +1,6 @@
 """What a run reports: metrics, throughput, evaluations, the summary and the report."""
 
+import contextlib
 import gc
 import json
 import sys
@@ -10,7 +11,6 @@ import psutil
 import pytest
 from lib.config_errors import refused_key
 from omegaconf import OmegaConf
-from torchtune.training.metric_logging import MetricLoggerInterface
 
 from grpo_components._plugin import recipes_folder
 from grpo_components.config.open_run import open_log
@@ -24,18 +24,14 @@ from grpo_components.replay.event_order import EventOrder
 from grpo_tools.report import page
 from grpo_tools.report.page import write_report
 
+RESUME = "tune run a --config b resume_from_checkpoint=true"
 
-class Logger(MetricLoggerInterface):
+
+class Logger:
     """Keeps what it is given."""
 
     def __init__(self):
         self.logged, self.closed = [], False
-
-    def log(self, name, data, step):
-        raise AssertionError("only whole dictionaries are logged")
-
-    def log_config(self, config):
-        pass
 
     def log_dict(self, payload, step):
         self.logged.append((step, dict(payload)))
@@ -44,59 +40,53 @@ class Logger(MetricLoggerInterface):
         self.closed = True
 
 
-class Clock:
-    """A clock that the test sets."""
-
-    now = 500.0
-
-    def perf_counter(self):
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(
-        run_log, "time", SimpleNamespace(perf_counter=clock.perf_counter, time=time.time)
-    )
+    clock = SimpleNamespace(now=500.0)
+    times = SimpleNamespace(perf_counter=lambda: clock.now, time=time.time)
+    monkeypatch.setattr(run_log, "time", times)
     return clock
 
 
 @pytest.fixture
 def make(tmp_path, clock):
     """A run's log over `tmp_path`, and the logger that it feeds."""
-    logs = []
+    with contextlib.ExitStack() as logs:
 
-    def make(num_steps=30, attempt=0, log_every_n_steps=1):
-        logger = Logger()
-        logs.append(RunLog(tmp_path, logger, log_every_n_steps, num_steps, attempt))
-        return logs[-1], logger
+        def make(num_steps=30, attempt=0, resume=""):
+            logger = Logger()
+            log = RunLog(tmp_path, logger, 1, num_steps, attempt, resume)
+            logs.callback(log.close)
+            return log, logger
 
-    yield make
-    for log in logs:
-        log.close()
+        yield make
+
+
+@pytest.fixture
+def stepped(make, clock):
+    """The log of a run that has trained one step."""
+    log, _ = make()
+    clock.now += 1
+    log.step(1, step_metrics(), 100)
+    return log
 
 
 def step_metrics(reward=0.5, staleness=1.0, stalest=2):
     return {
-        "rollout/reward_mean": reward,
-        "rollout/success_rate": reward,
-        "staleness/mean": staleness,
-        "staleness/max": stalest,
+        **{"rollout/reward_mean": reward, "rollout/success_rate": reward},
+        **{"staleness/mean": staleness, "staleness/max": stalest},
     }
 
 
 def eval_metrics(success=0.25, version=0):
     return {
-        "eval/success_rate": success,
-        "eval/reward_mean": success,
-        "eval/policy_version": version,
-        "eval/prompts": 40,
+        **{"eval/success_rate": success, "eval/reward_mean": success},
+        **{"eval/policy_version": version, "eval/prompts": 40},
     }
 
 
-def records(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "logs/metrics.jsonl").read_text().splitlines()]
+def records(tmp_path, name="metrics"):
+    return [json.loads(line) for line in (tmp_path / f"logs/{name}.jsonl").open()]
 
 
 def throughput(record):
@@ -104,17 +94,29 @@ def throughput(record):
     return [record[f"throughput/{kind}_tokens_per_second"] for kind in kinds]
 
 
+def close_during(log, error=None):
+    try:
+        if error is not None:
+            raise error
+    except BaseException:
+        log.close()
+    else:
+        log.close()
+
+
+# ---- steps and evaluations ----------------------------------------------------------------------
+
+
 def test_throughput_is_tokens_per_second_since_the_last_step(make, clock, tmp_path):
     log, _ = make()
-    clock.now += 2
-    log.count_generated(30)
-    log.count_generated(10)
-    log.step(1, step_metrics(), 100)
-    clock.now += 5
-    log.count_generated(50)
-    log.step(2, step_metrics(), 200)
-    clock.now += 1
-    log.step(3, step_metrics(), 10)
+    for step, seconds, generated, trained in (
+        *((1, 2, (30, 10), 100), (2, 5, (50,), 200)),
+        (3, 1, (), 10),
+    ):
+        clock.now += seconds
+        for tokens in generated:
+            log.count_generated(tokens)
+        log.step(step, step_metrics(), trained)
     assert [throughput(r) for r in records(tmp_path)] == [[20, 50], [10, 40], [0, 10]]
 
 
@@ -130,19 +132,26 @@ def test_the_display_shows_the_throughput_of_several_steps(make, clock, tmp_path
     assert [throughput(record)[0] for record in records(tmp_path)] == [100, 0, 100, 0]
 
 
-def test_throughput_includes_the_time_of_all_evaluations_but_the_first(make, clock, tmp_path):
-    log, _ = make()
+@pytest.mark.parametrize("restored", [0, 4])
+def test_throughput_includes_the_time_of_all_evaluations_but_the_first(
+    make, clock, tmp_path, capsys, restored
+):
+    """An earlier attempt has logged the step of a restored policy: it is shown, not logged."""
+    log, _ = make(attempt=int(restored > 0))
     clock.now += 1000
     log.count_generated(7)
-    log.evaluation(0, eval_metrics())
+    log.evaluation(restored, eval_metrics(success=0.5, version=restored))
+    assert f"step {restored}: held-out success 0.500" in capsys.readouterr().out
     clock.now += 4
     log.count_generated(80)
-    log.step(1, step_metrics(), 40)
+    log.step(restored + 1, step_metrics(), 40)
     clock.now += 3
-    log.evaluation(2, eval_metrics(version=2))
+    log.evaluation(restored + 2, eval_metrics(version=restored + 2))
     clock.now += 1
-    log.step(2, step_metrics(), 20)
-    assert [throughput(r) for r in records(tmp_path)[1:]] == [[20, 10], [0, 5]]
+    log.step(restored + 2, step_metrics(), 20)
+    logged = {r["step"]: throughput(r) for r in records(tmp_path) if "eval/prompts" not in r}
+    assert logged == {restored + 1: [20, 10], restored + 2: [0, 5]}
+    assert len(records(tmp_path)) == (2 if restored else 3)
 
 
 def test_the_evaluation_before_the_first_step_is_logged_as_step_0(make, tmp_path):
@@ -155,43 +164,22 @@ def test_the_evaluation_before_the_first_step_is_logged_as_step_0(make, tmp_path
     assert logger.logged == [(0, expected)]
 
 
-def test_the_evaluation_of_a_restored_policy_is_shown_and_not_logged(make, clock, tmp_path, capsys):
-    """The earlier attempt has logged the step; throughput counts from here."""
-    log, _ = make(attempt=1)
-    clock.now += 1000
-    log.count_generated(7)
-    log.evaluation(4, eval_metrics(success=0.5, version=4))
-    clock.now += 4
-    log.count_generated(80)
-    log.step(5, step_metrics(), 40)
-    assert [record["step"] for record in records(tmp_path)] == [5]
-    assert throughput(records(tmp_path)[0]) == [20, 10]
-    assert "step 4: held-out success 0.500" in capsys.readouterr().out
-
-
-def test_sampled_groups_are_written_with_their_step_and_attempt(make, tmp_path):
+def test_sampled_groups_are_written_with_step_attempt_and_logprobs(make, tmp_path):
+    """Group 7 is from a checkpoint, which has no text."""
     log, _ = make(attempt=2)
     entries = [LedgerEntry(group_id, {}, 0, 0, 0, 2) for group_id in (7, 8, 9, 10)]
-    texts = [None, {"prompt": "1+1?"}, {"prompt": "2+2?"}]  # group 7 is from a checkpoint
-    log.rollouts(3, entries, texts, [0.5, 1.5, 2.5, 3.5], {})
-    lines = (tmp_path / "logs/rollouts.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [
+    answers = {"prompt": "2+2?", "responses": [{"response": "2"}, {"response": "3"}]}
+    logprobs = {id: [{"trainer_logprobs": [-id - i, None]} for i in (0, 0.5)] for id in (7, 9)}
+    log.rollouts(3, entries, [None, {"prompt": "1+1?"}, answers], [0.5, 1.5, 2.5, 3.5], logprobs)
+    assert records(tmp_path, "rollouts") == [
         {"step": 3, "attempt": 2, "group_id": 8, "prompt": "1+1?", "advantages": 1.5},
-        {"step": 3, "attempt": 2, "group_id": 9, "prompt": "2+2?", "advantages": 2.5},
-    ]
-
-
-def test_logprobs_are_written_with_their_responses(make, tmp_path):
-    """The first of two groups is from a checkpoint, which has no text."""
-    log, _ = make()
-    entries = [LedgerEntry(group_id, {}, 0, 0, 0, 2) for group_id in (7, 8)]
-    text = {"responses": [{"response": "2"}, {"response": "3"}]}
-    logprobs = {id: [{"trainer_logprobs": [-id - i, None]} for i in (0, 0.5)] for id in (7, 8)}
-    log.rollouts(3, entries, [None, text], [[0, 0], [1, -1]], logprobs)
-    [group] = map(json.loads, (tmp_path / "logs/rollouts.jsonl").read_text().splitlines())
-    assert group["responses"] == [
-        {"response": "2", "trainer_logprobs": [-8, None]},
-        {"response": "3", "trainer_logprobs": [-8.5, None]},
+        {
+            **{"step": 3, "attempt": 2, "group_id": 9, "prompt": "2+2?", "advantages": 2.5},
+            "responses": [
+                {"response": "2", "trainer_logprobs": [-9, None]},
+                {"response": "3", "trainer_logprobs": [-9.5, None]},
+            ],
+        },
     ]
 
 
@@ -217,8 +205,7 @@ def test_the_answers_of_an_evaluation_are_written_with_one_line_per_prompt(make,
     log, _ = make(attempt=1)
     results = [*answered(4, 7, None, 0.5), *answered(5, 7, 1, 1, logged=False), *answered(6, 7, 1)]
     log.evaluation_answers(10, results)
-    lines = (tmp_path / "logs/evaluation_answers.jsonl").read_text().splitlines()
-    first, second = map(json.loads, lines)
+    first, second = records(tmp_path, "evaluation_answers")
     assert first == {
         **{"step": 10, "attempt": 1, "policy_version": 7, "prompt_index": 4},
         **{"prompt": "4+1?", "answer": "5"},
@@ -230,29 +217,14 @@ def test_the_answers_of_an_evaluation_are_written_with_one_line_per_prompt(make,
     assert second["prompt_index"] == 6 and len(second["responses"]) == 1
 
 
-def test_a_run_of_eval_only_writes_a_report_with_its_answers(make, tmp_path, capsys):
-    log, _ = make()
-    log.evaluation_answers(0, [*answered(4, 0, 1.0)])
-    log.evaluation(0, eval_metrics(success=0.25))
-    log.close()
-    assert capsys.readouterr().out.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
-    html = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "4+1?" in html and "<b>0.250</b><span>held-out success</span>" in html
-
-
-def test_the_log_counts_the_restarts_among_the_events_that_it_follows(make, clock, tmp_path):
-    log, _ = make()
-    log.follow({"event": "restart", "role": "generator_0"})
-    clock.now += 1
-    log.step(1, step_metrics(), 100)
-    [record] = records(tmp_path)
-    assert record["restarts"] == 1 and record["time/wall_clock"] > 0
+# ---- the summary --------------------------------------------------------------------------------
 
 
 def shown(capsys):
     """The rows of the summary by label; only the first line of each."""
     lines = capsys.readouterr().out.splitlines()
-    return dict(line.split("  ", 1) for line in lines if "  " in line.strip())
+    rows = (line.split("  ", 1) for line in lines if "  " in line.strip())
+    return {label: value.strip() for label, value in rows}
 
 
 def test_the_summary_compares_the_first_steps_with_the_last(make, clock, tmp_path, capsys):
@@ -264,32 +236,102 @@ def test_the_summary_compares_the_first_steps_with_the_last(make, clock, tmp_pat
         reward = 0.1 if step <= 10 else 0.4 if step <= 20 else 0.9
         stalest = 7 if step == 15 else 1
         log.step(step, step_metrics(reward, staleness=step / 30, stalest=stalest), 100)
+        if step == 15:
+            log.evaluation(15, eval_metrics(success=0.5, version=15))
     log.evaluation(30, eval_metrics(success=0.75, version=30))
     log.checkpoint(30, "/runs/a/checkpoints/step_30")
     capsys.readouterr()
     clock.now += 1000  # time after the last step does not count
-    log.summary({"stale": 3, "failed": 1}, skipped_steps="2 of 30, the first was step 7")
-    rows = {label: value.strip() for label, value in shown(capsys).items()}
-    assert rows["reward"] == "0.10 at the start, 0.90 at the end (means of 10 steps)"
-    assert rows["held-out success"] == "0.250 before, 0.750 after"
-    assert rows["staleness"] == "0.52 policy versions on average, 7 at most"
-    assert rows["groups dropped"] == "1 failed, 3 stale"
-    assert rows["steps skipped"] == "2 of 30, the first was step 7"
-    assert rows["tokens per second"] == "150 generated, 50 trained"
-    assert rows["checkpoint"] == "/runs/a/checkpoints/step_30"
-    assert rows["metrics"] == str(tmp_path / "logs" / "metrics.jsonl")
+    log.summary({"stale": 3, "failed": 1}, "", "2 of 30, the first was step 7")
+    assert shown(capsys) == {
+        "reward": "0.10 at the start, 0.90 at the end (means of 10 steps)",
+        "held-out success": "0.250 before, 0.750 after",
+        "staleness": "0.52 policy versions on average, 7 at most",
+        "groups dropped": "1 failed, 3 stale",
+        "steps skipped": "2 of 30, the first was step 7",
+        "tokens per second": "150 generated, 50 trained",
+        "checkpoint": "/runs/a/checkpoints/step_30",
+        "metrics": str(tmp_path / "logs" / "metrics.jsonl"),
+        "sample rollouts": str(tmp_path / "logs" / "rollouts.jsonl"),
+    }
 
 
-def test_close_writes_the_report_and_shows_its_path(make, clock, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("rewards", "row"),
+    [
+        ((0.5,), "0.50 at the start, 0.50 at the end (one step each)"),
+        ((0.0, 1.0, 0.5), "0.00 at the start, 0.50 at the end (one step each)"),
+        ((0, 0.5, 1, 1, 0.5), "0.25 at the start, 0.75 at the end (means of 2 steps)"),
+    ],
+)
+def test_a_short_run_compares_its_halves(make, clock, capsys, rewards, row):
+    log, _ = make()
+    for step, reward in enumerate(rewards, start=1):
+        clock.now += 1
+        log.step(step, step_metrics(reward), 1)
+    log.summary({})
+    assert shown(capsys)["reward"] == row
+
+
+def test_the_summary_of_eval_only_has_the_confidence_interval_and_nothing_of_training(make, capsys):
+    log, _ = make(num_steps=1)
+    ends = {"eval/success_rate_low": 0.125, "eval/success_rate_high": 0.5}
+    log.evaluation(0, eval_metrics() | ends)
+    log.summary({})
+    rows = shown(capsys)
+    assert all(number in rows["held-out success"] for number in ("0.250", "0.125", "0.500"))
+    assert rows.keys() == {"held-out success", "metrics"}
+
+
+SHIPPED = recipes_folder() / "async_grpo_full_finetune_distributed.py"
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    logger = {"_component_": "torchtune.training.metric_logging.DiskLogger"}
+    settings = {"log_every_n_steps": 1, "num_steps": 3, "log_level": "WARNING", "max_staleness": 2}
+    settings |= {"output_dir": str(tmp_path), "eval_only": False, "rollout_only": False}
+    return OmegaConf.create({**settings, "metric_logger": logger | {"log_dir": str(tmp_path)}})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "staleness", "ideas"),
+    [(SHIPPED, 2, 2), (SHIPPED, 0, 1), ("my_grpo.py", 2, 1), ("my_grpo.py", 0, 0), (None, 0, 0)],
+)
+def test_the_summary_suggests_only_what_the_user_has_not_done(
+    cfg, capsys, recipe, staleness, ideas
+):
+    cfg.max_staleness = staleness
+    log = open_log(cfg, 0, "", [], [], recipe and str(recipe))
+    log.step(1, step_metrics(), 1)
+    log.summary({})
+    out = capsys.readouterr().out
+    told = [idea for idea in ("tune cp", "max_staleness=0") if idea in out]
+    assert len(told) == ideas and ("try next" in out) == bool(ideas)
+    assert ("tune cp" in out) == (recipe is SHIPPED)
+    log.close()
+
+
+# ---- the end ------------------------------------------------------------------------------------
+
+
+def test_close_writes_the_report_and_shows_its_path(make, stepped, tmp_path, capsys):
     log, _ = make()
     log.close()
     assert not (tmp_path / "report.html").exists(), "there is nothing to see yet"
-    log, _ = make()
-    clock.now += 1
-    log.step(1, step_metrics(), 100)
-    log.close()
+    stepped.close()
     assert capsys.readouterr().out.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
     assert (tmp_path / "report.html").stat().st_size > 1e6
+
+
+def test_a_run_of_eval_only_writes_a_report_with_its_answers(make, tmp_path, capsys):
+    log, _ = make()
+    log.evaluation_answers(0, [*answered(4, 0, 1.0)])
+    log.evaluation(0, eval_metrics(success=0.25))
+    log.close()
+    assert capsys.readouterr().out.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "4+1?" in html and "<b>0.250</b><span>held-out success</span>" in html
 
 
 def test_a_failed_report_is_shown_in_a_line_and_does_not_fail_the_run(
@@ -308,7 +350,10 @@ def test_a_failed_report_is_shown_in_a_line_and_does_not_fail_the_run(
     assert logger.closed
 
 
-START = {"event": "start", "num_steps": 9, "carried": {}, "time": 1.0, "cpus": 2, "libraries": {}}
+def write_starts(tmp_path, *attempts):
+    start = {"event": "start", "num_steps": 9, "carried": {}, "time": 1.0, "cpus": 2}
+    starts = [start | {"libraries": {}, "attempt": a, "steps_done": a} for a in attempts]
+    (tmp_path / "receipts.jsonl").write_text("".join(json.dumps(s) + "\n" for s in starts))
 
 
 @pytest.mark.parametrize(
@@ -319,139 +364,65 @@ START = {"event": "start", "num_steps": 9, "carried": {}, "time": 1.0, "cpus": 2
         (KeyboardInterrupt(), "interrupted; 1"),
     ],
 )
-def test_the_report_of_a_failed_run_has_the_error(make, clock, tmp_path, error, shown):
-    start = START | {"attempt": 0, "steps_done": 0}
-    (tmp_path / "receipts.jsonl").write_text(json.dumps(start) + "\n")
-    log, _ = make()
-    clock.now += 1
-    log.step(1, step_metrics(), 100)
-    with pytest.raises(type(error)):
-        try:
-            raise error
-        finally:
-            log.close()
+def test_the_report_of_a_failed_run_has_the_error(stepped, tmp_path, error, shown):
+    write_starts(tmp_path, 0)
+    close_during(stepped, error)
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert shown in html.partition("<main>")[0]
     html = write_report(tmp_path).read_text(encoding="utf-8")
     assert shown in html.partition("<main>")[0], "also when it is written again"
 
 
-def test_an_attempt_that_fails_before_its_first_step_is_in_the_report(make, clock, tmp_path):
-    log, _ = make()
-    clock.now += 1
-    log.step(1, step_metrics(), 100)
-    log.close()
-    starts = [START | {"attempt": a, "steps_done": a} for a in (0, 1)]
-    lines = "".join(json.dumps(start) + "\n" for start in starts)
-    (tmp_path / "receipts.jsonl").write_text(lines)
-    log, _ = make(attempt=1)
-    with pytest.raises(OSError):
-        try:
-            raise OSError("no such model")
-        finally:
-            log.close()
+def test_an_attempt_that_fails_before_its_first_step_is_in_the_report(make, stepped, tmp_path):
+    stepped.close()
+    write_starts(tmp_path, 0, 1)
+    close_during(make(attempt=1)[0], OSError("no such model"))
     assert "no such model" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_the_summary_of_eval_only_has_the_confidence_interval_and_nothing_of_training(make, capsys):
-    log, _ = make(num_steps=1)
-    ends = {"eval/success_rate_low": 0.125, "eval/success_rate_high": 0.5}
-    log.evaluation(0, eval_metrics() | ends)
-    log.summary({})
-    rows = shown(capsys)
-    assert all(number in rows["held-out success"] for number in ("0.250", "0.125", "0.500"))
-    assert rows.keys() == {"held-out success", "metrics"}
-
-
-SHIPPED = recipes_folder() / "async_grpo_full_finetune_distributed.py"
-
-
-@pytest.mark.parametrize(
-    ("recipe", "staleness", "ideas"),
-    [(SHIPPED, 2, 2), (SHIPPED, 0, 1), ("my_grpo.py", 2, 1), ("my_grpo.py", 0, 0), (None, 0, 0)],
-)
-def test_the_summary_suggests_only_what_the_user_has_not_done(
-    cfg, capsys, tmp_path, recipe, staleness, ideas
-):
-    cfg.max_staleness = staleness
-    log = open_log(cfg, 0, "", [], [], recipe and str(recipe))
-    log.step(1, step_metrics(), 1)
-    log.summary({})
-    out = capsys.readouterr().out
-    told = [idea for idea in ("tune cp", "max_staleness=0") if idea in out]
-    assert len(told) == ideas and ("try next" in out) == bool(ideas)
-    assert ("tune cp" in out) == (recipe is SHIPPED)
-    log.close()
-
-
-RESUME = "tune run a --config b resume_from_checkpoint=true"
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RoleFailedError("a", "died", "l", "died")])
-def test_a_run_that_ends_early_tells_its_last_checkpoint_and_how_to_go_on(tmp_path, error, capsys):
-    log = RunLog(tmp_path, Logger(), 1, 9, 0, RESUME)
-    (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "latest").symlink_to("step_4")
-    close_during(log, error)
-    last, command = capsys.readouterr().out.splitlines()[-2:]
-    assert last.endswith(str(tmp_path / "checkpoints" / "step_4")) and command.endswith(RESUME)
-
-
-def close_during(log, error=None):
-    try:
-        if error is not None:
-            raise error
-    except BaseException:
-        log.close()
-    else:
-        log.close()
-
-
-def test_without_a_checkpoint_it_says_so(tmp_path, capsys):
-    close_during(RunLog(tmp_path, Logger(), 1, 9, 0, RESUME), KeyboardInterrupt())
+def test_a_run_that_ends_early_tells_its_last_checkpoint_and_how_to_go_on(
+    make, tmp_path, capsys, error
+):
+    close_during(make(resume=RESUME)[0], KeyboardInterrupt())
     (line,) = capsys.readouterr().out.splitlines()
     assert "checkpoint: none" in line
+    (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest").symlink_to("step_4")
+    close_during(make(resume=RESUME)[0], error)
+    last, command = capsys.readouterr().out.splitlines()[-2:]
+    assert last.endswith(str(tmp_path / "checkpoints" / "step_4")) and command.endswith(RESUME)
 
 
 @pytest.mark.parametrize(
     ("resume", "steps", "error"), [("", 1, True), (RESUME, 1, False), (RESUME, 9, True)]
 )
 def test_a_run_without_checkpoints_or_without_steps_left_tells_no_command(
-    tmp_path, capsys, resume, steps, error
+    make, clock, tmp_path, capsys, resume, steps, error
 ):
-    log = RunLog(tmp_path, Logger(), 1, 9, 0, resume)
+    log, _ = make(num_steps=9, resume=resume)
+    clock.now += 1
     log.step(steps, step_metrics(), 1)
     close_during(log, KeyboardInterrupt() if error else None)
     assert "checkpoint" not in capsys.readouterr().out.replace(str(tmp_path), "")
 
 
+# ---- the start ----------------------------------------------------------------------------------
+
+
 class Prompts(list):
     """Prompts of one token each."""
 
-    def __init__(self, tokens, note=""):
+    def __init__(self, *tokens, note=""):
         super().__init__({"prompt_ids": [token]} for token in tokens)
         self.note = note
-
-
-@pytest.fixture
-def cfg(tmp_path):
-    disk = "torchtune.training.metric_logging.DiskLogger"
-    settings = {"log_every_n_steps": 1, "num_steps": 3, "log_level": "WARNING"}
-    settings |= {
-        "max_staleness": 2,
-        "output_dir": str(tmp_path),
-        "eval_only": False,
-        "rollout_only": False,
-    }
-    logger = {"_component_": disk, "log_dir": str(tmp_path)}
-    return OmegaConf.create({**settings, "metric_logger": logger})
 
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_notes_on_the_data_are_shown_at_the_start(cfg, capsys, trains):
     cfg.eval_only = not trains
     left_out = "dataset a: 2 prompts of 3 rows; 1 in other parts"
-    dataset, held_out = Prompts([1, 2], left_out), Prompts([2, 3], left_out)
+    dataset, held_out = Prompts(1, 2, note=left_out), Prompts(2, 3, note=left_out)
     open_log(cfg, 0, "moved aside", dataset, held_out).close()
     shared = ["eval_dataset: 1 of its 2 prompts are also trained on"]
     told = ["moved aside", left_out, f"eval_{left_out}", *shared * trains]
@@ -472,19 +443,20 @@ def test_a_logger_that_cannot_be_made_is_refused_without_a_word_of_its_end(
     assert printed == []
 
 
+# ---- phases and totals --------------------------------------------------------------------------
+
+
 def test_the_phases_add_up_to_the_time_since_the_process_began(tmp_path):
-    shown = []
+    shown, names = [], ("starting Ray", "training", "training", "report")
     phases = Phases(tmp_path / "logs" / "phases.jsonl", 2, shown.append)
-    for name in ("starting Ray", "training", "training", "report"):
+    for name in names:
         phases.begin(name)
     phases.end()
-    records = [json.loads(line) for line in (tmp_path / "logs" / "phases.jsonl").open()]
-    assert [each["phase"] for each in records] == [
-        *("imports, config and data", "starting Ray", "training", "report"),
-    ]
-    assert {each["attempt"] for each in records} == {2} and len(shown) == 4
+    lines = records(tmp_path, "phases")
+    assert [line["phase"] for line in lines] == ["imports, config and data", *names[:2], names[3]]
+    assert {line["attempt"] for line in lines} == {2} and len(shown) == 4
     age = time.time() - psutil.Process().create_time()
-    assert sum(each["seconds"] for each in records) == pytest.approx(age, abs=1)
+    assert sum(line["seconds"] for line in lines) == pytest.approx(age, abs=1)
 
 
 def test_a_folder_that_cannot_be_written_does_not_keep_the_run_from_ending(tmp_path):
@@ -494,15 +466,20 @@ def test_a_folder_that_cannot_be_written_does_not_keep_the_run_from_ending(tmp_p
     phases.end()
 
 
-def test_restarts_of_a_role_and_of_all_trainers_count_and_a_role_given_up_does_not(tmp_path):
-    totals = RunTotals(tmp_path)
-    events = EventOrder(listeners=[totals.follow])
+def test_restarts_of_a_role_and_of_all_trainers_count_and_a_role_given_up_does_not(
+    make, clock, tmp_path
+):
+    log, _ = make()
+    events = EventOrder(listeners=[log.follow])
     events.record("restart", role="generator_0", what="died", given_up=False)
     events.note("rollback", role="trainer_0", what="died")
     events.note("restart", role="trainer_0", what="died")  # while the roles start
     events.record("restart", role="generator_1", what="died", given_up=True)
     events.record("issue", role="generator_0", group=1)
-    assert totals.metrics()["restarts"] == 3
+    clock.now += 1
+    log.step(1, step_metrics(), 100)
+    [record] = records(tmp_path)
+    assert record["restarts"] == 3 and record["time/wall_clock"] > 0
 
 
 def test_a_resumed_run_goes_on_from_its_logs(tmp_path):

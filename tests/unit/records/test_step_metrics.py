@@ -44,39 +44,42 @@ def counted(groups):
     return Counter(v for t in records for v in t.token_versions[t.response_mask].tolist())
 
 
+def measured(groups, policy_version, token_versions=None, reused=()):
+    """Metrics of new and reused groups, of which all sampled tokens were trained by default."""
+    new, again = ([summarize(pack(group)) for group in part] for part in (groups, reused))
+    trained = counted([*groups, *reused]) if token_versions is None else token_versions
+    return rollout_metrics(new, policy_version, trained, again)
+
+
+def averaged(values):
+    return np.mean(values) if len(values) else math.nan
+
+
 @settings(max_examples=many(40))
 @given(GROUPS, st.integers(50, 60))
 def test_staleness_is_averaged_over_tokens_and_rewards_over_scored_samples(groups, policy_version):
     groups = [[make(*sample) for sample in group] for group in groups]
-    summaries = [summarize(pack(group)) for group in groups]
-    metrics = rollout_metrics(summaries, policy_version, counted(groups))
+    metrics = measured(groups, policy_version)
     records = [t for group in groups for t in group]
     versions = np.concatenate([t.token_versions[t.response_mask] for t in records])
     staleness = policy_version - versions.astype(float)
     scored = [t for t in records if not t.failed]
-    assert metrics["staleness/mean"] == pytest.approx(staleness.mean())
-    assert metrics["staleness/max"] == staleness.max()
-    tokens_per_sample = len(versions) / len(records)
-    assert metrics["rollout/response_tokens_mean"] == pytest.approx(tokens_per_sample)
-    expected = (
-        [np.mean([t.reward for t in scored]), np.mean([t.success for t in scored])]
-        if (scored)
-        else [math.nan, math.nan]
-    )
-    actual = [metrics["rollout/reward_mean"], metrics["rollout/success_rate"]]
-    assert actual == pytest.approx(expected, nan_ok=True)
-    std = np.std([t.reward for t in scored]) if scored else math.nan
-    assert metrics["rollout/reward_std"] == pytest.approx(std, nan_ok=True)
     kinds = [{t.reward for t in group if not t.failed} for group in groups]
-    equal = [len(rewards) == 1 for rewards in kinds if rewards]
-    share = np.mean(equal) if equal else math.nan
-    assert metrics["rollout/zero_variance_fraction"] == pytest.approx(share, nan_ok=True)
+    expected = {
+        "staleness/mean": staleness.mean(),
+        "staleness/max": staleness.max(),
+        "rollout/response_tokens_mean": len(versions) / len(records),
+        "rollout/reward_mean": averaged([t.reward for t in scored]),
+        "rollout/success_rate": averaged([t.success for t in scored]),
+        "rollout/reward_std": np.std([t.reward for t in scored]) if scored else math.nan,
+        "rollout/zero_variance_fraction": averaged([len(each) == 1 for each in kinds if each]),
+    }
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected, nan_ok=True)
 
 
 def test_a_batch_sampled_half_one_and_half_three_versions_ago():
     groups = [[make([(True, 9)] * 2, 1.0, True)], [make([(True, 7), (True, 7)], 0.0, False)]]
-    metrics = rollout_metrics([summarize(pack(group)) for group in groups], 10, counted(groups))
-    assert metrics == {
+    assert measured(groups, 10) == {
         "rollout/reward_mean": 0.5,
         "rollout/reward_std": 0.5,
         "rollout/zero_variance_fraction": 1.0,
@@ -94,23 +97,21 @@ def test_a_batch_sampled_half_one_and_half_three_versions_ago():
 def test_a_reused_group_counts_in_trained_tokens_and_staleness_only():
     new = [[make([(True, 5)] * 3, 1.0, True)]]
     again = [[make([(True, 3)] * 3, 0.0, False, finish_reason="length")]]
-    summaries = [[summarize(pack(group)) for group in part] for part in (new, again)]
-    without = rollout_metrics(summaries[0], 5, counted(new))
-    metrics = rollout_metrics(summaries[0], 5, counted(new + again), summaries[1])
+    without, metrics = measured(new, 5), measured(new, 5, reused=again)
     changed = {key: metrics[key] for key in metrics if metrics[key] != without[key]}
     assert changed == {"rollout/trained_tokens": 6, "staleness/mean": 1.0, "staleness/max": 2}
 
 
 def test_staleness_counts_only_trained_tokens():
     groups = [[make([(True, 5)] * 3, 1.0, True), make([(True, 3)], 1.0, True)]]
-    metrics = rollout_metrics([summarize(pack(group)) for group in groups], 5, {5: 3})
+    metrics = measured(groups, 5, {5: 3})
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (0, 0)
-    nothing = rollout_metrics([summarize(pack(group)) for group in groups], 5, {})
+    nothing = measured(groups, 5, {})
     assert math.isnan(nothing["staleness/mean"]) and nothing["staleness/max"] == 0
 
 
 def step(*groups):
-    return rollout_metrics([summarize(pack(group)) for group in groups], 0, {})
+    return measured(groups, 0, {})
 
 
 OWN, OTHER = (True, 0), (False, 0)
@@ -156,15 +157,11 @@ def test_the_sessions_of_agents_are_added_up_with_what_failed():
     facts["sampled_tokens"] = 5
     first = replace(make([OWN], 1.0, True), session={"sample": 0, **facts})
     part = replace(make([OWN, OWN], 1.0, True), session={"sample": 0})
-    empty = {"response_ids": np.zeros(0, np.int64), "response_mask": np.zeros(0, bool)}
-    empty |= {
-        "generator_logprobs": np.zeros(0, np.float32),
-        "token_versions": np.zeros(0, np.int32),
-    }
-    empty["session"] = {"sample": 1, **facts, "sampled_tokens": 4}
-    failed = replace(make([OWN], None, False), **empty)
-    group = [first, part, failed]
-    metrics = rollout_metrics([summarize(pack(group))], 50, counted([group]))
+    failed = replace(
+        response(0, [], finish_reason="error", reward=math.nan, error="failed"),
+        session={"sample": 1, **facts, "sampled_tokens": 4},
+    )
+    metrics = measured([[first, part, failed]], 50)
     found = {key: value for key, value in metrics.items() if key.startswith("agents/")}
     assert found == {
         "agents/calls_mean": 3.0,

@@ -5,8 +5,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from grpo_components.errors import ReplayError
 from grpo_components.replay.schedule import STOP, Schedule, open_schedule, schedule_file
@@ -49,25 +47,6 @@ def test_weights_of_an_idle_engine_are_written_before_it_waits(tmp_path):
             threading.Event().wait(0.001)
         schedule.put("group 0 sample 0", "g")
         assert waiting.result(10) == "g"
-
-
-@given(st.data())
-def test_whatever_order_commands_come_in_they_enter_in_the_recorded_one(data):
-    names = [f"group {i // 2} sample {i % 2}" for i in range(6)] + ["weights 1", "weights 1"]
-    order = data.draw(st.permutations(names))
-    steps = sorted(data.draw(st.lists(st.integers(0, 4), min_size=8, max_size=8)))
-    recorded = list(zip(steps, order, strict=True))
-    schedule = Schedule(None, recorded, timeout_s=10.0)
-    coming = data.draw(st.permutations(names))
-
-    def put_all():
-        for name in coming:
-            schedule.put(name, name)
-
-    thread = threading.Thread(target=put_all)
-    thread.start()
-    assert entered(schedule, range(5)) == recorded
-    thread.join()
 
 
 def test_of_several_commands_with_one_name_the_first_is_taken_first():

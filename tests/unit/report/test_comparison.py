@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from lib.json_lines import write_lines
 
 from grpo_tools.report.__main__ import main
 from grpo_tools.report.comparison import write_comparison
@@ -19,11 +20,9 @@ def _without_plotly(monkeypatch):
 def make(tmp_path):
     def make(name, config="seed: 1\n", steps=2, **metrics):
         folder = tmp_path / name
-        (folder / "logs").mkdir(parents=True)
+        lines = ({"step": s + 1, "attempt": 0, "my/own": 1.5, **metrics} for s in range(steps))
+        write_lines(folder / "logs/metrics.jsonl", lines)
         (folder / "config.yaml").write_text(config)
-        lines = [{"step": s, "attempt": 0, "my/own": 1.5, **metrics} for s in range(1, steps + 1)]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / "logs/metrics.jsonl").write_text(text)
         return folder
 
     return make

@@ -3,7 +3,7 @@
 import plotly.graph_objects as go
 import pytest
 
-from grpo_tools.report.curves import MAX_POINTS, metric_charts, thinned
+from grpo_tools.report.curves import MAX_POINTS, metric_charts
 from grpo_tools.report.timeline import timeline
 
 
@@ -65,13 +65,6 @@ def test_a_long_run_has_no_more_points_than_a_screen():
     for charts in metric_charts(metrics(12_345)).values():
         for chart in charts:
             assert all(len(trace["y"]) <= MAX_POINTS for trace in chart["figure"]["data"])
-
-
-def test_each_point_combines_equally_many_steps():
-    steps, values = list(range(1, 2501)), [float(s) for s in range(1, 2501)]
-    x, y = thinned(steps, values, max)
-    assert (x[0], y[0], x[-1], y[-1]) == (3, 3.0, 2500, 2500.0)
-    assert thinned(steps[:7], values[:7], max) == (steps[:7], values[:7])
 
 
 def test_a_curve_left_alone_in_a_chart_of_several_keeps_its_legend():

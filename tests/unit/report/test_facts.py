@@ -1,10 +1,10 @@
 """Where and how long a run ran, what its roles did, and what the last evaluation found."""
 
-import json
 import re
 
 import plotly.graph_objects as go
 import pytest
+from lib.json_lines import write_lines
 
 from grpo_tools.report.facts import duration, facts_line, held_out_table, read_facts
 from grpo_tools.report.time_use import seconds_by_role, time_use_charts
@@ -15,8 +15,7 @@ def write(tmp_path):
     (tmp_path / "logs").mkdir()
 
     def write(name, *records):
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        (tmp_path / "logs" / name).write_text(text + '{"torn')
+        write_lines(tmp_path / "logs" / name, records, torn='{"torn')
         return tmp_path
 
     return write

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from grpo_components.records.live_report import LiveReport
+from grpo_components.records.run_log import LiveReport
 from grpo_tools.report import live, page
 
 PATIENCE_S = 60
@@ -74,7 +74,7 @@ def test_the_child_ends_with_the_run_also_with_one_that_is_killed(folder):
     report.stop()
     assert child.returncode == 0
     script = (
-        "import os, pathlib, signal, sys; from grpo_components.records.live_report import *;"
+        "import os, pathlib, signal, sys; from grpo_components.records.run_log import *;"
         "report = LiveReport(pathlib.Path(sys.argv[1]), print); report.start();"
         "print(report._child.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -7,6 +7,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from lib.json_lines import write_lines
 
 from grpo_tools.report.__main__ import main
 from grpo_tools.report.page import write_report
@@ -45,16 +46,18 @@ def start_of(num_steps):
     return {"event": "start", **AT, **known, "num_steps": num_steps}
 
 
+def page(run, **options):
+    return write_report(run, **options).read_text(encoding="utf-8")
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """The folder of a run in which every text is hostile."""
     monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")  # saves 5 MB per page
     folder = tmp_path / "run"
-    (folder / "logs").mkdir(parents=True)
 
     def write(name, *records):
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        (folder / name).write_text(lines + '{"torn": ')
+        write_lines(folder / name, records, torn='{"torn": ')
 
     drop = {"groups": [0], "reason": HOSTILE, "reissue": True, "tokens": [None]}
     response = {
@@ -84,8 +87,8 @@ def run(tmp_path, monkeypatch):
 
 
 def test_no_text_of_a_run_becomes_a_tag(run):
-    (run / "logs/failures.jsonl").write_text(json.dumps({"attempt": 0, "error": HOSTILE}) + "\n")
-    html = write_report(run).read_text(encoding="utf-8")
+    write_lines(run / "logs/failures.jsonl", [{"attempt": 0, "error": HOSTILE}])
+    html = page(run)
     found = Page(html)
     assert len(found.scripts) == 6, "four of data, plotly's and the page's"
     assert not [tag for tag, _ in found.tags if tag in ("img", "iframe", "object", "link")]
@@ -101,7 +104,7 @@ def test_no_text_of_a_run_becomes_a_tag(run):
 
 
 def test_it_needs_no_network_and_lets_only_its_own_scripts_run(run):
-    found = Page(write_report(run).read_text(encoding="utf-8"))
+    found = Page(page(run))
     places = [v for _, attrs in found.tags for k, v in attrs.items() if k in ("src", "href")]
     assert places and all(place.startswith("#") for place in places)
     targets = {attrs["id"] for _, attrs in found.tags if "id" in attrs}
@@ -120,26 +123,19 @@ def test_it_needs_no_network_and_lets_only_its_own_scripts_run(run):
     [(None, "running or killed"), (True, "finished"), (False, "stopped early")],
 )
 def test_the_state_line_shows_how_the_run_ended(run, end, state):
-    if end is not None:
-        record = {"event": "end", **AT, "step": 1, "finished": end, "living": []}
-        with (run / "receipts.jsonl").open("r+") as file:
-            whole = file.read().rpartition("\n")[0]
-            file.seek(0)
-            file.truncate()
-            file.write(whole + "\n" + json.dumps(record) + "\n")
-    assert f"{state}; 1 of 9 steps" in write_report(run).read_text(encoding="utf-8")
+    step = {"event": "step", **AT, **STEP, "step": 1}
+    last = {"event": "end", **AT, "step": 1, "finished": end, "living": []}
+    write_lines(run / "receipts.jsonl", [start_of(9), step, *([] if end is None else [last])])
+    assert f"{state}; 1 of 9 steps" in page(run)
 
 
 def test_what_the_last_attempts_start_and_end_took_is_on_the_page(run):
     phases = [(0, "starting Ray", 3.0), (1, "starting Ray", 2.0), (1, "training", 9.26)]
-    (run / "logs" / "phases.jsonl").write_text(
-        "".join(
-            json.dumps({"attempt": attempt, "phase": phase, "seconds": seconds}) + "\n"
-            for attempt, phase, seconds in phases
-        )
-    )
-    page = write_report(run).read_text()
-    assert re.findall(r"<tr><td>(starting Ray|training)</td><td[^>]*>([0-9.]+)", page) == [
+    names = ("attempt", "phase", "seconds")
+    rows = (dict(zip(names, phase, strict=True)) for phase in phases)
+    write_lines(run / "logs/phases.jsonl", rows)
+    shown = re.findall(r"<tr><td>(starting Ray|training)</td><td[^>]*>([0-9.]+)", page(run))
+    assert shown == [
         *(("starting Ray", "2.0"), ("training", "9.3")),
     ]
 
@@ -148,20 +144,20 @@ def test_metrics_alone_are_enough(run):
     for path in [*run.glob("*"), *run.glob("logs/*")]:
         if path.is_file() and path.name != "metrics.jsonl":
             path.unlink()
-    html = write_report(run).read_text(encoding="utf-8")
+    html = page(run)
     assert "no rollouts are logged" in html and "No group was dropped" in html
 
 
 def test_without_logprobs_the_page_names_the_key_that_logs_them(run):
     path = run / "logs/rollouts.jsonl"
     path.write_text(path.read_text().replace('"trainer_logprobs": [-1.5]', '"other": 1'))
-    of_generator_only = write_report(run).read_text(encoding="utf-8")
+    of_generator_only = page(run)
     assert "log_token_logprobs=true" not in of_generator_only, (
         "a run without a trainer has only these"
     )
     assert '<option value="trainer - generator">' not in of_generator_only
     path.write_text(path.read_text().replace('"generator_logprobs": [-1.0]', '"another": 1'))
-    assert "log_token_logprobs=true" in write_report(run).read_text(encoding="utf-8")
+    assert "log_token_logprobs=true" in page(run)
 
 
 def test_the_command_prints_the_path_or_the_reason(run, tmp_path, capsys):
@@ -173,8 +169,8 @@ def test_the_command_prints_the_path_or_the_reason(run, tmp_path, capsys):
 
 def test_an_evaluation_alone_shows_what_it_has(run):
     record = {"step": 0, "attempt": 0, "eval/success_rate": 0.25}
-    (run / "logs/metrics.jsonl").write_text(json.dumps(record) + "\n")
-    html = write_report(run).read_text(encoding="utf-8")
+    write_lines(run / "logs/metrics.jsonl", [record])
+    html = page(run)
     assert "<b>0.250</b><span>held-out success</span>" in html and "<b>-" not in html
     headings = re.findall(r'<h2 id="([^"]*)">', html)
     assert {"evaluation", "config"} <= set(headings)
@@ -183,21 +179,21 @@ def test_an_evaluation_alone_shows_what_it_has(run):
 
 
 def test_only_an_evaluation_is_the_state_of_a_run_that_trains_no_step(run):
-    (run / "logs/metrics.jsonl").write_text(json.dumps({"step": 0, "attempt": 0}) + "\n")
-    (run / "receipts.jsonl").write_text(json.dumps(start_of(0)) + "\n")
-    top = write_report(run).read_text(encoding="utf-8").partition("<main>")[0]
+    write_lines(run / "logs/metrics.jsonl", [{"step": 0, "attempt": 0}])
+    write_lines(run / "receipts.jsonl", [start_of(0)])
+    top = page(run).partition("<main>")[0]
     assert "only an evaluation" in top and " steps" not in top
 
 
 def test_configs_are_in_the_order_of_attempts(run):
     for attempt in (0, 2, 10):
         (run / f"config_attempt_{attempt}.yaml").write_text("seed: 1\n")
-    html = write_report(run).read_text(encoding="utf-8")
+    html = page(run)
     assert re.findall(r"config_attempt_(\d+)", html) == ["0", "2", "10"]
 
 
 def test_rollouts_that_are_logged_but_not_shown_are_counted(run):
-    html = write_report(run, max_groups=0).read_text(encoding="utf-8")
+    html = page(run, max_groups=0)
     assert "none of the 1 logged groups" in html and "no rollouts are logged" not in html
 
 
@@ -205,11 +201,10 @@ def test_throughput_is_total_tokens_over_total_time(run):
     """100 tokens in 1 s, then 100 in 9 s: 20 per second, not the mean of the two rates."""
     rate = "throughput/trained_tokens_per_second"
     metrics = [{"step": s, "attempt": 0, rate: 100 / took} for s, took in ((1, 1), (2, 9))]
-    (run / "logs/metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
+    write_lines(run / "logs/metrics.jsonl", metrics)
     step = {"event": "step", **AT, **STEP, "token_versions": {"0": 60, "1": 40}}
-    receipts = [start_of(2), *({**step, "step": s} for s in (1, 2))]
-    (run / "receipts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in receipts))
-    html = write_report(run).read_text(encoding="utf-8")
+    write_lines(run / "receipts.jsonl", [start_of(2), *({**step, "step": s} for s in (1, 2))])
+    html = page(run)
     assert "<b>20</b><span>trained tokens per second</span>" in html
 
 
@@ -219,10 +214,10 @@ def data_of(html, name):
 
 
 def test_only_a_live_page_says_that_it_reloads_itself(run):
-    live = write_report(run, next_page_s=30.0).read_text(encoding="utf-8")
+    live = page(run, next_page_s=30.0)
     assert data_of(live, "page")["live"]["next_s"] == 30.0
     assert "running; 1 of 9 steps" in live
-    ended = write_report(run).read_text(encoding="utf-8")
+    ended = page(run)
     assert data_of(ended, "page")["live"] is None
 
 
@@ -230,19 +225,19 @@ def test_answers_of_evaluations_are_on_the_page_as_text(run):
     line = json.loads((run / "logs/rollouts.jsonl").read_text().splitlines()[0])
     line = {key: line[key] for key in line if key not in ("advantages", "group_id")}
     path = run / "logs/evaluation_answers.jsonl"
-    assert "no evaluation samples are logged" in write_report(run).read_text(encoding="utf-8")
-    path.write_text(json.dumps(line | {"policy_version": 3}) + "\n")
-    html = write_report(run).read_text(encoding="utf-8")
+    assert "no evaluation samples are logged" in page(run)
+    write_lines(path, [line | {"policy_version": 3}])
+    html = page(run)
     [shown] = data_of(html, "answers")
     assert shown["policy_version"] == 3 and "alert(2)" in shown["responses"][0]["text"]
     assert not [tag for tag, _ in Page(html).tags if tag in ("img", "iframe")]
 
 
 def test_minutes_can_be_the_horizontal_axis_if_they_were_measured(run):
-    without = write_report(run).read_text(encoding="utf-8")
+    without = page(run)
     assert data_of(without, "page")["clocks"] == [{}] and 'id="axis"' not in without
     steps = [{"step": s, "attempt": 0, "time/wall_clock": 90.0 * s} for s in (1, 2)]
-    (run / "logs/metrics.jsonl").write_text("".join(json.dumps(s) + "\n" for s in steps))
-    html = write_report(run).read_text(encoding="utf-8")
+    write_lines(run / "logs/metrics.jsonl", steps)
+    html = page(run)
     assert data_of(html, "page")["clocks"] == [{"steps": [1, 2], "minutes": [1.5, 3.0]}]
     assert 'id="axis"' in html

@@ -1,9 +1,10 @@
 """The shown rollouts: limited in size, spread over the run, complete lines of valid attempts."""
 
-import json
+from functools import partial
 from itertools import pairwise
 
 import pytest
+from lib.json_lines import write_lines
 
 from grpo_tools.report import rollouts
 from grpo_tools.report.rollouts import read_answers, read_rollouts
@@ -28,12 +29,7 @@ def group(step, attempt=0, responses=None):
 
 @pytest.fixture
 def write(tmp_path):
-    def write(groups, torn=""):
-        path = tmp_path / "rollouts.jsonl"
-        path.write_text("".join(json.dumps(each) + "\n" for each in groups) + torn)
-        return path
-
-    return write
+    return partial(write_lines, tmp_path / "rollouts.jsonl")
 
 
 def test_they_are_spread_evenly_and_include_the_first_and_last(write):

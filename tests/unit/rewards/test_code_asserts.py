@@ -211,22 +211,8 @@ assert isqrt_of(9) == 3 and cbrt(8) > 1
 """
 
 
-@pytest.mark.parametrize(
-    ("program", "asserts"),
-    [
-        (KNOWN_NAMES, USING_NAMES),
-        ("def gcd(a, b): return gcd(b, a % b) if b else a", "assert gcd(12, 18) == 6"),
-        ("def sum(a, b): return a - b", "assert sum(5, 3) == 2"),
-        (
-            "class Counter:\n  def __init__(self): self.total = 0\n"
-            "  def add(self, n): self.total += n",
-            "c = Counter()\nc.add(2)\nassert c.total == 2",
-        ),
-    ],
-    ids=["many names", "gcd", "sum", "Counter"],
-)
-def test_names_without_an_import_belong_to_python_or_to_the_program(reward, program, asserts):
-    assert scored(reward, program, asserts=[asserts]) == 1.0
+def test_names_without_an_import_belong_to_python_or_to_the_program(reward):
+    assert scored(reward, KNOWN_NAMES, asserts=[USING_NAMES]) == 1.0
 
 
 LIAR = """
@@ -246,15 +232,15 @@ def f(): return Liar()
 """
 PLAIN_LIAR = LIAR.replace("__class__ =", "klass =")  # else it cannot cross at all
 LIES = [
-    *("f() == 3", "3 == f()", "[3] == [f()]", "f() in [3]", "3 in f()", "not f() != 3", "f() < 4"),
-    *("{'a': 3} == {'a': f()}", "isinstance(f(), int)", "4 > f()", "f()", "f().__eq__(3)"),
-    *("f().__bool__()", "f().__contains__(3)", "sorted(f()) == [3]", "list(f()) == [3]"),
-    *("math.isclose(f(), 3.14159)", "sum(f()) == 3", "Counter(f()) == Counter([3])"),
-    *("operator.eq(f(), 3)", "f() + 1 == 4", "max(f(), 3) == 3", "isinstance(f(), Iterator)"),
-    *("isinstance(f(), Callable)", "isinstance(f(), Container)", "isinstance(f(), Hashable)"),
-    *("callable(f())", "f().__doc__ and f().__doc__.startswith('What')", "any(f())"),
+    "f() == 3", "3 == f()", "[3] == [f()]", "f() in [3]", "3 in f()", "not f() != 3", "f() < 4",
+    "{'a': 3} == {'a': f()}", "isinstance(f(), int)", "4 > f()", "f()", "f().__eq__(3)",
+    "f().__bool__()", "f().__contains__(3)", "sorted(f()) == [3]", "list(f()) == [3]",
+    "math.isclose(f(), 3.14159)", "sum(f()) == 3", "Counter(f()) == Counter([3])",
+    "operator.eq(f(), 3)", "f() + 1 == 4", "max(f(), 3) == 3", "isinstance(f(), Iterator)",
+    "isinstance(f(), Callable)", "isinstance(f(), Container)", "isinstance(f(), Hashable)",
+    "callable(f())", "f().__doc__ and f().__doc__.startswith('What')", "any(f())",
     "type(f()) is int",
-]
+]  # fmt: skip
 PATCHES = """
 import collections, math
 math.isclose = collections.Counter = lambda *a, **k: True
@@ -272,10 +258,10 @@ def letters(text): return []
 def f(): return [1]
 """
 PATCHED = [
-    *("math.isclose(area(1), 3.14159, rel_tol=1e-3)", "isclose(area(1), 3.14, rel_tol=1e-3)"),
-    *("Counter(letters('aba')) == Counter({'a': 2, 'b': 1})", "sorted(f()) == [9]"),
-    *("len(f()) == 3", "isinstance(f(), dict)", "abs(f()[0]) == 0", "all(n > 3 for n in f())"),
-]
+    "math.isclose(area(1), 3.14159, rel_tol=1e-3)", "isclose(area(1), 3.14, rel_tol=1e-3)",
+    "Counter(letters('aba')) == Counter({'a': 2, 'b': 1})", "sorted(f()) == [9]", "len(f()) == 3",
+    "isinstance(f(), dict)", "abs(f()[0]) == 0", "all(n > 3 for n in f())",
+]  # fmt: skip
 BASES = {
     **{"list": ("[5]", [3]), "int": ("5", 3), "float": ("5", 3.5), "str": ("'5'", "3")},
     **{"dict": ("a=5", {"a": 3}), "tuple": ("[5]", (3,)), "set": ("[5]", {3})},
@@ -437,39 +423,19 @@ def small(): return Area()
 def wrong(): raise AssertionError
 """
 PRETENDED = [
-    *(
-        "Area(1) == 3",
-        "3 == Area(1)",
-        "Area(1) != 4",
-        "Area(1) < 4",
-        "4 > Area(1)",
-        "3 in [Area(1)]",
-    ),
-    *(
-        "abs(Area(1) - 3.14159) < 1e-6",
-        "Area(1) - 3 == 0",
-        "3 - Area(1) == 0",
-        "Area(1) ** 2 == 10",
-    ),
-    *("abs(Area(1) + 3.14) < 1e-6", "Area(1) @ (Area(1) + 3) == 0", "round(Area(1), 2) == 3.14"),
-    *("float(Area(1)) == 3.14159", "int(Area(1)) == 3", "max(Area(1), 3) == 3", "Area(1) in {3}"),
-    *(
-        "Area(1)() == 3",
-        "Area(1)() - 3 == 0",
-        "not (Area(1) + 3)",
-        "abs(small() - 3) == 0",
-        "small() == small()",
-    ),
-    *("small()", "small() in [small()]", "3 in small()", "len({small(), small()}) == 1"),
-    *("math.isclose(Area(1), 3.14159)", "np.isclose(Area(1), 3.14159)", "np.allclose(small(), 3)"),
-    *(
-        "np.array_equal(small(), [3])",
-        "(np.array([3]) == small()).all()",
-        "np.float64(3) == Area(1)",
-    ),
-    *("np.float64(3) - Area(1) == 0", "np.abs(np.subtract(Area(1), 3.14)) < 1e-6"),
-    *("isinstance(small(), int)", "isinstance(Area(1), float)", "type(Area(1)) is float"),
-]
+    "Area(1) == 3", "3 == Area(1)", "Area(1) != 4", "Area(1) < 4", "4 > Area(1)",
+    "3 in [Area(1)]", "abs(Area(1) - 3.14159) < 1e-6", "Area(1) - 3 == 0", "3 - Area(1) == 0",
+    "Area(1) ** 2 == 10", "abs(Area(1) + 3.14) < 1e-6", "Area(1) @ (Area(1) + 3) == 0",
+    "round(Area(1), 2) == 3.14", "float(Area(1)) == 3.14159", "int(Area(1)) == 3",
+    "max(Area(1), 3) == 3", "Area(1) in {3}", "Area(1)() == 3", "Area(1)() - 3 == 0",
+    "not (Area(1) + 3)", "abs(small() - 3) == 0", "small() == small()", "small()",
+    "small() in [small()]", "3 in small()", "len({small(), small()}) == 1",
+    "math.isclose(Area(1), 3.14159)", "np.isclose(Area(1), 3.14159)", "np.allclose(small(), 3)",
+    "np.array_equal(small(), [3])", "(np.array([3]) == small()).all()",
+    "np.float64(3) == Area(1)", "np.float64(3) - Area(1) == 0",
+    "np.abs(np.subtract(Area(1), 3.14)) < 1e-6", "isinstance(small(), int)",
+    "isinstance(Area(1), float)", "type(Area(1)) is float",
+]  # fmt: skip
 HIDDEN = [
     "with Area(1):\n    assert False",
     "with small():\n    assert Area(1) == 3",

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
 
 import psutil
 import pytest
@@ -230,38 +229,18 @@ def test_a_tolerance_out_of_range_is_refused(tolerance):
         CodeTests(float_tolerance=tolerance)
 
 
-def test_programs_are_scored_side_by_side_in_the_reward_processes_and_end_with_them():
-    spec = RewardSpec(
-        "grpo_components.rewards.code_tests.CodeTests", {"wall_s": 50.0, "cpu_s": 1}, 1.0, True
-    )
-    before = set(psutil.Process().children(recursive=True))
-    pool = RewardPool({"code": spec}, num_workers=2, timeout_s=60)
-    programs = ["def square(x): return x * x", "import os\nos._exit(0)", "while True: pass"]
-    samples = [
-        {
-            "prompt_text": "",
-            "response_text": fenced(program),
-            "answer": json.dumps({"asserts": SQUARE}),
-            "finish_reason": "stop",
-        }
-        for program in [*programs, "import time\ntime.sleep(600)"]
-    ]
-    scores = pool.score(samples[:3])
-    assert [(score.reward, score.success, score.error) for score in scores] == [
-        (1.0, True, None),
-        (0.0, False, None),
-        (0.0, False, None),
-    ]
-    with ThreadPoolExecutor(1) as thread:
-        asleep = thread.submit(pool.score, samples[3:])
-        below = set()
-        while len(below) < 2 + 2 * 3:  # the workers, and two sandboxes of three processes each
-            assert not wait([asleep], timeout=0.05).done
-            below = set(psutil.Process().children(recursive=True)) - before
-        pool.close()
-        assert asleep.result()[0].error == "reward code: its process died"
-    _, alive = psutil.wait_procs(below, timeout=60)
-    assert not alive
+def test_programs_are_scored_in_the_reward_processes_which_close_while_one_sleeps():
+    component = "grpo_components.rewards.code_tests.CodeTests"
+    spec = RewardSpec(component, {"wall_s": 50.0, "cpu_s": 1}, 1.0, True)
+    answer = json.dumps({"asserts": SQUARE})
+    row = {"prompt_text": "", "answer": answer, "finish_reason": "stop"}
+    with contextlib.closing(RewardPool({"code": spec}, num_workers=2, timeout_s=60)) as pool:
+        programs = [PROGRAM, "import os\nos._exit(0)", "while True: pass"]
+        scores = pool.score([{**row, "response_text": fenced(each)} for each in programs])
+        found = [(score.reward, score.success, score.error) for score in scores]
+        assert found == [(1.0, True, None), *[(0.0, False, None)] * 2]
+        asleep = pool.begin({**row, "response_text": fenced("import time\ntime.sleep(600)")})
+    assert asleep.cancelled() or asleep.result().error == "reward code: its process died"
 
 
 def test_no_descriptor_is_left_open(reward):
@@ -270,8 +249,3 @@ def test_no_descriptor_is_left_open(reward):
     for tests in ({"asserts": SQUARE}, {"stdin_stdout": SQUARES}):
         scored(reward, fenced("def square(x): return 9\nprint(9)"), **tests)
     assert psutil.Process().num_fds() == before
-
-
-def test_asserts_that_no_program_can_pass_are_an_error(reward):
-    with pytest.raises(ValueError, match=r"^answer: "):
-        scored(reward, fenced(PROGRAM), asserts=["assert 1 == 1"])

@@ -55,20 +55,27 @@ def test_an_expression_scores(expression, worth):
     assert score(f"<answer>{expression}</answer>") == worth
 
 
-def test_a_division_by_zero_earns_nothing():
-    answer = json.dumps({"numbers": [3, 3, 8], "target": 8})
-    assert score("<answer>8 / (3 - 3)</answer>", answer) == 0
+RIGHT, WRONG = "<answer>3 * 8 * 1</answer>", "<answer>3 + 8 + 1</answer>"
 
 
-def test_quotients_are_exact():
-    answer = json.dumps({"numbers": [1, 3, 3, 49], "target": 49})
-    assert score("<answer>49 * (1 / 3 * 3)</answer>", answer) == 1
-    assert score("<answer>1 / 3 * 3 * 49 </answer>", answer) == 1
+@pytest.mark.parametrize(
+    ("text", "worth", "given"),
+    [
+        ("<answer>8 / (3 - 3)</answer>", 0, {"numbers": [3, 3, 8], "target": 8}),
+        # Quotients are exact.
+        ("<answer>49 * (1 / 3 * 3)</answer>", 1, {"numbers": [1, 3, 3, 49], "target": 49}),
+        ("<answer>1 / 3 * 3 * 49 </answer>", 1, {"numbers": [1, 3, 3, 49], "target": 49}),
+        # The last expression counts.
+        (WRONG + RIGHT, 1, None),
+        (RIGHT + WRONG, 0, None),
+        ("3 * 8 * 1", 0, None),
+    ],
+)
+def test_a_response_scores(text, worth, given):
+    assert score(text, json.dumps(given) if given else ANSWER) == worth
 
 
-def test_the_last_expression_counts():
-    right, wrong = "<answer>3 * 8 * 1</answer>", "<answer>3 + 8 + 1</answer>"
-    assert (score(wrong + right), score(right + wrong), score("3 * 8 * 1")) == (1, 0, 0)
+def test_the_last_line_may_be_the_expression():
     assert score("I try.\n3 * 8 * 1\n\n", answer_format="last_line") == 1
     assert score("3 * 8 * 1\nor so", answer_format="last_line") == 0
 

@@ -5,55 +5,45 @@ import pytest
 from grpo_components.rewards.formats import BoxedFormat, ResponseLength, ThinkAnswerFormat
 
 
-def in_format(prompt: str, response: str) -> float:
-    return ThinkAnswerFormat()(
-        prompt_text=prompt, response_text=response, answer="5", finish_reason="stop"
-    )
+def judged(reward, response: str, prompt: str = "") -> float:
+    return reward(prompt_text=prompt, response_text=response, answer="5", finish_reason="stop")
+
+
+COMPLETE = [
+    ("What?", "<think>Hm.</think> <answer>5</answer>"),
+    ("What?", "<think>Hm.\nSo.</think>\n<answer>\n6\n</answer>\n"),
+    ("What? <think>", "Hm.</think> <answer>5</answer>"),
+    ("What? <think>\n", "Hm.</think> <answer>5</answer>"),
+    # A prompt that only mentions the tags has not opened one.
+    ("Use <think> and </think>.", "<think>Hm.</think> <answer>5</answer>"),
+]
+INCOMPLETE = [
+    ("What?", ""),
+    ("What?", "5"),
+    ("What?", "Hm.</think> <answer>5</answer>"),
+    ("Use <think> and </think>.", "Hm.</think> <answer>5</answer>"),
+    ("What? <think>", "<think>Hm.</think> <answer>5</answer>"),
+    ("What?", "<think>Hm.</think>"),
+    ("What?", "<think>Hm.</think> <answer>5"),
+    ("What?", "<think>Hm. <answer>5</answer>"),
+    ("What?", "<answer>5</answer> <think>Hm.</think>"),
+    ("What?", "<think>Hm.</think> <answer>5</answer> <answer>6</answer>"),
+    ("What?", "<think>Hm.</think> <think>Hm.</think> <answer>5</answer>"),
+    ("What?", "<think>Hm.</think> so <answer>5</answer>"),
+    ("What?", "Well, <think>Hm.</think> <answer>5</answer>"),
+    ("What?", "<think>Hm.</think> <answer>5</answer> and more"),
+    ("What?", "<think></think> <answer>5</answer>"),
+    ("What?", "<think>Hm.</think> <answer> \n</answer>"),
+    ("What? <think>", "\n</think> <answer>5</answer>"),
+]
 
 
 @pytest.mark.parametrize(
-    ("prompt", "response"),
-    [
-        ("What?", "<think>Hm.</think> <answer>5</answer>"),
-        ("What?", "<think>Hm.\nSo.</think>\n<answer>\n6\n</answer>\n"),
-        ("What? <think>", "Hm.</think> <answer>5</answer>"),
-        ("What? <think>\n", "Hm.</think> <answer>5</answer>"),
-        # A prompt that only mentions the tags has not opened one.
-        ("Use <think> and </think>.", "<think>Hm.</think> <answer>5</answer>"),
-    ],
+    ("prompt", "response", "worth"),
+    [*((*each, 1.0) for each in COMPLETE), *((*each, 0.0) for each in INCOMPLETE)],
 )
-def test_a_complete_format_is_worth_one(prompt, response):
-    assert in_format(prompt, response) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("prompt", "response"),
-    [
-        ("What?", ""),
-        ("What?", "5"),
-        ("What?", "Hm.</think> <answer>5</answer>"),
-        ("Use <think> and </think>.", "Hm.</think> <answer>5</answer>"),
-        ("What? <think>", "<think>Hm.</think> <answer>5</answer>"),
-        ("What?", "<think>Hm.</think>"),
-        ("What?", "<think>Hm.</think> <answer>5"),
-        ("What?", "<think>Hm. <answer>5</answer>"),
-        ("What?", "<answer>5</answer> <think>Hm.</think>"),
-        ("What?", "<think>Hm.</think> <answer>5</answer> <answer>6</answer>"),
-        ("What?", "<think>Hm.</think> <think>Hm.</think> <answer>5</answer>"),
-        ("What?", "<think>Hm.</think> so <answer>5</answer>"),
-        ("What?", "Well, <think>Hm.</think> <answer>5</answer>"),
-        ("What?", "<think>Hm.</think> <answer>5</answer> and more"),
-        ("What?", "<think></think> <answer>5</answer>"),
-        ("What?", "<think>Hm.</think> <answer> \n</answer>"),
-        ("What? <think>", "\n</think> <answer>5</answer>"),
-    ],
-)
-def test_an_incomplete_format_is_worth_nothing(prompt, response):
-    assert in_format(prompt, response) == 0.0
-
-
-def judged(reward, response: str, answer: str = "") -> float:
-    return reward(prompt_text="", response_text=response, answer=answer, finish_reason="stop")
+def test_only_a_complete_format_is_worth_one(prompt, response, worth):
+    assert judged(ThinkAnswerFormat(), response, prompt) == worth
 
 
 @pytest.mark.parametrize(

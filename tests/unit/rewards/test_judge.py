@@ -65,6 +65,11 @@ def test_a_request_is_made_again_while_the_judge_may_recover(server, make):
     assert server.times[-1] - server.times[-2] > 0.02 * 2**3 / 2
 
 
+def sent(reply, **more):
+    choice = {"message": {"content": reply}, "finish_reason": more.pop("finish_reason", "stop")}
+    return 200, json.dumps({"choices": [choice], **more}).encode(), {}
+
+
 @pytest.mark.parametrize(
     ("answer", "tries", "said"),
     [
@@ -77,32 +82,19 @@ def test_a_request_is_made_again_while_the_judge_may_recover(server, make):
         ("Score: 11", 2, "no grade in the scale .*Score: 11"),
         (None, 2, "no grade"),
         (30.0, 1, "no answer in time"),
+        *(  # a reply that was cut off
+            (sent("Score: 1", finish_reason=reason), 2, "no grade")
+            for reason in ("length", "content_filter", "tool_calls", "abort", "")
+        ),
     ],
 )
-def test_a_judge_that_gives_no_grade_is_an_error_and_no_grade_of_0(
-    server, make, answer, tries, said
-):
+def test_no_grade_is_an_error_and_no_grade_of_0(server, make, answer, tries, said):
     server.default = answer
     judge = make(retries=1, wall_s=0.1 if answer == 30.0 else 59.0)
     with pytest.raises(JudgeError, match=said):
         judge(**CALL)
     used = judge.take_use()
     assert (used["requests"], used["failures"]) == (tries, 1)
-
-
-def sent(reply, **more):
-    choice = {"message": {"content": reply}, "finish_reason": more.pop("finish_reason", "stop")}
-    return 200, json.dumps({"choices": [choice], **more}).encode(), {}
-
-
-@pytest.mark.parametrize("reason", ["length", "content_filter", "tool_calls", "abort", ""])
-def test_a_reply_that_was_cut_off_is_no_grade(server, make, reason):
-    server.default = sent("Score: 1", finish_reason=reason)
-    judge = make(retries=1)
-    with pytest.raises(JudgeError):
-        judge(**CALL)
-    used = judge.take_use()
-    assert (used["requests"], used["failures"]) == (2, 1)
 
 
 @pytest.mark.parametrize(

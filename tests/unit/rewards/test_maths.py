@@ -149,16 +149,6 @@ def test_of_several_answers_the_last_one_counts(answer_format):
     assert correct(f"{right}\n{wrong}", "5", answer_format) == 0.0
 
 
-def test_a_truncated_answer_does_not_replace_the_one_before_it():
-    assert correct("<answer>5</answer> or rather <answer>6", "5", "tag") == 1.0
-    assert correct(r"\boxed{5} or rather \boxed{6", "5", "boxed") == 1.0
-
-
-def test_a_box_ends_at_its_own_brace():
-    deep = r"\boxed{\frac{\sqrt{\frac{1}{4}}}{1}} and {more}"
-    assert correct(deep, r"\sqrt{\frac{1}{4}}", "boxed") == 1.0
-
-
 @pytest.mark.parametrize("known", ["5", r"2\sqrt{3}", r"\pi", "1/2"])
 def test_nothing_infinite_is_a_number(monkeypatch, known):
     # sympy sometimes finds that an infinite product equals 5, depending on the hash seed.
@@ -167,29 +157,38 @@ def test_nothing_infinite_is_a_number(monkeypatch, known):
         assert correct(given, known, "plain") == 0.0
 
 
-def test_infinities_are_compared_with_each_other():
-    assert correct(r"(-\infty, \infty)", r"(-\infty,\infty) ", "plain") == 1.0
-    assert correct(r"- \infty", r"-\infty", "plain") == 1.0
+HALF = r"\left\{ x^2 \right."
 
 
-def test_an_escaped_brace_does_not_end_a_box():
-    half = r"\left\{ x^2 \right."
-    assert correct(rf"\boxed{{{half}}}", half, "boxed") == 1.0
-    assert correct(r"\boxed{\{1, 2\}} and {more}", r"\{2, 1\}", "boxed") == 1.0
+@pytest.mark.parametrize(
+    ("answer_format", "response", "known"),
+    [
+        # What is cut off does not replace the answer before it.
+        ("tag", "<answer>5</answer> or rather <answer>6", "5"),
+        ("boxed", r"\boxed{5} or rather \boxed{6", "5"),
+        # A box ends at its own brace, and at no escaped one.
+        ("boxed", r"\boxed{\frac{\sqrt{\frac{1}{4}}}{1}} and {more}", r"\sqrt{\frac{1}{4}}"),
+        ("boxed", rf"\boxed{{{HALF}}}", HALF),
+        ("boxed", r"\boxed{\{1, 2\}} and {more}", r"\{2, 1\}"),
+        ("plain", r"(-\infty, \infty)", r"(-\infty,\infty) "),
+        ("plain", r"- \infty", r"-\infty"),
+        ("gsm8k", "**#### 5**", "5"),
+        ("gsm8k", "#### **1,000**", "1000"),
+        ("tag", "<answer>$x=1$ and $x=2$</answer>", "1, 2"),
+        *(
+            ("tag", f"<answer>{one}</answer>", "6")
+            for one in ("$6$", "$$6$$", "\n$ 6 $\n", r"\$6", r"$\$6$", "$x=6$")
+        ),
+    ],
+)
+def test_a_right_answer_is_found_in_its_marks(answer_format, response, known):
+    assert correct(response, known, answer_format) == 1.0
 
 
-def test_one_of_two_formulas_is_not_the_answer():
-    for two in ("$5$ $6$", "$5$ or $6$", "$5$\n$6$", "5\n6"):
-        assert correct(f"<answer>{two}</answer>", "6", "tag") == 0.0
-        assert correct(f"<answer>{two}</answer>", "5", "tag") == 0.0
-    assert correct("<answer>$x=1$ and $x=2$</answer>", "1, 2", "tag") == 1.0
-    for one in ("$6$", "$$6$$", "\n$ 6 $\n", r"\$6", r"$\$6$", "$x=6$"):
-        assert correct(f"<answer>{one}</answer>", "6", "tag") == 1.0
-
-
-def test_markdown_around_an_answer_is_ignored():
-    assert correct("**#### 5**", "5", "gsm8k") == 1.0
-    assert correct("#### **1,000**", "1000", "gsm8k") == 1.0
+@pytest.mark.parametrize("two", ["$5$ $6$", "$5$ or $6$", "$5$\n$6$", "5\n6"])
+@pytest.mark.parametrize("known", ["5", "6"])
+def test_one_of_two_formulas_is_not_the_answer(two, known):
+    assert correct(f"<answer>{two}</answer>", known, "tag") == 0.0
 
 
 def test_a_known_answer_that_cannot_be_parsed_is_an_error():

@@ -1,6 +1,7 @@
 """Rows whose own answer a reward does not accept are counted and named before the start."""
 
 import json
+from contextlib import closing
 
 import pytest
 
@@ -56,12 +57,9 @@ def checked(tmp_path, monkeypatch):
         }
         specs = {name: RewardSpec(f"exact_rewards.{name}", {}, 1.0, False) for name in names}
         sample = {**reward_input(data["dataset"][0], "", "stop"), "level": 0}
-        trial = RewardTrial(specs, [sample], 60.0)
-        try:
+        with closing(RewardTrial(specs, [sample], 60.0)) as trial:
             trial.finish()
             return trial.check_rows(data, lambda prompt: reward_input(prompt, "", "stop"))
-        finally:
-            trial.close()
 
     return check
 

@@ -1,5 +1,7 @@
 """Each reward is built and called once before the start; what fails shows its own line."""
 
+from contextlib import closing
+
 import pytest
 
 from grpo_components.errors import ConfigError
@@ -7,9 +9,6 @@ from grpo_components.rewards.pool import RewardSpec
 from grpo_components.rewards.reward_trial import RewardTrial
 
 REWARDS = """
-import time
-
-
 class Reward:
     def __init__(self, kind="right"):
         self.kind = kind
@@ -19,8 +18,6 @@ class Reward:
     def __call__(self, *, prompt_text, response_text, answer, finish_reason, level=None):
         if self.kind == "raises":
             return float(self.deeper(answer))
-        while self.kind == "hangs":
-            time.sleep(0.1)  # hangs
         return 1.0 / (level == 3)
 
     def deeper(self, answer):
@@ -40,14 +37,11 @@ def file(tmp_path, monkeypatch):
     return path
 
 
-def attempt(component, timeout_s=30.0, **kwargs):
+def attempt(component, **kwargs):
     sample = {"prompt_text": "?", "response_text": "1", "answer": "1", "finish_reason": "stop"}
     spec = RewardSpec(f"tried_rewards.{component}", kwargs, 1.0, False)
-    trial = RewardTrial({"own": spec}, [{**sample, "level": 3}], timeout_s)
-    try:
+    with closing(RewardTrial({"own": spec}, [{**sample, "level": 3}], 30.0)) as trial:
         trial.finish()
-    finally:
-        trial.close()
 
 
 @pytest.mark.parametrize("component", ["Reward", "counting"])
@@ -55,13 +49,10 @@ def test_a_reward_gets_the_columns_of_the_row(file, component):
     attempt(component)
 
 
-@pytest.mark.parametrize(
-    ("kind", "what", "timeout_s"),
-    [("raises", "KeyError", 30.0), ("unbuilt", "RuntimeError", 30.0)],
-)
-def test_a_reward_that_fails_is_refused_with_its_line_and_traceback(file, kind, what, timeout_s):
+@pytest.mark.parametrize(("kind", "what"), [("raises", "KeyError"), ("unbuilt", "RuntimeError")])
+def test_a_reward_that_fails_is_refused_with_its_line_and_traceback(file, kind, what):
     with pytest.raises(ConfigError) as refused:
-        attempt("Reward", timeout_s, kind=kind)
+        attempt("Reward", kind=kind)
     message, trace = str(refused.value), refused.value.user_traceback
     line = next(n for n, text in enumerate(REWARDS.splitlines(), 1) if f"# {kind}" in text)
     assert message.startswith("rewards.own: tried_rewards.Reward ") and len(message) <= 300
@@ -77,11 +68,12 @@ def test_a_judge_that_is_down_is_not_called_a_wrong_class():
         "grpo_components.rewards.judge.LLMJudge", {**rubric, "retries": 0}, 1.0, False
     )
     sample = {"prompt_text": "?", "response_text": "1", "answer": "1", "finish_reason": "stop"}
-    trial = RewardTrial({"judge": spec}, [sample], 30.0)
     said = (
         r"tiny at http://127\.0\.0\.1:9/v1 gave no grade: ConnectError: All connection attempts "
         r"failed .*; allowed: one that can score a row of the data set$"
     )
-    with pytest.raises(ConfigError, match=said):
+    with (
+        closing(RewardTrial({"judge": spec}, [sample], 30.0)) as trial,
+        pytest.raises(ConfigError, match=said),
+    ):
         trial.finish()
-    trial.close()

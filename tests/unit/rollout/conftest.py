@@ -9,18 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_components.rollout.engine_environment import engine_environment
-from grpo_components.rollout.generator_options import EngineOptions
-
-
-@pytest.fixture(scope="module")
-def engine_variables():
-    """The environment variables of an engine's role: vLLM reads them when it is imported."""
-    before = dict(os.environ)
-    os.environ.update(engine_environment("cpu", "WARNING"))
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+from grpo_components.rollout.generator_options import EngineOptions, EnvironmentOptions
+from grpo_components.settings import GeneratorSettings
 
 
 @pytest.fixture(scope="module")
@@ -36,35 +26,56 @@ def build_engine(engine_variables):
     for name in ("freeze", "unfreeze"):  # what is imported stays frozen, engines are collected
         patched.setattr(gc, name, lambda: None)
 
-    def build(
-        path,
-        recompute_kv_after_pull=False,
-        schedule=None,
-        max_num_seqs=64,
-        workers=1,
-        weight_transfer=None,
-        lora=None,
-        num_ids=None,
-    ):
+    def build(path, schedule=None, workers=1, max_num_seqs=64, **options):
+        settings = GeneratorSettings(
+            max_response_tokens=256,
+            temperature=1.0,
+            max_model_len=512,
+            max_num_seqs=max_num_seqs,
+            kv_cache_gib=1,
+            tensor_parallel_size=workers,
+        )
         options = EngineOptions(
             model_path=str(path),
             device="cpu",
             dtype="fp32",
-            max_model_len=512,
-            max_num_seqs=max_num_seqs,
-            gpu_memory_utilization=0.5,
-            kv_cache_gib=1,
-            enforce_eager=True,
-            recompute_kv_after_pull=recompute_kv_after_pull,
-            tensor_parallel_size=workers,
-            weight_transfer=weight_transfer,
-            lora=lora,
-            num_ids=num_ids,
+            **{"recompute_kv_after_pull": False, **options},
         )
-        return VLLMEngine(options, seed=0, schedule=schedule)
+        return VLLMEngine(settings, options, seed=0, schedule=schedule)
 
     yield build
     patched.undo()
+
+
+@pytest.fixture
+def make_generator(engine_variables, monkeypatch):
+    """Builds generators over stand-ins of engine and rewards; closes them after the test."""
+    from grpo_components.rollout import generator
+
+    made = []
+
+    def make(build_environment, *, engine, pool, tokenizer, size=8, in_flight=2, **environment):
+        monkeypatch.setattr(generator, "VLLMEngine", lambda *args, **kwargs: engine)
+        options = {"timeout_s": 60, "build_environment": build_environment} | environment
+        made.append(
+            generator.Generator(
+                build_tokenizer=tokenizer,
+                settings=GeneratorSettings(
+                    max_response_tokens=size, temperature=1.0, stop_token_ids=[0]
+                ),
+                engine=None,  # the stand-in reads no options
+                group_size=3,
+                seed=42,
+                environment=EnvironmentOptions(**options),
+                open_rewards=lambda: pool,
+                rollouts_in_flight=in_flight,
+            )
+        )
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from concurrent.futures import wait
 import numpy as np
 import pytest
 import torch
-from lib.real_engine import assert_same, weights
+from lib import real_engine
+from lib.real_engine import assert_same, under_way, weights
 
 from grpo_components.rollout import engine_sleep
 from grpo_components.rollout.engine_sleep import EngineAsleepError
@@ -18,13 +19,12 @@ LONG = [int(i) for i in np.random.default_rng(0).integers(1, 255, 300)]
 
 
 def ask(engine, prompt=LONG):
-    return engine.submit(prompt, max_tokens=16, temperature=1.0, seed=1, stop_token_ids=[0])
+    return real_engine.ask(engine, prompt, 16, seed=1, stop_token_ids=[0])
 
 
 def answers(engine):
     """Of a prompt that fills several blocks of the cache, and of short ones beside it."""
-    futures = [ask(engine), *(ask(engine, [5, 6, 7, i + 1]) for i in range(8))]
-    return [future.result() for future in futures]
+    return real_engine.done([ask(engine), *(ask(engine, ids) for ids in real_engine.PROMPTS)])
 
 
 def spoil(values, with_value=torch.nan):
@@ -113,11 +113,7 @@ def test_a_sleeping_engine_has_aborted_what_ran_and_refuses_what_comes(
     if scheduling == "asynchronous":
         force_cuda_defaults()
     engine = make_engine(checkpoints / "tied_A")
-    running = [
-        engine.submit([5, i + 1], max_tokens=400, temperature=1.0, seed=i, stop_token_ids=[])
-        for i in range(8)
-    ]
-    engine.submit([9, 9], max_tokens=20, temperature=1.0, seed=0, stop_token_ids=[]).result()
+    running = under_way(engine)
     aborted = engine.sleep().result()
     assert aborted > 0
     wait(running)

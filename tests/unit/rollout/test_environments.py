@@ -38,11 +38,10 @@ def make(prompts, score=by_position):
     return environment
 
 
-def answer(state, responses, reasons=None):
+def answer(state, responses, reasons):
     """Write a response into every slot, as a policy does."""
     slots = state.unbind(0)
-    for i, (slot, response) in enumerate(zip(slots, responses, strict=True)):
-        reason = reasons[i] if reasons else "stop"
+    for slot, response, reason in zip(slots, responses, reasons, strict=True):
         slot.update(
             TensorDict(response=torch.tensor(response), finish_reason=NonTensorData(reason))
         )
@@ -82,27 +81,7 @@ def test_each_slot_shows_its_prompt_and_ends_with_its_own_response_and_score(slo
     ]
 
 
-def test_a_failed_score_keeps_its_error_and_leaves_the_other_slots_alone():
-    failed = Score(float("nan"), {}, False, "correctness: timed out")
-    fine = Score(0.5, {"correctness": 0.5}, False, None)
-    environment = make([[1], [2, 3]], lambda samples: [failed, fine])
-    after = environment.step(answer(environment.reset(), [[4], [5]]))["next"].unbind(0)
-    assert after[0]["score"] is failed and after[0]["reward"].isnan().all()
-    assert after[1]["score"] is fine and after[1]["reward"].item() == 0.5
-    assert all(bool(slot["done"]) for slot in after)
-
-
-def test_every_reset_starts_from_the_last_prompts():
-    environment = make([[1, 2], [3]])
-    environment.step(answer(environment.reset(), [[7], [8, 9]]))
-    again = environment.reset()
-    assert [slot["tokens"].tolist() for slot in again.unbind(0)] == [[1, 2], [3]]
-    environment.ask([prompt(5, [6, 6, 6]), prompt(6, [4])])
-    other = environment.reset()
-    assert [slot["tokens"].tolist() for slot in other.unbind(0)] == [[6, 6, 6], [4]]
-
-
 def test_fewer_scores_than_slots_are_an_error():
     environment = make([[1], [2]], lambda samples: by_position(samples)[:1])
     with pytest.raises(ValueError):
-        environment.step(answer(environment.reset(), [[4], [5]]))
+        environment.step(answer(environment.reset(), [[4], [5]], ["stop"] * 2))

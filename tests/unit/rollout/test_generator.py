@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from inspect import isfunction, signature
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lib.engine import Request, StandInEngine, StandInPool
-from tensordict import NonTensorData, TensorDict, lazy_stack
+from tensordict import NonTensorData, lazy_stack
 
 from grpo_components.exchange.weight_deltas import NO_BASE, DeltaEncoder
 from grpo_components.exchange.weight_probe import ProbeReading
@@ -26,12 +27,7 @@ from grpo_components.rewards.pool import Score
 from grpo_components.rollout.completions import Completion
 from grpo_components.rollout.engine_use import NO_REWARD
 from grpo_components.rollout.environments import SingleTurnEnvironment
-from grpo_components.rollout.generator_options import (
-    EnvironmentOptions,
-    RewardOptions,
-    SamplingOptions,
-)
-from grpo_components.trajectory import pack, summarize, unpack
+from grpo_components.trajectory import summarize, unpack
 
 STOP = 0
 PROBE = ProbeReading([-1.0], label=5, cached_tokens=0)
@@ -84,117 +80,9 @@ def prompt(number, token_ids=(1, 2)):
     }
 
 
-# ---- seeds --------------------------------------------------------------------------------------
-
-IDENTITIES = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4).map(tuple)
-
-
-@given(st.lists(IDENTITIES, min_size=2, max_size=20, unique_by=lambda i: (len(i), i)))
-def test_samples_of_another_identity_have_another_seed_of_63_bits(module, identities):
-    for length in {len(identity) for identity in identities}:
-        same = [identity for identity in identities if len(identity) == length]
-        seeds = {module.sampling_seed(*identity) for identity in same}
-        assert len(seeds) == len(same)
-        assert all(0 <= seed < 2**63 for seed in seeds)
-
-
 def test_seeds_are_the_same_in_every_process_and_release(module):
     """Written down: another formula would make another run of the same config."""
     assert module.sampling_seed(42, 0, 7, 3) == 2190725600997302520
-
-
-# ---- turns --------------------------------------------------------------------------------------
-
-
-def turn(response, said, known, *, version, done, finish_reason="stop", score=None):
-    """One policy turn in a slot that has `known` tokens, as a collector sees it."""
-    size = len(response)
-    after = TensorDict(
-        tokens=torch.tensor([*known, *response, *said]),
-        done=torch.tensor([done]),
-        score=NonTensorData(score),
-    )
-    return TensorDict(
-        response=torch.tensor(response),
-        logprobs=-torch.arange(1.0, size + 1),
-        versions=torch.full((size,), version, dtype=torch.int32),
-        finish_reason=NonTensorData(finish_reason),
-        next=after,
-    )
-
-
-GOOD = Score(0.75, {"correctness": 1.0, "format": 0.5}, True, None)
-
-
-def two_turns(module, score=GOOD):
-    slot = module.SlotRollout(np.array([5, 6, 7]))
-    slot.extend(turn([10, 11], [90, 91, 92], [5, 6, 7], version=3, done=False))
-    assert not slot.done
-    known = [5, 6, 7, 10, 11, 90, 91, 92]
-    last = turn([12], [], known, version=4, done=True, finish_reason="length", score=score)
-    slot.extend(last)
-    assert slot.done
-    return slot
-
-
-def test_a_record_knows_what_each_turn_said_and_has_the_last_ones_reason_and_score(module):
-    record = two_turns(module).trajectory(
-        prompt(9), epoch=1, group_id=2, attempt=3, temperature=0.7
-    )
-    record.check()
-    assert record.prompt_ids.tolist() == [5, 6, 7]
-    assert record.response_ids.tolist() == [10, 11, 90, 91, 92, 12]
-    assert record.response_mask.tolist() == [True, True, False, False, False, True]
-    assert record.generator_logprobs.tolist() == [-1.0, -2.0, 0.0, 0.0, 0.0, -1.0]
-    assert record.token_versions.tolist() == [3, 3, -1, -1, -1, 4]
-    assert record.oldest_version == 3 and record.temperature == 0.7
-    assert summarize(pack([record])).response_tokens == [3]
-    known = (record.prompt_index, record.epoch, record.group_id, record.attempt)
-    assert known == (9, 1, 2, 3)
-    assert record.finish_reason == "length" and not record.failed and record.error is None
-    assert (record.reward, record.reward_terms, record.success) == (0.75, GOOD.terms, True)
-
-
-def test_a_sample_whose_score_failed_is_an_error_without_a_reward(module):
-    failed = Score(math.nan, {}, False, "correctness: timed out")
-    slot = two_turns(module, failed)
-    record = slot.trajectory(prompt(0), epoch=0, group_id=0, attempt=0, temperature=1.0)
-    assert record.failed and record.finish_reason == "error"
-    assert math.isnan(record.reward) and not record.success
-    assert record.error == "correctness: timed out"
-
-
-def test_the_policy_gives_every_slot_its_own_seed_and_its_own_answer(module):
-    from grpo_components.rollout.collector import EnginePolicy, GroupCollector
-
-    waiting = []
-
-    def last_first(request):
-        waiting.append(request)
-        if len(waiting) == 3:
-            for each in reversed(waiting):
-                each.finish()
-
-    engine = stand_in_engine(last_first)
-    policy = EnginePolicy(
-        engine, max_response_tokens=9, stop_token_ids=[STOP], truncation={"top_p": 1.0}
-    )
-    policy.temperature = 0.7
-    env = SingleTurnEnvironment(num_slots=3, decode=str, score=scores)
-    env.ask([prompt(i, [i + 1] * (i + 1)) for i in range(3)])
-    policy.seeds, policy.names = [11, 22, 33], ["a", "b", "c"]
-    slots = GroupCollector(env, policy).rollout()
-    asked = [(request.prompt_ids, request.seed, request.name) for request in engine.requests]
-    assert asked == [([1], 11, "a"), ([2, 2], 22, "b"), ([3, 3, 3], 33, "c")]
-    for request in engine.requests:
-        assert (request.max_tokens, request.temperature) == (9, 0.7)
-        assert (request.stop_token_ids, request.truncation) == ([STOP], {"top_p": 1.0})
-    for slot, seed in zip(slots, policy.seeds, strict=True):
-        expected = completion(slot.prompt_ids.tolist(), seed)
-        assert slot.response_ids.tolist() == expected.token_ids.tolist()
-        assert slot.logprobs.tolist() == expected.logprobs.tolist()
-        assert slot.versions.tolist() == expected.token_versions.tolist()
-        assert slot.finish_reason == expected.finish_reason
 
 
 # ---- the whole generator over a stand-in of its engine ------------------------------------------
@@ -222,71 +110,39 @@ class Tokenizer:
 
 
 @pytest.fixture
-def engines(module, monkeypatch):
-    """The engines of the generators that the test has built, the newest last."""
-    built = []
-
-    def build(options, *, seed, schedule):
-        built.append(stand_in_engine())
-        return built[-1]
-
-    monkeypatch.setattr(module, "VLLMEngine", build)
-    return built
+def engine():
+    return stand_in_engine()
 
 
 @pytest.fixture
-def make_generator(module, engines, monkeypatch):
-    """Build a generator over another environment."""
-    made = []
-
-    def make(environment, *, pool=None, group_size=3, rollouts_in_flight=2, timeout_s=60):
-        rewards = pool or StandInPool(scores)
-        monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: rewards)
-        made.append(
-            module.Generator(
-                build_tokenizer=Tokenizer,
-                engine=None,  # the stand-in reads no options
-                sampling=SamplingOptions(
-                    group_size=group_size,
-                    seed=42,
-                    max_response_tokens=8,
-                    stop_token_ids=[STOP],
-                    truncation={},
-                ),
-                environment=EnvironmentOptions(build_environment=environment, timeout_s=timeout_s),
-                rewards=RewardOptions(rewards={}, num_workers=1, timeout_s=1),
-                rollouts_in_flight=rollouts_in_flight,
-            )
-        )
-        return made[-1]
-
-    yield make
-    for generator in made:
-        generator.close()
+def make(make_generator, engine):
+    """Builds a generator over an environment."""
+    return partial(make_generator, engine=engine, pool=StandInPool(scores), tokenizer=Tokenizer)
 
 
 @pytest.fixture
-def generator(make_generator):
-    return make_generator(SingleTurnEnvironment)
+def generator(make):
+    return make(SingleTurnEnvironment)
 
 
-@pytest.fixture
-def engine(generator, engines):
-    """The engine of `generator`."""
-    return engines[-1]
-
-
-def group(generator, number, group_id):
-    return asyncio.run(generator.generate_group(prompt(number, [number]), 1, group_id, 0, 0.9))
+def group(generator, number=4, group_id=17):
+    return asyncio.run(generator.generate_group(prompt(number, [number]), 1, group_id, 5, 0.9))
 
 
 def test_a_group_answers_one_prompt_group_size_times_and_its_summary_agrees(generator, engine):
     packed, summary, text = group(generator, number=4, group_id=17)
     records = unpack(packed)
     assert len(records) == 3
-    assert all(t.prompt_ids.tolist() == [4] and t.prompt_index == 4 for t in records)
-    assert all((t.group_id, t.epoch, t.temperature) == (17, 1, 0.9) for t in records)
-    assert all(request.temperature == 0.9 for request in engine.requests)
+    for t, request, seed in zip(records, engine.requests, summary.seeds, strict=True):
+        assert t.prompt_ids.tolist() == [4] and t.prompt_index == 4
+        assert (t.group_id, t.epoch, t.attempt, t.temperature) == (17, 1, 5, 0.9)
+        assert (request.max_tokens, request.temperature, request.seed) == (8, 0.9, seed)
+        assert (request.stop_token_ids, request.truncation) == ([STOP], {})
+        expected = completion([4], seed)
+        assert t.response_ids.tolist() == expected.token_ids.tolist() and t.response_mask.all()
+        assert t.generator_logprobs.tolist() == expected.logprobs.tolist()
+        assert t.token_versions.tolist() == expected.token_versions.tolist()
+        assert t.finish_reason == expected.finish_reason
     seeds = summary.seeds
     assert summary == replace(summarize(packed), seeds=seeds) and len(set(seeds)) == len(seeds)
     assert (text["prompt"], text["answer"], text["epoch"]) == ("question 4", "answer 4", 1)
@@ -294,19 +150,17 @@ def test_a_group_answers_one_prompt_group_size_times_and_its_summary_agrees(gene
     assert [r["reward"] for r in text["responses"]] == summary.rewards
 
 
-def test_a_response_is_scored_while_others_of_its_group_are_sampled(make_generator, engines):
+def test_a_response_is_scored_while_others_of_its_group_are_sampled(make, engine):
     pool, order = StandInPool(scores), []
-    generator, begin = make_generator(SingleTurnEnvironment, pool=pool), pool.begin
-    waiting = []
+    generator, begin = make(SingleTurnEnvironment, pool=pool), pool.begin
 
     def arrived(request):
-        waiting.append(request)
-        if len(waiting) == 3:
+        if len(engine.requests) == 3:
             sample(2)
 
     def sample(number):
         order.append(f"sampled {number}")
-        waiting[number].finish()
+        engine.requests[number].finish()
 
     def begun(each):
         order.append("scoring began")
@@ -314,15 +168,17 @@ def test_a_response_is_scored_while_others_of_its_group_are_sampled(make_generat
             sample(len(pool.begun))
         return begin(each)
 
-    engines[-1].arrived, pool.begin = arrived, begun
-    group(generator, number=4, group_id=17)
+    engine.arrived, pool.begin = arrived, begun
+    packed, *_ = group(generator)
     began = "scoring began"
     assert order == ["sampled 2", began, "sampled 0", began, "sampled 1", began]
+    sampled = [request.answer.token_ids.tolist() for request in engine.requests]
+    assert [t.response_ids.tolist() for t in unpack(packed)] == sampled, "each in its own slot"
 
 
-def test_a_group_starts_while_the_longest_response_of_another_is_sampled(make_generator, engines):
-    generator = make_generator(SingleTurnEnvironment, rollouts_in_flight=2)
-    requests, engines[-1].arrived = engines[-1].requests, lambda request: None
+def test_a_group_starts_while_the_longest_response_of_another_is_sampled(make, engine):
+    generator = make(SingleTurnEnvironment, in_flight=2)
+    requests, engine.arrived = engine.requests, lambda request: None
 
     async def sampled(*numbers):
         while len(requests) <= max(numbers):
@@ -347,16 +203,16 @@ def test_a_group_starts_while_the_longest_response_of_another_is_sampled(make_ge
     asyncio.run(run())
 
 
-def test_an_engine_without_sequences_waits_for_rewards_or_for_a_group(make_generator):
+def test_an_engine_without_sequences_waits_for_rewards_or_for_a_group(make):
     def asking(samples):
         time.sleep(0.02)
         return scores(samples)
 
     pool = StandInPool(scores)
     pool.score = asking
-    generator = make_generator(SingleTurnEnvironment, pool=pool)
+    generator = make(SingleTurnEnvironment, pool=pool)
     began = time.perf_counter()
-    group(generator, number=4, group_id=17)
+    group(generator)
     use = generator.time_use()
     assert use["seconds"][NO_REWARD] >= 0.02
     assert sum(use["seconds"].values()) >= time.perf_counter() - began - 0.01
@@ -375,21 +231,28 @@ def test_a_groups_seeds_depend_on_nothing_but_its_number(generator, engine, modu
     assert names == [f"group 17 sample {i}" for i in range(3)]
 
 
-def test_an_evaluation_answers_each_prompt_once_in_order_with_seeds_that_never_change(
-    generator, engine, module
+@pytest.mark.parametrize("samples", [1, 3])
+def test_an_evaluation_answers_each_prompt_in_order_with_seeds_that_never_change(
+    generator, engine, module, samples
 ):
-    """Seven prompts: the last chunk is smaller than a group."""
+    """The last chunk is smaller than a group; the first sample has the seed of an only one."""
+    seeds = {
+        (i, k): module.sampling_seed(42, 1, i, *([k] if k else []))
+        for i in range(7)
+        for k in range(samples)
+    }
+    expected = [completion([i + 1], seed) for (i, _), seed in seeds.items()]
     prompts = [prompt(i, [i + 1]) for i in range(7)]
-    expected = [completion([i + 1], module.sampling_seed(42, 1, i)) for i in range(7)]
     for _ in range(2):
-        results = asyncio.run(generator.evaluate(prompts, 1.0))
+        results = asyncio.run(generator.evaluate(prompts, 0.0, samples))
+        assert [r["prompt_index"] for r in results] == [i for i, _ in seeds]
         assert [r["success"] for r in results] == [c.finish_reason == "stop" for c in expected]
         assert [r["oldest_version"] for r in results] == [c.token_versions[0] for c in expected]
         assert all(r["oldest_version"] == r["newest_version"] for r in results)
-    assert len(engine.requests) == 14
-    assert {sum(request.prompt_ids): request.seed for request in engine.requests} == {
-        i + 1: module.sampling_seed(42, 1, i) for i in range(7)
-    }
+    asked = sorted((r.prompt_ids, r.seed, r.name, r.temperature) for r in engine.requests)
+    names = {(i, k): f"evaluation of prompt {i}" + (f" sample {k}" if k else "") for i, k in seeds}
+    each = [([i + 1], seed, names[i, k], 0.0) for (i, k), seed in seeds.items()]
+    assert asked == sorted(each * 2)
 
 
 def test_an_evaluation_returns_the_text_of_the_logged_prompts_alone(generator):
@@ -403,25 +266,6 @@ def test_an_evaluation_returns_the_text_of_the_logged_prompts_alone(generator):
         assert readable["versions"] == [result["oldest_version"], result["newest_version"]]
         for name in ("reward", "success", "error"):
             assert readable[name] == result[name]
-
-
-def test_several_responses_to_a_prompt_have_seeds_of_their_own_and_the_first_has_its_old_one(
-    generator, engine, module
-):
-    prompts = [prompt(i, [i + 1]) for i in range(2)]
-    results = asyncio.run(generator.evaluate(prompts, 0.0, samples=3))
-    assert [result["prompt_index"] for result in results] == [0, 0, 0, 1, 1, 1]
-    asked = [(r.seed, r.name, r.temperature) for r in engine.requests]
-    assert sorted(asked) == sorted(
-        (
-            module.sampling_seed(42, 1, i, k),
-            f"evaluation of prompt {i}" + (f" sample {k}" if k else ""),
-            0.0,
-        )
-        for i in range(2)
-        for k in range(3)
-    )
-    assert module.sampling_seed(42, 1, 1, 0) == module.sampling_seed(42, 1, 1)
 
 
 def bucket_of(*names, value=1.0):
@@ -712,10 +556,10 @@ class Breaks(SingleTurnEnvironment):
 
 
 @pytest.fixture
-def breaking(make_generator):
+def breaking(make):
     Breaks.made.clear()
     Breaks.released.clear()
-    yield make_generator(Breaks, timeout_s=0.5, rollouts_in_flight=1)
+    yield make(Breaks, timeout_s=0.5, in_flight=1)
     Breaks.released.set()
 
 
@@ -742,17 +586,17 @@ def test_a_group_whose_environment_fails_is_failed_samples_and_the_next_has_anot
     assert summary.errors == [t.error for t in records]
     assert summary.response_tokens == [0, 0, 0] and summary.oldest_version == -1
     assert [(r["response"], r["versions"]) for r in text["responses"]] == [("", None)] * 3
-    _, summary, _ = group(breaking, number=4, group_id=4)
+    _, summary, _ = group(breaking)
     assert summary.errors == [] and len(Breaks.made) == 2
     Breaks.released.set()
     assert Breaks.made[0].closed.wait(10), "what was left behind is closed"
 
 
 def test_environments_are_made_as_many_as_are_needed_at_once_and_closed_in_the_end(
-    make_generator,
+    make,
 ):
     Breaks.made.clear()
-    generator = make_generator(Breaks, rollouts_in_flight=3)
+    generator = make(Breaks, in_flight=3)
 
     async def rollouts():
         for _ in range(6):
@@ -802,7 +646,7 @@ def test_an_environments_error_shows_its_own_file_and_line_and_begins_there(brea
     assert sum(line in text and frames[0] in text for text in logged) == 3
 
 
-def test_a_slow_queue_of_rewards_is_not_the_environments_fault(make_generator):
+def test_a_slow_queue_of_rewards_is_not_the_environments_fault(make):
     released = threading.Event()
 
     def slow(samples):
@@ -811,10 +655,8 @@ def test_a_slow_queue_of_rewards_is_not_the_environments_fault(make_generator):
 
     pool = StandInPool(scores)
     pool.score = slow
-    generator = make_generator(
-        SingleTurnEnvironment, pool=pool, timeout_s=0.5, rollouts_in_flight=1
-    )
-    _, summary, _ = group(generator, number=4, group_id=4)
+    generator = make(SingleTurnEnvironment, pool=pool, timeout_s=0.5, in_flight=1)
+    _, summary, _ = group(generator)
     released.set()
     assert len(summary.errors) == 3
     assert all(error.startswith("rewards: ") for error in summary.errors)
@@ -822,16 +664,16 @@ def test_a_slow_queue_of_rewards_is_not_the_environments_fault(make_generator):
 
 
 @pytest.mark.parametrize("error", ["EngineStoppedError", "RewardPoolError", "ConfigError"])
-def test_a_failure_that_is_no_environments_is_the_generators(breaking, engines, error):
+def test_a_failure_that_is_no_environments_is_the_generators(breaking, engine, error):
     """Without an engine, or without rewards, there is nothing to go on with."""
     from grpo_components.rollout import rollouts
 
     def fails(request):
         raise getattr(rollouts, error)("rewards", "gone", "one")
 
-    engines[-1].arrived = fails
+    engine.arrived = fails
     with pytest.raises(getattr(rollouts, error)):
-        group(breaking, number=4, group_id=4)
+        group(breaking)
 
 
 @pytest.mark.parametrize(
@@ -855,7 +697,7 @@ def test_a_response_reads_without_its_stop_token_and_ids_that_are_no_text_do_no_
         token_versions=np.zeros(size, np.int32),
         finish_reason="stop",
     )
-    *_, readable = group(generator, number=4, group_id=4)
+    *_, readable = group(generator)
     assert [response["response"] for response in readable["responses"]] == [text] * 3
 
 

@@ -4,6 +4,7 @@ import asyncio
 import random
 import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,15 +19,8 @@ from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from grpo_components.rewards.pool import Score
 from grpo_components.rollout.completions import Completion
-from grpo_components.rollout.generator_options import (
-    EnvironmentOptions,
-    RewardOptions,
-    SamplingOptions,
-)
 from grpo_components.rollout.multi_turn import MultiTurnEnvironment, Reply
 from grpo_components.trajectory import summarize, unpack
-
-STOP = 7
 
 
 def collector() -> Any:
@@ -153,26 +147,14 @@ def test_the_world_reads_each_turn_and_the_rewards_judge_the_last_one(module):
 
     rollout(module, make(world, score=score), Says("ONE", "TWO", "THREE"))
     assert heard == ["one", "two", "three"]
-    assert judged == [
-        {
-            "prompt_text": "Q?",
-            "response_text": "three",
-            "answer": "of the third",
-            "finish_reason": "stop",
-            "seed": 1000,
-        }
-    ]
+    shown = {"prompt_text": "Q?", "response_text": "three", "answer": "of the third"}
+    assert judged == [shown | {"finish_reason": "stop", "seed": 1000}]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("text", None),
-        ("done", "no"),
-        ("rewards", {"hint": float("nan")}),
-        ("answer", 42),
-    ],
-)
+WRONG = {"text": None, "done": "no", "rewards": {"hint": float("nan")}, "answer": 42}
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG.items())
 def test_a_reply_with_a_wrong_field_cannot_be_made(field, value):
     with pytest.raises(ValueError, match=rf"^Reply\.{field}: .* given; allowed: "):
         Reply(**{field: value})
@@ -351,34 +333,21 @@ def engine():
 
 
 @pytest.fixture
-def make_generator(module, engine, monkeypatch):
-    """Build a generator over a world."""
-    monkeypatch.setattr(module, "VLLMEngine", lambda *args, **kwargs: engine)
-    monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: StandInPool(all_right))
-    made = []
+def over(make_generator, engine):
+    """Builds a generator over a world."""
 
-    def make(world, **kwargs):
-        def build(**given):
-            return MultiTurnEnvironment(**given, max_turns=3, world=world)
+    def build(world):
+        return make_generator(
+            partial(MultiTurnEnvironment, max_turns=3, world=world),
+            engine=engine,
+            pool=StandInPool(all_right),
+            tokenizer=Tokenizer,
+            size=12,
+            timeout_s=20,
+            slots_apart=True,
+        )
 
-        arguments = {
-            "build_tokenizer": Tokenizer,
-            "engine": None,  # the stand-in reads no options
-            "sampling": SamplingOptions(
-                group_size=3, seed=42, max_response_tokens=12, stop_token_ids=[STOP], truncation={}
-            ),
-            "environment": EnvironmentOptions(
-                build_environment=build, timeout_s=20, slots_apart=True
-            ),
-            "rewards": RewardOptions(rewards={}, num_workers=1, timeout_s=1),
-            "rollouts_in_flight": 2,
-        }
-        made.append(module.Generator(**arguments | kwargs))
-        return made[-1]
-
-    yield make
-    for generator in made:
-        generator.close()
+    return build
 
 
 def dice(prompt, seed):
@@ -391,43 +360,38 @@ def generate(generator, group_id, number=0):
     return generator.generate_group(prompt(number), 0, group_id, 0, 1.0)
 
 
-def test_a_repeated_group_is_identical_and_its_samples_differ(make_generator):
+def test_a_repeated_group_is_identical_and_its_samples_and_turns_have_seeds_of_their_own(
+    over, engine, module
+):
     """A restarted generator repeats a group, with the same dice."""
-    first, again = (
-        unpack(asyncio.run(generate(make_generator(dice), group_id=5))[0]) for _ in range(2)
+    first, again, other = (
+        unpack(asyncio.run(generate(over(dice), group_id))[0]) for group_id in (5, 5, 6)
     )
     assert [t.response_ids.tolist() for t in first] == [t.response_ids.tolist() for t in again]
-    rolls = {tuple(t.response_ids[~t.response_mask].tolist()) for t in first}
-    other = unpack(asyncio.run(generate(make_generator(dice), group_id=6))[0])
-    rolls |= {tuple(t.response_ids[~t.response_mask].tolist()) for t in other}
+    rolls = {tuple(t.response_ids[~t.response_mask].tolist()) for t in (*first, *other)}
     assert len(rolls) > 2
     assert all(t.finish_reason == "length" for t in first), "three turns without an end"
-
-
-def test_every_turn_has_its_own_seed_and_the_remaining_room(make_generator, engine, module):
-    generator = make_generator(dice)
-    asyncio.run(generate(generator, group_id=5))
     for i in range(3):
         mine = [each for each in engine.requests if each.name == f"group 5 sample {i}"]
-        assert [each.max_tokens for each in mine] == [12, 9, 6]
+        assert [each.max_tokens for each in mine] == [12, 9, 6] * 2, "the room that is left"
         seeds = [each.seed for each in mine]
         assert seeds[0] == module.sampling_seed(42, 0, 5, i) and len(set(seeds)) == 3
 
 
-def test_evaluations_of_a_prompt_always_have_the_same_seed(make_generator):
+def test_evaluations_of_a_prompt_always_have_the_same_seed(over):
     seeds = []
 
     def world(prompt, seed):
         seeds.append((prompt["prompt_index"], seed))
         return lambda text: Reply(done=True)
 
-    generator = make_generator(world)
+    generator = over(world)
     for _ in range(2):
         asyncio.run(generator.evaluate([prompt(i) for i in range(4)], 1.0))
     assert len(set(seeds)) == 4 and len(seeds) == 8
 
 
-def test_a_slow_slot_delays_neither_its_siblings_nor_other_groups(make_generator):
+def test_a_slow_slot_delays_neither_its_siblings_nor_other_groups(over):
     """One world hangs until every other conversation has ended."""
     others, release = threading.Semaphore(0), threading.Event()
     first = threading.Lock()
@@ -447,7 +411,7 @@ def test_a_slow_slot_delays_neither_its_siblings_nor_other_groups(make_generator
 
         return respond
 
-    generator = make_generator(world)
+    generator = over(world)
 
     async def both():
         return await asyncio.gather(generate(generator, 0), generate(generator, 1, number=1))
@@ -459,7 +423,7 @@ def test_a_slow_slot_delays_neither_its_siblings_nor_other_groups(make_generator
         assert replace(summary, seeds=[]) == summarize(packed)
 
 
-def test_a_world_that_fails_affects_only_its_own_sample(make_generator):
+def test_a_world_that_fails_affects_only_its_own_sample(over):
     first = threading.Lock()
 
     def world(prompt, seed):
@@ -470,19 +434,19 @@ def test_a_world_that_fails_affects_only_its_own_sample(make_generator):
 
         return respond
 
-    _, summary, _ = asyncio.run(generate(make_generator(world), group_id=1))
+    _, summary, _ = asyncio.run(generate(over(world), group_id=1))
     assert sorted(summary.finish_reasons) == ["error", "stop", "stop"]
     (error,) = summary.errors
     assert error.startswith(f"environment: KeyError ({__file__}:")
     assert error.splitlines()[2].endswith(", in respond"), "the world's frames only"
 
 
-def test_the_log_shows_the_turns(make_generator):
+def test_the_log_shows_the_turns(over):
     def world(prompt, seed):
         replies = iter([Reply("GO"), Reply(done=True)])
         return lambda text: next(replies)
 
-    packed, _, text = asyncio.run(generate(make_generator(world), group_id=1))
+    packed, _, text = asyncio.run(generate(over(world), group_id=1))
     for record, shown in zip(unpack(packed), text["responses"], strict=True):
         assert [turn["by"] for turn in shown["turns"]] == ["policy", "environment", "policy"]
         assert shown["turns"][1]["text"] == "go"

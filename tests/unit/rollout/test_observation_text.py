@@ -27,38 +27,25 @@ class Tokenizer:
         return [ord(letter) for letter in text]
 
 
-NAMES = ["<|eot_id|>", "<|im_end|>", "<|im_end|>|", "<tool_call>", "</tool_response>"]
-NAMES += ["<think>", "</think>", "<s>", "</s>", "<bos>", "<eos>", "<tools>", "</tools>", "[INST]"]
-NAMES += [
-    "[/INST]",
-    "<<SYS>>",
-    "[TOOL_CALLS]",
-    "<start_of_image>",
-    "<unk>",
-    "<end_of_turn>",
-    "<start_of_turn>",
+NAMES = [
+    *("<|eot_id|>", "<|im_end|>", "<|im_end|>|", "<tool_call>", "</tool_response>", "<think>"),
+    *("</think>", "<s>", "</s>", "<bos>", "<eos>", "<tools>", "</tools>", "[INST]", "[/INST]"),
+    *("<<SYS>>", "[TOOL_CALLS]", "<start_of_image>", "<unk>", "<end_of_turn>", "<start_of_turn>"),
     "<\uff5cUser\uff5c>",
 ]
 NUMBERS = {name: -1 - number for number, name in enumerate(NAMES)}
-PARTS = st.lists(st.one_of(st.sampled_from(NAMES[:2]), st.text(alphabet="ab \n", min_size=1)))
+PARTS = st.lists(st.one_of(st.sampled_from(NAMES[:3]), st.text(alphabet="ab \n", min_size=1)))
 
 
 @given(PARTS)
 def test_control_tokens_are_one_id_each_and_the_rest_is_spelled_out(parts):
+    """Of several that match, the longest is taken."""
     expected = [
         token
         for part in parts
         for token in ([NUMBERS[part]] if part in NUMBERS else [ord(letter) for letter in part])
     ]
     assert encode_text(Tokenizer(NUMBERS), "".join(parts)) == expected
-
-
-def test_the_longest_matching_control_token_wins():
-    assert encode_text(Tokenizer(NUMBERS), "a<|im_end|>|") == [97, NUMBERS["<|im_end|>|"]]
-
-
-def test_a_tokenizer_without_control_tokens_spells_out_everything():
-    assert encode_text(Tokenizer({}), "a<") == [97, 60]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """A policy that has learned to call a tool samples the call itself, and reads its result."""
 
 import asyncio
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +8,8 @@ import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_components.rewards.pool import RewardPool, RewardSpec
-from grpo_components.rollout.generator_options import EnvironmentOptions, SamplingOptions
+from grpo_components.rollout.generator_options import EnvironmentOptions
+from grpo_components.settings import GeneratorSettings
 
 # As Qwen2.5's template writes turns, tool calls and results.
 TEMPLATE = """{% if tools %}<|im_start|>system
@@ -110,12 +110,11 @@ def test_a_tool_call_that_the_policy_samples_is_answered_and_its_tokens_go_on(
     rollouts = agent_rollouts.AgentRollouts(
         engine,
         rewards,
-        SamplingOptions(
-            group_size=8,
-            seed=1,
+        GeneratorSettings(
             max_response_tokens=200,
+            temperature=1.0,
             stop_token_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")],
-            truncation={},
+            max_model_len=400,
         ),
         EnvironmentOptions(
             build_environment=lambda: agent_rollouts.AgentEnvironment(
@@ -124,7 +123,7 @@ def test_a_tool_call_that_the_policy_samples_is_answered_and_its_tokens_go_on(
             timeout_s=60.0,
             runs_agents=True,
         ),
-        SimpleNamespace(model_path=str(caller), max_model_len=400),
+        str(caller),
     )
     prompt = {"prompt_ids": np.array([1]), "prompt_text": QUESTION, "answer": RESULT}
     samples = [

@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from lib.real_engine import PROMPTS, submit, whole_logprobs
+from lib.real_engine import PROMPTS, done, logprobs_of, submit, under_way
 from safetensors.torch import load_file
 
 from grpo_components.exchange.shared_weights import open_shared
@@ -39,21 +39,16 @@ def test_two_workers_take_weights_under_load_and_end_together(
     shared = shared_memory(workers)
     assert shared and all(path.endswith(" (deleted)") for path in shared), "or a kill leaves names"
 
-    running = submit(engine, max_tokens=300)
-    engine.submit(  # ends when the others are well on their way
-        [9, 9], max_tokens=30, temperature=1.0, seed=0, stop_token_ids=[]
-    ).result(timeout=60)
+    running = under_way(engine, max_tokens=300)
     engine.load_weights(7, load_file(new / "model.safetensors")).result(timeout=60)
     for prompt, future in zip(PROMPTS, running, strict=True):
         completion = future.result(timeout=60)
         versions = completion.token_versions
         assert set(np.diff(versions)) == {0, 7}
-        gap = np.abs(completion.logprobs - whole_logprobs(old, prompt, completion))
+        gap = np.abs(completion.logprobs - logprobs_of(old, prompt, completion))
         assert gap[versions == 0].max() < 1e-4 < 1e-2 < gap[versions == 7].max()
-    after = [future.result(timeout=60) for future in submit(engine, max_tokens=24)]
-    fresh = make_engine(new)
-    for two, future in zip(after, submit(fresh, max_tokens=24), strict=True):
-        one = future.result(timeout=60)
+    after, fresh = done(submit(engine)), done(submit(make_engine(new)))
+    for two, one in zip(after, fresh, strict=True):
         np.testing.assert_array_equal(two.token_ids, one.token_ids)
         np.testing.assert_allclose(two.logprobs, one.logprobs, atol=1e-4)
         assert set(two.token_versions.tolist()) == {7}

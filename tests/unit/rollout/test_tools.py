@@ -19,53 +19,20 @@ from grpo_components.rollout.tools import ToolUse, calculator, python_tool, ship
 # ---- the calculator -----------------------------------------------------------------------------
 
 
-@given(st.integers(-999, 999), st.integers(-999, 999), st.sampled_from(["+", "-", "*"]))
-def test_the_calculator_agrees_with_arithmetic(a, b, sign):
-    value = {"+": a + b, "-": a - b, "*": a * b}[sign]
-    assert calculator(f"({a}) {sign} ({b})") == str(value)
+SUMS = {"2**10": "1024", "6 / 3": "2", "1 / 8": "0.125", "7 // 2 + 7 % 2": "4", "1_000 * 2": "2000"}
+SUMS |= {" -(2 - 5) * 1.5": "4.5", "(-7) - (3) * (-2)": "-1"}
 
 
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        ("2**10", "1024"),
-        ("6 / 3", "2"),
-        ("1 / 8", "0.125"),
-        ("7 // 2 + 7 % 2", "4"),
-        (" -(2 - 5) * 1.5", "4.5"),
-        ("1_000 * 2", "2000"),
-    ],
-)
+@pytest.mark.parametrize(("expression", "value"), SUMS.items())
 def test_the_calculator_writes_whole_numbers_without_a_point(expression, value):
     assert calculator(expression) == value
 
 
 HOSTILE = [
-    "__import__('os').system('true')",
-    "(1).__class__",
-    "a + 1",
-    "[1, 2][0]",
-    "'a' * 3",
-    "True + 1",
-    "1j * 2",
-    "1 if 1 else 2",
-    "lambda: 1",
-    "f'{1}'",
-    "9**9**9**9",
-    "9**9**9",
-    "(-8) ** 0.5",
-    "0.1 ** -9e9",
-    "10**99 * 10**99",
-    "1e999",
-    "1 / 0",
-    "1 +",
-    "",
-    "(" * 150 + ")" * 150,
-    "-" * 190 + "x",
-    "1" * 201,
-    "1\x00",
-    None,
-    12,
+    *("__import__('os').system('true')", "(1).__class__", "a + 1", "[1, 2][0]", "'a' * 3"),
+    *("True + 1", "1j * 2", "1 if 1 else 2", "lambda: 1", "f'{1}'", "9**9**9**9", "9**9**9"),
+    *("(-8) ** 0.5", "0.1 ** -9e9", "10**99 * 10**99", "1e999", "1 / 0", "1 +", "", None, 12),
+    *("(" * 150 + ")" * 150, "-" * 190 + "x", "1" * 201, "1\x00"),
 ]
 
 
@@ -97,8 +64,14 @@ def reply_to(text, world=None):
     return replace(reply, text=unquoted(reply.text, ["<tool_call>"]))  # a token of Qwen's
 
 
+def results(text, world=None):
+    """The results in the reply to a turn."""
+    parts = reply_to(text, world).text.split("<tool_response>\n")[1:]
+    return [part.split("\n</tool_response>")[0] for part in parts]
+
+
 def test_a_hermes_result_has_the_frame_of_qwens_template():
-    reply = reply_to("I add. " + hermes(name="calculator", arguments={"expression": "3+4"}))
+    reply = reply_to(f"I add. {SEVEN}")
     assert not reply.done
     assert reply.text == (
         "\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n"
@@ -108,8 +81,7 @@ def test_a_hermes_result_has_the_frame_of_qwens_template():
 
 def test_the_calls_of_a_turn_are_answered_in_order():
     calls = [hermes(name="calculator", arguments={"expression": e}) for e in ("1+1", "1/0", "2*3")]
-    answers = reply_to("\n".join(calls)).text.split("<tool_response>\n")[1:]
-    first, failed, last = (answer.split("\n</tool_response>")[0] for answer in answers)
+    first, failed, last = results("\n".join(calls))
     assert (first, last) == ("2", "6") and failed.startswith("error: '1/0' ")
 
 
@@ -126,11 +98,10 @@ def test_only_the_first_8_calls_of_a_turn_are_run():
     """Each call may take seconds, and all calls of a rollout share one limit."""
     ran = []
     world = ToolUse({"note": lambda text: ran.append(text) or "noted"})
-    text = reply_to(
-        "".join(hermes(name="note", arguments={"text": f"{i}"}) for i in range(99)), world
-    )
+    calls = [hermes(name="note", arguments={"text": f"{i}"}) for i in range(99)]
+    text = reply_to("".join(calls), world).text
     assert ran == [f"{i}" for i in range(8)]
-    assert text.text.count("noted") == 8 and text.text.count("error: ") == 1
+    assert text.count("noted") == 8 and text.count("error: ") == 1
 
 
 class Clockwork:
@@ -183,11 +154,7 @@ def test_a_llama_result_has_the_frame_of_its_template():
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "The answer is 7.",
-        "{1, 2}",
-        "a tool call? no",
-        "<tool_call>",
+        *("", "The answer is 7.", "{1, 2}", "a tool call? no", "<tool_call>"),
         "I would write <tool_call> and </tool_call> around it.",
         f"<think>{SEVEN} may do</think>7",
         f"<think>a</think>7<think>or {SEVEN}",
@@ -200,8 +167,7 @@ def test_a_turn_without_a_call_ends_the_conversation(call_format, text):
 
 @pytest.mark.parametrize("thought", ["<think>{}</think>", "{}</think>"])
 def test_a_call_after_a_thought_is_run_once(thought):
-    text = reply_to(f"{thought.format(SEVEN)}\n{SEVEN}").text
-    assert text.count("<tool_response>\n7\n") == text.count("<tool_response>") == 1
+    assert results(f"{thought.format(SEVEN)}\n{SEVEN}") == ["7"]
 
 
 MALFORMED = {
@@ -221,9 +187,8 @@ MALFORMED = {
 
 @pytest.mark.parametrize("text", MALFORMED, ids=range(len(MALFORMED)))
 def test_the_reply_to_a_malformed_call_is_an_error(text):
-    reply = reply_to(text)
-    error = reply.text.partition("\nerror: ")[2].splitlines()[0]
-    assert not reply.done and MALFORMED[text] in error
+    (error,) = results(text)
+    assert error.startswith("error: ") and MALFORMED[text] in error and not reply_to(text).done
 
 
 @given(st.text(max_size=80), st.text(max_size=80))
@@ -241,16 +206,18 @@ def test_a_result_can_neither_open_a_turn_nor_flood_the_response():
 
 
 def test_a_long_result_loses_its_middle():
-    world = ToolUse({"page": lambda: "first" + "x" * 500 + "last"}, max_result_characters=9)
-    assert "\nfirst (cut) last\n" in reply_to(hermes(name="page", arguments={}), world).text
-    world = ToolUse({"page": lambda: "only"}, max_result_characters=1)
-    assert "\no (cut) \n" in reply_to(hermes(name="page", arguments={}), world).text
+    for page, limit, shown in (
+        ("first" + "x" * 500 + "last", 9, "first (cut) last"),
+        ("only", 1, "o (cut) "),
+    ):
+        world = ToolUse({"page": lambda page=page: page}, max_result_characters=limit)
+        assert results(hermes(name="page", arguments={}), world) == [shown]
 
 
 def test_half_a_surrogate_pair_in_a_result_is_replaced():
     """JSON allows it, but tokenizers refuse it."""
     world = ToolUse({"echo": lambda text: text})
-    assert "\na?b\n" in reply_to(hermes(name="echo", arguments={"text": "a\ud800b"}), world).text
+    assert results(hermes(name="echo", arguments={"text": "a\ud800b"}), world) == ["a?b"]
 
 
 def annotated(text: str, often: int = 1, scale: "float" = 1.0, *, whole: bool = False, **more: str):
@@ -258,16 +225,14 @@ def annotated(text: str, often: int = 1, scale: "float" = 1.0, *, whole: bool = 
 
 
 def test_arguments_are_checked_against_the_annotations_of_a_tool():
-    world = ToolUse({"annotated": annotated})
-
     def result(**arguments):
-        text = reply_to(hermes(name="annotated", arguments=arguments), world).text
-        return text.split("<tool_response>\n")[1].split("\n</tool_response>")[0]
+        (found,) = results(hermes(name="annotated", arguments=arguments), world)
+        return found
 
+    world = ToolUse({"annotated": annotated})
     assert result(text="a", often=2, scale=3, whole=True, x=1) == "aa 3 True {'x': 1}"
-    for name, value in (("text", 5), ("text", None), ("often", 2.5), ("often", True)):
-        assert re.match(rf"error: .*\b{name}\b", result(**{"text": "a", name: value}))
-    for name, value in (("scale", "3"), ("whole", 1)):
+    wrong = [("text", 5), ("text", None), ("often", 2.5), ("often", True), ("scale", "3")]
+    for name, value in [*wrong, ("whole", 1)]:
         assert re.match(rf"error: .*\b{name}\b", result(**{"text": "a", name: value}))
 
 
@@ -297,37 +262,24 @@ def test_the_python_tool_runs_the_program_and_returns_its_output():
 
 
 @pytest.mark.parametrize(
-    ("outcome", "result"),
+    ("status", "stdout", "stderr", "timed_out", "result"),
     [
-        ({"status": 0, "stdout": "12\n", "stderr": "", "timed_out": False}, "12\n"),
-        ({"status": 1, "stdout": "", "stderr": "NameError: x", "timed_out": False}, "NameError: x"),
-        (
-            {"status": 1, "stdout": "  12\n", "stderr": "NameError: x", "timed_out": False},
-            "  12\n\nNameError: x",
-        ),
-        (
-            {"status": 137, "stdout": "", "stderr": "", "timed_out": False},
-            "(ended with status 137)",
-        ),
-        (
-            {"status": 137, "stdout": "a", "stderr": "", "timed_out": True},
-            "a\n(stopped, it took too long)",
-        ),
+        (0, "12\n", "", False, "12\n"),
+        (1, "", "NameError: x", False, "NameError: x"),
+        (1, "  12\n", "NameError: x", False, "  12\n\nNameError: x"),
+        (137, "", "", False, "(ended with status 137)"),
+        (137, "a", "", True, "a\n(stopped, it took too long)"),
     ],
 )
-def test_the_result_of_a_program_says_how_it_failed(outcome, result):
+def test_the_result_of_a_program_says_how_it_failed(status, stdout, stderr, timed_out, result):
+    outcome = {"status": status, "stdout": stdout, "stderr": stderr, "timed_out": timed_out}
     sandbox = SimpleNamespace(run=lambda program: SimpleNamespace(**outcome))
     assert tools.run_in_sandbox(sandbox, "print(12)") == result
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("tools", []),
-        ("tools", ["browser"]),
-        ("call_format", "xml"),
-        ("max_result_characters", 0),
-    ],
+    [("tools", []), ("tools", ["browser"]), ("call_format", "xml"), ("max_result_characters", 0)],
 )
 def test_a_wrong_setting_is_refused_with_its_key(key, value):
     with pytest.raises(ValueError, match=rf"^{key}: .* given; allowed: "):

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2ForCausalLM
+from lib.real_engine import ask, done, logprobs_of
 
-from grpo_components.models.lora import LoraOptions, pushed_shapes
+from grpo_components.models.lora import pushed_shapes
 from grpo_components.replay.schedule import Schedule
+from grpo_components.settings import LoraSettings
 
-LORA = LoraOptions(rank=4, alpha=8.0, target_modules=("q_proj", "v_proj", "gate_proj"))
+LORA = LoraSettings(rank=4, alpha=8.0, target_modules=("q_proj", "v_proj", "gate_proj"))
 PREFIX = "base_model.model."
 SWAPS = {16: 1, 32: 2}
 """Engine step -> version that is swapped in before it."""
@@ -22,18 +23,17 @@ def adapter(base, seed):
     }
 
 
-def logprobs(base, adapter, prompt, response):
-    """Logprobs of a response by the base model with an adapter merged into it."""
-    model = Qwen2ForCausalLM.from_pretrained(base)
-    state = model.state_dict()
-    for name in adapter or {}:
-        if "lora_A" in name:
-            added = adapter[name.replace("lora_A", "lora_B")] @ adapter[name]
-            state[name.removeprefix(PREFIX).replace("lora_A.", "")] += LORA.scale * added
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + response.tolist()])).logits[0, len(prompt) - 1 : -1]
-    taken = torch.log_softmax(logits, -1).gather(1, torch.tensor(response)[:, None])
-    return taken[:, 0].numpy()
+def logprobs(base, adapter, prompt, completion):
+    """Logprobs of a completion by the base model with an adapter merged into it."""
+
+    def merge(model):
+        state = model.state_dict()
+        for name in adapter or {}:
+            if "lora_A" in name:
+                added = adapter[name.replace("lora_A", "lora_B")] @ adapter[name]
+                state[name.removeprefix(PREFIX).replace("lora_A.", "")] += LORA.scale * added
+
+    return logprobs_of(base, prompt, completion, merge)
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.nightly)])
@@ -48,20 +48,13 @@ def test_running_requests_go_on_with_each_new_adapter(make_engine, checkpoints, 
     )
     versions = {0: None, **{version: adapter(base, version) for version in SWAPS.values()}}
     requests = [
-        engine.submit(
-            prompt,
-            max_tokens=48 - 16 * number,
-            temperature=1.0,
-            seed=number,
-            stop_token_ids=[],
-            name=f"request {number}",
-        )
+        ask(engine, prompt, 48 - 16 * number, seed=number, name=f"request {number}")
         for number, prompt in enumerate(prompts)
     ]
     for version, given in list(versions.items())[1:]:
         copies = {name: tensor.clone() for name, tensor in given.items()}
         engine.load_weights(version, copies)
-    completions = [request.result() for request in requests]
+    completions = done(requests)
     assert [c.token_versions.tolist() for c in completions] == [
         [0] * 16 + [1] * 16 + [2] * 16,
         [2] * 32,
@@ -69,7 +62,7 @@ def test_running_requests_go_on_with_each_new_adapter(make_engine, checkpoints, 
     for prompt, completion in zip(prompts, completions, strict=True):
         for version, given in versions.items():
             own = completion.token_versions == version
-            expected = logprobs(base, given, prompt, completion.token_ids)
+            expected = logprobs(base, given, prompt, completion)
             # With their KV recomputed, tokens are those of the one adapter.
             np.testing.assert_allclose(completion.logprobs[own], expected[own], atol=1e-4)
     assert engine._engine.collective_rpc("list_loras") == [{1}] * workers  # no other is kept
@@ -87,8 +80,7 @@ def test_an_adapter_of_other_layers_is_refused_and_nothing_changes(make_engine, 
     ):
         with pytest.raises(ValueError, match=problem.replace(".", r"\.")):
             engine.load_weights(1, wrong)
-    response = engine.submit([5, 6], max_tokens=8, temperature=1.0, seed=0, stop_token_ids=[])
-    completion = response.result()
+    completion = ask(engine, [5, 6], 8).result()
     assert completion.token_versions.tolist() == [0] * 8
-    expected = logprobs(base, None, [5, 6], completion.token_ids)
+    expected = logprobs(base, None, [5, 6], completion)
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)

@@ -7,36 +7,36 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lib.real_engine import PROMPTS, assert_same, submit, weights, whole_logprobs
+from lib.real_engine import (
+    PROMPTS,
+    ask,
+    assert_same,
+    done,
+    logprobs_of,
+    submit,
+    under_way,
+    weights,
+)
 
 from grpo_components.exchange.weight_probe import PROBE_IDS
 from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
-from grpo_components.models.lora import LoraOptions
 from grpo_components.replay.schedule import Schedule, open_schedule
+from grpo_components.settings import LoraSettings
 from grpo_components.trajectory import TokenSequence
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [("tied_A", "tied_B"), ("untied_A", "untied_B"), ("redundant_A", "tied_B")],
-)
-def test_weights_loaded_into_a_running_engine_are_those_of_a_fresh_one(
-    make_engine, checkpoints, first, second
-):
-    engine = make_engine(checkpoints / first)
-    before = [future.result() for future in submit(engine)]
-    given = weights(checkpoints / second)
+def test_weights_loaded_into_a_running_engine_are_those_of_a_fresh_one(make_engine, checkpoints):
+    """The first engine's files have a redundant head; the equivalence ladder has the others."""
+    engine = make_engine(checkpoints / "redundant_A")
+    before = done(submit(engine))
+    given = weights(checkpoints / "tied_B")
     engine.load_weights(3, given).result()
     for tensor in given.values():  # the next delta push changes these bytes
         tensor.zero_()
-    after = [future.result() for future in submit(engine)]
-    fresh = [future.result() for future in submit(make_engine(checkpoints / second))]
-    assert_same(after, fresh)
-    assert any(
-        len(a.token_ids) != len(b.token_ids) or (a.token_ids != b.token_ids).any()
-        for a, b in zip(before, after, strict=True)
-    )
+    after = done(submit(engine))
+    assert_same(after, done(submit(make_engine(checkpoints / "tied_B"))))
+    assert [c.token_ids.tolist() for c in before] != [c.token_ids.tolist() for c in after]
     assert {int(v) for c in before for v in c.token_versions} == {0}
     assert {int(v) for c in after for v in c.token_versions} == {3}
 
@@ -57,16 +57,17 @@ def test_more_prompts_at_once_than_fit_into_one_step_are_all_answered(make_engin
     """vLLM would read a part of one of them, and its CPU sampler cannot go back after that."""
     engine = make_engine(checkpoints / "tied_A")
     prompts = np.random.default_rng(0).integers(1, 255, (24, 400)).tolist()  # of 4096 in a step
-    sampling = {"max_tokens": 2, "temperature": 1.0, "stop_token_ids": [0]}
-    futures = [engine.submit(ids, seed=i, **sampling) for i, ids in enumerate(prompts)]
-    together = [future.result() for future in futures]
-    alone = [engine.submit(ids, seed=i, **sampling).result() for i, ids in enumerate(prompts)]
+    futures = [ask(engine, ids, 2, seed=i, stop_token_ids=[0]) for i, ids in enumerate(prompts)]
+    together = done(futures)
+    alone = [
+        ask(engine, ids, 2, seed=i, stop_token_ids=[0]).result() for i, ids in enumerate(prompts)
+    ]
     for a, b in zip(together, alone, strict=True):
         np.testing.assert_array_equal(a.token_ids, b.token_ids)
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("lora", [None, LoraOptions(rank=4, alpha=8, target_modules=("q_proj",))])
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4, alpha=8, target_modules=("q_proj",))])
 def test_ids_beyond_the_tokenizer_are_never_sampled_and_the_trainer_knows(
     make_engine, checkpoints, lora
 ):
@@ -76,10 +77,7 @@ def test_ids_beyond_the_tokenizer_are_never_sampled_and_the_trainer_knows(
     engine = make_engine(first, num_ids=num_ids, lora=lora)
     if lora is None:
         engine.load_weights(1, weights(folder)).result()
-    asked = {"max_tokens": 40, "temperature": 0.7, "stop_token_ids": []}
-    found = [engine.submit(ids, seed=i, **asked).result() for i, ids in enumerate(PROMPTS)]
-    greedy = {**asked, "temperature": 0.0}
-    likeliest = [engine.submit(ids, seed=0, **greedy).result() for ids in PROMPTS]
+    found, likeliest = (done(submit(engine, 40, temperature=each)) for each in (0.7, 0.0))
     assert max(c.token_ids.max() for c in [*found, *likeliest]) < num_ids
     records = [
         TokenSequence(np.array(prompt), completion.token_ids.astype(np.int64), 0.7)
@@ -106,10 +104,7 @@ def test_running_requests_go_on_over_a_swap_with_exact_versions(
         force_cuda_defaults()
     engine = make_engine(checkpoints / "tied_A", recompute_kv_after_pull=recompute)
     old, new = checkpoints / "tied_A", checkpoints / "tied_B"
-    running = submit(engine, max_tokens=400)
-    engine.submit(  # ends when the others are well on their way
-        [9, 9], max_tokens=30, temperature=1.0, seed=0, stop_token_ids=[]
-    ).result()
+    running = under_way(engine)
     engine.load_weights(1, weights(new)).result()
     spanning, gaps_to_old = 0, []
     for prompt, future in zip(PROMPTS, running, strict=True):
@@ -117,12 +112,12 @@ def test_running_requests_go_on_over_a_swap_with_exact_versions(
         versions = completion.token_versions
         assert set(np.diff(versions)) <= {0, 1}
         first = versions == 0
-        gap_to_old = np.abs(completion.logprobs - whole_logprobs(old, prompt, completion))
+        gap_to_old = np.abs(completion.logprobs - logprobs_of(old, prompt, completion))
         assert gap_to_old[first].max() < 1e-4
         if versions[-1] == 1:
             spanning += 1
             gaps_to_old.append(gap_to_old[~first][0])
-            gap = np.abs(completion.logprobs - whole_logprobs(new, prompt, completion))[~first]
+            gap = np.abs(completion.logprobs - logprobs_of(new, prompt, completion))[~first]
             # With recomputed KV the later tokens are the new policy's; with the old KV they mix.
             assert (gap.max() < 1e-4) == recompute
     assert spanning, "no response was running during the swap"
@@ -141,35 +136,25 @@ def test_a_replayed_schedule_gives_the_same_bits_whenever_requests_and_weights_c
     """The swap lies in the middle of responses, and half of the requests join after it."""
     new, lengths = weights(checkpoints / "tied_B"), [60, 200]
 
-    def ask(engine, number):
-        return engine.submit(
-            PROMPTS[number],
-            max_tokens=lengths[number % 2],
-            temperature=1.0,
-            seed=number,
-            stop_token_ids=[0],
-            name=f"group {number} sample 0",
-        )
+    def begin(engine, number):
+        name, size = f"group {number} sample 0", lengths[number % 2]
+        return ask(engine, PROMPTS[number], size, seed=number, stop_token_ids=[0], name=name)
 
     first, second = (str(tmp_path / name) for name in ("first", "second"))
     engine = make_engine(checkpoints / "tied_A", schedule=open_schedule(0, first, None, 0))
-    early = [ask(engine, i) for i in range(4)]
-    engine.submit(
-        [9, 9], max_tokens=15, temperature=1.0, seed=0, stop_token_ids=[], name="clock"
-    ).result()
+    early = [begin(engine, i) for i in range(4)]
+    ask(engine, [9, 9], 15, name="clock").result()
     engine.load_weights(1, new).result()
-    recorded = [future.result() for future in early + [ask(engine, i) for i in range(4, 8)]]
+    recorded = done(early + [begin(engine, i) for i in range(4, 8)])
     assert any({0, 1} <= set(c.token_versions.tolist()) for c in recorded), "nothing spans the swap"
 
     engine.close()
     engine = make_engine(checkpoints / "tied_A", schedule=open_schedule(0, second, first, 60))
     loading = engine.load_weights(1, new)
-    late = {i: ask(engine, i) for i in reversed(range(8))}
-    clock = engine.submit(
-        [9, 9], max_tokens=15, temperature=1.0, seed=0, stop_token_ids=[], name="clock"
-    )
-    replayed = [late[i].result(timeout=60) for i in range(8)]
-    loading.result(timeout=60), clock.result(timeout=60)
+    late = {i: begin(engine, i) for i in reversed(range(8))}
+    clock = ask(engine, [9, 9], 15, name="clock")
+    replayed = done(late[i] for i in range(8))
+    done([loading, clock])
     assert_same(recorded, replayed)
     for a, b in zip(recorded, replayed, strict=True):
         np.testing.assert_array_equal(a.token_versions, b.token_versions)
@@ -186,14 +171,19 @@ def test_a_replay_without_what_comes_next_ends_the_engine_with_its_name(
     )
     schedule = open_schedule(0, None, str(tmp_path), 0.05)
     engine = make_engine(checkpoints / "tied_A", schedule=schedule)
-    asked = engine.submit([1, 2], max_tokens=4, temperature=1.0, seed=0, stop_token_ids=[0])
+    asked = ask(engine, [1, 2], 4)
     with pytest.raises(EngineStoppedError, match=r"0\.05 s.*group 7 sample 0"):
         asked.result(timeout=60)
 
 
-def test_wrong_weights_are_refused_before_anything_is_loaded(make_engine, checkpoints):
+def test_what_is_wrong_fails_alone_and_a_closed_engine_answers_with_an_error(
+    make_engine, checkpoints
+):
+    """Wrong weights, before anything is loaded, and a prompt that is too long."""
+    from grpo_components.rollout.vllm_engine import EngineStoppedError
+
     engine = make_engine(checkpoints / "tied_A")
-    before = [future.result() for future in submit(engine)]
+    before = done(submit(engine))
     good = weights(checkpoints / "tied_B")
     unnormed = {name: tensor for name, tensor in good.items() if name != "model.norm.weight"}
     for wrong, facts in [
@@ -203,7 +193,15 @@ def test_wrong_weights_are_refused_before_anything_is_loaded(make_engine, checkp
     ]:
         with pytest.raises(ValueError, match=facts):
             engine.load_weights(1, wrong)
-    assert_same(before, [future.result() for future in submit(engine)])
+    fine, long = submit(engine), ask(engine, [1] * 600, 4)
+    with pytest.raises(Exception, match="600"):
+        long.result()
+    assert_same(before, done(fine))
+    running = submit(engine, max_tokens=400)
+    engine.close()
+    for future in (running[0], submit(engine)[0]):
+        with pytest.raises(EngineStoppedError):
+            future.result(timeout=30)
 
 
 def keep_the_cache(monkeypatch):
@@ -237,30 +235,9 @@ def test_what_vllm_did_not_do_at_a_swap_ends_the_engine_with_the_reason(
     assert not model_parallel_is_initialized()
 
 
-def test_a_prompt_that_is_too_long_fails_alone(make_engine, checkpoints):
-    engine = make_engine(checkpoints / "tied_A")
-    good = submit(engine)
-    bad = engine.submit([1] * 600, max_tokens=4, temperature=1.0, seed=0, stop_token_ids=[0])
-    with pytest.raises(Exception, match="600"):
-        bad.result()
-    assert all(len(future.result().token_ids) for future in good)
-
-
-def test_a_closed_engine_answers_with_an_error_and_not_with_silence(make_engine, checkpoints):
-    from grpo_components.rollout.vllm_engine import EngineStoppedError
-
-    engine = make_engine(checkpoints / "tied_A")
-    running = submit(engine, max_tokens=400)
-    engine.close()
-    with pytest.raises(EngineStoppedError):
-        running[0].result(timeout=30)
-    with pytest.raises(EngineStoppedError):
-        submit(engine)[0].result(timeout=30)
-
-
 def test_a_watch_sees_the_tokens_while_they_are_sampled_and_may_end_them(make_engine, checkpoints):
     engine = make_engine(checkpoints / "tied_A")
-    whole = [future.result() for future in submit(engine)]
+    whole = done(submit(engine))
     long = [i for i, each in enumerate(whole) if len(each.token_ids) > 8]
     seen = {i: [] for i in range(len(PROMPTS))}
 
@@ -268,15 +245,9 @@ def test_a_watch_sees_the_tokens_while_they_are_sampled_and_may_end_them(make_en
         seen[i].append(list(token_ids))
         return i in long[:2] and len(token_ids) == 5
 
-    futures = [
-        engine.submit(
-            *(ids,),
-            **{"max_tokens": 24, "temperature": 1.0, "seed": i, "stop_token_ids": [0]},
-            watch=partial(watch, i),
-        )
-        for i, ids in enumerate(PROMPTS)
-    ]
-    watched = [future.result() for future in futures]
+    watched = done(
+        [ask(engine, ids, seed=i, watch=partial(watch, i)) for i, ids in enumerate(PROMPTS)]
+    )
     assert len(long) > 2
     for i, (one, other) in enumerate(zip(watched, whole, strict=True)):
         size = 5 if i in long[:2] else len(other.token_ids)
@@ -285,47 +256,32 @@ def test_a_watch_sees_the_tokens_while_they_are_sampled_and_may_end_them(make_en
         np.testing.assert_array_equal(one.logprobs, other.logprobs[:size])
         assert one.token_versions.tolist() == [0] * size
         assert seen[i][:4] == [one.token_ids[:n].tolist() for n in range(1, 5)]
-    assert_same(
-        [
-            engine.submit(
-                PROMPTS[0], max_tokens=24, temperature=1.0, seed=0, stop_token_ids=[0]
-            ).result()
-        ],
-        whole[:1],
-    )
-
-
-def test_a_conversation_that_goes_on_finds_its_tokens_in_the_prefix_cache(make_engine, checkpoints):
-    """A session's next call; after a pull, nothing of the old weights is found."""
-    engine = make_engine(checkpoints / "tied_A")
-    sampling = {"max_tokens": 24, "temperature": 1.0, "seed": 3, "stop_token_ids": []}
-    prompt = [7 + number % 200 for number in range(70)]
-    first = engine.submit(prompt, **sampling).result()
-    again = [*prompt, *first.token_ids.tolist(), 5, 6]
-    second = engine.submit(again, **sampling).result()
-    assert first.cached_tokens == 0
-    assert second.cached_tokens == 64  # two whole blocks of 32
-    engine.load_weights(1, weights(checkpoints / "tied_B")).result()
-    third = engine.submit(again, **sampling).result()
-    assert third.cached_tokens == 0
+    assert_same([ask(engine, PROMPTS[0]).result()], whole[:1])
 
 
 def test_a_swap_gives_the_weight_probe_by_the_new_weights_while_requests_run(
     make_engine, checkpoints
 ):
+    """And a conversation that goes on finds its tokens in the prefix cache, but not after it."""
     engine = make_engine(checkpoints / "tied_A")
+    prompt = [7 + number % 200 for number in range(70)]
+    said = ask(engine, prompt).result()
+    again = [*prompt, *said.token_ids.tolist(), 5, 6]
+    assert said.cached_tokens == 0
+    assert ask(engine, again).result().cached_tokens == 64  # two whole blocks of 32
     running = submit(engine, max_tokens=200)
-    first, other, again = (
+    first, other, once_more = (
         engine.load_weights(version, weights(checkpoints / name)).result(timeout=60)
         for version, name in enumerate(("tied_B", "tied_A", "tied_B"), start=1)
     )
     assert not all(future.done() for future in running), "the engine was idle"
     assert len(first.logprobs) == len(PROBE_IDS) - 1 and max(first.logprobs) < 0
-    assert first.logprobs == pytest.approx(again.logprobs, abs=1e-5)
+    assert first.logprobs == pytest.approx(once_more.logprobs, abs=1e-5)
     assert np.abs(np.subtract(first.logprobs, other.logprobs)).max() > 0.01
-    assert [each.label for each in (first, other, again)] == [1, 2, 3]
-    assert [each.cached_tokens for each in (first, other, again)] == [0, 0, 0]
-    assert all(len(future.result(timeout=60).token_ids) for future in running)
+    assert [each.label for each in (first, other, once_more)] == [1, 2, 3]
+    assert [each.cached_tokens for each in (first, other, once_more)] == [0, 0, 0]
+    assert ask(engine, again).result().cached_tokens == 0
+    assert all(len(each.token_ids) for each in done(running))
 
 
 def test_of_two_swaps_before_one_step_each_has_its_own_reading(make_engine, checkpoints):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lib.nccl_on_cpu import nccl_on_cpu
-from lib.real_engine import assert_same, submit, weights
+from lib.real_engine import assert_same, done, submit, under_way, weights
 
 from grpo_components.exchange.weights import pack_bucket
 from grpo_components.rollout import open_sender, relayed_client
@@ -20,10 +20,6 @@ def snapshot(path, ranks=2):
     """The buckets of a push by several ranks."""
     tensors = list(weights(path).items())
     return [pack_bucket(tensors[rank::ranks]) for rank in range(ranks)]
-
-
-def done(futures):
-    return [future.result(timeout=LIMIT_S) for future in futures]
 
 
 class Relay:
@@ -118,10 +114,7 @@ def test_tokens_have_exact_versions_under_load_with_the_scheduling_of_a_gpu(
         (engine, lambda: way.push(engine, 1, snapshot(checkpoints / "tied_B"))),
         (other, lambda: other.load_weights(1, weights(checkpoints / "tied_B")).result(LIMIT_S)),
     ):
-        running = submit(each, max_tokens=400)
-        each.submit(  # ends when the others are well on their way
-            [9, 9], max_tokens=30, temperature=1.0, seed=0, stop_token_ids=[]
-        ).result(LIMIT_S)
+        running = under_way(each)
         swap()
         sampled[each] = done(running)
     for ours, theirs in zip(sampled[engine], sampled[other], strict=True):

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from lib.json_lines import write_lines
 from lib.properties import many
 from omegaconf import OmegaConf
 
@@ -194,10 +195,6 @@ def test_a_virtual_role_is_called_as_a_role_is():
         assert [(p.name, p.kind, p.default) for p in own.values()] == [
             (p.name, p.kind, p.default) for p in real.values()
         ]
-
-
-def write_lines(path, records):
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
-"""Trainer ranks that stay alive over the tests of a file, and the policy they start from."""
+"""Trainer ranks that stay alive over all tests, and the policy they start from."""
 
 import pytest
 from lib.trainer_ranks import Ranks, random_policy
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks():
     ranks = Ranks()
     yield ranks

@@ -1,6 +1,5 @@
 """A transformers policy trains as the torchtune decoder with the same weights does."""
 
-import contextlib
 from functools import partial
 
 import pytest
@@ -8,14 +7,12 @@ import torch
 from lib.trainer_ranks import (
     ADVANTAGES,
     SIBLINGS,
-    Ranks,
     assert_is_update,
     assert_weights_close,
     assert_weights_equal,
     expected_update,
     export,
     exported,
-    random_policy,
     step,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -30,23 +27,6 @@ LAYOUTS = {
     "two shards": (2, {}),
     "one layer on two ranks": (2, {"sharding": Sharding(tensor=2)}),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with contextlib.closing(Ranks()) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """The policy of the other tests of the trainer, with a whole config.json."""
-    folder = random_policy(tmp_path_factory.mktemp("policy"))
-    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    numbers = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True}
-    AutoConfig.for_model("qwen2", **sizes, **heads, **numbers).save_pretrained(folder)
-    return folder
 
 
 def transformers_policy(base):
@@ -89,27 +69,16 @@ def test_a_model_of_experts_exports_the_names_of_its_files_and_resumes(ranks, tm
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(base)
     saved = tmp_path / "saved"
-    calls = [
-        step(SIBLINGS, ADVANTAGES),
-        ("hold_state", False),
-        ("write_state", str(saved)),
-        step(SIBLINGS, ADVANTAGES, 1),
-        ("gather_weights",),
-        ("export_weights", 2),
-    ]
+    save = [("hold_state", False), ("write_state", str(saved))]
+    calls = [step(SIBLINGS, ADVANTAGES), *save, step(SIBLINGS, ADVANTAGES, 1), *export(2)]
     adam = {"build_optimizer": partial(torch.optim.Adam, lr=1e-3)}
     through = ranks.run(base, 2, calls, **transformers_policy(base), **adam)
     trained = exported(through, 5)
     shapes = {name: tuple(tensor.shape) for name, tensor in trained.items()}
     assert shapes == checkpoint_shapes(base)
     assert any(".experts.3." in name for name in shapes)
-    resumed = ranks.run(
-        base,
-        2,
-        [("load_state", str(saved)), *calls[3:]],
-        **transformers_policy(base),
-        **adam,
-    )
+    again = [("load_state", str(saved)), *calls[3:]]
+    resumed = ranks.run(base, 2, again, **transformers_policy(base), **adam)
     assert_weights_equal(exported(resumed, 3), trained)
     assert checkpoint_shapes(saved) == shapes
     load_hugging_face(saved)  # refuses missing and unknown tensors

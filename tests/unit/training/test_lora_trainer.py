@@ -14,24 +14,23 @@ from lib.trainer_ranks import (
     assert_metrics_close,
     assert_weights_close,
     assert_weights_equal,
-    build_model,
     export,
     exported,
+    full_logprobs,
     hf_weights,
-    random_policy,
     step,
-    to_tune,
+    whole_model,
 )
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from transformers import AutoConfig
 
 from grpo_components.models.hugging_face_policy import hugging_face
-from grpo_components.models.lora import LoraOptions, pushed_shapes
+from grpo_components.models.lora import pushed_shapes
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.penalties import Penalties
+from grpo_components.settings import LoraSettings
 
-LORA = LoraOptions(
+LORA = LoraSettings(
     rank=4, alpha=8.0, target_modules=("q_proj", "v_proj", "down_proj"), save_merged=True
 )
 ADAPTED = {
@@ -43,21 +42,11 @@ ADAPTED = {
 PLAIN = [replace(trajectory, reference_logprobs=None) for trajectory in RAGGED]
 
 
-def base_logprobs(base, trajectory):
-    """Logprobs of a response by the base model, from whole logits."""
-    model = build_model()
-    model.load_state_dict(to_tune(hf_weights(base)))
-    prompt, response = map(torch.from_numpy, (trajectory.prompt_ids, trajectory.response_ids))
-    with torch.no_grad():
-        logits = model(torch.cat([prompt, response])[None])[0] / trajectory.temperature
-    logprobs = torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1]
-    return logprobs.gather(1, response[:, None])[:, 0].numpy()
-
-
 @pytest.fixture(scope="module")
 def recorded(base):
     """The batch with reference logprobs that were computed beforehand."""
-    return [replace(t, reference_logprobs=base_logprobs(base, t)) for t in PLAIN]
+    model = whole_model(base).requires_grad_(False)
+    return [replace(t, reference_logprobs=full_logprobs(model, t).numpy()) for t in PLAIN]
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +77,7 @@ def test_the_policy_without_adapters_is_the_reference(ranks, base, expected, num
     assert all(tensor.any() for tensor in adapter.values())
 
 
-def test_a_transformers_policy_trains_the_same_adapters(ranks, expected, tmp_path):
-    base = random_policy(tmp_path)
-    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    numbers = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True}
-    AutoConfig.for_model("qwen2", **sizes, **heads, **numbers).save_pretrained(base)
+def test_a_transformers_policy_trains_the_same_adapters(ranks, base, expected):
     policy = {"build_model": partial(hugging_face, str(base)), "model_type": None}
     calls = [step(PLAIN, ADVANTAGES), *export(1), step(PLAIN, ADVANTAGES, 1), *export(2)]
     results = ranks.run(base, 2, calls, **ADAPTED, **policy, build_checkpointer=None)

@@ -7,17 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from lib.config_errors import refused_key
-from lib.trainer_ranks import RAGGED
+from lib.trainer_ranks import RAGGED, checkpointer_of, full_logprobs
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torchtune import config
-from torchtune.training import FullModelHFCheckpointer
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_components.config.model_trial import try_training
 from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
-from grpo_components.models.lora import lora_options, pushed_shapes, trained_parameters
+from grpo_components.models.lora import pushed_shapes, trained_parameters
 from grpo_components.models.meshes import Sharding, arrange_ranks
 from grpo_components.training.policy_weights import load_policy, weight_exports
 from grpo_components.training.trainer_options import ModelOptions
@@ -86,23 +85,16 @@ def config_of(folder, tied, policy, lora):
 
 
 def model_options(cfg, folder, tmp_path):
-    checkpointer = partial(
-        FullModelHFCheckpointer,
-        checkpoint_dir=str(folder),
-        checkpoint_files=["model.safetensors"],
-        model_type="QWEN2",
-        output_dir=str(tmp_path),
-    )
     return ModelOptions(
         build_model=partial(config.instantiate, cfg.model),
-        build_checkpointer=checkpointer if cfg.model_type else None,
+        build_checkpointer=checkpointer_of(folder, tmp_path) if cfg.model_type else None,
         base_model_path=str(folder),
         model_type=cfg.model_type,
         dtype="fp32",
         enable_activation_checkpointing=False,
         compile_model=False,
         logprob_chunk_tokens=7,
-        lora=lora_options(cfg.lora),
+        lora=cfg.lora,
     )
 
 
@@ -112,14 +104,8 @@ def weights_of(export):
 
 def by_transformers(folder):
     """Logprobs of the responses by transformers, from whole logits."""
-    model, found = AutoModelForCausalLM.from_pretrained(folder).eval(), []
-    for t in RAGGED:
-        prompt, response = map(torch.from_numpy, (t.prompt_ids, t.response_ids))
-        with torch.no_grad():
-            logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
-        logprobs = torch.log_softmax(logits / t.temperature, dim=-1)
-        found.append(logprobs.gather(1, response[:, None])[:, 0])
-    return torch.cat(found)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
+    return torch.cat([full_logprobs(model, each) for each in RAGGED])
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

@@ -6,8 +6,9 @@ from pathlib import Path
 import cloudpickle
 import pytest
 import torch
+from lib.loss_inputs import loss_inputs
 
-from grpo_components.objective.losses import LossInputs, at_step
+from grpo_components.objective.losses import at_step
 from grpo_components.objective.off_policy import NoCorrection, OffPolicySequenceMask
 from grpo_components.objective.penalties import Penalties
 from grpo_components.training.policy_loss import PolicyLoss
@@ -37,14 +38,7 @@ def test_a_loss_that_came_by_value_compiles_to_the_same_numbers(make_loss):
     """As the trainers get a recipe's own loss, which no module of theirs holds."""
     sent = cloudpickle.dumps(at_step(make_loss(), {"clip_low": 0.2, "clip_high": 0.2}))
     torch.manual_seed(0)
-    tokens = LossInputs(
-        trainer_logprobs=-torch.rand(9),
-        generator_logprobs=-torch.rand(9),
-        advantages=torch.randn(9),
-        sequence_ids=torch.zeros(9, dtype=torch.int64),
-        staleness=torch.zeros(9, dtype=torch.int64),
-        step=0,
-    )
+    tokens = loss_inputs(-torch.rand(9), -torch.rand(9), torch.randn(9), ids=[0] * 9)
     (plain, plain_metrics, _), (compiled, compiled_metrics, _) = (
         PolicyLoss(cloudpickle.loads(sent), Penalties(), NoCorrection(), compile_loss=compile_loss)(
             tokens, tokens.trainer_logprobs
@@ -58,15 +52,9 @@ def test_a_loss_that_came_by_value_compiles_to_the_same_numbers(make_loss):
 def test_the_teachers_term_is_in_the_advantages_of_loss_and_correction():
     """The second response is far from the generator: masked, since the teacher blames it."""
     trainer = torch.tensor([-1.0, -1.0, -3.0], requires_grad=True)
-    tokens = LossInputs(
-        trainer_logprobs=trainer,
-        generator_logprobs=torch.tensor([-1.0, -1.0, -1.0]),
-        advantages=torch.tensor([0.0, 0.0, 0.5]),
-        sequence_ids=torch.tensor([0, 0, 1]),
-        staleness=torch.zeros(3, dtype=torch.int64),
-        step=0,
-        teacher_logprobs=torch.tensor([-2.0, -0.5, -4.0]),
-    )
+    given = [-1.0, -1.0, -1.0], [0.0, 0.0, 0.5]
+    teacher = {"ids": [0, 0, 1], "teacher_logprobs": [-2.0, -0.5, -4.0]}
+    tokens = loss_inputs(trainer, *given, dtype=torch.float32, **teacher)
     parts = (at_step(recipe_loss(), {"clip_low": 0.2, "clip_high": 0.2}), Penalties())
     distilled = PolicyLoss(*parts, OffPolicySequenceMask(), teacher_coeff=2.0, compile_loss=False)
     losses, metrics, weights = distilled(tokens, trainer.detach())

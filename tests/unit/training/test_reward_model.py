@@ -21,6 +21,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from grpo_components.settings import RewardModelSettings
 from grpo_components.training.reward_model import RewardModel
 from grpo_components.trajectory import batch_hash, pack, unpack
 
@@ -76,8 +77,9 @@ def make_classifier(
 
 
 def build(path, **changes):
-    settings = {"weight": 0.5, "chat_template": False, "tokens_per_micro_batch": 24}
-    return RewardModel(path=path, device="cpu", dtype="fp32", **{**settings, **changes})
+    given = {"weight": 0.5, "chat_template": False, "tokens_per_micro_batch": 24, **changes}
+    settings = RewardModelSettings(path=path, **given)
+    return RewardModel(settings=settings, device="cpu", dtype="fp32")
 
 
 def trajectory(reward, failed=False):

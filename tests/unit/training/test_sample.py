@@ -94,11 +94,6 @@ def test_summaries_count_responses(sizes):
     assert summary.turns == [len(parts) for parts in sizes[:2]]
 
 
-def test_tokens_that_no_trajectory_has_count_as_sampled():
-    row = trajectory(3, session=session(0, sampled_tokens=50))
-    assert summarize(pack([row])).response_tokens == [50]
-
-
 def test_the_hash_tells_sessions_apart():
     rows = [trajectory(2), trajectory(3)]
     apart = [replace(row, session={"sample": i}) for i, row in enumerate(rows)]

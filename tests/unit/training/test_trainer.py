@@ -1,6 +1,6 @@
 """The real trainer over gloo: however a batch is cut up, it is the one update written down here.
 
-Rank processes stay alive over the tests of this file and build a fresh Trainer for each of them.
+Rank processes stay alive over all tests and build a fresh Trainer for each of them.
 Updates are by SGD, whose steps are the gradients: Adam would blow round-off up to whole steps.
 """
 
@@ -16,7 +16,6 @@ from lib.trainer_ranks import (
     LEARNING_RATE,
     LOPSIDED,
     RAGGED,
-    SHAPES,
     SIBLINGS,
     SMALL,
     WHOLE,
@@ -28,17 +27,17 @@ from lib.trainer_ranks import (
     assert_metrics_close,
     assert_weights_close,
     assert_weights_equal,
-    build_model,
     expected_update,
     export,
     exported,
+    fresh,
     hf_weights,
     largest_change,
     make,
     step,
     to_hf,
-    to_tune,
     untimed,
+    whole_model,
 )
 
 from grpo_components.errors import ConfigError
@@ -102,8 +101,7 @@ def examples(coeff, per_update=3):
 
 def supervised_gradient(base):
     """Mean over all tokens of the examples, and its gradient by parameter, one at a time."""
-    model = build_model()
-    model.load_state_dict(to_tune(hf_weights(base)))
+    model = whole_model(base)
     losses = []
     for prompt, response in EXAMPLES:
         logits = model(torch.tensor([prompt + response]))[0, len(prompt) - 1 : -1]
@@ -372,8 +370,8 @@ def test_proximal_logprobs_are_those_of_the_start_of_the_step_in_every_update(ra
 
 def test_tokens_over_the_bound_and_responses_cut_off_train_nothing(ranks, base):
     """The update is that of the batch in which the policy never sampled them."""
-    trained = [make(i, prompt, [True] * response) for i, (prompt, response) in enumerate(SHAPES)]
-    kept = [make(i, prompt, [True] * response) for i, (prompt, response) in enumerate(SHAPES)]
+    trained = fresh()
+    kept = fresh()
     for trajectory in trained:
         trajectory.token_versions[:] = 1  # of a trainer at version 3 with a bound of 2
     for trajectory, without in zip(trained[:3], kept[:3], strict=True):
@@ -389,16 +387,16 @@ def test_tokens_over_the_bound_and_responses_cut_off_train_nothing(ranks, base):
     ]
     options = {"loss": loss, "contract": StalenessContract(2, 1), "mask_overlong": True}
     results = ranks.run(base, 2, calls, **options)
-    fresh = [t for t in kept if t.response_mask.any()]
+    tried = [t for t in kept if t.response_mask.any()]
     advantages = [a for t, a in zip(kept, ADVANTAGES, strict=True) if t.response_mask.any()]
-    plain = ranks.step(base, 2, fresh, advantages, loss=loss)
+    plain = ranks.step(base, 2, tried, advantages, loss=loss)
     assert_weights_close(exported(results, 5), exported(plain, 2))
     assert results[0][3]["token_versions"] == {1: int(sum(t.response_mask.sum() for t in kept))}
 
 
 def test_fresh_tokens_are_those_of_responses_that_the_trainers_version_sampled(ranks, base):
     """After a swap within a response, its tokens may rest on the KV of the older weights."""
-    batch = [make(i, prompt, [True] * response) for i, (prompt, response) in enumerate(SHAPES)]
+    batch = fresh()
     long = [trajectory for trajectory in batch if len(trajectory.response_ids) > 1]
     long[0].token_versions[:] = long[1].token_versions[:] = 1
     long[2].token_versions[1:] = 1
@@ -441,7 +439,7 @@ def test_logged_responses_tell_the_logprobs_that_the_update_has_used(ranks, base
 
 
 def test_each_token_has_the_temperature_it_was_sampled_with(ranks, base):
-    hot = [make(i, prompt, [True] * response) for i, (prompt, response) in enumerate(SHAPES)]
+    hot = fresh()
     for number, trajectory in enumerate(hot):
         trajectory.temperature = 0.5 + 0.2 * number
     weights, metrics = expected_update(base, hot, ADVANTAGES)

@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from torchtune.training import setup_torch_profiler
 
 from grpo_components.exchange.weights import checkpoint_shapes
-from grpo_components.objective.schedules import Schedule
+from grpo_components.schedules import Schedule
 from grpo_components.training.token_metrics import over_updates
 from grpo_components.training.trainer import set_learning_rate
 

@@ -4,7 +4,6 @@ import contextlib
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -178,8 +177,6 @@ REFUSED = {
     "asynchronous I/O": "raw(206, 1, ctypes.byref(ctypes.c_long()))",
     "give pages to a pipe": "raw(278, os.pipe()[1], None, 0, 0)",
     "system call of tomorrow": "raw(500)",
-    # Sets the mode that the device already has: harmless if it gets through.
-    "mode of a device": "os.chmod('/dev/null', 0o666)",
     "remove a device": "os.remove('/dev/urandom')",
     "kernel keys": "raw(248, b'user', b'x', b'y', 1, -3)",
     "write its source": "open('/main.py', 'w')",
@@ -265,37 +262,6 @@ def test_endless_waiting_ends(sandbox, nothing_left):
     assert sandbox.run("print(1)").stdout == "1\n"
 
 
-def test_no_signal_leaves_the_sandbox(sandbox, nothing_left):
-    outcome = run(
-        sandbox,
-        f"""
-        import os, signal
-        for pid in (1, os.getppid(), {os.getpid()}, {os.getppid()}, -1, -{os.getpgid(0)}):
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGSTOP, 9):
-                try:
-                    os.kill(pid, number)
-                except OSError:
-                    pass
-        print("still here")
-        """,
-    )
-    # Process 1 of the namespace ignores signals, and no other process is visible.
-    assert (outcome.status, outcome.stdout) == (0, "still here\n")
-
-
-def test_no_packet_leaves_the_sandbox(sandbox):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(0)
-        port = server.getsockname()[1]
-        outcome = run(
-            sandbox,
-            f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=1)",
-        )
-        with pytest.raises(BlockingIOError):
-            server.accept()
-    assert "PermissionError" in outcome.stderr
-
-
 def is_sandbox(process):
     with contextlib.suppress(psutil.NoSuchProcess):
         return any(part.endswith("contain.py") for part in process.cmdline())
@@ -316,30 +282,6 @@ def test_many_threads_run_at_most_max_programs_at_a_time():
     assert max(counts) <= 2
 
 
-def in_new_user_namespace(script: str, first: str = "true") -> subprocess.CompletedProcess:
-    """Run Python as an ordinary user, whoever runs the tests."""
-    command = f"{first} && exec {sys.executable} -c {shlex.quote(script)}"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run(
-        ["unshare", "--user", "--map-root-user", "sh", "-c", command],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-    )
-
-
-USE = (
-    "from grpo_components.rewards.sandbox.code_sandbox import CodeSandbox\n"
-    'print(CodeSandbox().run("import os; print(os.getuid(), os.listdir(chr(47) + str()))").stdout)'
-)
-
-
-def test_an_ordinary_user_can_sandbox_programs():
-    done = in_new_user_namespace(USE)
-    assert done.stdout.startswith("65534 ["), done.stderr
-
-
 SIGNALS = """
 import os, signal
 targets = [(os.kill, 0), (os.kill, -1), (os.kill, 1), (os.kill, os.getppid()), (os.killpg, 0)]
@@ -358,16 +300,17 @@ print(outcome.status, outcome.timed_out)
 """
 
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+NEW_USER = ["unshare", "--user", "--map-root-user"]
+
+
 def run_as(user: str, script: str, program: str, wall_s: float = 60) -> str:
     """Output of a script that runs a program in one of the sandbox's two modes."""
     start = [sys.executable, "-c", script, str(wall_s)]
     done = subprocess.run(
-        start if user == "root" else ["unshare", "--user", "--map-root-user", *start],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        input=program,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
+        start if user == "root" else [*NEW_USER, *start],
+        **{"env": ENVIRONMENT, "input": program, "timeout": WAIT_S},
+        **{"capture_output": True, "text": True},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -409,7 +352,10 @@ assert len(os.urandom(8)) == 8
 
 
 def test_a_machine_without_namespaces_is_refused_and_runs_no_program():
-    done = in_new_user_namespace(USE, first="echo 0 > /proc/sys/user/max_user_namespaces")
+    none = "echo 0 > /proc/sys/user/max_user_namespaces"
+    command = f"{none} && exec {sys.executable} -c {shlex.quote(RUN)} 60"
+    given = {"env": ENVIRONMENT, "input": "print(1)", "capture_output": True, "text": True}
+    done = subprocess.run([*NEW_USER, "sh", "-c", command], timeout=WAIT_S, **given)
     assert done.stdout == ""
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ValueError: code sandbox: ")
@@ -423,10 +369,8 @@ def test_a_sandbox_dies_with_the_process_that_asked_for_it():
         "print('ready', flush=True)\n"
         "sandbox.run('import time; time.sleep(600)')\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    owner = subprocess.Popen(
-        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", script]
+    owner = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     assert owner.stdout and owner.stdout.readline() == "ready\n"
     below = []
     while len(below) < 3:  # the sandbox's two processes and the program

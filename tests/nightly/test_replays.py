@@ -1,16 +1,20 @@
-"""A run of agents that stream is replayed to the same bits."""
+"""Runs that are repeated to the same bits: of agents, with adapters, and up to some step."""
 
 import re
 
 import pytest
 from lib.whole_runs import (
     AGENTS,
+    LORA,
     assert_audited,
     assert_same_run,
+    batch_hashes,
     finish,
     metrics,
     records,
+    rescore,
     succeed,
+    transformers_policy,
 )
 
 pytestmark = pytest.mark.timeout(1800)
@@ -70,3 +74,42 @@ def test_sessions_that_stream_and_a_curriculum_are_replayed_to_the_same_bits(tun
     assert code == 1, output
     differs = r"sample \d: the agent differs at call 4: the recorded run had no "
     assert re.search(differs, output), output  # whichever sample comes first
+
+
+def test_a_run_with_adapters_whose_generator_was_killed_is_scored_again_by_its_checkpoints(
+    lora_run, tune, tiny_policy
+):
+    kept = (f"replay_events={lora_run.folder}", "save_every_n_steps=1")
+    output, replay = succeed(tune, *LORA, *transformers_policy(tiny_policy), *kept)
+    assert "events in the recorded order" in output
+    code, table = rescore(replay)
+    assert code == 0, table
+    assert_same_run(lora_run.folder, replay, num_steps=4)
+
+
+ALONE = (
+    *("num_steps=4", "groups_per_step=2", "group_size=4", "eval_dataset.num_rows=2"),
+    *("max_staleness=0", "pull_every_m_rollouts=1", "eval_every_n_steps=9"),
+)
+
+
+def checksums(folder):
+    """Policy version -> checksum of its weights, as generators loaded them."""
+    pulls = [e for e in records(folder / "receipts.jsonl") if e["event"] == "load"]
+    return {pull["version"]: pull["checksum"] for pull in pulls}
+
+
+def test_another_learning_rate_from_a_step_on_differs_first_in_that_step(tune):
+    _, original = succeed(tune, *ALONE)
+    output, folder = succeed(tune, *ALONE, f"replay_events={original}", "replay_until=2")
+    assert "steps 1 to 2 repeated" in output
+    assert [*batch_hashes(folder)] == [1, 2]
+    resume = (f"output_dir={folder}", "resume_from_checkpoint=true", "optimizer.lr=0.01")
+    succeed(tune, *ALONE, *resume)
+    hashes = batch_hashes(original), batch_hashes(folder)
+    assert [hashes[1][step] for step in (1, 2, 3)] == [hashes[0][step] for step in (1, 2, 3)]
+    assert hashes[1][4] != hashes[0][4]
+    sums = checksums(original), checksums(folder)
+    equal = {version for version in sums[0] if sums[0][version] == sums[1].get(version)}
+    assert equal == {version for version in sums[0] if version <= 2} < sums[0].keys()
+    assert_audited(folder)

@@ -1,0 +1,217 @@
+"""Ends a run that cannot be trusted, and warns of what no error shows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from grpo_components.errors import DisagreementError, FailedSamplesError
+from grpo_components.exchange.ledger import LedgerEntry
+from grpo_components.records.loss_bias import LossBias
+from grpo_components.trajectory import GroupSummary
+
+_FEW_TOKENS = 16
+"""Fewer fresh tokens multiply the bound by `_FEW_TOKENS` / tokens, to allow for rounding errors."""
+_EXACT_SHARE = 0.01
+"""Bound of the weight probe, whose tokens are no others from step to step, as a share."""
+_MAX_ERROR_CHARS = 300
+"""Length to which a message cuts an error's first line; the file has the whole error."""
+_SEEDS_KEPT = 100_000
+"""Seeds of training samples that are compared with new ones."""
+_ROUNDING = 1e-5
+"""Largest difference of a loss and its parts, as a share of the largest ratio, loss or 1."""
+_MIN_STEPS, _LARGE_KL, _JUMP = 3, 0.1, 20.0
+"""Steps before a jump of the mismatch is named; how large it is in nats, and times their median."""
+
+
+class GeneratorAgreement:
+    """Ends the run if trainer and generator disagree on the logprobs of fresh tokens.
+
+    Fresh tokens were sampled by the version being trained, so with the same weights on both sides.
+    """
+
+    def __init__(self, max_generator_kl: float | None, *, exact: bool = False) -> None:
+        self._max_kl = max_generator_kl
+        share = _EXACT_SHARE if exact else 1.0
+        self.probe_kl = None if max_generator_kl is None else share * max_generator_kl
+        """Upper bound of the KL on the weight probe; None disables it."""
+
+    def check(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Check one training step; a step without fresh tokens always passes."""
+        tokens = metrics.get("mismatch/fresh_tokens", 0)
+        if self._max_kl is None or not tokens > 0:
+            return
+        kl, bound = metrics["mismatch/fresh_kl"], self._max_kl * max(1.0, _FEW_TOKENS / tokens)
+        if kl > bound:
+            few = f", raised to {bound:.3g} for few tokens" if bound > self._max_kl else ""
+            raise DisagreementError(
+                f"step {step}: trainer and generator disagree on tokens sampled with the trainer's "
+                f"own weights: mismatch/fresh_kl is {kl:.3g} over {tokens:.0f} tokens; "
+                f"max_generator_kl is {self._max_kl:g}{few}. Likely causes: `model` does not match "
+                "config.json in base_model_path; a module or sampler setting that only one side "
+                "has; incomplete weights in the generator"
+            )
+
+
+class FailedSamples:
+    """Counts and records the failed samples of training and evaluation; ends a run with too many.
+
+    The run ends if `max_failed_samples`, a share, of the samples since the last training step
+    failed, and of the `step_samples` that a step trains. Every failed sample is written to
+    `failed_samples.jsonl`; the first after each step is also shown.
+    """
+
+    def __init__(
+        self,
+        max_failed_samples: float,
+        step_samples: int,
+        logs: Path,
+        attempt: int,
+        note: Callable[[str], None],
+    ) -> None:
+        self._max_failed_samples, self._step_samples = max_failed_samples, step_samples
+        self._path, self._note = logs / "failed_samples.jsonl", note
+        self.attempt = attempt
+        self._count = self._ended = 0
+
+    def count_group(self, entry: LedgerEntry, group: GroupSummary) -> bool:
+        """Count the failed samples of one group; return whether all of them failed."""
+        what = {"group_id": entry.group_id, "epoch": entry.epoch}
+        self._ended += len(group.rewards)
+        self._record(entry.prompt, group.errors, f"group {entry.group_id}", what)
+        return len(group.errors) == len(group.rewards)
+
+    def count_evaluation(
+        self, step: int, results: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Count the failed samples of an evaluation; return the others."""
+        self._ended += len(results)
+        for result in results:
+            errors = [] if result["error"] is None else [result["error"]]
+            self._record(result, errors, f"the evaluation at step {step}", {"evaluation": step})
+        scored = [result for result in results if result["error"] is None]
+        if not scored:
+            error = _first_line(results[0]["error"])[:_MAX_ERROR_CHARS]
+            raise FailedSamplesError(
+                f"every sample of the evaluation at step {step} failed; the first error: {error}; "
+                f"all errors: {self._path}"
+            )
+        return scored
+
+    def take_count(self) -> int:
+        """Return how many samples failed since the last call; call it once per training step."""
+        count, self._count, self._ended = self._count, 0, 0
+        return count
+
+    def _record(
+        self, prompt: Mapping[str, Any], errors: Sequence[str], where: str, what: dict[str, Any]
+    ) -> None:
+        if not errors:
+            return
+        record = {
+            "attempt": self.attempt,
+            **what,
+            "prompt_index": prompt["prompt_index"],
+            "prompt": prompt["prompt_text"],
+            "errors": dict(Counter(map(_first_line, errors))),  # -> samples
+        }
+        tracebacks = {_first_line(error): error.partition("\n")[2] for error in reversed(errors)}
+        if any(tracebacks.values()):
+            record["tracebacks"] = {line: text for line, text in tracebacks.items() if text}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        shown = _first_line(errors[-1])[:_MAX_ERROR_CHARS]
+        if self._count == 0:
+            self._note(f"{len(errors)} failed in {where}: {shown} (all errors: {self._path})")
+        self._count += len(errors)
+        if self._count >= self._max_failed_samples * max(self._ended, self._step_samples):
+            raise FailedSamplesError(
+                f"max_failed_samples: {self._max_failed_samples:g} given, but {self._count} of "
+                f"{self._ended} samples failed since the last training step (a step trains "
+                f"{self._step_samples}); the last error, for prompt "
+                f"{prompt['prompt_index']}: {shown}; all errors: {self._path}"
+            )
+
+
+class RunWatch:
+    """Shows each kind of warning once in a run: loss out of balance, seeds used twice, bias."""
+
+    def __init__(self, note: Callable[[str], None], *, averages_tokens: bool, ends: str) -> None:
+        self._note, self._averages_tokens, self._ends = note, averages_tokens, ends
+        self._shown: set[str] = set()
+        self._seeds: dict[int, int] = {}  # seed -> group that it sampled for
+        self._mismatch: deque[float] = deque(maxlen=50)
+        self.bias = LossBias()
+        """Compares lost groups with trained ones."""
+
+    def count_group(self, group: GroupSummary) -> None:
+        """Compare the seeds of a generated group with those of other groups; note its rewards."""
+        self.bias.count_group(group)
+        for seed in group.seeds:
+            other = self._seeds.setdefault(seed, group.group_id)
+            if other != group.group_id or group.seeds.count(seed) > 1:
+                self._once(
+                    "seeds",
+                    f"warning: groups {other} and {group.group_id} have samples of the same seed "
+                    f"({seed}): their random numbers are the same",
+                )
+        while len(self._seeds) > _SEEDS_KEPT:
+            del self._seeds[next(iter(self._seeds))]
+
+    def check_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Check a step's loss and responses, and its mismatch against that of the steps before."""
+        self._check_balance(step, metrics)
+        if metrics.get("rollout/cut_off_fraction") == 1.0:
+            self._once(  # no warning: an untrained policy may just be long
+                "cut off",
+                f"step {step}: all responses were cut off at generator.max_response_tokens; only "
+                f"{self._ends} would have ended one: does the model end its responses otherwise?",
+            )
+        kl = metrics.get("mismatch/generator_kl", math.nan)
+        if not math.isfinite(kl):
+            return
+        usual = median(self._mismatch) if len(self._mismatch) >= _MIN_STEPS else math.inf
+        if kl > max(_LARGE_KL, _JUMP * usual):
+            self._once(
+                "mismatch",
+                f"warning: step {step}: mismatch/generator_kl is {kl:.3g}, the median of the "
+                f"{len(self._mismatch)} steps before is {usual:.3g}: some tokens are not those "
+                "that were sampled, or the policy has jumped",
+            )
+        self._mismatch.append(kl)
+
+    def _check_balance(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Compare the loss with the mean of its parts; a loss with other parts is not known."""
+        names = ("loss/total", "loss/policy", "loss/penalty", "loss/ptx", "ratio/max")
+        total, known, penalty, other, ratio = (float(metrics.get(n, math.nan)) for n in names)
+        known += 0.0 if math.isnan(penalty) else penalty
+        if not self._averages_tokens or not math.isnan(other) or not math.isfinite(total - known):
+            return
+        if abs(total - known) > _ROUNDING * max(1.0, abs(total), abs(known), ratio):
+            self._once(
+                "loss",
+                f"warning: step {step}: loss/total is {total:.5g}, but the mean of its parts over "
+                f"the tokens is {known:.5g}: tokens do not weigh the same, as where each rank or "
+                "micro-batch divides by its own number of tokens",
+            )
+
+    def follow(self, event: Mapping[str, Any]) -> None:
+        """Follow an event of the ledger: how do lost groups differ from trained ones."""
+        if self.bias.follow(event):
+            for name, what in self.bias.warnings().items():
+                self._once(name, f"warning: {what}")
+
+    def _once(self, kind: str, line: str) -> None:
+        if kind not in self._shown:
+            self._shown.add(kind)
+            self._note(line)
+
+
+def _first_line(error: str) -> str:
+    """Return an error without its traceback, which follows in the lines after the first."""
+    return error.partition("\n")[0]
