@@ -41,34 +41,20 @@ OBJECTIVES = (
 
 
 @rung(
-    "micro-batched = whole batch",
+    "FSDP on 2 ranks, micro-batched = 1 rank, whole batch",
     "weights after one SGD step, relative to the largest weight change of that step; for token "
     "mean, sequence mean, and constant length with an off-policy correction",
     1e-5,
 )
-def micro_batched_is_whole_batch(bench: Bench) -> float:
-    return _compare_with_whole_batch(bench, {"tokens_per_micro_batch": SMALL})
-
-
-@rung(
-    "FSDP on 2 ranks = 1 rank",
-    "weights after one SGD step, relative to the largest weight change of that step; for the "
-    "objectives of the rung of micro-batches",
-    1e-5,
-)
-def two_ranks_are_one(bench: Bench) -> float:
-    return _compare_with_whole_batch(bench, {"num_ranks": 2, "tokens_per_micro_batch": SMALL})
-
-
-def _compare_with_whole_batch(bench: Bench, changes: dict[str, Any]) -> float:
+def micro_batches_of_two_ranks_are_the_whole_batch(bench: Bench) -> float:
     trajectories, advantages = ragged_batch(bench)
     base, worst = saved_weights(bench.base), 0.0
-    for number, (loss, aggregation, off_policy) in enumerate(OBJECTIVES):
+    for loss, aggregation, off_policy in OBJECTIVES:
         objective = {"loss": loss, "aggregation": aggregation, "off_policy": off_policy}
         step = partial(weights_after_step, bench, trajectories, advantages, **objective)
-        whole = bench.once(("whole batch", number), partial(step, tokens_per_micro_batch=WHOLE))
-        other = step(**changes)
-        worst = max(worst, max_difference(whole, other) / max_difference(whole, base))
+        whole, cut = step(tokens_per_micro_batch=WHOLE), {"tokens_per_micro_batch": SMALL}
+        gap = max_difference(whole, step(num_ranks=2, **cut))
+        worst = max(worst, gap / max_difference(whole, base))
     return worst
 
 

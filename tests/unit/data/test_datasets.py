@@ -48,22 +48,19 @@ def read_one(builder, tmp_path, **row):
     return builder(Characters(), source=str(path))[0]
 
 
-@pytest.mark.parametrize(
-    ("line", "place"),
-    [
-        (b'{"question": "a\\ud800?", "answer": "#### 2"}', "row 2.*question"),
-        (b'{"answer": "#### 2"}', "row 2.*question"),
-        (b'{"question": "a?"}', "row 2.*answer"),
-        (b'{"question": " \\n", "answer": "#### 2"}', "row 2.*question"),
-        (b'{"question": 5, "answer": "#### 2"}', "row 2.*question"),
-        (b'{"question": "a?", "answer": "2"}', "row 2.*answer"),
-        (b'{"question": "a?", "answer": "2 ####"}', "row 2.*answer"),
-    ],
-)
-def test_a_row_that_cannot_be_used_is_named_with_its_file_and_field(tmp_path, line, place):
-    path = write_rows(tmp_path / "bad.jsonl", ROWS[0], line, ROWS[0])
-    with pytest.raises(ValueError, match=rf"bad\.jsonl, {place}"):
-        load(path)
+UNUSABLE = {
+    "question": [{"question": bad, "answer": "#### 2"} for bad in ("a\ud800?", " \n", 5)],
+    "answer": [{"question": "a?"}, *({"question": "a?", "answer": b} for b in ("2", "2 ####"))],
+}
+UNUSABLE["question"].append({"answer": "#### 2"})
+
+
+@pytest.mark.parametrize("field", UNUSABLE)
+def test_a_row_that_cannot_be_used_is_named_with_its_file_and_field(tmp_path, field):
+    for row in UNUSABLE[field]:
+        path = write_rows(tmp_path / "bad.jsonl", ROWS[0], row, ROWS[0])
+        with pytest.raises(ValueError, match=rf"bad\.jsonl, row 2.*{field}"):
+            load(path)
 
 
 def test_a_prompt_that_is_too_long_is_named_with_both_lengths(jsonl):
@@ -72,11 +69,6 @@ def test_a_prompt_that_is_too_long_is_named_with_both_lengths(jsonl):
     numbers = rf"row 2.*question.*{longest} .*max_prompt_tokens.*{longest - 1}"
     with pytest.raises(ValueError, match=numbers):
         load(jsonl, max_prompt_tokens=longest - 1)
-
-
-def test_a_file_without_rows_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"empty\.jsonl"):
-        load(write_rows(tmp_path / "empty.jsonl"))
 
 
 def test_a_hub_data_set_is_asked_for_by_name_configuration_and_split(monkeypatch):
@@ -135,9 +127,11 @@ def test_the_parts_of_a_split_are_disjoint_and_cover_it(numbered):
     assert note.endswith(f"{len(train)} prompts of 30 rows; {len(validation)} in other parts")
 
 
-def test_a_data_set_without_remaining_rows_says_why(numbered):
+def test_a_data_set_without_rows_or_without_remaining_ones_says_why(numbered, tmp_path):
     with pytest.raises(ValueError, match=r"numbered\.jsonl: .*30 filtered out"):
         chosen(numbered, filters={"level": {"min": 3}})
+    with pytest.raises(ValueError, match=r"empty\.jsonl"):
+        load(write_rows(tmp_path / "empty.jsonl"))
 
 
 def test_a_filtered_row_need_not_be_usable(tmp_path):
@@ -146,7 +140,7 @@ def test_a_filtered_row_need_not_be_usable(tmp_path):
 
 
 def test_columns_may_have_other_names_which_errors_use(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", b'{"q": "1 + 1?", "a": "#### 2"}', b'{"q": "2?"}')
+    path = write_rows(tmp_path / "rows.jsonl", {"q": "1 + 1?", "a": "#### 2"}, {"q": "2?"})
     columns = {"question": "q", "answer": "a"}
     assert load(path, columns=columns, num_rows=1)[0]["answer"] == "2"
     with pytest.raises(ValueError, match=r"rows\.jsonl, row 2: .* a;.* q$"):
@@ -221,12 +215,8 @@ def verl(request, tmp_path):
 
     def load(*chats, **settings):
         rows = [
-            {
-                "data_source": "openai/gsm8k",
-                "prompt": chat,
-                "reward_model": {"style": "rule", "ground_truth": str(number)},
-                "extra_info": {"index": number},
-            }
+            {"prompt": chat, "reward_model": {"style": "rule", "ground_truth": str(number)}}
+            | {"data_source": "openai/gsm8k", "extra_info": {"index": number}}
             for number, chat in enumerate(chats)
         ]
         path = write_rows(tmp_path / f"rows.{request.param}", *rows)
@@ -300,28 +290,20 @@ def test_builders_of_other_formats_take_chats(tmp_path, builder, columns, row):
 # ---- other formats ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("solution", "answer"),
-    [
-        (r"So \boxed{5}.", "5"),
-        (r"\boxed{1}, then \boxed {\frac{1}{2}}$", r"\frac{1}{2}"),
-        (r"\boxed{4} and \boxed{ }, \boxed{unclosed", "4"),
-        (r"\boxed{\text{a } \{1, 2\}}", r"\text{a } \{1, 2\}"),
-        (r"\boxed{\left\{ x \right.}$ or so.", r"\left\{ x \right."),
-        (r"\boxed{x \} y}", r"x \} y"),
-        (r"\boxed{1 \\}", r"1 \\"),
-        (r"\boxed{\boxed{3}}", "3"),
-        (r"As $\boxed 5$.", "5"),
-        (r"So $\boxed -1,234.$", "-1,234"),
-        (r"$\boxed{1}$, or rather $\boxed2$", "2"),
-        (r"\fbox{E}", "E"),
-        (r"\boxed{6} \boxedeq{7}", "6"),
-    ],
-)
-def test_the_answer_of_a_math_problem_is_in_its_last_box(tmp_path, solution, answer):
-    prompt = read_one(math_dataset, tmp_path, problem="x?", solution=solution)
-    assert prompt["answer"] == answer
-    assert prompt["prompt_text"].startswith("x?\n") and r"\boxed{}" in prompt["prompt_text"]
+BOXED = {r"So \boxed{5}.": "5", r"\boxed{1}, then \boxed {\frac{1}{2}}$": r"\frac{1}{2}"}
+BOXED |= {r"\boxed{x \} y}": r"x \} y", r"\boxed{1 \\}": r"1 \\", r"\boxed{\boxed{3}}": "3"}
+BOXED |= {r"\boxed{4} and \boxed{ }, \boxed{unclosed": "4", r"\boxed{6} \boxedeq{7}": "6"}
+BOXED |= {r"\boxed{\text{a } \{1, 2\}}": r"\text{a } \{1, 2\}", r"\fbox{E}": "E"}
+BOXED |= {r"\boxed{\left\{ x \right.}$ or so.": r"\left\{ x \right.", r"As $\boxed 5$.": "5"}
+BOXED |= {r"So $\boxed -1,234.$": "-1,234", r"$\boxed{1}$, or rather $\boxed2$": "2"}
+
+
+def test_the_answer_of_a_math_problem_is_in_its_last_box(tmp_path):
+    rows = [{"problem": "x?", "solution": solution} for solution in BOXED]
+    prompts = math_dataset(Characters(), source=str(write_rows(tmp_path / "rows.jsonl", *rows)))
+    assert dict(zip(BOXED, [prompt["answer"] for prompt in prompts], strict=True)) == BOXED
+    text = prompts[0]["prompt_text"]
+    assert text.startswith("x?\n") and r"\boxed{}" in text
 
 
 def test_countdown_puts_numbers_and_target_into_prompt_and_answer(tmp_path):
@@ -343,38 +325,26 @@ STDIN = {"stdin_stdout": [{"input": "1\n", "output": "2\n"}, {"input": "", "outp
 ASSERTS = {"asserts": ["assert f(1) == 2"]}
 
 
-@pytest.mark.parametrize(
-    ("tests", "answer"),
-    [
-        (STDIN, STDIN),
-        (json.dumps(STDIN), STDIN),
-        (ASSERTS, ASSERTS),
-        (ASSERTS["asserts"], ASSERTS),
-        ({"inputs": ["1\n", ""], "outputs": ["2\n", ""]}, STDIN),
-        (STDIN["stdin_stdout"], STDIN),
-        (json.dumps([case | {"testtype": "stdin"} for case in STDIN["stdin_stdout"]]), STDIN),
-        ({"asserts": ["f('\ud800')"]}, {"asserts": ["f('\ud800')"]}),
-    ],
-)
-def test_the_tests_of_a_program_go_into_the_answer(tmp_path, tests, answer):
-    prompt = read_one(code_dataset, tmp_path, prompt="Write f.", tests=tests)
-    assert json.loads(prompt["answer"]) == answer
+def test_the_tests_of_a_program_go_into_the_answer(tmp_path):
+    cases, odd = STDIN["stdin_stdout"], {"asserts": ["f('\ud800')"]}
+    labelled = json.dumps([case | {"testtype": "stdin"} for case in cases])
+    columns = {"inputs": ["1\n", ""], "outputs": ["2\n", ""]}
+    same = [(tests, STDIN) for tests in (STDIN, json.dumps(STDIN), cases, labelled, columns)]
+    same += [(ASSERTS, ASSERTS), (ASSERTS["asserts"], ASSERTS), (odd, odd)]
+    for tests, answer in same:
+        prompt = read_one(code_dataset, tmp_path, prompt="Write f.", tests=tests)
+        assert json.loads(prompt["answer"]) == answer
 
 
 BEFORE = {"test_imports": ["import math"], "test_setup_code": "root = Node(1)"}
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"tests": ASSERTS["asserts"], **BEFORE},
-        {"tests": json.dumps({**ASSERTS, **BEFORE})},
-        {"tests": ASSERTS, **BEFORE, "test_imports": "import math"},
-    ],
-)
-def test_imports_and_setup_code_go_into_the_answer(tmp_path, row):
-    prompt = read_one(code_dataset, tmp_path, prompt="Write f.", **row)
-    assert json.loads(prompt["answer"]) == {**ASSERTS, **BEFORE}
+def test_imports_and_setup_code_go_into_the_answer(tmp_path):
+    as_text = {**BEFORE, "test_imports": "import math"}
+    for tests, more in ((ASSERTS["asserts"], BEFORE), (ASSERTS, as_text), (ASSERTS | BEFORE, {})):
+        given = {"tests": tests if more else json.dumps(tests), **more}
+        prompt = read_one(code_dataset, tmp_path, prompt="Write f.", **given)
+        assert json.loads(prompt["answer"]) == ASSERTS | BEFORE
 
 
 @pytest.mark.parametrize("solution", ["print(2)", ["print(2)", "print(3)"], '["print(2)"]'])
@@ -394,35 +364,23 @@ def test_the_first_solution_goes_into_the_answer_and_what_is_empty_does_not(
             assert json.loads(prompt["answer"]) == tests
 
 
-@pytest.mark.parametrize(
-    ("builder", "row", "field"),
-    [
-        (math_dataset, {"problem": "x?", "solution": "5"}, "solution"),
-        (math_dataset, {"problem": "x?"}, "solution"),
-        *(
-            (countdown_dataset, {"numbers": numbers, "target": 1}, "numbers")
-            for numbers in ([], [1.5], "[1")
-        ),
-        *((countdown_dataset, {"numbers": [1], "target": t}, "target") for t in ("x", None)),
-        *(
-            (code_dataset, {"prompt": "f?", "tests": tests}, "tests")
-            for tests in (
-                *({}, 5, {"asserts": [""]}, {**STDIN, **ASSERTS}),
-                {"stdin_stdout": [{"input": "1"}]},
-                {"inputs": ["1"], "outputs": []},
-                [{"input": "1", "output": "2", "testtype": "functional"}],
-            )
-        ),
-        *(
-            (code_dataset, {"prompt": "f?", "tests": tests, **more}, min(more))
-            for tests, more in (
-                (ASSERTS, {"test_setup_code": ["x = 1"]}),
-                (STDIN, {"test_imports": ["import math"]}),
-                (ASSERTS, {"solution": 5}),
-            )
-        ),
-    ],
-)
+NO_TESTS = [{}, 5, {"asserts": [""]}, {**STDIN, **ASSERTS}, {"stdin_stdout": [{"input": "1"}]}]
+NO_TESTS += [{"inputs": ["1"], "outputs": []}]
+NO_TESTS += [[{"input": "1", "output": "2", "testtype": "functional"}]]
+WRONG = [(math_dataset, {"problem": "x?", **own}, "solution") for own in ({"solution": "5"}, {})]
+WRONG += [(countdown_dataset, {"numbers": n, "target": 1}, "numbers") for n in ([], [1.5], "[1")]
+WRONG += [(countdown_dataset, {"numbers": [1], "target": t}, "target") for t in ("x", None)]
+WRONG += [(code_dataset, {"prompt": "f?", "tests": tests}, "tests") for tests in NO_TESTS]
+WRONG += [
+    (code_dataset, {"prompt": "f?", "tests": tests, field: value}, field)
+    for tests, field, value in (
+        *((ASSERTS, "test_setup_code", ["x = 1"]), (STDIN, "test_imports", ["import math"])),
+        (ASSERTS, "solution", 5),
+    )
+]
+
+
+@pytest.mark.parametrize(("builder", "row", "field"), WRONG)
 def test_a_row_of_another_format_is_named_with_its_field(tmp_path, builder, row, field):
     with pytest.raises(ValueError, match=rf"rows\.jsonl, row 1.* field {field}\b"):
         read_one(builder, tmp_path, **row)

@@ -77,16 +77,13 @@ def test_the_seed_decides_the_order_of_a_mix():
     first, again, other = (list(islice(mix(*parts, seed=s)[0], 40)) for s in (3, 3, 4))
     assert first == again != other
     kept_in_order = (islice(mix(*parts, shuffle=False, seed=s)[0], 40) for s in range(9))
-    assert (
-        len({str(list(pairs)) for pairs in kept_in_order}) > 1
-    )  # the seed also decides which part comes when
+    # The seed also decides which part comes when.
+    assert len({str(list(pairs)) for pairs in kept_in_order}) > 1
 
 
 def test_parts_of_equal_length_have_different_orders():
-    pairs = list(islice(mix((20, 1.0), (20, 1.0))[0], 40))
-    orders = [
-        [r["prompt_index"] % 40 for r, _ in pairs if r["prompt_index"] // 40 == k] for k in (0, 1)
-    ]
+    drawn = [row["prompt_index"] for row, _ in islice(mix((20, 1.0), (20, 1.0))[0], 40)]
+    orders = [[index % 40 for index in drawn if index // 40 == part] for part in (0, 1)]
     assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
 
 

@@ -88,13 +88,8 @@ def endpoint(engine_variables):
     def token_ids(folder, messages):
         model = ModelConfig(model=str(folder), dtype="float32", max_model_len=512)
         renderer = renderer_from_config(VllmConfig(model_config=model))
-        served = OnlineRenderer(
-            model,
-            renderer,
-            request_logger=None,
-            chat_template=None,
-            chat_template_content_format="auto",
-        )
+        nothing = {"request_logger": None, "chat_template": None}
+        served = OnlineRenderer(model, renderer, chat_template_content_format="auto", **nothing)
         request = ChatCompletionRequest(model="any", messages=messages)
         _, (prompt,) = asyncio.run(served.render_chat(request))
         return prompt["prompt_token_ids"]
@@ -161,18 +156,17 @@ def test_a_chat_template_gets_its_variables(make_folder):
     assert plain.endswith("assistant\n")
 
 
-@pytest.mark.parametrize("name", ["tokenize", "tools", "add_generation_prompt"])
-def test_an_argument_of_the_tokenizer_is_no_variable(make_folder, name):
-    arguments = (None, "{question}", str(make_folder(CHAT_ML)), None)
-    key = refused_key(prompt_encoder, *arguments, variables={name: True})
-    assert key == f"dataset.chat_template_kwargs.{name}"
-
-
-@pytest.mark.parametrize("chat_template", [None, "torchtune"])
-def test_variables_need_a_chat_template_that_takes_them(make_folder, chat_template):
-    arguments = (tune_tokenizer(make_folder(CHAT_ML)), "{question}", chat_template, None)
-    key = refused_key(prompt_encoder, *arguments, variables={"enable_thinking": False})
-    assert key == "dataset.chat_template_kwargs"
+def test_variables_need_a_chat_template_that_takes_them_and_are_no_arguments_of_a_tokenizer(
+    make_folder,
+):
+    folder, section = make_folder(CHAT_ML), "dataset.chat_template_kwargs"
+    for name in ("tokenize", "tools", "add_generation_prompt"):
+        given = (None, "{question}", str(folder), None)
+        assert refused_key(prompt_encoder, *given, variables={name: True}) == f"{section}.{name}"
+    for chat_template in (None, "torchtune"):
+        given = (tune_tokenizer(folder), "{question}", chat_template, None)
+        variables = {"enable_thinking": False}
+        assert refused_key(prompt_encoder, *given, variables=variables) == section
 
 
 def test_a_template_that_leaves_out_a_message_of_a_row_is_refused(make_folder):
@@ -227,34 +221,20 @@ def test_without_a_chat_the_prompt_is_the_text(make_folder):
 ONLY_USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    ("template", "system_prompt", "cause"),
-    [
-        (None, None, ""),
-        (NO_SYSTEM, "Count.", "no system here"),
-        ("{% for %}", None, ""),
-        ("{{ 'a' + 1 }}", None, "concatenate"),
-        ({"a": "{{ messages }}", "b": ""}, None, "no default"),
-        ("Hello!", None, "question"),
-        (ONLY_USERS, "Count.", "system prompt"),
-    ],
-)
-def test_a_chat_template_that_cannot_be_used_is_refused(
-    make_folder, template, system_prompt, cause
-):
-    with pytest.raises(ValueError, match=rf"^dataset\.chat_template: .*{cause}"):
-        prompt_encoder(None, "{question}", str(make_folder(template)), system_prompt)
+def test_a_chat_template_that_cannot_be_used_is_refused(make_folder):
+    for template, system_prompt, cause in (
+        *((None, None, ""), ("{% for %}", None, ""), ("{{ 'a' + 1 }}", None, "concatenate")),
+        *((NO_SYSTEM, "Count.", "no system here"), ("Hello!", None, "question")),
+        *((ONLY_USERS, "Count.", "system prompt"), ({"a": "x", "b": ""}, None, "no default")),
+    ):
+        with pytest.raises(ValueError, match=rf"^dataset\.chat_template: .*{cause}"):
+            prompt_encoder(None, "{question}", str(make_folder(template)), system_prompt)
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"^dataset\.chat_template: "):
-        prompt_encoder(None, "{question}", str(tmp_path), None)
-
-
-def test_settings_that_do_not_go_together_are_refused(make_folder):
-    for name in ("qwen", ""):
-        with pytest.raises(ValueError, match=rf"^dataset\.chat_template: '{name}'"):
-            prompt_encoder(None, "{question}", name, None)
+def test_settings_that_do_not_go_together_are_refused(make_folder, tmp_path):
+    for name, said in (("qwen", "'qwen'"), ("", "''"), (tmp_path, "")):  # a folder without files
+        with pytest.raises(ValueError, match=rf"^dataset\.chat_template: {said}"):
+            prompt_encoder(None, "{question}", str(name), None)
     with pytest.raises(ValueError, match=r"^dataset\.chat_template: torchtune .*dict"):
         prompt_encoder({}, "{question}", "torchtune", None)
     with pytest.raises(ValueError, match=r"^dataset\.system_prompt: "):
@@ -283,12 +263,16 @@ def with_tools(make_folder, template="{question}", system=None, tools=TOOLS):
     return prompt_encoder(None, template, folder, system, tools)("1+1?")[1]
 
 
-@pytest.mark.parametrize("key", ["template", "system_prompt"])
-def test_tools_are_put_where_the_prompt_asks_for_them(make_folder, key):
-    texts = {"template": "{question}", "system_prompt": "Be brief."}
+@pytest.mark.parametrize("key", ["prompt_template", "system_prompt"])
+def test_tools_are_put_where_the_prompt_asks_for_them_and_a_place_without_tools_is_refused(
+    make_folder, key
+):
+    texts = {"prompt_template": "{question}", "system_prompt": "Be brief."}
     texts[key] = "Call one of:\n{tools}\n" + texts[key]
-    text = with_tools(make_folder, texts["template"], texts["system_prompt"])
+    text = with_tools(make_folder, *texts.values())
     assert f"Call one of:\n{TYPED}\n" in text and "<calculator>" not in text
+    with pytest.raises(ValueError, match=f"^dataset.{key}: "):
+        with_tools(make_folder, *texts.values(), tools=())
 
 
 def test_a_chat_template_that_knows_tools_gets_them_unless_they_are_typed_by_hand(make_folder):
@@ -296,11 +280,3 @@ def test_a_chat_template_that_knows_tools_gets_them_unless_they_are_typed_by_han
     assert "<calculator>" not in with_tools(make_folder, tools=())
     text = with_tools(make_folder, system=TYPED)
     assert "<calculator>" not in text and text.count('"calculator"') == 1
-
-
-@pytest.mark.parametrize("key", ["prompt_template", "system_prompt"])
-def test_a_place_for_tools_without_tools_is_refused(make_folder, key):
-    texts = {"prompt_template": "{question}", "system_prompt": "Be brief."}
-    texts[key] += "{tools}"
-    with pytest.raises(ValueError, match=f"^dataset.{key}: "):
-        with_tools(make_folder, *texts.values(), tools=())

@@ -58,35 +58,27 @@ def test_a_field_may_be_of_any_length(tmp_path):
     assert read(tmp_path / "a.csv") == [{"a": "x" * 2**20, "b": "1"}]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "place"),
-    [
-        ("a.json", b"{", ""),
-        ("a.jsonl", b'{"a": 1}\n\n\n{\n', "row 2"),
-        ("a.parquet", b"PAR1" + bytes(64) + b"PAR1", ""),
-        ("a.json", b'{"rows": []}', ""),
-        ("a.csv", b"a,b\n1,2\n1,2,3\n", "row 2"),
-        ("a.csv", b"a,a\n1,2\n", ""),
-        ("a.csv", b'a,b\n1,"2\n', ""),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named_with_its_row(tmp_path, name, content, place):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError) as refused:
-        read(tmp_path / name)
-    assert str(refused.value).startswith(f"dataset {tmp_path / name}")
-    assert place in str(refused.value)
+UNREADABLE = [
+    ("json", b"{", ""),
+    ("jsonl", b'{"a": 1}\n\n\n{\n', "row 2"),
+    ("json", b'{"a": []}', ""),
+]
+UNREADABLE += [("parquet", b"PAR1" + bytes(64) + b"PAR1", ""), ("csv", b"a,a\n1,2\n", "")]
+UNREADABLE += [("csv", b"a,b\n1,2\n1,2,3\n", "row 2"), ("csv", b'a,b\n1,"2\n', "")]
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_missing_file_is_named(tmp_path, suffix):
-    with pytest.raises(ValueError, match=rf"nowhere{suffix}"):
-        read(tmp_path / f"nowhere{suffix}")
+@pytest.mark.parametrize(("kind", "content", "place"), UNREADABLE)
+def test_a_file_that_cannot_be_read_is_named_with_its_row(tmp_path, kind, content, place):
+    path = tmp_path / f"a.{kind}"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^dataset {path}.*{place}"):
+        read(path)
 
 
-def test_an_unknown_kind_of_file_is_not_looked_up_on_the_hub(tmp_path):
+def test_a_missing_file_and_an_unknown_kind_are_named_and_not_looked_up_on_the_hub(tmp_path):
     (tmp_path / "rows.tsv").touch()
-    for source in (tmp_path / "rows.tsv", tmp_path, tmp_path / "nowhere"):
+    unknown = [tmp_path / "rows.tsv", tmp_path, tmp_path / "nowhere"]
+    for source in (*unknown, *(tmp_path / f"nowhere{suffix}" for suffix in SUFFIXES)):
         with pytest.raises(ValueError, match=rf"^dataset {source}: "):
             read(source)
 
@@ -105,21 +97,14 @@ def test_a_field_is_read_from_its_column_and_errors_name_the_column():
         mapped.parsed("numbers")
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        *(("42", "42"), (" 1,234", " 1,234"), (42, "42"), (-7, "-7"), (0, "0"), (0.5, "0.5")),
-        *((42.0, "42"), (-0.25, "-0.25"), (1e300, str(int(1e300))), (10**30, "1" + "0" * 30)),
-    ],
-)
-def test_a_number_is_read_as_its_usual_text(value, text):
-    assert Row({"answer": value}, "row 1", {}).text_or_number("answer") == text
-
-
-@pytest.mark.parametrize("value", [None, True, " ", math.nan, [1]])
-def test_a_value_that_is_neither_text_nor_number_is_refused(value):
-    with pytest.raises(ValueError, match=r"^row 1, field answer: "):
-        Row({"answer": value}, "row 1", {}).text_or_number("answer")
+def test_a_number_is_read_as_its_usual_text_and_what_is_neither_is_refused():
+    texts = {"42": "42", " 1,234": " 1,234", 42: "42", -7: "-7", 0: "0", 0.5: "0.5", -0.25: "-0.25"}
+    texts |= {1e300: str(int(1e300)), 10**30: "1" + "0" * 30}
+    for value, text in [*texts.items(), (42.0, "42")]:
+        assert Row({"answer": value}, "row 1", {}).text_or_number("answer") == text
+    for value in (None, True, " ", math.nan, [1]):
+        with pytest.raises(ValueError, match=r"^row 1, field answer: "):
+            Row({"answer": value}, "row 1", {}).text_or_number("answer")
 
 
 def test_a_missing_column_of_a_filter_is_no_matter_of_names():

@@ -28,12 +28,8 @@ from grpo_components.trajectory import batch_hash, pack, unpack
 WORDS = ["[UNK]", "[END]", "[PAD]", "What", "is", "two", "plus", "three", "It", "five", "six"]
 WORDS += [".", "?"]
 SHAPE = {
-    "vocab_size": len(WORDS),
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
+    **{"vocab_size": len(WORDS), "hidden_size": 32, "intermediate_size": 64},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64},
     "initializer_range": 0.5,
 }
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} . {% endfor %}"
@@ -127,10 +123,8 @@ def test_every_response_gets_its_own_score_whatever_its_batch(tmp_path, kind, pa
         assert new.response_ids.tolist() == old.response_ids.tolist()
     assert summary.rewards == [t.reward for t in after]
     assert batch_hash(scored) == batch_hash(pack(after))
-    assert (
-        out_text["prompt"] == text["prompt"]
-        and out_text["responses"][0]["response"] == RESPONSES[0]
-    )
+    assert out_text["prompt"] == text["prompt"]
+    assert [shown["response"] for shown in out_text["responses"]] == RESPONSES
     assert unpack(group)[1].reward == 1.0  # the input is unchanged
 
 
@@ -170,11 +164,8 @@ def test_a_failed_sample_stays_failed_and_a_response_that_is_too_long_fails(tmp_
     assert second.error is None and math.isfinite(second.reward)
     assert third.error == "reward reward_model: 105 tokens, the model reads 1 to 64"
     assert third.failed and math.isnan(third.reward) and not third.success
-    assert (
-        summary.errors
-        == [first.error, third.error]
-        == [out_text["responses"][i]["error"] for i in (0, 2)]
-    )
+    shown = [out_text["responses"][number]["error"] for number in (0, 2)]
+    assert summary.errors == [first.error, third.error] == shown
     assert np.isnan(summary.rewards).tolist() == [True, False, True]
     _, summary, _ = build(path).add_scores(*group_of(["five", "six"], failed=[0, 1]))
     assert len(summary.errors) == 2, "a group that failed as a whole is not scored"

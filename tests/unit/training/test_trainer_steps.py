@@ -42,13 +42,9 @@ def test_a_gradient_that_is_not_finite_trains_nothing_and_spoils_nothing(ranks, 
     spoiled = ADVANTAGES.copy()
     spoiled[-1] = bad  # on one rank only
     adam = partial(torch.optim.AdamW, lr=1e-2)
-    results = ranks.run(
-        base,
-        2,
-        [step(RAGGED, spoiled), *export(0), step(RAGGED, ADVANTAGES), *export(1)],
-        build_optimizer=adam,
-        build_lr_scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
-    )
+    calls = [step(RAGGED, spoiled), *export(0), step(RAGGED, ADVANTAGES), *export(1)]
+    halved = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    results = ranks.run(base, 2, calls, build_optimizer=adam, build_lr_scheduler=halved)
     for skipped, version, _, trained, *_ in results:
         assert not math.isfinite(skipped["grad_norm"])
         assert skipped["policy_version"] == version == 0
@@ -137,8 +133,8 @@ def test_every_epoch_and_part_of_a_batch_is_an_update_of_its_own(ranks, base):
     assert metrics["ratio/max"] == max(update["ratio/max"] for update in updates)
     for key in ("loss/total", "grad_norm", "ratio/mean", "ratio/clip_fraction"):
         assert metrics[key] == pytest.approx(sum(update[key] for update in updates) / 4), key
-    before_any = [update["mismatch/generator_kl"] for update in updates[:1]]
-    assert metrics["mismatch/generator_kl"] == pytest.approx(before_any[0])
+    key = "mismatch/generator_kl"  # before any update
+    assert metrics[key] == pytest.approx(updates[0][key])
 
 
 def test_what_a_loss_does_not_measure_is_logged_as_nan_under_the_same_keys(ranks, base):
@@ -147,27 +143,15 @@ def test_what_a_loss_does_not_measure_is_logged_as_nan_under_the_same_keys(ranks
     full = ranks.run(base, 1, calls)[0][0]
     assert plain.keys() == full.keys()
     missing = {k for k, value in plain.items() if isinstance(value, float) and math.isnan(value)}
-    assert missing == {
-        "loss/penalty",
-        "ratio/clip_fraction",
-        "ratio/clip_fraction_low",
-        "ratio/clip_fraction_high",
-    }
+    clipped = {f"ratio/clip_fraction{end}" for end in ("", "_low", "_high")}
+    assert missing == {"loss/penalty", *clipped}
     assert plain["ratio/max"] == full["ratio/max"] and plain["ratio/mean"] == full["ratio/mean"]
 
 
 def test_the_profiler_steps_with_training_and_leaves_a_trace_per_rank(ranks, base, tmp_path):
-    profiler = partial(
-        setup_torch_profiler,
-        enabled=True,
-        cuda=False,
-        xpu=False,
-        output_dir=str(tmp_path),
-        wait_steps=1,
-        warmup_steps=0,
-        active_steps=1,
-        num_cycles=0,
-    )
+    cycle = {"wait_steps": 1, "warmup_steps": 0, "active_steps": 1, "num_cycles": 0}
+    given = {"enabled": True, "cuda": False, "xpu": False, "output_dir": str(tmp_path)}
+    profiler = partial(setup_torch_profiler, **given, **cycle)
     steps = [step(RAGGED, ADVANTAGES)] * 3  # the third cycle is cut short
     plain = ranks.run(base, 2, steps)
     profiled = ranks.run(base, 2, steps, build_profiler=profiler)
@@ -205,20 +189,10 @@ def test_the_exports_of_all_ranks_are_the_checkpoint_that_was_loaded_bit_for_bit
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_exports_may_wait_while_training_goes_on(ranks, base, order):
-    first, second = order
-    results = ranks.run(
-        base,
-        2,
-        [
-            ("gather_weights",),
-            step(RAGGED, ADVANTAGES),
-            ("gather_weights",),
-            step(RAGGED, ADVANTAGES),
-            ("export_weights", first),
-            ("export_weights", second),
-        ],
-    )
-    weights = {first: exported(results, 4), second: exported(results, 5)}
+    gather_and_train = [("gather_weights",), step(RAGGED, ADVANTAGES)]
+    exports = [("export_weights", version) for version in order]
+    results = ranks.run(base, 2, [*gather_and_train, *gather_and_train, *exports])
+    weights = {version: exported(results, 4 + n) for n, version in enumerate(order)}
     assert_weights_equal(weights[0], hf_weights(base))
     assert_weights_close(weights[1], expected_update(base, RAGGED, ADVANTAGES)[0])
 
