@@ -220,8 +220,8 @@ def test_importing_the_package_runs_nothing():
 def test_the_recipe_stays_readable():
     assert len(RECIPE.read_text().splitlines()) <= 300
     tree = RECIPE_TREES[module_name(RECIPE)]
-    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    ours = [node for node in froms if inside(node.module or "", ("grpo_components",))]
+    sources = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    ours = [node for node in sources if inside(node.module or "", ("grpo_components",))]
     assert sum(len(node.names) for node in ours) <= 15
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     (recipe,) = (node for node in classes if "Recipe" in node.name)

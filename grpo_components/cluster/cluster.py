@@ -17,8 +17,7 @@ import ray
 from ray._private import worker as ray_worker
 
 from grpo_components.cluster.ray_cluster import Need, RayCluster, family_of
-from grpo_components.cluster.restarts import RestartBudget
-from grpo_components.cluster.role import Role
+from grpo_components.cluster.role import RestartBudget, Role
 from grpo_components.cluster.role_host import RoleHost, resource_use
 from grpo_components.cluster.role_process import RoleProcess
 from grpo_components.cluster.supervision import apart, root_cause

@@ -67,15 +67,7 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
 
 
 def build_prompts(cfg: Settings, dataset: Any) -> PromptStream | PromptCurriculum:
-    """Build the stream from which the ledger takes the prompt of each new group.
-
-    Args:
-        cfg: settings checked by preflight.
-        dataset: data set to train on.
-
-    Raises:
-        ConfigError: the data set is too large for a curriculum.
-    """
+    """Build the stream from which the ledger takes the prompt of each new group."""
     if cfg.curriculum is None:
         return PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
     if len(dataset) > MAX_PROMPTS:

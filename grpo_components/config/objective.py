@@ -47,16 +47,7 @@ def build_objective(
 ) -> Objective:
     """Build every part of the objective, and try each component of the config once.
 
-    Args:
-        cfg: settings checked by preflight.
-        default_loss: the recipe's own loss; see `build_loss`.
-        tokenizer: tokenizer for the examples of the supervised loss.
-        dataset: data set of the prompts to train on.
-        held_out: data set of the prompts to evaluate on.
-
-    Raises:
-        ConfigError: a component cannot be built or breaks its kind's contract; names its key.
-        DryRunEnd: with `dry_run: true`, after the trial; says what the run would do.
+    With `dry_run: true`, the run ends here, and says what it would do.
     """
     dynamic = cfg.dynamic_sampling
     objective = Objective(

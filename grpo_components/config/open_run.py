@@ -23,7 +23,7 @@ from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.quiet import without_prints
 from grpo_components.records.checkpoints import Checkpoints
-from grpo_components.records.guards import FailedSamples, GeneratorAgreement, RunWatch
+from grpo_components.records.guards import FailedSamples, GeneratorAgreement, RunWatch, SkippedSteps
 from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import build_receipts
 from grpo_components.records.resume import Stateful, begin_run
@@ -33,7 +33,6 @@ from grpo_components.records.run_log import RunLog
 from grpo_components.replay.recorded_run import open_event_order, read_replayed
 from grpo_components.schedules import Schedule
 from grpo_components.settings import Settings
-from grpo_components.training.skipped_steps import SkippedSteps
 
 _TOKEN_MEAN = f"{TokenMean.__module__}.{TokenMean.__name__}"
 

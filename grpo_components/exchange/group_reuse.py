@@ -195,11 +195,7 @@ class GroupReuse:
 
 
 def spread(rewards: Sequence[float]) -> float:
-    """Return the population standard deviation of the rewards, without those that are NaN.
-
-    Args:
-        rewards: [G] rewards of a group; NaN for failed samples.
-    """
+    """Return the population standard deviation of the rewards, without those that are NaN."""
     known = sorted(reward for reward in rewards if not math.isnan(reward))  # any order, same bits
     if not known or known[0] == known[-1]:
         return 0.0  # rounding may give equal rewards a deviation above 0

@@ -178,13 +178,7 @@ class Ledger:
     async def finish_generation(
         self, group_id: int, response_tokens: Sequence[int], scored: Sequence[bool] | None = None
     ) -> None:
-        """Record that a group was generated.
-
-        Args:
-            group_id: id of a group in flight.
-            response_tokens: [G] number of sampled tokens of each response.
-            scored: success of each response that did not fail, for a curriculum; None without one.
-        """
+        """Record that a group was generated."""
         entry, result = self._living[group_id], {}
         if scored is not None:
             result = {"prompt": entry.prompt_index, "successes": sum(scored), "scored": len(scored)}

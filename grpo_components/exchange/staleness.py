@@ -59,27 +59,18 @@ class StalenessContract:
         return self.max_staleness + 1
 
     def groups_of(self, steps: int, reused: Reused = NONE_REUSED) -> int:
-        """Return how many new groups the next training steps consume at least.
-
-        Args:
-            steps: number of steps.
-            reused: how many groups these steps train again.
-        """
+        """Return how many new groups the next training steps consume at least."""
         later = steps * (self.groups_per_step - reused.most)
         return later + reused.most - reused.next if steps else 0
 
     def step_of(self, first_step: int, groups_ahead: int, reused: Reused = NONE_REUSED) -> int:
-        """Return the last training step that may consume a group.
+        """Return the last training step that may consume a group with so many ahead of it.
+
+        Given a policy version in place of the next step's number, it is a policy version.
 
         Without reuse, it is the step that does. With reuse, the next step consumes exactly
         `groups_per_step - reused.next` new groups, and each later one at least
         `groups_per_step - reused.most`.
-
-        Args:
-            first_step: number of the next training step; or the policy version that this step
-                starts from, to get a policy version.
-            groups_ahead: number of new groups that are consumed before this one, from that step on.
-            reused: how many groups these steps train again.
         """
         ahead = groups_ahead + reused.next - reused.most
         return first_step + max(0, ahead // (self.groups_per_step - reused.most))
@@ -87,23 +78,12 @@ class StalenessContract:
     def needed_version(
         self, policy_version: int, groups_ahead: int, reused: Reused = NONE_REUSED
     ) -> int:
-        """Return the oldest policy version that may generate a group admitted now.
-
-        Args:
-            policy_version: the trainer's policy version.
-            groups_ahead: number of new groups in training, buffered and in flight.
-            reused: how many groups the next steps train again.
-        """
+        """Return the oldest policy version that may generate a group admitted now."""
         return self.oldest_trainable(self.step_of(policy_version, groups_ahead, reused))
 
     @staticmethod
     def staleness(versions: Versions, policy_version: int) -> Versions:
-        """Return how many policy versions the sampling weights are behind the trainer's.
-
-        Args:
-            versions: version that sampled a token, a mean of such versions, or a tensor of them.
-            policy_version: version that the training step starts from.
-        """
+        """Return how many policy versions the sampling weights are behind the trainer's."""
         return policy_version - versions
 
     def oldest_trainable(self, policy_version: int) -> int:
@@ -128,12 +108,6 @@ class StalenessContract:
         that are left, at most (s + max_staleness - policy_version) * groups_per_step may have
         started with version s or less. If no group is in flight, admission has ensured this. With
         reuse, the steps take as many fewer groups.
-
-        Args:
-            buffered: start version of each buffered group.
-            in_flight: start version of each group in flight.
-            policy_version: version that the step starts from.
-            reused: how many groups this and later steps train again.
         """
         taken = self.groups_of(1, reused)
         remaining = sorted([*in_flight, *sorted(buffered)[taken:]])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from grpo_components.errors import ConfigError
+from grpo_components.objective.kl import k1, k3
+from grpo_components.objective.losses import LossInputs, TokenMetrics
 from grpo_components.schedules import Schedule, as_schedule
 from grpo_components.trajectory import Trajectory
 
@@ -94,3 +97,28 @@ def _kl_to_go(trajectory: Trajectory) -> NDArray[np.float64]:
     difference = trajectory.generator_logprobs.astype(np.float64) - trajectory.reference_logprobs
     kl = np.where(trajectory.response_mask, difference, 0.0)
     return np.cumsum(kl[::-1])[::-1]
+
+
+def with_teacher(inputs: LossInputs, coeff: float) -> tuple[LossInputs, TokenMetrics]:
+    """Add a teacher's reverse KL to the advantages of a micro-batch: on-policy distillation.
+
+    The policy samples, and a teacher grades every token: A_t is lowered by coeff times
+
+        log pi(a_t | s_t) - log pi_teacher(a_t | s_t),
+
+    the k1 estimate of KL(pi || pi_teacher) at that token (Lu and Thinking Machines Lab 2025,
+    "On-Policy Distillation"; on the student's own samples: Agarwal et al. 2023, arXiv 2306.13649).
+    A token is graded for itself alone, not for those after it, as in the former.
+
+    log pi is the trainer's at the update, without gradient; the former takes the sampler's. On
+    fresh tokens both are the same. On older ones, under the loss's ratio to the generator, only the
+    trainer's gives the gradient of KL(pi || pi_teacher) at the weights in training; the sampler's
+    also drives the policy away from the generator.
+    """
+    teacher = inputs.teacher_logprobs
+    if teacher is None:
+        return inputs, {}
+    policy = inputs.trainer_logprobs.detach()
+    kl = k1(policy, teacher)
+    metrics = {"teacher/kl": kl, "teacher/kl_k3": k3(policy, teacher)}
+    return replace(inputs, advantages=inputs.advantages - coeff * kl), metrics

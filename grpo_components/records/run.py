@@ -15,7 +15,7 @@ from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.data.curriculum import Curriculum
 from grpo_components.evaluation.evaluation import Evaluation
 from grpo_components.exchange.ledger import Ledger
-from grpo_components.records.guards import FailedSamples, GeneratorAgreement, RunWatch
+from grpo_components.records.guards import FailedSamples, GeneratorAgreement, RunWatch, SkippedSteps
 from grpo_components.records.journal import Journal
 from grpo_components.records.resume import RunStart
 from grpo_components.records.run_log import RunLog
@@ -24,7 +24,6 @@ from grpo_components.records.step_metrics import (
     rollout_metrics,
     session_counts,
 )
-from grpo_components.training.skipped_steps import SkippedSteps
 from grpo_components.training.step_result import StepResult
 
 
@@ -90,13 +89,7 @@ class Run:
         return True
 
     async def finish_step(self, batch: Batch, advantages: NDArray[Any], result: StepResult) -> None:
-        """Commit a step; evaluate, log and save if due.
-
-        Args:
-            batch: batch that was trained.
-            advantages: [B, G] advantages that it was trained with.
-            result: result of the trainers.
-        """
+        """Commit a step; evaluate, log and save if due."""
         metrics = self._metrics(batch, result)
         sessions = session_counts(batch.groups)
         step = await self._journal.commit(batch.batch_hash, result, sessions)

@@ -29,12 +29,7 @@ _ALLOWED = "the output folder of a finished run, or its receipts.jsonl"
 
 
 def check_replay(settings: Settings, read: Callable[[dict[str, Any]], Settings]) -> None:
-    """Refuse a `replay_events` whose run cannot be replayed, at all or with this config.
-
-    Args:
-        settings: the config of the replay.
-        read: reads the plain values of a config.
-    """
+    """Refuse a `replay_events` whose run cannot be replayed, at all or with this config."""
     until = settings.replay_until
     if settings.replay_events is None:
         if until is not None:

@@ -19,8 +19,6 @@ PROBE_TOKENS = 40
 """Tokens of the weight probe, which enters an engine after each swap of weights: more than a block
 of the prefix cache, which keeps whole blocks only (32 tokens on a CPU, 16 on a GPU)."""
 _MAX_NAMES_SHOWN = 8
-_FORMER_PROBE = 24
-"""Tokens of the probe in recordings that only say whether there is one."""
 _Command = TypeVar("_Command")
 
 
@@ -176,8 +174,7 @@ def _read(path: Path) -> tuple[dict[int, list[tuple[int, str]]], int]:
         for line in map(json.loads, lines):
             if "life" in line:
                 entered = by_restart[line["life"]] = []
-                former = _FORMER_PROBE if line.get("probes") else 0
-                probe_tokens = line.get("probe_tokens", former)
+                probe_tokens = line["probe_tokens"]
             else:
                 entered += [(line["step"], name) for name in line["entered"]]
     return by_restart, probe_tokens

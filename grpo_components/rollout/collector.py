@@ -144,11 +144,7 @@ class GroupCollector(Collector):
 
 
 class SlotRollout:
-    """Joins the turns of one slot into one response.
-
-    Args:
-        prompt_ids: [P] token ids of the prompt.
-    """
+    """Joins the turns of one slot into one response."""
 
     def __init__(self, prompt_ids: NDArray[np.int64]) -> None:
         self.prompt_ids = prompt_ids

@@ -34,11 +34,13 @@ from grpo_components.rollout.completions import (
 from grpo_components.rollout.engine_sleep import EngineAsleepError, EngineSleep, sleep_arguments
 from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import EngineOptions
-from grpo_components.rollout.vllm_adapters import ADAPTER, adapter_arguments, swap_adapter
 from grpo_components.rollout.vllm_weights import (
+    ADAPTER,
+    adapter_arguments,
     load_into_worker,
     load_into_workers,
     never_sample_from,
+    swap_adapter,
 )
 from grpo_components.rollout.weight_receiver import IncomingWeights, TransferCancelledError
 from grpo_components.rollout.worker_processes import (
@@ -119,19 +121,7 @@ class VLLMEngine:
         name: str = "a request",
         watch: Watch | None = None,
     ) -> Future[Completion]:
-        """Queue one request. Any thread may call this.
-
-        Args:
-            prompt_ids: [P] token ids of the prompt.
-            max_tokens: longest response, in tokens.
-            temperature: sampling temperature; 0 takes the likeliest token.
-            seed: seed of this request's sampler.
-            stop_token_ids: token ids after which sampling stops.
-            truncation: other changes to the distribution, by vLLM's names (top_p, ...).
-            name: name of the request in the schedule.
-            watch: called in the engine's thread after each step; what it returns may depend on
-                nothing but the tokens, so that a replay ends at the same one.
-        """
+        """Queue one request. Any thread may call this."""
         sampling = SamplingParams(
             n=1,
             max_tokens=max_tokens,

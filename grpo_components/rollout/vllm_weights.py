@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import save_file
 from vllm.config import set_current_vllm_config
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -19,6 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
 )
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from grpo_components.exchange.shared_weights import (
     SharedMemory,
@@ -26,6 +32,8 @@ from grpo_components.exchange.shared_weights import (
     open_shared,
     split,
 )
+from grpo_components.models.lora import ADAPTER_FILE, peft_config, reserved_rank
+from grpo_components.settings import LoraSettings
 
 _PART_BYTES = 256 * 2**20
 """Most bytes that are copied into shared memory at once, unless one tensor has more."""
@@ -188,3 +196,32 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
         has_matrix = isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.numel()
         if has_matrix and hasattr(module, "cpu_linear"):
             cast(Any, module).quant_method.process_weights_after_loading(module)
+
+
+ADAPTER = LoRARequest("policy", 1, lora_path="(it is loaded)")
+"""The adapter of every request. Its name stays, so that running requests go on with a new one: the
+caller empties the prefix cache, which vLLM keys by the name."""
+
+
+def adapter_arguments(lora: LoraSettings) -> dict[str, Any]:
+    """Return vLLM's arguments for an engine with one adapter."""
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": reserved_rank(lora),
+        "lora_target_modules": list(lora.target_modules),  # else vLLM has room in every layer
+    }
+
+
+def swap_adapter(
+    engine: LLMEngine, lora: LoraSettings, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Replace the adapter of all requests; tensors are on the CPU, by peft's names."""
+    with tempfile.TemporaryDirectory(prefix="grpo-adapter-") as folder:
+        # Copies: a file cannot hold the views of one buffer that a pull gives.
+        save_file({n: t.clone() for n, t in tensors.items()}, Path(folder, ADAPTER_FILE))
+        Path(folder, "adapter_config.json").write_text(json.dumps(peft_config(lora, "")))
+        name, number = ADAPTER.lora_name, ADAPTER.lora_int_id
+        if not engine.add_lora(LoRARequest(name, number, folder, load_inplace=True)):
+            raise RuntimeError("vLLM did not load the adapter")

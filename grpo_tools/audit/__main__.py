@@ -9,8 +9,8 @@ from pathlib import Path
 
 from grpo_components.plain_text import one_line
 from grpo_components.quiet import quiet_libraries
+from grpo_tools.audit.cross_checks import check_one_run
 from grpo_tools.audit.findings import RULES, FatalViolation, Findings
-from grpo_tools.audit.one_run import check_one_run
 from grpo_tools.audit.run import RunAudit
 
 

@@ -133,14 +133,15 @@ def test_run_executes_a_copied_recipe_with_a_copied_config(wheel_install: Instal
     assert recipe.count(main) == 1
     mark = f"__import__('sys').stderr.write('{COPY_RUNS}\\n')\n"
     (tmp_path / "my_grpo.py").write_text(recipe.replace(main, mark + main))
-    # Only the copy asks for a group that is too small.
+    # Only the copy names a model that is not there, for which the recipe itself looks.
+    missing = "\nbase_model_path: /nowhere/tiny_policy  # was"
     (tmp_path / "my_config.yaml").write_text(
-        CONFIGS[TINY].read_text().replace("\ngroup_size:", "\ngroup_size: 1  # was")
+        CONFIGS[TINY].read_text().replace("\nbase_model_path:", missing)
     )
     for path in ("my_grpo.py", "./my_grpo.py"):
         done = wheel_install.tune("run", path, "--config", "my_config.yaml", cwd=tmp_path)
         assert COPY_RUNS in done.stderr
-        assert_refused(done.returncode, done.stderr, key="group_size")
+        assert_refused(done.returncode, done.stderr, key="base_model_path")
         (loading,) = done.stdout.splitlines()
         assert loading.startswith("loading ")
 

@@ -26,8 +26,7 @@ from grpo_components.cluster.handles import (
     Roles,
     TrainersHandle,
 )
-from grpo_components.cluster.restarts import RestartBudget
-from grpo_components.cluster.role import Role
+from grpo_components.cluster.role import RestartBudget, Role
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.parameter_server import VLLMParameterServer

@@ -58,7 +58,7 @@ def forked_recipe(folder, faults):
 def install():
     """Let the faults of the environment happen in this process's run."""
     waiting = [Fault(**fault) for fault in json.loads(os.environ["CHAOS"])]
-    calls, submit, call = Counter(), Role.submit, Role.call
+    calls, submit, answer = Counter(), Role.submit, Role.answer
     awaited = {}
 
     def strike(role, fault):
@@ -80,13 +80,12 @@ def install():
                 break
         return sent
 
-    async def held_call(role, method, *args, **kwargs):
-        answer = await call(role, method, *args, **kwargs)
-        if method == "train_step":
+    async def held_answer(role, reference, what, timeout_s):
+        if what == "train_step":
             for struck, pid in list(awaited.items()):
                 while struck.process.pid in (0, pid):
                     await asyncio.sleep(0.1)
                 await struck.wait_idle()
-        return answer
+        return await answer(role, reference, what, timeout_s)
 
-    Role.submit, Role.call = disturbed_submit, held_call
+    Role.submit, Role.answer = disturbed_submit, held_answer

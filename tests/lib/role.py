@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from grpo_components.cluster.restarts import RestartBudget
-from grpo_components.cluster.role import Role
+from grpo_components.cluster.role import RestartBudget, Role
 from grpo_components.cluster.role_process import RoleProcess
 from grpo_components.errors import RoleFailedError
 

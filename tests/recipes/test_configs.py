@@ -187,6 +187,7 @@ def test_a_documented_objective_is_accepted_as_its_overrides_are_printed(preset,
 
 @pytest.mark.parametrize("name", sorted(NUM_GPUS))
 def test_the_gpu_configs_need_exactly_their_gpus(name, base_model_path, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")  # here is no login
     cfg = load(name)
     cfg.base_model_path, cfg.output_dir = str(base_model_path), str(tmp_path / "run")
 

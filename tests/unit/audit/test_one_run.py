@@ -5,8 +5,8 @@ from lib.rows import write_rows
 
 from grpo_components.records.run_folder import RunIdentity
 from grpo_components.state_files import write_state
+from grpo_tools.audit.cross_checks import check_one_run
 from grpo_tools.audit.findings import Findings
-from grpo_tools.audit.one_run import check_one_run
 
 RUN, OTHER = "a" * 32, "b" * 32
 FIRST, SECOND, THIRD = "1" * 32, "2" * 32, "3" * 32

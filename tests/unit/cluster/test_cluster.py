@@ -15,7 +15,7 @@ import ray
 from grpo_components.cluster import role as role_module
 from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.ray_cluster import RayCluster
-from grpo_components.cluster.restarts import RestartBudget
+from grpo_components.cluster.role import RestartBudget
 from grpo_components.cluster.supervision import exit_code
 from grpo_components.errors import RoleFailedError, RoleLostError
 

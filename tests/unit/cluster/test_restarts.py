@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from lib.role import AtOnce, StandInHost, stand_in_role
 from ray.exceptions import OutOfMemoryError
 
-from grpo_components.cluster.restarts import RestartBudget
-from grpo_components.cluster.role import role_failure
+from grpo_components.cluster.role import RestartBudget, role_failure
 from grpo_components.cluster.role_host import RoleHost
 from grpo_components.errors import RoleFailedError
 

@@ -9,8 +9,8 @@ from torchtune.models import qwen2_5
 
 from grpo_components.config.reading import read_settings
 from grpo_tools.memory_plan.generator_memory import generator_memory, transfer_bytes
-from grpo_tools.memory_plan.host_memory import HostMemory
 from grpo_tools.memory_plan.model_sizes import ModelSizes
+from grpo_tools.memory_plan.plan import HostMemory
 from grpo_tools.memory_plan.role_memory import GIB, Device, RoleMemory
 from grpo_tools.memory_plan.trainer_memory import host_bytes
 

@@ -7,10 +7,10 @@ import torch
 from equivalence.families import FAMILIES
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from grpo_components.models import tensor_parallel
 from grpo_components.models.tensor_parallel import layer_plan
+from grpo_components.settings import TENSOR_PARALLEL_FAMILIES
 
-PLANNED = [name for name in FAMILIES if FAMILIES[name].model_type in tensor_parallel.FAMILIES]
+PLANNED = [name for name in FAMILIES if FAMILIES[name].model_type in TENSOR_PARALLEL_FAMILIES]
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -27,7 +27,7 @@ def test_a_plan_splits_every_matrix_of_every_layer(name):
     assert not patterns
 
 
-@pytest.mark.parametrize("model_type", tensor_parallel.FAMILIES)
+@pytest.mark.parametrize("model_type", TENSOR_PARALLEL_FAMILIES)
 def test_what_is_summed_over_ranks_has_no_bias(model_type):
     """Split by rows: each rank has part of every sum, and would add the bias again."""
     plan = layer_plan(model_type)

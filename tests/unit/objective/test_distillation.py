@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lib.loss_inputs import loss_inputs
 
-from grpo_components.objective.distillation import with_teacher
 from grpo_components.objective.losses import GRPOLoss, REINFORCELoss
+from grpo_components.objective.token_advantages import with_teacher
 
 T = torch.float64
 LOGITS = st.lists(st.floats(-2, 2), min_size=4, max_size=4)

@@ -290,7 +290,7 @@ SHIPPED = recipes_folder() / "async_grpo_full_finetune_distributed.py"
 def cfg(tmp_path):
     logger = {"_component_": "torchtune.training.metric_logging.DiskLogger"}
     settings = {"log_every_n_steps": 1, "num_steps": 3, "log_level": "WARNING", "max_staleness": 2}
-    settings |= {"output_dir": str(tmp_path), "eval_only": False, "rollout_only": False}
+    settings |= {"output_dir": str(tmp_path), "trains": True}
     return OmegaConf.create({**settings, "metric_logger": logger | {"log_dir": str(tmp_path)}})
 
 
@@ -420,7 +420,7 @@ class Prompts(list):
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_notes_on_the_data_are_shown_at_the_start(cfg, capsys, trains):
-    cfg.eval_only = not trains
+    cfg.trains = trains
     left_out = "dataset a: 2 prompts of 3 rows; 1 in other parts"
     dataset, held_out = Prompts(1, 2, note=left_out), Prompts(2, 3, note=left_out)
     open_log(cfg, 0, "moved aside", dataset, held_out).close()

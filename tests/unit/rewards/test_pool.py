@@ -12,7 +12,7 @@ import pytest
 from lib.whole_runs import records
 
 from grpo_components.cluster.cluster import Cluster
-from grpo_components.cluster.restarts import RestartBudget
+from grpo_components.cluster.role import RestartBudget
 from grpo_components.errors import ConfigError, RoleFailedError
 from grpo_components.rewards.pool import RewardPool, RewardPoolError, RewardSpec, Score
 

@@ -61,7 +61,7 @@ def make_generator(engine_variables, monkeypatch):
             generator.Generator(
                 build_tokenizer=tokenizer,
                 settings=GeneratorSettings(
-                    max_response_tokens=size, temperature=1.0, stop_token_ids=[0]
+                    max_response_tokens=size, temperature=1.0, stop_token_ids=[0], top_k=-1
                 ),
                 engine=None,  # the stand-in reads no options
                 group_size=3,

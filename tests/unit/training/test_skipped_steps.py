@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_components.errors import SkippedStepsError
-from grpo_components.training.skipped_steps import SkippedSteps
+from grpo_components.records.guards import SkippedSteps
 
 
 def test_only_skipped_steps_in_a_row_end_the_run_and_the_error_names_them():

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from grpo_components.rewards.sandbox.fair_queue import FairQueue
+from grpo_components.rewards.sandbox.code_sandbox import FairQueue
 
 WAIT_S = 60
 
