@@ -1,5 +1,6 @@
 """Whether data fits a type; errors name the wrong place and what is allowed there."""
 
+import math
 from typing import Annotated
 
 import pytest
@@ -66,32 +67,27 @@ NAMES = st.sampled_from(["step", "attempt"]) | TEXTS
 VALUES = st.recursive(SCALARS, lambda each: st.lists(each) | st.dictionaries(NAMES, each))
 
 
-def is_whole(value):
-    return type(value) is int
-
-
-def is_number(value):
-    return type(value) in (int, float)
-
-
-def is_float(value):
-    return type(value) is float or (type(value) is int and abs(value) < TOO_LARGE_FOR_A_FLOAT)
-
-
 # The first whole number that `float()` does not round to the largest float: JSON may hold it.
 TOO_LARGE_FOR_A_FLOAT = 2**1024 - 2**970
+
+
+def of(*kinds, below=math.inf):
+    """Whether a value is of one of these types, and a whole number below a bound."""
+    return lambda value: type(value) in kinds and (type(value) is not int or abs(value) < below)
+
+
+def list_of(*kinds):
+    return lambda value: isinstance(value, list) and all(map(of(*kinds), value))
+
+
 # Type -> whether a JSON value fits it.
 FITS = {
-    dict: lambda value: isinstance(value, dict),
-    str: lambda value: isinstance(value, str),
-    int: is_whole,
-    float: is_float,
-    Number: is_number,
-    Number | None: lambda value: value is None or is_number(value),
-    list[int]: lambda value: isinstance(value, list) and all(map(is_whole, value)),
-    list[Number]: lambda value: isinstance(value, list) and all(map(is_number, value)),
+    **{dict: of(dict), str: of(str), int: of(int), Number: of(int, float)},
+    float: of(int, float, below=TOO_LARGE_FOR_A_FLOAT),
+    Number | None: of(int, float, type(None)),
+    **{list[int]: list_of(int), list[Number]: list_of(int, float)},
     StepRecord: lambda value: (
-        isinstance(value, dict) and is_whole(value.get("step")) and is_whole(value.get("attempt"))
+        isinstance(value, dict) and all(type(value.get(n)) is int for n in ("step", "attempt"))
     ),
 }
 

@@ -26,17 +26,12 @@ def folder_of(folder, *, leading_space):
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
+    options = {"vocab_size": 300, "special_tokens": SPECIAL, "show_progress": False}
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **options)
     tokenizer.train_from_iterator(TEXTS * 3, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=CHAT
-    )
-    fast.save_pretrained(folder)
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
+    marks = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **marks).save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 1]}))
     return str(folder)
 

@@ -65,22 +65,20 @@ def sent(reply, **more):
     return 200, json.dumps({"choices": [choice], **more}).encode(), {}
 
 
+CUT_OFF = ("length", "content_filter", "tool_calls", "abort", "")
+
+
 @pytest.mark.parametrize(
     ("answer", "tries", "said"),
     [
         ((401, b'{"error": "bad key"}', {}), 1, "HTTP status 401: .*bad key"),
-        ((404, b"", {}), 1, "HTTP status 404"),
-        ((503, b"down", {}), 2, "HTTP status 503: down"),
+        *(((404, b"", {}), 1, "HTTP status 404"), ((503, b"down", {}), 2, "HTTP status 503: down")),
         ((429, b"", {"Retry-After": "60"}), 1, "HTTP status 429"),
         ((200, b'{"choices": []}', {}), 2, "no grade in the scale"),
         ((200, b"[" * 10_000, {}), 2, "no chat completion"),
         ("Score: 11", 2, "no grade in the scale .*Score: 11"),
-        (None, 2, "no grade"),
-        (30.0, 1, "no answer in time"),
-        *(  # a reply that was cut off
-            (sent("Score: 1", finish_reason=reason), 2, "no grade")
-            for reason in ("length", "content_filter", "tool_calls", "abort", "")
-        ),
+        *((None, 2, "no grade"), (30.0, 1, "no answer in time")),
+        *((sent("Score: 1", finish_reason=reason), 2, "no grade") for reason in CUT_OFF),
     ],
 )
 def test_no_grade_is_an_error_and_no_grade_of_0(server, make, answer, tries, said):
