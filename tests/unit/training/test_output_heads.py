@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from lib.config_errors import refused_key
 from lib.logprobs import whole_logprobs
-from lib.trainer_ranks import RAGGED, checkpointer_of
+from lib.trainer_ranks import RAGGED, trainer_arguments
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torchtune import config
@@ -21,7 +21,6 @@ from grpo_components.models.lora import pushed_shapes, trained_parameters
 from grpo_components.models.meshes import Sharding, arrange_ranks
 from grpo_components.settings import LoraSettings
 from grpo_components.training.policy_weights import load_policy, weight_exports
-from grpo_components.training.trainer_options import ModelOptions
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 SIZES = {"vocab_size": 64, "intermediate_size": 48, "max_position_embeddings": 64}
@@ -82,17 +81,10 @@ def config_of(folder, tied, policy, lora):
 
 
 def model_options(cfg, folder, tmp_path):
-    return ModelOptions(
-        build_model=partial(config.instantiate, cfg.model),
-        build_checkpointer=checkpointer_of(folder, tmp_path) if cfg.model_type else None,
-        base_model_path=str(folder),
-        model_type=cfg.model_type,
-        dtype="fp32",
-        enable_activation_checkpointing=False,
-        compile_model=False,
-        logprob_chunk_tokens=7,
-        lora=LoraSettings(**cfg.lora) if cfg.lora else None,
-    )
+    own = {"build_model": partial(config.instantiate, cfg.model), "model_type": cfg.model_type}
+    own |= {} if cfg.model_type else {"build_checkpointer": None}
+    own |= {"lora": LoraSettings(**cfg.lora) if cfg.lora else None}
+    return trainer_arguments(folder, 0, 1, None, tmp_path, **own)["model"]
 
 
 def weights_of(export):

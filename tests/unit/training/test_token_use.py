@@ -1,7 +1,5 @@
 """Every sampled token of a step is counted once, under what the step made of it."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -19,11 +17,18 @@ def trajectory(group, versions, mask=None, **fields):
     return record(len(versions), mask, group_id=group, token_versions=versions, **fields)
 
 
-def count(trajectories, updated=lambda sample: True, mask_overlong=True):
+def everything(found):
+    return found
+
+
+def count(trajectories, updated=everything, mask_overlong=True, responses=None, masked=everything):
+    """Of samples of which those in `updated` were trained, with `masked` trained tokens."""
     use = TokenUse(oldest=3, mask_overlong=mask_overlong, corrects=False)
-    number = len({id(each) for each in trajectories})
-    samples = make_samples(pack(trajectories), np.zeros(number), use.trained_tokens, 0)
-    keep_updated([sample for sample in samples if updated(sample)])
+    advantages = np.zeros(responses or len(trajectories))
+    samples = make_samples(
+        pack(trajectories), advantages, lambda each: masked(use.trained_tokens(each)), 0
+    )
+    keep_updated(updated(samples))
     return use.count(samples, CPU, 1)
 
 
@@ -51,7 +56,7 @@ def test_the_counts_add_up_to_what_the_generator_sampled(mask_overlong):
 
 
 def test_tokens_without_a_usable_update_are_skipped():
-    found = count(BATCH, updated=lambda sample: sample.number > 0)
+    found = count(BATCH, updated=lambda samples: [s for s in samples if s.number > 0])
     assert found[7] == {"skipped": 3, "trained": 4, "stale": 2, "overlong": 3}
 
 
@@ -61,11 +66,7 @@ def test_the_tokens_that_no_client_kept_are_in_no_trajectory():
         trajectory(1, [3, 3], session={"sample": 0, **facts}),
         trajectory(1, [2, 3, 3], session={"sample": 0}),  # the session forked
     ]
-    use = TokenUse(3, False, False)
-    samples = make_samples(pack(parts), np.zeros(1), use.trained_tokens, 0)
-    keep_updated(samples)
-    found = use.count(samples, CPU, 1)
-    assert found == {1: {"trained": 4, "stale": 1, "unanswered": 45}}
+    assert count(parts, responses=1) == {1: {"trained": 4, "stale": 1, "unanswered": 45}}
     assert summarize(pack(parts)).response_tokens == [50]
 
 
@@ -87,12 +88,5 @@ def test_a_weight_above_0_in_one_update_is_enough():
 
 def test_a_mask_that_differs_from_its_causes_leaves_a_residual():
     """Nothing is counted as what is left over: a token that is masked for no reason is missed."""
-    use = TokenUse(0, False, False)
-    batch = [replace(BATCH[0])]
-
-    def masks_too_much(each):
-        return use.trained_tokens(each) & (np.arange(3) > 0)
-
-    samples = make_samples(pack(batch), np.zeros(1), masks_too_much, 0)
-    keep_updated(samples)
-    assert use.count(samples, CPU, 1) == {7: {"trained": 2}}
+    found = count(BATCH[:1], masked=lambda trained: trained & (np.arange(3) > 0))
+    assert found == {7: {"trained": 2}}
