@@ -12,6 +12,7 @@ from grpo_components.errors import MAX_MESSAGE, ConfigError
 from grpo_components.plain_text import one_line
 
 TEXT = st.text(min_size=1, max_size=20) | st.text("ab \n\x1b\u202e", min_size=200, max_size=400)
+TEXT = TEXT.filter(one_line)  # with something to say
 
 
 @given(TEXT, TEXT, TEXT)

@@ -120,7 +120,7 @@ def test_base_weights_in_bf16_and_adapters_in_float32_are_sharded_together(ranks
 
 def test_dropout_falls_on_training_passes_alone(ranks, base, recorded):
     """The reference, whose logprobs the policy has at first, is computed without it."""
-    lora = replace(LORA, dropout=0.9)
+    lora = LORA.model_copy(update={"dropout": 0.9})
     options = ADAPTED | {"lora": lora, "penalties": Penalties(kl_coeff=0.1)}
     calls = [step(PLAIN, ADVANTAGES), *export(1)]
     first, again = (ranks.run(base, 1, calls, **options) for _ in range(2))
