@@ -130,16 +130,13 @@ async def test_room_is_reserved_for_as_many_groups_as_have_it():
 
 
 async def test_who_keeps_the_room_for_too_long_is_named_unless_an_evaluation_holds_the_weights():
+    """A lost generator has none, and a replay needs none."""
     setting = Setting()
     setting.sampler.room += [0, 0, 1]
     with pytest.raises(TimeoutError, match=r"generator_0 still samples .* 46 s"):
         await setting.generator.has_room()
     with setting.ledger.pin_weights():
         assert await setting.generator.has_room()
-
-
-async def test_a_lost_generator_has_no_room_and_a_replay_needs_none():
-    setting = Setting()
     setting.generator.role.lost = True
     assert not await setting.generator.has_room()
     setting.ledger.events = EventOrder(recorded=[{"event": "end", "number": 0}], timeout_s=5)
@@ -178,14 +175,6 @@ async def test_with_wait_a_step_lets_groups_finish_that_it_would_make_stale():
     assert "take" not in setting.buffer_role.process.host.received
     await setting.buffer.add(await setting.generator.generate_group(entry, 1.0))
     assert [e.group_id for e in (await taking).entries] == [entry.group_id]
-
-
-async def test_a_restarted_buffer_gets_back_what_the_ledger_has_as_buffered():
-    setting = Setting()
-    for _ in range(2):
-        await setting.buffer.add(await setting.generated())
-    await setting.buffer_role.replay_restart("died")
-    assert [(await setting.buffer.take(1)).entries[0].group_id for _ in range(2)] == [0, 1]
 
 
 @pytest.mark.parametrize("taken", [False, True])
