@@ -344,21 +344,14 @@ async def pull_that_a_restart_cancels(setting):
 
 
 async def test_a_pull_that_a_restart_cancels_is_made_again_if_the_restart_loaded_older_weights():
-    setting = Setting()
-    await setting.step()
-    await pull_that_a_restart_cancels(setting)
-    assert setting.generators[0].version == setting.ledger.published_version == 2
-    assert [version for version, _ in setting.engines[0].loaded] == [2]
-    pulls = [("generator_0", "group 0"), ("generator_0", "group 0, pull 2")]
-    assert setting.named("pull") == pulls
-
-
-async def test_a_replay_makes_a_pull_again_where_the_recording_did():
-    """Although nothing cancels it; and the pull of a group that is issued anew stays its own."""
-
+    """In a replay, too, where nothing cancels it; a group that is issued anew has its own pull."""
     first = Setting(num_generators=1)
     await first.step()
     await pull_that_a_restart_cancels(first)
+    assert first.generators[0].version == first.ledger.published_version == 2
+    assert [version for version, _ in first.engines[0].loaded] == [2]
+    pulls = [("generator_0", "group 0"), ("generator_0", "group 0, pull 2")]
+    assert first.named("pull") == pulls
     await first.step()
     await first.weights.pull(first.generators[0], "group 0")
     recorded = [event | {"number": i} for i, event in enumerate(first.events)]
