@@ -89,7 +89,7 @@ class Setting:
         return [event["event"] for event in self.events]
 
 
-async def test_a_group_is_asked_for_by_its_identity_and_its_end_is_recorded():
+async def test_a_group_is_asked_for_by_its_identity_and_its_end_is_recorded_like_an_evaluations():
     setting = Setting()
     waits = waits_of(setting.generator.role)
     group = await setting.generated()
@@ -97,7 +97,11 @@ async def test_a_group_is_asked_for_by_its_identity_and_its_end_is_recorded():
     assert waits == [("generate_group", 7.0)]
     assert group.summary.response_tokens == [3, 3] and group.entry.tokens == 6
     assert await group.entry.text == {"text of": 0}
-    assert setting.names() == ["issue", "finish"]
+    results = await setting.generator.evaluate([4, 5], 0.0, 1, step=20, timeout_s=60.0)
+    assert results == [{"prompt": 4}, {"prompt": 5}]
+    assert setting.names() == ["issue", "finish", "evaluate"]
+    event = {"event": "evaluate", "attempt": 3, "role": "generator_0", "step": 20}
+    assert setting.events[-1] == event
 
 
 @pytest.mark.parametrize(
@@ -140,14 +144,6 @@ async def test_who_keeps_the_room_for_too_long_is_named_unless_an_evaluation_hol
     assert not await setting.generator.has_room()
     setting.ledger.events = EventOrder(recorded=[{"event": "end", "number": 0}], timeout_s=5)
     assert await setting.generator.has_room()
-
-
-async def test_a_share_of_an_evaluation_is_one_event():
-    setting = Setting()
-    results = await setting.generator.evaluate([4, 5], 0.0, 1, step=20, timeout_s=60.0)
-    assert results == [{"prompt": 4}, {"prompt": 5}]
-    event = {"event": "evaluate", "attempt": 3, "role": "generator_0", "step": 20}
-    assert setting.events[-1] == event
 
 
 async def test_a_batch_is_taken_as_it_was_put_and_stale_groups_are_dropped_on_the_way():
