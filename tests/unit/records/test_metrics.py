@@ -37,16 +37,6 @@ def lines(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"logs/{name}.jsonl").open()]
 
 
-def test_every_step_is_flushed_as_one_line(make, tmp_path):
-    log, _ = make(10)
-    for step in (1, 2, 3):
-        log.log(step, {"loss/total": 0.5 * step, "policy_version": step})
-        assert len(lines(tmp_path)) == step, "flushed before close"
-    last = lines(tmp_path)[-1]
-    assert last == {"step": 3, "loss/total": 1.5, "policy_version": 3}
-    assert isinstance(last["policy_version"], int)
-
-
 def test_tensors_are_numbers_and_nan_and_infinity_null_in_the_file_and_nan_for_the_logger(
     make, tmp_path
 ):
@@ -60,12 +50,18 @@ def test_tensors_are_numbers_and_nan_and_infinity_null_in_the_file_and_nan_for_t
     assert all(math.isnan(payload[key]) for key in ("nan", "a", "b")) and payload["one"] == 2.0
 
 
-def test_the_logger_gets_every_nth_step_and_every_evaluation(make, tmp_path):
+def test_every_step_is_flushed_and_the_logger_gets_every_nth_and_every_evaluation(make, tmp_path):
     log, logger = make(4)
     for step in range(11):
-        log.log(step, {"eval/success_rate": 0.5} if step in (0, 5, 10) else {"lr": 1e-6})
+        log.log(
+            step, {"eval/success_rate": 0.5} if step in (0, 5, 10) else {"policy_version": step}
+        )
+        assert len(lines(tmp_path)) == step + 1, "flushed before close"
     assert [call.args[1] for call in logger.log_dict.call_args_list] == [0, 4, 5, 8, 10]
-    assert [line["step"] for line in lines(tmp_path)] == list(range(11))
+    written = lines(tmp_path)
+    assert [line["step"] for line in written] == list(range(11))
+    assert written[3] == {"step": 3, "policy_version": 3}
+    assert isinstance(written[3]["policy_version"], int)
 
 
 def test_rollouts_are_written_as_text_one_group_a_line(make, tmp_path):
