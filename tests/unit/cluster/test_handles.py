@@ -18,6 +18,7 @@ from grpo_components.cluster.handles import (
     GeneratorHandle,
     ReferencesHandle,
     ReplayBufferHandle,
+    RewardModelHandle,
     TrainersHandle,
 )
 from grpo_components.errors import RoleFailedError
@@ -270,6 +271,17 @@ async def test_references_share_the_groups_and_the_kl_goes_to_the_ledger():
     assert await graded.packed == "packed 0 with logprobs of 0 with logprobs of 0"
     graded = await teachers.add_logprobs(group_of(1))
     assert graded.entry.reference_kl is None
+
+
+async def test_the_reward_model_returns_another_group_with_its_text():
+    class RewardModel:
+        def add_scores(self, packed, text):
+            return f"{packed}, scored", "new summary", f"{text}, scored"
+
+    handle = RewardModelHandle(stand_in_role("reward_model", RewardModel()), 9.0)
+    group = await handle.add_scores(group_of(0))
+    assert (await group.packed, group.summary) == ("packed 0, scored", "new summary")
+    assert await group.entry.text == "text, scored"
 
 
 async def test_every_rank_gets_each_call_with_the_same_arguments():
