@@ -157,25 +157,6 @@ async def test_a_full_object_store_spills_to_disk_and_loses_nothing(cluster, pai
     assert any(path.stat().st_size > 10**7 for path in files)  # while the blocks live
 
 
-def test_every_process_listens_on_loopback_only(pair, processes):
-    sockets = [
-        (each.name(), connection.laddr.ip)
-        for each in processes()
-        for connection in each.net_connections("inet")
-        if connection.status == "LISTEN"
-    ]
-    assert len(sockets) > 3, "Ray listens"
-    assert {ip.removeprefix("::ffff:") for _, ip in sockets} == {"127.0.0.1"}, sockets
-
-
-async def test_lanes_run_in_parallel(pair):
-    role = pair[0]
-
-    waiting = role.submit("wait")
-    await role.call("let_go", lane="beside", timeout_s=30)
-    assert await role.answer(waiting, "wait", 30) is True
-
-
 async def test_an_error_names_the_role_whose_code_failed_and_its_log(pair):
     """The role whose code failed, not the one that waited for the result."""
     first, second = pair

@@ -181,8 +181,11 @@ async def test_each_step_finds_the_generators_asleep_and_the_next_groups_wake_th
     assert order == ["sample", "sleep", "publish"] * 2
 
 
-async def test_a_generator_without_a_group_sleeps_on(setting):
+async def test_a_generator_without_a_group_sleeps_on_and_what_its_engine_keeps_is_recorded(setting):
+    setting.engines[1].leaves_behind = 3  # by an environment that failed
     await setting.train()
+    abort = {"event": "abort", "attempt": 0, "role": "generator_1", "responses": 3}
+    assert [event for event in setting.events if event["event"] == "abort"] == [abort]
     await setting.generate(0, 0)
     assert setting.gpu.asleep == {"generator_1"}
     await setting.train()
@@ -271,13 +274,6 @@ async def test_a_turn_that_fails_ends_and_a_lost_generator_is_not_waited_for(set
     assert len(setting.gpu.of("restores")) == 2
     await setting.weights.restore()
     assert setting.gpu.asleep == {"generator_0"}, "it is lost; the other pulled and woke"
-
-
-async def test_what_a_failed_environment_left_in_an_engine_is_recorded(setting):
-    setting.engines[1].leaves_behind = 3
-    await setting.train()
-    (abort,) = (event for event in setting.events if event["event"] == "abort")
-    assert abort == {"event": "abort", "attempt": 0, "role": "generator_1", "responses": 3}
 
 
 async def test_no_turn_begins_while_a_group_is_generated():

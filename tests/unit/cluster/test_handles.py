@@ -90,7 +90,7 @@ class Setting:
         return [event["event"] for event in self.events]
 
 
-async def test_a_group_is_asked_for_by_its_identity_and_its_end_is_recorded():
+async def test_a_group_is_asked_for_by_its_identity_and_its_end_is_recorded_like_an_evaluations():
     setting = Setting()
     waits = waits_of(setting.generator.role)
     group = await setting.generated()
@@ -98,7 +98,11 @@ async def test_a_group_is_asked_for_by_its_identity_and_its_end_is_recorded():
     assert waits == [("generate_group", 7.0)]
     assert group.summary.response_tokens == [3, 3] and group.entry.tokens == 6
     assert await group.entry.text == {"text of": 0}
-    assert setting.names() == ["issue", "finish"]
+    results = await setting.generator.evaluate([4, 5], 0.0, 1, step=20, timeout_s=60.0)
+    assert results == [{"prompt": 4}, {"prompt": 5}]
+    assert setting.names() == ["issue", "finish", "evaluate"]
+    event = {"event": "evaluate", "attempt": 3, "role": "generator_0", "step": 20}
+    assert setting.events[-1] == event
 
 
 @pytest.mark.parametrize(
@@ -130,28 +134,17 @@ async def test_room_is_reserved_for_as_many_groups_as_have_it():
 
 
 async def test_who_keeps_the_room_for_too_long_is_named_unless_an_evaluation_holds_the_weights():
+    """A lost generator has none, and a replay needs none."""
     setting = Setting()
     setting.sampler.room += [0, 0, 1]
     with pytest.raises(TimeoutError, match=r"generator_0 still samples .* 46 s"):
         await setting.generator.has_room()
     with setting.ledger.pin_weights():
         assert await setting.generator.has_room()
-
-
-async def test_a_lost_generator_has_no_room_and_a_replay_needs_none():
-    setting = Setting()
     setting.generator.role.lost = True
     assert not await setting.generator.has_room()
     setting.ledger.events = EventOrder(recorded=[{"event": "end", "number": 0}], timeout_s=5)
     assert await setting.generator.has_room()
-
-
-async def test_a_share_of_an_evaluation_is_one_event():
-    setting = Setting()
-    results = await setting.generator.evaluate([4, 5], 0.0, 1, step=20, timeout_s=60.0)
-    assert results == [{"prompt": 4}, {"prompt": 5}]
-    event = {"event": "evaluate", "attempt": 3, "role": "generator_0", "step": 20}
-    assert setting.events[-1] == event
 
 
 async def test_a_batch_is_taken_as_it_was_put_and_stale_groups_are_dropped_on_the_way():
@@ -178,14 +171,6 @@ async def test_with_wait_a_step_lets_groups_finish_that_it_would_make_stale():
     assert "take" not in setting.buffer_role.process.host.received
     await setting.buffer.add(await setting.generator.generate_group(entry, 1.0))
     assert [e.group_id for e in (await taking).entries] == [entry.group_id]
-
-
-async def test_a_restarted_buffer_gets_back_what_the_ledger_has_as_buffered():
-    setting = Setting()
-    for _ in range(2):
-        await setting.buffer.add(await setting.generated())
-    await setting.buffer_role.replay_restart("died")
-    assert [(await setting.buffer.take(1)).entries[0].group_id for _ in range(2)] == [0, 1]
 
 
 @pytest.mark.parametrize("taken", [False, True])
@@ -295,8 +280,7 @@ async def test_the_reward_model_returns_another_group_with_its_text():
 
     handle = RewardModelHandle(stand_in_role("reward_model", RewardModel()), 9.0)
     group = await handle.add_scores(group_of(0))
-    packed = await group.packed
-    assert (packed, group.summary) == ("packed 0, scored", "new summary")
+    assert (await group.packed, group.summary) == ("packed 0, scored", "new summary")
     assert await group.entry.text == "text, scored"
 
 

@@ -242,38 +242,6 @@ async def test_a_restarted_server_gets_the_last_push_again_unless_an_attempt_beg
         await server.newest()
 
 
-async def test_a_restarted_generator_gets_the_newest_weights_before_anything_else():
-    setting = Setting()
-    generator = setting.generators[0]
-    await setting.rollout(generator)
-    await setting.step()
-    await setting.rollout(generator)
-    await generator.role.replay_restart("died")
-    assert [version for version, _ in setting.engines[0].loaded] == [1, 1]
-    assert setting.named("pull")[-1] == ("generator_0", "restart 1")
-
-
-def test_a_replay_pulls_after_the_same_restart_as_the_run_it_repeats():
-    """The first restart comes before any push, so that only the second one pulls."""
-
-    async def run(setting):
-        generator = setting.generators[0]
-        await generator.role.replay_restart("died")
-        await setting.rollout(generator)
-        await setting.step()
-        await generator.role.replay_restart("died")
-        return setting.ledger.events
-
-    recorded = []
-    original = Setting()
-    original.ledger.events.listen(recorded.append)
-    asyncio.run(run(original))
-    assert original.named("pull") == [("generator_0", "restart 2")]
-    replay = Setting(events=EventOrder(recorded=recorded, timeout_s=5))
-    assert asyncio.run(run(replay)).summary()
-    assert replay.engines[0].loaded == original.engines[0].loaded
-
-
 async def test_a_restored_run_publishes_its_weights_and_every_living_generator_loads_them():
     setting = Setting(num_generators=3)
     setting.generators[1].role.lost = True
@@ -332,18 +300,32 @@ async def test_a_new_attempt_begins_with_a_whole_push_although_versions_come_aga
     assert engine.loaded[3].tobytes() == setting.trainer.pushed[3][1].tobytes()
 
 
-async def test_a_replay_pulls_where_the_recording_did():
-    first = Setting(m=2, num_generators=1)
-    await first.step()
-    versions = [await first.rollout(first.generators[0]) for _ in range(3)]
-    assert versions == [0, 0, 1]
-    recorded = [event | {"number": i} for i, event in enumerate(first.events)]
-    # With another period it would pull before the first rollout.
-    order = EventOrder(recorded=recorded, timeout_s=9.0)
-    replay = Setting(m=1, num_generators=1, events=order)
-    await replay.step()
-    assert [await replay.rollout(replay.generators[0]) for _ in range(3)] == versions
-    assert order.summary().startswith(f"{len(recorded) - 1} events")  # all but the load
+async def restarts(setting):
+    """The first one comes before any push, so that only the second one pulls."""
+    generator = setting.generators[0]
+    await generator.role.replay_restart("died")
+    await setting.rollout(generator)
+    await setting.step()
+    await generator.role.replay_restart("died")
+
+
+async def rollouts(setting):
+    await setting.step()
+    assert [await setting.rollout(setting.generators[0]) for _ in range(3)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(("happen", "cause"), [(restarts, "restart 2"), (rollouts, "group 2")])
+def test_a_replay_pulls_where_the_run_did_that_it_repeats(happen, cause):
+    """With its own period it would pull before the first rollout."""
+    original = Setting(m=2)
+    asyncio.run(happen(original))
+    assert original.named("pull") == [("generator_0", cause)]
+    assert [version for version, _ in original.engines[0].loaded] == [1]
+    recorded = [event | {"number": i} for i, event in enumerate(original.events)]
+    replay = Setting(m=1, events=EventOrder(recorded=recorded, timeout_s=9.0))
+    asyncio.run(happen(replay))
+    assert replay.ledger.events.summary()
+    assert replay.engines[0].loaded == original.engines[0].loaded
 
 
 async def pull_that_a_restart_cancels(setting):
@@ -362,21 +344,14 @@ async def pull_that_a_restart_cancels(setting):
 
 
 async def test_a_pull_that_a_restart_cancels_is_made_again_if_the_restart_loaded_older_weights():
-    setting = Setting()
-    await setting.step()
-    await pull_that_a_restart_cancels(setting)
-    assert setting.generators[0].version == setting.ledger.published_version == 2
-    assert [version for version, _ in setting.engines[0].loaded] == [2]
-    pulls = [("generator_0", "group 0"), ("generator_0", "group 0, pull 2")]
-    assert setting.named("pull") == pulls
-
-
-async def test_a_replay_makes_a_pull_again_where_the_recording_did():
-    """Although nothing cancels it; and the pull of a group that is issued anew stays its own."""
-
+    """In a replay, too, where nothing cancels it; a group that is issued anew has its own pull."""
     first = Setting(num_generators=1)
     await first.step()
     await pull_that_a_restart_cancels(first)
+    assert first.generators[0].version == first.ledger.published_version == 2
+    assert [version for version, _ in first.engines[0].loaded] == [2]
+    pulls = [("generator_0", "group 0"), ("generator_0", "group 0, pull 2")]
+    assert first.named("pull") == pulls
     await first.step()
     await first.weights.pull(first.generators[0], "group 0")
     recorded = [event | {"number": i} for i, event in enumerate(first.events)]
@@ -485,11 +460,6 @@ def test_a_push_is_whole_again_only_once_the_chain_is_as_long():
     assert whole == [0, MAX_DELTAS + 1]
 
 
-def test_the_size_is_that_of_the_push_before():
-    found = push_all(Trainers([0, 30, 50, 0]), True, 4)
-    assert [nbytes for nbytes, _ in found] == [0, WHOLE, 30, 50]
-
-
 def test_whole_pushes_have_no_base_and_nobody_waits_for_their_sizes_again():
     trainers = Trainers([])
     found = push_all(trainers, False, 9, forgets={4})
@@ -497,3 +467,5 @@ def test_whole_pushes_have_no_base_and_nobody_waits_for_their_sizes_again():
     assert [nbytes for nbytes, _ in found] == [0] + [WHOLE] * 8
     assert all(chain == [] for _, chain in found)
     assert trainers.reads == 2  # the first of each attempt
+    found = push_all(Trainers([0, 30, 50, 0]), True, 4)
+    assert [nbytes for nbytes, _ in found] == [0, WHOLE, 30, 50], "that of the push before"

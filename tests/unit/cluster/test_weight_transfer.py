@@ -127,22 +127,37 @@ async def test_pulls_of_one_receiver_that_overlap_come_one_after_the_other():
     assert [kind for kind, _ in receiver.kinds] == ["start", "update", "finish"] * 2
 
 
-@pytest.mark.parametrize("kind", ["start", "update", "finish"])
-async def test_a_receiver_that_fails_ends_the_send_and_is_the_one_that_failed(kind):
+class Silent(Receiver):
+    """Fails without an answer."""
+
+    async def answer_request(self, number, kind, info):
+        self.error = ValueError("the vLLM engine stopped")
+        self.ended.set()
+        await asyncio.Event().wait()
+
+
+DAMAGED = "generator_1 failed: ValueError: weight tensor a is damaged"
+STOPPED = "generator_1 failed: ValueError: the vLLM engine stopped"
+
+
+@pytest.mark.parametrize(
+    ("receiver", "deaths", "kind", "reason"),
+    [
+        *((Receiver(fails_at=at), (), "raised", DAMAGED) for at in ("start", "update", "finish")),
+        (Silent(), (), "raised", STOPPED),
+        (Receiver(), {"answer_request"}, "died", "generator_1 died"),
+    ],
+)
+async def test_a_receiver_that_fails_ends_the_send_and_is_the_one_that_failed(
+    receiver, deaths, kind, reason
+):
     sender = Sender()
-    setting = Setting(sender, Receiver(fails_at=kind))
+    setting = Setting(sender, receiver, dies_in=deaths)
     failure = await setting.failure()
-    assert (failure.role, failure.kind) == ("generator_1", "raised")
-    assert "tensor a is damaged" in sender.reasons[0] and "generator_1" in sender.reasons[0]
+    assert (failure.role, failure.kind) == ("generator_1", kind)
+    (told,) = sender.reasons
+    assert told.startswith(reason)
     assert setting.sender.process.host.received[-1] == "abandon_send"
-
-
-async def test_a_receiver_that_dies_ends_the_send():
-    sender = Sender()
-    failure = await Setting(sender, Receiver(), dies_in={"answer_request"}).failure()
-    assert (failure.role, failure.kind) == ("generator_1", "died")
-    (reason,) = sender.reasons
-    assert reason.startswith("generator_1 died")
 
 
 async def test_a_sender_that_fails_costs_the_receivers_process_and_the_reason_is_its_own():
@@ -163,19 +178,6 @@ async def test_the_senders_end_and_its_wait_in_vain_are_its_own_failure(deaths, 
     failed = await Setting(Sender(failure=failure), receiver, dies_in=deaths).failure()
     assert (failed.role, failed.kind) == ("trainer_0", kind)
     assert receiver.reasons and receiver.reasons[0].startswith("trainer_0 ")
-
-
-async def test_a_receiver_that_fails_without_an_answer_is_noticed_at_once():
-    class Silent(Receiver):
-        async def answer_request(self, number, kind, info):
-            self.error = ValueError("the vLLM engine stopped")
-            self.ended.set()
-            await asyncio.Event().wait()
-
-    sender = Sender()
-    failure = await Setting(sender, Silent()).failure()
-    assert (failure.role, failure.kind) == ("generator_1", "raised")
-    assert sender.reasons == ["generator_1 failed: ValueError: the vLLM engine stopped"]
 
 
 async def test_nothing_is_sent_to_a_receiver_that_is_being_restarted():

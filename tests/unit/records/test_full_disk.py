@@ -15,24 +15,6 @@ from grpo_components.records.metrics import MetricLog
 from grpo_components.records.receipts import Receipts
 
 
-class Disk:
-    """A folder that `fill` leaves no room in."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def fill(self):
-        """Write until nothing more goes in; `free` makes room again."""
-        with (self.folder / "filler").open("ab", buffering=0) as file:
-            for size in (2**20, 1):
-                with contextlib.suppress(OSError):
-                    while file.write(bytes(size)):
-                        pass
-
-    def free(self):
-        (self.folder / "filler").unlink()
-
-
 @pytest.fixture
 def disk(tmp_path):
     folder = tmp_path / "disk"
@@ -41,18 +23,30 @@ def disk(tmp_path):
     done = subprocess.run(mount, capture_output=True, text=True)
     if done.returncode != 0:
         pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
-    yield Disk(folder)
+    yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def lines(path):
+def fill(disk):
+    """Write until nothing more goes in."""
+    with (disk / "filler").open("ab", buffering=0) as file:
+        for size in (2**20, 1):
+            with contextlib.suppress(OSError):
+                while file.write(bytes(size)):
+                    pass
+
+
+def after_free(disk, path):
+    """Make room again, and return the records that a resumed run finds."""
+    (disk / "filler").unlink()
+    cut_torn_line(path)
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_metrics_on_a_full_disk_are_an_error_with_the_file_and_whole_lines_stay(disk):
-    log = MetricLog(str(disk.folder), MagicMock(), log_every_n_steps=1)
+    log = MetricLog(str(disk), MagicMock(), log_every_n_steps=1)
     log.log(1, {"loss": 1.0})
-    disk.fill()
+    fill(disk)
     step = 1
     with pytest.raises(OSError, match=r"cannot be written.*metrics\.jsonl") as failed:
         while step < 10_000:
@@ -60,22 +54,18 @@ def test_metrics_on_a_full_disk_are_an_error_with_the_file_and_whole_lines_stay(
             log.log(step, {"loss": 1.0})
     assert failed.value.errno == errno.ENOSPC
     log.close()
-    disk.free()
-    path = disk.folder / "logs" / "metrics.jsonl"
-    cut_torn_line(path)  # as a resumed run does
-    assert [record["step"] for record in lines(path)] == list(range(1, step))
+    kept = after_free(disk, disk / "logs" / "metrics.jsonl")
+    assert [record["step"] for record in kept] == list(range(1, step))
 
 
 def test_receipts_on_a_full_disk_are_an_error_and_closing_them_hides_no_other(disk):
     ledgers = [Ledger(StalenessContract(1, 1), 3, iter(())) for _ in range(2)]
-    path = disk.folder / "receipts.jsonl"
+    path = disk / "receipts.jsonl"
     failing, closed = (Receipts(path, ledger, 0, {}) for ledger in ledgers)
-    disk.fill()
+    fill(disk)
     with pytest.raises(OSError, match=r"cannot be written.*receipts\.jsonl"):
         for version in range(1, 100_000):
             ledgers[0].events.note("publish", version=version)
     failing.close()
     closed.close()  # the run has failed by something else: that is told, not this
-    disk.free()
-    cut_torn_line(path)
-    assert [event["event"] for event in lines(path)][:2] == ["start", "start"]
+    assert [event["event"] for event in after_free(disk, path)][:2] == ["start", "start"]

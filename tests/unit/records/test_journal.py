@@ -7,6 +7,7 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
+from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.errors import ReplayError
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
@@ -21,25 +22,6 @@ pytestmark = pytest.mark.anyio
 RESULT = StepResult(1, {0: 9}, {}, 9, "", {"off_policy/correction_mass": 1.0})
 
 
-class Prompts:
-    """Endless prompts that count how many were drawn."""
-
-    drawn = 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.drawn += 1
-        return {"prompt_index": self.drawn - 1}, 0
-
-    def state_dict(self):
-        return {"drawn": self.drawn}
-
-    def load_state_dict(self, state):
-        self.drawn = state["drawn"]
-
-
 def start_in(folder, attempt=0, checkpoint=None, state=None):
     return RunStart(attempt, checkpoint, "", folder, state or {}, MagicMock(), MagicMock())
 
@@ -48,7 +30,8 @@ class Setting:
     """The real ledger and receipts, and checkpoints that keep what they are told to hold."""
 
     def __init__(self, folder, recorded=None, original=None):
-        self.prompts = Prompts()
+        rows = [{"prompt_index": index} for index in range(9)]
+        self.prompts = PromptStream(rows, shuffle=False, seed=1)
         self.ledger = Ledger(StalenessContract(1, 1), 4, self.prompts)
         self.ledger.events = EventOrder(0, recorded, timeout_s=9.0)
         self.events, self.held, self.saved = [], [], []
@@ -96,7 +79,7 @@ async def test_what_is_held_for_the_checkpoint_is_what_the_receipt_says(tmp_path
     assert (late["event"], late["group"]) == ("finish", flying.group_id)
     (living,) = held["ledger"]["living"]
     assert (living["group_id"], living["tokens"]) == (flying.group_id, None)
-    assert held["ledger"]["steps_done"] == 1 and held["prompts"] == {"drawn": 2}
+    assert held["ledger"]["steps_done"] == 1 and held["prompts"]["drawn"] == [2]
 
 
 async def test_a_replayed_step_waits_for_its_turn(tmp_path):
@@ -151,7 +134,8 @@ async def test_a_rollback_ends_the_attempt_and_begins_the_next_where_the_run_beg
     assert await setting.journal.roll_back() == 1
     ledger = setting.ledger
     assert ledger.attempt == ledger.events.attempt == 1
-    assert (ledger.steps_done, ledger.issued, setting.prompts.drawn) == (0, 0, 0)
+    assert (ledger.steps_done, ledger.issued) == (0, 0)
+    assert setting.prompts.state_dict()["drawn"] == [0]
     await setting.buffered()
     setting.journal.close()
     records = [

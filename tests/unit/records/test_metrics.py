@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -18,27 +19,14 @@ from grpo_components.records.metrics import MetricLog, rollout_rows
 LOGGERS = "torchtune.training.metric_logging"
 
 
-class RecordingLogger:
-    """Keeps what it is given."""
-
-    def __init__(self):
-        self.logged: list[tuple[int, dict[str, Any]]] = []
-
-    def log_dict(self, payload, step):
-        self.logged.append((step, dict(payload)))
-
-    def close(self):
-        pass
-
-
 @pytest.fixture
 def make(tmp_path):
     """A log over `tmp_path`, and the logger that it feeds."""
     with contextlib.ExitStack() as logs:
 
         def make(log_every_n_steps=1):
-            logger = RecordingLogger()
-            log = MetricLog(str(tmp_path), logger, log_every_n_steps)  # type: ignore[arg-type]
+            logger = MagicMock()
+            log = MetricLog(str(tmp_path), logger, log_every_n_steps)
             logs.callback(log.close)
             return log, logger
 
@@ -49,39 +37,31 @@ def lines(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"logs/{name}.jsonl").open()]
 
 
-def test_every_step_is_flushed_as_one_line(make, tmp_path):
-    log, _ = make(10)
-    for step in (1, 2, 3):
-        log.log(step, {"loss/total": 0.5 * step, "policy_version": step})
-        assert len(lines(tmp_path)) == step, "flushed before close"
-    last = lines(tmp_path)[-1]
-    assert last == {"step": 3, "loss/total": 1.5, "policy_version": 3}
-    assert isinstance(last["policy_version"], int)
-
-
-def test_nan_and_infinity_are_null_in_the_file_and_nan_for_the_logger(make, tmp_path):
+def test_tensors_are_numbers_and_nan_and_infinity_null_in_the_file_and_nan_for_the_logger(
+    make, tmp_path
+):
     log, logger = make()
-    log.log(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0})
-    assert lines(tmp_path) == [{"step": 1, "a": None, "b": None, "c": None, "d": 1.0}]
-    [(_, payload)] = logger.logged
-    assert all(math.isnan(payload[key]) for key in "abc") and payload["d"] == 1.0
-
-
-def test_tensors_and_arrays_are_numbers(make, tmp_path):
-    log, _ = make()
     tensors = {"tensor": torch.tensor(0.5), "one": torch.tensor([2.0])}
     arrays = {"array": np.float32(0.25), "nan": torch.tensor(math.nan), "count": np.int64(3)}
-    log.log(1, tensors | arrays)
+    log.log(1, tensors | arrays | {"a": math.inf, "b": -math.inf})
     expected = {"tensor": 0.5, "one": 2.0, "array": 0.25, "nan": None, "count": 3}
-    assert lines(tmp_path) == [{"step": 1, **expected}]
+    assert lines(tmp_path) == [{"step": 1, **expected, "a": None, "b": None}]
+    [payload, _] = logger.log_dict.call_args.args
+    assert all(math.isnan(payload[key]) for key in ("nan", "a", "b")) and payload["one"] == 2.0
 
 
-def test_the_logger_gets_every_nth_step_and_every_evaluation(make, tmp_path):
+def test_every_step_is_flushed_and_the_logger_gets_every_nth_and_every_evaluation(make, tmp_path):
     log, logger = make(4)
     for step in range(11):
-        log.log(step, {"eval/success_rate": 0.5} if step in (0, 5, 10) else {"lr": 1e-6})
-    assert [step for step, _ in logger.logged] == [0, 4, 5, 8, 10]
-    assert [line["step"] for line in lines(tmp_path)] == list(range(11))
+        log.log(
+            step, {"eval/success_rate": 0.5} if step in (0, 5, 10) else {"policy_version": step}
+        )
+        assert len(lines(tmp_path)) == step + 1, "flushed before close"
+    assert [call.args[1] for call in logger.log_dict.call_args_list] == [0, 4, 5, 8, 10]
+    written = lines(tmp_path)
+    assert [line["step"] for line in written] == list(range(11))
+    assert written[3] == {"step": 3, "policy_version": 3}
+    assert isinstance(written[3]["policy_version"], int)
 
 
 def test_rollouts_are_written_as_text_one_group_a_line(make, tmp_path):

@@ -87,17 +87,6 @@ def test_the_end_of_a_failed_run_says_what_is_left_and_claims_nothing(tmp_path):
     assert written[-2]["tokens"] == [None], "it was dropped before it was generated"
 
 
-def test_a_second_attempt_appends_and_cuts_a_torn_line(tmp_path):
-    receipts = make(tmp_path)[1]
-    receipts.close()
-    before = read(tmp_path)
-    with (tmp_path / "receipts.jsonl").open("a") as file:
-        file.write('{"event": "st')
-    make(tmp_path, attempt=1)[1].close()
-    assert read(tmp_path)[:2] == before
-    assert [event["attempt"] for event in read(tmp_path)] == [0, 0, 1, 1]
-
-
 def test_a_resumed_attempt_says_which_groups_it_carries(tmp_path):
     before, receipts = make(tmp_path)
 

@@ -12,9 +12,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from lib.properties import many
 from omegaconf import OmegaConf
 
 from grpo_components.files import append_line
@@ -58,39 +55,21 @@ def files_of(folder):
     return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
 
 
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_fresh_folder_is_made_with_its_parents_and_the_config_resolved(tmp_path, exists):
-    folder = tmp_path / "runs" / "a"
-    if exists:
-        folder.mkdir(parents=True)
-    lock, moved_to = prepare(folder)
-    assert moved_to is None
-    assert sorted(p.name for p in folder.iterdir()) == ["config.yaml", "logs", LOCK]
-    assert [p.name for p in folder.parent.iterdir()] == ["a"]
-    written = OmegaConf.load(folder / "config.yaml")
-    assert written == {**cfg().model_dump(), "seed": 1, **CONFIG}
-    lock.release()
-
-
 def test_every_earlier_run_is_kept_under_the_next_free_number(tmp_path):
-    moved = [whole_run(tmp_path / "a", seed=seed) for seed in range(4)]
-    assert moved == [None, *(tmp_path / f"a-{number}" for number in (1, 2, 3))]
-    seeds = {p.name: OmegaConf.load(p / "config.yaml").seed for p in tmp_path.iterdir()}
-    assert seeds == {"a-1": 0, "a-2": 1, "a-3": 2, "a": 3}
-
-
-@settings(max_examples=many(20))
-@given(taken=st.sets(st.integers(1, 5)), as_file=st.booleans())
-def test_a_taken_name_is_never_used(tmp_path_factory, taken, as_file):
-    parent: Path = tmp_path_factory.mktemp("runs")
-    for number in taken:
-        other = parent / f"a-{number}"
-        other.write_text("mine") if as_file else other.mkdir()
-    before = {p.name for p in parent.iterdir()}
-    whole_run(parent / "a")
-    moved = whole_run(parent / "a")
-    assert moved is not None and moved.name not in before
-    assert moved.name == f"a-{min(set(range(1, 7)) - taken)}"
+    runs = tmp_path / "new" / "runs"
+    lock, moved_to = prepare(runs / "a", seed=0)
+    assert moved_to is None and [p.name for p in runs.iterdir()] == ["a"]
+    assert sorted(p.name for p in (runs / "a").iterdir()) == ["config.yaml", "logs", LOCK]
+    assert OmegaConf.load(runs / "a" / "config.yaml") == cfg(seed=0).model_dump()
+    (runs / "a" / "receipts.jsonl").touch()
+    lock.release()
+    (runs / "a-2").write_text("mine")
+    (runs / "a-4").mkdir()
+    moved = [whole_run(runs / "a", seed=seed) for seed in (1, 2, 3)]
+    assert moved == [runs / f"a-{number}" for number in (1, 3, 5)]
+    seeds = {n: OmegaConf.load(runs / n / "config.yaml").seed for n in ("a-1", "a-3", "a-5", "a")}
+    assert [*seeds.values()] == [0, 1, 2, 3]
+    assert {p.name for p in runs.iterdir()} == {*seeds, "a-2", "a-4"}
 
 
 def test_the_target_of_a_link_is_moved_and_the_link_leads_to_the_new_run(tmp_path):
@@ -250,16 +229,12 @@ def refusal(folder):
     return str(refused.value)
 
 
-def test_a_folder_in_use_is_refused_with_pid_and_host_of_the_holder(tmp_path, start):
-    process, _ = start(tmp_path / "run")
-    for check in (lock_folder, refuse_folder_in_use):
-        with pytest.raises(ValueError, match=f"is in use by pid {process.pid} on "):
-            check(tmp_path / "run")
-
-
 @pytest.mark.parametrize("end", ["exit", "terminate", "kill"])
 def test_the_next_process_gets_the_folder_however_the_last_one_ended(tmp_path, start, end):
     process, ends = start(tmp_path)
+    for check in (lock_folder, refuse_folder_in_use):
+        with pytest.raises(ValueError, match=f"is in use by pid {process.pid} on "):
+            check(tmp_path)
     if end == "exit":
         ends.set()
         process.join()

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -27,19 +28,6 @@ from grpo_tools.report.page import write_report
 RESUME = "tune run a --config b resume_from_checkpoint=true"
 
 
-class Logger:
-    """Keeps what it is given."""
-
-    def __init__(self):
-        self.logged, self.closed = [], False
-
-    def log_dict(self, payload, step):
-        self.logged.append((step, dict(payload)))
-
-    def close(self):
-        self.closed = True
-
-
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=500.0)
@@ -54,7 +42,7 @@ def make(tmp_path, clock):
     with contextlib.ExitStack() as logs:
 
         def make(num_steps=30, attempt=0, resume=""):
-            logger = Logger()
+            logger = MagicMock()
             log = RunLog(tmp_path, logger, 1, num_steps, attempt, resume)
             logs.callback(log.close)
             return log, logger
@@ -107,19 +95,6 @@ def close_during(log, error=None):
 # ---- steps and evaluations ----------------------------------------------------------------------
 
 
-def test_throughput_is_tokens_per_second_since_the_last_step(make, clock, tmp_path):
-    log, _ = make()
-    for step, seconds, generated, trained in (
-        *((1, 2, (30, 10), 100), (2, 5, (50,), 200)),
-        (3, 1, (), 10),
-    ):
-        clock.now += seconds
-        for tokens in generated:
-            log.count_generated(tokens)
-        log.step(step, step_metrics(), trained)
-    assert [throughput(r) for r in records(tmp_path)] == [[20, 50], [10, 40], [0, 10]]
-
-
 def test_the_display_shows_the_throughput_of_several_steps(make, clock, tmp_path, capsys):
     """Groups arrive between some steps only: the last step's alone would alternate with 0."""
     log, _ = make()
@@ -129,7 +104,7 @@ def test_the_display_shows_the_throughput_of_several_steps(make, clock, tmp_path
         log.step(step, step_metrics(), 10)
     shown = [line.split("tokens/s ")[1].split()[0] for line in capsys.readouterr().out.splitlines()]
     assert shown == ["100", "50", "67", "50"]
-    assert [throughput(record)[0] for record in records(tmp_path)] == [100, 0, 100, 0]
+    assert [throughput(record) for record in records(tmp_path)] == [[100, 10], [0, 10]] * 2
 
 
 @pytest.mark.parametrize("restored", [0, 4])
@@ -137,11 +112,12 @@ def test_throughput_includes_the_time_of_all_evaluations_but_the_first(
     make, clock, tmp_path, capsys, restored
 ):
     """An earlier attempt has logged the step of a restored policy: it is shown, not logged."""
-    log, _ = make(attempt=int(restored > 0))
+    log, logger = make(attempt=int(restored > 0))
     clock.now += 1000
     log.count_generated(7)
     log.evaluation(restored, eval_metrics(success=0.5, version=restored))
     assert f"step {restored}: held-out success 0.500" in capsys.readouterr().out
+    assert logger.log_dict.call_count == (not restored)
     clock.now += 4
     log.count_generated(80)
     log.step(restored + 1, step_metrics(), 40)
@@ -151,17 +127,12 @@ def test_throughput_includes_the_time_of_all_evaluations_but_the_first(
     log.step(restored + 2, step_metrics(), 20)
     logged = {r["step"]: throughput(r) for r in records(tmp_path) if "eval/prompts" not in r}
     assert logged == {restored + 1: [20, 10], restored + 2: [0, 5]}
-    assert len(records(tmp_path)) == (2 if restored else 3)
-
-
-def test_the_evaluation_before_the_first_step_is_logged_as_step_0(make, tmp_path):
-    log, logger = make(attempt=2)
-    log.evaluation(0, eval_metrics(success=0.25))
-    [record] = records(tmp_path)
-    expected = {"attempt": 2, "policy_version": 0, **eval_metrics(success=0.25)}
-    expected |= {"time/wall_clock": record["time/wall_clock"], "restarts": 0}
-    assert record == {"step": 0, **expected}
-    assert logger.logged == [(0, expected)]
+    first, *others = records(tmp_path)
+    assert len(others) == (1 if restored else 2)
+    if not restored:
+        facts = {"step": 0, "attempt": 0, "policy_version": 0, "restarts": 0}
+        facts |= eval_metrics(success=0.5)
+        assert facts.items() <= first.items() and first["time/wall_clock"] > 0
 
 
 def test_sampled_groups_are_written_with_step_attempt_and_logprobs(make, tmp_path):
@@ -273,14 +244,21 @@ def test_a_short_run_compares_its_halves(make, clock, capsys, rewards, row):
     assert shown(capsys)["reward"] == row
 
 
-def test_the_summary_of_eval_only_has_the_confidence_interval_and_nothing_of_training(make, capsys):
+def test_eval_only_sums_up_the_confidence_interval_only_and_reports_its_answers(
+    make, tmp_path, capsys
+):
     log, _ = make(num_steps=1)
+    log.evaluation_answers(0, [*answered(4, 0, 1.0)])
     ends = {"eval/success_rate_low": 0.125, "eval/success_rate_high": 0.5}
     log.evaluation(0, eval_metrics() | ends)
     log.summary({})
     rows = shown(capsys)
     assert all(number in rows["held-out success"] for number in ("0.250", "0.125", "0.500"))
     assert rows.keys() == {"held-out success", "metrics"}
+    log.close()
+    assert capsys.readouterr().out.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "4+1?" in html and "<b>0.250</b><span>held-out success</span>" in html
 
 
 SHIPPED = recipes_folder() / "async_grpo_full_finetune_distributed.py"
@@ -324,16 +302,6 @@ def test_close_writes_the_report_and_shows_its_path(make, stepped, tmp_path, cap
     assert (tmp_path / "report.html").stat().st_size > 1e6
 
 
-def test_a_run_of_eval_only_writes_a_report_with_its_answers(make, tmp_path, capsys):
-    log, _ = make()
-    log.evaluation_answers(0, [*answered(4, 0, 1.0)])
-    log.evaluation(0, eval_metrics(success=0.25))
-    log.close()
-    assert capsys.readouterr().out.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
-    html = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "4+1?" in html and "<b>0.250</b><span>held-out success</span>" in html
-
-
 def test_a_failed_report_is_shown_in_a_line_and_does_not_fail_the_run(
     make, clock, monkeypatch, capsys
 ):
@@ -347,7 +315,7 @@ def test_a_failed_report_is_shown_in_a_line_and_does_not_fail_the_run(
     log.close()
     last = capsys.readouterr().out.splitlines()[-1]
     assert "report" in last and "KeyError: " in last and "\x1b" not in last
-    assert logger.closed
+    logger.close.assert_called_once_with()
 
 
 def write_starts(tmp_path, *attempts):
