@@ -29,14 +29,6 @@ def test_a_process_can_send_a_refusal_to_another(fields):
     assert isinstance(error, ValueError)
 
 
-def test_a_validator_of_a_section_keeps_its_fields(values_with):
-    twice = {"rank": 8, "alpha": 16.0, "target_modules": ["q_proj", "q_proj"]}
-    error = refusal_of(read_settings, values_with(lora=twice))
-    assert error.key == "lora.target_modules" and error.allowed == "each name once"
-    error = refusal_of(read_settings, values_with(lora=twice | {"target_modules": "q_proj"}))
-    assert error.key == "lora.target_modules" and error.allowed == "a valid list"
-
-
 @pytest.mark.parametrize("key", ["seed", "rewards.correctness.weight", "generator.temperature"])
 def test_the_first_wrong_value_of_a_config_is_refused_in_this_form(values_with, key):
     given = values_with(**{key.replace(".", "__"): "x" * 500})

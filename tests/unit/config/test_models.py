@@ -14,28 +14,11 @@ from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 
 from grpo_components.config.model_trial import try_training
 
-SIZES = {
-    "vocab_size": 50,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "embed_dim": 32,
-    "intermediate_dim": 48,
-    "max_seq_len": 64,
-    "tie_word_embeddings": True,
-}
-HF_CONFIG = {
-    "model_type": "qwen2",
-    "vocab_size": 50,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-}
+SIZES = {"vocab_size": 50, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32}
+SIZES |= {"intermediate_dim": 48, "max_seq_len": 64, "tie_word_embeddings": True}
+HF_CONFIG = {"model_type": "qwen2", "vocab_size": 50, "num_hidden_layers": 2, "hidden_size": 32}
+HF_CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+HF_CONFIG |= {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True}
 SCHEDULE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
 
 
@@ -49,12 +32,10 @@ def cfg(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
     return OmegaConf.create(
         {
-            "base_model_path": str(tmp_path),
-            "num_steps": 10,
+            **{"base_model_path": str(tmp_path), "num_steps": 10, "lora": None},
             "model": {"_component_": "torchtune.models.qwen2.qwen2", **SIZES},
             "checkpointer": {"model_type": "QWEN2"},
             "model_type": "${checkpointer.model_type}",
-            "lora": None,
             "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
             "lr_scheduler": {"_component_": SCHEDULE, "num_warmup_steps": 2},
         }
