@@ -24,6 +24,8 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 CONFIG = RECIPES / "configs" / "tiny_async_grpo.yaml"
 grpo_loss = runpy.run_path(str(RECIPES / "async_grpo_full_finetune_distributed.py"))["grpo_loss"]
 OBJECTIVE = "grpo_components.objective"
+TURNS = "grpo_components.rollout.multi_turn"
+TUTOR = "{_component_: grpo_components.rollout.tutor.Tutor}"
 REWARDS = """
 import os
 import sys
@@ -373,11 +375,7 @@ def test_what_contributing_prints_is_let_through(tried, own):
         giving("rewards.correctness", "1.0"),
         giving("rewards.correctness", "float(answer) / int(int(answer) % 2 == 0)"),
         component("environment", "own_parts.Some"),
-        (
-            "environment._component_=grpo_components.rollout.multi_turn.MultiTurnEnvironment",
-            "environment.max_turns=3",
-            "environment.world._component_=grpo_components.rollout.tutor.Tutor",
-        ),
+        component("environment", f"{TURNS}.MultiTurnEnvironment", max_turns=3, world=TUTOR),
         ("off_policy._component_=grpo_components.objective.off_policy.MaskedIS",),
         ("loss._component_=grpo_components.objective.losses.DecoupledPPOLoss", "loss.kl_coeff=0.1"),
         ("loss.entropy_coeff=0.1", "reward_shaping.kl_coeff=0.1"),
@@ -429,7 +427,7 @@ def attempt(settings_with, own):
 
     def attempt(maker, timeout_s=600.0, **arguments):
         environment = {
-            "_component_": "grpo_components.rollout.multi_turn.MultiTurnEnvironment",
+            "_component_": f"{TURNS}.MultiTurnEnvironment",
             "max_turns": 2,
             "world": {"_component_": f"my_worlds.{maker}", **arguments},
         }
@@ -493,21 +491,19 @@ def test_a_right_agent_is_taken(agent):
     agent(agent={"command": [sys.executable, "x.py"]}, tool_parser="hermes")
 
 
+AGENTS_THAT_ARE_NONE = """fine_agent.nobody fine_agent.runs fin_agent.run fine_agent.two
+fine_agent.none fine_agent.Agent fine_agent.NUMBER broken_agent.run"""
+COMMANDS = [{"command": ["no-such-program"]}, {"command": ["./fine_agent.py"]}]
+TEMPLATES = [None, "broken.jinja", "raising.jinja"]
+
+
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        *(
-            ({"agent": wrong}, "environment.agent")
-            for wrong in (
-                *("fine_agent.nobody", "fine_agent.runs", "fin_agent.run", "fine_agent.two"),
-                *("fine_agent.none", "fine_agent.Agent", "fine_agent.NUMBER", "broken_agent.run"),
-                *({"command": ["no-such-program"]}, {"command": ["./fine_agent.py"]}),
-            )
-        ),
+        *(({"agent": wrong}, "environment.agent") for wrong in AGENTS_THAT_ARE_NONE.split()),
+        *(({"agent": wrong}, "environment.agent") for wrong in COMMANDS),
+        *(({"chat_template": wrong}, "environment.chat_template") for wrong in TEMPLATES),
         ({"tool_parser": "hermez"}, "environment.tool_parser"),
-        ({"chat_template": None}, "environment.chat_template"),
-        ({"chat_template": "broken.jinja"}, "environment.chat_template"),
-        ({"chat_template": "raising.jinja"}, "environment.chat_template"),
         ({"max_calls": 0}, "environment.max_calls"),
         ({"reward_model": {"path": "/a/model"}}, "reward_model.path"),
         ({"rollout_only": True}, "rollout_only"),
