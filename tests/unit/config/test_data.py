@@ -34,22 +34,10 @@ class CharacterTokenizer:
 class Rows(list):
     max_prompt_length = 3
 
-PROMPT = {"prompt_index": 4, "prompt_ids": [1], "prompt_text": "", "answer": "1"}
-MADE = {
-    "good": Rows([PROMPT]),
-    "empty_prompts": Rows([PROMPT | {"prompt_ids": []}]),
-    "no_rows": Rows(),
-    "no_length": [PROMPT],
-    "no_answers": Rows([PROMPT, {"prompt_index": 1, "prompt_ids": [1]}]),
-    "same_index": Rows([PROMPT, PROMPT]),
-    "texts": Rows(["1 + 1?"]),
-    "index_of_text": Rows([PROMPT | {"prompt_index": "1"}]),
-    "ids_of_numbers": Rows([PROMPT | {"prompt_ids": [1.5]}]),
-    "nothing": None,
-}
+P = {"prompt_index": 4, "prompt_ids": [1], "prompt_text": "", "answer": "1"}
 
 def made(tokenizer, kind):
-    return MADE[kind]
+    return eval(kind)
 
 def raises(tokenizer):
     raise RuntimeError("no data here")
@@ -127,14 +115,15 @@ def test_a_window_that_qwen2_does_not_use_limits_nothing(data_cfg):
     assert refused_key(build_data, data_cfg) == "dataset"
 
 
-NONE = """empty_prompts no_rows no_length no_answers same_index texts nothing index_of_text
-ids_of_numbers"""
+NONE = """Rows([P | {'prompt_ids': []}]); Rows([P | {'prompt_index': '1'}])
+Rows([P | {'prompt_ids': [1.5]}]); Rows([P, {'prompt_index': 1, 'prompt_ids': [1]}])
+Rows([P, P]); Rows(['1 + 1?']); Rows(); [P]; None"""
 
 
-@pytest.mark.parametrize("kind", NONE.split())
+@pytest.mark.parametrize("kind", NONE.replace("\n", "; ").split("; "))
 @BOTH
 def test_what_is_no_data_set_is_refused(data_cfg, key, kind):
-    data_cfg[key] = {"_component_": "my_data.made", "kind": "good"}
+    data_cfg[key] = {"_component_": "my_data.made", "kind": "Rows([P])"}
     build_data(data_cfg)
     data_cfg[key].kind = kind
     assert refused_key(build_data, data_cfg) == key

@@ -42,15 +42,6 @@ def cfg(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("num_steps", "warmup", "is_doubted"),
-    [(3, 0, 0), (3, 2, 0), (3, 3, 1), (3, 100, 1), (1, 0, 0), (1, 1, 1)],
-)
-def test_a_run_that_ends_in_its_warm_up_is_told_once(cfg, num_steps, warmup, is_doubted):
-    cfg.num_steps, cfg.lr_scheduler.num_warmup_steps = num_steps, warmup
-    assert len(try_training(cfg)) == is_doubted
-
-
 def of_torch(optimizer, num_training_steps, name, **arguments):
     """A scheduler of torch, most of which take no `num_training_steps`."""
     return getattr(torch.optim.lr_scheduler, name)(optimizer, **arguments)
@@ -60,20 +51,25 @@ def times(optimizer, num_training_steps, factors):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factors[min(step, 4)])
 
 
+RISES = [(3, 0, 0), (3, 2, 0), (3, 3, 1), (3, 100, 1), (1, 0, 0), (1, 1, 1)]
+"""Steps, those of the warm-up, and whether that is doubted."""
+FACTORS = [([0, 0, 0, 0, 0], 1), ([0, 0, 0, 0, 1], 1), ([1, 0, 0, 0, 0], 0)]
+FACTORS += [([1, 0.1, 0.2, 0.3, 0.4], 0)]
+
+
 @pytest.mark.parametrize(
-    ("function", "arguments", "is_doubted"),
+    ("num_steps", "component", "arguments", "is_doubted"),
     [
-        ("times", {"factors": [0, 0, 0, 0, 0]}, 1),
-        ("times", {"factors": [0, 0, 0, 0, 1]}, 1),
-        ("times", {"factors": [1, 0, 0, 0, 0]}, 0),
-        ("times", {"factors": [1, 0.1, 0.2, 0.3, 0.4]}, 0),
-        ("of_torch", {"name": "LinearLR", "total_iters": 9}, 1),
-        ("of_torch", {"name": "LinearLR", "total_iters": 2}, 0),
+        *((steps, SCHEDULE, {"num_warmup_steps": n}, doubt) for steps, n, doubt in RISES),
+        *((4, f"{__name__}.times", {"factors": factors}, doubt) for factors, doubt in FACTORS),
+        (4, f"{__name__}.of_torch", {"name": "LinearLR", "total_iters": 9}, 1),
+        (4, f"{__name__}.of_torch", {"name": "LinearLR", "total_iters": 2}, 0),
     ],
 )
-def test_a_rate_of_0_or_one_that_only_rises_is_told_once(cfg, function, arguments, is_doubted):
-    cfg.num_steps = 4
-    cfg.lr_scheduler = {"_component_": f"{__name__}.{function}", **arguments}
+def test_a_rate_of_0_or_one_that_only_rises_is_told_once(
+    cfg, num_steps, component, arguments, is_doubted
+):
+    cfg.num_steps, cfg.lr_scheduler = num_steps, {"_component_": component, **arguments}
     assert len(try_training(cfg)) == is_doubted
 
 
