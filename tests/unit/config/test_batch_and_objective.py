@@ -2,13 +2,11 @@
 
 from argparse import Namespace
 
-import pytest
 import torch
 from equivalence.families import FAMILIES, random_checkpoint
 from lib.config_errors import refused_key
 from torchtune.models.qwen2 import qwen2
 
-from grpo_components.config.files import check_heads
 from grpo_components.config.model_trial import check_adapters
 from grpo_components.config.objective import build_loss, build_penalties
 from grpo_components.objective.losses import GSPOLoss
@@ -64,12 +62,3 @@ def test_adapters_of_layers_that_the_base_model_names_otherwise_are_refused(
         model = qwen2(256, 2, 4, 2, 128, 192, 256)
     cfg = settings_with(lora={"rank": 8, "alpha": 16.0}, base_model_path=str(base))
     assert refused_key(check_adapters, cfg, model) == "lora.target_modules"
-
-
-@pytest.mark.parametrize(
-    "name", ["num_attention_heads", "num_key_value_heads", "intermediate_size"]
-)
-def test_every_size_that_is_split_must_be_divisible(name):
-    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 96}
-    check_heads(4, sizes)
-    assert refused_key(check_heads, 4, {**sizes, name: 6}) == "tensor_parallel_dim"

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from grpo_components.config.files import (
     check_against_model,
+    check_heads,
     check_output,
     check_tensor_parallel,
     read_hf_config,
@@ -95,6 +96,13 @@ def test_layers_that_can_be_shared_are_accepted(workers):
 def test_every_size_that_is_split_must_fit(workers, sizes):
     key = "generator.tensor_parallel_size"
     assert refused_key(check_tensor_parallel, workers, SIZES | sizes) == key
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_size_that_is_split_must_be_divisible(name):
+    sizes = HEADS | {"num_key_value_heads": 8}
+    check_heads(4, sizes)
+    assert refused_key(check_heads, 4, sizes | {name: 6}) == "tensor_parallel_dim"
 
 
 @pytest.mark.parametrize("where", ["folder", "hub"])

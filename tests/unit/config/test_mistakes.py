@@ -68,8 +68,8 @@ learning_rate                learning_rate=1 -> the keys that `tune cat !! unkno
 temperature                  temperature=1 -> did you mean generator.temperature? !! unknown key
 lr                           lr=1 -> did you mean optimizer.lr? !! unknown key
 generator.max_tokens         generator.max_tokens=1 -> max_response_tokens, temp !! unknown key
-generator.temperatures       generator.temperatures=1 -> did you mean generator.temperature?
-timeouts.rewards_s           timeouts.rewards_s=1 -> did you mean timeouts.reward_s?
+generator.temperatures  generator.temperatures=1 -> you mean generator.temperature? !! unknown key
+timeouts.rewards_s  timeouts.rewards_s=1 -> did you mean timeouts.reward_s? !! unknown key
 seed                         seed=${{nothing}}
 dataset.source               dataset.source=${{dataset.${{device}}}}
 # schedules
@@ -189,7 +189,6 @@ tokenizer.merges_file        tokenizer.merges_file=/no/merges.txt
 tokenizer.special_tokens_path  tokenizer.special_tokens_path=/no/tokenizer.json
 dataset.source               dataset.source=/no/train.jsonl
 dataset.source               dataset.source=${base_model_path}
-dataset.source               dataset.source=${base_model_path}.jsonl
 dataset.source               dataset.source=rows.jsonl.gz
 dataset.source               dataset.source=folder.jsonl
 eval_dataset.source          eval_dataset.source=/no/held_out.jsonl
@@ -201,8 +200,8 @@ eval_only                    eval_only=/nowhere
 train_from                   train_from=/nowhere/trajectories.jsonl
 keep_best                    train_from=/nowhere.jsonl keep_best=eval/reward_mean
 # components and their arguments
-loss._component_  LOSS=own_parts.Goood -> own_parts.Good? !! No module named
-loss._component_  LOSS=own_part.Good -> own_parts.Good? !! No module named 'own_part'
+loss._component_  LOSS=own_parts.Goood -> did you mean own_parts.Good? !! No module named
+loss._component_  LOSS=own_part.Good -> did you mean own_parts.Good? !! No module named 'own_part'
 loss._component_  LOSS=nothing_like_it.X -> a dotted path !! No module named
 loss._component_  LOSS=own_broken.X -> a dotted path !! own_broken.py:2
 loss._component_  LOSS=own_lacking.X -> a dotted path !! own_lacking.py:2
