@@ -15,6 +15,51 @@ from grpo_components.config import preflight
 from grpo_components.config.reading import read_settings
 
 CONFIG = Path(__file__).parents[3] / "recipes/configs/tiny_async_grpo.yaml"
+OWN = """
+class Takes:
+    def __init__(self, kl_coeff=0.0): ...
+    def __call__(self, tokens): ...
+
+class Good:
+    def __init__(self, limit: int):
+        self.limit = limit
+    def __call__(self, *, prompt_text, response_text, answer, finish_reason):
+        return 1.0
+
+class Inherited(Good):
+    pass
+
+def make(**kwargs):
+    return Good(1)
+
+def judge(*, prompt_text, response_text, answer, finish_reason):
+    return 1.0
+
+def leave(how):
+    raise SystemExit(0)
+
+number = 3
+
+class Part:
+    def __init__(self, size):
+        self.size = size
+
+class Metaclass(type):
+    def __call__(cls, *args, **kwargs):  # as torchrl's has
+        return super().__call__(*args, **kwargs)
+
+class Names(metaclass=Metaclass):
+    slots_apart = True
+
+    def __init__(self, *, num_slots, encode, part=None):
+        self.given = {"num_slots": num_slots, "encode": encode, "part": part}
+
+def three(*, num_slots, decode, score, own=1):
+    return {"num_slots": num_slots, "decode": decode, "score": score, "own": own}
+
+def everything(**given):
+    return given
+"""
 FILES = ("model.safetensors", "vocab.json", "merges.txt", "tokenizer.json")
 
 
@@ -66,6 +111,20 @@ def cfg(tiny_config, tmp_path, monkeypatch):
     cfg.groups_per_step = cfg.group_size = 8
     cfg.dataset.max_prompt_tokens, cfg.generator.max_response_tokens = 64, 32
     return cfg
+
+
+@pytest.fixture
+def own(cfg):
+    """A module of the user in the current folder, as Python finds it once preflight has run."""
+    Path("folder.jsonl").mkdir()
+    Path("rows.jsonl.gz").touch()
+    Path("own_parts.py").write_text(OWN)
+    Path("own_broken.py").write_text("import os\nthis_is_not_defined\n")
+    Path("own_lacking.py").write_text("import os\nimport not_installed_here\n")
+    sys.path.append(str(Path.cwd()))
+    yield
+    for name in ("own_parts", "own_broken", "own_lacking"):
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture

@@ -18,25 +18,23 @@ GPU = f"{TURNS} device=cuda generator.gpu_memory_utilization=0.4"
 
 # ---- GPUs of this machine -----------------------------------------------------------------------
 
+WORKERS = "generator.tensor_parallel_size"
 LESS = "device=cuda generator.gpu_memory_utilization=0.4"
 
 
 @pytest.mark.parametrize(
-    ("gpus", "overrides", "key"),
+    ("overrides", "key"),
     [
-        (0, "device=cuda", "device"),
-        (8, "device=cuda gpus_per_generator=0.4", "generator.gpu_memory_utilization"),
-        (
-            8,
-            f"{LESS} generator.tensor_parallel_size=2 gpus_per_generator=0.9",
-            "gpus_per_generator",
-        ),
-        (8, "device=cuda gpus_per_trainer=0.5 num_trainers=2", "gpus_per_trainer"),
-        (8, f"{GPU} gpus_per_trainer=0.3", "generator.gpu_memory_utilization"),
+        ("device=cuda gpus_per_generator=0.4", "generator.gpu_memory_utilization"),
+        (f"{LESS} {WORKERS}=2 gpus_per_generator=0.9", "gpus_per_generator"),
+        ("device=cuda gpus_per_trainer=0.5 num_trainers=2", "gpus_per_trainer"),
+        (f"{GPU} gpus_per_trainer=0.3", "generator.gpu_memory_utilization"),
     ],
 )
-def test_a_share_of_a_gpu_that_cannot_be_is_refused(refused, num_gpus, gpus, overrides, key):
-    num_gpus(gpus)
+def test_a_share_of_a_gpu_that_cannot_be_is_refused(refused, num_gpus, overrides, key):
+    num_gpus(0)
+    assert refused("device=cuda") == "device"
+    num_gpus(8)
     assert refused(overrides) == key
 
 
@@ -47,12 +45,12 @@ def test_a_share_of_a_gpu_that_cannot_be_is_refused(refused, num_gpus, gpus, ove
         (f"{LESS} num_generators=3 gpus_per_generator=0.5", 3),
         (f"{LESS} num_generators=2 gpus_per_generator=0.7 gpus_per_trainer=0.3", 2),
         (f"{LESS} num_generators=2 num_trainers=3 eval_only=true", 2),  # no trainer is started
-        (f"{LESS} num_generators=2 num_trainers=3 generator.tensor_parallel_size=4", 11),
+        (f"{LESS} num_generators=2 num_trainers=3 {WORKERS}=4", 11),
         (f"{LESS} reward_model.path=/a/model gpus_per_reward_model=0.5 gpus_per_trainer=0.5", 2),
         (f"{LESS} gpus_per_trainer=0.8 teacher.path=/a/model", 3),
         (f"{LESS} gpus_per_trainer=0.8 teacher.path=/a/model gpus_per_teacher=0.2", 2),
         (f"{GPU} num_generators=3 num_trainers=3", 3),
-        (f"{GPU} num_trainers=4 generator.tensor_parallel_size=4", 4),
+        (f"{GPU} num_trainers=4 {WORKERS}=4", 4),
         (f"{GPU} num_generators=2 num_trainers=2 loss.kl_coeff=0.1", 3),
         (f"{GPU} gpus_per_trainer=0.8 gpus_per_reference=0.2 loss.kl_coeff=0.1", 1),
     ],

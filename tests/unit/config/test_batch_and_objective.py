@@ -2,13 +2,11 @@
 
 from argparse import Namespace
 
-import pytest
 import torch
 from equivalence.families import FAMILIES, random_checkpoint
 from lib.config_errors import refused_key
 from torchtune.models.qwen2 import qwen2
 
-from grpo_components.config.files import check_heads
 from grpo_components.config.model_trial import check_adapters
 from grpo_components.config.objective import build_loss, build_penalties
 from grpo_components.objective.losses import GSPOLoss
@@ -16,27 +14,6 @@ from grpo_components.settings import MAX_GENERATOR_KL
 
 GSPO = "loss._component_=grpo_components.objective.losses.GSPOLoss"
 LORA = "lora.rank=8 lora.alpha=16"
-TAKES = """
-class Takes:
-    def __init__(self, kl_coeff=0.0):
-        pass
-
-    def __call__(self, tokens):
-        raise NotImplementedError
-"""
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (f"{GSPO} loss.epsilon=3.0", "loss.epsilon"),
-        ("loss._component_=my.Loss", "loss._component_"),
-        ("loss._component_=takes_kl.Takes ~loss.clip_low ~loss.clip_high", "loss.kl_coeff"),
-    ],
-)
-def test_an_argument_that_the_loss_does_not_take_is_refused(refused, overrides, key, tmp_path):
-    (tmp_path / "here" / "takes_kl.py").write_text(TAKES)
-    assert refused(overrides) == key
 
 
 def test_a_loss_is_a_section_not_a_name(values_with, settings_with):
@@ -85,12 +62,3 @@ def test_adapters_of_layers_that_the_base_model_names_otherwise_are_refused(
         model = qwen2(256, 2, 4, 2, 128, 192, 256)
     cfg = settings_with(lora={"rank": 8, "alpha": 16.0}, base_model_path=str(base))
     assert refused_key(check_adapters, cfg, model) == "lora.target_modules"
-
-
-@pytest.mark.parametrize(
-    "name", ["num_attention_heads", "num_key_value_heads", "intermediate_size"]
-)
-def test_every_size_that_is_split_must_be_divisible(name):
-    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 96}
-    check_heads(4, sizes)
-    assert refused_key(check_heads, 4, {**sizes, name: 6}) == "tensor_parallel_dim"

@@ -5,7 +5,6 @@ import random
 import re
 import runpy
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import pytest
 import torch
 from lib.config_errors import refusal_of, refused_key
 from omegaconf import OmegaConf
-from torchtune.config._utils import _merge_yaml_and_cli_args
 
 from grpo_components.config import preflight
+from grpo_components.config.command_line import merge_overrides
 from grpo_components.config.data import build_data
 from grpo_components.config.environment_trial import try_environment
 from grpo_components.config.objective import build_objective
@@ -25,38 +24,28 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 CONFIG = RECIPES / "configs" / "tiny_async_grpo.yaml"
 grpo_loss = runpy.run_path(str(RECIPES / "async_grpo_full_finetune_distributed.py"))["grpo_loss"]
 OBJECTIVE = "grpo_components.objective"
+TURNS = "grpo_components.rollout.multi_turn"
+TUTOR = "{_component_: grpo_components.rollout.tutor.Tutor}"
 REWARDS = """
 import os
 import sys
 import time
 
-
 class TakesText:
     def __call__(self, text):
         return 1.0
 
-
 class CannotBeCalled:
     pass
 
-
 class Reward:
-    def __init__(self, kind="right"):
-        self.kind = kind
-        if kind == "unbuilt":
+    def __init__(self, result="1.0"):
+        self.result = result
+        if result == "unbuilt":
             sys.exit(0)
 
     def __call__(self, *, prompt_text, response_text, answer, finish_reason):
-        return {
-            "right": lambda: 1.0,
-            "sometimes": lambda: float(answer) / int(int(answer) % 2 == 0),
-            "text": lambda: "good",
-            "nan": lambda: float("nan"),
-            "none": lambda: None,
-            "ends": lambda: sys.exit(0),
-            "dies": lambda: os._exit(0),
-            "hangs": lambda: time.sleep(100),
-        }[self.kind]()
+        return eval(self.result)
 """
 OWN = """
 import random
@@ -69,97 +58,45 @@ from torchrl.envs import EnvBase
 
 from grpo_components.rollout.environments import SingleTurnEnvironment
 
+class Given:
+    def __init__(self, result):
+        self.result, self.own_calls = result, 0
 
-class Loss:
-    calls = 0
-
-    def __init__(self, kind="right"):
-        self.kind, self.own_calls = kind, 0
-
+class Loss(Given):
     def __call__(self, inputs):
         self.own_calls += 1
         random.random(), np.random.rand(), torch.rand(1)
         losses = -inputs.trainer_logprobs * inputs.advantages
-        return {
-            "right": lambda: (losses, {"loss/own": losses}),
-            "mean": lambda: (losses.mean(), {}),
-            "wide": lambda: (losses[:, None], {}),
-            "detached": lambda: (losses.detach(), {}),
-            "entropy": lambda: (inputs.entropy, {}),
-            "nan": lambda: (losses * float("nan"), {}),
-            "alone": lambda: losses,
-            "whole": lambda: (losses.long(), {}),
-            "metric": lambda: (losses, {"loss/own": losses.mean()}),
-            "float": lambda: (losses, {"loss/own": 0.5}),
-            "taken": lambda: (losses, {"loss/total": losses}),
-            "steep": lambda: ((inputs.trainer_logprobs * 0).sqrt(), {}),
-            "late": lambda: (losses if inputs.step == 0 else losses[1:], {}),
-            "ends": lambda: sys.exit(0),
-            "raises": lambda: 1 / 0,  # line 40
-        }[self.kind]()
+        return eval(self.result)
 
+class Raises:
+    def __call__(self, inputs):
+        return 1 / 0  # line 40
 
 class Unsent(Loss):
     def __init__(self):
-        super().__init__()
+        super().__init__("losses, {}")
         self.lock = threading.Lock()
 
-
-class Advantages:
-    def __init__(self, kind="right"):
-        self.kind = kind
-
+class Advantages(Given):
     def __call__(self, rewards):
         centred = rewards - rewards.mean(axis=1, keepdims=True)
-        return {
-            "right": lambda: centred,
-            "tensor": lambda: torch.tensor(centred),
-            "groups": lambda: centred[:, 0],
-            "flat": lambda: centred.ravel(),
-            "turned": lambda: centred.T,
-            "list": lambda: centred.tolist(),
-            "whole": lambda: (rewards > 0).astype(int),
-            "none": lambda: None,
-            "unguarded": lambda: centred / rewards.std(axis=1, keepdims=True),
-            "ends": lambda: sys.exit(0),
-        }[self.kind]()
+        deviation = rewards.std(axis=1, keepdims=True)
+        return eval(self.result)
 
-
-class Weights:
-    def __init__(self, kind="right"):
-        self.kind = kind
-
+class Weights(Given):
     def __call__(self, log_ratios, sequence_ids):
-        return {
-            "right": lambda: log_ratios.exp(),
-            "one": lambda: log_ratios.exp().mean(),
-            "mask": lambda: log_ratios < 1,
-            "negative": lambda: -log_ratios.exp(),
-            "nan": lambda: log_ratios * float("nan"),
-            "ends": lambda: sys.exit(3),
-        }[self.kind]()
+        return eval(self.result)
 
-
-class Shares:
-    def __init__(self, kind="right"):
-        self.kind = kind
-
+class Shares(Given):
     def __call__(self, token_counts):
-        return {
-            "right": lambda: 1 / (len(token_counts) * token_counts),
-            "sum": lambda: 1 / token_counts.sum(),
-            "nan": lambda: token_counts * float("nan"),
-            "text": lambda: "TokenMean",
-        }[self.kind]()
-
+        return eval(self.result)
 
 def no_environment(*, num_slots, **_):
     return object()
 
-
 def wide(*, num_slots, decode, score):
     return SingleTurnEnvironment(num_slots=num_slots + 1, decode=decode, score=score)
-
 
 class Forgetful(SingleTurnEnvironment):
     def _step(self, tensordict):
@@ -168,15 +105,12 @@ class Forgetful(SingleTurnEnvironment):
             slot["tokens"] = slot["tokens"][1:]
         return after
 
-
 class Unasked(EnvBase):
     pass
-
 
 class Ends(SingleTurnEnvironment):
     def _reset(self, tensordict=None, **_):
         sys.exit(0)
-
 
 class Some(SingleTurnEnvironment):
     def _step(self, tensordict):
@@ -184,22 +118,17 @@ class Some(SingleTurnEnvironment):
             raise RuntimeError("no such level")
         return super()._step(tensordict)
 
-
 def raises(**given):
     raise RuntimeError("no")
-
 
 def nothing(**given):
     return None
 
-
 def half_a_profiler(**given):
     return torch.nn.Identity(), {}
 
-
 def own_profiler(**given):
     return torch.profiler.profile(), {}
-
 
 class Rates:
     def __init__(self, optimizer, *, num_training_steps):
@@ -209,7 +138,6 @@ class Rates:
         self.optimizer.param_groups[0]["lr"] = float("nan")
 """
 
-
 WORLDS = """
 import threading
 from typing import Literal
@@ -217,56 +145,43 @@ from typing import Literal
 from grpo_components.rollout.multi_turn import Reply
 from grpo_components.rollout.tools import ToolUse
 
-
 def right(prompt, seed):
     return lambda text: Reply("again", done=text == prompt["level"])
-
 
 def make_right():
     return right
 
-
 def asks_for_a_column(prompt, seed):
     return lambda text: Reply(prompt["colour"])  # raises
-
 
 def make_asking():
     return asks_for_a_column
 
-
 def hangs(prompt, seed):
     threading.Event().wait(60)  # hangs
 
-
 def make_hanging():
     return hangs
-
 
 def fine(text: str, number: int, kind: Literal["a", "b"], names: list[str], more: dict | None):
     assert (text, number, kind, names, more) == ("1", 1, "a", ["1"], {})
     return "fine"
 
-
 def picky(day):
     raise ValueError("no such day")
-
 
 def broken(word: str) -> str:
     return {}[word]  # raises in a tool
 
-
 def silent(word: str = "x"):
     return None
-
 
 def leaving():
     raise SystemExit(0)
 
-
 def tools(names):
     return ToolUse({name: globals()[name] for name in names})
 """
-
 
 AGENTS = """
 NUMBER = 3
@@ -276,7 +191,6 @@ def none(): return 1.0
 class Agent:
     def __init__(self, task): pass
 """
-
 
 PROFILERS = ("nothing", "half_a_profiler")
 
@@ -305,7 +219,7 @@ def checked(*overrides):
     """The tiny config with a few prompts and other components."""
     given: Any = OmegaConf.to_container(OmegaConf.load(CONFIG))
     few = ("dataset.num_rows=8", "eval_dataset.num_rows=2", "num_steps=5")
-    return preflight.check(_merge_yaml_and_cli_args(Namespace(**given), [*few, *overrides]))
+    return preflight.check(merge_overrides(given, [*few, *overrides]))
 
 
 @pytest.fixture(scope="module")
@@ -341,62 +255,62 @@ def component(key, path, **arguments):
     )
 
 
-@pytest.mark.parametrize(
-    ("key", "path", "kinds"),
-    [
-        (
-            "loss",
-            "own_parts.Loss",
-            "mean wide detached entropy nan alone whole metric float taken steep late ends raises",
-        ),
-        (
-            "advantages",
-            "own_parts.Advantages",
-            "groups flat turned list whole none unguarded ends",
-        ),
-        ("off_policy", "own_parts.Weights", "one mask negative nan ends"),
-        ("aggregation", "own_parts.Shares", "sum nan text"),
-        ("rewards.correctness", "own_rewards.Reward", "text nan none ends dies hangs unbuilt"),
-    ],
-)
-def test_a_component_with_another_output_than_its_kind_is_refused(tried, key, path, kinds):
-    for kind in kinds.split():
-        error = refusal_of(tried, *component(key, path, kind=kind), "timeouts.reward_s=1")
-        assert error.key == key and error.problem.startswith(path), kind
+RESULTS = {
+    "loss": """losses.mean(), {} | losses[:, None], {} | losses.detach(), {} | inputs.entropy, {}
+        | losses * float('nan'), {} | losses | losses.long(), {} | sys.exit(0)
+        | losses, {'loss/own': losses.mean()} | losses, {'loss/own': 0.5}
+        | losses, {'loss/total': losses} | (inputs.trainer_logprobs * 0).sqrt(), {}
+        | (losses if inputs.step == 0 else losses[1:], {}) | 1 / 0""",
+    "advantages": """centred[:, 0] | centred.ravel() | centred.T | centred.tolist()
+        | (rewards > 0).astype(int) | None | centred / deviation | sys.exit(0)""",
+    "off_policy": """log_ratios.exp().mean() | log_ratios < 1 | -log_ratios.exp()
+        | log_ratios * float('nan') | sys.exit(3)""",
+    "aggregation": "1 / token_counts.sum() | token_counts * float('nan') | 'TokenMean'",
+    "rewards.correctness": """'good' | float('nan') | None | sys.exit(0) | os._exit(0)
+        | time.sleep(100) | unbuilt""",
+}
+PATHS = {"loss": "own_parts.Loss", "advantages": "own_parts.Advantages"}
+PATHS |= {"off_policy": "own_parts.Weights", "aggregation": "own_parts.Shares"}
+PATHS |= {"rewards.correctness": "own_rewards.Reward"}
+
+
+def giving(key, result):
+    return component(key, PATHS[key], result=f'"{result}"')
+
+
+@pytest.mark.parametrize("key", RESULTS)
+def test_a_component_with_another_output_than_its_kind_is_refused(tried, key):
+    for result in map(str.strip, RESULTS[key].split(" | ")):
+        error = refusal_of(tried, *giving(key, result), "timeouts.reward_s=1")
+        assert error.key == key and error.problem.startswith(PATHS[key]), result
+
+
+NONE_OF_THEM = {
+    "off_policy": f"builtins.print {OBJECTIVE}.losses.GRPOLoss",
+    "loss": f"builtins.print {OBJECTIVE}.aggregation.TokenMean own_parts.Unsent",
+    "aggregation": "os.getcwd",
+    "advantages": f"{OBJECTIVE}.aggregation.TokenMean",
+    "environment": "builtins.id own_parts.no_environment own_parts.wide own_parts.Forgetful "
+    "own_parts.Unasked own_parts.Ends",
+    "checkpointer": "builtins.dict own_parts.raises",
+    "lr_scheduler": "own_parts.Rates",
+    # the last two cannot judge the answers of the data
+    "rewards.correctness": "builtins.print own_rewards.TakesText own_rewards.CannotBeCalled "
+    "grpo_components.rewards.code_tests.CodeTests "
+    "grpo_components.rewards.countdown.CountdownCorrectness",
+}
 
 
 @pytest.mark.parametrize(
-    ("key", "path"),
-    [
-        ("off_policy", "builtins.print"),
-        ("loss", "builtins.print"),
-        ("loss", f"{OBJECTIVE}.aggregation.TokenMean"),
-        ("aggregation", "os.getcwd"),
-        ("advantages", f"{OBJECTIVE}.aggregation.TokenMean"),
-        ("off_policy", f"{OBJECTIVE}.losses.GRPOLoss"),
-        ("environment", "builtins.id"),
-        ("environment", "own_parts.no_environment"),
-        ("environment", "own_parts.wide"),
-        ("environment", "own_parts.Forgetful"),
-        ("environment", "own_parts.Unasked"),
-        ("environment", "own_parts.Ends"),
-        ("checkpointer", "builtins.dict"),
-        ("checkpointer", "own_parts.raises"),
-        ("lr_scheduler", "own_parts.Rates"),
-        ("loss", "own_parts.Unsent"),
-        ("rewards.correctness", "builtins.print"),
-        ("rewards.correctness", "own_rewards.TakesText"),
-        ("rewards.correctness", "own_rewards.CannotBeCalled"),
-        # they cannot judge the answers of the data
-        ("rewards.correctness", "grpo_components.rewards.code_tests.CodeTests"),
-        ("rewards.correctness", "grpo_components.rewards.countdown.CountdownCorrectness"),
-    ],
+    ("key", "path"), [(key, path) for key in NONE_OF_THEM for path in NONE_OF_THEM[key].split()]
 )
 def test_what_is_no_such_component_is_refused_by_its_key(tried, key, path):
     assert refused_key(tried, *component(key, path)) == key
 
 
-@pytest.mark.parametrize("path", ["builtins.dict", *(f"own_parts.{n}" for n in PROFILERS)])
+@pytest.mark.parametrize(
+    "path", ["builtins.dict", "own_parts.nothing", "own_parts.half_a_profiler"]
+)
 def test_what_is_no_profiler_is_refused_where_it_is_enabled(tried, path):
     given = component("profiler", path)
     assert refused_key(tried, *given, "profiler.enabled=true") == "profiler"
@@ -404,14 +318,10 @@ def test_what_is_no_profiler_is_refused_where_it_is_enabled(tried, path):
 
 
 @pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("profiler.wait_step=1", "profiler.wait_step"),
-        ("~checkpointer.output_dir", "checkpointer.output_dir"),
-        ("checkpointer.no_such=1", "checkpointer.no_such"),
-    ],
+    "override", ["profiler.wait_step=1", "~checkpointer.output_dir", "checkpointer.no_such=1"]
 )
-def test_a_wrong_argument_of_profiler_or_checkpointer_is_refused(tried, override, key):
+def test_a_wrong_argument_of_profiler_or_checkpointer_is_refused(tried, override):
+    key = override.strip("~").partition("=")[0]
     assert refused_key(tried, override, "profiler.enabled=true") == key
 
 
@@ -424,16 +334,10 @@ def test_the_trial_of_profiler_and_checkpointer_makes_no_folder(tried, tmp_path)
 
 
 def test_a_users_error_shows_its_own_file_and_line_and_its_traceback(tried, own):
-    error = refusal_of(tried, *component("loss", "own_parts.Loss", kind="raises"))
+    error = refusal_of(tried, *component("loss", "own_parts.Raises"))
     line = next(n for n, text in enumerate(OWN.splitlines(), 1) if "# line 40" in text)
     assert f"({own / 'own_parts.py'}:{line})" in error.problem
     assert "ZeroDivisionError" in error.user_traceback
-
-
-def test_a_judge_that_is_down_is_refused_before_the_start(tried):
-    own = component("rewards.judge", "grpo_components.rewards.judge.LLMJudge", model="m")
-    own += ("rewards.judge.base_url=http://127.0.0.1:9/v1", "rewards.judge.retries=0")
-    assert refused_key(tried, *own, "rewards.judge.rubric='{{ response }}'") == "rewards.judge"
 
 
 def test_rows_whose_own_answer_is_not_right_are_among_the_doubts(own, tiny_policy):
@@ -463,19 +367,15 @@ def test_what_contributing_prints_is_let_through(tried, own):
     "overrides",
     [
         (),
-        component("loss", "own_parts.Loss"),
-        component("advantages", "own_parts.Advantages"),
-        component("advantages", "own_parts.Advantages", kind="tensor"),
-        component("off_policy", "own_parts.Weights"),
-        component("aggregation", "own_parts.Shares"),
-        component("rewards.correctness", "own_rewards.Reward"),
-        component("rewards.correctness", "own_rewards.Reward", kind="sometimes"),
+        giving("loss", "losses, {'loss/own': losses}"),
+        giving("advantages", "centred"),
+        giving("advantages", "torch.tensor(centred)"),
+        giving("off_policy", "log_ratios.exp()"),
+        giving("aggregation", "1 / (len(token_counts) * token_counts)"),
+        giving("rewards.correctness", "1.0"),
+        giving("rewards.correctness", "float(answer) / int(int(answer) % 2 == 0)"),
         component("environment", "own_parts.Some"),
-        (
-            "environment._component_=grpo_components.rollout.multi_turn.MultiTurnEnvironment",
-            "environment.max_turns=3",
-            "environment.world._component_=grpo_components.rollout.tutor.Tutor",
-        ),
+        component("environment", f"{TURNS}.MultiTurnEnvironment", max_turns=3, world=TUTOR),
         ("off_policy._component_=grpo_components.objective.off_policy.MaskedIS",),
         ("loss._component_=grpo_components.objective.losses.DecoupledPPOLoss", "loss.kl_coeff=0.1"),
         ("loss.entropy_coeff=0.1", "reward_shaping.kl_coeff=0.1"),
@@ -527,7 +427,7 @@ def attempt(settings_with, own):
 
     def attempt(maker, timeout_s=600.0, **arguments):
         environment = {
-            "_component_": "grpo_components.rollout.multi_turn.MultiTurnEnvironment",
+            "_component_": f"{TURNS}.MultiTurnEnvironment",
             "max_turns": 2,
             "world": {"_component_": f"my_worlds.{maker}", **arguments},
         }
@@ -591,21 +491,19 @@ def test_a_right_agent_is_taken(agent):
     agent(agent={"command": [sys.executable, "x.py"]}, tool_parser="hermes")
 
 
+AGENTS_THAT_ARE_NONE = """fine_agent.nobody fine_agent.runs fin_agent.run fine_agent.two
+fine_agent.none fine_agent.Agent fine_agent.NUMBER broken_agent.run"""
+COMMANDS = [{"command": ["no-such-program"]}, {"command": ["./fine_agent.py"]}]
+TEMPLATES = [None, "broken.jinja", "raising.jinja"]
+
+
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        *(
-            ({"agent": wrong}, "environment.agent")
-            for wrong in (
-                *("fine_agent.nobody", "fine_agent.runs", "fin_agent.run", "fine_agent.two"),
-                *("fine_agent.none", "fine_agent.Agent", "fine_agent.NUMBER", "broken_agent.run"),
-                *({"command": ["no-such-program"]}, {"command": ["./fine_agent.py"]}),
-            )
-        ),
+        *(({"agent": wrong}, "environment.agent") for wrong in AGENTS_THAT_ARE_NONE.split()),
+        *(({"agent": wrong}, "environment.agent") for wrong in COMMANDS),
+        *(({"chat_template": wrong}, "environment.chat_template") for wrong in TEMPLATES),
         ({"tool_parser": "hermez"}, "environment.tool_parser"),
-        ({"chat_template": None}, "environment.chat_template"),
-        ({"chat_template": "broken.jinja"}, "environment.chat_template"),
-        ({"chat_template": "raising.jinja"}, "environment.chat_template"),
         ({"max_calls": 0}, "environment.max_calls"),
         ({"reward_model": {"path": "/a/model"}}, "reward_model.path"),
         ({"rollout_only": True}, "rollout_only"),

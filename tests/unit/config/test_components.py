@@ -1,4 +1,4 @@
-"""A component that is not there, or does not take its arguments, is refused by its key."""
+"""Components that take their arguments are accepted and built; what cannot be built is refused."""
 
 import sys
 from pathlib import Path
@@ -13,123 +13,13 @@ from grpo_components.config.components import (
     build,
     build_environment,
     has_slots_apart,
-    imported_component,
 )
 
 GRPO = "grpo_components.objective.losses.GRPOLoss"
 LOGGERS = "torchtune.training.metric_logging"
 REWARDS = "grpo_components.rewards"
-OWN = """
-class Good:
-    def __init__(self, limit: int):
-        self.limit = limit
-    def __call__(self, *, prompt_text, response_text, answer, finish_reason):
-        return 1.0
-
-class Inherited(Good):
-    pass
-
-def make(**kwargs):
-    return Good(1)
-
-def judge(*, prompt_text, response_text, answer, finish_reason):
-    return 1.0
-
-def leave(how):
-    raise SystemExit(0)
-
-number = 3
-
-class Part:
-    def __init__(self, size):
-        self.size = size
-
-class Metaclass(type):
-    def __call__(cls, *args, **kwargs):  # as torchrl's has
-        return super().__call__(*args, **kwargs)
-
-class Names(metaclass=Metaclass):
-    slots_apart = True
-
-    def __init__(self, *, num_slots, encode, part=None):
-        self.given = {"num_slots": num_slots, "encode": encode, "part": part}
-
-def three(*, num_slots, decode, score, own=1):
-    return {"num_slots": num_slots, "decode": decode, "score": score, "own": own}
-
-def everything(**given):
-    return given
-"""
-
-
-@pytest.fixture
-def own(cfg):
-    """A module of the user in the current folder, as Python finds it once preflight has run."""
-    Path("own_parts.py").write_text(OWN)
-    Path("own_broken.py").write_text("import os\nthis_is_not_defined\n")
-    Path("own_lacking.py").write_text("import os\nimport not_installed_here\n")
-    sys.path.append(str(Path.cwd()))
-    yield
-    for name in ("own_parts", "own_broken", "own_lacking"):
-        sys.modules.pop(name, None)
-
-
-JUDGE = {
-    "_component_": f"{REWARDS}.judge.LLMJudge",
-    **{"base_url": "http://localhost:1/v1", "model": "m", "rubric": "{{ response }}"},
-}
-
-
-@pytest.mark.parametrize(
-    ("node", "overrides", "key"),
-    [
-        ({"_component_": "own_parts.Good"}, "", ".limit"),
-        ({"_component_": "own_parts.Absent"}, "", "._component_"),
-        ({"_component_": "own_parts.number"}, "", "._component_"),
-        ({"_component_": "own_parts.judge"}, "", "._component_"),
-        ({"_component_": "own_broken.Reward"}, "", "._component_"),
-        ({"_component_": "own_lacking.Reward"}, "", "._component_"),
-        ({"_component_": f"{REWARDS}.formats.ResponseLength", "max_words": "x"}, "", ".max_words"),
-        ({"_component_": f"{REWARDS}.code_tests.CodeTests", "wall_s": "8"}, "", ".wall_s"),
-        ({"_component_": f"{REWARDS}.code_tests.CodeTests"}, "timeouts.reward_s=8", ".wall_s"),
-        ({"_component_": "no_such_module.X"}, "", "._component_"),
-        (JUDGE | {"wall_s": 10}, "", ".wall_s"),
-        (JUDGE | {"api_key_env": "NONE_X"}, "", ".api_key_env"),
-    ],
-)
-def test_a_reward_that_cannot_be_used_is_refused(cfg, own, refused, node, overrides, key):
-    cfg.rewards.mine = node
-    assert refused(overrides).partition(",")[0] == f"rewards.mine{key}"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key", "hint"),
-    [
-        ("optimizer.weight_decays=0", "optimizer.weight_decays", "optimizer.weight_decay?"),
-        ("model.num_layer=4", "model.num_layer", "model.num_layers?"),
-        ("dataset.src=x", "dataset.src", "source"),
-        ("loss.epsilon=0.2", "loss.epsilon", "clip_low, clip_high, kl_coeff"),
-        ("rewards.correctness.weights=1", "rewards.correctness.weights", "correctness.weight?"),
-        ("rewards.correctness.answer_format=xml", "rewards.correctness.answer_format", "tag"),
-        (
-            "lr_scheduler={_component_: torch.optim.lr_scheduler.StepLR}",
-            "lr_scheduler.step_size",
-            "",
-        ),
-        ("checkpointer=null", "checkpointer", "`_component_` and its arguments"),
-        (
-            "model._component_=grpo_components.models.hugging_face model.path=${base_model_path}",
-            "model.vocab_size",
-            "path",
-        ),
-        ("profiler.enabled=true profiler.steps=3", "profiler.steps", "active_steps"),
-    ],
-)
-def test_an_argument_that_is_wrong_or_unknown_is_refused_with_a_hint(
-    merged, check, overrides, key, hint
-):
-    error = refusal_of(check, overrides)
-    assert error.key == key and hint in error.allowed
+JUDGE = {"_component_": f"{REWARDS}.judge.LLMJudge", "base_url": "http://localhost:1/v1"}
+JUDGE |= {"model": "m", "rubric": "{{ response }}"}
 
 
 MULTI_TURN = (
@@ -139,36 +29,15 @@ MULTI_TURN = (
 )
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        ("environment.max_turns=0", "environment.max_turns"),
-        ("environment.turns=3", "environment.turns"),
-        ("environment.num_slots=3", "environment.num_slots"),
-        ("~environment.world", "environment.world"),
-        ("environment.world.tool=[]", "environment.world.tool"),
-        ("environment.world.tools=[browser]", "environment.world.tools"),
-        ("environment.world._component_=my_worlds.Nowhere", "environment.world._component_"),
-    ],
-)
-def test_an_environment_of_several_turns_is_checked_with_its_world(own, refused, overrides, key):
-    assert refused(MULTI_TURN, overrides) == key
-
-
-@pytest.mark.parametrize(
-    "logger", ["builtins.dict", f"{LOGGERS}.CometLogger", f"{LOGGERS}.WandBLogger"]
-)
-def test_a_logger_that_a_run_could_not_build_is_refused(
-    logger, refused, check, monkeypatch, tmp_path
-):
+@pytest.mark.parametrize("logger", ["CometLogger", "WandBLogger"])
+def test_a_logger_without_a_login_is_refused(logger, refused, check, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))  # without a ~/.netrc
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    assert (
-        refused("~metric_logger.log_dir", f"metric_logger._component_={logger}") == "metric_logger"
-    )
+    given = f"metric_logger._component_={LOGGERS}.{logger}"
+    assert refused("~metric_logger.log_dir", given) == "metric_logger"
     monkeypatch.setenv("WANDB_MODE", "offline")
     if "WandB" in logger:
-        check(f"metric_logger._component_={logger}")
+        check(given)
 
 
 def test_what_takes_its_arguments_is_accepted(cfg, own, check):
@@ -182,25 +51,6 @@ def test_what_takes_its_arguments_is_accepted(cfg, own, check):
     assert set(check("rewards.judge=null").rewards) == set(cfg.rewards) - {"judge"}
     check(MULTI_TURN)
     assert sys.path[-1] == str(Path.cwd())
-
-
-@pytest.mark.parametrize(
-    ("path", "problem", "allowed"),
-    [
-        ("own_parts.Goood", "No module named", "did you mean own_parts.Good?"),
-        ("own_part.Good", "No module named 'own_part'", "did you mean own_parts.Good?"),
-        ("nothing_like_it.X", "No module named", "a dotted path"),
-        ("own_broken.X", "own_broken.py:2", "a dotted path"),
-        ("own_lacking.X", "own_lacking.py:2", "a dotted path"),
-        ("own_parts.number", "cannot be called", "a class or function"),
-    ],
-)
-def test_a_dotted_path_that_leads_nowhere_is_answered_with_one_that_leads_there(
-    own, path, problem, allowed
-):
-    error = refusal_of(imported_component, "loss._component_", path)
-    assert error.key == "loss._component_"
-    assert problem in error.problem and error.allowed.startswith(allowed)
 
 
 # ---- what is built ------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import io
+import json
 import math
 import re
 import shutil
@@ -17,15 +18,16 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from lib.properties import many
+from lib.settings_schema import leaves
 from omegaconf import OmegaConf
 from ray import cloudpickle
 
 from grpo_components.cluster.supervision import exit_code
+from grpo_components.config.command_line import merge_overrides
 from grpo_components.errors import ConfigError
 from grpo_components.plain_text import one_line
 from grpo_components.rewards.reward_trial import RewardTrial
 from grpo_components.schedules import as_schedule
-from grpo_components.settings import Settings
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes" / "async_grpo_full_finetune_distributed.py"
@@ -134,9 +136,9 @@ def recipe(tiny_policy, tmp_path_factory):
     values |= {"base_model_path": str(base), "output_dir": str(folder / "run")}
     file = folder / "config.yaml"
 
-    def run(text=None, overrides=(), **changes):
+    def run(text=None, overrides=()):
         """The refusal; "" where the config was accepted."""
-        file.write_text(yaml.safe_dump(values | changes) if text is None else text)
+        file.write_text(yaml.safe_dump(values) if text is None else text)
         out, err = io.StringIO(), io.StringIO()
         before = {number: signal.getsignal(number) for number in ENDING}
         argv, sys.argv = sys.argv, ["recipe", "--config", str(file), *overrides]
@@ -178,44 +180,11 @@ def fuzz(max_examples):
     )
 
 
-SCHEMA = Settings.model_json_schema()
-
-
-def alternatives(schema):
-    """A JSON schema as those of its union, with references followed."""
-    if "$ref" in schema:
-        return alternatives(SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]])
-    union = schema.get("anyOf") or schema.get("oneOf") or ()
-    return [part for each in union for part in alternatives(each)] or [schema]
-
-
-def leaves(schemas, at=()):
-    """Every key with what it may hold; a number's schedule is no section."""
-    sections = [s for s in schemas if "schedule" not in s.get("properties", {"schedule": 0})]
-    named = [s["additionalProperties"] for s in schemas if "minProperties" in s]
-    for section in sections:
-        for name, part in section["properties"].items():
-            yield from leaves(alternatives(part), (*at, name))
-    for part in named:
-        yield from leaves(alternatives(part), (*at, "correctness"))
-    if not sections and not named:
-        yield at, schemas
-
-
-RULES = dict(leaves([SCHEMA]))
-
-
-def changed(values, changes):
-    """A copy of nested values with others at some keys."""
-    result = {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
-    result["rewards"] = {k: dict(v) for k, v in values["rewards"].items()}
-    for key, value in changes.items():
-        section = result
-        for name in key[:-1]:
-            section[name] = section.get(name) or {}
-            section = section[name]
-        section[key[-1]] = value
-    return result
+RULES: dict[str, list] = {}
+"""Key -> the schemas of what it may hold."""
+for key, schema in leaves():
+    if schema not in RULES.setdefault(key, []):
+        RULES[key].append(schema)
 
 
 @pytest.mark.parametrize(
@@ -241,17 +210,17 @@ SIZES |= {"tensor_parallel_dim": 4, "data_parallel_replicate_dim": 4}
 
 def within(schemas, key):
     """Values that a key allows, of a size that a machine has."""
-    rule, *others = schemas
+    rule, name = schemas[0], key.rpartition(".")[2]
     if "enum" in rule:
         return st.sampled_from(rule["enum"])
     if rule["type"] == "boolean":
         return st.booleans()
     low = rule.get("minimum", rule.get("exclusiveMinimum"))
     if rule["type"] == "integer":
-        return st.integers(low, max(low, min(rule["maximum"], SIZES.get(key[-1], 2000))))
+        return st.integers(low, max(low, min(rule["maximum"], SIZES.get(name, 2000))))
     low, high = -2.0 if low is None else max(low, -2.0), min(rule["maximum"], 2.0)
     number = st.floats(low, high, exclude_min="exclusiveMinimum" in rule)
-    if not any("schedule" in other.get("properties", ()) for other in others):
+    if f"{key}.schedule" not in RULES:
         return number
     shape = {"schedule": st.sampled_from(["linear", "cosine"]), "start": number, "end": number}
     shape |= {"num_steps": st.integers(1, 9), "warmup_steps": st.integers(0, 3)}
@@ -263,8 +232,9 @@ NUMBERS = {
     for key, schemas in RULES.items()
     if ("enum" in schemas[0] or schemas[0].get("type") in ("integer", "number", "boolean"))
     and not any(schema.get("type") == "string" for schema in schemas[1:])
-    and key[0] != "model"
-    and key[-1] != "device"
+    and f"{key.rpartition('.')[0]}.schedule" not in RULES
+    and not key.startswith("model.")
+    and key != "device"
 }
 
 
@@ -278,9 +248,10 @@ def in_range(draw):
 @fuzz(200)
 @given(in_range())
 def test_values_in_their_ranges_are_refused_together_or_everything_is_built(recipe, changes):
-    values = changed(recipe.values, changes)
-    if recipe(**values):
+    overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    if recipe(overrides=overrides):
         return
+    values = merge_overrides(recipe.values, overrides)
     for section, name in (("optimizer", "lr"), ("generator", "temperature"), ("loss", "kl_coeff")):
         schedule = as_schedule(name, values[section][name])
         assert all(math.isfinite(schedule(step)) for step in range(12))

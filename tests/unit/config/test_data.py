@@ -21,7 +21,8 @@ from grpo_components.data.prompt_stream import PromptStream
 
 GSM8K = "grpo_components.data.datasets.gsm8k_dataset"
 MIXED = "grpo_components.data.prompt_mix.mixed_dataset"
-BOTH = pytest.mark.parametrize("key", ["dataset", "eval_dataset"])
+KEYS = ("dataset", "eval_dataset")
+BOTH = pytest.mark.parametrize("key", KEYS)
 MY_DATA = """
 class CharacterTokenizer:
     def __init__(self, prompt_template=None):
@@ -30,33 +31,16 @@ class CharacterTokenizer:
     def encode(self, text, add_bos, add_eos):
         return [ord(character) for character in text]
 
-
 class Rows(list):
     max_prompt_length = 3
 
-
-PROMPT = {"prompt_index": 4, "prompt_ids": [1], "prompt_text": "", "answer": "1"}
-MADE = {
-    "good": Rows([PROMPT]),
-    "empty_prompts": Rows([PROMPT | {"prompt_ids": []}]),
-    "no_rows": Rows(),
-    "no_length": [PROMPT],
-    "no_answers": Rows([PROMPT, {"prompt_index": 1, "prompt_ids": [1]}]),
-    "same_index": Rows([PROMPT, PROMPT]),
-    "texts": Rows(["1 + 1?"]),
-    "index_of_text": Rows([PROMPT | {"prompt_index": "1"}]),
-    "ids_of_numbers": Rows([PROMPT | {"prompt_ids": [1.5]}]),
-    "nothing": None,
-}
-
+P = {"prompt_index": 4, "prompt_ids": [1], "prompt_text": "", "answer": "1"}
 
 def made(tokenizer, kind):
-    return MADE[kind]
-
+    return eval(kind)
 
 def raises(tokenizer):
     raise RuntimeError("no data here")
-
 
 class World:
     tool_schemas = [{"type": "function", "function": {"name": "lookup", "parameters": {}}}]
@@ -72,27 +56,16 @@ def data_cfg(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     write_model(tmp_path, max_position_embeddings=100)
     rows = [{"question": "x" * size, "answer": "#### 1"} for size in (5, 20, 7)]
-    for name in ("train", "held_out"):
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / f"{name}.jsonl").write_text(lines)
+    for key in KEYS:
+        (tmp_path / f"{key}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    gsm8k = {key: {"_component_": GSM8K, "source": f"{tmp_path}/{key}.jsonl"} for key in KEYS}
+    lengths = {"max_response_tokens": 10, "max_model_len": None, "stop_token_ids": None}
     return OmegaConf.create(
         {
-            "base_model_path": str(tmp_path),
-            "tokenizer": {"_component_": "my_data.CharacterTokenizer"},
-            "model": {"_component_": "a.Model"},
-            "dataset": {"_component_": GSM8K, "source": str(tmp_path / "train.jsonl")},
-            "eval_dataset": {"_component_": GSM8K, "source": str(tmp_path / "held_out.jsonl")},
-            "generator": {
-                "max_response_tokens": 10,
-                "max_model_len": None,
-                "stop_token_ids": None,
-            },
-            "tokens_per_micro_batch": 100,
-            "train_from": None,
-            "eval_only": None,
-            "rewards": {},
-            "environment": dict(SHIPPED_ENVIRONMENT),
-            "ptx": None,
+            **{"base_model_path": str(tmp_path), "model": {"_component_": "a.Model"}, **gsm8k},
+            **{"tokenizer": {"_component_": "my_data.CharacterTokenizer"}, "generator": lengths},
+            **{"tokens_per_micro_batch": 100, "train_from": None, "eval_only": None},
+            **{"rewards": {}, "environment": dict(SHIPPED_ENVIRONMENT), "ptx": None},
         }
     )
 
@@ -101,28 +74,27 @@ def write_model(folder, **sizes):
     Path(folder, "config.json").write_text(json.dumps(sizes))
 
 
-LIMITS = {
-    "max_position_embeddings": lambda cfg, most: write_model(
-        cfg.base_model_path, max_position_embeddings=most
-    ),
-    "sliding_window": lambda cfg, most: write_model(
-        cfg.base_model_path, max_position_embeddings=100, sliding_window=most
-    ),
-    "model.max_seq_len": lambda cfg, most: cfg.model.update(max_seq_len=most),
-    "generator.max_model_len": lambda cfg, most: cfg.generator.update(max_model_len=most),
-    "tokens_per_micro_batch": lambda cfg, most: cfg.update(tokens_per_micro_batch=most),
-}
+def limit_to(cfg, limit, most):
+    """Set what limits the tokens of a sample."""
+    if limit in ("max_position_embeddings", "sliding_window"):
+        write_model(cfg.base_model_path, **{"max_position_embeddings": 100, limit: most})
+    else:
+        OmegaConf.update(cfg, limit, most, force_add=True)
 
 
-@pytest.mark.parametrize("limit", LIMITS)
+LIMITS = """max_position_embeddings sliding_window model.max_seq_len generator.max_model_len
+tokens_per_micro_batch"""
+
+
+@pytest.mark.parametrize("limit", LIMITS.split())
 @BOTH
 def test_a_prompt_that_leaves_no_room_for_its_response_is_refused_with_its_row(
     data_cfg, limit, key
 ):
-    LIMITS[limit](data_cfg, 30)
+    limit_to(data_cfg, limit, 30)
     _, dataset, held_out = build_data(data_cfg)
     assert len(dataset) == len(held_out) == 3
-    LIMITS[limit](data_cfg, 29)
+    limit_to(data_cfg, limit, 29)
     data_cfg["eval_dataset" if key == "dataset" else "dataset"].num_rows = 1
     error = refusal_of(build_data, data_cfg)
     assert error.key == key and limit in error.allowed
@@ -143,47 +115,44 @@ def test_a_window_that_qwen2_does_not_use_limits_nothing(data_cfg):
     assert refused_key(build_data, data_cfg) == "dataset"
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("empty_prompts", "no_rows", "no_length", "no_answers", "same_index", "texts", "nothing"),
-        *("index_of_text", "ids_of_numbers"),
-    ],
-)
+NONE = """Rows([P | {'prompt_ids': []}]); Rows([P | {'prompt_index': '1'}])
+Rows([P | {'prompt_ids': [1.5]}]); Rows([P, {'prompt_index': 1, 'prompt_ids': [1]}])
+Rows([P, P]); Rows(['1 + 1?']); Rows(); [P]; None"""
+
+
+@pytest.mark.parametrize("kind", NONE.replace("\n", "; ").split("; "))
 @BOTH
 def test_what_is_no_data_set_is_refused(data_cfg, key, kind):
-    data_cfg[key] = {"_component_": "my_data.made", "kind": "good"}
+    data_cfg[key] = {"_component_": "my_data.made", "kind": "Rows([P])"}
     build_data(data_cfg)
     data_cfg[key].kind = kind
     assert refused_key(build_data, data_cfg) == key
 
 
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        ({"tokenizer._component_": "builtins.object"}, "tokenizer"),
-        ({"dataset": {"_component_": "my_data.raises"}}, "dataset"),
-        ({"dataset.chat_template": "torchtune"}, "dataset.chat_template"),
-        ({"tokenizer.prompt_template": {"user": ["Q: ", "A: "]}}, "dataset.chat_template"),
-        ({"eval_dataset.max_prompt_tokens": 6}, "eval_dataset"),
-        ({"eval_dataset.filters": {"question": {"min": 1}}}, "eval_dataset"),
-        ({"eval_dataset.filters": {"question": {"most": 1}}}, "eval_dataset.filters.question.most"),
-        ({"eval_dataset.columns": {"gold": "answer"}}, "eval_dataset.columns.gold"),
-        ({"eval_dataset.partition": "2/1"}, "eval_dataset.partition"),
-        ({"eval_dataset.chat_template": "torchtune"}, "eval_dataset.chat_template"),
-        ({"eval_dataset.source": "/no/file.jsonl"}, "eval_dataset"),
-        ({"dataset": {"_component_": MIXED, "parts": {}}}, "dataset.parts"),
-        ({"dataset": {"_component_": MIXED, "parts": {"a": 1}}}, "dataset.parts.a"),
-        (
-            {"dataset": {"_component_": MIXED, "parts": {"a": {"_component_": GSM8K}}}},
-            "dataset.parts.a",
-        ),
-    ],
-)
-def test_a_wrong_argument_of_a_data_set_is_refused(data_cfg, change, key):
-    for name, value in change.items():
-        OmegaConf.update(data_cfg, name, value, merge=False, force_add=True)
-    error = refusal_of(build_data, data_cfg)
+WRONG = """
+tokenizer                    tokenizer._component_=builtins.object
+dataset                      dataset._component_=my_data.raises
+dataset.chat_template        dataset.chat_template=torchtune
+dataset.chat_template        tokenizer.prompt_template.user=['Q: ','A: ']
+eval_dataset                 eval_dataset.max_prompt_tokens=6
+eval_dataset                 eval_dataset.filters.question.min=1
+eval_dataset.filters.question.most  eval_dataset.filters.question.most=1
+eval_dataset.columns.gold    eval_dataset.columns.gold=answer
+eval_dataset.partition       eval_dataset.partition=2/1
+eval_dataset.chat_template   eval_dataset.chat_template=torchtune
+eval_dataset                 eval_dataset.source=/no/file.jsonl
+dataset.parts                MIXED dataset.parts={}
+dataset.parts.a              MIXED dataset.parts.a=1
+dataset.parts.a              MIXED dataset.parts.a._component_=GSM8K
+"""
+
+
+@pytest.mark.parametrize("row", WRONG.strip().splitlines())
+def test_a_wrong_argument_of_a_data_set_is_refused(data_cfg, row):
+    key, *overrides = row.replace("GSM8K", GSM8K).split(maxsplit=1)
+    if overrides[0].startswith("MIXED "):
+        data_cfg.dataset, overrides = {"_component_": MIXED}, [overrides[0].split(maxsplit=1)[1]]
+    error = refusal_of(build_data, OmegaConf.merge(data_cfg, OmegaConf.from_dotlist(overrides)))
     assert error.key == key
     if key.startswith("eval_"):
         assert not error.allowed.startswith("dataset.")
@@ -216,9 +185,9 @@ def test_recorded_groups_need_room_for_what_was_said_and_no_more(data_cfg, tmp_p
 def test_supervised_examples_have_to_fit_into_the_policys_context(data_cfg):
     """Or the run would end in its first step."""
     data_cfg.ptx = {"_component_": "my_data.examples", "max_tokens": 30}
-    LIMITS["model.max_seq_len"](data_cfg, 30)
+    limit_to(data_cfg, "model.max_seq_len", 30)
     build_data(data_cfg)
-    LIMITS["model.max_seq_len"](data_cfg, 29)
+    limit_to(data_cfg, "model.max_seq_len", 29)
     data_cfg.dataset.num_rows = data_cfg.eval_dataset.num_rows = 1
     assert refused_key(build_data, data_cfg) == "ptx.max_tokens"
 
@@ -238,7 +207,7 @@ def test_a_part_of_a_mix_is_refused_with_the_row_of_its_own_file(data_cfg):
 def test_the_tools_of_the_world_reach_the_prompts(data_cfg, mixed):
     data_cfg.environment.world = {"_component_": "my_data.World"}
     data_cfg.dataset.prompt_template = "{tools} {question}"
-    LIMITS["max_position_embeddings"](data_cfg, 1000)
+    limit_to(data_cfg, "max_position_embeddings", 1000)
     data_cfg.tokens_per_micro_batch = 1000
     if mixed:
         data_cfg.dataset = {"_component_": MIXED, "parts": {"one": dict(data_cfg.dataset)}}

@@ -3,15 +3,14 @@
 import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from lib.checkpoints import write_checkpoint
+from lib.trajectories import trajectory
 
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.offline.partial_runs import RecordedPrompts
 from grpo_components.offline.trajectory_file import group_line
 from grpo_components.records.run_folder import new_identity, prepare_output_folder
-from grpo_components.trajectory import Trajectory
 from grpo_tools.memory_plan.dry_run import plan
 
 
@@ -42,11 +41,9 @@ def planned(settings_with, tmp_path):
         text, problems = plan(cfg, Tokenizer(), data, objective)
         assert not problems
         for line in text.splitlines():
-            heading, text = line[:11].strip(), line[11:]
-            sections[heading or next(reversed(sections))] = [
-                *(sections[next(reversed(sections))] if not heading else []),
-                text,
-            ]
+            if heading := line[:11].strip():
+                sections[heading] = []
+            sections[next(reversed(sections))].append(line[11:])
         assert sorted(tmp_path.rglob("*")) == before, "nothing was written"
         return sections
 
@@ -67,22 +64,23 @@ def test_a_whole_run(planned, tmp_path):
     assert found["output"] == [str(tmp_path / "run"), "a new folder"]
 
 
+TURNS = {"colocate": True, "max_staleness": 0, "pull_every_m_rollouts": 1}
+WORKERS = {"generator__tensor_parallel_size": 4}
+
+
 @pytest.mark.parametrize(
     ("changes", "role"),
     [
-        ({"colocate": True, "max_staleness": 0, "pull_every_m_rollouts": 1}, "in turns with the"),
-        ({"generator__tensor_parallel_size": 4}, "1 generator (Generator), each on 4 processes"),
-        ({"generator__tensor_parallel_size": 4, "device": "cuda"}, "each on 4 GPUs"),
+        (TURNS, "in turns with the"),
+        (WORKERS, "1 generator (Generator), each on 4 processes"),
+        (WORKERS | {"device": "cuda"}, "each on 4 GPUs"),
     ],
 )
 def test_the_place_of_generators_is_said(planned, changes, role):
-    roles = planned(**changes)["roles"]
-    assert role in roles[0] and not any("reference" in line for line in roles)
-
-
-def test_a_cluster_is_named_in_place_of_this_machine(planned):
-    (machine,) = planned(ray__address="10.0.0.1:6379")["machine"]
-    assert machine == "the Ray cluster at ray.address: 10.0.0.1:6379, which was not asked"
+    found = planned(**changes, ray__address="10.0.0.1:6379")
+    assert role in found["roles"][0] and not any("reference" in line for line in found["roles"])
+    cluster = "the Ray cluster at ray.address: 10.0.0.1:6379, which was not asked"
+    assert found["machine"] == [cluster]
 
 
 @pytest.mark.parametrize(
@@ -104,19 +102,7 @@ def test_a_partial_run_has_other_roles(planned, changes, kind, present, absent):
 
 def test_training_from_a_file_needs_no_rewards_and_evaluates_nothing(planned, tmp_path):
     path = tmp_path / "trajectories.jsonl"
-    ids, mask = np.arange(2), np.ones(2, bool)
-    identity = dict.fromkeys(("prompt_index", "epoch", "group_id", "attempt"), 0)
-    recorded = Trajectory(
-        prompt_ids=np.arange(3),
-        response_ids=ids,
-        response_mask=mask,
-        generator_logprobs=np.zeros(2, np.float32),
-        token_versions=np.zeros(2, np.int32),
-        finish_reason="stop",
-        reward=1.0,
-        **identity,
-    )
-    path.write_text(group_line([recorded] * 8) + "\n")
+    path.write_text(group_line([trajectory([0, 1], reward=1.0)] * 8) + "\n")
     found = planned(train_from=str(path), dataset=RecordedPrompts(str(path)))
     assert "RecordedGroups" in found["roles"][0] and "reward process" not in found["roles"][0]
     assert found["rewards"] == ["as recorded"] and len(found["data"]) == 1

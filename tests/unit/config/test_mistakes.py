@@ -1,12 +1,16 @@
-"""Mistakes in values are refused by the key to change; what goes together is read."""
+"""Mistakes are refused by the key to change, some with a hint; what goes together is read."""
+
+import re
 
 import pytest
-from lib.config_errors import refused_key
+from lib.config_errors import refusal_of
 
 DECAY = "{schedule: linear, start: 0.1, end: 0.01, num_steps: 9}"
 WARM = "generator.temperature={schedule: constant, start: 1.0, warmup_steps: %d}"
 LRS = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
 OBJECTIVE = "grpo_components.objective"
+REWARDS = "grpo_components.rewards"
+ROLLOUT = "grpo_components.rollout"
 SHORT = {
     "COSINE": f"lr_scheduler={{_component_: {LRS}, num_warmup_steps: 3}}",
     "GSPO": f"loss._component_={OBJECTIVE}.losses.GSPOLoss",
@@ -23,10 +27,19 @@ SHORT = {
     "WORKERS": "generator.tensor_parallel_size",
     "REPLICAS": "data_parallel_replicate_dim",
     "BIASED": "generator.allow_biased_sampling=true",
+    "JUDGE": f"rewards.my._component_={REWARDS}.judge.LLMJudge rewards.my.model=m "
+    "rewards.my.base_url=http://localhost:1/v1 rewards.my.rubric='{{ response }}'",
+    "WORDS": f"rewards.my._component_={REWARDS}.formats.ResponseLength",
+    "CODE": f"rewards.my._component_={REWARDS}.code_tests.CodeTests",
+    "HUGGING": "model._component_=grpo_components.models.hugging_face",
+    "LOSS": "loss._component_",
+    "WORLD": f"environment={{_component_: {ROLLOUT}.multi_turn.MultiTurnEnvironment, max_turns: 4, "
+    f"world: {{_component_: {ROLLOUT}.tools.shipped_tools, tools: [calculator]}}}}",
     "BEST": "eval.samples_per_prompt=7 eval_every_n_steps=2 save_every_n_steps",
 }
 """Overrides by the capital words of the tables."""
 
+# key, overrides, `->` what the allowed holds, `!!` what the problem holds
 REFUSED = f"""
 # wrong type, out of range, unknown
 group_size                   group_size=8.0
@@ -46,8 +59,29 @@ timeouts.rollout_s           timeouts.rollout_s=soon
 checkpointer.model_type      checkpointer.model_type=QWEN4
 checkpointer.model_type      checkpointer.model_type=QWEN3
 model                        model=Qwen
-max_stalenes                 max_stalenes=2
+model                        model=null
+model                        model._component_=null
 packing                      packing=true
+group_sise                   group_sise=1 -> did you mean group_size? !! unknown key
+group_sise                   group_sise=8 ~group_size
+learning_rate                learning_rate=1 -> the keys that `tune cat !! unknown key
+temperature                  temperature=1 -> did you mean generator.temperature? !! unknown key
+lr                           lr=1 -> did you mean optimizer.lr? !! unknown key
+generator.max_tokens         generator.max_tokens=1 -> max_response_tokens, temp !! unknown key
+generator.temperatures  generator.temperatures=1 -> you mean generator.temperature? !! unknown key
+timeouts.rewards_s  timeouts.rewards_s=1 -> did you mean timeouts.reward_s? !! unknown key
+seed                         seed=${{nothing}}
+dataset.source               dataset.source=${{dataset.${{device}}}}
+# schedules
+loss.kl_coeff.end            loss.kl_coeff={DECAY} loss.kl_coeff.end=-0.1
+optimizer.lr.end             optimizer.lr={DECAY} optimizer.lr.end=0.0
+generator.temperature.end    generator.temperature={DECAY} generator.temperature.end=0
+loss.kl_coeff.schedule       loss.kl_coeff={DECAY} loss.kl_coeff.schedule=sudden
+loss.kl_coeff.end            loss.kl_coeff={DECAY} loss.kl_coeff.schedule=constant
+loss.kl_coeff.stop           loss.kl_coeff={DECAY} loss.kl_coeff.stop=1
+loss.kl_coeff.schedule       loss.kl_coeff={DECAY} ~loss.kl_coeff.schedule
+loss.kl_coeff.end            loss.kl_coeff={DECAY} ~loss.kl_coeff.end
+loss.kl_coeff.num_steps      loss.kl_coeff={DECAY} ~loss.kl_coeff.num_steps
 # asynchrony, weights, turns
 push_every_n_steps           push_every_n_steps=4
 push_every_n_steps           max_staleness=0 push_every_n_steps=2
@@ -102,7 +136,8 @@ optimizer                    LOW_BIT optimizer.eps=null
 optimizer                    device=cuda CPU_OFFLOAD
 lora.alpha                   lora.rank=8
 lora.target_modules          LORA lora.target_modules=[qkv]
-lora.target_modules          LORA lora.target_modules=[q_proj,q_proj]
+lora.target_modules          LORA lora.target_modules=[q_proj,q_proj] -> each name once
+lora.target_modules          LORA lora.target_modules=q_proj -> a valid list
 lora.target_modules          LORA lora.target_modules=[q_proj,o_proj] checkpointer.model_type=PHI4
 weights                      LORA weights=nccl
 tensor_parallel_dim          LORA tensor_parallel_dim=2 num_trainers=2
@@ -119,8 +154,10 @@ environment.max_turns        environment.max_turns=33
 curriculum.low               curriculum.low=0.9
 shuffle                      curriculum.low=0.1 shuffle=false
 curriculum                   curriculum.low=0.1 train_from=a.jsonl
+rewards                      rewards=null
 rewards                      rewards.correctness=null
 rewards                      rewards.correctness.is_success=false
+rewards.correctness.is_success  rewards.correctness.is_success=1
 rewards                      rewards.other={{_component_: a.B, is_success: true}}
 rewards.reward_model         rewards.reward_model={{_component_: a.B}} reward_model.path=/a/model
 eval_only                    eval_dataset=null eval_only=true
@@ -131,6 +168,72 @@ keep_best                    keep_best=loss/total
 keep_best                    BEST=4 keep_best=eval/pass_at_8
 save_every_n_steps           BEST=5 keep_best=eval/reward_mean
 log_token_logprobs           log_token_logprobs=true rollouts_logged_per_step=0
+"""
+
+# What is found only with files and components.
+REFUSED_LATER = """
+# files, folders and half runs
+resume_from_checkpoint       resume_from_checkpoint=true
+output_dir                   output_dir=.
+output_dir                   output_dir=..
+output_dir                   output_dir=${base_model_path}
+output_dir                   output_dir=${base_model_path}/config.json/run
+checkpointer.output_dir      checkpointer.output_dir=/dev/null
+metric_logger.log_dir        metric_logger.log_dir=/dev/null/x
+profiler.output_dir          profiler.enabled=true profiler.output_dir=/dev/null/x
+checkpointer.checkpoint_dir  checkpointer.checkpoint_dir=/tmp
+base_model_path              base_model_path=/nowhere/tiny_policy
+checkpointer.checkpoint_files  checkpointer.checkpoint_files=[no.safetensors]
+tokenizer.path               tokenizer.path=/no/vocab.json
+tokenizer.merges_file        tokenizer.merges_file=/no/merges.txt
+tokenizer.special_tokens_path  tokenizer.special_tokens_path=/no/tokenizer.json
+dataset.source               dataset.source=/no/train.jsonl
+dataset.source               dataset.source=${base_model_path}
+dataset.source               dataset.source=rows.jsonl.gz
+dataset.source               dataset.source=folder.jsonl
+eval_dataset.source          eval_dataset.source=/no/held_out.jsonl
+reward_model.path            reward_model.path=/nowhere/classifier
+teacher.path                 teacher.path=/nowhere/Qwen2.5-7B
+rollout_only                 eval_only=true rollout_only=true
+resume_from_checkpoint       rollout_only=true resume_from_checkpoint=/a
+eval_only                    eval_only=/nowhere
+train_from                   train_from=/nowhere/trajectories.jsonl
+keep_best                    train_from=/nowhere.jsonl keep_best=eval/reward_mean
+# components and their arguments
+loss._component_  LOSS=own_parts.Goood -> did you mean own_parts.Good? !! No module named
+loss._component_  LOSS=own_part.Good -> did you mean own_parts.Good? !! No module named 'own_part'
+loss._component_  LOSS=nothing_like_it.X -> a dotted path !! No module named
+loss._component_  LOSS=own_broken.X -> a dotted path !! own_broken.py:2
+loss._component_  LOSS=own_lacking.X -> a dotted path !! own_lacking.py:2
+loss._component_  LOSS=own_parts.number -> a class or function !! cannot be called
+loss.kl_coeff     LOSS=own_parts.Takes ~loss.clip_low ~loss.clip_high
+loss.epsilon                 loss.epsilon=0.2 -> clip_low, clip_high, kl_coeff
+loss.epsilon                 GSPO loss.epsilon=3.0
+optimizer.weight_decays      optimizer.weight_decays=0 -> optimizer.weight_decay?
+model.num_layer              model.num_layer=4 -> model.num_layers?
+model.vocab_size             HUGGING model.path=${base_model_path} -> path
+dataset.src                  dataset.src=x -> source
+lr_scheduler.step_size       lr_scheduler={_component_: torch.optim.lr_scheduler.StepLR}
+checkpointer                 checkpointer=null -> `_component_` and its arguments
+profiler.steps               profiler.enabled=true profiler.steps=3 -> active_steps
+metric_logger                ~metric_logger.log_dir metric_logger._component_=builtins.dict
+rewards.correctness.weights  rewards.correctness.weights=1 -> correctness.weight?
+rewards.correctness.answer_format  rewards.correctness.answer_format=xml -> tag
+rewards.my.limit             rewards.my._component_=own_parts.Good
+rewards.my._component_       rewards.my._component_=own_parts.judge
+rewards.my._component_       rewards.my._component_=own_broken.Reward
+rewards.my.max_words,min_words  WORDS rewards.my.max_words=x
+rewards.my.wall_s            CODE rewards.my.wall_s='8'
+rewards.my.wall_s            CODE timeouts.reward_s=8
+rewards.my.wall_s            JUDGE rewards.my.wall_s=10
+rewards.my.api_key_env       JUDGE rewards.my.api_key_env=NONE_X
+environment.max_turns        WORLD environment.max_turns=0
+environment.turns            WORLD environment.turns=3
+environment.num_slots        WORLD environment.num_slots=3
+environment.world            WORLD ~environment.world
+environment.world.tool       WORLD environment.world.tool=[]
+environment.world.tools      WORLD environment.world.tools=[browser]
+environment.world._component_  WORLD environment.world._component_=my_worlds.Nowhere
 """
 
 ACCEPTED = f"""
@@ -187,10 +290,22 @@ def spelled(overrides):
     return overrides
 
 
+def is_refused(checked, row):
+    given, allowed, problem = re.fullmatch(r"(.*?)(?: -> (.*?))?(?: !! (.*))?", row).groups("")
+    key, overrides = given.split(maxsplit=1)
+    error = refusal_of(checked, spelled(overrides))
+    assert error.key.replace(", ", ",") == key
+    assert allowed in error.allowed and problem in error.problem
+
+
 @pytest.mark.parametrize("row", rows(REFUSED))
 def test_what_is_refused_by_its_key(read, row):
-    key, overrides = row.split(maxsplit=1)
-    assert refused_key(read, spelled(overrides)) == key
+    is_refused(read, row)
+
+
+@pytest.mark.parametrize("row", rows(REFUSED_LATER))
+def test_what_is_refused_with_files_and_components(check, own, row):
+    is_refused(check, row)
 
 
 @pytest.mark.parametrize("row", rows(ACCEPTED))

@@ -14,28 +14,11 @@ from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 
 from grpo_components.config.model_trial import try_training
 
-SIZES = {
-    "vocab_size": 50,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "embed_dim": 32,
-    "intermediate_dim": 48,
-    "max_seq_len": 64,
-    "tie_word_embeddings": True,
-}
-HF_CONFIG = {
-    "model_type": "qwen2",
-    "vocab_size": 50,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-}
+SIZES = {"vocab_size": 50, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32}
+SIZES |= {"intermediate_dim": 48, "max_seq_len": 64, "tie_word_embeddings": True}
+HF_CONFIG = {"model_type": "qwen2", "vocab_size": 50, "num_hidden_layers": 2, "hidden_size": 32}
+HF_CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+HF_CONFIG |= {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True}
 SCHEDULE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
 
 
@@ -49,25 +32,14 @@ def cfg(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
     return OmegaConf.create(
         {
-            "base_model_path": str(tmp_path),
-            "num_steps": 10,
+            **{"base_model_path": str(tmp_path), "num_steps": 10, "lora": None},
             "model": {"_component_": "torchtune.models.qwen2.qwen2", **SIZES},
             "checkpointer": {"model_type": "QWEN2"},
             "model_type": "${checkpointer.model_type}",
-            "lora": None,
             "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
             "lr_scheduler": {"_component_": SCHEDULE, "num_warmup_steps": 2},
         }
     )
-
-
-@pytest.mark.parametrize(
-    ("num_steps", "warmup", "is_doubted"),
-    [(3, 0, 0), (3, 2, 0), (3, 3, 1), (3, 100, 1), (1, 0, 0), (1, 1, 1)],
-)
-def test_a_run_that_ends_in_its_warm_up_is_told_once(cfg, num_steps, warmup, is_doubted):
-    cfg.num_steps, cfg.lr_scheduler.num_warmup_steps = num_steps, warmup
-    assert len(try_training(cfg)) == is_doubted
 
 
 def of_torch(optimizer, num_training_steps, name, **arguments):
@@ -79,20 +51,25 @@ def times(optimizer, num_training_steps, factors):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factors[min(step, 4)])
 
 
+RISES = [(3, 0, 0), (3, 2, 0), (3, 3, 1), (3, 100, 1), (1, 0, 0), (1, 1, 1)]
+"""Steps, those of the warm-up, and whether that is doubted."""
+FACTORS = [([0, 0, 0, 0, 0], 1), ([0, 0, 0, 0, 1], 1), ([1, 0, 0, 0, 0], 0)]
+FACTORS += [([1, 0.1, 0.2, 0.3, 0.4], 0)]
+
+
 @pytest.mark.parametrize(
-    ("function", "arguments", "is_doubted"),
+    ("num_steps", "component", "arguments", "is_doubted"),
     [
-        ("times", {"factors": [0, 0, 0, 0, 0]}, 1),
-        ("times", {"factors": [0, 0, 0, 0, 1]}, 1),
-        ("times", {"factors": [1, 0, 0, 0, 0]}, 0),
-        ("times", {"factors": [1, 0.1, 0.2, 0.3, 0.4]}, 0),
-        ("of_torch", {"name": "LinearLR", "total_iters": 9}, 1),
-        ("of_torch", {"name": "LinearLR", "total_iters": 2}, 0),
+        *((steps, SCHEDULE, {"num_warmup_steps": n}, doubt) for steps, n, doubt in RISES),
+        *((4, f"{__name__}.times", {"factors": factors}, doubt) for factors, doubt in FACTORS),
+        (4, f"{__name__}.of_torch", {"name": "LinearLR", "total_iters": 9}, 1),
+        (4, f"{__name__}.of_torch", {"name": "LinearLR", "total_iters": 2}, 0),
     ],
 )
-def test_a_rate_of_0_or_one_that_only_rises_is_told_once(cfg, function, arguments, is_doubted):
-    cfg.num_steps = 4
-    cfg.lr_scheduler = {"_component_": f"{__name__}.{function}", **arguments}
+def test_a_rate_of_0_or_one_that_only_rises_is_told_once(
+    cfg, num_steps, component, arguments, is_doubted
+):
+    cfg.num_steps, cfg.lr_scheduler = num_steps, {"_component_": component, **arguments}
     assert len(try_training(cfg)) == is_doubted
 
 

@@ -1,39 +1,27 @@
 """Every key has a type and bounds; what breaks them is refused by its key, with what is allowed."""
 
 import math
+import pickle
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from lib.config_errors import refusal_of
+from lib.settings_schema import leaves
 from lib.tracked import tracked
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_components.config.reading import read_settings
-from grpo_components.errors import ConfigError
+from grpo_components.errors import MAX_MESSAGE, ConfigError
+from grpo_components.plain_text import one_line
 from grpo_components.settings import Settings
 
 CONFIGS = tracked("recipes/configs/*.yaml")
-SCHEMA = Settings.model_json_schema()
 LINEAR = {"schedule": "linear", "start": 0.3, "end": 0.1, "num_steps": 10}
 SCHEDULED = [
     *("loss.clip_low", "loss.clip_high", "loss.kl_coeff", "optimizer.lr"),
     *("generator.temperature", "reward_shaping.kl_coeff"),
 ]
-
-
-def leaves(schema=SCHEMA, prefix=""):
-    """Every key with the JSON schemas of what it may hold."""
-    if "$ref" in schema:
-        yield from leaves(SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]], prefix)
-    elif union := schema.get("anyOf") or schema.get("oneOf"):
-        for part in union:
-            yield from leaves(part, prefix)
-    elif "minProperties" in schema:
-        yield from leaves(schema["additionalProperties"], f"{prefix}correctness.")
-    elif "properties" in schema:
-        for name, part in schema["properties"].items():
-            yield from leaves(part, f"{prefix}{name}.")
-    else:
-        yield prefix[:-1], schema
 
 
 NUMBERS = {key: schema for key, schema in leaves() if schema.get("type") in ("integer", "number")}
@@ -98,21 +86,9 @@ def test_the_shipped_configs_are_read_and_come_back(path):
     assert isinstance(settings.model, DictConfig)
 
 
-@pytest.mark.parametrize(
-    ("key", "wrong"),
-    [
-        ("rewards", None),
-        ("rewards", {}),
-        ("rewards", [{"_component_": "a"}]),
-        ("rewards.correctness.is_success", 1),
-        ("model", None),
-        ("model", "Qwen"),
-        ("model", {"_component_": None}),
-        ("lora", {"rank": 8, "alpha": 16, "target_modules": ["q"]}),
-    ],
-)
-def test_a_wrong_value_is_refused_by_its_key(key, wrong, refusal):
-    assert refusal({key: wrong}).key == key + ".target_modules" * (key == "lora")
+@pytest.mark.parametrize("wrong", [{}, [{"_component_": "a"}]])
+def test_rewards_are_a_section_with_some_in_it(wrong, refusal):
+    assert refusal({"rewards": wrong}).key == "rewards"
 
 
 def test_a_key_that_is_left_out_has_a_default_or_is_named(values_with):
@@ -138,29 +114,6 @@ def test_a_default_can_be_overridden_alone(settings_with):
     assert settings_with(lr_scheduler=empty).lr_scheduler is None
 
 
-@pytest.mark.parametrize(
-    ("key", "hint"),
-    [
-        ("group_sise", "did you mean group_size?"),
-        ("learning_rate", "the keys that `tune cat"),
-        ("temperature", "did you mean generator.temperature?"),
-        ("lr", "did you mean optimizer.lr?"),
-        ("generator.max_tokens", "max_response_tokens, temp"),
-        ("generator.temperatures", "did you mean generator.temperature?"),
-        ("timeouts.rewards_s", "did you mean timeouts.reward_s?"),
-    ],
-)
-def test_an_unknown_key_gets_a_suggestion(key, hint, refusal):
-    error = refusal({key: 1})
-    assert (error.key, error.problem) == (key, "unknown key") and hint in error.allowed
-
-
-def test_an_unknown_key_is_named_before_the_one_that_is_missing_for_it(values_with):
-    given = values_with(group_sise=8)
-    del given["group_size"]
-    assert refusal_of(read_settings, given).key == "group_sise"
-
-
 @pytest.mark.parametrize("key", SCHEDULED)
 def test_a_schedule_may_stand_where_its_number_may(key, settings_with):
     section, name = key.split(".")
@@ -173,18 +126,28 @@ def test_these_are_all_that_may_follow_a_schedule():
     assert sorted(SCHEDULED) == sorted({key[:-9] for key, _ in leaves() if ".schedule" in key})
 
 
-@pytest.mark.parametrize(
-    ("key", "change", "wrong"),
-    [
-        ("loss.kl_coeff", {"end": -0.1}, "end"),
-        ("optimizer.lr", {"end": 0.0}, "end"),
-        ("generator.temperature", {"end": 0}, "end"),
-        ("loss.kl_coeff", {"schedule": "sudden"}, "schedule"),
-        ("loss.kl_coeff", {"schedule": "constant"}, "end"),
-        ("loss.kl_coeff", {"stop": 1}, "stop"),
-        *(("loss.kl_coeff", {name: ...}, name) for name in ("schedule", "end", "num_steps")),
-    ],
-)
-def test_a_wrong_schedule_names_what_is_wrong_in_it(key, change, wrong, refusal):
-    schedule = {name: value for name, value in (LINEAR | change).items() if value is not ...}
-    assert refusal({key: schedule}).key == f"{key}.{wrong}"
+# ---- a refusal: fields, and one line of text ---------------------------------------------------
+
+TEXT = st.text(min_size=1, max_size=20) | st.text("ab \n\x1b\u202e", min_size=200, max_size=400)
+TEXT = TEXT.filter(one_line)  # with something to say
+
+
+@given(TEXT, TEXT, TEXT)
+def test_a_refusal_is_one_line_with_key_problem_and_what_is_allowed(key, problem, allowed):
+    text = str(ConfigError(key, problem, allowed))
+    assert text == one_line(text) and len(text) <= MAX_MESSAGE == 285
+    assert str(ConfigError("a.b", "is\nwrong", "c | d")) == "a.b: is wrong; allowed: c | d"
+    assert ": " in text and "; allowed: " in text
+
+
+@given(st.tuples(TEXT, TEXT, TEXT, st.text(max_size=9)))
+def test_a_process_can_send_a_refusal_to_another(fields):
+    error = pickle.loads(pickle.dumps(ConfigError(*fields)))
+    assert (error.key, error.problem, error.allowed, error.user_traceback) == fields
+    assert isinstance(error, ValueError)
+
+
+@pytest.mark.parametrize("key", ["seed", "rewards.correctness.weight", "generator.temperature"])
+def test_the_first_wrong_value_of_a_config_is_refused_in_this_form(values_with, key):
+    given = values_with(**{key.replace(".", "__"): "x" * 500})
+    assert str(refusal_of(read_settings, given)).startswith(f"{key}: 'xxx")

@@ -14,15 +14,10 @@ from grpo_components.replay.recorded_run import available_cpus
 @pytest.fixture
 def arguments():
     def build(cfg, **tokenizer):
-        contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
-        return role_arguments.role_arguments(
-            cfg,
-            contract=contract,
-            objective=None,
-            num_references=1,
-            tokenizer=SimpleNamespace(**{"stop_tokens": [0], **tokenizer}),
-            longest_prompt=64,
-        )
+        given = {"objective": None, "num_references": 1, "longest_prompt": 64}
+        given["contract"] = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
+        tokenizer = SimpleNamespace(**{"stop_tokens": [0], **tokenizer})
+        return role_arguments.role_arguments(cfg, tokenizer=tokenizer, **given)
 
     return build
 
@@ -57,9 +52,8 @@ def test_a_generator_gets_a_gpu_for_each_tensor_parallel_worker(
 def test_the_engine_receives_and_the_first_rank_sends_the_same_way(settings_with, arguments):
     workers = {"generator__tensor_parallel_size": 2, "generator__enforce_eager": True}
     for way in ("object_store", "nccl"):
-        roles = arguments(
-            settings_with(device="cuda", weights=way, timeouts={"weights_s": 7.0}, **workers)
-        )
+        given = {"device": "cuda", "weights": way, "timeouts": {"weights_s": 7.0}, **workers}
+        roles = arguments(settings_with(**given))
         opens = roles.trainer["ranks"].open_sender
         assert roles.generator["engine"].weight_transfer == (None if way == "object_store" else way)
         assert (opens is None) == (way == "object_store")
@@ -68,9 +62,8 @@ def test_the_engine_receives_and_the_first_rank_sends_the_same_way(settings_with
 
 def test_adapters_are_the_engines_too(settings_with, arguments):
     lora = {"rank": 8, "alpha": 16.0}
-    adapters = (
-        arguments(settings_with(lora=lora, generator__enforce_eager=True)).generator["engine"].lora
-    )
+    roles = arguments(settings_with(lora=lora, generator__enforce_eager=True))
+    adapters = roles.generator["engine"].lora
     whole = settings_with(lora=lora).model_dump()
     assert OmegaConf.to_container(OmegaConf.create(whole)) == whole, "as a resume compares it"
     assert adapters.scale == 2.0 and len(adapters.target_modules) == 7  # every layer by default
