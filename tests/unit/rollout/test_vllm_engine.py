@@ -167,7 +167,8 @@ def test_a_replay_without_what_comes_next_ends_the_engine_with_its_name(
     from grpo_components.rollout.vllm_engine import EngineStoppedError
 
     (tmp_path / "schedule_generator_0.jsonl").write_text(
-        '{"life": 0, "probe_tokens": 0}\n{"step": 0, "entered": ["group 7 sample 0"]}\n'
+        '{"life": 0, "probe_tokens": 0}\n'
+        '{"step": 0, "entered": ["group 7 sample 0", "a request"]}\n'
     )
     schedule = open_schedule(0, None, str(tmp_path), 0.05)
     engine = make_engine(checkpoints / "tied_A", schedule=schedule)
