@@ -217,7 +217,7 @@ def _enter_namespaces() -> int | None:
     return None
 
 
-def _become_program(job: dict[str, Any], uid: int | None) -> NoReturn:
+def _become_program(job: dict[str, Any], uid: int | None, orders: int) -> NoReturn:
     """Run the program in this process as Python runs a script."""
     if uid is not None:
         os.setgroups([])
@@ -229,7 +229,8 @@ def _become_program(job: dict[str, Any], uid: int | None) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir("/tmp")
     _filter_system_calls()
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    # The limit is for new descriptors: an inherited one may lie above it.
+    os.closerange(3, 1 + max(orders, os.sysconf("SC_OPEN_MAX")))
     sys.argv, sys.modules["__main__"] = ["/main.py"], (main := types.ModuleType("__main__"))
     file = ctypes.c_void_p(_fopen(b"/main.py", b"r"))
     # Unlike `exec`, it leaves no line of ours in a traceback.
@@ -265,7 +266,7 @@ def _init(job: dict[str, Any], uid: int | None, orders: int) -> None:
         _renew(job["file_bytes"])
         program = os.fork()
         if program == 0:
-            _become_program(job, uid)
+            _become_program(job, uid, orders)
         _, wait_status, used = os.wait4(program, 0)
         status = os.waitstatus_to_exitcode(wait_status)
         # A program that ignores SIGXCPU is killed by SIGKILL instead.
