@@ -145,7 +145,9 @@ def is_used(folder: Path) -> bool:
     """Whether a folder has an earlier run, to be moved aside; refuses one with anything else."""
     allowed = "a new or empty folder, or the folder of a run"
     try:
-        names = {each.name for each in folder.iterdir()} if folder.exists() else set()
+        names = {each.name for each in folder.iterdir()}
+    except FileNotFoundError:  # perhaps just moved aside by another run
+        return False
     except OSError as error:
         fail("output_dir", f"{short(folder)} cannot be read: {error.strerror}", allowed)
     if names <= {*_NOBODYS}:
