@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Annotated, Any, Generic, Literal, Required, Self, TypeVar, get_args
 
 from omegaconf import DictConfig, OmegaConf
@@ -301,6 +302,7 @@ class GeneratorSettings(BaseModel):
     """Settings of sampling and of the vLLM engine; sampler settings have vLLM's names."""
 
     model_config = _SECTION
+    backend: Literal["vllm", "transformers"] | None = None  # null: vllm where it is installed
     max_response_tokens: Positions
     temperature: Scheduled[Temperature]
     tensor_parallel_size: Processes = 1
@@ -317,6 +319,11 @@ class GeneratorSettings(BaseModel):
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     allow_biased_sampling: bool = False
+
+    @property
+    def library(self) -> str:
+        """The library that samples: `backend`, or what is installed."""
+        return self.backend or ("vllm" if find_spec("vllm") else "transformers")
 
     @property
     def truncation(self) -> dict[str, float]:
@@ -689,6 +696,7 @@ class Settings(BaseModel):
         self._check_memory_savings()
         self._check_optimizer()
         self._check_lora()
+        self._check_backend()
         self._check_keep_best()
         self._check_transfer()
         self._check_curriculum()
@@ -824,6 +832,20 @@ class Settings(BaseModel):
             why += "shaped"
             allowed = "0; loss.kl_coeff or advantages.kl_coeff instead"
             self._refuse("reward_shaping.kl_coeff", why, allowed)
+
+    def _check_backend(self) -> None:
+        if self.generator.backend == "vllm" and find_spec("vllm") is None:
+            self._refuse("generator.backend", "which is not installed", "transformers, or null")
+        if self.generator.library == "vllm":
+            return
+        limits = {"generator.tensor_parallel_size": 1, "lora": None, "weights": "object_store"}
+        if self.device == "cuda":
+            limits["colocate"] = False
+        limits |= {f"generator.{name}": TRUNCATION[name] for name in self.generator.biasing}
+        for key, value in limits.items():
+            if self._value(key) != value:
+                why = "and generators that sample with transformers have no such thing"
+                self._refuse(key, why, f"{shown(value)}, or generator.backend: vllm")
 
     def _check_transfer(self) -> None:
         """Refuse a way of the weights that the devices, or the roles' places, do not have."""

@@ -27,7 +27,7 @@ ROLES = {
 ONLY_IMPORTERS = {
     "ray": core("cluster"),
     "vllm": (
-        *core("rollout.vllm_engine rollout.vllm_weights rollout.vllm_adapters"),
+        *core("rollout.vllm_backend rollout.vllm_weights"),
         *core("rollout.weight_sender agents.tool_calls"),
     ),
 }

@@ -11,7 +11,12 @@ from typing import Any, TypeVar, cast
 from torchtune import config
 
 from grpo_components.cluster.cluster import threads_of
-from grpo_components.config.components import build_environment, has_slots_apart, runs_agents
+from grpo_components.config.components import (
+    SHIPPED_ENVIRONMENT,
+    build_environment,
+    has_slots_apart,
+    runs_agents,
+)
 from grpo_components.config.data import sampled_ids
 from grpo_components.config.model_trial import split_learning_rate
 from grpo_components.exchange.staleness import StalenessContract
@@ -237,6 +242,7 @@ def _generator(
             build_environment=partial(build_environment, cfg.environment),
             # Shorter than the driver's time-out for a generator: a hang costs only this group.
             timeout_s=cfg.timeouts.rollout_s / 2,
+            single_turn=cfg.environment == SHIPPED_ENVIRONMENT,
             slots_apart=has_slots_apart(cfg.environment),
             runs_agents=runs_agents(cfg.environment),
         ),

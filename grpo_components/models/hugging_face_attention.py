@@ -56,32 +56,38 @@ def attention(
         s_aux: [H] score of each head's attention sink, a key without a value, as in gpt-oss.
         others: arguments of other attention functions.
     """
-    name = type(module).__name__
     if layout is None:
+        name = type(module).__name__
         raise ValueError(f"{name} does not get the keyword arguments of the model's forward pass")
-    for argument in _UNSUPPORTED:
-        if others.get(argument) is not None:
-            raise ValueError(f"{name} has {argument}, which shared prompts do not support")
-    if attention_mask is not None or others.get("is_causal") is False:
-        raise ValueError(f"{name} has a mask of its own, so that it is not plainly causal")
-    if others.get("dropout"):
-        raise ValueError(f"{name} has attention dropout, which generators lack")
+    refuse_unsupported(module, attention_mask, others)
     window = sliding_window if sliding_window and sliding_window < longest else None
 
     def of_block(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Tensor:
         mask = block.mask if window is None else _windowed(block, layout.positions, window)
-        k, v = (_for_all_heads(x, q.shape[1] // x.shape[1]) for x in (k, v))
+        k, v = (for_all_heads(x, q.shape[1] // x.shape[1]) for x in (k, v))
         if softcap is None and s_aux is None:
             return functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
             )
-        return _explicit(q, k, v, mask, scaling, softcap, s_aux)
+        return explicit(q, k, v, mask, scaling, softcap, s_aux)
 
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     return over_blocks(of_block, q, k, v, layout)[None], None
 
 
-def _for_all_heads(x: Tensor, queries_per_key: int) -> Tensor:
+def refuse_unsupported(module: nn.Module, mask: Tensor | None, others: dict[str, Any]) -> None:
+    """Raise a ValueError if a module's attention is not plain causal attention."""
+    name = type(module).__name__
+    for argument in _UNSUPPORTED:
+        if others.get(argument) is not None:
+            raise ValueError(f"{name} has {argument}, which shared prompts do not support")
+    if mask is not None or others.get("is_causal") is False:
+        raise ValueError(f"{name} has a mask of its own, so that it is not plainly causal")
+    if others.get("dropout"):
+        raise ValueError(f"{name} has attention dropout, which generators lack")
+
+
+def for_all_heads(x: Tensor, queries_per_key: int) -> Tensor:
     """Repeat key or value heads [n, K, T, D] for their queries' heads [n, H, T, D]."""
     if queries_per_key == 1:
         return x
@@ -99,7 +105,7 @@ def _windowed(block: Block, positions: Tensor, window: int) -> Tensor:
     return ((distance >= 0) & (distance < window))[None, None]
 
 
-def _explicit(
+def explicit(
     q: Tensor,
     k: Tensor,
     v: Tensor,

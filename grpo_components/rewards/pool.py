@@ -118,9 +118,9 @@ class RewardPool:
         """Start to score a sample, without waiting. Any thread may call this."""
         return self._threads.submit(self._score_one, sample)
 
-    def score(self, samples: Sequence[RewardInput | Future[Score]]) -> list[Score]:
+    def score(self, samples: Sequence[RewardInput]) -> list[Score]:
         """Score samples and wait for all scores. Any thread may call this."""
-        scores = [each if isinstance(each, Future) else self.begin(each) for each in samples]
+        scores = [self.begin(each) for each in samples]
         try:
             return [score.result() for score in scores]
         finally:

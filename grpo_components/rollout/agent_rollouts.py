@@ -20,10 +20,9 @@ from grpo_components.agents.tool_calls import TurnParser
 from grpo_components.data.columns import other_columns, reward_input
 from grpo_components.errors import ConfigError, ReplayError
 from grpo_components.rewards.pool import RewardPool
-from grpo_components.rollout.collector import SlotRollout, sampling_seed
+from grpo_components.rollout.engine import Engine, EngineStoppedError
 from grpo_components.rollout.generator_options import EnvironmentOptions
-from grpo_components.rollout.rollouts import Sample
-from grpo_components.rollout.vllm_engine import EngineStoppedError, VLLMEngine
+from grpo_components.rollout.slots import Sample, SlotRollout, sampling_seed
 from grpo_components.settings import GeneratorSettings
 
 _log = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ class AgentRollouts:
 
     def __init__(
         self,
-        engine: VLLMEngine,
+        engine: Engine,
         rewards: RewardPool,
         settings: GeneratorSettings,
         environment: EnvironmentOptions,

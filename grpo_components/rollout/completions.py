@@ -1,16 +1,38 @@
-"""What the engine sampled for one request, made from vLLM's outputs."""
+"""What is asked of an engine, what it answers, and what its library does for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from grpo_components.exchange.weight_probe import ProbeReading
+
+if TYPE_CHECKING:  # it imports vLLM
+    from grpo_components.rollout.weight_receiver import IncomingWeights
+
+BASE_VERSION = 0
+"""Policy version of the weights that the engine loads first."""
+
 Watch = Callable[[Sequence[int]], bool]
 """Function of all tokens that were sampled so far; returns whether sampling ends here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One response that is asked for."""
+
+    prompt_ids: list[int]
+    max_tokens: int
+    temperature: float
+    seed: int
+    stop_token_ids: Sequence[int]
+    truncation: Mapping[str, float]
+    """Sampler settings beside the temperature, by vLLM's names; see `TRUNCATION`."""
+    watch: Watch | None
 
 
 @dataclass(frozen=True)
@@ -28,39 +50,47 @@ class Completion:
     """Tokens of the prompt whose keys and values were in the prefix cache."""
 
 
-def finished_completion(output: Any) -> Completion:
-    """Convert vLLM's last output of a request."""
-    found = output.outputs[0]
-    versions = np.full(len(found.token_ids), -1, dtype=np.int32)
-    for span in found.weight_versions:
-        versions[span.start : span.end] = int(span.version)
-    return _completion(output, versions, found.finish_reason)
+Result = Completion | ProbeReading
 
 
-@dataclass
-class WatchedRequest:
-    """A request whose tokens are shown while they are sampled, and that may be ended by them."""
+class Backend(Protocol):
+    """The library that samples; the engine's thread makes all calls, between two steps."""
 
-    watch: Watch
-    _versions: list[int] = field(default_factory=list)
+    max_model_len: int
+    """Longest prompt and response together, in tokens."""
 
-    def follow(self, output: Any, version: int) -> Completion | None:
-        """Show the tokens of an output that is not the last one."""
-        token_ids = output.outputs[0].token_ids
-        self._versions += [version] * (len(token_ids) - len(self._versions))
-        if not self.watch(token_ids):
-            return None
-        return _completion(output, np.array(self._versions, dtype=np.int32), "stop")
+    def add(self, request_id: str, request: Request) -> None:
+        """Begin a request; raises a ValueError if it cannot be answered."""
+        ...
 
+    def add_probe(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Begin the weight probe, before all requests that wait."""
+        ...
 
-def _completion(output: Any, versions: NDArray[np.int32], finish_reason: Any) -> Completion:
-    found = output.outputs[0]
-    token_ids = np.asarray(found.token_ids, dtype=np.int64)
-    logprobs = [
-        entry[token].logprob
-        for entry, token in zip(found.logprobs, token_ids.tolist(), strict=True)
-    ]
-    cached = output.num_cached_tokens or 0
-    return Completion(
-        token_ids, np.array(logprobs, dtype=np.float32), versions, finish_reason, cached
-    )
+    def step(self) -> Iterable[tuple[str, Result]]:
+        """Sample a token for each running request; returns what is finished."""
+        ...
+
+    def finish_batches(self) -> Iterable[tuple[str, Result]]:
+        """Finish the batches that a step has left under way; returns what they finished."""
+        ...
+
+    def load(self, version: int, weights: Mapping[str, Any] | IncomingWeights) -> None:
+        """Replace the weights, and wake up; no new request may read KV of the old ones."""
+        ...
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Forget requests."""
+        ...
+
+    def sleep(self) -> None:
+        """Free the GPU's memory until the next load; no request is running."""
+        ...
+
+    def failure(self, error: BaseException) -> str:
+        """Return the cause of an error where it does not say so itself; else nothing."""
+        ...
+
+    def close(self) -> None:
+        """Free everything."""
+        ...

@@ -16,10 +16,6 @@ vLLM cannot free memory on a CPU, where an engine that sleeps keeps all of it.
 """
 
 
-class EngineAsleepError(RuntimeError):
-    """The engine sleeps; a request that was running then, or came since, gets no answer."""
-
-
 def sleep_arguments(device: str) -> dict[str, Any]:
     """Return vLLM's arguments for an engine that will sleep."""
     return {"enable_sleep_mode": True} if _LEVELS[device] else {}

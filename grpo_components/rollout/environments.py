@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, lazy_stack
@@ -53,8 +52,7 @@ class SingleTurnEnvironment(EnvBase):
         num_slots: number of prompts at once; a group contains its prompt `group_size` times.
         decode: function that converts token ids to text.
         score: function that returns the scores of samples (prompt_text, response_text, answer,
-            finish_reason, and the columns of the row), in their order. If it has a method `begin`,
-            as `RewardPool` has, a response is scored while others of its group are sampled.
+            finish_reason, and the columns of the row), in their order.
         encode: not used.
         max_response_tokens: not used.
     """
@@ -74,26 +72,12 @@ class SingleTurnEnvironment(EnvBase):
         super().__init__(batch_size=torch.Size([num_slots]), device=None)
         self._decode, self._score = decode, score
         self._prompts: list[Prompt] = []
-        self._begun: dict[int, Any] = {}
-        """What `score.begin` returned, by slot."""
         set_token_specs(self, num_slots)
 
     def ask(self, prompts: Sequence[Prompt]) -> None:
         """Set the prompts of the next `reset`, one per slot."""
         assert len(prompts) == self.batch_size[0], "one prompt per slot"
         self._prompts = list(prompts)
-        self._begun = {}
-
-    def begin_scoring(
-        self, slot: int, response_ids: list[int], finish_reason: str
-    ) -> Future[Score] | None:
-        """Start to score a response, while others of its group are sampled; `step` waits for it."""
-        # A subclass with a step of its own may not want these scores.
-        is_ours = type(self)._step is SingleTurnEnvironment._step
-        if is_ours and hasattr(self._score, "begin"):
-            sample = reward_input(self._prompts[slot], self._decode(response_ids), finish_reason)
-            self._begun[slot] = cast(Any, self._score).begin(sample)
-        return self._begun.get(slot)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> LazyStackedTensorDict:
         return lazy_stack([slot_state(p["prompt_ids"], done=False) for p in self._prompts], 0)
@@ -101,9 +85,8 @@ class SingleTurnEnvironment(EnvBase):
     def _step(self, tensordict: TensorDictBase) -> LazyStackedTensorDict:
         slots = tensordict.unbind(0)
         samples = [
-            self._begun.get(number)
-            or reward_input(prompt, self._decode(slot["response"].tolist()), slot["finish_reason"])
-            for number, (prompt, slot) in enumerate(zip(self._prompts, slots, strict=True))
+            reward_input(prompt, self._decode(slot["response"].tolist()), slot["finish_reason"])
+            for prompt, slot in zip(self._prompts, slots, strict=True)
         ]
         results = []
         for slot, score in zip(slots, self._score(samples), strict=True):

@@ -19,12 +19,13 @@ from grpo_components.exchange.weight_probe import LoadedWeights, ProbeReading
 from grpo_components.exchange.weights import Manifest, snapshot_checksum, unpack_buckets
 from grpo_components.replay.schedule import Schedule
 from grpo_components.rewards.pool import RewardPool
-from grpo_components.rollout.collector import Prompt, SlotRollout, reward_use, sampling_seed
+from grpo_components.rollout.completions import BASE_VERSION
+from grpo_components.rollout.engine import open_engine
 from grpo_components.rollout.generator_options import EngineOptions, EnvironmentOptions
 from grpo_components.rollout.observation_text import encode_text
-from grpo_components.rollout.rollouts import Rollouts, Sample
 from grpo_components.rollout.sequence_budget import SequenceBudget
-from grpo_components.rollout.vllm_engine import BASE_VERSION, VLLMEngine
+from grpo_components.rollout.single_turns import SingleTurns
+from grpo_components.rollout.slots import Prompt, Sample, SlotRollout, reward_use, sampling_seed
 from grpo_components.rollout.weight_receiver import IncomingWeights
 from grpo_components.settings import GeneratorSettings
 from grpo_components.trajectory import GroupSummary, PackedTrajectories, Trajectory, pack, summarize
@@ -70,7 +71,7 @@ class Generator:
         self._group_size, self._seed = group_size, seed
         self._stop_token_ids = set(settings.stop_token_ids or ())
         schedule = open_schedule and open_schedule(number=number, restart_count=restart_count)
-        self._engine = VLLMEngine(settings, engine, seed=seed, schedule=schedule)
+        self._engine = open_engine(settings, engine, seed=seed, schedule=schedule)
         self._log_token_texts = log_token_texts
         self._budget = SequenceBudget(rollouts_in_flight, group_size)
         threads = _REPLAY_THREADS if replays else rollouts_in_flight
@@ -80,7 +81,11 @@ class Generator:
             from grpo_components.rollout.agent_rollouts import AgentRollouts  # a web server
 
             self._rollouts = AgentRollouts(*shared, engine.model_path)
+        elif environment.single_turn:
+            self._rollouts = SingleTurns(*shared, self._decode)
         else:
+            from grpo_components.rollout.rollouts import Rollouts  # torchrl
+
             encode = partial(encode_text, self._tokenizer)
             self._rollouts = Rollouts(*shared, decode=self._decode, encode=encode, threads=threads)
         self.version = self._loading = BASE_VERSION
@@ -111,15 +116,19 @@ class Generator:
         slots = await self._rollouts.collect(samples, temperature)
         identity = {"epoch": epoch, "group_id": group_id, "attempt": attempt}
         record = partial(SlotRollout.trajectory, prompt=prompt, **identity, temperature=temperature)
+        records, parts = list[Trajectory](), list[Trajectory]()
+        for slot in slots:
+            records.append(record(slot))
+            parts += [records[-1], *map(record, slot.others)]
         shown = partial(self._readable, token_texts_too=self._log_token_texts)
         text = {
             "prompt_index": prompt["prompt_index"],
             "epoch": epoch,
             "prompt": prompt["prompt_text"],
             "answer": prompt["answer"],
-            "responses": [shown(record(slot)) for slot in slots],
+            "responses": [shown(*each) for each in zip(records, slots, strict=True)],
         }
-        packed = pack([record(part) for slot in slots for part in (slot, *slot.others)])
+        packed = pack(parts)
         more = {"reward_use": reward_use(slots), "seeds": [sample.seed for sample in samples]}
         return packed, replace(summarize(packed), **more), text
 
@@ -280,22 +289,19 @@ class Generator:
             return result
         nobody = {"epoch": 0, "group_id": 0, "attempt": 0}  # not in the readable form
         trajectory = slot.trajectory(prompt, **nobody, temperature=temperature)
-        readable = self._readable(trajectory, token_texts_too=False)
+        readable = self._readable(trajectory, slot, token_texts_too=False)
         return result | {"answer": prompt["answer"], "readable": readable}
 
-    def _readable(self, trajectory: Trajectory, *, token_texts_too: bool) -> dict[str, Any]:
+    def _readable(
+        self, trajectory: Trajectory, slot: SlotRollout, *, token_texts_too: bool
+    ) -> dict[str, Any]:
         versions = trajectory.token_versions[trajectory.response_mask].tolist()
         token_ids, mask = trajectory.response_ids.tolist(), trajectory.response_mask
         texts = {"tokens": token_texts(token_ids, self._decode)} if token_texts_too else {}
-        edges = np.flatnonzero(np.diff(mask)) + 1
-        turns = zip(np.split(trajectory.response_ids, edges), np.split(mask, edges), strict=True)
-        parts = [
-            {"by": "policy" if own.all() else "environment", "text": self._decode(ids.tolist())}
-            for ids, own in turns
-        ]
+        turns = {} if mask.all() else {"turns": self._turns(trajectory)}
         return {
-            "response": self._decode(token_ids),
-            **({"turns": parts} if not mask.all() else {}),
+            "response": self._decode(token_ids) if slot.text is None else slot.text,
+            **turns,
             "finish_reason": trajectory.finish_reason,
             "response_tokens": len(versions),
             "versions": [min(versions), max(versions)] if versions else None,
@@ -306,6 +312,16 @@ class Generator:
             **({"session": trajectory.session} if trajectory.session else {}),
             **texts,
         }
+
+    def _turns(self, trajectory: Trajectory) -> list[dict[str, str]]:
+        """Return the texts of the policy and of the environment, in turns."""
+        mask = trajectory.response_mask
+        edges = np.flatnonzero(np.diff(mask)) + 1
+        turns = zip(np.split(trajectory.response_ids, edges), np.split(mask, edges), strict=True)
+        return [
+            {"by": "policy" if own.all() else "environment", "text": self._decode(ids.tolist())}
+            for ids, own in turns
+        ]
 
     def _decode(self, token_ids: list[int]) -> str:
         if token_ids and token_ids[-1] in self._stop_token_ids:

@@ -48,6 +48,8 @@ class EnvironmentOptions:
     """Function that builds one; takes num_slots, decode, encode, score and max_response_tokens."""
     timeout_s: float
     """Seconds for all environment calls of one rollout together, rewards included."""
+    single_turn: bool = False
+    """Whether it is the shipped one, which is not built: one turn needs no thread."""
     slots_apart: bool = False
     """Whether each response gets its own environment and thread, instead of one per group."""
     runs_agents: bool = False

@@ -21,29 +21,16 @@ from grpo_components.objective.component_errors import (
     users_part,
 )
 from grpo_components.rewards.pool import RewardPool, RewardPoolError
-from grpo_components.rollout.collector import EnginePolicy, GroupCollector, Prompt, SlotRollout
+from grpo_components.rollout.collector import EnginePolicy, GroupCollector
+from grpo_components.rollout.engine import Engine, EngineStoppedError
 from grpo_components.rollout.environment_thread import EnvironmentThread, HungCallError
 from grpo_components.rollout.generator_options import EnvironmentOptions
-from grpo_components.rollout.vllm_engine import EngineStoppedError, VLLMEngine
+from grpo_components.rollout.slots import Sample, SlotRollout
 from grpo_components.settings import GeneratorSettings
 
 _CLOSING_S = 5.0
 """Seconds for the environments to close; one that hangs ends with the process."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A response to be sampled."""
-
-    prompt: Prompt
-    name: str
-    """Name in the engine's schedule and in errors."""
-    seed: int
-    ended: Callable[[], None] = lambda: None
-    """Function to call once the response is scored; more calls do nothing."""
-    evaluates: bool = False
-    """Whether it is sampled for an evaluation, and not trained."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +46,6 @@ class _Seat:
         """Prepare the policy for the next rollout, one slot per sample."""
         policy, self.policy.temperature = self.policy, temperature
         policy.names, policy.seeds = [s.name for s in samples], [s.seed for s in samples]
-        if not hasattr(self.env, "begin_scoring"):
-            return
-
-        def on_sampled(slot: int, token_ids: list[int], finish_reason: str) -> None:
-            score = self.env.begin_scoring(slot, token_ids, finish_reason)
-            if score is not None:
-                score.add_done_callback(lambda _: samples[slot].ended())
-
-        policy.on_sampled = on_sampled
 
 
 class Rollouts:
@@ -75,7 +53,7 @@ class Rollouts:
 
     def __init__(
         self,
-        engine: VLLMEngine,
+        engine: Engine,
         rewards: RewardPool,
         settings: GeneratorSettings,
         environment: EnvironmentOptions,

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from grpo_components.exchange.weights import Manifest, TensorEntry, checksum
-from grpo_components.rollout.vllm_weights import begin_reload, finish_reload
 
 
 class TransferCancelledError(RuntimeError):
@@ -67,7 +66,7 @@ class IncomingWeights:
         """Wait until the engine is done with a transfer that was abandoned."""
         if not self._has_ended.wait(timeout_s):
             problem = f"still waits for weights of {self._sender} after {timeout_s:g} s"
-            raise RuntimeError(f"the vLLM engine {problem}")
+            raise RuntimeError(f"the engine {problem}")
 
     def receive(self, call: Callable[..., Any]) -> None:
         """Make the sender's calls in the workers until all weights are in use."""
@@ -100,7 +99,7 @@ class IncomingWeights:
             return self._requests.get(timeout=self._timeout_s)
         except Empty:
             problem = f"waited {self._timeout_s:g} s for {self._sender} to send weights"
-            raise TimeoutError(f"the vLLM engine {problem}") from None
+            raise TimeoutError(f"the engine {problem}") from None
 
 
 class CheckedModel:
@@ -150,6 +149,9 @@ def _init(worker: Any, info: dict[str, Any]) -> None:
 
 
 def _start(worker: Any, entries: Mapping[str, TensorEntry]) -> None:
+    # Imported in the worker: another library may run the engine, and vLLM not be installed.
+    from grpo_components.rollout.vllm_weights import begin_reload
+
     engine = worker.weight_transfer_engine
     checked = CheckedModel(engine.model, entries)
     begin_reload(worker, worker.start_weight_update)
@@ -161,6 +163,8 @@ def _update(worker: Any, info: dict[str, Any]) -> None:
 
 
 def _finish(worker: Any) -> None:
+    from grpo_components.rollout.vllm_weights import finish_reload
+
     engine = worker.weight_transfer_engine
     checked = engine.model
     engine.reset_weight_update_target()

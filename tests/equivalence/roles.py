@@ -31,7 +31,7 @@ from grpo_components.training.trainer_options import ObjectiveOptions
 GENERATOR = "grpo_components.rollout.generator.Generator"
 TRAINER = "grpo_components.training.trainer.Trainer"
 ENGINES = "equivalence.roles.Engines"
-ENGINE = "grpo_components.rollout.vllm_engine.VLLMEngine"
+ENGINE = "grpo_components.rollout.engine.open_engine"
 Prompts = Iterator[tuple[dict[str, Any], int]]
 _SWAP_STEP = 16
 """Engine step before which `Engines.sample_under_load` swaps in the new weights."""

@@ -69,9 +69,9 @@ def prompts(count):
 
 def sampled(options, swap):
     """Answers to many prompts; with `swap`, the same weights come again in the middle."""
-    from grpo_components.rollout.vllm_engine import VLLMEngine
+    from grpo_components.rollout.engine import open_engine
 
-    engine = VLLMEngine(*engine_options(options), seed=0)
+    engine = open_engine(*engine_options(options), seed=0)
     try:
         began = time.perf_counter()
         futures = [
@@ -125,12 +125,12 @@ def weights_under_load(options):
 
 def sleep_and_wake(options):
     """After it slept, an engine samples what it did before; what it had of the GPU is free."""
-    from grpo_components.rollout.vllm_engine import VLLMEngine
+    from grpo_components.rollout.engine import open_engine
 
     def free_gib():
         return torch.cuda.mem_get_info()[0] / 2**30 if options.device == "cuda" else 0.0
 
-    engine, logprobs = VLLMEngine(*engine_options(options, colocate=True), seed=0), []
+    engine, logprobs = open_engine(*engine_options(options, colocate=True), seed=0), []
     try:
         for version in range(3):
             futures = [

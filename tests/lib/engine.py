@@ -62,7 +62,7 @@ class Request:
 
 
 class StandInEngine:
-    """Has the methods of `VLLMEngine`."""
+    """Has the methods of `Engine`."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class StandInEngine:
         return _done(self.probe)
 
     def receive_weights(self, version: int, weights: IncomingWeights) -> Future[Any]:
-        """See `VLLMEngine.receive_weights`; the calls of the transfer do nothing."""
+        """See `Engine.receive_weights`; the calls of the transfer do nothing."""
         check_names_and_shapes(weights.shapes, self.shapes)
         self.loaded.append((version, weights))
         received: Future[Any] = Future()

@@ -71,19 +71,19 @@ def _copied(tensors: Any) -> dict[str, Any]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-@_replaces("rollout.vllm_engine", "load_into_worker", "huggingface/trl#5312")
+@_replaces("rollout.vllm_backend", "load_into_worker", "huggingface/trl#5312")
 def weights_not_loaded(load: Any, worker: Any, tensors: Any) -> None:
     """The engine goes on with the base weights after each push."""
 
 
-@_replaces("rollout.vllm_engine", "load_into_worker", "sgl-project/sglang#p9663")
+@_replaces("rollout.vllm_backend", "load_into_worker", "sgl-project/sglang#p9663")
 def half_loaded(load: Any, worker: Any, tensors: Any) -> None:
     """A reload takes a part of the parameters, and only none at all is an error."""
     names = sorted(tensors)
     load(worker, {name: tensors[name] for name in names[: len(names) // 2]})
 
 
-@_replaces("rollout.vllm_engine", "load_into_worker", "vllm-project/vllm#48312")
+@_replaces("rollout.vllm_backend", "load_into_worker", "vllm-project/vllm#48312")
 def half_stale(load: Any, worker: Any, tensors: Any) -> None:
     """A part of the parameters keeps what an earlier reload left there."""
     if not _FIRST:
@@ -93,7 +93,7 @@ def half_stale(load: Any, worker: Any, tensors: Any) -> None:
     load(worker, {name: (_FIRST if name in stale else tensors)[name] for name in names})
 
 
-@_replaces("rollout.vllm_engine", "load_into_worker", "NovaSky-AI/SkyRL#1680")
+@_replaces("rollout.vllm_backend", "load_into_worker", "NovaSky-AI/SkyRL#1680")
 def wrong_layer(load: Any, worker: Any, tensors: Any) -> None:
     """After a weight sync, tensors are in places of others."""
 
@@ -110,19 +110,19 @@ def tied_head_stale(repack: Any, model: Any) -> None:
     """The embedding is updated, the tied head keeps a copy of the former one."""
 
 
-@_replaces("rollout.vllm_engine", "empty_prefix_cache", "NVIDIA-NeMo/RL#p4018")
+@_replaces("rollout.vllm_backend", "empty_prefix_cache", "NVIDIA-NeMo/RL#p4018")
 def prefix_cache_stale(empty: Any, scheduler: Any) -> None:
     """After a pull, new requests read keys and values of the former weights."""
 
 
-@_replaces("rollout.vllm_engine", "VLLMEngine._swap_weights", "areal-project/AReaL#p1569")
+@_replaces("rollout.vllm_backend", "VLLMBackend.load", "areal-project/AReaL#p1569")
 def swap_mislabelled(swap: Any, self: Any, version: int, tensors: Any) -> None:
     """Tokens get the number of weights that did not sample them."""
     swap(self, version, tensors)
     self._engine.set_weight_version(str(version + 1))
 
 
-@_replaces("rollout.vllm_engine", "load_into_worker", "vllm-project/vllm#32718")
+@_replaces("rollout.vllm_backend", "load_into_worker", "vllm-project/vllm#32718")
 def one_push_behind(load: Any, worker: Any, tensors: Any) -> None:
     """A reload returns cached weights, those of the push before."""
     _HELD.append(_copied(tensors))

@@ -17,7 +17,7 @@ from grpo_components.settings import GeneratorSettings
 def build_engine(engine_variables):
     """Builds an engine; who builds it closes it."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    from grpo_components.rollout.vllm_engine import VLLMEngine
+    from grpo_components.rollout.engine import open_engine
 
     # vLLM collects garbage several times around each engine: 0.4 s each over all that is imported.
     gc.collect()
@@ -26,8 +26,9 @@ def build_engine(engine_variables):
     for name in ("freeze", "unfreeze"):  # what is imported stays frozen, engines are collected
         patched.setattr(gc, name, lambda: None)
 
-    def build(path, schedule=None, workers=1, max_num_seqs=64, **options):
+    def build(path, schedule=None, workers=1, max_num_seqs=64, backend="vllm", **options):
         settings = GeneratorSettings(
+            backend=backend,
             max_response_tokens=256,
             temperature=1.0,
             max_model_len=512,
@@ -41,7 +42,7 @@ def build_engine(engine_variables):
             dtype="fp32",
             **{"recompute_kv_after_pull": False, **options},
         )
-        return VLLMEngine(settings, options, seed=0, schedule=schedule)
+        return open_engine(settings, options, seed=0, schedule=schedule)
 
     yield build
     patched.undo()
@@ -55,7 +56,7 @@ def make_generator(engine_variables, monkeypatch):
     made = []
 
     def make(build_environment, *, engine, pool, tokenizer, size=8, in_flight=2, **environment):
-        monkeypatch.setattr(generator, "VLLMEngine", lambda *args, **kwargs: engine)
+        monkeypatch.setattr(generator, "open_engine", lambda *args, **kwargs: engine)
         options = {"timeout_s": 60, "build_environment": build_environment} | environment
         made.append(
             generator.Generator(

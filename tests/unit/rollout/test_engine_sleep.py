@@ -13,7 +13,7 @@ from lib import real_engine
 from lib.real_engine import assert_same, under_way, weights
 
 from grpo_components.rollout import engine_sleep
-from grpo_components.rollout.engine_sleep import EngineAsleepError
+from grpo_components.rollout.engine import EngineAsleepError
 
 LONG = [int(i) for i in np.random.default_rng(0).integers(1, 255, 300)]
 
@@ -65,16 +65,16 @@ def lose_memory(build_engine, monkeypatch):
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu_worker import Worker
 
-    from grpo_components.rollout import vllm_engine
+    from grpo_components.rollout import vllm_backend
 
-    calls, load = [], vllm_engine.load_into_worker
+    calls, load = [], vllm_backend.load_into_worker
 
     def recorded_load(worker, tensors):
         calls.append("load")
         load(worker, tensors)
 
     monkeypatch.setitem(engine_sleep._LEVELS, "cpu", 2)
-    monkeypatch.setattr(vllm_engine, "load_into_worker", recorded_load)
+    monkeypatch.setattr(vllm_backend, "load_into_worker", recorded_load)
     for name in ("sleep", "wake_up"):
         monkeypatch.setattr(CPUWorker, name, getattr(Worker, name))
     backend = property(lambda worker: LostMemory(worker, calls))
@@ -128,4 +128,6 @@ def test_a_sleeping_engine_has_aborted_what_ran_and_refuses_what_comes(
         ask(engine).result()
     engine.load_weights(1, weights(checkpoints / "tied_B")).result()
     assert_same([ask(engine).result()], [ask(make_engine(checkpoints / "tied_B")).result()])
-    assert not engine._engine.output_processor.request_states, "nothing of the aborted is left"
+    assert not engine._backend._engine.output_processor.request_states, (
+        "nothing of the aborted is left"
+    )

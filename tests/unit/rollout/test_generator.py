@@ -26,6 +26,7 @@ from grpo_components.exchange.weight_probe import ProbeReading
 from grpo_components.exchange.weights import pack_bucket, snapshot_checksum
 from grpo_components.rewards.pool import Score
 from grpo_components.rollout.completions import Completion
+from grpo_components.rollout.engine import Engine
 from grpo_components.rollout.engine_use import NO_REWARD
 from grpo_components.rollout.environments import SingleTurnEnvironment
 from grpo_components.trajectory import summarize, unpack
@@ -88,7 +89,7 @@ def test_the_stand_in_has_the_methods_of_the_engine(module):
             if isfunction(method) and not name.startswith("_")
         }
 
-    assert interface(StandInEngine) == interface(module.VLLMEngine)
+    assert interface(StandInEngine) == interface(Engine)
 
 
 class Tokenizer:
@@ -113,8 +114,14 @@ def make(make_generator, engine):
 
 
 @pytest.fixture
-def generator(make):
-    return make(SingleTurnEnvironment)
+def single(make):
+    """Builds a generator over the shipped environment."""
+    return partial(make, None, single_turn=True)
+
+
+@pytest.fixture
+def generator(single):
+    return single()
 
 
 def group(generator, number=4, group_id=17):
@@ -147,9 +154,9 @@ def test_a_group_answers_one_prompt_group_size_times_and_its_summary_agrees(
     assert [r["reward"] for r in text["responses"]] == summary.rewards
 
 
-def test_a_response_is_scored_while_others_of_its_group_are_sampled(make, engine):
+def test_a_response_is_scored_while_others_of_its_group_are_sampled(single, engine):
     pool, order = StandInPool(scores), []
-    generator, begin = make(SingleTurnEnvironment, pool=pool), pool.begin
+    generator, begin = single(pool=pool), pool.begin
 
     def arrived(request):
         if len(engine.requests) == 3:
@@ -173,8 +180,8 @@ def test_a_response_is_scored_while_others_of_its_group_are_sampled(make, engine
     assert [t.response_ids.tolist() for t in unpack(packed)] == sampled, "each in its own slot"
 
 
-def test_a_group_starts_while_the_longest_response_of_another_is_sampled(make, engine):
-    generator = make(SingleTurnEnvironment, in_flight=2)
+def test_a_group_starts_while_the_longest_response_of_another_is_sampled(single, engine):
+    generator = single(in_flight=2)
     requests, engine.arrived = engine.requests, lambda request: None
 
     async def sampled(*numbers):
@@ -200,14 +207,16 @@ def test_a_group_starts_while_the_longest_response_of_another_is_sampled(make, e
     asyncio.run(run())
 
 
-def test_an_engine_without_sequences_waits_for_rewards_or_for_a_group(make):
-    def asking(samples):
-        time.sleep(0.02)
-        return scores(samples)
-
+def test_an_engine_without_sequences_waits_for_rewards_or_for_a_group(single):
     pool = StandInPool(scores)
-    pool.score = asking
-    generator = make(SingleTurnEnvironment, pool=pool)
+
+    def begin(sample):
+        scoring = Future()
+        threading.Timer(0.02, lambda: scoring.set_result(scores([sample])[0])).start()
+        return scoring
+
+    pool.begin = begin
+    generator = single(pool=pool)
     began = time.perf_counter()
     group(generator)
     use = generator.time_use()
@@ -632,34 +641,48 @@ def test_an_environments_error_shows_its_own_file_and_line_and_begins_there(brea
     assert sum(line in text and frames[0] in text for text in logged) == 3
 
 
-def test_a_slow_queue_of_rewards_is_not_the_environments_fault(make):
-    released = threading.Event()
+@pytest.mark.parametrize("environment", [None, SingleTurnEnvironment])
+def test_a_slow_queue_of_rewards_is_not_the_environments_fault(make, environment):
+    released, pool = threading.Event(), StandInPool(scores)
 
     def slow(samples):
         released.wait(30)
         return scores(samples)
 
-    pool = StandInPool(scores)
-    pool.score = slow
-    generator = make(SingleTurnEnvironment, pool=pool, timeout_s=0.5, in_flight=1)
-    _, summary, _ = group(generator)
+    pool.score, pool.begin = slow, lambda sample: Future()
+    options = {"single_turn": environment is None, "timeout_s": 0.5, "in_flight": 1}
+    _, summary, _ = group(make(environment, pool=pool, **options))
     released.set()
     assert len(summary.errors) == 3
     assert all(error.startswith("rewards: ") for error in summary.errors)
     assert all("mood was late" in error for error in summary.errors)
 
 
+def test_a_prompt_that_the_engine_refuses_fails_and_no_other(generator, engine):
+    def refuse(request):
+        if request.prompt_ids == [7]:
+            request.future.set_exception(ValueError("too long"))
+        else:
+            request.finish()
+
+    engine.arrived = refuse
+    results = asyncio.run(generator.evaluate([prompt(i, [i]) for i in (6, 7)], 1.0))
+    assert results[0]["error"] is None
+    assert "ValueError" in results[1]["error"] and "too long" in results[1]["error"]
+
+
 @pytest.mark.parametrize("error", ["EngineStoppedError", "RewardPoolError", "ConfigError"])
-def test_a_failure_that_is_no_environments_is_the_generators(breaking, engine, error):
+@pytest.mark.parametrize("kind", ["breaking", "generator"])
+def test_a_failure_that_is_no_environments_is_the_generators(request, engine, error, kind):
     """Without an engine, or without rewards, there is nothing to go on with."""
     from grpo_components.rollout import rollouts
 
-    def fails(request):
+    def fails(_):
         raise getattr(rollouts, error)("rewards", "gone", "one")
 
     engine.arrived = fails
     with pytest.raises(getattr(rollouts, error)):
-        group(breaking)
+        group(request.getfixturevalue(kind))
 
 
 @pytest.mark.parametrize(

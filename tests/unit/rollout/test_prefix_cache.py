@@ -149,7 +149,7 @@ def test_a_running_request_that_lost_its_blocks_for_lack_of_room_leaves_no_old_k
     """vLLM computes it again, and looks for its old blocks."""
     entries = (0, "winner"), (0, "loser"), (10, "weights 1"), (200, "new")
     engine = make_engine(checkpoints / "tied_A", schedule=scheduled(*entries))
-    scheduler = engine._engine.engine_core.engine_core.scheduler
+    scheduler = engine._backend._engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     pool.get_new_blocks(pool.get_num_free_blocks() - 24)  # twelve each, and each wants more
     lost, preempt = [], scheduler._preempt_request

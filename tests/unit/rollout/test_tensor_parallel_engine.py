@@ -28,14 +28,16 @@ def test_two_workers_take_weights_under_load_and_end_together(
 ):
     """With the scheduling of a GPU; the equivalence ladder has that of a CPU."""
     from grpo_components.rollout import vllm_weights
-    from grpo_components.rollout.vllm_engine import EngineStoppedError
+    from grpo_components.rollout.engine import EngineStoppedError
 
     monkeypatch.setattr(vllm_weights, "_PART_BYTES", 2**14)  # tensors in more than two parts
     old, new = checkpoints / "untied_A", checkpoints / "untied_B"
     force_cuda_defaults()
     engine = make_engine(old, workers=2)
-    workers = [psutil.Process(each.proc.pid) for each in engine._core.model_executor.workers]
-    assert len(workers) == 2 and engine._core.batch_queue is not None
+    workers = [
+        psutil.Process(each.proc.pid) for each in engine._backend._core.model_executor.workers
+    ]
+    assert len(workers) == 2 and engine._backend._core.batch_queue is not None
     shared = shared_memory(workers)
     assert shared and all(path.endswith(" (deleted)") for path in shared), "or a kill leaves names"
 

@@ -65,7 +65,9 @@ def test_running_requests_go_on_with_each_new_adapter(make_engine, checkpoints, 
             expected = logprobs(base, given, prompt, completion)
             # With their KV recomputed, tokens are those of the one adapter.
             np.testing.assert_allclose(completion.logprobs[own], expected[own], atol=1e-4)
-    assert engine._engine.collective_rpc("list_loras") == [{1}] * workers  # no other is kept
+    assert (
+        engine._backend._engine.collective_rpc("list_loras") == [{1}] * workers
+    )  # no other is kept
 
 
 def test_an_adapter_of_other_layers_is_refused_and_nothing_changes(make_engine, checkpoints):

@@ -164,7 +164,7 @@ def test_a_replayed_schedule_gives_the_same_bits_whenever_requests_and_weights_c
 def test_a_replay_without_what_comes_next_ends_the_engine_with_its_name(
     make_engine, checkpoints, tmp_path
 ):
-    from grpo_components.rollout.vllm_engine import EngineStoppedError
+    from grpo_components.rollout.engine import EngineStoppedError
 
     (tmp_path / "schedule_generator_0.jsonl").write_text(
         '{"life": 0, "probe_tokens": 0}\n'
@@ -181,7 +181,7 @@ def test_what_is_wrong_fails_alone_and_a_closed_engine_answers_with_an_error(
     make_engine, checkpoints
 ):
     """Wrong weights, before anything is loaded, and a prompt that is too long."""
-    from grpo_components.rollout.vllm_engine import EngineStoppedError
+    from grpo_components.rollout.engine import EngineStoppedError
 
     engine = make_engine(checkpoints / "tied_A")
     before = done(submit(engine))
@@ -300,13 +300,14 @@ def test_of_two_swaps_before_one_step_each_has_its_own_reading(make_engine, chec
 def test_the_weight_probe_sees_a_stale_prefix_cache_and_a_wrong_label(
     make_engine, checkpoints, monkeypatch
 ):
-    from grpo_components.rollout import vllm_engine
+    from grpo_components.rollout import vllm_backend
 
     engine = make_engine(checkpoints / "tied_A")
-    name = engine._engine.set_weight_version
+    library = engine._backend._engine
+    name = library.set_weight_version
     with monkeypatch.context() as planted:
-        planted.setattr(vllm_engine, "empty_prefix_cache", lambda scheduler: None)
-        planted.setattr(engine._engine, "set_weight_version", lambda version: name("7"))
+        planted.setattr(vllm_backend, "empty_prefix_cache", lambda scheduler: None)
+        planted.setattr(library, "set_weight_version", lambda version: name("7"))
         readings = [
             engine.load_weights(version, weights(checkpoints / "tied_B")).result(timeout=60)
             for version in (1, 2)

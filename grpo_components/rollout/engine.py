@@ -1,0 +1,222 @@
+"""The engine: samples for requests from any thread, and swaps weights between two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_components.exchange.weight_probe import PROBE_IDS
+from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
+from grpo_components.models.lora import pushed_shapes
+from grpo_components.replay.schedule import STOP, Schedule
+from grpo_components.rollout.completions import Backend, Completion, Request, Result, Watch
+from grpo_components.rollout.engine_use import EngineUse
+from grpo_components.rollout.generator_options import EngineOptions
+from grpo_components.rollout.weight_receiver import IncomingWeights, TransferCancelledError
+from grpo_components.settings import GeneratorSettings
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine thread has ended; submitted requests get no answer."""
+
+
+class EngineAsleepError(RuntimeError):
+    """The engine sleeps; a request that was running then, or came since, gets no answer."""
+
+
+def open_engine(
+    settings: GeneratorSettings,
+    options: EngineOptions,
+    *,
+    seed: int,
+    schedule: Schedule[Any] | None = None,
+) -> Engine:
+    """Start an engine with the backend that the settings name."""
+    if settings.library == "vllm":
+        from grpo_components.rollout.vllm_backend import VLLMBackend as Library
+    else:
+        from grpo_components.rollout.transformers_backend import TransformersBackend as Library
+    shapes = pushed_shapes(Path(options.model_path), options.lora)
+    backend = Library(settings, options, seed, shapes)
+    return Engine(backend, shapes, settings.max_num_seqs, schedule)
+
+
+class Engine:
+    """Runs a backend in a thread of its own, for requests from any thread.
+
+    All requests share one batch. New weights are loaded between two steps: running requests
+    continue across the swap, and every token has an exact version.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        expected_shapes: Mapping[str, tuple[int, ...]],
+        max_num_seqs: int,
+        schedule: Schedule[tuple[str, Any, Future[Any]]] | None = None,
+    ) -> None:
+        self._backend, self._expected_shapes = backend, expected_shapes
+        self.use = EngineUse(max_num_seqs)
+        """What the thread spends its time on."""
+        self._schedule = Schedule() if schedule is None else schedule
+        self._step = 0
+        self._running: dict[str, Future[Any]] = {}
+        self._ids = map(str, range(2**63))
+        self._probe: Future[Any] | None = None
+        self._entered_prompts = self._entered_tokens = 0
+        """Requests, and tokens of their prompts, that entered since the last step."""
+        self._asleep = False
+        self._dead: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        stop_token_ids: Sequence[int],
+        truncation: Mapping[str, float] | None = None,
+        name: str = "a request",
+        watch: Watch | None = None,
+    ) -> Future[Completion]:
+        """Queue one request. Any thread may call this."""
+        asked = (max_tokens, temperature, seed, stop_token_ids, truncation or {}, watch)
+        return self._command(name, "request", Request(list(prompt_ids), *asked))
+
+    def sleep(self) -> Future[int]:
+        """Abort what runs, and free GPU memory until `load_weights`. Any thread may call this."""
+        return self._command("sleep", "sleep", None)
+
+    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[Any]:
+        """Swap weights between two steps, wake a sleeping engine, and read the weight probe."""
+        check_names_and_shapes(shapes_of(tensors), self._expected_shapes)
+        return self._command(f"weights {version}", "weights", (version, tensors))
+
+    def receive_weights(self, version: int, weights: IncomingWeights) -> Future[Any]:
+        """Swap the weights between two steps, while they arrive; as `load_weights` otherwise."""
+        check_names_and_shapes(weights.shapes, self._expected_shapes)
+        return self._command(f"weights {version}", "weights", (version, weights))
+
+    def close(self) -> None:
+        """Stop the thread and free the engine; running requests get an EngineStoppedError."""
+        with contextlib.suppress(EngineStoppedError):  # it has ended already
+            self._command(STOP, STOP, None).result()
+        self._thread.join()
+        self._schedule.close()
+
+    def _command(self, name: str, kind: str, payload: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if self._dead is not None:
+            future.set_exception(EngineStoppedError(f"the engine stopped: {self._dead!r}"))
+            return future
+        self._schedule.put(name, (kind, payload, future))
+        return future
+
+    def _run(self) -> None:
+        """Run the engine thread: repeatedly take the commands that are due, then make a step."""
+        # OpenMP keeps this number per thread, and vLLM's kernels do not ask torch for it.
+        torch.set_num_threads(torch.get_num_threads())
+        waiting: Future[Any] | None = None
+        try:
+            while True:
+                while command := self._take():
+                    kind, payload, waiting = command
+                    if kind == STOP:
+                        self._dead = EngineStoppedError("closed")
+                        waiting.set_result(None)
+                        return
+                    if kind == "weights":
+                        try:
+                            self._swap_weights(*payload)
+                            self._add_probe(waiting)
+                        except TransferCancelledError as error:
+                            waiting.set_exception(error)
+                    elif kind == "sleep":
+                        waiting.set_result(self._fall_asleep())
+                    else:
+                        self._add_request(payload, waiting)
+                    waiting = None
+                self._step += 1
+                with self.use.step(self._entered_prompts, self._entered_tokens):
+                    self._answer(self._backend.step())
+                self._entered_prompts = self._entered_tokens = 0
+        except BaseException as error:  # the thread ends: every waiter must be notified
+            failure = self._backend.failure(error)
+            self._dead = EngineStoppedError(failure) if failure else error
+            if waiting is not None:
+                waiting.set_exception(self._dead)
+            raise
+        finally:
+            self._fail_all()
+            self._backend.close()
+
+    def _take(self) -> tuple[str, Any, Future[Any]] | None:
+        idle = not self._running
+        self.use.begin("idle" if idle else "sampling", len(self._running))
+        return self._schedule.take(self._step, idle=idle)
+
+    def _add_request(self, request: Request, future: Future[Completion]) -> None:
+        if self._asleep:
+            error = EngineAsleepError("the engine sleeps until it gets weights")
+            return future.set_exception(error)
+        request_id = next(self._ids)
+        try:
+            self._backend.add(request_id, request)
+        except ValueError as error:  # e.g. a prompt that is too long
+            return future.set_exception(error)
+        self._running[request_id] = future
+        self._entered_prompts += 1
+        self._entered_tokens += len(request.prompt_ids)
+
+    def _add_probe(self, future: Future[Any]) -> None:
+        longest = self._backend.max_model_len - 1
+        if not (ids := PROBE_IDS[: min(self._schedule.probe_tokens, longest)]):
+            return future.set_result(None)
+        request_id = next(self._ids)
+        self._backend.add_probe(request_id, ids)
+        self._running[request_id] = self._probe = future
+
+    def _answer(self, results: Iterable[tuple[str, Result]]) -> None:
+        for request_id, result in results:
+            self._running.pop(request_id).set_result(result)
+
+    def _swap_weights(
+        self, version: int, weights: Mapping[str, torch.Tensor] | IncomingWeights
+    ) -> None:
+        self.use.begin("loading weights", len(self._running))
+        while self._probe is not None and not self._probe.done():
+            # Else it would read these weights in the place of its own.
+            self._answer(self._backend.step())
+        self._answer(self._backend.finish_batches())
+        self._backend.load(version, weights)
+        self._asleep = False
+
+    def _fall_asleep(self) -> int:
+        if self._asleep:
+            return 0
+        self._answer(self._backend.finish_batches())
+        # Nobody waits for these: their environment failed, or their attempt was rolled back.
+        aborted, self._running = self._running, {}
+        self._backend.abort(list(aborted))
+        for future in aborted.values():
+            future.set_exception(EngineAsleepError("the engine fell asleep"))
+        self._backend.sleep()
+        self._asleep = True
+        return len(aborted)
+
+    def _fail_all(self) -> None:
+        error = EngineStoppedError(f"the engine stopped: {self._dead!r}")
+        for future in self._running.values():
+            future.set_exception(error)
+        self._running.clear()
+        for _, _, future in self._schedule.drain():
+            future.set_exception(error)

@@ -1,0 +1,362 @@
+"""transformers as the engine's library: for small models, and where vLLM does not exist."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from grpo_components.exchange.weight_probe import ProbeReading
+from grpo_components.models.hugging_face_attention import (
+    explicit,
+    for_all_heads,
+    refuse_unsupported,
+)
+from grpo_components.models.hugging_face_policy import base_of, logits_of
+from grpo_components.rollout.completions import BASE_VERSION, Completion, Request, Result
+from grpo_components.rollout.generator_options import EngineOptions
+from grpo_components.settings import GeneratorSettings
+
+NAME = "grpo_slots"
+"""Name of the attention function among transformers' attention implementations."""
+_PROMPT_TOKENS = 8192
+"""Tokens that one pass over prompts computes at most, padding included, but for a longer prompt."""
+
+
+@dataclass
+class _Sequence:
+    """A request in a slot, or that waits for one."""
+
+    request_id: str
+    request: Request
+    ids: list[int]
+    """Prompt and sampled tokens."""
+    longest: int
+    """Number of tokens at which it ends."""
+    stops: set[int]
+    random: random.Random
+    slot: int = -1
+    is_begun: bool = False
+    """Whether the keys and values of all tokens but the last are in the slot."""
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def take(self, token: int, logprob: float, version: int) -> Completion | None:
+        """Append a token; returns the completion if it was the last one."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        sampled = self.ids[len(self.request.prompt_ids) :]
+        reason: Literal["stop", "length"] = "stop"
+        if token not in self.stops:
+            if len(self.ids) == self.longest:
+                reason = "length"
+            elif self.request.watch is None or not self.request.watch(sampled):
+                return None
+        return Completion(
+            np.array(sampled, np.int64),
+            np.array(self.logprobs, np.float32),
+            np.array(self.versions, np.int32),
+            reason,
+        )
+
+
+class TransformersBackend:
+    """Slots of keys and values that sequences enter and leave at every step; see `Backend`.
+
+    The prompt of a group is computed once if its requests begin together. There is no cache of
+    prefixes beyond that.
+    """
+
+    def __init__(
+        self,
+        settings: GeneratorSettings,
+        options: EngineOptions,
+        seed: int,
+        expected_shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        from transformers import AttentionInterface, AutoModelForCausalLM
+
+        AttentionInterface.register(NAME, _attention)
+        self._how: dict[str, Any] = {
+            "dtype": {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype],
+            "attn_implementation": NAME,
+            "local_files_only": True,
+        }
+        path, self._device = options.model_path, options.device
+        with _no_progress_bar():
+            self._model: Any = AutoModelForCausalLM.from_pretrained(path, **self._how)
+        self._model.to(self._device).eval()
+        text, found = self._model.config.get_text_config(), self._model.generation_config
+        self.max_model_len = settings.max_model_len or text.max_position_embeddings
+        ends = found.eos_token_id  # vLLM ends at these too, whatever is asked
+        self._ends = set(ends if isinstance(ends, list) else () if ends is None else (ends,))
+        self._num_ids, self._recompute_kv = options.num_ids, options.recompute_kv_after_pull
+        slots = settings.max_num_seqs
+        if settings.kv_cache_gib is not None:
+            fits = int(settings.kv_cache_gib * 2**30 / (self.max_model_len * _token_bytes(text)))
+            slots = max(1, min(slots, fits))
+        self._cache = _Slots(slots, self.max_model_len)
+        self._free = list(range(slots))[::-1]
+        self._waiting: list[_Sequence] = []
+        self._running: list[_Sequence] = []
+        self._probes: list[tuple[str, list[int]]] = []
+        self._version = BASE_VERSION
+
+    def add(self, request_id: str, request: Request) -> None:
+        """Begin a request; raises a ValueError if it cannot be answered."""
+        room = self.max_model_len - len(request.prompt_ids)
+        if room < 1 or not request.prompt_ids:
+            size = f"the prompt has {len(request.prompt_ids)} tokens"
+            raise ValueError(f"{size}; allowed: 1 to {self.max_model_len - 1}")
+        longest = len(request.prompt_ids) + min(request.max_tokens, room)
+        stops = self._ends | {*request.stop_token_ids}
+        ids, draws = list(request.prompt_ids), random.Random(request.seed)
+        self._waiting.append(_Sequence(request_id, request, ids, longest, stops, draws))
+
+    def add_probe(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Begin the weight probe, before all requests that wait."""
+        self._probes.append((request_id, list(token_ids)))
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[str, Result]]:
+        """Sample a token for each running request; returns what is finished."""
+        results: list[tuple[str, Result]] = [(name, self._read(ids)) for name, ids in self._probes]
+        self._probes = []
+        while self._free and self._waiting:
+            sequence = self._waiting.pop(0)
+            sequence.slot = self._free.pop()
+            self._running.append(sequence)
+        going_on = [each for each in self._running if each.is_begun]
+        for part in _parts([each for each in self._running if not each.is_begun]):
+            results += self._sample(part, self._begin(part))
+        if going_on:
+            results += self._sample(going_on, self._go_on(going_on))
+        if results:
+            self._running = [each for each in self._running if each.slot >= 0]
+        return results
+
+    def finish_batches(self) -> list[tuple[str, Result]]:
+        """Do nothing: no step leaves a batch under way."""
+        return []
+
+    def load(self, version: int, weights: Mapping[str, Any] | Any) -> None:
+        """Replace the weights; running sequences keep their slots, or compute them again."""
+        copies = {name: tensor.clone() for name, tensor in weights.items()}
+        before = self._model
+        with _no_progress_bar():
+            built, found = type(before).from_pretrained(
+                None,
+                config=before.config,
+                state_dict=copies,
+                output_loading_info=True,
+                **self._how,
+            )
+        for what, names in found.items():
+            if names:
+                raise RuntimeError(f"transformers has {what.replace('_', ' ')}: {sorted(names)}")
+        self._model, self._version = built.to(self._device).eval(), version
+        if self._recompute_kv:
+            for sequence in self._running:
+                sequence.is_begun = False
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Forget all requests."""
+        self._free += [sequence.slot for sequence in self._running]
+        self._running, self._waiting, self._probes = [], [], []
+
+    def sleep(self) -> None:
+        """Do nothing: preflight refuses a GPU that is shared with trainers."""
+
+    def failure(self, error: BaseException) -> str:
+        """Return nothing: every error says its cause."""
+        return ""
+
+    def close(self) -> None:
+        """Free the model and the slots."""
+        del self._model, self._cache
+
+    def _read(self, ids: list[int]) -> ProbeReading:
+        hidden = self._compute([ids], self._tensor([]), sources=self._tensor([]))
+        found = self._logits(hidden[0]).log_softmax(-1)
+        of_ids = found[:-1].gather(1, self._tensor(ids[1:])[:, None])[:, 0]
+        return ProbeReading(of_ids.tolist(), self._version, 0)
+
+    def _begin(self, sequences: list[_Sequence]) -> Tensor:
+        """Return logits [N, V] of sequences that have nothing in their slots; equal ones once."""
+        rows: dict[tuple[int, ...], int] = {}
+        sources = self._tensor([rows.setdefault(tuple(s.ids), len(rows)) for s in sequences])
+        longest = max(map(len, rows))
+        padded = [[*ids, *[0] * (longest - len(ids))] for ids in rows]
+        hidden = self._compute(padded, self._tensor([s.slot for s in sequences]), sources=sources)
+        last = hidden[range(len(rows)), [len(ids) - 1 for ids in rows]]
+        return self._logits(last)[sources]
+
+    def _go_on(self, sequences: list[_Sequence]) -> Tensor:
+        """Return logits [N, V] of sequences whose slots have all tokens but the last."""
+        slots, at = self._tensor([(s.slot, len(s.ids) - 1) for s in sequences]).T
+        return self._logits(self._compute([s.ids[-1:] for s in sequences], slots, at=at)[:, 0])
+
+    def _compute(
+        self,
+        ids: list[list[int]],
+        slots: Tensor,
+        *,
+        sources: Tensor | None = None,
+        at: Tensor | None = None,
+    ) -> Tensor:
+        """Return hidden states [N, T, D], and write keys and values into slots; see `_Pass`."""
+        positions = (
+            torch.arange(len(ids[0]), device=self._device)[None] if at is None else at[:, None]
+        )
+        seen = torch.arange(int(positions.max()) + 1, device=self._device)
+        distance = (positions[..., None] - seen)[:, None]
+        one_pass = _Pass(self._cache, slots, distance, sources, at)
+        arguments = {"position_ids": positions, "use_cache": False, "one_pass": one_pass}
+        return base_of(self._model)(input_ids=self._tensor(ids), **arguments).last_hidden_state
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [N, V] in float32 of hidden states [N, D]."""
+        logits = logits_of(self._model, hidden).float()
+        if self._num_ids is not None:
+            logits[..., self._num_ids :] = -torch.inf
+        return logits
+
+    def _sample(self, sequences: list[_Sequence], logits: Tensor) -> Iterator[tuple[str, Result]]:
+        """Sample a token of logits [N, V] for each sequence."""
+        warmth = self._tensor([each.request.temperature or 1.0 for each in sequences])
+        logprobs = (logits / warmth[:, None]).log_softmax(-1)
+        sums = logprobs.exp().cumsum(-1, dtype=torch.float64)
+        draws = torch.tensor([each.random.random() for each in sequences], dtype=torch.float64)
+        reached = draws.to(self._device)[:, None] * sums[:, -1:]
+        tokens = torch.searchsorted(sums, reached, right=True)[:, 0].clamp(max=sums.shape[1] - 1)
+        greedy = [each.request.temperature == 0 for each in sequences]
+        if any(greedy):
+            tokens = torch.where(self._tensor(greedy), logits.argmax(-1), tokens)
+        of_tokens = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+        for sequence, token, logprob in zip(sequences, tokens.tolist(), of_tokens, strict=True):
+            sequence.is_begun = True
+            done = sequence.take(token, logprob, self._version)
+            if done is not None:
+                self._free.append(sequence.slot)
+                sequence.slot = -1
+                yield sequence.request_id, done
+
+    def _tensor(self, values: list[Any]) -> Tensor:
+        kind = None if values else torch.int64
+        return torch.tensor(values, dtype=kind, device=self._device)
+
+
+class _Slots:
+    """Keys and values of all sequences, [slots, heads, positions, D] for each layer.
+
+    Memory on a CPU is taken when it is written first, so that short sequences take little.
+    """
+
+    def __init__(self, slots: int, positions: int) -> None:
+        self._size = slots, positions
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of_layer(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values; [N, heads, T, D] of some tokens give their kind."""
+        if number not in self._layers:
+            slots, positions = self._size
+            sizes = ((slots, x.shape[1], positions, x.shape[3]) for x in (key, value))
+            keys, values = (key.new_zeros(size) for size in sizes)
+            self._layers[number] = keys, values
+        return self._layers[number]
+
+
+@dataclass
+class _Pass:
+    """One forward pass: of prompts, each for one or more slots, or of one more token per slot."""
+
+    cache: _Slots
+    slots: Tensor
+    """[N] slots to write."""
+    distance: Tensor
+    """Position of each query less that of each key, as [..., queries, keys] for all heads."""
+    sources: Tensor | None = None
+    """[N] number of the prompt that each slot gets; None in a pass of one more token."""
+    at: Tensor | None = None
+    """[N] position of the token of each slot; None in a pass of prompts."""
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys and values [N, heads, T, D]; return all that the queries may see."""
+        stored = self.cache.of_layer(layer, key, value)
+        if self.at is None:
+            for cached, new in zip(stored, (key, value), strict=True):
+                cached[self.slots, :, : new.shape[2]] = new[self.sources]
+            return key, value
+        for cached, new in zip(stored, (key, value), strict=True):
+            cached[self.slots, :, self.at] = new[:, :, 0]
+        keys, values = (cached[self.slots, :, : self.distance.shape[-1]] for cached in stored)
+        return keys, values
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    one_pass: _Pass,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention over slots; see `hugging_face_attention.attention` for the arguments."""
+    refuse_unsupported(module, attention_mask, others)
+    mask = one_pass.distance >= 0
+    if sliding_window:
+        mask &= one_pass.distance < sliding_window
+    keys, values = one_pass.store(cast(Any, module).layer_idx, key, value)
+    keys, values = (for_all_heads(x, query.shape[1] // x.shape[1]) for x in (keys, values))
+    if softcap is None and s_aux is None:
+        found = functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=scaling
+        )
+    else:
+        found = explicit(query, keys, values, mask, scaling, softcap, s_aux)
+    return found.transpose(1, 2), None
+
+
+def _parts(sequences: list[_Sequence]) -> Iterator[list[_Sequence]]:
+    """Yield sequences of about equal lengths, as many as one pass may compute."""
+    part: list[_Sequence] = []
+    for each in sorted(sequences, key=lambda each: len(each.ids)):
+        if part and (len(part) + 1) * len(each.ids) > _PROMPT_TOKENS:
+            yield part
+            part = []
+        part.append(each)
+    if part:
+        yield part
+
+
+def _token_bytes(config: Any) -> int:
+    """Return the bytes of one token's keys and values in float32."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * 4 * config.num_hidden_layers * heads * size
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Context manager: transformers shows no bar for each load of weights."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    yield
+    if shown:
+        logging.enable_progress_bar()
