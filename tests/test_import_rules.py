@@ -40,7 +40,7 @@ WITHOUT_TORCH = (
 )
 # From the ground up: a room imports only itself and rooms above it in this list.
 ROOMS = (
-    *("ground", "objective", "replay", "exchange", "models", "training", "data", "rewards"),
+    *("ground", "objective", "exchange", "models", "training", "data", "rewards"),
     *("agents", "rollout", "environments", "cluster", "offline", "evaluation"),
     *("records", "config", "audit", "plan", "examples"),
 )

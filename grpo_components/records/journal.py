@@ -13,7 +13,6 @@ from grpo_components.exchange.ledger import Ledger
 from grpo_components.records.checkpoints import Checkpoints
 from grpo_components.records.receipts import Receipts
 from grpo_components.records.resume import RunStart, Stateful, roll_back
-from grpo_components.replay.recorded_run import Original
 from grpo_components.training.step_result import StepResult
 
 _SESSIONS = ("count", "calls", "trajectories")
@@ -34,12 +33,11 @@ class Journal:
         receipts: Receipts,
         checkpoints: Checkpoints,
         *,
-        original: Original | None,
         save_every_n_steps: int,
         replay_until: int | None = None,
     ) -> None:
         self._start, self._ledger, self._prompts = start, ledger, prompts
-        self._receipts, self._checkpoints, self._original = receipts, checkpoints, original
+        self._receipts, self._checkpoints = receipts, checkpoints
         self._save_every_n_steps, self._replay_until = save_every_n_steps, replay_until
 
     async def commit(
@@ -50,8 +48,6 @@ class Journal:
         await self._ledger.events.wait_turn("step", step=step)
         # No await from here on: a resumed run would miss an event between receipt and state to
         # save, or record it in a second receipt.
-        if self._original:
-            self._original.check_batch(step, batch_hash)
         mass, counts = result.metrics["off_policy/correction_mass"], result.token_versions
         outcome = {
             "token_versions": {str(version): n for version, n in sorted(counts.items()) if n},

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from grpo_components.exchange.weight_deltas import DeltaBucket, RebuiltWeights
 from grpo_components.exchange.weight_probe import LoadedWeights, ProbeReading
 from grpo_components.exchange.weights import Manifest, snapshot_checksum, unpack_buckets
-from grpo_components.replay.schedule import Schedule
 from grpo_components.rewards.pool import RewardPool
 from grpo_components.rollout.collector import Prompt, SlotRollout, reward_use, sampling_seed
 from grpo_components.rollout.generator_options import EngineOptions, EnvironmentOptions
 from grpo_components.rollout.observation_text import encode_text
 from grpo_components.rollout.rollouts import Rollouts, Sample
+from grpo_components.rollout.schedule import Schedule
 from grpo_components.rollout.sequence_budget import SequenceBudget
 from grpo_components.rollout.vllm_engine import BASE_VERSION, VLLMEngine
 from grpo_components.rollout.weight_receiver import IncomingWeights

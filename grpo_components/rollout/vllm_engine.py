@@ -24,7 +24,6 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from grpo_components.exchange.weight_probe import PROBE_IDS, ProbeReading
 from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
 from grpo_components.models.lora import ADAPTER_FILE, pushed_shapes
-from grpo_components.replay.schedule import STOP, Schedule
 from grpo_components.rollout.completions import (
     Completion,
     Watch,
@@ -34,6 +33,7 @@ from grpo_components.rollout.completions import (
 from grpo_components.rollout.engine_sleep import EngineAsleepError, EngineSleep, sleep_arguments
 from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import EngineOptions
+from grpo_components.rollout.schedule import STOP, Schedule
 from grpo_components.rollout.vllm_weights import (
     ADAPTER,
     adapter_arguments,
