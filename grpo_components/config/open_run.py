@@ -24,9 +24,8 @@ from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.quiet import without_prints
-from grpo_components.records.checkpoints import Checkpoints
 from grpo_components.records.guards import FailedSamples, GeneratorAgreement, RunWatch, SkippedSteps
-from grpo_components.records.journal import Journal
+from grpo_components.records.journal import Checkpoints, Journal
 from grpo_components.records.receipts import build_receipts
 from grpo_components.records.resume import Stateful, begin_run
 from grpo_components.records.run import RunRecords

@@ -41,7 +41,7 @@ from grpo_tools.simulate.simulation import _recipe_class
 
 PURE = {
     *("gather_weights", "train_step", "hold_state", "write_state", "load_state", "read_state"),
-    *("export_weights", "add_logprobs", "acknowledge", "begin_attempt", "refill", "start"),
+    *("export_weights", "add_logprobs", "begin_attempt", "refill", "start"),
 }
 """Calls whose work nobody sees before the caller has the answer: both are one step."""
 WITH_PARTS = {"add", "load_weights"}
