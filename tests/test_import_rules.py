@@ -28,7 +28,7 @@ ONLY_IMPORTERS = {
     "ray": core("cluster"),
     "vllm": (
         *core("rollout.vllm_backend rollout.vllm_weights"),
-        *core("rollout.weight_sender agents.tool_calls"),
+        *core("training.weight_sender agents.tool_calls"),
     ),
 }
 # Imported in a notebook within seconds: the record, the maths, and the rewards that users write.
@@ -40,7 +40,7 @@ WITHOUT_TORCH = (
 )
 # From the ground up: a room imports only itself and rooms above it in this list.
 ROOMS = (
-    *("ground", "objective", "replay", "exchange", "models", "training", "data", "rewards"),
+    *("ground", "objective", "exchange", "models", "training", "data", "rewards"),
     *("agents", "rollout", "environments", "cluster", "offline", "evaluation"),
     *("records", "config", "audit", "plan", "examples"),
 )

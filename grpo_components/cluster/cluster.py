@@ -22,10 +22,9 @@ from grpo_components.cluster.role_host import RoleHost, resource_use
 from grpo_components.cluster.role_process import RoleProcess
 from grpo_components.cluster.supervision import apart, root_cause
 from grpo_components.errors import ReplayStop, RoleFailedError
+from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import Ledger
-from grpo_components.replay.event_order import EventOrder
-from grpo_components.replay.recorded_run import available_cpus
-from grpo_components.settings import Settings, teachers_of
+from grpo_components.settings import Settings
 
 _HEARTBEAT_EVERY_S = 5.0
 _LOG = logging.getLogger("cluster")
@@ -319,17 +318,6 @@ def _objects_in_scope() -> int:
     """Return the number of Ray objects that this process still refers to."""
     core: Any = ray_worker.global_worker.core_worker  # pyright: ignore[reportAttributeAccessIssue]
     return len(core.get_all_reference_counts())
-
-
-def threads_of(cfg: Settings, role: str, num_references: int) -> int:
-    """Return the threads that torch gets in each process of a role."""
-    if cfg.ray.address is not None:  # as Ray does: the cores of this machine say nothing there
-        return getattr(cfg.cpu_threads, role) or 1
-    num_reward_models = int(cfg.reward_model.path is not None)
-    num_frozen = num_references + teachers_of(cfg) + num_reward_models
-    num_roles = cfg.num_generators + cfg.num_trainers + num_frozen
-    share = max(1, available_cpus(cfg.replay_events) // num_roles)
-    return getattr(cfg.cpu_threads, role) or share
 
 
 def build_cluster(

@@ -361,10 +361,6 @@ class ParameterServerHandle:
         """Return the newest snapshot; see `VLLMParameterServer.newest`."""
         return await self.role.call("newest", held, timeout_s=self._timeout_s)
 
-    async def acknowledge(self, generator: str, version: int) -> None:
-        """Report that a generator has loaded a version."""
-        await self.role.call("acknowledge", generator, version, timeout_s=self._timeout_s)
-
     async def begin_again(self) -> None:
         """Restart the server, without a snapshot, for the next attempt."""
         self._pushed = ()

@@ -130,7 +130,6 @@ class WeightSync:
             )
         checksums = {"checksum": checksum, "published": pushed}
         self._ledger.events.note("load", role=generator.name, version=version, **checksums)
-        await self._roles.server.acknowledge(generator.name, version)
         self._probe.check(generator.name, version, probe)
         return True
 

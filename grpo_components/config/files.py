@@ -12,10 +12,10 @@ from typing import Any, get_args
 
 from omegaconf import OmegaConf
 
+from grpo_components.config.replayed import run_folder
 from grpo_components.errors import fail, shown
 from grpo_components.records.resume import find_checkpoint, run_of
 from grpo_components.records.run_folder import is_used, real_path, refuse_folder_in_use, short
-from grpo_components.replay.recorded_run import run_folder
 from grpo_components.settings import REFUSED_MODEL_TYPES, ModelType, Settings
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")

@@ -14,23 +14,23 @@ from grpo_components._plugin import recipes_folder
 from grpo_components.config.command_line import resume_command
 from grpo_components.config.components import build, check_logger_methods
 from grpo_components.config.data import shared_prompts
+from grpo_components.config.replayed import available_cpus, replay_of
 from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.errors import ConfigError, fail
 from grpo_components.evaluation.evaluation import Evaluation
+from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.quiet import without_prints
-from grpo_components.records.checkpoints import Checkpoints
 from grpo_components.records.guards import FailedSamples, GeneratorAgreement, RunWatch, SkippedSteps
-from grpo_components.records.journal import Journal
+from grpo_components.records.journal import Checkpoints, Journal
 from grpo_components.records.receipts import build_receipts
 from grpo_components.records.resume import Stateful, begin_run
 from grpo_components.records.run import RunRecords
 from grpo_components.records.run_folder import save_code
 from grpo_components.records.run_log import RunLog
-from grpo_components.replay.recorded_run import open_event_order, read_replayed
 from grpo_components.schedules import Schedule
 from grpo_components.settings import Settings
 
@@ -52,10 +52,11 @@ def open_run(
     ledger.reuse = build_reuse(cfg)
     start = begin_run(cfg, ledger, prompts)
     save_code(start.output_dir, start.attempt, recipe)
-    original = read_replayed(cfg)
-    ledger.events = open_event_order(cfg, start.attempt, original)
+    replay = replay_of(cfg)
+    ledger.events = EventOrder(start.attempt, replay and replay.order)
     curriculum = prompts.curriculum if isinstance(prompts, PromptCurriculum) else None
-    receipts = build_receipts(cfg, ledger, start.attempt, start.identity, curriculum)
+    told = start.attempt, start.identity, curriculum, available_cpus(cfg)
+    receipts = build_receipts(cfg, ledger, *told)
     if isinstance(prompts, PromptCurriculum):
         ledger.events.listen(prompts.follow)
     log = open_log(cfg, start.attempt, start.note, dataset, held_out, recipe)
@@ -68,7 +69,6 @@ def open_run(
     evaluation = Evaluation(cfg, held_out, temperature, *on_group, on_result)
     journal = Journal(
         *(start, ledger, prompts, receipts, checkpoints),
-        original=original,
         save_every_n_steps=cfg.save_every_n_steps,
         replay_until=cfg.replay_until,
     )

@@ -13,11 +13,11 @@ from grpo_components.config.command_line import merge_overrides
 from grpo_components.config.components import check_components
 from grpo_components.config.files import check_files, check_output
 from grpo_components.config.reading import plain_values, read_settings
+from grpo_components.config.replayed import check_replay
 from grpo_components.errors import fail
 from grpo_components.offline.partial_runs import check_partial_run
 from grpo_components.quiet import quiet_libraries
 from grpo_components.records.resume import check_resume
-from grpo_components.replay.replay_check import check_replay
 from grpo_components.settings import Settings, needs_reference, teachers_of
 
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 
 from torchtune import config
 
-from grpo_components.cluster.cluster import threads_of
 from grpo_components.config.components import (
     SHIPPED_ENVIRONMENT,
     build_environment,
@@ -19,17 +18,17 @@ from grpo_components.config.components import (
 )
 from grpo_components.config.data import sampled_ids
 from grpo_components.config.model_trial import split_learning_rate
+from grpo_components.config.replayed import available_cpus, replay_of
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.meshes import Sharding
 from grpo_components.offline.partial_runs import stand_in_arguments
-from grpo_components.replay.recorded_run import replayed_run, stall_limit_s
-from grpo_components.replay.schedule import open_schedule
 from grpo_components.rewards.pool import RewardPool, reward_specs
 from grpo_components.rollout.engine_environment import engine_environment
 from grpo_components.rollout.generator_options import EngineOptions, EnvironmentOptions
-from grpo_components.rollout.open_sender import open_sender
-from grpo_components.settings import Settings
+from grpo_components.rollout.schedule import open_schedule
+from grpo_components.settings import Settings, teachers_of
+from grpo_components.training.open_sender import open_sender
 from grpo_components.training.trainer_options import (
     BatchOptions,
     DiagnosticsOptions,
@@ -64,7 +63,7 @@ def role_arguments(
     longest_prompt: int,
 ) -> RoleArguments:
     """Return the arguments of every role for a checked config."""
-    threads = partial(threads_of, cfg, num_references=num_references)
+    threads = partial(_threads, cfg, num_references)
     stop_tokens, ids = tokenizer.stop_tokens, sampled_ids(cfg, tokenizer)
     trainer, generator = stand_in_arguments(
         cfg,
@@ -83,6 +82,17 @@ def role_arguments(
         reward_model=_reward_model(cfg, threads("reward_model")),
         generator=generator,
     )
+
+
+def _threads(cfg: Settings, num_references: int, role: str) -> int:
+    """Return the threads that torch gets in each process of a role."""
+    if cfg.ray.address is not None:  # as Ray does: the cores of this machine say nothing there
+        return getattr(cfg.cpu_threads, role) or 1
+    num_reward_models = int(cfg.reward_model.path is not None)
+    num_frozen = num_references + teachers_of(cfg) + num_reward_models
+    num_roles = cfg.num_generators + cfg.num_trainers + num_frozen
+    share = max(1, available_cpus(cfg) // num_roles)
+    return getattr(cfg.cpu_threads, role) or share
 
 
 def _taken(record: type[Record], cfg: Settings, **derived: Any) -> Record:
@@ -222,7 +232,7 @@ def _generator(
             "stop_token_ids": section.stop_token_ids or list(stop_tokens),
         }
     )
-    replayed, logs = replayed_run(cfg), Path(cfg.output_dir) / "logs"
+    replay, logs = replay_of(cfg), str(Path(cfg.output_dir) / "logs")
     return {
         "cpu_threads": cpu_threads,
         "num_gpus": _gpus(cfg, cfg.gpus_per_generator * section.tensor_parallel_size),
@@ -256,11 +266,6 @@ def _generator(
         "seed": cfg.seed,
         "rollouts_in_flight": cfg.rollouts_in_flight,
         "log_token_texts": cfg.log_token_logprobs,
-        "open_schedule": partial(
-            open_schedule,
-            folder=str(logs),
-            replayed_folder=str(replayed / "logs") if replayed else None,
-            timeout_s=stall_limit_s(cfg.timeouts.rollout_s),
-        ),
-        "replays": replayed is not None,
+        "open_schedule": partial(open_schedule, logs, replay and replay.read_schedule),
+        "replays": replay is not None,
     }

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger_entry import LedgerEntry, Prompt, State
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.replay.event_order import EventOrder
 from grpo_components.trajectory import GroupSummary
 
 _COUNTERS = ("policy_version", "steps_done", "issued", "trained_groups")

@@ -1,4 +1,4 @@
-"""The parameter server: knows where the newest weights are, and who loaded which version."""
+"""The parameter server: knows where the newest weights are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class VLLMParameterServer:
         self._buckets: list[Any] = []
         self._manifests: list[Any] = []
         self._chain: list[tuple[int, list[Any]]] = []
-        self._acknowledged: dict[str, int] = {}
 
     def push(
         self,
@@ -45,14 +44,3 @@ class VLLMParameterServer:
             later = []
         buckets = [bucket for _, each in later for bucket in each] + self._buckets
         return self._version, buckets, self._manifests
-
-    def acknowledge(self, generator: str, version: int) -> None:
-        """Record that a generator validated and loaded a version."""
-        if version > self._version:
-            problem = f"acknowledged version {version}, newest is {self._version}"
-            raise ValueError(f"{generator}: {problem}")
-        self._acknowledged[generator] = version
-
-    def acknowledged(self) -> dict[str, int]:
-        """Return the version that each generator last loaded."""
-        return dict(self._acknowledged)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torchrl.data import ListStorage
 from torchrl.data import ReplayBuffer as TorchRLReplayBuffer
-from torchrl.data.replay_buffers import ImmutableDatasetWriter, RandomSampler
+from torchrl.data.replay_buffers import RandomSampler
 
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.state_files import read_state, write_state
@@ -32,48 +32,16 @@ class _Item:
     summary: GroupSummary
 
 
-class _Slots:
-    """Tracks which storage slots are free, and which hold a group that is not consumed yet."""
-
-    def __init__(self, capacity: int) -> None:
-        self.free = list(range(capacity - 1, -1, -1))
-        self.live: dict[int, _Item] = {}
-
-
-class _FreeSlotWriter(ImmutableDatasetWriter):
-    """Writes groups to free slots; torchrl's own writers overwrite live groups when full."""
-
-    def __init__(self, slots: _Slots) -> None:
-        super().__init__()
-        self._slots = slots
-
-    def add(self, data: _Item) -> int:
-        slot = self._slots.free.pop()
-        self._slots.live[slot] = data
-        self._storage.set(slot, data)
-        return slot
-
-
 class _OldestVersionSampler(RandomSampler):
-    """Consumes the groups with the oldest weights first; ties are broken by group id."""
-
-    def __init__(self, slots: _Slots) -> None:
-        super().__init__()
-        self._slots = slots
+    """Samples the groups with the oldest weights first; ties are broken by group id."""
 
     def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        live = self._slots.live
+        summaries = [item.summary for item in storage[: len(storage)]]
         order = sorted(
-            live, key=lambda s: (live[s].summary.oldest_version, live[s].summary.group_id)
+            range(len(summaries)),
+            key=lambda i: (summaries[i].oldest_version, summaries[i].group_id),
         )
-        taken = order[:batch_size]
-        self.release(taken)
-        return torch.tensor(taken), {}
-
-    def release(self, slots: list[int]) -> None:
-        for slot in slots:
-            del self._slots.live[slot]
-            self._slots.free.append(slot)
+        return torch.tensor(order[:batch_size]), {}
 
 
 @dataclass(frozen=True)
@@ -115,32 +83,26 @@ class ReplayBuffer:
         """Groups that steps have taken and that later ones may train again, by group id."""
 
     def _make_room(self, capacity: int) -> None:
-        self._capacity, self._slots = capacity, _Slots(capacity)
-        self._sampler = _OldestVersionSampler(self._slots)
-        self._unchecked: dict[int, None] = {}
-        """Slots of the groups that came since `_drop_stale` checked all, in this order."""
-        self._checked_version: int | None = None
-        """Policy version for which it checked them."""
+        self._capacity = capacity
+        self._checked: tuple[int | None, int] = None, 0
+        """Policy version for which the first groups, so many, are known to be fresh."""
         self._buffer = TorchRLReplayBuffer(
-            storage=ListStorage(capacity),
-            sampler=self._sampler,
-            writer=_FreeSlotWriter(self._slots),
-            collate_fn=list,
+            storage=ListStorage(capacity), sampler=_OldestVersionSampler(), collate_fn=list
         )
 
     async def add(self, group: PackedTrajectories, summary: GroupSummary) -> int:
         """Store one group, waiting while the buffer is full."""
         async with self._changed:
             await self._wait_until(
-                lambda: len(self._slots.live) < self._capacity,
+                lambda: len(self._buffer) < self._capacity,
                 lambda: (
                     f"group {summary.group_id} waited {self._timeout_s:g} s for room in "
                     f"replay_buffer (full with {self._capacity} groups; the trainer takes none)"
                 ),
             )
-            self._unchecked[self._buffer.add(_Item(group, summary))] = None
+            self._buffer.add(_Item(group, summary))
             self._changed.notify_all()
-            return len(self._slots.live)
+            return len(self._buffer)
 
     async def take(
         self,
@@ -155,30 +117,30 @@ class ReplayBuffer:
 
         def enough() -> bool:
             self._drop_stale(policy_version)
-            return len(self._slots.live) >= num_groups or bool(self._dropped)
+            return len(self._buffer) >= num_groups or bool(self._dropped)
 
         async with self._changed:
             await self._wait_until(
                 enough,
                 lambda: (
                     f"the training loop waited {self._timeout_s:g} s for {num_groups} groups "
-                    f"in replay_buffer (timeouts.batch_s); it holds {len(self._slots.live)}"
+                    f"in replay_buffer (timeouts.batch_s); it holds {len(self._buffer)}"
                 ),
             )
             dropped, self._dropped = self._dropped, []
-            if len(self._slots.live) < num_groups:
+            if len(self._buffer) < num_groups:
                 return self._batch([], dropped)
-            items: list[_Item] = self._buffer.sample(num_groups)
-            items.sort(key=lambda item: item.summary.group_id)
-            self._changed.notify_all()
-            return self._batch(items, dropped, reuse)
+            return self._batch(self._remove(self._buffer.sample(num_groups)), dropped, reuse)
 
     async def _take_as_recorded(
         self, group_ids: list[int], stale_ids: list[int]
     ) -> tuple[list[_Item], list[GroupSummary]]:
+        def here() -> dict[int, _Item]:
+            return {item.summary.group_id: item for item in self._buffer[:]}
+
         def missing() -> list[int]:
-            here = {item.summary.group_id for item in self._slots.live.values()}
-            return [group_id for group_id in group_ids + stale_ids if group_id not in here]
+            groups = here()
+            return [group_id for group_id in group_ids + stale_ids if group_id not in groups]
 
         async with self._changed:
             await self._wait_until(
@@ -188,12 +150,21 @@ class ReplayBuffer:
                     f"groups {missing()} in replay_buffer"
                 ),
             )
-            slots = {item.summary.group_id: slot for slot, item in self._slots.live.items()}
-            items = [self._slots.live[slots[group_id]] for group_id in group_ids]
-            dropped = [self._slots.live[slots[group_id]].summary for group_id in stale_ids]
-            self._sampler.release([slots[group_id] for group_id in group_ids + stale_ids])
-            self._changed.notify_all()
-            return items, dropped
+            groups = here()
+            items, stale = ([groups[each] for each in ids] for ids in (group_ids, stale_ids))
+            self._remove(items + stale)
+            return items, [item.summary for item in stale]
+
+    def _remove(self, items: list[_Item]) -> list[_Item]:
+        """Take groups out of the buffer; return them sorted by group id."""
+        taken = {item.summary.group_id: item for item in items}
+        rest = [item for item in self._buffer[:] if item.summary.group_id not in taken]
+        self._buffer.empty()
+        if rest:
+            self._buffer.extend(rest)
+        self._checked = self._checked[0], len(rest)
+        self._changed.notify_all()
+        return [taken[group_id] for group_id in sorted(taken)]
 
     def _batch(
         self,
@@ -209,24 +180,22 @@ class ReplayBuffer:
         batch = concatenate(item.group for item in items + again)
         groups, reused = ([item.summary for item in part] for part in (items, again))
         content = batch_hash(batch) if items else ""
-        return batch, BatchSummary(groups, reused, dropped, len(self._slots.live), content)
+        return batch, BatchSummary(groups, reused, dropped, len(self._buffer), content)
 
     def keep(self, *parts: Any) -> None:
         """Replace the groups that later steps may train again."""
-        items = (_Item(*pair) for pair in zip(parts[::2], parts[1::2], strict=True))
-        self._kept = {item.summary.group_id: item for item in items}
+        self._kept = {item.summary.group_id: item for item in _items(parts)}
 
     async def refill(self, *parts: Any) -> None:
         """Replace the buffer's groups; the capacity grows if there are more new ones than fit."""
-        items = [_Item(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+        items = _items(parts)
         self._make_room(max(self._capacity, len(items)))
         for item in items:
             self._buffer.add(item)
 
     def write_state(self, folder: str, batch: PackedTrajectories, *parts: Any) -> str | None:
         """Write groups to a checkpoint; safe while others use the buffer."""
-        pairs = zip(parts[::2], parts[1::2], strict=True)
-        groups = [{"group": group, "summary": asdict(summary)} for group, summary in pairs]
+        groups = [{"group": i.group, "summary": asdict(i.summary)} for i in _items(parts)]
         try:
             write_state(Path(folder), "buffer", groups)
             write_state(Path(folder), "batch", batch)
@@ -246,23 +215,22 @@ class ReplayBuffer:
         return [part for group_id in group_ids for part in saved[group_id]] + [None] * 2
 
     def _drop_stale(self, policy_version: int) -> None:
-        def deciding_version(summary: GroupSummary) -> int:
-            masks = self._stale_tokens == "mask"
-            return summary.newest_version if masks else summary.oldest_version
-
-        live = self._slots.live
+        masks = self._stale_tokens == "mask"
+        version, known = self._checked
         # Not all of them for each new group: there may be thousands.
-        slots = self._unchecked if policy_version == self._checked_version else live
+        items: list[_Item] = self._buffer[known if version == policy_version else 0 :]
         stale = [
-            slot
-            for slot in slots
-            if not self._contract.may_train(deciding_version(live[slot].summary), policy_version)
+            item
+            for item in items
+            if not self._contract.may_train(
+                item.summary.newest_version if masks else item.summary.oldest_version,
+                policy_version,
+            )
         ]
-        self._checked_version, self._unchecked = policy_version, {}
         if stale:
-            self._dropped += [self._slots.live[slot].summary for slot in stale]
-            self._sampler.release(stale)
-            self._changed.notify_all()
+            self._dropped += [item.summary for item in stale]
+            self._remove(stale)
+        self._checked = policy_version, len(self._buffer)
 
     async def _wait_until(self, condition: Callable[[], bool], message: Callable[[], str]) -> None:
         # asyncio.wait_for (3.11) would swallow a cancellation that arrives with the result.
@@ -271,3 +239,8 @@ class ReplayBuffer:
                 await self._changed.wait_for(condition)
         except TimeoutError:
             raise TimeoutError(message()) from None
+
+
+def _items(parts: Sequence[Any]) -> list[_Item]:
+    """Pair packed groups with their summaries, which follow each."""
+    return [_Item(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]

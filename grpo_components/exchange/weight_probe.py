@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_components.errors import DisagreementError
-from grpo_components.replay.schedule import PROBE_TOKENS
 
+PROBE_TOKENS = 40
+"""Tokens of the weight probe, which enters an engine after each swap of weights: more than a block
+of the prefix cache, which keeps whole blocks only (32 tokens on a CPU, 16 on a GPU)."""
 PROBE_IDS = tuple(7 * number % 53 + 3 for number in range(PROBE_TOKENS))
 """Token ids of the probe; every vocabulary has them. The first is the prompt."""
 

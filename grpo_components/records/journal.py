@@ -1,19 +1,26 @@
-"""Keeps ledger, receipts and checkpoints of a run in agreement with each other."""
+"""Keeps ledger, receipts and checkpoints of a run in agreement: what a step commits is saved."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from grpo_components.cluster.handles import Roles
+from omegaconf import OmegaConf
+
+from grpo_components.cluster.handles import ReplayBufferHandle, Roles, TrainersHandle
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.errors import ReplayStop
 from grpo_components.exchange.ledger import Ledger
-from grpo_components.records.checkpoints import Checkpoints
+from grpo_components.records import checkpoint_folder
 from grpo_components.records.receipts import Receipts
 from grpo_components.records.resume import RunStart, Stateful, roll_back
-from grpo_components.replay.recorded_run import Original
+from grpo_components.records.run_log import RunLog
+from grpo_components.settings import Settings
+from grpo_components.state_files import FORMAT, write_state
 from grpo_components.training.step_result import StepResult
 
 _SESSIONS = ("count", "calls", "trajectories")
@@ -34,12 +41,11 @@ class Journal:
         receipts: Receipts,
         checkpoints: Checkpoints,
         *,
-        original: Original | None,
         save_every_n_steps: int,
         replay_until: int | None = None,
     ) -> None:
         self._start, self._ledger, self._prompts = start, ledger, prompts
-        self._receipts, self._checkpoints, self._original = receipts, checkpoints, original
+        self._receipts, self._checkpoints = receipts, checkpoints
         self._save_every_n_steps, self._replay_until = save_every_n_steps, replay_until
 
     async def commit(
@@ -50,8 +56,6 @@ class Journal:
         await self._ledger.events.wait_turn("step", step=step)
         # No await from here on: a resumed run would miss an event between receipt and state to
         # save, or record it in a second receipt.
-        if self._original:
-            self._original.check_batch(step, batch_hash)
         mass, counts = result.metrics["off_policy/correction_mass"], result.token_versions
         outcome = {
             "token_versions": {str(version): n for version, n in sorted(counts.items()) if n},
@@ -99,3 +103,146 @@ class Journal:
     def close(self) -> None:
         """Write the end record of the receipts, however the run ended."""
         self._receipts.close()
+
+
+class Checkpoints:
+    """Saves and restores checkpoints; all parts of one are taken between the same two steps."""
+
+    def __init__(
+        self, cfg: Settings, ledger: Ledger, prompts: Stateful, log: RunLog, start: RunStart
+    ) -> None:
+        self._cfg, self._ledger, self._prompts, self._log = cfg, ledger, prompts, log
+        self._identity, self._verify = start.identity, start.lock.verify
+        self._folder = Path(cfg.output_dir) / "checkpoints"
+        self._versions: dict[int, int] = {}
+        """Step of the last checkpoint -> its policy version."""
+        self._evaluations: dict[int, Mapping[str, float]] = {}
+        """Step of the last evaluation -> its metrics."""
+        self._held: dict[str, Any] = {}
+        self._buffered: list[Any] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    def hold(self) -> None:
+        """Keep a copy of the driver's state for `save`; call it right after the step's receipt.
+
+        The caller must not await between the two: an event or a pull at that time would be in
+        receipts.jsonl but not in the state that a resumed run starts from, or the other way round.
+        """
+        self._held = {"ledger": self._ledger.state_dict(), "prompts": self._prompts.state_dict()}
+        # Keep references to the groups: the buffer's process may die before it has written them.
+        self._buffered = [part for entry in self._ledger.stored() for part in entry.parts]
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
+
+    async def save(
+        self, step: int, trainers: TrainersHandle, buffer: ReplayBufferHandle, batch: Any
+    ) -> None:
+        """Write a checkpoint between two training steps, once the previous one has been written."""
+        await self.finish()
+        if self._cfg.rollout_only:
+            return
+        await trainers.hold_state(in_background=self._cfg.async_checkpoint)
+        self._writing = asyncio.create_task(
+            self._write(step, self._held, [batch, *self._buffered], trainers, buffer)
+        )
+        # Retrieve the error, so that asyncio does not warn if the run ends with another one.
+        self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        if not self._cfg.async_checkpoint:
+            await self.finish()
+
+    def add_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Rate the checkpoint of a step by the evaluation of that step, once both exist."""
+        self._evaluations = {step: metrics}
+        self._rate(step)
+
+    async def finish(self) -> None:
+        """Wait until the last checkpoint has been written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
+
+    async def wait_idle(self) -> None:
+        """Wait until no checkpoint is being written; an error of the last write is not raised."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await asyncio.wait([writing])
+
+    async def restore(
+        self, checkpoint: Path, trainers: TrainersHandle, buffer: ReplayBufferHandle
+    ) -> None:
+        """Load a checkpoint into trainers and buffer; `begin_run` has restored the driver."""
+        if self._cfg.keep_best and checkpoint.parent == self._folder.resolve():
+            checkpoint_folder.choose_best(
+                self._folder, self._cfg.keep_best, self._ledger.steps_done
+            )
+            self._versions = {self._ledger.steps_done: self._ledger.policy_version}
+        await trainers.load_state(checkpoint)
+        await buffer.read_state(checkpoint / "state")
+
+    async def _write(
+        self,
+        step: int,
+        state: dict[str, Any],
+        parts: list[Any],
+        trainers: TrainersHandle,
+        buffer: ReplayBufferHandle,
+    ) -> None:
+        try:
+            self._verify()
+            folder = await asyncio.to_thread(
+                checkpoint_folder.begin, self._folder, step, self._identity.incarnation
+            )
+            failures = await asyncio.gather(
+                trainers.write_state(folder), buffer.write_state(folder / "state", parts)
+            )
+            for failure in (*failures[0], failures[1]):
+                if failure is not None:
+                    raise OSError(failure)
+            self._verify()
+            checkpoint = await asyncio.to_thread(self._publish, folder, step, state)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._verify()  # never clean up the folder of another run
+                await asyncio.to_thread(checkpoint_folder.clean, self._folder)
+            last = await asyncio.to_thread(checkpoint_folder.latest, self._folder)
+            problem = f"the checkpoint of step {step} could not be written: {error}"
+            problem += f"; the last one is {last or 'none'}"
+            self._report(problem, error)
+        else:
+            self._log.checkpoint(step, str(checkpoint))
+            self._versions = {step: state["ledger"]["policy_version"]}
+            self._rate(step)
+
+    def _rate(self, step: int) -> None:
+        """Write the evaluation of a step to its checkpoint, and point `best` at the best one.
+
+        Does nothing until checkpoint and evaluation exist. Skips an evaluation of newer weights
+        than the checkpoint's: a generator that restarts during an evaluation loads the newest.
+        """
+        metrics = self._evaluations.get(step)
+        if not self._cfg.keep_best or metrics is None:
+            return
+        if metrics["eval/policy_version"] != self._versions.get(step):
+            return
+        checkpoint = self._folder / f"step_{step}"
+        try:
+            checkpoint_folder.rate(checkpoint, metrics)
+            best = checkpoint_folder.choose_best(self._folder, self._cfg.keep_best, step)
+        except OSError as error:
+            self._report(f"the evaluation of {checkpoint} could not be written: {error}", error)
+        else:
+            if best == checkpoint:
+                value = metrics[self._cfg.keep_best]
+                self._log.note(f"step {step}: best checkpoint, {self._cfg.keep_best} {value:.3f}")
+
+    def _report(self, problem: str, error: OSError) -> None:
+        if self._cfg.checkpoint_failure == "error":
+            raise OSError(problem) from error
+        self._log.note(problem)
+
+    def _publish(self, folder: Path, step: int, state: dict[str, Any]) -> Path:
+        whole = {**state, "identity": self._identity._asdict(), "format": FORMAT}
+        write_state(folder / "state", "driver", whole)
+        saved = OmegaConf.create(self._cfg.model_dump())
+        OmegaConf.save(saved, folder / "state" / "config.yaml")
+        return checkpoint_folder.publish(folder, step, self._cfg.keep_last_n)

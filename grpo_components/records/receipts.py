@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_components.data.curriculum import Curriculum
+from grpo_components.exchange.event_order import FORMAT, Event
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.records.receipt_chain import ChainedFile
 from grpo_components.records.run_folder import RunIdentity
-from grpo_components.replay.event_order import Event
-from grpo_components.replay.recorded_run import FORMAT, available_cpus
 from grpo_components.settings import Settings
 
 _LIBRARIES = (
@@ -87,6 +86,7 @@ def build_receipts(
     attempt: int,
     identity: RunIdentity,
     curriculum: Curriculum | None,
+    cpus: int,
 ) -> Receipts:
     """Build `Receipts` from the config."""
     contract = ("max_staleness", "groups_per_step", "group_size")
@@ -95,7 +95,7 @@ def build_receipts(
         **identity._asdict(),
         **(curriculum.describe() if curriculum else {}),
         **ledger.reuse.describe(),
-        "cpus": available_cpus(cfg.replay_events),
+        "cpus": cpus,
         "libraries": _versions(),
         "replayed": cfg.replay_events,
     }

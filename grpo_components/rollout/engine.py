@@ -14,10 +14,10 @@ import torch
 from grpo_components.exchange.weight_probe import PROBE_IDS
 from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
 from grpo_components.models.lora import pushed_shapes
-from grpo_components.replay.schedule import STOP, Schedule
 from grpo_components.rollout.completions import Backend, Completion, Request, Result, Watch
 from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import EngineOptions
+from grpo_components.rollout.schedule import STOP, Schedule
 from grpo_components.rollout.weight_receiver import IncomingWeights, TransferCancelledError
 from grpo_components.settings import GeneratorSettings
 

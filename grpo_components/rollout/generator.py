@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from grpo_components.exchange.weight_deltas import DeltaBucket, RebuiltWeights
 from grpo_components.exchange.weight_probe import LoadedWeights, ProbeReading
 from grpo_components.exchange.weights import Manifest, snapshot_checksum, unpack_buckets
-from grpo_components.replay.schedule import Schedule
 from grpo_components.rewards.pool import RewardPool
 from grpo_components.rollout.completions import BASE_VERSION
 from grpo_components.rollout.engine import open_engine
 from grpo_components.rollout.generator_options import EngineOptions, EnvironmentOptions
 from grpo_components.rollout.observation_text import encode_text
+from grpo_components.rollout.schedule import Schedule
 from grpo_components.rollout.sequence_budget import SequenceBudget
 from grpo_components.rollout.single_turns import SingleTurns
 from grpo_components.rollout.slots import Prompt, Sample, SlotRollout, reward_use, sampling_seed

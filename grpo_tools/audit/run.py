@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grpo_components.replay.recorded_run import FORMAT
+from grpo_components.exchange.event_order import FORMAT
 from grpo_tools.audit.chain import Chain
 from grpo_tools.audit.choices import Choices, Group, Prompt, Record
 from grpo_tools.audit.cross_checks import ConfigCheck, MetricsCheck

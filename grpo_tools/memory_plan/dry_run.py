@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from grpo_components.config.components import build
+from grpo_components.config.replayed import available_cpus, run_folder
 from grpo_components.config.start_roles import (
     GENERATOR,
     PARAMETER_SERVER,
@@ -22,7 +23,6 @@ from grpo_components.objective.objective import Objective
 from grpo_components.offline.partial_runs import TRAJECTORIES, roles_of
 from grpo_components.records.resume import find_checkpoint, last_attempt, run_of
 from grpo_components.records.run_folder import free_names, is_used, real_path
-from grpo_components.replay.recorded_run import available_cpus, run_folder
 from grpo_components.settings import Settings, teachers_of
 from grpo_components.state_files import read_state
 from grpo_tools.memory_plan.plan import RunPlan, plan_run
@@ -126,7 +126,7 @@ def _roles(cfg: Settings, objective: Objective) -> Iterator[str]:
 def _machine(cfg: Settings) -> str:
     if cfg.ray.address is not None:
         return f"the Ray cluster at ray.address: {cfg.ray.address}, which was not asked"
-    cpus = f"{available_cpus(cfg.replay_events)} CPU cores"
+    cpus = f"{available_cpus(cfg)} CPU cores"
     return f"{cpus}, {torch.cuda.device_count()} GPUs" if cfg.device == "cuda" else cpus
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from grpo_components.replay.recorded_run import read_json_lines
 from grpo_components.rollout.engine_use import NO_REWARD
+from grpo_tools.replay.recorded_run import read_json_lines
 from grpo_tools.simulate.settings import Setup, setup_of
 from grpo_tools.simulate.simulation import WARM_UP_STEPS
 from grpo_tools.simulate.times import Lengths, StepTime, Times

@@ -27,11 +27,11 @@ from grpo_components.cluster.handles import (
     TrainersHandle,
 )
 from grpo_components.cluster.weight_sync import WeightSync
+from grpo_components.exchange.event_order import Event, EventOrder
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.replay.event_order import Event, EventOrder
 from grpo_components.training.step_result import StepResult
 from grpo_tools.simulate.engine import VirtualEngine
 from grpo_tools.simulate.roles import (

@@ -22,10 +22,11 @@ from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import Manifest, unpack_bucket
 from grpo_components.objective.losses import GRPOLoss
-from grpo_components.replay.schedule import Schedule
 from grpo_components.rollout.generator_options import EngineOptions
+from grpo_components.rollout.schedule import Schedule
 from grpo_components.settings import GeneratorSettings, LoraSettings, Settings
 from grpo_components.training.trainer_options import ObjectiveOptions
+from grpo_tools.replay.recorded_schedule import RecordedSchedule
 
 # Dotted paths, so that the classes are imported only where they run.
 GENERATOR = "grpo_components.rollout.generator.Generator"
@@ -121,7 +122,7 @@ class Engines:
         names = [str(number) for number in range(len(prompts))]
         entries = [(0, f"running {name}") for name in names]
         entries += [(_SWAP_STEP, "weights 1"), *((_SWAP_STEP, f"new {name}") for name in names)]
-        schedule = Schedule(recorded=entries, timeout_s=_TIMEOUT_S)
+        schedule = Schedule(recorded=RecordedSchedule(entries, _TIMEOUT_S))
         with closing(self._engine(model_path, schedule, *more)) as engine:
             running = _submit_all(engine, prompts, "running", max_tokens=2 * _SWAP_STEP + 32)
             loading = engine.load_weights(1, unpack_bucket(*bucket))

@@ -62,9 +62,9 @@ async def _take_one_less(original: Any, self: ReplayBuffer, number: int, *given:
     return await original(self, max(1, number - 1), *given)
 
 
-def _batch_as_it_came(original: Any, self: ReplayBuffer, items: Any, *given: Any) -> Any:
-    slots = self._buffer._storage._storage
-    return original(self, sorted(items, key=lambda item: -slots.index(item)), *given)
+def _batch_as_it_came(original: Any, self: ReplayBuffer, items: Any) -> Any:
+    came = self._buffer[:]
+    return sorted(original(self, items), key=lambda item: -came.index(item))
 
 
 def _version_at_the_end(original: Any, self: Generator, group: Any) -> Any:
@@ -190,7 +190,7 @@ RACES = {
     "batch_as_it_came": Race(
         "a batch has its groups in the order in which they came",
         Bound(max_staleness=0, groups_per_step=2, steps=1),
-        *(ReplayBuffer, "_batch", _batch_as_it_came),
+        *(ReplayBuffer, "_remove", _batch_as_it_came),
     ),
     "label_at_the_end": Race(
         "a group is labelled with the version at its end",

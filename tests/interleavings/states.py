@@ -127,7 +127,7 @@ class _World:
         if isinstance(role, Trainer):
             return role.weights, role._held, sorted(role.gathered.items())
         if isinstance(role, ReplayBuffer):
-            live = sorted(item.group for item in role._slots.live.values())
+            live = sorted(item.group for item in role._buffer[:])
             return live, [each.group_id for each in role._dropped], len(role._changed._waiters)
         return role and (role.__dict__.get("_version"), self.shown(role.__dict__.get("_buckets")))
 

@@ -28,20 +28,20 @@ from grpo_components.cluster.handles import (
 )
 from grpo_components.cluster.role import RestartBudget, Role
 from grpo_components.cluster.weight_sync import WeightSync
+from grpo_components.exchange.event_order import Event, EventOrder
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
-from grpo_components.replay.event_order import Event, EventOrder
 from grpo_components.training.step_result import StepResult
 from grpo_tools.books import Books
 from grpo_tools.simulate.simulation import _recipe_class
 
 PURE = {
     *("gather_weights", "train_step", "hold_state", "write_state", "load_state", "read_state"),
-    *("export_weights", "add_logprobs", "acknowledge", "begin_attempt", "refill", "start"),
+    *("export_weights", "add_logprobs", "begin_attempt", "refill", "start"),
 }
 """Calls whose work nobody sees before the caller has the answer: both are one step."""
 WITH_PARTS = {"add", "load_weights"}
@@ -193,7 +193,6 @@ class World:
             self.prompts,
             receipts,
             self.checkpoints,  # type: ignore[arg-type]
-            original=None,
             save_every_n_steps=bound.save_every,
         )
         recipe = self.recipe = _recipe_class()()

@@ -15,7 +15,7 @@ METHODS = {
     "generator_1": ("generate_group", "load_weights", "evaluate", "sleep"),
     "reference_0": ("add_logprobs",),
     "replay_buffer": ("add", "take", "write_state"),
-    "parameter_server": ("push", "newest", "acknowledge"),
+    "parameter_server": ("push", "newest"),
     "trainer_0": ("train_step", "gather_weights", "export_weights", "hold_state", "write_state"),
     "trainer_1": ("train_step", "gather_weights", "export_weights", "hold_state", "write_state"),
 }

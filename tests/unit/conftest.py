@@ -9,12 +9,12 @@ import torch
 
 from grpo_components.data.curriculum import CurriculumRule
 from grpo_components.data.prompt_curriculum import PromptCurriculum
+from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.receipt_chain import ChainedFile
 from grpo_components.records.receipts import Receipts
-from grpo_components.replay.event_order import EventOrder
 
 GROUP_SIZE = 2
 

@@ -18,11 +18,12 @@ from grpo_components.cluster.handles import (
 )
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.errors import RoleFailedError, RoleLostError
+from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import snapshot_checksum
-from grpo_components.replay.event_order import EventOrder
+from grpo_tools.replay.recorded_order import RecordedOrder
 
 pytestmark = pytest.mark.anyio
 
@@ -218,7 +219,7 @@ async def test_in_a_replay_a_step_waits_for_the_end_of_the_evaluation_before_it(
         {"event": "evaluate", "role": "generator_0", "step": 0, "number": 0},
         {"event": "sleep", "step": 1, "number": 1},
     ]
-    order = EventOrder(recorded=recorded, timeout_s=5)
+    order = EventOrder(recording=RecordedOrder(recorded, 5))
     setting = Setting(order)
     training = asyncio.create_task(setting.trainers.train_step(BATCH, np.zeros((B, 2))))
     await pass_some_time()

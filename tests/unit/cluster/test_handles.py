@@ -22,12 +22,13 @@ from grpo_components.cluster.handles import (
     TrainersHandle,
 )
 from grpo_components.errors import RoleFailedError
+from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.replay.event_order import EventOrder
 from grpo_components.trajectory import pack, summarize
+from grpo_tools.replay.recorded_order import RecordedOrder
 
 pytestmark = pytest.mark.anyio
 
@@ -143,7 +144,7 @@ async def test_who_keeps_the_room_for_too_long_is_named_unless_an_evaluation_hol
         assert await setting.generator.has_room()
     setting.generator.role.lost = True
     assert not await setting.generator.has_room()
-    setting.ledger.events = EventOrder(recorded=[{"event": "end", "number": 0}], timeout_s=5)
+    setting.ledger.events = EventOrder(recording=RecordedOrder([], 5))
     assert await setting.generator.has_room()
 
 

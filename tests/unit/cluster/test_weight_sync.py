@@ -21,6 +21,7 @@ from grpo_components.cluster.handles import (
 )
 from grpo_components.cluster.weight_sync import MAX_DELTAS, Pushes, WeightSync
 from grpo_components.errors import DisagreementError, RoleFailedError
+from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 from grpo_components.exchange.staleness import StalenessContract
@@ -33,7 +34,7 @@ from grpo_components.exchange.weights import (
     snapshot_checksum,
     unpack_bucket,
 )
-from grpo_components.replay.event_order import EventOrder
+from grpo_tools.replay.recorded_order import RecordedOrder
 
 pytestmark = pytest.mark.anyio
 
@@ -172,7 +173,6 @@ async def test_pulls_come_every_m_rollouts_once_there_is_something_newer():
         ("generator_0", 2, CHECKSUM, CHECKSUM),
         ("generator_1", 2, CHECKSUM, CHECKSUM),
     ]
-    assert setting.server.acknowledged() == {"generator_0": 2, "generator_1": 2}
 
 
 async def test_a_group_that_needs_newer_weights_pulls_at_once_also_during_an_evaluation():
@@ -322,7 +322,7 @@ def test_a_replay_pulls_where_the_run_did_that_it_repeats(happen, cause):
     assert original.named("pull") == [("generator_0", cause)]
     assert [version for version, _ in original.engines[0].loaded] == [1]
     recorded = [event | {"number": i} for i, event in enumerate(original.events)]
-    replay = Setting(m=1, events=EventOrder(recorded=recorded, timeout_s=9.0))
+    replay = Setting(m=1, events=EventOrder(recording=RecordedOrder(recorded, 9.0)))
     asyncio.run(happen(replay))
     assert replay.ledger.events.summary()
     assert replay.engines[0].loaded == original.engines[0].loaded
@@ -355,7 +355,7 @@ async def test_a_pull_that_a_restart_cancels_is_made_again_if_the_restart_loaded
     await first.step()
     await first.weights.pull(first.generators[0], "group 0")
     recorded = [event | {"number": i} for i, event in enumerate(first.events)]
-    order = EventOrder(recorded=recorded, timeout_s=9.0)
+    order = EventOrder(recording=RecordedOrder(recorded, 9.0))
     replay = Setting(num_generators=1, events=order)
     await replay.step()
     pulling = asyncio.create_task(replay.weights.pull(replay.generators[0], "group 0"))
@@ -372,13 +372,12 @@ async def test_a_group_whose_generator_restarts_while_it_pulls_starts_with_no_ol
     await setting.step()
     generator, entry = setting.generators[0], await setting.ledger.admit("generator_0", 1)
     entry.needed_version = 1
-    acknowledge = setting.server.acknowledge
 
-    def restarts_before_the_answer(name, version):
-        acknowledge(name, version)
-        generator.version = 0
+    def restarts_after_the_load(event):
+        if event["event"] == "load":
+            generator.version = 0
 
-    setting.server.acknowledge = restarts_before_the_answer
+    setting.ledger.events.listen(restarts_after_the_load)
     await setting.weights.pull_if_due(generator, entry)
     assert entry.start_version == entry.needed_version == 1
 

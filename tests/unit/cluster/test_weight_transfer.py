@@ -7,7 +7,7 @@ from lib.role import stand_in_role, waits_of
 
 from grpo_components.cluster.weight_transfer import _GRACE_S, WeightTransfer
 from grpo_components.errors import RoleFailedError
-from grpo_components.rollout.relayed_client import RelayedClient
+from grpo_components.training.relayed_client import RelayedClient
 
 pytestmark = pytest.mark.anyio
 

@@ -7,8 +7,8 @@ from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
 from grpo_components.config import role_arguments
+from grpo_components.config.replayed import available_cpus
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.replay.recorded_run import available_cpus
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def arguments():
 def test_threads_are_those_of_the_config_or_the_cores_over_the_roles(
     settings_with, arguments, given, trainer, generator
 ):
-    share = max(1, available_cpus(None) // 4)
     cfg = settings_with(num_trainers=2, num_generators=1, cpu_threads=given)
+    share = max(1, available_cpus(cfg) // 4)
     roles = arguments(cfg)
     threads = [each["cpu_threads"] for each in (roles.trainer, roles.generator, roles.reference)]
     assert threads == [trainer or share, generator or share, share]

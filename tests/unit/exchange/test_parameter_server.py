@@ -1,4 +1,4 @@
-"""The parameter server: only newer versions, only published ones acknowledged."""
+"""The parameter server: only newer versions, and to each generator what it lacks."""
 
 import pytest
 
@@ -26,12 +26,3 @@ def test_a_push_that_is_not_newer_is_refused(version):
     server.push(3, [], [])
     with pytest.raises(ValueError, match=f"version {version} .* 3"):
         server.push(version, [], [])
-
-
-def test_acknowledgements_are_kept_by_generator_and_cannot_be_ahead():
-    server = VLLMParameterServer()
-    server.push(2, [], [])
-    server.acknowledge("generator_0", 2)
-    assert server.acknowledged() == {"generator_0": 2}
-    with pytest.raises(ValueError, match=r"^generator_1: .* 3, .* 2"):
-        server.acknowledge("generator_1", 3)

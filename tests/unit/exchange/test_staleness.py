@@ -193,7 +193,6 @@ class Run:
             self.prompts,
             self.receipts,
             self,
-            original=None,
             save_every_n_steps=3,
         )
         self.generators = [Generator(f"generator_{i}", v) for i, v in enumerate(s.speeds)]

@@ -29,7 +29,7 @@ from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.checkpoint_folder import latest, point_latest
-from grpo_components.records.checkpoints import Checkpoints
+from grpo_components.records.journal import Checkpoints
 from grpo_components.records.run_folder import lock_folder, new_identity
 from grpo_components.settings import Settings
 from grpo_components.state_files import read_state

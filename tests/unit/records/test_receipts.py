@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.receipts import Receipts
-from grpo_components.replay.event_order import EventOrder
 
 SETTINGS = {"max_staleness": 1, "groups_per_step": 2, "group_size": 2}
 

@@ -16,12 +16,12 @@ from omegaconf import OmegaConf
 from grpo_components._plugin import recipes_folder
 from grpo_components.config.open_run import open_log
 from grpo_components.errors import RoleFailedError
+from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records import run_log
 from grpo_components.records.receipts import Receipts
 from grpo_components.records.run_log import Phases, RunLog, RunTotals
-from grpo_components.replay.event_order import EventOrder
 from grpo_tools.report import page
 from grpo_tools.report.page import write_report
 

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from grpo_components.errors import ReplayError
-from grpo_components.replay.event_order import EventOrder
+from grpo_components.exchange.event_order import EventOrder
+from grpo_tools.replay.recorded_order import RecordedOrder
 
 
 def live():
@@ -25,7 +26,7 @@ def recorded(*groups):
 
 
 def replay(events, timeout_s=20.0):
-    return EventOrder(recorded=events, timeout_s=timeout_s)
+    return EventOrder(recording=RecordedOrder(events, timeout_s))
 
 
 def test_a_live_run_waits_for_nobody_and_tells_every_listener():
@@ -135,3 +136,14 @@ def test_what_should_happen_in_a_replay_is_in_the_recording_and_not_in_its_own_s
     assert not order.should_happen("pull", True, role="generator_1", cause="group 3")
     order.record("pull", role="generator_0", cause="group 3")
     assert not order.should_happen("pull", True, role="generator_0", cause="group 3")
+
+
+def test_the_weights_that_a_replay_loads_are_compared_with_the_recorded_ones():
+    order, log = live()
+    order.note("load", role="generator_0", version=2, checksum="abc")
+    again = replay(log)
+    for version, checksum in ((2, "abc"), (3, "def")):  # of version 3 the recording says nothing
+        again.note("load", role="generator_0", version=version, checksum=checksum)
+    with pytest.raises(ReplayError) as error:
+        again.note("load", role="generator_0", version=2, checksum="def")
+    assert all(part in str(error.value) for part in ("step 3", "version 2", "abc", "def"))

@@ -22,25 +22,21 @@ from omegaconf import OmegaConf
 
 from grpo_components._plugin import recipes_folder
 from grpo_components.config.reading import read_settings
+from grpo_components.config.replayed import available_cpus
 from grpo_components.errors import ConfigError, ReplayError, ReplayStop
+from grpo_components.exchange.event_order import FORMAT, EventOrder
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
-from grpo_components.replay.recorded_run import (
-    FORMAT,
-    available_cpus,
-    open_event_order,
-    read_events,
-    read_original,
-)
-from grpo_components.replay.replay_check import check_replay
-from grpo_components.replay.schedule import STOP, open_schedule
+from grpo_components.rollout.schedule import STOP, open_schedule
 from grpo_components.training.step_result import StepResult
 from grpo_components.trajectory import pack, summarize
 from grpo_tools.audit.__main__ import audit
+from grpo_tools.replay.check import check_replay
+from grpo_tools.replay.recorded_run import Replay, read_events
 
 # ---- whole runs with fakes of the roles ---------------------------------------------------------
 
@@ -90,9 +86,9 @@ def mixed(*values):
 class Engine:
     """Samples as a real one does: what enters before which step decides every token."""
 
-    def __init__(self, number, folder, replayed, pace):
-        replayed = replayed and str(replayed / "logs")
-        self.schedule = open_schedule(number, str(folder / "logs"), replayed, 20.0)
+    def __init__(self, number, folder, replay, pace):
+        recorded = replay and replay.read_schedule
+        self.schedule = open_schedule(str(folder / "logs"), recorded, number=number)
         self.pace, self.loop = pace, asyncio.get_running_loop()
         self.weights, self.version, self.running = 0, 0, {}
         self.thread = threading.Thread(target=self.run)
@@ -162,7 +158,7 @@ class Run:
     """The recipe's loops around the real ledger, buffer, receipts, events and schedules."""
 
     def __init__(self, plan, folder, seed, replayed=None, replay_until=None, before=None):
-        self.plan, self.folder, self.replayed = plan, folder, replayed
+        self.plan, self.folder, self.replay = plan, folder, replayed and Replay(replayed, 40.0)
         self.random, self.before = random.Random(seed), before
         (folder / "logs").mkdir(parents=True, exist_ok=before is not None)
         contract = StalenessContract(plan.max_staleness, plan.groups_per_step)
@@ -171,30 +167,24 @@ class Run:
         self.ledger = Ledger(contract, NUM_STEPS, prompts)
         if plan.reuses and plan.max_staleness:
             self.ledger.reuse = GroupReuse(contract, 0.5, 3)
-        cfg = OmegaConf.create(
-            {
-                "output_dir": str(folder),
-                "replay_events": replayed and str(replayed),
-                "timeouts": {"rollout_s": 20.0},
-            }
-        )
-        original = replayed and read_original(str(replayed))
         attempt, self.groups = int(before is not None), {}
         if before:
             self.ledger.load_state_dict(before[0])
-        self.events = self.ledger.events = open_event_order(cfg, attempt, original)
+        self.events = EventOrder(attempt, self.replay and self.replay.order)
+        self.ledger.events = self.events
         self.buffer = ReplayBuffer(contract=contract, timeout_s=20)
         settings = {
             "max_staleness": plan.max_staleness,
             "groups_per_step": plan.groups_per_step,
             "group_size": GROUP_SIZE,
+            "cpus": 1,
             **self.ledger.reuse.describe(),
         }
         receipts = Receipts(folder / "receipts.jsonl", self.ledger, attempt, settings)
         self.checkpoints = Checkpoints(self)
         parts = (MagicMock(), self.ledger, MagicMock(), receipts, self.checkpoints)
         options = {"save_every_n_steps": NUM_STEPS + 1, "replay_until": replay_until}
-        self.journal = Journal(*parts, original=original, **options)
+        self.journal = Journal(*parts, **options)
         self.weights = before[2] if before else 0
         self.served, self.server = (0, 0), asyncio.Lock()
         self.trained, self.spanning = [], 0
@@ -202,7 +192,7 @@ class Run:
     async def main(self):
         pace = random.Random(self.random.random())
         engines = [
-            Engine(number, self.folder, self.replayed, pace)
+            Engine(number, self.folder, self.replay, pace)
             for number in range(self.plan.num_generators)
         ]
         self.generators = [Generator(i, e, self.events.lock()) for i, e in enumerate(engines)]
@@ -374,6 +364,15 @@ async def make_and_run(*args, objective="recorded", **kwargs):
     return run
 
 
+def hashes_of(folder):
+    return [event["batch_hash"] for event in read_events(folder) if event["event"] == "step"]
+
+
+def checksums_of(folder):
+    loads = [event for event in read_events(folder) if event["event"] == "load"]
+    return {event["version"]: event["checksum"] for event in loads}
+
+
 def plain(events):
     ordered = [e for e in events if e["event"] not in ("start", "load")]
     return [{k: v for k, v in e.items() if k not in ("time", "number", "chain")} for e in ordered]
@@ -387,7 +386,7 @@ def test_any_run_is_replayed_to_the_same_weights_at_any_pace(plan, seed, other_s
         first = asyncio.run(make_and_run(plan, folders[0], seed))
         second = asyncio.run(make_and_run(plan, folders[1], other_seed, folders[0]))
         logs = [plain(read_events(folder)) for folder in folders]
-        hashes = [read_original(str(folder)).batch_hashes for folder in folders]
+        hashes = [hashes_of(folder) for folder in folders]
     assert first.summary == "" and second.summary.endswith("events in the recorded order")
     assert logs[0] == logs[1]
     assert len(hashes[0]) == NUM_STEPS and hashes[0] == hashes[1]
@@ -415,16 +414,16 @@ def test_a_replay_of_some_steps_is_resumed_with_another_objective(plan, until, s
         before, last = first.checkpoints.saved, folders[1]
         options = {"before": before, "objective": "another"}
         second = asyncio.run(make_and_run(plan, last, seed + 2, **options))
-        original, there = (read_original(str(folder)) for folder in folders)
+        hashes = [hashes_of(folder) for folder in folders]
+        original, there = (checksums_of(folder) for folder in folders)
         report, summary = audit(folders[1] / "receipts.jsonl")
     assert report.broken.keys() <= {"config"}, (report.broken, summary)  # it has no config
-    hashes = [[run.batch_hashes[step] for step in range(1, until + 1)] for run in (original, there)]
-    assert hashes[0] == hashes[1]
-    same = original.checksums.keys() & there.checksums.keys()
+    assert hashes[0][:until] == hashes[1][:until]
+    same = original.keys() & there.keys()
     version = before[0]["policy_version"]
-    assert all(original.checksums[v] == there.checksums[v] for v in same if v <= version)
-    assert second.ledger.finished and len(there.batch_hashes) == NUM_STEPS
-    assert not any(original.checksums[v] == there.checksums[v] for v in same if v > version)
+    assert all(original[v] == there[v] for v in same if v <= version)
+    assert second.ledger.finished and len(hashes[1]) == NUM_STEPS
+    assert not any(original[v] == there[v] for v in same if v > version)
 
 
 def test_a_batch_that_differs_is_told_with_its_step(tmp_path):
@@ -477,7 +476,7 @@ def test_a_finished_run_can_be_replayed_by_its_folder_or_its_log_and_with_other_
     for more in ("", "/receipts.jsonl"):
         given = values | {"replay_events": values["replay_events"] + more}
         check(given)
-        assert available_cpus(given["replay_events"]) == 5
+        assert available_cpus(read_settings(given)) == 5
 
 
 def test_the_base_model_may_lie_elsewhere(values):

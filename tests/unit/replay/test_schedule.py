@@ -3,11 +3,17 @@
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
 from grpo_components.errors import ReplayError
-from grpo_components.replay.schedule import STOP, Schedule, open_schedule, schedule_file
+from grpo_components.rollout.schedule import STOP, Schedule, open_schedule, schedule_file
+from grpo_tools.replay.recorded_schedule import RecordedSchedule, read_schedule
+
+
+def replay(*entries, timeout_s=10.0, **options):
+    return Schedule(recorded=RecordedSchedule(entries, timeout_s, **options))
 
 
 def entered(schedule, steps):
@@ -20,7 +26,7 @@ def entered(schedule, steps):
 
 
 def test_a_new_run_takes_what_has_come_and_writes_it_down(tmp_path):
-    schedule = open_schedule(1, str(tmp_path), None, 0.0)
+    schedule = open_schedule(str(tmp_path), number=1)
     schedule.put("group 3 sample 0", "a")
     schedule.put("weights 2", "b")
     assert entered(schedule, [0, 1]) == [(0, "a"), (0, "b")]
@@ -38,7 +44,7 @@ def test_a_new_run_takes_what_has_come_and_writes_it_down(tmp_path):
 
 
 def test_weights_of_an_idle_engine_are_written_before_it_waits(tmp_path):
-    schedule = open_schedule(0, str(tmp_path), None, 0.0)
+    schedule = open_schedule(str(tmp_path))
     schedule.put("weights 1", "w")
     assert schedule.take(0, idle=True) == "w"
     with ThreadPoolExecutor(1) as threads:
@@ -50,14 +56,14 @@ def test_weights_of_an_idle_engine_are_written_before_it_waits(tmp_path):
 
 
 def test_of_several_commands_with_one_name_the_first_is_taken_first():
-    schedule = Schedule(None, [(0, "group 0 sample 0"), (1, "group 0 sample 0")], timeout_s=1.0)
+    schedule = replay((0, "group 0 sample 0"), (1, "group 0 sample 0"))
     schedule.put("group 0 sample 0", "first turn")
     schedule.put("group 0 sample 0", "second turn")
     assert entered(schedule, [0, 1]) == [(0, "first turn"), (1, "second turn")]
 
 
 def test_a_command_that_does_not_come_ends_the_wait_with_what_is_there_instead():
-    schedule = Schedule(None, [(4, "weights 3"), (4, "group 0 sample 0")], timeout_s=0.01)
+    schedule = replay((4, "weights 3"), (4, "group 0 sample 0"), timeout_s=0.01)
     schedule.put("group 0 sample 0", "g")
     assert schedule.take(3, idle=False) is None
     with pytest.raises(ReplayError) as error:
@@ -67,7 +73,7 @@ def test_a_command_that_does_not_come_ends_the_wait_with_what_is_there_instead()
 
 
 def test_a_command_that_the_recorded_run_never_had_is_refused_at_once():
-    schedule = Schedule(None, [(0, "weights 3")], timeout_s=10.0)
+    schedule = replay((0, "weights 3"))
     schedule.put("weights 3", "w")
     for name in ("weights 4", "weights 3"):
         with pytest.raises(ReplayError, match=f"had no {name} here"):
@@ -75,7 +81,7 @@ def test_a_command_that_the_recorded_run_never_had_is_refused_at_once():
 
 
 def test_an_engine_that_runs_dry_where_the_recorded_one_went_on_has_diverged():
-    schedule = Schedule(None, [(9, "group 5 sample 0")], timeout_s=10.0)
+    schedule = replay((9, "group 5 sample 0"))
     with pytest.raises(ReplayError, match=r"dry before its step 7; .* group 5 sample 0 .* step 9"):
         schedule.take(7, idle=True)
 
@@ -83,7 +89,7 @@ def test_an_engine_that_runs_dry_where_the_recorded_one_went_on_has_diverged():
 @pytest.mark.parametrize("idle", [False, True])
 @pytest.mark.parametrize("recorded", [[], [(0, "weights 1")], [(5, "weights 1")]])
 def test_an_engine_can_be_stopped_in_the_middle_of_a_replay(recorded, idle):
-    schedule = Schedule(None, recorded, timeout_s=10.0)
+    schedule = replay(*recorded)
     schedule.put(STOP, "end")
     assert schedule.take(0, idle) == "end"
 
@@ -92,7 +98,7 @@ def test_each_life_of_a_killed_generator_keeps_its_own_schedule(tmp_path):
     """One that ended before its engine was built has none; a torn line is of no life."""
     first, second = tmp_path / "first", tmp_path / "second"
     for life, names in ((0, ["a", "b"]), (2, ["b", "c"])):
-        schedule = open_schedule(0, str(first), None, 0.0, life)
+        schedule = open_schedule(str(first), restart_count=life)
         for name in names:
             schedule.put(name, name)
         assert entered(schedule, [0]) == [(0, name) for name in names]
@@ -101,24 +107,25 @@ def test_each_life_of_a_killed_generator_keeps_its_own_schedule(tmp_path):
             with schedule_file(first, 0).open("a") as file:
                 file.write('{"step": 1, "ent')
 
-    def replayed(life, folder=None):
-        return open_schedule(0, folder and str(folder), str(first), 0.5, life)
+    def replayed(life):
+        recorded = partial(read_schedule, str(first), 0.5)
+        return open_schedule(str(second), recorded, restart_count=life)
 
     for life, names in ((0, ["a", "b"]), (1, []), (2, ["b", "c"])):
-        schedule = replayed(life, second)
+        schedule = replayed(life)
         for name in ["c", "b", "a"]:
             if life < 2 or name != "a":
                 schedule.put(name, name)  # a killed one may get more than the recorded one took
         assert entered(schedule, [0, 1]) == [(0, name) for name in names]
         schedule.close()
-    with pytest.raises(ReplayError, match="had no a here"):
-        replayed(2).put("a", "a")
     kept = [json.loads(line) for line in schedule_file(second, 0).open()]
     assert [line["life"] for line in kept if "life" in line] == [0, 1, 2]
+    with pytest.raises(ReplayError, match="had no a here"):
+        replayed(2).put("a", "a")
 
 
 def test_a_killed_engine_waits_or_goes_on_after_its_last_command():
-    schedule = Schedule(None, [(0, "a")], timeout_s=0.01, killed=True)
+    schedule = replay((0, "a"), timeout_s=0.01, killed=True)
     schedule.put("a", "a")
     assert entered(schedule, range(5)) == [(0, "a")]
     with ThreadPoolExecutor(1) as threads:
@@ -129,7 +136,7 @@ def test_a_killed_engine_waits_or_goes_on_after_its_last_command():
 
 
 def test_what_was_never_taken_is_given_back():
-    schedule = Schedule(None, [(0, "weights 1"), (1, "weights 2")], timeout_s=1.0)
+    schedule = replay((0, "weights 1"), (1, "weights 2"))
     schedule.put("weights 2", "b")
     schedule.put("weights 1", "a")
     assert schedule.take(0, idle=False) == "a"
@@ -139,4 +146,4 @@ def test_what_was_never_taken_is_given_back():
 def test_a_replay_reads_a_probe_as_long_as_the_recorded_one(tmp_path):
     life = {"life": 0, "probe_tokens": 24}
     (tmp_path / "schedule_generator_0.jsonl").write_text(json.dumps(life) + "\n")
-    assert open_schedule(0, None, str(tmp_path), 0.05).probe_tokens == 24
+    assert Schedule(recorded=read_schedule(str(tmp_path), 0.05)).probe_tokens == 24

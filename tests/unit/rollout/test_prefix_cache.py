@@ -11,7 +11,8 @@ import pytest
 from lib import real_engine
 from lib.real_engine import weights
 
-from grpo_components.replay.schedule import Schedule
+from grpo_components.rollout.schedule import Schedule
+from grpo_tools.replay.recorded_schedule import RecordedSchedule
 
 LONG = np.random.default_rng(0).integers(1, 255, 300).tolist()
 SHORT = LONG[:100]
@@ -29,7 +30,7 @@ def assert_same(left, right):
 
 def scheduled(*entries):
     """A schedule that lets each command in before the engine step that it names."""
-    return Schedule(recorded=entries, timeout_s=60)
+    return Schedule(recorded=RecordedSchedule(entries, 60))
 
 
 @pytest.fixture

@@ -6,8 +6,9 @@ import torch
 from lib.real_engine import ask, done, logprobs_of
 
 from grpo_components.models.lora import pushed_shapes
-from grpo_components.replay.schedule import Schedule
+from grpo_components.rollout.schedule import Schedule
 from grpo_components.settings import LoraSettings
+from grpo_tools.replay.recorded_schedule import RecordedSchedule
 
 LORA = LoraSettings(rank=4, alpha=8.0, target_modules=("q_proj", "v_proj", "gate_proj"))
 PREFIX = "base_model.model."
@@ -42,7 +43,7 @@ def test_running_requests_go_on_with_each_new_adapter(make_engine, checkpoints, 
     prompts = [[5, 6, 7, number] for number in range(2)]
     entries = [(0, "request 0"), *((step, f"weights {v}") for step, v in SWAPS.items())]
     entries.append((32, "request 1"))
-    schedule = Schedule(recorded=entries, timeout_s=60)
+    schedule = Schedule(recorded=RecordedSchedule(entries, 60))
     engine = make_engine(
         base, recompute_kv_after_pull=True, schedule=schedule, lora=LORA, workers=workers
     )

@@ -21,9 +21,10 @@ from lib.real_engine import (
 from grpo_components.exchange.weight_probe import PROBE_IDS
 from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
-from grpo_components.replay.schedule import Schedule, open_schedule
+from grpo_components.rollout.schedule import Schedule, open_schedule
 from grpo_components.settings import LoraSettings
 from grpo_components.trajectory import TokenSequence
+from grpo_tools.replay.recorded_schedule import RecordedSchedule, read_schedule
 
 
 def test_weights_loaded_into_a_running_engine_are_those_of_a_fresh_one(make_engine, checkpoints):
@@ -141,7 +142,7 @@ def test_a_replayed_schedule_gives_the_same_bits_whenever_requests_and_weights_c
         return ask(engine, PROMPTS[number], size, seed=number, stop_token_ids=[0], name=name)
 
     first, second = (str(tmp_path / name) for name in ("first", "second"))
-    engine = make_engine(checkpoints / "tied_A", schedule=open_schedule(0, first, None, 0))
+    engine = make_engine(checkpoints / "tied_A", schedule=open_schedule(first))
     early = [begin(engine, i) for i in range(4)]
     ask(engine, [9, 9], 15, name="clock").result()
     engine.load_weights(1, new).result()
@@ -149,7 +150,8 @@ def test_a_replayed_schedule_gives_the_same_bits_whenever_requests_and_weights_c
     assert any({0, 1} <= set(c.token_versions.tolist()) for c in recorded), "nothing spans the swap"
 
     engine.close()
-    engine = make_engine(checkpoints / "tied_A", schedule=open_schedule(0, second, first, 60))
+    schedule = open_schedule(second, partial(read_schedule, first, 60))
+    engine = make_engine(checkpoints / "tied_A", schedule=schedule)
     loading = engine.load_weights(1, new)
     late = {i: begin(engine, i) for i in reversed(range(8))}
     clock = ask(engine, [9, 9], 15, name="clock")
@@ -170,7 +172,7 @@ def test_a_replay_without_what_comes_next_ends_the_engine_with_its_name(
         '{"life": 0, "probe_tokens": 0}\n'
         '{"step": 0, "entered": ["group 7 sample 0", "a request"]}\n'
     )
-    schedule = open_schedule(0, None, str(tmp_path), 0.05)
+    schedule = Schedule(recorded=read_schedule(str(tmp_path), 0.05))
     engine = make_engine(checkpoints / "tied_A", schedule=schedule)
     asked = ask(engine, [1, 2], 4)
     with pytest.raises(EngineStoppedError, match=r"0\.05 s.*group 7 sample 0"):
@@ -286,7 +288,7 @@ def test_a_swap_gives_the_weight_probe_by_the_new_weights_while_requests_run(
 
 
 def test_of_two_swaps_before_one_step_each_has_its_own_reading(make_engine, checkpoints):
-    both = Schedule(recorded=[(0, "weights 1"), (0, "weights 2")], timeout_s=60)
+    both = Schedule(recorded=RecordedSchedule([(0, "weights 1"), (0, "weights 2")], 60))
     engine = make_engine(checkpoints / "tied_A", schedule=both)
     pulls = [
         engine.load_weights(version, weights(checkpoints / name))

@@ -11,7 +11,7 @@ from lib.nccl_on_cpu import nccl_on_cpu
 from lib.real_engine import assert_same, done, submit, under_way, weights
 
 from grpo_components.exchange.weights import pack_bucket
-from grpo_components.rollout import open_sender, relayed_client
+from grpo_components.training import open_sender, relayed_client
 
 LIMIT_S = 60
 

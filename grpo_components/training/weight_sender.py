@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from grpo_components.exchange.weights import Manifest, TensorEntry
 from grpo_components.rendezvous import open_rendezvous
-from grpo_components.rollout.relayed_client import RelayedClient, Request
+from grpo_components.training.relayed_client import RelayedClient, Request
 
 
 class SnapshotSource(WeightSource):

@@ -9,10 +9,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from grpo_components.config.replayed import run_folder
 from grpo_components.errors import fail, shown
-from grpo_components.replay.recorded_run import FORMAT, read_events, run_folder
-from grpo_components.replay.schedule import schedule_file
+from grpo_components.exchange.event_order import FORMAT
+from grpo_components.rollout.schedule import schedule_file
 from grpo_components.settings import Settings
+from grpo_tools.replay.recorded_run import read_events
 
 FREE = (
     *("output_dir", "log_level", "replay_events", "gpus_per_generator", "gpus_per_trainer"),

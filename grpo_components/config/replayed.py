@@ -1,0 +1,45 @@
+"""Builds what repeats a recorded run, if a config names one, by a tool that is loaded only then."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_components.settings import Settings
+
+if TYPE_CHECKING:
+    from grpo_tools.replay.recorded_run import Replay
+
+
+def run_folder(replay_events: str) -> Path:
+    """Return the folder of the run; `replay_events` names this folder or the receipts in it."""
+    path = Path(replay_events).resolve()
+    return path.parent if path.name == "receipts.jsonl" else path
+
+
+def replay_of(cfg: Settings) -> Replay | None:
+    """Read the run that is replayed; None in a live run."""
+    if cfg.replay_events is None:
+        return None
+    from grpo_tools.replay.recorded_run import Replay
+
+    return Replay(run_folder(cfg.replay_events), cfg.timeouts.rollout_s)
+
+
+def check_replay(cfg: Settings, read: Callable[[Mapping[str, Any]], Settings]) -> None:
+    """Refuse a `replay_events` whose run cannot be replayed, at all or with this config."""
+    if cfg.replay_events is not None or cfg.replay_until is not None:
+        from grpo_tools.replay import check
+
+        check.check_replay(cfg, read)
+
+
+def available_cpus(cfg: Settings) -> int:
+    """Return how many CPUs the roles share: as many as this machine has, or the replayed run had.
+
+    It sets the number of threads, which decides how sums are split, and so their last bits.
+    """
+    replay = replay_of(cfg)
+    return replay.cpus if replay else len(os.sched_getaffinity(0))

@@ -1,0 +1,119 @@
+"""The order of a run's scheduling events: free in a live run; a replay brings the recorded one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+Event = dict[str, Any]
+"""Name (`event`), `attempt` and fields of one event; a line of receipts.jsonl adds more."""
+Listener = Callable[[Event], None]
+FORMAT = 4
+"""Format version of receipts and schedules."""
+
+
+class Recording(Protocol):
+    """The recorded order that a replay keeps (`grpo_tools/replay/recorded_order.py`)."""
+
+    async def wait_turn(self, event: str, fields: Mapping[str, Any]) -> bool:
+        """Wait until an event may happen; return whether the recording has it."""
+        ...
+
+    def repeat(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Compare an event, whose turn it must be, with the recorded one; go on to the next."""
+        ...
+
+    def compare(self, event: Event) -> None:
+        """Compare what an event trained or loaded with what the recorded one did."""
+        ...
+
+    def has(self, event: str, fields: Mapping[str, Any]) -> bool:
+        """Return whether an event is still to come."""
+        ...
+
+    def next(self, matches: Callable[[Event], bool]) -> Event | None:
+        """Return the next event that matches."""
+        ...
+
+    def summary(self) -> str:
+        """Return what was repeated; raise an error if it is not all."""
+        ...
+
+
+class EventOrder:
+    """Hands every scheduling event to its listeners; in a replay, in the recorded order only.
+
+    In a live run, an event may happen at any time. In a replay, an event waits for its turn and
+    must have the recorded fields; otherwise the replay ends with a ReplayError. All calls come from
+    one event loop.
+    """
+
+    def __init__(
+        self,
+        attempt: int = 0,
+        recording: Recording | None = None,
+        listeners: Iterable[Listener] = (),
+    ) -> None:
+        self.attempt, self._recording = attempt, recording
+        self._listeners = [*([recording.compare] if recording else ()), *listeners]
+
+    @property
+    def replaying(self) -> bool:
+        """Whether this is a replay."""
+        return self._recording is not None
+
+    def listen(self, listener: Listener) -> None:
+        """Add a listener for all further events; it is called after the earlier listeners."""
+        self._listeners.append(listener)
+
+    async def wait_turn(self, event: str, **identity: Any) -> bool:
+        """Wait until an event may happen; in a live run it always may."""
+        return self._recording is None or await self._recording.wait_turn(event, identity)
+
+    def replay_wait(self, event: str, **identity: Any) -> Callable[[], Awaitable[bool]] | None:
+        """Return a function that waits for the turn of an event in a replay; None in a live run.
+
+        It is for callers that have to watch something else while they wait.
+        """
+        return partial(self.wait_turn, event, **identity) if self.replaying else None
+
+    def record(
+        self, event: str, outcome: Mapping[str, Any] | None = None, /, **fields: Any
+    ) -> None:
+        """Record an ordered event and let the next one happen.
+
+        In a replay, the event's turn must have come: no await may lie between `wait_turn` and this
+        call. What is in `outcome` need not be as in the recorded run.
+        """
+        if self._recording is not None:
+            self._recording.repeat(event, fields)
+        self.note(event, **fields, **(outcome or {}))
+
+    async def take(self, event: str, **fields: Any) -> None:
+        """Wait for the turn of an ordered event and record it; see `record`."""
+        await self.wait_turn(event, **fields)
+        self.record(event, **fields)
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Record an event whose place in the order a replay does not repeat."""
+        for listener in self._listeners:
+            listener({"event": event, "attempt": self.attempt, **fields})
+
+    def should_happen(self, event: str, default: bool, **identity: Any) -> bool:
+        """Return `default` in a live run; in a replay, whether the event is to be repeated."""
+        return default if self._recording is None else self._recording.has(event, identity)
+
+    def next_recorded(self, matches: Callable[[Event], bool]) -> Event | None:
+        """Return the next recorded event that matches; None in a live run, or if none is left."""
+        return self._recording.next(matches) if self._recording else None
+
+    def lock(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        """Return a lock; in a replay one that never locks, since the recorded order replaces it."""
+        return contextlib.nullcontext() if self.replaying else asyncio.Lock()
+
+    def summary(self) -> str:
+        """Return how many events a replay has repeated to its end; empty for a live run."""
+        return self._recording.summary() if self._recording else ""
