@@ -9,7 +9,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -19,11 +19,13 @@ RECIPE = "async_grpo_full_finetune_distributed"
 """Name of our recipe."""
 
 
-def main() -> Any:
-    """Run torchtune's command; a run of ours answers before torch is imported."""
+def main(check: Callable[[], None] | None = None) -> Any:
+    """Run torchtune's command; a run of ours answers before torch is imported, and is checked."""
     if is_run_of_ours(sys.argv):
         _begin()
     gc.disable()  # it takes a fifth of the imports' time
+    if check is not None:
+        check()
     from torchtune._cli.tune import main as tune
 
     gc.enable()

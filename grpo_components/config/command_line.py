@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -16,87 +17,55 @@ from yaml import YAMLError
 from grpo_components._plugin import config_files, recipes_folder
 from grpo_components._tune_run import RECIPE
 from grpo_components._tune_run import main as tune
-from grpo_components.config.reading import plain_values, read_settings
-from grpo_components.errors import ConfigError, fail, shown
+from grpo_components.config.preflight import check_values_and_files, check_what_is_imported
+from grpo_components.config.reading import merge_overrides
+from grpo_components.errors import ConfigError
+from grpo_components.settings import Settings
 
+T = TypeVar("T")
 _RESUME = "resume_from_checkpoint"
 
 
 def main() -> Any:
-    """Run torchtune's command `tune`; a run of ours with a wrong value ends before any import."""
-    if sys.argv[1:2] == ["run"] and (problem := wrong_value(sys.argv[2:])):
-        sys.stderr.write(f"config error: {problem}\n")
-        sys.exit(2)
-    return tune()
+    """Run torchtune's command `tune`; a wrong config ends a run of ours before Ray is imported."""
+    words = sys.argv[2:] if sys.argv[1:2] == ["run"] else []
+    settings = _or_exit(check_early, words)
+    return tune(partial(_or_exit, check_what_is_imported, settings) if settings else None)
 
 
-def _reads_config_as_given(recipe: Path) -> bool:
-    """Whether a fork leaves the config as given; one that changes it says what is wrong."""
+def check_early(words: Sequence[str]) -> Settings | None:
+    """Check values and files of a command `tune run ...`; None if only torchtune can read it."""
+    given = _given(words)
+    return None if given is None else check_values_and_files(given)
+
+
+def _or_exit(check: Callable[[Any], T], given: Any) -> T:
     try:
-        return b"preflight.read_config(given)" in recipe.read_bytes()
-    except (OSError, ValueError):
-        return False
+        return check(given)
+    except ConfigError as error:
+        sys.stderr.write(f"config error: {error}\n")
+        sys.exit(2)
 
 
-def merge_overrides(given: dict[str, Any], overrides: Sequence[str]) -> DictConfig:
-    """Merge a config with overrides as torchtune does, which refuses `=` in a value.
+def _given(words: Sequence[str]) -> DictConfig | None:
+    """Return the config of a command `tune run ...`; None where only torchtune or a fork can say.
 
-    `loss=<path>` sets `loss._component_`, whether or not the config has one there.
+    A fork that changes the config, or where components come from, says itself what is wrong.
     """
-    merged: list[Any] = [given]
-    for override in overrides:
-        key, separator, value = override.partition("=")
-        if key.startswith("~"):
-            try:
-                _remove(given, *key[1:].split("."))
-            except (KeyError, ValueError, TypeError):
-                fail(key, "cannot be removed", f"a key of the config; a component: {key[1:]}=null")
-            continue
-        if not (key and separator):
-            fail("overrides", f"{override} given", "key=value")
-        rewards = given.get("rewards") or {}
-        if value == "null" and key.startswith("rewards.") and key.split(".")[1] not in rewards:
-            fail(key, "null given, and the config has no such reward", ", ".join(rewards))
-        node = given.get(key)
-        has_component = isinstance(node, Mapping) and "_component_" in node
-        if has_component or (key == "loss" and not value.startswith("{")):
-            key += "._component_"
-        if "max_filename" in key:
-            value = f"!!str {value}"  # else 00003 would be a number
-        try:
-            merged.append(OmegaConf.from_dotlist([f"{key}={'null' if value == 'None' else value}"]))
-        except YAMLError as error:
-            problem = f"{shown(value)} given: {getattr(error, 'problem', error)}"
-            fail(key, problem, "YAML, with a text of several signs in quotes")
-    return cast(DictConfig, OmegaConf.merge(*merged))
-
-
-def _remove(section: dict[str, Any], name: str, *rest: str) -> None:
-    """Remove a key, and sections that are empty then; as in torchtune, no component."""
-    if rest:
-        _remove(section[name], *rest)
-    if not (rest and section[name]):
-        if isinstance(section[name], Mapping) and "_component_" in section[name]:
-            raise ValueError(name)
-        del section[name]
-
-
-def wrong_value(words: Sequence[str]) -> str:
-    """Return what is wrong with the config of a command `tune run ...`; empty if it cannot say."""
     if len(words) < 3 or words[1] != "--config" or any(word[:1] == "-" for word in words[2:]):
-        return ""
+        return None
     recipe, _, name, *overrides = words
-    if recipe != RECIPE and not _reads_config_as_given(Path(recipe)):
-        return ""
     path = config_files(recipes_folder() / "configs").get(name, name)
     try:
+        text = b"read_config(given)" if recipe == RECIPE else Path(recipe).read_bytes()
+        if b"read_config(given)" not in text or b"sys.path" in text:
+            return None
         given: Any = OmegaConf.to_container(OmegaConf.load(path))
-        read_settings(plain_values(merge_overrides(dict(given), overrides)))
-    except ConfigError as error:
-        return str(error)
+        return merge_overrides(dict(given), overrides)
+    except ConfigError:
+        raise
     except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException):
-        return ""
-    return ""
+        return None
 
 
 def resume_command(argv: Sequence[str]) -> str:

@@ -10,14 +10,14 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import urlparse
 
 from omegaconf import DictConfig, OmegaConf
-from torchtune import config
-from torchtune.config._utils import _get_component_from_path
 
 from grpo_components.config.reading import nearest
 from grpo_components.data.columns import CALL, OF_AGENTS, other_columns
@@ -44,6 +44,8 @@ _FORMS_PROMPTS += ("tools",)
 """Arguments of data sets that shape prompts."""
 _OF_REWARDS = ("weight", "is_success")
 """Keys of a reward that the recipe reads, not the component."""
+_SLOW = ("torchtune.", "grpo_components.data.")
+"""Prefixes of components that import torchtune."""
 _MAX_SHOWN = 10
 """Number of columns that an error lists."""
 _PACKAGES = {"TensorBoardLogger": "tensorboard", "WandBLogger": "wandb", "CometLogger": "comet_ml"}
@@ -54,6 +56,8 @@ _PACKAGES = {"TensorBoardLogger": "tensorboard", "WandBLogger": "wandb", "CometL
 
 def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
     """Instantiate a component of the config."""
+    from torchtune import config  # takes seconds
+
     try:
         return config.instantiate(node, *args, **kwargs)
     except ValueError as error:
@@ -83,7 +87,9 @@ def refused_by(key: str, node: Mapping[Any, Any], error: ValueError) -> ConfigEr
 
 def build_environment(node: DictConfig, **offered: Any) -> Any:
     """Build the environment; called in a generator's process."""
-    parameters = parameters_of(_get_component_from_path(node._component_))
+    from torchtune import config
+
+    parameters = parameters_of(resolved(node._component_))
     takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
     names = offered if takes_any else {parameter.name for parameter in parameters}
     parts = {key: config.instantiate(node[key]) for key in nested_components(node)}
@@ -108,7 +114,7 @@ def runs_agents(node: DictConfig) -> bool:
 def _environment_says(attribute: str, node: DictConfig) -> bool:
     if node == SHIPPED_ENVIRONMENT:
         return False
-    return bool(getattr(_get_component_from_path(node._component_), attribute, False))
+    return bool(getattr(resolved(node._component_), attribute, False))
 
 
 # ---- dotted paths and arguments -----------------------------------------------------------------
@@ -119,12 +125,17 @@ def check_components(settings: Settings) -> None:
     if os.getcwd() not in sys.path:
         # At the end, as in torchtune: a user's datasets.py must not hide the package of that name.
         sys.path.append(os.getcwd())
-    for key in type(settings).model_fields:
-        node = getattr(settings, key)
-        is_node = isinstance(node, DictConfig) and "_component_" in node and key != "user"
-        if is_node and node != SHIPPED_ENVIRONMENT:
-            own = {name: node[name] for name in node if key != "loss" or name not in PENALTIES}
-            _check_arguments(key, own, *_ADDED.get(key, (0, ())))
+    for name, node in settings.rewards.items():
+        own = {name: node[name] for name in node if name not in _OF_REWARDS}
+        _check_arguments(f"rewards.{name}", own)
+    nodes = {key: getattr(settings, key) for key in type(settings).model_fields if key != "user"}
+    nodes = {key: n for key, n in nodes.items() if OmegaConf.is_dict(n) and "_component_" in n}
+    # What imports torchtune comes last, as that takes seconds: mistakes elsewhere are found before.
+    for key in sorted(nodes, key=lambda key: nodes[key]._component_.startswith(_SLOW)):
+        if (node := nodes[key]) == SHIPPED_ENVIRONMENT:
+            continue
+        own = {name: node[name] for name in node if key != "loss" or name not in PENALTIES}
+        _check_arguments(key, own, *_ADDED.get(key, (0, ())))
     for name in nested_components(settings.environment):
         part = settings.environment[name]
         _check_arguments(f"environment.{name}", part)
@@ -136,12 +147,23 @@ def check_components(settings: Settings) -> None:
         _check_reward(f"rewards.{name}", node, settings)
 
 
+def resolved(path: str) -> Any:
+    """Import what a dotted path names: a module, or an attribute of one."""
+    name, *rest = path.split(".")
+    found: Any = import_module(name)
+    for part in rest:
+        name += f".{part}"
+        is_module = isinstance(found, ModuleType) and not hasattr(found, part)
+        found = import_module(name) if is_module else getattr(found, part)
+    return found
+
+
 def imported_component(key: str, path: str) -> Any:
     """Import and return the class or function of a dotted path."""
     try:
-        component = _get_component_from_path(path)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything
-        cause, hint = error.__cause__ or error, ""
+        component = resolved(path)
+    except (Exception, SystemExit) as cause:  # a user's module may raise anything
+        hint = ""
         problem = f"{path} cannot be imported, {type(cause).__name__}: {cause}"
         if isinstance(cause, ModuleNotFoundError) and f"{path}.".startswith(f"{cause.name}."):
             hint = _near(path)
@@ -206,11 +228,11 @@ def _check_arguments(
 
 
 def _check_reward(key: str, node: DictConfig, settings: Settings) -> None:
-    arguments = {str(name): node[name] for name in node if name not in _OF_REWARDS}
-    reward = _check_arguments(key, arguments)
-    if not (inspect.isclass(reward) and node["_component_"].startswith("grpo_components.")):
+    """Build one of our rewards, which takes no time, and checks its arguments."""
+    path = node["_component_"]
+    if not (path.startswith("grpo_components.") and inspect.isclass(resolved(path))):
         return
-    # Our rewards are built quickly, and check their arguments.
+    arguments = {str(name): node[name] for name in node if name not in _OF_REWARDS}
     made, limit_s = build(key, OmegaConf.create(arguments)), settings.timeouts.reward_s
     if getattr(made, "wall_s", 0) >= limit_s:  # else slow programs would make failed samples
         problem = f"{made.wall_s:g} given with timeouts.reward_s: {limit_s:g}"
@@ -220,7 +242,7 @@ def _check_reward(key: str, node: DictConfig, settings: Settings) -> None:
 def _check_logger(node: DictConfig) -> None:
     """Refuse a logger that cannot be built: a run builds it when it has its folder already."""
     key, path, environment = "metric_logger", node["_component_"], os.environ
-    logger = _get_component_from_path(path)
+    logger = resolved(path)
     if inspect.isclass(logger):  # what a function returns is checked once it exists
         check_logger_methods(path, logger)
     name = path.rpartition(".")[2]
@@ -257,7 +279,7 @@ def _check_same_prompts(settings: Settings) -> None:
         return
     forms: list[dict[str, Any]] = []
     for node in (settings.dataset, settings.eval_dataset):
-        component = _get_component_from_path(node["_component_"])
+        component = resolved(node["_component_"])
         values = {p.name: node.get(p.name, p.default) for p in parameters_of(component)}
         forms.append({name: value for name, value in values.items() if name in _FORMS_PROMPTS})
     for name in forms[0].keys() & forms[1].keys():
@@ -287,7 +309,7 @@ def columns_taken(component: Any) -> list[str]:
 def check_columns(cfg: Settings, data: Mapping[str, Any]) -> None:
     """Refuse a reward that takes a column by name which a row of a data set lacks."""
     for name, node in cfg.rewards.items():
-        taken = columns_taken(_get_component_from_path(node._component_))
+        taken = columns_taken(resolved(node._component_))
         if set(taken) & set(OF_AGENTS) and runs_agents(cfg.environment):
             taken = [column for column in taken if column not in OF_AGENTS]
         for key, dataset in data.items() if taken else ():

@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 
 from grpo_components.config.replayed import run_folder
 from grpo_components.errors import fail, shown
-from grpo_components.records.resume import find_checkpoint, run_of
 from grpo_components.records.run_folder import is_used, real_path, refuse_folder_in_use, short
 from grpo_components.settings import REFUSED_MODEL_TYPES, ModelType, Settings
 
@@ -242,6 +241,8 @@ def check_output(settings: Settings) -> None:
     Inputs must stay where they are: a used output_dir is moved aside with everything in it. Links
     are followed. `begin_run` checks it again, with the folder locked.
     """
+    from grpo_components.records.resume import find_checkpoint, run_of  # imports torch
+
     output_dir = real_path(settings.output_dir)
     for key, named in _paths("", settings.model_dump()):
         path = real_path(named)

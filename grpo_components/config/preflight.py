@@ -5,19 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import torch
 from omegaconf import DictConfig
-from torchtune.config._parse import TuneRecipeArgumentParser
 
-from grpo_components.config.command_line import merge_overrides
 from grpo_components.config.components import check_components
-from grpo_components.config.files import check_files, check_output
-from grpo_components.config.reading import plain_values, read_settings
-from grpo_components.config.replayed import check_replay
+from grpo_components.config.files import check_files
+from grpo_components.config.reading import merge_overrides, plain_values, read_settings
 from grpo_components.errors import fail
-from grpo_components.offline.partial_runs import check_partial_run
 from grpo_components.quiet import quiet_libraries
-from grpo_components.records.resume import check_resume
 from grpo_components.settings import Settings, needs_reference, teachers_of
 
 
@@ -29,6 +23,8 @@ def parse(recipe_main: Callable[[DictConfig], None]) -> Callable[[], None]:
 
     @functools.wraps(recipe_main)
     def main() -> None:
+        from torchtune.config._parse import TuneRecipeArgumentParser
+
         parser = TuneRecipeArgumentParser(description=main.__doc__)
         try:
             given, overrides = parser.parse_known_args()
@@ -49,20 +45,37 @@ def read_config(cfg: DictConfig) -> Settings:
 def check(cfg: DictConfig) -> Settings:
     """Return a config as typed settings with all defaults, or raise the reason it cannot run.
 
-    Quick checks come first: no file is opened and nothing imported before all values fit their
-    types and each other. Adds the current folder to `sys.path`, from which users' components are
-    imported.
+    Adds the current folder to `sys.path`, from which users' components are imported.
+    """
+    settings = check_values_and_files(cfg)
+    check_what_is_imported(settings)
+    return settings
+
+
+def check_values_and_files(cfg: DictConfig) -> Settings:
+    """Return a config as typed settings if its values fit each other, and its files are there.
+
+    It imports nothing that takes long.
     """
     settings = settings_of(cfg)
+    check_files(settings)
+    return settings
+
+
+def check_what_is_imported(settings: Settings) -> None:
+    """Check what torch or torchtune must read: GPUs, checkpoints and recorded runs, components."""
+    from grpo_components.config.files import check_output
+    from grpo_components.config.replayed import check_replay
+    from grpo_components.offline.partial_runs import check_partial_run
+    from grpo_components.records.resume import check_resume
+
     if settings.device == "cuda":
         check_gpus(settings, here=settings.ray.address is None)
-    check_files(settings)
     check_output(settings)
     check_resume(settings.model_dump(), needs_reference)
     check_replay(settings, read_settings)
     check_partial_run(settings)
     check_components(settings)
-    return settings
 
 
 def settings_of(cfg: DictConfig) -> Settings:
@@ -75,6 +88,8 @@ def settings_of(cfg: DictConfig) -> Settings:
 
 def check_gpus(settings: Settings, *, here: bool) -> None:
     """Refuse GPU shares that roles cannot have, and roles that do not fit onto these GPUs."""
+    import torch
+
     if here and not torch.cuda.is_available():
         fail("device", f"cuda given, and PyTorch {torch.__version__} finds no GPU", "cpu")
     counts = _roles(settings)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
+from yaml import YAMLError
 
 from grpo_components.errors import ConfigError, fail, shown
 from grpo_components.settings import Settings
@@ -27,6 +28,49 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
         allowed = "a value of its own, or ${key} of a key that the config has"
         fail(error.full_key or "config", str(error).splitlines()[0], allowed)
     return given
+
+
+def merge_overrides(given: dict[str, Any], overrides: Sequence[str]) -> DictConfig:
+    """Merge a config with overrides as torchtune does, which refuses `=` in a value.
+
+    `loss=<path>` sets `loss._component_`, whether or not the config has one there.
+    """
+    merged: list[Any] = [given]
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if key.startswith("~"):
+            try:
+                _remove(given, *key[1:].split("."))
+            except (KeyError, ValueError, TypeError):
+                fail(key, "cannot be removed", f"a key of the config; a component: {key[1:]}=null")
+            continue
+        if not (key and separator):
+            fail("overrides", f"{override} given", "key=value")
+        rewards = given.get("rewards") or {}
+        if value == "null" and key.startswith("rewards.") and key.split(".")[1] not in rewards:
+            fail(key, "null given, and the config has no such reward", ", ".join(rewards))
+        node = given.get(key)
+        has_component = isinstance(node, Mapping) and "_component_" in node
+        if has_component or (key == "loss" and not value.startswith("{")):
+            key += "._component_"
+        if "max_filename" in key:
+            value = f"!!str {value}"  # else 00003 would be a number
+        try:
+            merged.append(OmegaConf.from_dotlist([f"{key}={'null' if value == 'None' else value}"]))
+        except YAMLError as error:
+            problem = f"{shown(value)} given: {getattr(error, 'problem', error)}"
+            fail(key, problem, "YAML, with a text of several signs in quotes")
+    return cast(DictConfig, OmegaConf.merge(*merged))
+
+
+def _remove(section: dict[str, Any], name: str, *rest: str) -> None:
+    """Remove a key, and sections that are empty then; as in torchtune, no component."""
+    if rest:
+        _remove(section[name], *rest)
+    if not (rest and section[name]):
+        if isinstance(section[name], Mapping) and "_component_" in section[name]:
+            raise ValueError(name)
+        del section[name]
 
 
 def read_settings(given: Mapping[str, Any]) -> Settings:

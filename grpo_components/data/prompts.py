@@ -12,7 +12,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from torchtune.data import Message
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_components.data.rows import Question
 from grpo_components.errors import ConfigError
@@ -20,8 +19,6 @@ from grpo_components.errors import ConfigError
 Encode = Callable[[Question], tuple[list[int], str]]
 """Function that turns a question into the token ids [P] of its prompt, and the prompt's text."""
 _EncodeChat = Callable[[list[dict[str, Any]]], tuple[list[int], str]]
-_TAKEN = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"kwargs"}
-"""Arguments of transformers that are no variables of a chat template."""
 _TOOLS = "{tools}"
 _LOOP_OVER_PARTS = re.compile(
     r"""\{%-?\s*for\s+\w+\s+in\s+(?:\w+\.content|\w+\[["']content["']\]|content)(?![\w.(])"""
@@ -139,7 +136,10 @@ def _hugging_face_chat(
     tokenizer, template = _chat_tokenizer(folder)
     # As in vLLM: some templates expect the content as a text, some as a list of parts.
     in_parts = reads_parts(template)
-    if taken := sorted(_TAKEN & variables.keys()):
+    from transformers import PreTrainedTokenizerBase
+
+    arguments = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"kwargs"}
+    if taken := sorted(arguments & variables.keys()):
         key = f"dataset.chat_template_kwargs.{taken[0]}"
         raise ConfigError(key, "given, an argument of the tokenizer", "variables of the template")
     plain_variables: Any = OmegaConf.to_container(OmegaConf.create(dict(variables)))
@@ -194,6 +194,8 @@ def _chat_tokenizer(folder: str) -> tuple[Any, str]:
     if not folder or not Path(folder).is_dir():
         allowed = "null, torchtune, or a model folder such as ${base_model_path}"
         raise ConfigError("dataset.chat_template", f"{folder!r} given", allowed)
+    from transformers import AutoTokenizer  # takes a second
+
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         template = tokenizer.get_chat_template() if tokenizer.chat_template else None

@@ -13,12 +13,9 @@ from torch.utils.data import Dataset
 
 from grpo_components.errors import ConfigError, fail, shown
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.models.lora import ADAPTER_FOLDER, read_adapter_options
-from grpo_components.offline.trajectory_file import read_groups
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.settings import Settings
 from grpo_components.state_files import read_state
-from grpo_components.training.damage import UNREADABLE
 from grpo_components.trajectory import Trajectory
 
 TRAJECTORIES = "trajectories.jsonl"
@@ -31,6 +28,8 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
     """The prompts of a trajectory file as a data set, one row per group."""
 
     def __init__(self, path: str) -> None:
+        from grpo_components.offline.trajectory_file import read_groups
+
         self._path = path
         self._prompts: list[list[int]] = []
         self._extents: list[tuple[int, int]] = []
@@ -84,6 +83,8 @@ def stand_in_arguments(
 
 def _engine_of(engine: EngineOptions, folder: Path) -> EngineOptions:
     """Return the options of an engine that starts from a model, or from a base model's adapter."""
+    from grpo_components.models.lora import read_adapter_options
+
     adapter = _adapter_folder(folder)
     if adapter is None:
         return replace(engine, model_path=str(folder), lora=None)
@@ -92,6 +93,8 @@ def _engine_of(engine: EngineOptions, folder: Path) -> EngineOptions:
 
 def _adapter_folder(folder: Path) -> Path | None:
     """Return where a folder without a whole model has an adapter; None if it has a model."""
+    from grpo_components.models.lora import ADAPTER_FOLDER
+
     if (folder / "config.json").is_file():
         return None
     places = (folder / ADAPTER_FOLDER, folder)
@@ -100,6 +103,8 @@ def _adapter_folder(folder: Path) -> Path | None:
 
 def evaluated_version(cfg: Settings) -> int:
     """Return the policy version of the weights that generators start with."""
+    from grpo_components.training.damage import UNREADABLE
+
     if not cfg.eval_only:
         return 0  # training starts at version 0, even from weights of another run
     state = Path(cfg.base_model_path if cfg.eval_only is True else cfg.eval_only) / "state"
@@ -131,7 +136,9 @@ def check_partial_run(cfg: Settings) -> None:
 
 
 def _check_checkpoint(folder: Path) -> None:
-    if (adapter := _adapter_folder(folder)) is not None:
+    if folder.exists() and (adapter := _adapter_folder(folder)) is not None:
+        from grpo_components.models.lora import read_adapter_options
+
         try:
             read_adapter_options(adapter)
         except ValueError as error:
@@ -159,6 +166,8 @@ def _check_recorded(cfg: Settings, path: str) -> None:
     allowed = f"{TRAJECTORIES} of a run with rollout_only: true"
     if not Path(path).is_file():
         fail("train_from", f"no file {path}", allowed)
+    from grpo_components.offline.trajectory_file import read_groups  # imports torchtune
+
     try:
         groups = list(read_groups(path))
     except ValueError as error:

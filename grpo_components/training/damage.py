@@ -18,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 from yaml import YAMLError
 
 from grpo_components.state_files import FORMAT, read_state
-from grpo_components.training.checkpoint import MetadataReader
 
 UNREADABLE = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, RuntimeError),
@@ -53,6 +52,8 @@ def _damage(checkpoint: Path, _files: tuple[Any, ...]) -> str | None:
 
 
 def _read(checkpoint: Path) -> None:
+    from grpo_components.training.checkpoint import MetadataReader  # imports torchtune
+
     state, trainer = checkpoint / "state", checkpoint / "state" / "trainer"
     with _named(checkpoint, "state/config.yaml"):
         OmegaConf.load(state / "config.yaml")

@@ -13,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 
 from grpo_components._plugin import config_files, recipes_folder
-from grpo_components.config.command_line import merge_overrides
 from grpo_components.config.files import check_heads, check_tensor_parallel
 from grpo_components.config.preflight import settings_of
+from grpo_components.config.reading import merge_overrides
 from grpo_components.errors import fail
 from grpo_components.plain_text import plain
 from grpo_components.settings import Settings, needs_reference

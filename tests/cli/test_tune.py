@@ -131,7 +131,8 @@ def test_run_executes_a_copied_recipe_with_a_copied_config(wheel_install: Instal
     main = 'if __name__ == "__main__":'
     recipe = RECIPE_FILE.read_text()
     assert recipe.count(main) == 1
-    mark = f"__import__('sys').stderr.write('{COPY_RUNS}\\n')\n"
+    # A copy that says where components come from answers itself.
+    mark = f"sys.path.append('.')\nsys.stderr.write('{COPY_RUNS}\\n')\n"
     (tmp_path / "my_grpo.py").write_text(recipe.replace(main, mark + main))
     # Only the copy names a model that is not there, for which the recipe itself looks.
     missing = "\nbase_model_path: /nowhere/tiny_policy  # was"

@@ -15,10 +15,10 @@ from lib.config_errors import refusal_of, refused_key
 from omegaconf import OmegaConf
 
 from grpo_components.config import preflight
-from grpo_components.config.command_line import merge_overrides
 from grpo_components.config.data import build_data
 from grpo_components.config.environment_trial import try_environment
 from grpo_components.config.objective import build_objective
+from grpo_components.config.reading import merge_overrides
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 CONFIG = RECIPES / "configs" / "tiny_async_grpo.yaml"

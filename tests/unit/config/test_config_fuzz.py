@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from ray import cloudpickle
 
 from grpo_components.cluster.supervision import exit_code
-from grpo_components.config.command_line import merge_overrides
+from grpo_components.config.reading import merge_overrides
 from grpo_components.errors import ConfigError
 from grpo_components.plain_text import one_line
 from grpo_components.rewards.reward_trial import RewardTrial
