@@ -67,15 +67,6 @@ class SquaredLogprobs:
         return inputs.advantages * gap**2, {}
 
 
-class TruncatedImportance:
-    """The loss that CONTRIBUTING.md prints."""
-
-    def __call__(self, inputs):
-        ratio = (inputs.trainer_logprobs - inputs.generator_logprobs).exp().detach()
-        losses = -ratio.clamp(max=2.0) * inputs.advantages * inputs.trainer_logprobs
-        return losses, {"ratio/mean": ratio, "ratio/max": ratio}
-
-
 class Mean:
     """A loss that ends as TRL's do."""
 

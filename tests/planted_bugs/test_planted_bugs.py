@@ -5,14 +5,11 @@ import os
 import re
 import shutil
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from planted_bugs import __main__ as museum
-from planted_bugs.__main__ import Result, main
-from planted_bugs.bugs import BUGS, Bug, PlantingError, plant
-from planted_bugs.exhibits import CLEAN, EXHIBITS
+from planted_bugs.bugs import BUGS, PlantingError
+from planted_bugs.exhibits import EXHIBITS
 from planted_bugs.runs import Outcome, caught, check_planted
 
 TESTS = Path(__file__).parents[1]
@@ -75,15 +72,6 @@ def test_every_bug_replaces_a_function_that_there_is_and_takes_its_arguments(int
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("where", ["gone", "Kind.gone", "Kind.__init__", "Gone.method"])
-def test_a_bug_of_something_that_is_not_there_is_an_error_with_its_name(where, monkeypatch):
-    module = ModuleType("ours")
-    vars(module)["Kind"] = type("Kind", (), {})  # its __init__ is inherited
-    monkeypatch.setitem(BUGS, "lost", Bug("ours", where, "a/b#1", str))
-    with pytest.raises(PlantingError, match=f"bug lost is not planted: ours has no {where} of its"):
-        plant("lost", module)
-
-
 @pytest.mark.parametrize(
     ("bug", "said"),
     [
@@ -104,14 +92,6 @@ def test_no_process_survives_a_bug_that_is_not_planted(hooked, bug, said, tmp_pa
             check_planted("", report.read_text(), "")
 
 
-def test_a_bug_must_have_been_planted():
-    module = BUGS["wrong_axis"].module
-    check_planted("", "", "")
-    check_planted("wrong_axis", f"planted {module}\nplanted {module}\n", "")
-    with pytest.raises(PlantingError, match=f"no process of the run loaded {module}\nstep 1"):
-        check_planted("wrong_axis", "", "step 1")
-
-
 PULLED = "error: generator_0 pulled version 3, but computes other logprobs by it than the"
 SEEDS = "step  1/6  reward 0.4\nwarning: groups 3 and 9 have samples of the same seed (7)"
 TWICE = "broken: prompts: receipts.jsonl line 3: prompt 7 is trained again"
@@ -130,33 +110,3 @@ TWICE = "broken: prompts: receipts.jsonl line 3: prompt 7 is trained again"
 )
 def test_a_bug_is_caught_only_by_the_alarm_that_the_table_names(name, outcome, where):
     assert caught(BY_NAME[name], outcome) == where
-
-
-@pytest.mark.parametrize(
-    ("outcome", "alarmed"),
-    [
-        (Outcome(0, "step 1/6  reward 0.4\nsaved", "", ()), False),
-        (Outcome(0, "warning: loss: X: the gradient is unbounded", "", ()), True),
-        (Outcome(0, "step 2 is skipped: the loss is nan", "", ()), True),
-        (Outcome(1, "", "", ()), True),
-        (Outcome(0, "", "violation", ()), True),
-    ],
-)
-def test_a_clean_run_has_no_warning_no_skipped_step_and_passes_the_audit(outcome, alarmed):
-    assert bool(outcome.alarms) == alarmed
-
-
-def test_the_page_counts_what_is_caught_and_names_false_alarms(monkeypatch, tmp_path):
-    results = {name: Result("", "") for name in (*BY_NAME, *CLEAN)}
-    results["wrong_axis"] = Result("start", "")
-    results |= {"half_stale": Result("", "", (0.25, 0.5)), "agents": Result("", "warning: x")}
-    monkeypatch.setattr(museum, "show", lambda name, folder: results[name])
-    monkeypatch.setattr(museum, "PAGE", tmp_path / "museum.md")
-    assert [main(["--folder", f"{tmp_path}", "--only", name]) for name in results] == [
-        int((name not in CLEAN and name != "wrong_axis") or name == "agents") for name in results
-    ]
-    assert not museum.PAGE.exists()
-    assert main(["--folder", f"{tmp_path}"]) == 1
-    text = museum.PAGE.read_text()
-    assert f"1 of {len(EXHIBITS)} caught by name. False alarms: 1 in {len(CLEAN)} runs" in text
-    assert "without a bug: agents.**" in text and "**not caught**" in text and "0.25 0.50" in text

@@ -8,20 +8,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
-from lib.loss_inputs import loss_inputs, recipe_loss
 from lib.tracked import tracked
 from omegaconf import DictConfig, OmegaConf
 from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
 
 from grpo_components.config import preflight
 from grpo_components.config.components import build
-from grpo_components.config.objective import build_loss, build_penalties
+from grpo_components.config.objective import build_loss
 from grpo_components.examples import tiny_policy
-from grpo_components.objective.composition import objective_losses
-from grpo_components.objective.losses import at_step
 from grpo_components.settings import Settings
 
 FOLDER = Path(__file__).parents[2] / "recipes/configs"
@@ -127,54 +123,6 @@ def with_preset(base_model_path: Path, tmp_path: Path) -> Callable[..., Settings
         )
 
     return check
-
-
-def test_the_preset_grpo_is_eq_3_of_deepseekmath(with_preset):
-    """Value and gradient: the mean over G of the mean over |o_i| of min(...) - beta k3."""
-    checked = with_preset("GRPO")
-    clip = {key: checked.loss[key] for key in ("clip_low", "clip_high")}
-    loss = at_step(recipe_loss(), clip)
-    penalties, aggregation = build_penalties(checked), build("aggregation", checked.aggregation)
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([5, 2, 0, 3])
-    size = int(lengths.sum())
-    old, reference, moved = -2 * torch.rand(3, size, generator=generator, dtype=torch.float64)
-    rewards = np.array([[1.0, 0.0, 0.0, 0.5]])
-    advantages = build("advantages", checked.advantages)(rewards)[0]
-    ids = torch.arange(4).repeat_interleave(lengths)
-
-    policy = (old + 0.2 * moved).requires_grad_(True)
-    objective = torch.zeros((), dtype=torch.float64)
-    for i, mean_of in enumerate(lengths.tolist()):
-        expected = (rewards[0, i] - rewards.mean()) / rewards.std(ddof=1)
-        assert advantages[i] == pytest.approx(expected, rel=1e-3)
-        for t in (ids == i).nonzero().flatten().tolist():
-            ratio = torch.exp(policy[t] - old[t])
-            surrogate = torch.minimum(
-                ratio * float(advantages[i]), ratio.clamp(0.8, 1.2) * float(advantages[i])
-            )
-            gap = reference[t] - policy[t]
-            objective += (surrogate - 0.04 * (gap.exp() - gap - 1)) / mean_of / 4
-    (slope,) = torch.autograd.grad(-objective, policy)
-
-    trainer = policy.detach().requires_grad_(True)
-    given = torch.tensor(advantages, dtype=torch.float64)[ids]
-    inputs = loss_inputs(trainer, old, given, ids=ids, reference_logprobs=reference)
-    weights = torch.tensor(aggregation(lengths.numpy()))[ids]
-    total = (objective_losses(loss, penalties, inputs, None)[0] * weights).sum()
-    (found,) = torch.autograd.grad(total, trainer)
-    assert total.item() == pytest.approx(-objective.item(), rel=1e-12)
-    torch.testing.assert_close(found, slope, rtol=1e-10, atol=1e-14)
-    assert penalties.needs_reference
-
-
-def test_the_preset_reinforce_plus_plus_takes_the_kl_from_the_token_on_by_a_reference(with_preset):
-    checked = with_preset("REINFORCE++")
-    advantages = build("advantages", checked.advantages)
-    assert callable(advantages.per_token) and advantages.needs_reference
-    assert advantages.kl_coeff(0) == 0.01 and checked.reward_shaping.kl_coeff == 0
-    with pytest.raises(ValueError, match=r"num_references: .*advantages\.kl_coeff"):
-        with_preset("REINFORCE++", "num_references=0")
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

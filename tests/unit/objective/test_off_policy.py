@@ -123,19 +123,6 @@ def test_ratios_are_bounded_so_that_none_overflows_and_only_masks_give_zero():
         assert correction(log_ratios, ids).tolist() == pytest.approx(bounds, rel=1e-6)
 
 
-def test_long_responses_are_not_masked_for_being_long():
-    log_ratios = torch.full((4000,), 0.005)
-    ids = torch.zeros(4000, dtype=torch.int64)
-    assert (GeometricMask(0.99, 1.01)(log_ratios, ids) == 1).all()
-    assert (MaskedIS(0.5, 5.0, level="sequence")(log_ratios, ids) == 0).all()
-
-
-def test_presets_that_hold_the_importance_weight_say_so():
-    assert all(preset.anchors_at_proximal for preset in (TokenTIS, SequenceTIS, MaskedIS))
-    others = (NoCorrection, GeometricMask, OffPolicySequenceMask)
-    assert not any(preset.anchors_at_proximal for preset in others)
-
-
 # ---- the mask of bad responses ------------------------------------------------------------------
 
 

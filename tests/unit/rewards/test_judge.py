@@ -100,12 +100,6 @@ def test_the_numbers_of_tokens_do_not_matter_to_a_grade(server, make):
         assert (used["prompt_tokens"], used["completion_tokens"], used["cost"]) == (0, 0, 0)
 
 
-def test_all_requests_of_a_response_end_with_wall_s(server, make):
-    server.default = 30.0
-    with pytest.raises(JudgeError, match=r"within wall_s of 0\.3 s"):
-        make(retries=20, wall_s=0.3)(**CALL)
-
-
 def test_the_key_is_sent_and_shown_nowhere(server, make, monkeypatch, caplog):
     monkeypatch.setenv("MY_KEY", f" {KEY}\n")
     server.answers = [(500, f"you sent {KEY}".encode(), {}), f"{KEY} Score: 5\nno", "Score: 5"]

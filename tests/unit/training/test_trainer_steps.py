@@ -3,8 +3,6 @@
 import gzip
 import json
 import math
-import pickle
-from fractions import Fraction
 from functools import partial
 
 import numpy as np
@@ -263,14 +261,6 @@ def test_a_folder_that_cannot_be_written_is_told_by_every_rank(ranks, base, tmp_
     (tmp_path / "file").touch()
     results = ranks.run(base, 2, save_to(tmp_path / "file" / "saved"))
     assert all("Not a directory" in rank_results[1] for rank_results in results)
-
-
-def test_pickle_builds_nothing_but_the_description_of_tensors(ranks, base, tmp_path):
-    ranks.run(base, 1, save_to(tmp_path))
-    (file,) = tmp_path.rglob(".metadata")
-    file.write_bytes(pickle.dumps({"a": Fraction}))
-    with pytest.raises(pickle.UnpicklingError, match=r"\.metadata .*Fraction"):
-        ranks.run(base, 1, [("load_state", str(tmp_path))])
 
 
 def test_bf16_compute_exports_the_rounded_float32_masters(ranks, base):
