@@ -59,8 +59,8 @@ def replayed_run(cfg: Any) -> Path | None:
 
 def read_events(run: Path) -> list[Event]:
     """Read all events of a run, in order, each with its number."""
-    events = read_json_lines(run / "receipts.jsonl")
-    return [event | {"number": number} for number, event in enumerate(events)]
+    with (run / "receipts.jsonl").open(encoding="utf-8") as lines:
+        return [json.loads(line) | {"number": number} for number, line in enumerate(lines)]
 
 
 def read_original(replay_events: str) -> Original:
@@ -102,9 +102,3 @@ def stall_limit_s(rollout_s: float) -> float:
     The limit is below the roles' own time-outs, whose errors would not say what was waited for.
     """
     return rollout_s / 2
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the JSON objects of a file that has one per line."""
-    with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]

@@ -52,6 +52,7 @@ def test_a_removed_tail_is_not_taken_for_a_killed_run(run, lost):
 def test_a_missing_last_line_end_is_detected(run):
     rewrite(run, lambda lines: lines.append(lines.pop()[:-1]))
     assert "chain" in broken(run, unfinished=True)
+    assert list(broken(run)) == ["parses"]
 
 
 @pytest.mark.parametrize("content", [None, b"x", b'{"records": 8, "chain": "9999"}'])
