@@ -40,14 +40,6 @@ def differences(folders, trajectories, recompute=False):
 TURNS = [True] * 3 + [False] * 2 + [True] * 4 + [False] + [True]
 
 
-def test_all_responses_are_scored_at_once_whatever_their_lengths(policies, folders):
-    responses = [
-        sample(policies, range(1, 2 + n % 5), [n % 3] * (1 + n), temperature=0.5 + n / 8)
-        for n in range(12)
-    ]
-    assert max(differences(folders, responses)) < 1e-5
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_response_over_swaps_of_weights_is_scored_by_each_of_them(policies, folders, recompute):
     versions = [0] * 3 + [1] + [2] * 4 + [3] * 2

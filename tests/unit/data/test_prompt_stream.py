@@ -81,12 +81,6 @@ def test_the_seed_decides_the_order_of_a_mix():
     assert len({str(list(pairs)) for pairs in kept_in_order}) > 1
 
 
-def test_parts_of_equal_length_have_different_orders():
-    drawn = [row["prompt_index"] for row, _ in islice(mix((20, 1.0), (20, 1.0))[0], 40)]
-    orders = [[index % 40 for index in drawn if index // 40 == part] for part in (0, 1)]
-    assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
-
-
 @settings(max_examples=many(60), deadline=None)
 @given(
     parts=PARTS,

@@ -30,7 +30,6 @@ from torchtune.training import setup_torch_profiler
 from grpo_components.exchange.weights import checkpoint_shapes
 from grpo_components.schedules import Schedule
 from grpo_components.training.token_metrics import over_updates
-from grpo_components.training.trainer import set_learning_rate
 
 # ---- steps, versions, rates ---------------------------------------------------------------------
 
@@ -67,20 +66,6 @@ def test_a_learning_rate_schedule_follows_the_training_step(ranks, base):
     steps = [step(RAGGED, ADVANTAGES, number) for number in (0, 1, 2, 7)]
     results = ranks.run(base, 1, steps, learning_rate=schedule)[0]
     assert [metrics["lr"] for metrics in results] == pytest.approx([0.4, 0.4, 0.3, 0.1])
-
-
-@pytest.mark.parametrize("rate", [9.0, torch.tensor(9.0)])
-def test_the_next_step_has_the_rate_that_was_set(rate):
-    groups = [{"params": [torch.nn.Parameter(torch.ones(2))]} for _ in range(2)]
-    optimizer = torch.optim.SGD(groups, lr=rate, foreach=False)
-    kept = [group["lr"] for group in optimizer.param_groups]
-    set_learning_rate(optimizer, 0.25)
-    for group, before in zip(optimizer.param_groups, kept, strict=True):
-        assert group["lr"] is before or not isinstance(before, torch.Tensor)
-        group["params"][0].grad = torch.ones(2)
-    optimizer.step()
-    for group in optimizer.param_groups:
-        assert torch.equal(group["params"][0], torch.full((2,), 0.75))
 
 
 def test_fresh_tokens_of_several_updates_weigh_alike_and_a_step_may_have_none():
