@@ -9,8 +9,6 @@ The keys are those of `Bound` in `world.py`. A schedule is the number of the ste
 point; with `--schedule` it is run again, and shown step by step with the events of the run.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys
@@ -54,7 +52,6 @@ BOUNDS = (
 
 
 def main() -> int:
-    """Run the command line; return 1 if a schedule fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("keys", nargs="*", metavar="key=value", help="of `Bound`, e.g. steps=2")
     parser.add_argument("--race", choices=RACES, help="plant this race, in its own bound")
@@ -83,7 +80,6 @@ def main() -> int:
 
 
 def bound_of(keys: Sequence[str], bound: Bound) -> Bound:
-    """Return a bound with some keys changed."""
     changes: dict[str, Any] = {}
     for key, _, text in (given.partition("=") for given in keys):
         values = tuple(int(each) if each.isdigit() else each for each in text.split(",") if each)
@@ -112,7 +108,6 @@ def show(bound: Bound, schedule: Sequence[int], logs: Path) -> int:
 
 
 def row(bound: Bound, found: Explored) -> str:
-    """Return the line of an exploration for the table."""
     always, defaults = ("max_staleness", "steps"), vars(Bound())
     shown = ", ".join(
         f"{key}={','.join(map(str, value)) if isinstance(value, tuple) else value}"

@@ -1,7 +1,5 @@
 """Explores every schedule of a bound: each is run again from its start."""
 
-from __future__ import annotations
-
 import gc
 import random
 import sys
@@ -24,8 +22,6 @@ _RUNS_PER_COLLECTION = 100
 
 @dataclass(frozen=True)
 class Failure:
-    """A schedule that breaks a rule."""
-
     schedule: list[int]
     """Number of the choice taken at each point, from 0."""
     problem: str
@@ -33,8 +29,6 @@ class Failure:
 
 @dataclass
 class Explored:
-    """What an exploration found."""
-
     runs: int = 0
     """Schedules that were run, most of them until they met an earlier one."""
     states: int = 0
@@ -72,8 +66,6 @@ def prepared() -> Iterator[Path]:
 
 
 class Run:
-    """One run along a schedule."""
-
     def __init__(self, bound: Bound, logs: Path, finals: Finals) -> None:
         self.taken: list[int] = []
         self.choices: Sequence[Choice] = []
@@ -109,7 +101,6 @@ class Run:
             self.problem = f"deadlock: {_waiting(world)}"
 
     def close(self) -> None:
-        """End the run where it is."""
         if self.world is not None:
             self.world.close()
         self.world = None

@@ -1,7 +1,5 @@
 """Races to plant, each in one method while a schedule is explored: all of them must be found."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,7 +34,6 @@ class Race:
 
     @contextlib.contextmanager
     def planted(self) -> Iterator[None]:
-        """Context manager: the fault is in the method."""
         original = getattr(self.owner, self.method)
 
         def faulty(*args: Any, **kwargs: Any) -> Any:

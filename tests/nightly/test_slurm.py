@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from lib.two_slurm_nodes import SHARED, SlurmNodes, why_not
+from lib.machines import TwoMachines, why_not
 from lib.whole_runs import audit, metrics
 from omegaconf import OmegaConf
 from torchtune.config._utils import _merge_yaml_and_cli_args
@@ -179,6 +180,71 @@ def test_a_requeued_job_resumes_on_a_ray_of_its_own_with_a_secret_token(job, tmp
     assert not list(Path("/tmp").glob(f"ray-test{os.getpid()}*"))
 
 
+SHARED = Path("/tmp/shared")
+"""Folder that both machines see."""
+# A requeued job waits until its first credential has expired: 120 s unless AuthInfo says less.
+SLURM_CONFIG = """
+ClusterName=two
+SlurmctldHost=node-a(10.77.0.1)
+SlurmUser=root
+AuthInfo=socket=/tmp/shared/munge.socket,cred_expire=10
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+StateSaveLocation=/tmp/slurmctld
+SlurmdSpoolDir=/tmp/slurmd
+SlurmctldPidFile=/tmp/slurmctld.pid
+SlurmdPidFile=/tmp/slurmd.pid
+SlurmctldLogFile=/tmp/shared/slurmctld.log
+SlurmdLogFile=/tmp/shared/slurmd-%n.log
+ReturnToService=2
+NodeName=node-a NodeAddr=10.77.0.1 CPUs=16 RealMemory=4000
+NodeName=node-b NodeAddr=10.77.0.2 CPUs=16 RealMemory=4000
+PartitionName=main Nodes=ALL Default=YES
+"""
+
+
+def why_no_slurm():
+    """Say why Slurm cannot be started here; empty if it can."""
+    if missing := [each for each in ("slurmctld", "slurmd", "munged") if not shutil.which(each)]:
+        return f"{', '.join(missing)} not found (Debian: apt-get install slurm-wlm munge)"
+    return why_not()
+
+
+class SlurmNodes:
+    """Two nodes; daemons end with their machines."""
+
+    def __init__(self, shared, visible):
+        two = TwoMachines({shared: SHARED, **visible}, (1, 1))
+        self.nodes = (two.a, two.b)
+        self.close = two.close
+        (shared / "slurm.conf").write_text(SLURM_CONFIG)
+        (shared / "munge.key").write_bytes(os.urandom(128))
+        (shared / "munge.key").chmod(0o400)
+        try:
+            self._start_daemons()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_daemons(self):
+        for node in self.nodes:
+            for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # the job makes its own
+                node.environment.pop(name, None)
+            node.environment["SLURM_CONF"] = f"{SHARED}/slurm.conf"
+        files = {"key-file": "shared/munge.key", "socket": "shared/munge.socket"}
+        files |= {f"{kind}-file": f"munge.{kind}" for kind in ("pid", "log", "seed")}
+        first = self.nodes[0]
+        first.run("munged", "--force", *(f"--{name}=/tmp/{file}" for name, file in files.items()))
+        first.run("mkdir", "/tmp/slurmctld")
+        first.run("slurmctld", "-c")
+        for node in self.nodes:
+            node.run("slurmd", "-N", node.name)
+
+
 @pytest.fixture
 def slurm(tiny_policy, tmp_path):
     """Two nodes of a real Slurm, and the folder that both see."""
@@ -190,7 +256,7 @@ def slurm(tiny_policy, tmp_path):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(bool(why_not()), reason=f"a real Slurm: {why_not()}")
+@pytest.mark.skipif(bool(why_no_slurm()), reason=f"a real Slurm: {why_no_slurm()}")
 def test_a_requeued_job_of_two_nodes_goes_on_from_its_checkpoint(slurm):
     cluster, shared = slurm
     first, second = cluster.nodes

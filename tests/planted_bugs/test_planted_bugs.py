@@ -3,14 +3,12 @@
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
-from planted_bugs.bugs import BUGS, PlantingError
+from planted_bugs.bugs import BUGS
 from planted_bugs.exhibits import EXHIBITS
-from planted_bugs.runs import Outcome, caught, check_planted
 
 TESTS = Path(__file__).parents[1]
 HOOK = TESTS / "planted_bugs" / "hook"
@@ -32,12 +30,6 @@ for name, bug in BUGS.items():
     if len(named) == len(given):
         assert named == expected, (name, named, expected)
     assert named == expected[: len(named)] or name == "seeds_reused", (name, named, expected)
-"""
-SWALLOW = """
-try:
-    import grpo_components.errors
-except Exception:
-    pass
 """
 BY_NAME = {exhibit.name: exhibit for exhibit in EXHIBITS}
 
@@ -70,43 +62,3 @@ def test_the_hook_plants_a_bug_into_any_process_and_none_without_its_name(hooked
 def test_every_bug_replaces_a_function_that_there_is_and_takes_its_arguments(interpreter):
     done = interpreter("-c", PLANT_ALL, TESTS)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("bug", "said"),
-    [
-        ("lost", "lost is not planted: grpo_components.errors has no gone of its own"),
-        ("unknown", "unknown is not planted: there is none of this name"),
-    ],
-)
-def test_no_process_survives_a_bug_that_is_not_planted(hooked, bug, said, tmp_path):
-    """Also if the import's error is swallowed; and the report has it, for the museum."""
-    copy = shutil.copytree(HOOK.parent, tmp_path / "planted_bugs")
-    with (copy / "bugs.py").open("a") as file:
-        file.write('\nBUGS["lost"] = Bug("grpo_components.errors", "gone", "a/b#1", str)\n')
-    report = tmp_path / "report"
-    for code in ("import grpo_components.errors", SWALLOW):
-        done = hooked(code, copy / "hook", bug, GRPO_MUSEUM_REPORT=str(report))
-        assert done.returncode == 1 and said in done.stderr
-        with pytest.raises(PlantingError, match=said):
-            check_planted("", report.read_text(), "")
-
-
-PULLED = "error: generator_0 pulled version 3, but computes other logprobs by it than the"
-SEEDS = "step  1/6  reward 0.4\nwarning: groups 3 and 9 have samples of the same seed (7)"
-TWICE = "broken: prompts: receipts.jsonl line 3: prompt 7 is trained again"
-
-
-@pytest.mark.parametrize(
-    ("name", "outcome", "where"),
-    [
-        ("weights_not_loaded", Outcome(1, PULLED, "", (0.5,)), "step 3"),
-        ("swap_mislabelled", Outcome(1, PULLED, "", (0.5,)), ""),
-        ("weights_not_loaded", Outcome(1, "error: it fell over", "", (0.5,)), ""),
-        ("seeds_reused", Outcome(0, SEEDS, "", (0.5,)), "step 2"),
-        ("cursor_pinned", Outcome(0, TWICE, "", ()), ""),
-        ("cursor_pinned", Outcome(0, "", TWICE, (0.5,)), "receipts.jsonl line 3"),
-    ],
-)
-def test_a_bug_is_caught_only_by_the_alarm_that_the_table_names(name, outcome, where):
-    assert caught(BY_NAME[name], outcome) == where

@@ -256,12 +256,6 @@ def test_what_is_no_chat_with_a_question_at_its_end_is_named_with_its_row(tmp_pa
         prompt_dataset(ChatTokenizer(), source=str(path), **settings)
 
 
-def test_a_missing_entry_of_a_column_is_named(tmp_path):
-    builder = partial(prompt_dataset, columns={"answer": VERL["answer"]})
-    with pytest.raises(ValueError, match=r"row 1: has no field reward_model\.ground_truth; "):
-        read_one(builder, tmp_path, **ROWS[0], reward_model={"style": "rule"})
-
-
 @pytest.mark.parametrize(
     ("builder", "columns", "row"),
     [

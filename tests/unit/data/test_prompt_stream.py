@@ -38,12 +38,6 @@ def test_every_epoch_has_every_row_once_and_an_order_of_its_own():
     assert orders[0] != orders[1] != orders[2]
 
 
-def test_without_shuffling_the_rows_keep_their_order():
-    assert [(r["prompt_index"], e) for r, e in islice(stream(2, shuffle=False), 5)] == [
-        *((0, 0), (1, 0), (0, 1), (1, 1), (0, 2))
-    ]
-
-
 PARTS = st.lists(st.tuples(st.integers(1, 5), st.floats(0.05, 9)), min_size=1, max_size=4)
 
 

@@ -215,11 +215,6 @@ def test_evaluations_are_due_every_n_steps_and_after_the_last():
     assert [step for step in range(1, 7) if run.evaluation.due(step)] == [4, 6]
 
 
-def test_without_held_out_prompts_there_is_no_evaluation():
-    run = Run(Generator(), rows=0)
-    assert run.whole() == {} and run.results == [] and not run.evaluation.due(50)
-
-
 def test_it_is_repeated_without_a_generator_that_is_lost_meanwhile():
     lost, left = Generator(**DIES, can_spare=lambda: True), Generator()
     metrics = Run(lost, left).whole()

@@ -236,12 +236,6 @@ def test_a_reward_gets_the_columns_that_its_signature_takes(make_pool):
     assert "reward by_name: TypeError" in score.error and "'level'" in score.error
 
 
-def test_an_infinite_sum_is_a_failed_sample(make_pool):
-    huge = {name: reward("Number", weight=1e308) for name in ("one", "other")}
-    (score,) = make_pool(**huge).score(samples("1"))
-    assert score.error and score.error.endswith("inf") and math.isnan(score.reward)
-
-
 def test_processes_that_a_reward_started_die_with_the_pool(make_pool, begun):
     others = set(psutil.Process().children())
     pool = make_pool(mood=reward("Moody"))

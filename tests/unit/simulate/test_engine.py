@@ -28,15 +28,6 @@ def now():
     return asyncio.get_running_loop().time()
 
 
-def test_a_step_costs_its_sequences_and_its_prompts():
-    async def scenario(engine):
-        await asyncio.gather(engine.sample(3), engine.sample(5))
-        return now()
-
-    found = with_engine(scenario, StepTime(1.0, 0.25, 0.125))
-    assert found == pytest.approx(3 * 1.5 + 2 * 0.125 + 2 * 1.25)
-
-
 def test_a_request_enters_after_the_present_step():
     async def scenario(engine):
         first = asyncio.ensure_future(engine.sample(10))
@@ -47,14 +38,6 @@ def test_a_request_enters_after_the_present_step():
         return second_s, now()
 
     assert with_engine(scenario, StepTime(1.0, 0.0, 0.0)) == pytest.approx((5.0, 10.0))
-
-
-def test_more_sequences_than_fit_wait():
-    async def scenario(engine):
-        await asyncio.gather(*(engine.sample(4) for _ in range(3)))
-        return now()
-
-    assert with_engine(scenario, StepTime(1.0, 0.0, 0.0), max_num_seqs=2) == pytest.approx(8.0)
 
 
 def test_tokens_carry_the_version_of_the_weights_that_sampled_them():
@@ -86,16 +69,6 @@ def test_a_day_passes_at_once_and_timers_keep_their_order():
 
     assert run_in_virtual_time(run()) == 86400.0
     assert seen == [("early", 1.5), ("same", 1.5), ("late", 86400.0)]
-
-
-def test_a_time_out_ends_a_wait_in_virtual_time():
-    async def run():
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(100):
-                await asyncio.Event().wait()
-        return asyncio.get_running_loop().time()
-
-    assert run_in_virtual_time(run()) == 100
 
 
 def test_who_waits_forever_is_no_silent_wait():

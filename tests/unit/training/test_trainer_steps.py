@@ -234,14 +234,6 @@ def test_a_learning_rate_that_was_changed_takes_part_in_the_schedule(ranks, base
     assert [result["lr"] for result in results[0][1:]] == [0.02, 0.01]
 
 
-def test_a_trainer_that_never_stepped_comes_back_without_moments(ranks, base, tmp_path):
-    folder, first = tmp_path / "saved", step(RAGGED, ADVANTAGES)
-    ranks.run(base, 1, save_to(folder), **ADAM)
-    resumed = ranks.run(base, 1, [("load_state", str(folder)), first, *export(1)], **ADAM)
-    fresh = ranks.run(base, 1, [first, *export(1)], **ADAM)
-    assert_weights_equal(exported(resumed, 3), exported(fresh, 2))
-
-
 def test_a_folder_that_cannot_be_written_is_told_by_every_rank(ranks, base, tmp_path):
     (tmp_path / "file").touch()
     results = ranks.run(base, 2, save_to(tmp_path / "file" / "saved"))
