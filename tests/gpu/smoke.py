@@ -49,7 +49,6 @@ def engine_options(options, **changes):
 
 
 def hf_weights(options):
-    """The base model's own weights by name, as a push has them."""
     from safetensors.torch import load_file
 
     weights = {}
@@ -152,29 +151,6 @@ def sleep_and_wake(options):
     return gap < 0.1 and freed_enough, f"{freed:.1f} GiB freed, {seconds}, largest gap {gap:.2g}"
 
 
-def _reduce(rank, ranks, device, file):
-    import torch.distributed as dist
-
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    backend = {"cuda": "nccl", "cpu": "gloo"}[device]
-    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=ranks)
-    x = torch.full((2**24,), float(rank + 1), dtype=torch.bfloat16, device=device)
-    dist.all_reduce(x)
-    assert x.eq(ranks * (ranks + 1) / 2).all()
-    dist.destroy_process_group()
-
-
-def collectives(options):
-    ranks = torch.cuda.device_count() if options.device == "cuda" else 2
-    if ranks < 2:
-        return None, "one GPU"
-    file = Path(tempfile.mkdtemp()) / "ranks"
-    began = time.perf_counter()
-    torch.multiprocessing.spawn(_reduce, (ranks, options.device, str(file)), nprocs=ranks)
-    return True, f"{ranks} ranks sum 32 MiB in bf16, {time.perf_counter() - began:.0f} s with start"
-
-
 def run_of(name, *overrides, gpus=None):
     """A check that trains a config for a few steps: engine and trainer must have like logprobs."""
 
@@ -208,7 +184,6 @@ CHECKS = {
     "engine under load": engine_under_load,
     "new weights under load": weights_under_load,
     "sleep and wake-up": sleep_and_wake,
-    "NCCL in bf16": collectives,
     "weights: nccl": run_of(SMALLEST, "weights=nccl", *GPU_EACH, gpus=2),
     **{f"{STEPS} steps of {name}": run_of(name) for name in CONFIGS},
 }

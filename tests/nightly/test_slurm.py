@@ -1,9 +1,7 @@
-"""The batch script for Slurm: with a stand-in Slurm everywhere, with a real one where it is."""
+"""The batch script for Slurm, with a stand-in Slurm."""
 
 import os
 import re
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +9,6 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from lib.machines import TwoMachines, why_not
-from lib.whole_runs import audit, metrics
 from omegaconf import OmegaConf
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
@@ -20,7 +16,6 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "slurm" / "async_grpo.sbatch"
 CONFIG = ROOT / "recipes" / "configs" / "tiny_async_grpo_2x2.yaml"
 RUN = ("async_grpo_full_finetune_distributed", "--config", "tiny_async_grpo_2x2")
-POLICY = Path("/tmp/torchtune-async-grpo")
 SCONTROL = """#!/bin/sh
 case "$1 $2" in
     "show node") echo "NodeName=here NodeAddr=127.0.0.1 CPUTot=2" ;;
@@ -48,7 +43,6 @@ NO_RAY = {
 
 @pytest.fixture
 def job(tmp_path):
-    """Returns a function that starts the script as a job of a stand-in Slurm with one node."""
     stubs = tmp_path / "stubs"
     stubs.mkdir()
     started = []
@@ -178,122 +172,3 @@ def test_a_requeued_job_resumes_on_a_ray_of_its_own_with_a_secret_token(job, tmp
     commands = (tmp_path / "commands").read_text()
     assert "raylet" in commands and token not in commands
     assert not list(Path("/tmp").glob(f"ray-test{os.getpid()}*"))
-
-
-SHARED = Path("/tmp/shared")
-"""Folder that both machines see."""
-# A requeued job waits until its first credential has expired: 120 s unless AuthInfo says less.
-SLURM_CONFIG = """
-ClusterName=two
-SlurmctldHost=node-a(10.77.0.1)
-SlurmUser=root
-AuthInfo=socket=/tmp/shared/munge.socket,cred_expire=10
-MpiDefault=none
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SlurmdParameters=config_overrides
-StateSaveLocation=/tmp/slurmctld
-SlurmdSpoolDir=/tmp/slurmd
-SlurmctldPidFile=/tmp/slurmctld.pid
-SlurmdPidFile=/tmp/slurmd.pid
-SlurmctldLogFile=/tmp/shared/slurmctld.log
-SlurmdLogFile=/tmp/shared/slurmd-%n.log
-ReturnToService=2
-NodeName=node-a NodeAddr=10.77.0.1 CPUs=16 RealMemory=4000
-NodeName=node-b NodeAddr=10.77.0.2 CPUs=16 RealMemory=4000
-PartitionName=main Nodes=ALL Default=YES
-"""
-
-
-def why_no_slurm():
-    """Say why Slurm cannot be started here; empty if it can."""
-    if missing := [each for each in ("slurmctld", "slurmd", "munged") if not shutil.which(each)]:
-        return f"{', '.join(missing)} not found (Debian: apt-get install slurm-wlm munge)"
-    return why_not()
-
-
-class SlurmNodes:
-    """Two nodes; daemons end with their machines."""
-
-    def __init__(self, shared, visible):
-        two = TwoMachines({shared: SHARED, **visible}, (1, 1))
-        self.nodes = (two.a, two.b)
-        self.close = two.close
-        (shared / "slurm.conf").write_text(SLURM_CONFIG)
-        (shared / "munge.key").write_bytes(os.urandom(128))
-        (shared / "munge.key").chmod(0o400)
-        try:
-            self._start_daemons()
-        except BaseException:
-            self.close()
-            raise
-
-    def _start_daemons(self):
-        for node in self.nodes:
-            for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # the job makes its own
-                node.environment.pop(name, None)
-            node.environment["SLURM_CONF"] = f"{SHARED}/slurm.conf"
-        files = {"key-file": "shared/munge.key", "socket": "shared/munge.socket"}
-        files |= {f"{kind}-file": f"munge.{kind}" for kind in ("pid", "log", "seed")}
-        first = self.nodes[0]
-        first.run("munged", "--force", *(f"--{name}=/tmp/{file}" for name, file in files.items()))
-        first.run("mkdir", "/tmp/slurmctld")
-        first.run("slurmctld", "-c")
-        for node in self.nodes:
-            node.run("slurmd", "-N", node.name)
-
-
-@pytest.fixture
-def slurm(tiny_policy, tmp_path):
-    """Two nodes of a real Slurm, and the folder that both see."""
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    cluster = SlurmNodes(shared, {POLICY: POLICY})
-    yield cluster, shared
-    cluster.close()
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(bool(why_no_slurm()), reason=f"a real Slurm: {why_no_slurm()}")
-def test_a_requeued_job_of_two_nodes_goes_on_from_its_checkpoint(slurm):
-    cluster, shared = slurm
-    first, second = cluster.nodes
-    sizes = "groups_per_step=4 group_size=4 eval_dataset.num_rows=8 save_every_n_steps=2"
-    command = shlex.join(
-        [
-            *("sbatch", "--wait", "--nodes=2", "--cpus-per-task=8", f"--output={SHARED}/job.out"),
-            *(str(SCRIPT), *RUN, f"output_dir={SHARED}/run", "num_steps=6", *sizes.split()),
-        ]
-    )
-    (shared / "job.out").touch()
-    waiting = first.start("sh", "-c", f"cd {SHARED} && exec {command}")
-    printed = []
-    shown = first.start(
-        "tail", "-n+1", "-F", f"{SHARED}/job.out", stdout=subprocess.PIPE, text=True
-    )
-
-    def read_until(pattern):
-        for line in shown.stdout:
-            printed.append(line)
-            if found := re.search(pattern, line):
-                return found
-        raise AssertionError("".join(printed))
-
-    number = read_until(r" job (\d+) on node-a: Ray has 2 nodes: node-a node-b")[1]
-    read_until("step 2: saved")
-    # As Slurm does before the time limit: only the script is signalled.
-    first.run("scancel", "--batch", "--signal=TERM", number)
-    read_until("back to the queue")
-    read_until(r"resumed from /tmp/shared/run/checkpoints/step_\d \(attempt 1\)")
-    read_until("step 6: saved")
-    assert waiting.wait(120) == 0, "".join(printed)
-    shown.terminate()
-    assert audit(shared / "run")[0] == 0
-    assert {record["attempt"] for record in metrics(shared / "run")} == {0, 1}
-    nodes = first.run("sh", "-c", f"cut -d, -f1-20 {SHARED}/run/logs/roles.jsonl")
-    assert "node-a" in nodes and "node-b" in nodes
-    for node in (first, second):
-        assert "ray" not in node.run("ls", "/tmp")
-        assert not [line for line in node.processes().values() if "raylet" in line]

@@ -52,7 +52,6 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def make_machines(tiny_policy, tmp_path_factory):
-    """Returns a function that makes two machines with a Ray cluster."""
     made = []
 
     def make(*cpus, **environment):
@@ -71,7 +70,6 @@ def make_machines(tiny_policy, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(make_machines):
-    """Two machines with a fork of the recipe and a reward of their user."""
     machines = make_machines(5, 5)
     folder = machines.a.path(WORK)
     (folder / "lengths.py").write_text(REWARD)
@@ -209,7 +207,6 @@ def test_a_run_whose_link_is_down_for_good_ends_with_one_line(make_machines):
 
 
 def is_role_in(process, namespace):
-    """Whether a process is a role's, in a PID namespace."""
     with contextlib.suppress(psutil.Error, OSError):
         its_own = Path(f"/proc/{process.pid}/ns/pid").stat().st_ino
         return its_own == namespace and "RoleHost" in process.cmdline()[0]

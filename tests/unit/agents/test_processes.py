@@ -58,8 +58,6 @@ def agents(tmp_path, monkeypatch):
 
 
 def run_one(agent, fails_after=None, timeout_s=60.0, **task):
-    """Run an agent once; return its outcome."""
-
     async def main():
         processes, loop = AgentProcesses(agent), asyncio.get_running_loop()
         failure = loop.create_future()

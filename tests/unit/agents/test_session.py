@@ -29,7 +29,6 @@ USER = [{"role": "user", "content": "abab?"}]
 
 
 def converse(chat, talk, *texts, engine=None):
-    """Let an engine that says these texts answer in a session; return both."""
     engine = engine or scripted_engine(chat, *texts)
 
     async def run():
@@ -152,7 +151,6 @@ def test_an_answer_that_nobody_got_is_neither_trained_nor_continued(make_chat):
 
 
 def text(content):
-    """A chat that the template `plain` writes as this text."""
     return [{"role": "user", "content": content}]
 
 

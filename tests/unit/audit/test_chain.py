@@ -25,11 +25,12 @@ def rewrite(run, change):
     path.write_bytes(b"".join(lines))
 
 
-def test_each_removed_repeated_or_moved_line_is_detected(run):
+def test_each_changed_removed_repeated_or_moved_line_is_detected(run):
     whole = (run / "receipts.jsonl").read_bytes()
     for number in range(len(whole.splitlines())):
         for change in (
             lambda lines, n=number: lines.pop(n),
+            lambda lines, n=number: lines.insert(n, lines.pop(n).replace(b"0", b"1", 1)),
             lambda lines, n=number: lines.insert(n, lines[n]),
             lambda lines, n=number: lines.insert(n - 1, lines.pop(n)),
         ):

@@ -45,7 +45,6 @@ class KeptRun:
         return dataclasses.replace(made, attempt=attempt, group_id=group)
 
     def write(self):
-        """Batches and receipts that agree with each other."""
         records = []
         for attempt, begins in ((0, 0), (1, 1)):
             start = {"steps_done": begins, "policy_version": begins, "max_staleness": 2}

@@ -22,7 +22,6 @@ def folders(policies, tmp_path_factory):
 
 
 def differences(folders, trajectories, recompute=False):
-    """Largest difference in each response."""
     todo = [part for n, t in enumerate(trajectories) for part in segments(t, n, recompute)]
     scorer, found = Scorer(), [0.0] * len(trajectories)
     for version in sorted({part.version for part in todo}):

@@ -17,7 +17,6 @@ ROW = {"question": "1+1", "answer": "2"}
 
 @pytest.fixture
 def source(tmp_path):
-    """Write rows to a file."""
     return lambda name, *rows: str(write_rows(tmp_path / name, *rows))
 
 

@@ -207,8 +207,6 @@ class ChatTokenizer(Characters):
 
 @pytest.fixture(params=["jsonl", "json", "parquet"])
 def verl(request, tmp_path):
-    """Load rows of verl's format from a file."""
-
     def load(*chats, **settings):
         rows = [
             {"prompt": chat, "reward_model": {"style": "rule", "ground_truth": str(number)}}

@@ -114,9 +114,3 @@ def test_a_function_of_the_users_reads_actions():
 def test_a_wrong_setting_is_refused(settings, problem):
     with pytest.raises(ValueError, match=problem):
         GymnasiumWorld(**settings)
-
-
-def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(ValueError, match=r"gymnasium is not installed; .*pip install .*environm"):
-        GymnasiumWorld(**LAKE)

@@ -147,9 +147,3 @@ def test_no_process_outlives_a_killed_owner(command, tmp_path):
 def test_a_wrong_setting_is_refused(command, settings, problem):
     with pytest.raises(ValueError, match=problem):
         MCPTools(**{"command": command, **settings})
-
-
-def test_a_missing_package_is_one_line_that_says_what_to_install(command, monkeypatch):
-    monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(ValueError, match=r"mcp is not installed; .*pip install .*environments"):
-        MCPTools(command)

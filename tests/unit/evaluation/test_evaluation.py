@@ -50,8 +50,6 @@ DIES = {"dies_in": {"evaluate"}, "max_restarts": 0}
 
 
 class Run:
-    """A driver that published version 7."""
-
     def __init__(self, *generators, rows=10, samples=1, prompts_logged=4, temperature=1.0, **keys):
         self.generators, self.published, self.results = [g.handle for g in generators], 7, []
         self.answers, self.pulls = [], []

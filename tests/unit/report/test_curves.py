@@ -86,13 +86,6 @@ def test_an_evaluation_is_drawn_at_the_step_after_which_it_began():
     }
 
 
-def test_in_a_long_run_a_total_is_the_last_of_its_steps():
-    steps = [{"step": s, "time/wall_clock": 2.0 * s} for s in range(1, 3 * MAX_POINTS + 1)]
-    [chart] = metric_charts(steps)["Speed"]
-    [trace] = chart["figure"]["data"]
-    assert trace["y"] == [2.0 * step for step in trace["x"]]
-
-
 def test_several_runs_have_a_color_each_and_their_curves_a_dash_each():
     first = [{"step": s, "rollout/reward_mean": 1, "eval/reward_mean": 1} for s in (1, 2)]
     second = [{"step": s, "rollout/reward_mean": 2, "my/own": 3} for s in (1, 2, 3)]
@@ -105,14 +98,3 @@ def test_several_runs_have_a_color_each_and_their_curves_a_dash_each():
     [own] = charts["Other metrics"]
     assert own["figure"]["layout"]["showlegend"] and own["figure"]["data"][0]["name"] == "b"
     assert go.Figure(reward["figure"])
-
-
-def test_several_runs_share_no_chart_of_many_curves():
-    """A chart of four curves becomes one for each curve."""
-    keys = ("step", "wait_for_batch", "train", "push")
-    steps = [{"step": s, **{f"time/{key}": 1.0 for key in keys}} for s in (1, 2)]
-    [one] = metric_charts(steps)["Speed"]
-    apart = metric_charts(steps, steps, names=("a", "b"))["Speed"]
-    assert len(one["figure"]["data"]) == 4
-    assert [len(chart["figure"]["data"]) for chart in apart] == [2] * 4
-    assert len({chart["title"] for chart in apart}) == 4

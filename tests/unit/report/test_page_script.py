@@ -25,7 +25,6 @@ globalThis.document = { hidden: false, addEventListener() {},
 
 
 def run(code):
-    """Value of `result` after the script's functions and this code have run."""
     script = (files("grpo_tools.report") / "page.js").read_text(encoding="utf-8")
     functions, calls, _ = script.partition("\ndrawCharts();\n")
     assert calls, "the script begins to draw at its end"

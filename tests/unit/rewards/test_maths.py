@@ -34,12 +34,10 @@ def correct(response: str, known: str, answer_format: str) -> float:
 
 
 def marked(answer_format: str, given: str, known: str) -> float:
-    """Score an answer inside a response of one format."""
     return correct(MARKED[answer_format].format(given), known, answer_format)
 
 
 def table(name: str) -> list[list[str]]:
-    """Rows of known answer, given answer and verdict."""
     lines = (Path(__file__).parent / name).read_text().splitlines()[1:]
     return [line.split("\t") for line in lines]
 

@@ -132,7 +132,6 @@ def importable(folder, monkeypatch):
 
 @pytest.fixture
 def make_pool():
-    """Make pools and close them; no process may remain."""
     before = set(psutil.Process().children(recursive=True))
     pools = []
 
@@ -190,7 +189,6 @@ def test_many_threads_at_once_each_get_their_own_scores_from_all_processes(make_
 
 
 def line_of(folder, text):
-    """Where a text of REWARDS is, as errors show it."""
     return f"({folder / 'some_rewards.py'}:{1 + REWARDS.split(text)[0].count(chr(10))})"
 
 

@@ -51,7 +51,6 @@ def recorded(base):
 
 @pytest.fixture(scope="module")
 def expected(ranks, base, recorded):
-    """What one rank makes of the recorded batch in two steps."""
     calls = [step(recorded, ADVANTAGES), *export(1), step(recorded, ADVANTAGES, 1), *export(2)]
     return ranks.run(base, 1, calls, **ADAPTED)
 

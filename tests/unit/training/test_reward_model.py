@@ -78,7 +78,6 @@ def group_of(responses, failed=()):
 
 
 def scores_alone(path, texts):
-    """The classifier's score of each text, without a batch and without padding."""
     model = AutoModelForSequenceClassification.from_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     token_ids = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
