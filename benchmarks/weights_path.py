@@ -275,7 +275,8 @@ class GeneratorSide:
         self._unpack = generator.unpack_buckets
         generator.unpack_buckets = self._timed_unpack
         self._engine = self._generator._engine
-        llm = self._engine._engine
+        backend: Any = self._engine._backend
+        self._llm = llm = backend._engine
         self._step, self._swap = llm.step, self._engine._swap_weights
         llm.step = self._timed_step
         vars(self._engine)["_swap_weights"] = self._timed_swap
@@ -293,7 +294,7 @@ class GeneratorSide:
         """Swap weights between two steps: our way from tensors, or vLLM's way from a folder."""
         assert self._engine._running, "the engine is idle, so there is no pause to measure"
         if isinstance(source, Path):
-            llm = self._engine._engine
+            llm = self._llm
             llm.collective_rpc("reload_weights", kwargs={"weights_path": str(source)})
             llm.collective_rpc(_repack)  # otherwise the output head would keep the old weights
             llm.set_weight_version(str(version))

@@ -1,13 +1,14 @@
-"""Appends to files of one record per line, and replaces files as a whole."""
+"""Appends to files of one record per line, reads them, and replaces files as a whole."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 ANSWERS = "evaluation_answers.jsonl"
 """Has one line for each logged prompt of each evaluation."""
@@ -15,6 +16,8 @@ FAILURES = "failures.jsonl"
 """Has one line per attempt that ended early: `attempt`, `error` (null if a person stopped it)."""
 STEPS_PER_END = 10
 T = TypeVar("T")
+Record = dict[str, Any]
+_DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and infinity
 
 
 def cut_torn_line(path: Path) -> None:
@@ -33,6 +36,27 @@ def append_line(file: TextIO, line: str) -> None:
         with contextlib.suppress(OSError):  # else every later close would retry the unwritten rest
             file.close()
         raise OSError(error.errno, f"cannot be written: {error.strerror}", file.name) from error
+
+
+def records_of(path: Path, word: bytes = b"{") -> Iterator[Record]:
+    """Yield the JSON objects of the lines that contain a word; none if the file is missing.
+
+    A run may be writing the file, or was killed: other lines are skipped.
+    """
+    if path.is_file():
+        with path.open("rb") as lines:
+            for line in lines:
+                if word in line and (record := record_in(line)) is not None:
+                    yield record
+
+
+def record_in(line: bytes) -> Record | None:
+    """Return the JSON object of a line; None for another line, such as an incomplete last one."""
+    try:
+        found = _DECODER.decode(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def first_and_last(steps: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:

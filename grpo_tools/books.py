@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo_tools.json_lines import records_of
+from grpo_components.files import records_of
 
 TokenCause = Literal[
     "trained",

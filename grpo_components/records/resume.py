@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 from omegaconf import OmegaConf
 
 from grpo_components.errors import fail, shown
+from grpo_components.files import records_of
 from grpo_components.records.checkpoint_folder import earlier, latest, point_latest
 from grpo_components.records.receipt_chain import END_FILE
 from grpo_components.records.run_folder import (
@@ -200,13 +200,7 @@ def last_attempt(output_dir: Path) -> int:
 
 def last_start(output_dir: Path) -> dict[str, Any]:
     """Return the start record of the last attempt in a run's receipts; empty if there is none."""
-    path, start = output_dir / "receipts.jsonl", {}
-    if path.is_file():
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if line.startswith('{"event": "start"') and line.endswith("\n"):
-                    start = json.loads(line)
-    return start
+    return [{}, *records_of(output_dir / "receipts.jsonl", b'{"event": "start"')][-1]
 
 
 def _copy_history(run: Path, folder: Path) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torchtune.training.metric_logging import MetricLoggerInterface
 from grpo_components.cluster.supervision import root_cause
 from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.ledger import LedgerEntry
-from grpo_components.files import FAILURES, STEPS_PER_END, append_line
+from grpo_components.files import FAILURES, STEPS_PER_END, append_line, records_of
 from grpo_components.records.checkpoint_folder import latest
 from grpo_components.records.metrics import MetricLog
 from grpo_components.records.progress import Progress
@@ -343,11 +343,11 @@ class RunTotals:
 
     def __init__(self, logs: Path) -> None:
         self._began = time.perf_counter()
-        logged = _records(logs / "metrics.jsonl", f'"{_WALL_CLOCK}": ')
+        logged = records_of(logs / "metrics.jsonl", f'"{_WALL_CLOCK}": '.encode())
         took = [record.get(_WALL_CLOCK) for record in logged]
         self._earlier_s = max((s for s in took if isinstance(s, float)), default=0.0)
         path = logs.parent / "receipts.jsonl"
-        events = (_records(path, f'{{"event": "{kind}"') for kind in _RESTARTS)
+        events = (records_of(path, f'{{"event": "{kind}"'.encode()) for kind in _RESTARTS)
         self._restarts = sum(_is_restart(event) for kind in events for event in kind)
 
     def follow(self, event: Mapping[str, Any]) -> None:
@@ -375,14 +375,3 @@ def _is_restart(event: Mapping[str, Any]) -> bool:
 def _append(path: Path, record: Mapping[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
         append_line(file, json.dumps(record))
-
-
-def _records(path: Path, mark: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the records of those complete lines that contain a mark; parsing all would be slow."""
-    if not path.is_file():
-        return
-    with path.open("rb") as lines:
-        for line in lines:
-            if mark.encode() in line:
-                with contextlib.suppress(ValueError):  # of a killed process
-                    yield json.loads(line)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from grpo_components.data.curriculum import Curriculum, curriculum_of
 from grpo_components.exchange.group_reuse import Candidate, ReusePool, reused_per_step
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.files import Record
 from grpo_tools.audit.findings import Findings
 
-Record = dict[str, Any]
 Prompt = tuple[int, int]
 """(row of the data set, epoch)."""
 _DRAWS = "seed", "curriculum", "prompts"

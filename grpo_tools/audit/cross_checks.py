@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
+from grpo_components.files import records_of
 from grpo_tools.audit.choices import Record
 from grpo_tools.audit.findings import Findings
-from grpo_tools.json_lines import records_of
 
 _SLACK = 1e-6
 """Relative tolerance: the order of summation changes the rounding of a mean."""

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +14,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from grpo_components.exchange.weights import checkpoint_files, pack_bucket, snapshot_checksum
+from grpo_components.files import Record, records_of
 from grpo_components.models.lora import ADAPTER_FILE, ADAPTER_FOLDER
 from grpo_components.settings import TRUNCATION
 from grpo_components.state_files import read_state
 from grpo_components.trajectory import Trajectory, batch_hash, response_numbers, unpack
 from grpo_tools.audit.cross_checks import config_path, read_config
 from grpo_tools.audit.scoring import Scorer, Segment, segments
-from grpo_tools.json_lines import records_of
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.25}
 """Largest difference allowed between two engines, in nats, by the run's `dtype`."""
@@ -29,7 +28,6 @@ _FLOOR = 2e-6
 """Rounding of a logprob that is near 0, in nats."""
 _MAX_PROBLEMS = 3
 """Most problems that are told one by one."""
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)

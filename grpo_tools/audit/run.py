@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_components.exchange.event_order import FORMAT
+from grpo_components.files import records_of
 from grpo_tools.audit.chain import Chain
 from grpo_tools.audit.choices import Choices, Group, Prompt, Record
 from grpo_tools.audit.cross_checks import ConfigCheck, MetricsCheck
 from grpo_tools.audit.findings import Findings
 from grpo_tools.audit.shapes import mismatch
 from grpo_tools.books import Amount, Books
-from grpo_tools.json_lines import records_of
 
 _STATES = ("in_flight", "buffered", "in_training")
 _NO_BATCH: Record = {"groups": ()}
@@ -90,7 +90,8 @@ class RunAudit:
         fields, event = self._chain.follow(line.removesuffix(b"\n")), Record()
         try:
             event = json.loads(fields)
-            problem = mismatch(event)
+            cut_off = None if line.endswith(b"\n") else "the line has no end: the file was cut off"
+            problem = cut_off or mismatch(event)
         except (ValueError, RecursionError) as error:
             problem = str(error)
         self._check("parses", problem is None, problem or "", fatal=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from grpo_components.exchange.event_order import Event
+from grpo_components.files import records_of
 from grpo_tools.replay.recorded_order import RecordedOrder
 from grpo_tools.replay.recorded_schedule import read_schedule
 
@@ -29,11 +28,5 @@ class Replay:
 
 def read_events(run: Path) -> list[Event]:
     """Read all events of a run, in order, each with its number."""
-    events = read_json_lines(run / "receipts.jsonl")
+    events = records_of(run / "receipts.jsonl")
     return [event | {"number": number} for number, event in enumerate(events)]
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the JSON objects of a file that has one per line."""
-    with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]

@@ -10,7 +10,7 @@ from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
-from grpo_tools.json_lines import Record
+from grpo_components.files import Record
 from grpo_tools.report.panels import (
     BOOKKEEPING,
     PANELS,

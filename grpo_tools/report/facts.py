@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from grpo_components.files import first_and_last
-from grpo_tools.json_lines import Record, records_of
+from grpo_components.files import Record, first_and_last, records_of
 from grpo_tools.report.curves import measured_after, values_of
 from grpo_tools.report.run_files import History
 from grpo_tools.report.safe_text import escaped, table

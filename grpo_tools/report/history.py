@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_components.files import Record
 from grpo_tools.books import close_books
-from grpo_tools.json_lines import Record
 from grpo_tools.report.run_files import History
 from grpo_tools.report.safe_text import escaped, table
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from grpo_components.files import ANSWERS, write_whole
-from grpo_tools.json_lines import Record, records_of
+from grpo_components.files import ANSWERS, Record, records_of, write_whole
 from grpo_tools.report.curves import (
     MAX_POINTS,
     Chart,

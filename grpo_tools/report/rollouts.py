@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from grpo_tools.json_lines import Record, record_in
+from grpo_components.files import Record, record_in
 from grpo_tools.report.run_files import Attempts
 from grpo_tools.report.safe_text import text
 

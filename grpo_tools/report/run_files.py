@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_components.files import FAILURES
-from grpo_tools.json_lines import Record, records_of
+from grpo_components.files import FAILURES, Record, records_of
 
 
 class NoStepsError(FileNotFoundError):

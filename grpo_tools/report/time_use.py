@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_components.files import Record
 from grpo_components.rollout.engine_use import NO_GROUP, NO_REWARD
 from grpo_components.time_use import IDLE, STARTING
-from grpo_tools.json_lines import Record
 from grpo_tools.report.curves import Chart, chart, curve
 from grpo_tools.report.safe_text import label
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from grpo_tools.json_lines import Record
+from grpo_components.files import Record
 from grpo_tools.report.curves import Chart, chart, curve
 from grpo_tools.report.safe_text import label
 from grpo_tools.report.time_use import time_use_charts

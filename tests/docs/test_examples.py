@@ -9,7 +9,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import pytest
 import yaml
 from lib.examples import PAGES as ALL_PAGES
@@ -21,7 +20,6 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 from grpo_components.config import preflight
 from grpo_components.config.model_trial import try_training
 from grpo_components.examples import sample_data
-from grpo_components.objective.contracts import advantages_of
 from grpo_components.settings import Settings
 
 PAGES = [page for page in ALL_PAGES if page in tracked("*.md", "docs/*.md")]
@@ -35,7 +33,6 @@ EXTERNAL_PATHS = re.compile(
 
 
 def runs(page):
-    """Yield config and overrides of each `tune run` on a page that uses our configs."""
     for example in examples(page):
         text = example.text.replace("\\\n", " ").replace("$seed", "0").replace("<seed>", "0")
         for line in text.replace(" <overrides of the preset>", "").splitlines():
@@ -131,22 +128,3 @@ def test_a_documented_part_of_a_config_is_accepted(tiny_policy, folder_of, page,
 @pytest.mark.parametrize(("page", "name"), FILES)
 def test_a_documented_file_is_imported(tiny_policy, folder_of, page, name):
     assert runpy.run_path(str(folder_of(page) / name))
-
-
-def test_the_documented_advantages_weight_hard_prompts_and_leave_failed_samples_out(folder_of):
-    [page] = [page for page in PAGES if "my_advantages.py" in files(page)]
-    own = runpy.run_path(str(folder_of(page) / "my_advantages.py"))["HardPromptAdvantages"]
-    rewards = np.array([[1.0, 0.0, 0.0, np.nan], [1.0, 1.0, 0.0, 1.0], [np.nan] * 4])
-    advantages = advantages_of(own(strength=1.0), rewards)
-    assert np.isfinite(advantages).all() and not advantages[np.isnan(rewards)].any()
-    assert np.allclose(advantages.sum(axis=1), 0.0, atol=1e-6)
-    assert advantages[0, 0] == pytest.approx(np.exp(2 / 3) * 2 / 3)
-    plain = advantages_of(own(strength=0.0), rewards)
-    assert abs(advantages[0, 0] / plain[0, 0]) > abs(advantages[1, 2] / plain[1, 2]) > 1
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_documented_yaml_is_yaml(page):
-    for language, text in blocks(page):
-        if language == "yaml":
-            assert isinstance(yaml.safe_load(text), dict), text

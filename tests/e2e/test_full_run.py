@@ -82,7 +82,6 @@ def test_whatever_listens_in_a_run_cannot_be_reached_from_elsewhere(full_run):
 
 
 def test_temporary_files_of_a_generator_lie_in_the_folder_that_is_removed(full_run):
-    """A generator may be killed at any time."""
     started = records(full_run.folder / "logs" / "roles.jsonl")
     folders = {record["tmp"] for record in started if record["role"].startswith("generator")}
     assert list(folders) == full_run.seen["temporary"][:1]

@@ -4,7 +4,6 @@ from lib.whole_runs import assert_audited, metrics, records, succeed
 
 
 def test_each_half_runs_alone_and_what_they_make_is_evaluated(tune):
-    """Generators alone, trainers alone on what those left, and an evaluation of the checkpoint."""
     small = ("num_steps=2", "groups_per_step=2", "group_size=4", "eval_dataset.num_rows=4")
     _, rollouts = succeed(tune, *small, "rollout_only=true")
     assert len(records(rollouts / "trajectories.jsonl")) == 4

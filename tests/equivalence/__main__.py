@@ -1,7 +1,5 @@
 """Measures every rung of the equivalence ladder and tabulates the gaps: `make equivalence`."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys
@@ -16,13 +14,12 @@ from transformers.utils.logging import disable_progress_bar
 from equivalence.ladder import RUNGS, Bench, Rung
 from grpo_components.quiet import quiet_libraries
 
-MODULES = ("run", "update", "shared", "torchrl", "engine", "family", "agent")
+MODULES = ("run", "update", "shared", "engine", "family")
 for name in MODULES:  # their order is that of the table
     importlib.import_module(f"equivalence.{name}_rungs")
 
 
 def page(ladder: Sequence[Rung], differences: Sequence[float]) -> str:
-    """Return the text of the page `docs/equivalence.md`."""
     rows = [
         f"| {number} | {rung.name} | {rung.compared} | {_number(rung.tolerance)} "
         f"| {_number(difference)} | {'yes' if rung.holds(difference) else '**NO**'} |\n"
@@ -46,7 +43,6 @@ def _number(value: float) -> str:
 
 
 def main(arguments: list[str] | None = None, ladder: Sequence[Rung] = RUNGS) -> int:
-    """Measure the ladder and write the page; return 1 if a rung does not hold."""
     parser = argparse.ArgumentParser(prog="python -m equivalence", description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("docs/equivalence.md"))
     parser.add_argument("--policy", type=Path, help="folder of the tiny policy")

@@ -1,7 +1,5 @@
 """Rungs that compare engines, and a generator with its trainer."""
 
-from __future__ import annotations
-
 import math
 from contextlib import closing
 from functools import partial

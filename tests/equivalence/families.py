@@ -1,7 +1,5 @@
 """Builds small random models of every supported family, of torchtune and of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -63,7 +61,6 @@ def _family(
 
 
 def _scaled_rope(factor: float, original: int) -> dict[str, Any]:
-    """Return the RoPE scaling of Llama 3.1 and later."""
     scaling = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope = {"rope_type": "llama3", "rope_theta": 500_000.0}
     return {**rope, **scaling, "original_max_position_embeddings": original}
@@ -128,7 +125,6 @@ HF_FAMILIES = {
 
 
 def random_checkpoint(family: Family, folder: Path, seed: int) -> Path:
-    """Save a family's randomly initialized model; see `save_random`."""
     return save_random(family.config(), folder, seed)
 
 

@@ -1,7 +1,5 @@
 """Rungs that take the weights of every model family the whole way, and those with adapters."""
 
-from __future__ import annotations
-
 import math
 from contextlib import closing
 from functools import partial

@@ -89,7 +89,6 @@ class Bench:
         self._results: dict[Any, Any] = {}
 
     def folder(self) -> Path:
-        """Create an empty folder."""
         return Path(tempfile.mkdtemp(dir=self.scratch))
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
@@ -99,7 +98,6 @@ class Bench:
         return self._results[key]
 
     def process(self, role_class: str, **kwargs: Any) -> RoleProcess:
-        """Start a generator, a trainer, or what samples from engines."""
         return RoleProcess(role_class, preload=_PRELOADED, **kwargs)
 
     def train(self, calls: list[Any], num_ranks: int = 1, **changes: Any) -> list[list[Any]]:
@@ -116,11 +114,9 @@ class Bench:
         return results
 
     def run(self, *overrides: str) -> Path:
-        """Run the recipe at max_staleness 0; return its output folder."""
         return succeed(self.tune, *SYNCHRONOUS, *overrides)[1]
 
     def close(self) -> None:
-        """End the processes; fail if a run left anything."""
         self._ending.close()
 
 
@@ -151,7 +147,6 @@ def max_difference(left: StateDict, right: StateDict) -> float:
 
 
 def saved_weights(folder: Path) -> StateDict:
-    """Read the tensors of a saved policy, by Hugging Face name."""
     return load_file(folder / "model.safetensors")
 
 
@@ -164,7 +159,6 @@ def merged_export(results: list[list[Any]]) -> StateDict:
 
 
 def gradients(model: torch.nn.Module, value: Tensor) -> StateDict:
-    """Compute the gradient of a scalar for each of a model's parameters."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(value, parameters, retain_graph=True), strict=True))
 

@@ -1,7 +1,5 @@
 """Arguments of the real generator and trainer, and engines to sample from, for the ladder."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Iterator
@@ -40,7 +38,6 @@ _TIMEOUT_S = 30.0
 
 
 def tiny_config(output_dir: Path, *overrides: str) -> Settings:
-    """Return the config `tiny_async_grpo` with overrides, checked by preflight."""
     cfg = OmegaConf.load(_plugin.recipes_folder() / "configs" / "tiny_async_grpo.yaml")
     changes = OmegaConf.from_dotlist([f"output_dir={output_dir}", *overrides])
     return preflight.check(cast(DictConfig, OmegaConf.merge(cfg, changes)))
@@ -103,7 +100,6 @@ class Engines:
     def sample(
         self, model_path: str, bucket: tuple[Manifest, Any] | None, prompts: list[list[int]]
     ) -> list[Any]:
-        """Sample completions from a new engine."""
         with closing(self._engine(model_path)) as engine:
             if bucket is not None:
                 # This fills the prefix cache, which the swap must clear.

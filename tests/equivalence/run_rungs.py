@@ -1,7 +1,5 @@
 """Rungs that compare whole runs of the recipe at `max_staleness: 0`."""
 
-from __future__ import annotations
-
 import math
 import signal
 from contextlib import closing

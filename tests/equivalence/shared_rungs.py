@@ -1,7 +1,5 @@
 """Rungs that compare shared prompts with one row per response, for every model family."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

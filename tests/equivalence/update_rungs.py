@@ -1,7 +1,5 @@
 """Rungs that compare one update of the tiny policy, or its logprobs and gradients."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -137,7 +135,6 @@ def _ragged_batch(bench: Bench) -> tuple[list[Trajectory], np.ndarray]:
 
 
 def whole_model(bench: Bench) -> nn.Module:
-    """Load the tiny policy, unsharded."""
     model = tiny_arguments(bench.cfg)[0].trainer["model"]
     return load_whole_model(
         model.build_model, model.build_checkpointer, torch.device("cpu"), "fp32"

@@ -1,7 +1,5 @@
 """Event loops that run one callback at a time, when they are told to, in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import asyncio.base_events
 from asyncio import events, futures
@@ -23,7 +21,6 @@ class ControlledLoop(asyncio.base_events.BaseEventLoop):
         self.set_task_factory(_quiet_task)
 
     def time(self) -> float:
-        """Return the virtual time."""
         return self._now()
 
     def _write_to_self(self) -> None:  # nobody waits in a selector
@@ -34,11 +31,9 @@ class ControlledLoop(asyncio.base_events.BaseEventLoop):
 
     @property
     def ready(self) -> list[asyncio.Handle]:
-        """The callbacks that would run next, in their order."""
         return [handle for handle in self._ready if not handle._cancelled]  # type: ignore[attr-defined]
 
     def run_next(self) -> None:
-        """Run one callback."""
         handle = self._ready.popleft()  # type: ignore[attr-defined]
         if handle._cancelled:
             return
@@ -50,7 +45,6 @@ class ControlledLoop(asyncio.base_events.BaseEventLoop):
             events._set_running_loop(before)
 
     def run_all(self) -> None:
-        """Run callbacks until none is left."""
         while self._ready:  # type: ignore[attr-defined]
             self.run_next()
 
@@ -62,7 +56,6 @@ class ControlledLoop(asyncio.base_events.BaseEventLoop):
         return sorted((t for t in found if t._when < float("inf")), key=lambda t: t._when)
 
     def wake(self, timer: asyncio.TimerHandle) -> None:
-        """Let a timer end."""
         self._scheduled.remove(timer)  # type: ignore[attr-defined]
         timer._scheduled = False  # type: ignore[attr-defined]
         self._ready.append(timer)  # type: ignore[attr-defined]

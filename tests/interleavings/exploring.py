@@ -1,7 +1,5 @@
 """Explores every schedule of a bound: each is run again from its start."""
 
-from __future__ import annotations
-
 import gc
 import random
 import sys
@@ -24,8 +22,6 @@ _RUNS_PER_COLLECTION = 100
 
 @dataclass(frozen=True)
 class Failure:
-    """A schedule that breaks a rule."""
-
     schedule: list[int]
     """Number of the choice taken at each point, from 0."""
     problem: str
@@ -33,8 +29,6 @@ class Failure:
 
 @dataclass
 class Explored:
-    """What an exploration found."""
-
     runs: int = 0
     """Schedules that were run, most of them until they met an earlier one."""
     states: int = 0
@@ -72,8 +66,6 @@ def prepared() -> Iterator[Path]:
 
 
 class Run:
-    """One run along a schedule."""
-
     def __init__(self, bound: Bound, logs: Path, finals: Finals) -> None:
         self.taken: list[int] = []
         self.choices: Sequence[Choice] = []
@@ -109,7 +101,6 @@ class Run:
             self.problem = f"deadlock: {_waiting(world)}"
 
     def close(self) -> None:
-        """End the run where it is."""
         if self.world is not None:
             self.world.close()
         self.world = None
@@ -144,17 +135,13 @@ def explore(
     began = time.process_time()
     found, finals, chance = Explored(), Finals(), random.Random(order)
     todo: list[tuple[list[int], bytes | None]] = [([], None)]
-    begun = 0
-    while begun < len(todo) and found.runs < max_runs and found.failure is None:
+    while todo and found.runs < max_runs and found.failure is None:
         if time.process_time() - began > max_cpu_s:
             break
-        if order == "breadth":
-            begun, (prefix, parent) = begun + 1, todo[begun]
-        else:
-            if order != "depth":
-                chosen = chance.randrange(len(todo))
-                todo[chosen], todo[-1] = todo[-1], todo[chosen]
-            prefix, parent = todo.pop()
+        if order != "depth":
+            chosen = chance.randrange(len(todo))
+            todo[chosen], todo[-1] = todo[-1], todo[chosen]
+        prefix, parent = todo.pop()
         run = Run(bound, logs, finals)
         for number in prefix:
             run.take(number)
@@ -165,7 +152,7 @@ def explore(
         run.close()
         if found.runs % _RUNS_PER_COLLECTION == 0:
             gc.collect()
-    found.whole = begun == len(todo) and found.failure is None
+    found.whole = not todo and found.failure is None
     found.states = len(found.following)
     if found.whole:
         found.schedules, found.longest = paths(found.following)
@@ -190,14 +177,13 @@ def _follow(
             break
         following[state] = [None] * len(run.choices)
         numbers = list(range(len(run.choices)))
-        if isinstance(order, int):
+        if order != "depth":
             chance.shuffle(numbers)
-        now, rest = (numbers[:0], numbers) if order == "breadth" else (numbers[:1], numbers[:0:-1])
-        later += [([*run.taken, number], state) for number in rest]
-        if not now:
+        later += [([*run.taken, number], state) for number in numbers[:0:-1]]
+        if not numbers:
             break
         parent = state
-        run.take(now[0])
+        run.take(numbers[0])
         if len(run.taken) > MAX_STEPS:
             run.problem = f"more than {MAX_STEPS} steps: it never ends"
     return later

@@ -1,8 +1,5 @@
 """Races to plant, each in one method while a schedule is explored: all of them must be found."""
 
-from __future__ import annotations
-
-import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,7 +34,6 @@ class Race:
 
     @contextlib.contextmanager
     def planted(self) -> Iterator[None]:
-        """Context manager: the fault is in the method."""
         original = getattr(self.owner, self.method)
 
         def faulty(*args: Any, **kwargs: Any) -> Any:
@@ -51,11 +47,6 @@ def _may_start_by_trainers_version(_: Any, self: Ledger) -> bool:
     still_needed = self._contract.groups_of(self.num_steps - self.steps_done)
     is_needed = len(self._living) < still_needed
     return is_needed and self.policy_version >= self._needed_version()
-
-
-async def _wait_then_yield(original: Any, *args: Any) -> None:
-    await original(*args)
-    await asyncio.sleep(0)
 
 
 async def _take_one_less(original: Any, self: ReplayBuffer, number: int, *given: Any) -> Any:
@@ -81,51 +72,12 @@ async def _version_before_the_swap(
         assert loaded is not None
 
 
-async def _publish_before_the_push(original: Any, self: WeightSync) -> None:
-    await self._ledger.publish(self._ledger.policy_version + 1)
-    version = await self._roles.trainers.gather_weights()
-    pushed = self._pushes.begin(version)
-    await self._roles.server.push(version, *pushed)
-    self._ever_pushed = True
-
-
-async def _push_one_step_late(original: Any, self: WeightSync, version: int) -> Any:
-    return await original(self, version - 1)
-
-
-async def _pull_without_lock(original: Any, self: WeightSync, generator: Any, entry: Any) -> None:
-    with mock.patch.object(generator, "swapping", contextlib.nullcontext()):
-        await original(self, generator, entry)
-
-
-async def _recover_with_old_label(_: Any, self: WeightSync, generator: GeneratorHandle) -> None:
-    generator.held_version = -1
-    await self.pull(generator, "restart")
-
-
 def _keep_in_flight(_: Any, self: Ledger, entry: Any) -> None:
     self._wake()
 
 
-def _give_back_twice(original: Any, self: Ledger, entry: Any) -> None:
-    original(self, entry)
-    self._interrupt(entry)
-
-
-async def _drop_but_keep_place(original: Any, self: Ledger, ids: Any, *given: Any) -> None:
-    kept = {number: self._living[number] for number in ids}
-    await original(self, kept, *given)
-    self._living |= kept
-
-
 async def _drop_for_good(original: Any, self: Ledger, ids: Any, reason: str, **_: Any) -> None:
     await original(self, ids, reason)
-
-
-async def _enter_whatever_happened(_: Any, self: Ledger, group_id: int) -> None:
-    if group_id in self._living:
-        self._living[group_id].state = "buffered"
-    self._wake(opened=False)
 
 
 def _never_wait(*_: Any) -> bool:
@@ -168,7 +120,6 @@ async def _save_prompts_later(
 
 
 _GENERATORS = ("generator_0", "generator_1")
-_SYNCHRONOUS, _ASYNCHRONOUS = Bound(max_staleness=0, steps=2), Bound(max_staleness=1, steps=2)
 _TWO_ROLLOUTS = Bound(generators=1, rollouts_in_flight=2, max_staleness=1)
 _OVERTAKEN = Bound(max_staleness=1, steps=3)
 
@@ -177,10 +128,6 @@ RACES = {
         "admission counts the trainers' version in place of the published one",
         Bound(max_staleness=1, push_every=2, steps=3),
         *(Ledger, "_may_start", _may_start_by_trainers_version),
-    ),
-    "admission_yields": Race(
-        "another task runs between the check of admission and the issue",
-        *(_SYNCHRONOUS, Ledger, "_until", _wait_then_yield),
     ),
     "part_of_a_batch": Race(
         "a step takes fewer groups than a batch",
@@ -201,46 +148,14 @@ RACES = {
         Bound(generators=1, rollouts_in_flight=2, max_staleness=0, groups_per_step=2, steps=2),
         *(WeightSync, "pull", _version_before_the_swap),
     ),
-    "published_before_pushed": Race(
-        "a version counts as published before the server has it",
-        *(_SYNCHRONOUS, WeightSync, "push", _publish_before_the_push),
-    ),
-    "push_skipped": Race(
-        "each push comes one step late",
-        *(_SYNCHRONOUS, WeightSync, "push_if_due", _push_one_step_late),
-    ),
-    "pulls_overlap": Race(
-        "two pulls of one generator overlap",
-        Bound(generators=1, rollouts_in_flight=2, max_staleness=1, steps=4),
-        *(WeightSync, "pull_if_due", _pull_without_lock),
-    ),
-    "old_label_after_restart": Race(
-        "a restarted generator keeps its version, with the base model's weights",
-        Bound(max_staleness=0, steps=2, generators=1, crash=("generator_0",)),
-        *(WeightSync, "_pull_after_restart", _recover_with_old_label),
-    ),
     "group_not_given_back": Race(
         "the group of a lost generator stays in flight",
         Bound(max_staleness=0, steps=1, crash=_GENERATORS, max_restarts=0),
         *(Ledger, "give_back", _keep_in_flight),
     ),
-    "given_back_twice": Race(
-        "the group of a lost generator is given back twice",
-        Bound(max_staleness=0, steps=2, crash=_GENERATORS, max_restarts=0),
-        *(Ledger, "give_back", _give_back_twice),
-    ),
-    "place_of_a_dropped_group": Race(
-        "a dropped group keeps its place in the queue",
-        Bound(max_staleness=0, steps=1, failing=(0,)),
-        *(Ledger, "drop", _drop_but_keep_place),
-    ),
     "stale_prompt_lost": Race(
         "the prompt of a stale group is not issued again",
         *(_OVERTAKEN, Ledger, "drop", _drop_for_good),
-    ),
-    "buffered_after_taken": Race(
-        "a group counts as buffered although a step has taken it",
-        *(_ASYNCHRONOUS, Ledger, "enter_buffer", _enter_whatever_happened),
     ),
     "wait_lets_expire": Race(
         "with `wait`, a step does not wait for groups in flight that it makes too old",

@@ -1,7 +1,5 @@
 """Stand-ins for the work of roles, whose weights are the batches they were trained on."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from typing import Any, NamedTuple
@@ -60,7 +58,6 @@ class Generator:
         return group, self.summary(group), None
 
     def summary(self, group: Sampled) -> GroupSummary:
-        """Return the summary that the generator gives of a group."""
         versions = len(group.first), len(group.last)
         return GroupSummary(
             group_id=group.group_id,
@@ -78,7 +75,6 @@ class Generator:
         )
 
     def end_group(self, group_id: int) -> None:
-        """Let the last token of a group be sampled."""
         self._ends[group_id].set_result(None)
 
     def load_weights(self, version: int, *buckets: Weights) -> LoadedWeights:
@@ -93,8 +89,6 @@ class Generator:
 
 
 class Reference:
-    """Computes no logprobs."""
-
     def add_logprobs(self, group: Sampled) -> tuple[Sampled, list[float]]:
         return group, [0.0]
 
@@ -114,7 +108,6 @@ class Trainer:
         self.gathered: dict[int, Weights] = {}
 
     def train_step(self, batch: list[Sampled], advantages: Any, step: int) -> StepResult:
-        """Check a batch, and count it."""
         version, trained = len(self.weights), [g for b in self.weights for g in b]
         ids = [group.group_id for group in batch]
         if ids != sorted(ids) or len(ids) != self._groups_per_step:

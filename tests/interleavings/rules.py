@@ -1,7 +1,5 @@
 """What must hold at the end of every schedule; `roles` and `world` check the rest as it happens."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +18,6 @@ class Finals:
 
 
 def check_end(world: World, finals: Finals) -> str:
-    """Return what is wrong at the end of a run; empty if nothing is."""
     ledger, bound, prompts = world.ledger, world.bound, world.prompts
     weights = world.files[NEWEST]
     trained = [group for batch in weights for group in batch]

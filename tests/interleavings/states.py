@@ -1,7 +1,5 @@
 """Describes all that decides how a run goes on: schedules that meet are followed once."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import re

@@ -4,8 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from interleavings.explore import bound_of
-from interleavings.exploring import Explored, Run, explore, paths, prepared
+from interleavings.exploring import Run, explore, prepared
 from interleavings.races import RACES
 from interleavings.rules import Finals
 from interleavings.states import state_of
@@ -35,9 +34,9 @@ LARGER = {
     ),
 }
 SLOW = {
-    *("label_at_the_end", "old_label_after_restart", "pulls_overlap", "stale_prompt_lost"),
-    *("wait_lets_expire", "torn_checkpoint", "added_after_taken", "version_of_a_restart"),
-    *("server_forgets", "buffer_not_refilled", "cancelled_pull", "wait_for_no_batch"),
+    *("label_at_the_end", "stale_prompt_lost", "wait_lets_expire", "torn_checkpoint"),
+    *("added_after_taken", "version_of_a_restart", "server_forgets", "buffer_not_refilled"),
+    *("cancelled_pull", "wait_for_no_batch"),
 }
 """Races that take hundreds of runs to find: `make interleavings` plants them, too."""
 
@@ -83,13 +82,6 @@ def followed(bound, schedule, logs):
     return run.problem
 
 
-def test_the_first_failure_in_breadth_is_a_shortest_one(logs):
-    race = RACES["place_of_a_dropped_group"]
-    with race.planted():
-        shortest, any_one = (explore(race.bound, logs=logs, order=o) for o in ("breadth", "depth"))
-    assert len(shortest.failure.schedule) <= len(any_one.failure.schedule)
-
-
 def test_equal_states_go_on_alike_however_they_were_reached(logs):
     """What a state leaves out makes no difference: each choice leads to the same next state."""
     bound = Bound(generators=1, rollouts_in_flight=2, steps=2, crash=("trainer_0", "generator_0"))
@@ -110,16 +102,3 @@ def test_equal_states_go_on_alike_however_they_were_reached(logs):
 
 def possible(run):
     return sorted(choice.label for choice in run.choices)
-
-
-def test_a_schedule_covers_as_many_as_there_are_ways():
-    ways = {b"a": [b"b", b"c"], b"b": [b"d"], b"c": [b"d", b"e"], b"d": [], b"e": [b"d"]}
-    assert paths(ways) == (3, 3)
-    with pytest.raises(AssertionError, match="circles"):
-        paths({b"a": [b"b"], b"b": [b"a"]})
-
-
-def test_keys_of_the_command_are_those_of_a_bound():
-    bound = bound_of(["steps=2", "crash=trainer_0,generator_0", "failing=0,2"], Bound())
-    assert bound == Bound(steps=2, crash=("trainer_0", "generator_0"), failing=(0, 2))
-    assert not Explored().whole

@@ -1,7 +1,5 @@
 """One run of the recipe's own loops, ledger, handles and supervision, in steps that are chosen."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable, Iterator
@@ -77,8 +75,6 @@ class Bound:
 
 @dataclass
 class Choice:
-    """One step that can come next."""
-
     label: str
     take: Callable[[], None]
     early: bool = False
@@ -121,7 +117,6 @@ class World:
     # ---- the calls on roles: see `lib.role.Scheduler`
 
     def started(self, host: StandInHost) -> None:
-        """Give a process a loop of its own."""
         host.loop = ControlledLoop()
         self.processes.append(host)
 
@@ -209,7 +204,6 @@ class World:
     # ---- what the loops call of `Run`
 
     async def restore(self) -> None:
-        """As `Run.restore`."""
         await self.journal.restore(self.roles, self.weights)
 
     async def begin(self, tasks: asyncio.TaskGroup) -> None:
@@ -225,7 +219,6 @@ class World:
         return entry.prompt_index not in self.bound.failing
 
     async def finish_step(self, batch: Batch, advantages: Any, result: StepResult) -> None:
-        """As `Run.finish_step`, without evaluation and logs."""
         step = await self.journal.commit(batch.batch_hash, result)
         await self.journal.save_if_due(step, self.roles, batch.packed)
 
@@ -233,7 +226,6 @@ class World:
         """Nothing is left to write."""
 
     async def begin_again(self) -> None:
-        """As `Run.begin_again`."""
         await self.journal.roll_back()
         self.published = -1
         await asyncio.gather(self.roles.server.begin_again(), self.roles.buffer.begin_again())
@@ -253,7 +245,6 @@ class World:
     # ---- steps
 
     def choices(self) -> list[Choice]:
-        """Return the steps that can come next, always in the same order."""
         if self.main.done():
             return []
         busy, found = bool(self.driver.ready), []
@@ -337,6 +328,5 @@ class World:
                 raise problem if isinstance(problem, BaseException) else BrokenRule(problem)
 
     def close(self) -> None:
-        """Close all loops."""
         for loop in (self.driver, *(process.loop for process in self.processes)):
             loop.close()

@@ -22,8 +22,6 @@ RECIPE = "async_grpo_full_finetune_distributed"
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a role, and when."""
-
     role: str
     """Name, or pattern of names as of files."""
     method: str

@@ -9,7 +9,6 @@ from grpo_components.errors import ConfigError
 
 
 def refused_key(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Return the key of the `ConfigError` that a call raises."""
     return refusal_of(function, *args, **kwargs).key
 
 

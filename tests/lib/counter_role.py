@@ -10,8 +10,6 @@ import numpy as np
 
 
 class Counter:
-    """A role with a blocking, a failing, a hanging, and an asynchronous method."""
-
     def __init__(
         self, start=0, fails_if_there=None, dies_if_there=None, restart_count=None, start_after_s=0
     ):

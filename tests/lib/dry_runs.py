@@ -39,7 +39,6 @@ MODELS = {  # layers, width, inner width, heads, heads of keys, tied embeddings,
 
 
 def published_config(name):
-    """The config.json of a published model."""
     layers, width, inner, heads, kv_heads, tied, _ = MODELS[name]
     kind = (transformers.Qwen3Config, "Qwen3ForCausalLM", {"head_dim": 128})
     if name.startswith("Qwen2.5"):

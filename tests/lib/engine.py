@@ -56,7 +56,6 @@ class Request:
                 return
 
     def finish(self) -> None:
-        """Sample all tokens."""
         while not self.future.done():
             self.step()
 

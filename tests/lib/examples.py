@@ -27,7 +27,6 @@ class Example:
 
     @property
     def complete(self) -> bool:
-        """Whether the commands have no placeholder."""
         return not PLACEHOLDER.search(self.text)
 
 
@@ -43,6 +42,5 @@ def files(page: Path) -> dict[str, str]:
 
 
 def examples(page: Path) -> list[Example]:
-    """Blocks of commands of a page, in order."""
     texts = [text for language, text in blocks(page) if not language and COMMANDS.match(text)]
     return [Example(page.name, number, text) for number, text in enumerate(texts, start=1)]

@@ -135,7 +135,6 @@ def full_run(shared_runs, tiny_policy):
 
 
 def listening(process):
-    """Name and address of what listens below a process."""
     found = []
     for each in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -62,7 +62,6 @@ class ForkedRun:
 
 
 def _become(command, output, cwd, env):
-    """Run a command as its own interpreter would."""
     gc.freeze()  # a collection would look at all that was imported
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)

@@ -8,7 +8,6 @@ TOLERANCE = 1e-4  # relative, and 1e-6 absolute: of numbers that another machine
 
 
 def read_goldens(file):
-    """The values, by key."""
     found = {}
     for line in file.read_text().splitlines():
         key, _, value = line.partition("\t")

@@ -12,7 +12,6 @@ RECIPE = Path(__file__).parents[2] / "recipes/async_grpo_full_finetune_distribut
 
 
 def recipe_loss() -> Any:
-    """Return the loss that stands in the recipe."""
     return runpy.run_path(str(RECIPE))["grpo_loss"]
 
 
@@ -40,7 +39,6 @@ def loss_inputs(trainer: Any, generator: Any, advantages: Any, **given: Any) -> 
 
 
 def evaluated(loss: Any, inputs: LossInputs) -> tuple[Any, Any, Any]:
-    """Return a loss's values, their gradient by the trainer's logprobs, and its metrics."""
     losses, metrics = loss(inputs)
     (gradient,) = torch.autograd.grad(losses.sum(), inputs.trainer_logprobs)
     return losses.detach(), gradient, metrics

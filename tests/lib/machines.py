@@ -1,7 +1,5 @@
 """Two machines on one: each has network, mounts, processes and a name of its own, and runs Ray."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
@@ -49,8 +47,6 @@ def run(*command: str | Path) -> None:
 
 
 class Machine:
-    """One machine of a pair."""
-
     def __init__(
         self,
         name: str,
@@ -92,18 +88,15 @@ class Machine:
         return ["nsenter", "-t", f"{self.pid}", "-m", "-n", "-p", "-u", *map(str, command)]
 
     def run(self, *command: str | Path, timeout_s: float = 120) -> str:
-        """Run a command to its end; return its output."""
         options = {"env": self.environment, "capture_output": True, "text": True}
         done = subprocess.run(self.command(*command), timeout=timeout_s, **options)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def start(self, *command: str | Path, **options) -> subprocess.Popen:
-        """Start a command."""
         return subprocess.Popen(self.command(*command), env=self.environment, **options)
 
     def start_ray(self, *options: str) -> None:
-        """Start Ray's processes of this machine."""
         size = ("--object-store-memory", "400000000", "--disable-usage-stats")
         self.run(BIN / "ray", "start", "--node-ip-address", self.address, *size, *options)
 
@@ -118,7 +111,6 @@ class Machine:
         return Path(f"/proc/{self.pid}/root{inside}")
 
     def kill(self) -> None:
-        """End the machine with all its processes at once, as a power cut would."""
         self._unshare.kill()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, 9)
@@ -152,17 +144,14 @@ class TwoMachines:
         self.cpus = cpus
 
     def start_ray(self) -> None:
-        """Start a Ray cluster of both."""
         head = ("--head", "--port", str(PORT), "--include-dashboard=false")
         self.a.start_ray(*head, "--num-cpus", str(self.cpus[0]))
         self.b.start_ray("--address", f"{self.a.address}:{PORT}", "--num-cpus", str(self.cpus[1]))
 
     def link(self, state: str) -> None:
-        """Set the link between them `up` or `down`."""
         self.b.run("ip", "link", "set", "eth0", state)
 
     def close(self) -> None:
-        """End both machines."""
         for machine in (self.a, self.b):
             machine.kill()
         shutil.rmtree(self._work, ignore_errors=True)

@@ -13,7 +13,6 @@ def is_alive(pid):
 
 
 def until(condition, limit_s=60):
-    """Wait for a condition; return whether it came."""
     deadline = time.monotonic() + limit_s
     while not (came := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -16,7 +16,6 @@ def weights(path):
 
 
 def ask(engine, prompt, max_tokens=24, **options):
-    """Ask for one response."""
     defaults = {"temperature": 1.0, "seed": 0, "stop_token_ids": []}
     return engine.submit(prompt, max_tokens=max_tokens, **defaults | options)
 
@@ -37,7 +36,6 @@ def under_way(engine, max_tokens=400):
 
 
 def assert_same(left, right):
-    """Bit for bit."""
     for a, b in zip(left, right, strict=True):
         np.testing.assert_array_equal(a.token_ids, b.token_ids)
         np.testing.assert_array_equal(a.logprobs, b.logprobs)

@@ -15,7 +15,6 @@ def step(events, number):
 
 
 def place(events, event):
-    """The place of this very event."""
     return next(n for n, each in enumerate(events) if each is event)
 
 

@@ -4,16 +4,13 @@ import json
 
 
 def judged(reward, response, answer="5", prompt=""):
-    """The reward of one response."""
     row = {"prompt_text": prompt, "answer": answer, "finish_reason": "stop"}
     return reward(response_text=response, **row)
 
 
 def fenced(program):
-    """A response with a program."""
     return f"I think of it like this.\n```python\n{program}\n```\nThat is all."
 
 
 def scored(reward, response, **tests):
-    """The reward of a response for these tests of its program."""
     return judged(reward, response, json.dumps(tests))

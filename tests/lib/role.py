@@ -40,7 +40,6 @@ class AtOnce:
         """See `Scheduler.started`."""
 
     def sent(self, call: RemoteCall) -> None:
-        """See `Scheduler.sent`."""
         if call.method == "start":
             call.answer({"pid": 0, "node_id": ""})
         elif call.can_begin():
@@ -55,7 +54,6 @@ class AtOnce:
         call.begin()
 
     def answered(self, call: RemoteCall) -> None:
-        """See `Scheduler.answered`."""
         call.arrive()
 
 
@@ -78,7 +76,6 @@ class Reference:
         return self.value(await waiter)
 
     def value(self, result: Any) -> Any:
-        """Return this part of the call's result."""
         return result if self.number is None else result[self.number]
 
 
@@ -98,11 +95,9 @@ class RemoteCall:
 
     @property
     def given(self) -> list[Reference]:
-        """The arguments that are results of other calls."""
         return [arg for arg in self.args if isinstance(arg, Reference)]
 
     def can_begin(self) -> bool:
-        """Return whether the role has all arguments."""
         return all(arg.call.stage in ("answered", "arrived") for arg in self.given)
 
     def begin(self) -> None:
@@ -152,7 +147,6 @@ class RemoteCall:
         self.host.scheduler.answered(self)
 
     def arrive(self) -> None:
-        """Let the driver have the answer."""
         self.stage = "arrived"
         self.host.calls.remove(self)
         waiters, self.waiters = self.waiters, []
@@ -160,7 +154,6 @@ class RemoteCall:
             waiter.get_loop().call_soon(self.settle, waiter)
 
     def settle(self, waiter: asyncio.Future[Any]) -> None:
-        """Give the answer to one who waits."""
         if waiter.done():
             return
         if self.error is not None:
@@ -218,7 +211,6 @@ class StandInHost:
         return call.references[0]
 
     def send(self, method: str, args: tuple[Any, ...], parts: int) -> list[Reference]:
-        """Send a call; see `RemoteCall`."""
         call = RemoteCall(self, method, args, parts)
         self.calls.append(call)
         if self.alive:

@@ -1,7 +1,5 @@
 """Runs an object in a process of its own, for tests of roles without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib
@@ -48,11 +46,9 @@ class RoleProcess:
         child_end.close()
 
     def submit(self, method: str, *args: Any) -> None:
-        """Start a call without waiting for its result."""
         self._connection.send((method, args))
 
     def result(self) -> Any:
-        """Wait for the result of the oldest submitted call."""
         try:
             value, error = self._connection.recv()
         except EOFError:
@@ -62,12 +58,10 @@ class RoleProcess:
         return value
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method and wait for its result."""
         self.submit(method, *args)
         return self.result()
 
     def close(self) -> None:
-        """End the process."""
         with contextlib.suppress(BrokenPipeError):  # the process is dead
             self._connection.send(None)
         self._process.join(_CLOSE_TIMEOUT_S)
@@ -107,6 +101,5 @@ def _calls(connection: Connection) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def imported(dotted_path: str) -> Any:
-    """Return what a dotted path names."""
     module, _, name = dotted_path.rpartition(".")
     return getattr(importlib.import_module(module), name)

@@ -40,6 +40,5 @@ def write_rows(path, *rows, torn=""):
 
 
 def prompt(number, token_ids=(1, 2), **fields):
-    """A prompt as data sets give them."""
     texts = {"prompt_text": f"question {number}", "answer": f"answer {number}"}
     return {"prompt_index": number, "prompt_ids": np.array(token_ids), **texts} | fields

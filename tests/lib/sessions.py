@@ -69,7 +69,6 @@ LIMITS = SessionLimits(
 
 
 def make_session(chat, engine, limits=LIMITS):
-    """A session; called in the event loop that it lives in."""
     name = "group 0 sample 0"
     submit = partial(engine.submit, temperature=limits.temperature)
     return Session(name, chat, submit, lambda *key: hash(key) % 2**31, limits)

@@ -26,8 +26,6 @@ class FinishedRun:
 
 
 class SharedRuns:
-    """The finished runs of a test session."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -54,7 +52,6 @@ class SharedRuns:
 
 
 def _listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of the last change of each file."""
     found = {}
     for path in folder.rglob("*"):
         if not path.is_dir():
@@ -65,6 +62,5 @@ def _listing(folder: Path) -> dict[str, tuple[int, int]]:
 
 @pytest.fixture(scope="session")
 def shared_runs(tmp_path_factory, worker_id):
-    """The runs that all workers share."""
     own = tmp_path_factory.getbasetemp()
     return SharedRuns((own if worker_id == "master" else own.parent) / "shared_runs")

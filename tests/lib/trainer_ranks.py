@@ -67,15 +67,6 @@ class SquaredLogprobs:
         return inputs.advantages * gap**2, {}
 
 
-class TruncatedImportance:
-    """The loss that CONTRIBUTING.md prints."""
-
-    def __call__(self, inputs):
-        ratio = (inputs.trainer_logprobs - inputs.generator_logprobs).exp().detach()
-        losses = -ratio.clamp(max=2.0) * inputs.advantages * inputs.trainer_logprobs
-        return losses, {"ratio/mean": ratio, "ratio/max": ratio}
-
-
 class Mean:
     """A loss that ends as TRL's do."""
 
@@ -110,7 +101,6 @@ class HalfBlind:
 
 
 def flat(result):
-    """A step's result as one mapping of all its numbers."""
     if not isinstance(result, StepResult):
         return result
     # Whole runs compare the probe with the generators'.
@@ -122,7 +112,6 @@ class FreshTrainers:
     """Builds a new trainer rank for every job, so that jobs share no state."""
 
     def run(self, arguments, calls):
-        """Call methods of a new trainer rank."""
         trainer = None
         try:
             trainer = Trainer(**arguments)
@@ -135,7 +124,6 @@ class FreshTrainers:
 
 
 def checkpointer_of(base, folder, model_type="QWEN2"):
-    """What builds the checkpointer of a policy in one file."""
     return partial(
         FullModelHFCheckpointer,
         checkpoint_dir=str(base),
@@ -178,7 +166,6 @@ class Ranks:
         self._processes, self._preload = [], preload
 
     def run(self, base, num_ranks, calls, *, raises=False, **changes):
-        """What every call returned, by rank; with `raises`, what each rank raised."""
         folder, rendezvous = tempfile.mkdtemp(prefix="ranks-"), local_rendezvous()
         arguments = [
             trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes)
@@ -218,7 +205,6 @@ def _outcome(process):
 
 
 def random_policy(folder):
-    """Write a small random policy as a Hugging Face folder."""
     from transformers import AutoConfig  # ranks need none of it
 
     torch.manual_seed(0)
@@ -274,7 +260,6 @@ def hf_weights(base):
 
 
 def whole_model(base):
-    """The policy of a folder."""
     model = build_model()
     model.load_state_dict(to_tune(hf_weights(base)))
     return model
@@ -421,7 +406,6 @@ def largest_change(before, after):
 
 
 def assert_is_update(results, weights, metrics):
-    """Check what `Ranks.step` returned against an expected update."""
     for measured, *_ in results:
         assert_metrics_close(measured, metrics)
     assert_weights_close(exported(results, 2), weights)

@@ -24,7 +24,6 @@ def trajectory(response, mask=None, **fields):
 
 
 def response(group_id: int, versions: list[int], **fields: Any) -> Trajectory:
-    """Return a response whose tokens these policy versions sampled."""
     sampled = {"token_versions": np.array(versions, np.int32), "group_id": group_id}
     return trajectory(len(versions), **sampled | fields)
 

@@ -64,7 +64,6 @@ def starter(tiny_policy, folder):
 
 
 def processes_of(mark):
-    """The processes that a run started, at any depth."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):

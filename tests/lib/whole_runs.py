@@ -68,14 +68,12 @@ def records(path):
 
 
 def audit(output_dir):
-    """Exit code and output of the audit of a run's receipts."""
     command = [sys.executable, "-m", "grpo_components.audit", str(output_dir)]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 
 def assert_audited(output_dir):
-    """The audit of a run's receipts passes; returns its output."""
     code, table = audit(output_dir)
     assert code == 0, table
     return table
@@ -96,7 +94,6 @@ def metrics(output_dir):
 
 
 def receipts(output_dir):
-    """The records of its steps."""
     return [r for r in records(output_dir / "receipts.jsonl") if r["event"] == "step"]
 
 

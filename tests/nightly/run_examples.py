@@ -14,7 +14,6 @@ from lib.examples import PAGES, examples, files
 
 
 def main(names: list[str]) -> int:
-    """Run the examples of some pages."""
     failed = []
     for page in PAGES:
         if names and page.name not in names:

@@ -57,7 +57,6 @@ def undisturbed(shared_runs, tiny_policy, kind):
 
 
 def late_reward(output_dir):
-    """Mean reward of the last third of the steps, and its standard error."""
     steps = {each["step"]: each for each in metrics(output_dir)}  # a step may be trained twice
     last = [steps[step]["rollout/reward_mean"] for step in sorted(steps)[-NUM_STEPS // 3 :]]
     return statistics.mean(last), statistics.stdev(last) / len(last) ** 0.5

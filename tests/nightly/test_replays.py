@@ -1,10 +1,11 @@
-"""Runs that are repeated to the same bits: of agents, with adapters, and up to some step."""
+"""Runs that are repeated to the same bits: of agents, colocated, with adapters, up to some step."""
 
 import re
 
 from lib.whole_runs import (
     AGENTS,
     LORA,
+    SYNCHRONOUS,
     assert_audited,
     assert_same_run,
     batch_hashes,
@@ -82,6 +83,14 @@ def test_a_run_with_adapters_whose_generator_was_killed_is_scored_again_by_its_c
     code, table = rescore(replay)
     assert code == 0, table
     assert_same_run(lora_run.folder, replay, num_steps=4)
+
+
+def test_a_colocated_run_is_its_replay(tune, colocated_run):
+    again = ("colocate=true", f"replay_events={colocated_run.folder}")
+    output, replay = succeed(tune, *SYNCHRONOUS, *again)
+    assert "events in the recorded order" in output
+    assert_same_run(colocated_run.folder, replay, 4)
+    assert_audited(replay)
 
 
 ALONE = (

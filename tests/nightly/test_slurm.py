@@ -1,8 +1,7 @@
-"""The batch script for Slurm: with a stand-in Slurm everywhere, with a real one where it is."""
+"""The batch script for Slurm, with a stand-in Slurm."""
 
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -10,8 +9,6 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from lib.two_slurm_nodes import SHARED, SlurmNodes, why_not
-from lib.whole_runs import audit, metrics
 from omegaconf import OmegaConf
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
@@ -19,7 +16,6 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "slurm" / "async_grpo.sbatch"
 CONFIG = ROOT / "recipes" / "configs" / "tiny_async_grpo_2x2.yaml"
 RUN = ("async_grpo_full_finetune_distributed", "--config", "tiny_async_grpo_2x2")
-POLICY = Path("/tmp/torchtune-async-grpo")
 SCONTROL = """#!/bin/sh
 case "$1 $2" in
     "show node") echo "NodeName=here NodeAddr=127.0.0.1 CPUTot=2" ;;
@@ -47,7 +43,6 @@ NO_RAY = {
 
 @pytest.fixture
 def job(tmp_path):
-    """Returns a function that starts the script as a job of a stand-in Slurm with one node."""
     stubs = tmp_path / "stubs"
     stubs.mkdir()
     started = []
@@ -177,57 +172,3 @@ def test_a_requeued_job_resumes_on_a_ray_of_its_own_with_a_secret_token(job, tmp
     commands = (tmp_path / "commands").read_text()
     assert "raylet" in commands and token not in commands
     assert not list(Path("/tmp").glob(f"ray-test{os.getpid()}*"))
-
-
-@pytest.fixture
-def slurm(tiny_policy, tmp_path):
-    """Two nodes of a real Slurm, and the folder that both see."""
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    cluster = SlurmNodes(shared, {POLICY: POLICY})
-    yield cluster, shared
-    cluster.close()
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(bool(why_not()), reason=f"a real Slurm: {why_not()}")
-def test_a_requeued_job_of_two_nodes_goes_on_from_its_checkpoint(slurm):
-    cluster, shared = slurm
-    first, second = cluster.nodes
-    sizes = "groups_per_step=4 group_size=4 eval_dataset.num_rows=8 save_every_n_steps=2"
-    command = shlex.join(
-        [
-            *("sbatch", "--wait", "--nodes=2", "--cpus-per-task=8", f"--output={SHARED}/job.out"),
-            *(str(SCRIPT), *RUN, f"output_dir={SHARED}/run", "num_steps=6", *sizes.split()),
-        ]
-    )
-    (shared / "job.out").touch()
-    waiting = first.start("sh", "-c", f"cd {SHARED} && exec {command}")
-    printed = []
-    shown = first.start(
-        "tail", "-n+1", "-F", f"{SHARED}/job.out", stdout=subprocess.PIPE, text=True
-    )
-
-    def read_until(pattern):
-        for line in shown.stdout:
-            printed.append(line)
-            if found := re.search(pattern, line):
-                return found
-        raise AssertionError("".join(printed))
-
-    number = read_until(r" job (\d+) on node-a: Ray has 2 nodes: node-a node-b")[1]
-    read_until("step 2: saved")
-    # As Slurm does before the time limit: only the script is signalled.
-    first.run("scancel", "--batch", "--signal=TERM", number)
-    read_until("back to the queue")
-    read_until(r"resumed from /tmp/shared/run/checkpoints/step_\d \(attempt 1\)")
-    read_until("step 6: saved")
-    assert waiting.wait(120) == 0, "".join(printed)
-    shown.terminate()
-    assert audit(shared / "run")[0] == 0
-    assert {record["attempt"] for record in metrics(shared / "run")} == {0, 1}
-    nodes = first.run("sh", "-c", f"cut -d, -f1-20 {SHARED}/run/logs/roles.jsonl")
-    assert "node-a" in nodes and "node-b" in nodes
-    for node in (first, second):
-        assert "ray" not in node.run("ls", "/tmp")
-        assert not [line for line in node.processes().values() if "raylet" in line]

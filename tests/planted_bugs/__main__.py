@@ -1,7 +1,5 @@
 """The bug museum: plants published silent bugs one by one, and tabulates which alarm names each."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys
@@ -21,8 +19,6 @@ _FOLDER = Path(tempfile.gettempdir()) / "torchtune-async-grpo" / "museum"
 
 
 class Result(NamedTuple):
-    """What was found of one exhibit or one clean run."""
-
     caught: str
     """Where the alarm named the bug; empty if it did not."""
     alarms: str
@@ -32,7 +28,6 @@ class Result(NamedTuple):
 
 
 def show(name: str, folder: Path) -> Result:
-    """Run one exhibit, or make one run without a bug."""
     if name in CLEAN:
         outcome = run(CLEAN[name], folder, resumes=name == "resumed")
         return Result("", outcome.alarms, outcome.rewards)
@@ -43,7 +38,6 @@ def show(name: str, folder: Path) -> Result:
 
 
 def page(results: dict[str, Result]) -> str:
-    """Return the text of the page `docs/museum.md`."""
     rows = []
     for exhibit in EXHIBITS:
         found, thread = results[exhibit.name], exhibit.thread.removeprefix("https://github.com/")
@@ -70,7 +64,6 @@ def page(results: dict[str, Result]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the museum and write its page; return 1 if an alarm is missing or false."""
     names = [exhibit.name for exhibit in EXHIBITS] + [*CLEAN]
     parser = argparse.ArgumentParser(prog="python -m planted_bugs", description=__doc__)
     parser.add_argument("--only", nargs="*", choices=names, metavar="NAME", help="write no page")

@@ -4,8 +4,6 @@ A fault gets the function that it replaces, then that function's own arguments. 
 imported at the top: every process of a run loads this file at its start.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import sys
@@ -20,8 +18,6 @@ class PlantingError(RuntimeError):
 
 
 class Bug(NamedTuple):
-    """Where a fault is planted."""
-
     module: str
     where: str
     """Name of a function, or of a class and its own method."""

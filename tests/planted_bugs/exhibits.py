@@ -1,7 +1,5 @@
 """The exhibits: published silent bugs, how each is planted, and the alarm that must name it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,12 +42,10 @@ class Exhibit:
 
     @property
     def was(self) -> str:
-        """What the published bug did."""
         return f"{(self.component or BUGS[self.name].fault).__doc__}"
 
     @property
     def thread(self) -> str:
-        """Address of the public thread."""
         published = (self.component or BUGS[self.name]).published
         repository, _, number = published.partition("#")
         kind = "pull" if number.startswith("p") else "issues"

@@ -1,7 +1,5 @@
 """Losses with a bug, as a fork of the recipe or a component of a user's would have them."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from grpo_components.objective.clipping import ratio_metrics

@@ -1,7 +1,5 @@
 """A reward that fails for some samples, as one behind a network does."""
 
-from __future__ import annotations
-
 from grpo_components.rewards.maths import MathCorrectness
 
 

@@ -1,7 +1,5 @@
 """Makes one run of the museum, and says which alarms it gave."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -22,8 +20,6 @@ _TIMEOUT_S = 900
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run said."""
-
     code: int
     """Exit code of the run."""
     output: str
@@ -35,7 +31,6 @@ class Outcome:
 
     @property
     def alarms(self) -> str:
-        """The lines that are alarms; empty after a clean run."""
         lines = [line for line in self.output.splitlines() if _ALARM.match(line)]
         ended = [f"exit code {self.code}"] if self.code else []
         return "\n".join([*lines, *ended, *filter(None, [self.audit])])
@@ -44,7 +39,6 @@ class Outcome:
 def run(
     overrides: tuple[str, ...], folder: Path, bug: str = "", *, resumes: bool = False
 ) -> Outcome:
-    """Run the tiny job, and audit it."""
     shutil.rmtree(folder, ignore_errors=True)
     report = folder.with_name(f"{folder.name}.planted").absolute()
     report.write_text("")

@@ -3,17 +3,12 @@
 import json
 import os
 import re
-import shutil
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from planted_bugs import __main__ as museum
-from planted_bugs.__main__ import Result, main
-from planted_bugs.bugs import BUGS, Bug, PlantingError, plant
-from planted_bugs.exhibits import CLEAN, EXHIBITS
-from planted_bugs.runs import Outcome, caught, check_planted
+from planted_bugs.bugs import BUGS
+from planted_bugs.exhibits import EXHIBITS
 
 TESTS = Path(__file__).parents[1]
 HOOK = TESTS / "planted_bugs" / "hook"
@@ -35,12 +30,6 @@ for name, bug in BUGS.items():
     if len(named) == len(given):
         assert named == expected, (name, named, expected)
     assert named == expected[: len(named)] or name == "seeds_reused", (name, named, expected)
-"""
-SWALLOW = """
-try:
-    import grpo_components.errors
-except Exception:
-    pass
 """
 BY_NAME = {exhibit.name: exhibit for exhibit in EXHIBITS}
 
@@ -73,90 +62,3 @@ def test_the_hook_plants_a_bug_into_any_process_and_none_without_its_name(hooked
 def test_every_bug_replaces_a_function_that_there_is_and_takes_its_arguments(interpreter):
     done = interpreter("-c", PLANT_ALL, TESTS)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("where", ["gone", "Kind.gone", "Kind.__init__", "Gone.method"])
-def test_a_bug_of_something_that_is_not_there_is_an_error_with_its_name(where, monkeypatch):
-    module = ModuleType("ours")
-    vars(module)["Kind"] = type("Kind", (), {})  # its __init__ is inherited
-    monkeypatch.setitem(BUGS, "lost", Bug("ours", where, "a/b#1", str))
-    with pytest.raises(PlantingError, match=f"bug lost is not planted: ours has no {where} of its"):
-        plant("lost", module)
-
-
-@pytest.mark.parametrize(
-    ("bug", "said"),
-    [
-        ("lost", "lost is not planted: grpo_components.errors has no gone of its own"),
-        ("unknown", "unknown is not planted: there is none of this name"),
-    ],
-)
-def test_no_process_survives_a_bug_that_is_not_planted(hooked, bug, said, tmp_path):
-    """Also if the import's error is swallowed; and the report has it, for the museum."""
-    copy = shutil.copytree(HOOK.parent, tmp_path / "planted_bugs")
-    with (copy / "bugs.py").open("a") as file:
-        file.write('\nBUGS["lost"] = Bug("grpo_components.errors", "gone", "a/b#1", str)\n')
-    report = tmp_path / "report"
-    for code in ("import grpo_components.errors", SWALLOW):
-        done = hooked(code, copy / "hook", bug, GRPO_MUSEUM_REPORT=str(report))
-        assert done.returncode == 1 and said in done.stderr
-        with pytest.raises(PlantingError, match=said):
-            check_planted("", report.read_text(), "")
-
-
-def test_a_bug_must_have_been_planted():
-    module = BUGS["wrong_axis"].module
-    check_planted("", "", "")
-    check_planted("wrong_axis", f"planted {module}\nplanted {module}\n", "")
-    with pytest.raises(PlantingError, match=f"no process of the run loaded {module}\nstep 1"):
-        check_planted("wrong_axis", "", "step 1")
-
-
-PULLED = "error: generator_0 pulled version 3, but computes other logprobs by it than the"
-SEEDS = "step  1/6  reward 0.4\nwarning: groups 3 and 9 have samples of the same seed (7)"
-TWICE = "broken: prompts: receipts.jsonl line 3: prompt 7 is trained again"
-
-
-@pytest.mark.parametrize(
-    ("name", "outcome", "where"),
-    [
-        ("weights_not_loaded", Outcome(1, PULLED, "", (0.5,)), "step 3"),
-        ("swap_mislabelled", Outcome(1, PULLED, "", (0.5,)), ""),
-        ("weights_not_loaded", Outcome(1, "error: it fell over", "", (0.5,)), ""),
-        ("seeds_reused", Outcome(0, SEEDS, "", (0.5,)), "step 2"),
-        ("cursor_pinned", Outcome(0, TWICE, "", ()), ""),
-        ("cursor_pinned", Outcome(0, "", TWICE, (0.5,)), "receipts.jsonl line 3"),
-    ],
-)
-def test_a_bug_is_caught_only_by_the_alarm_that_the_table_names(name, outcome, where):
-    assert caught(BY_NAME[name], outcome) == where
-
-
-@pytest.mark.parametrize(
-    ("outcome", "alarmed"),
-    [
-        (Outcome(0, "step 1/6  reward 0.4\nsaved", "", ()), False),
-        (Outcome(0, "warning: loss: X: the gradient is unbounded", "", ()), True),
-        (Outcome(0, "step 2 is skipped: the loss is nan", "", ()), True),
-        (Outcome(1, "", "", ()), True),
-        (Outcome(0, "", "violation", ()), True),
-    ],
-)
-def test_a_clean_run_has_no_warning_no_skipped_step_and_passes_the_audit(outcome, alarmed):
-    assert bool(outcome.alarms) == alarmed
-
-
-def test_the_page_counts_what_is_caught_and_names_false_alarms(monkeypatch, tmp_path):
-    results = {name: Result("", "") for name in (*BY_NAME, *CLEAN)}
-    results["wrong_axis"] = Result("start", "")
-    results |= {"half_stale": Result("", "", (0.25, 0.5)), "agents": Result("", "warning: x")}
-    monkeypatch.setattr(museum, "show", lambda name, folder: results[name])
-    monkeypatch.setattr(museum, "PAGE", tmp_path / "museum.md")
-    assert [main(["--folder", f"{tmp_path}", "--only", name]) for name in results] == [
-        int((name not in CLEAN and name != "wrong_axis") or name == "agents") for name in results
-    ]
-    assert not museum.PAGE.exists()
-    assert main(["--folder", f"{tmp_path}"]) == 1
-    text = museum.PAGE.read_text()
-    assert f"1 of {len(EXHIBITS)} caught by name. False alarms: 1 in {len(CLEAN)} runs" in text
-    assert "without a bug: agents.**" in text and "**not caught**" in text and "0.25 0.50" in text

@@ -1,16 +1,11 @@
 """The recipe's own loss: the bits of the component GRPOLoss, and no overflow."""
 
-import math
-import pickle
-
-import cloudpickle
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lib.loss_inputs import evaluated, loss_inputs, recipe_loss
 
-from grpo_components.objective.component_errors import name_of
 from grpo_components.objective.losses import GRPOLoss, at_step
 
 grpo_loss = recipe_loss()
@@ -47,19 +42,3 @@ def test_a_ratio_that_would_overflow_leaves_finite_numbers(gap, advantage):
         assert torch.isfinite(values).all()
     if advantage == 0:
         assert losses[0] == 0 and gradient[0] == 0
-
-
-def test_the_clip_follows_its_schedule():
-    ramp = {"schedule": "linear", "start": 0.9, "end": 0.1, "num_steps": 8}
-    scheduled = at_step(grpo_loss, {"clip_low": ramp, "clip_high": 0.2})
-    for step, clip in ((0, 0.9), (4, 0.5), (8, 0.1)):
-        given = inputs([(-1.0, 2.0, -1.0)], step=step)
-        assert scheduled(given)[0].item() == pytest.approx(max(math.exp(-3), 1 - clip))
-
-
-def test_it_has_its_own_name_and_goes_to_the_trainers_by_value():
-    loss = at_step(grpo_loss, {"clip_low": 0.2, "clip_high": 0.2})
-    assert name_of(loss).endswith(".grpo_loss")
-    copy = pickle.loads(cloudpickle.dumps(loss))
-    given = inputs([(-1.0, -1.5, 1.0)])
-    assert copy(given)[0].item() == loss(given)[0].item()

@@ -35,7 +35,6 @@ def server():
 
 @pytest.fixture
 def serve(server, make_chat):
-    """Opens sessions; returns the engine, the session and its client."""
     clients = []
 
     def open_session(*texts, parse=None, limits=LIMITS):

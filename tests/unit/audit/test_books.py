@@ -83,34 +83,6 @@ def test_what_a_resume_leaves_behind_is_undone(resumed, audit, folder):
     assert found["trained"] == (10, 60)
 
 
-@pytest.mark.parametrize("number", [5, 6])
-def test_a_token_of_a_step_that_was_undone_counts_too(resumed, audit, number):
-    tokens = step(resumed, number)["tokens"]
-    tokens[min(tokens)]["trained"] += 1
-    assert [*audit(resumed).broken] == ["books"]
-
-
-def test_what_a_killed_attempt_did_after_its_last_step_counts(events, audit, folder):
-    """It dropped a group, and generated one that is in flight."""
-    last = events.index(step(events, 2))
-    issue = {"role": "test", "epoch": 0, "target_step": 2, "needed_version": 0}
-    more = [
-        {"event": name, "attempt": 0, "group": group, **fields}
-        for group in (7, 8)
-        for name, fields in (
-            ("issue", {**issue, "prompt": group - 2}),
-            ("finish", {"response_tokens": [3, group]}),
-        )
-    ]
-    drop = {"groups": [7], "reason": "stale", "reissue": True, "tokens": [10]}
-    killed = [*events[: last + 1], *more, {"event": "drop", "attempt": 0, **drop}]
-    code, broken, out = audit(killed, "--unfinished")
-    assert (code, broken) == (0, {}), out
-    found = rows(folder)
-    assert found["generated"] == (8, 6 * 7 + 21) and found["residual"] == (0, 0)
-    assert found["dropped: stale"] == (2, 17) and found["in flight at the end"] == (1, 11)
-
-
 def carried(events, *groups):
     """The first attempt ends after step 4 with group 11 buffered, and the second takes it over."""
     early = [of(events, name, group=11)[0] for name in ("issue", "finish", "buffer")]

@@ -25,11 +25,12 @@ def rewrite(run, change):
     path.write_bytes(b"".join(lines))
 
 
-def test_each_removed_repeated_or_moved_line_is_detected(run):
+def test_each_changed_removed_repeated_or_moved_line_is_detected(run):
     whole = (run / "receipts.jsonl").read_bytes()
     for number in range(len(whole.splitlines())):
         for change in (
             lambda lines, n=number: lines.pop(n),
+            lambda lines, n=number: lines.insert(n, lines.pop(n).replace(b"0", b"1", 1)),
             lambda lines, n=number: lines.insert(n, lines[n]),
             lambda lines, n=number: lines.insert(n - 1, lines.pop(n)),
         ):
@@ -52,6 +53,7 @@ def test_a_removed_tail_is_not_taken_for_a_killed_run(run, lost):
 def test_a_missing_last_line_end_is_detected(run):
     rewrite(run, lambda lines: lines.append(lines.pop()[:-1]))
     assert "chain" in broken(run, unfinished=True)
+    assert list(broken(run)) == ["parses"]
 
 
 @pytest.mark.parametrize("content", [None, b"x", b'{"records": 8, "chain": "9999"}'])
@@ -62,15 +64,6 @@ def test_a_missing_or_damaged_end_file_is_detected(run, content, capsys):
     assert main([str(run)]) == 1
     out = capsys.readouterr().out
     assert "\nbroken: chain " in out and END_FILE in out.splitlines()[-1]
-
-
-def test_each_changed_byte_of_the_end_file_is_detected(run):
-    path = run / END_FILE
-    whole = path.read_bytes()
-    for place, byte in enumerate(whole):
-        path.write_bytes(whole[:place] + bytes([byte ^ 1]) + whole[place + 1 :])
-        if path.read_bytes().split() != whole.split():
-            assert "chain" in broken(run), place
 
 
 def test_a_killed_run_may_have_one_more_record_and_a_running_one_any_number(run):
@@ -85,10 +78,3 @@ def test_a_killed_run_may_have_one_more_record_and_a_running_one_any_number(run)
         (run / END_FILE).write_text(end.replace(f"{len(kept)},", f"{number},").replace(last, chain))
         assert ("chain" in broken(run)) == (number < len(kept) - 1)
         assert "chain" not in broken(run, unfinished=True)
-
-
-def test_a_format_that_is_not_known_is_detected(run):
-    rewrite(
-        run, lambda lines: lines.insert(0, lines.pop(0).replace(b'"format": 4', b'"format": 1'))
-    )
-    assert {"chain", "header"} <= broken(run).keys()

@@ -80,12 +80,10 @@ def test_a_valid_run_says_each_reuse_and_passes(reused, audit):
 
 
 def again(records, number, group, use, *besides):
-    """Let a step reuse another group."""
     batch(records, number)["reused"] = [*besides, {"group": group, "use": use}]
 
 
 def first(records):
-    """The group that is reused first."""
     return reuses(records)[2][0][0]
 
 
@@ -130,9 +128,3 @@ def test_a_wrong_reuse_is_found(reused, audit, plant, text):
     plant(reused)
     broken = audit(reused).broken
     assert text in broken["reused"], broken
-
-
-def test_a_config_with_another_rule_of_reuse_is_found(reused, audit, tmp_path):
-    config = tmp_path / "config.yaml"
-    config.write_text(config.read_text().replace("max_uses: 2", "max_uses: 3"))
-    assert [*audit(reused, folder=".").broken] == ["config"]

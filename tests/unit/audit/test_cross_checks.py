@@ -125,10 +125,3 @@ def test_the_correction_mass_is_within_the_bounds_of_its_component(
     assert not broken()
     of(records, "step")[1]["correction_mass"] = 99.0
     assert ("correction" in broken()) == (bounds[1] < 99)
-
-
-def test_other_files_may_be_missing(run):
-    folder, _, broken = run
-    for name in ("config.yaml", "logs/metrics.jsonl"):
-        (folder / name).unlink()
-    assert not broken()

@@ -41,7 +41,6 @@ def save(folder, step, incarnation, run=RUN, version=None, latest=True):
 
 
 def problem(folder):
-    """The violation that the audit would name, if any."""
     findings = Findings()
     check_one_run(folder / "receipts.jsonl", findings.check)
     assert findings.checked.keys() == {"one_run"}

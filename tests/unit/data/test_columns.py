@@ -7,7 +7,7 @@ from lib.rows import Characters, write_rows
 from omegaconf import OmegaConf
 
 from grpo_components.data.columns import other_columns, plain_value, reward_input
-from grpo_components.data.datasets import math_dataset, prompt_dataset
+from grpo_components.data.datasets import prompt_dataset
 from grpo_components.data.prompt_mix import mixed_dataset
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.state_files import read_state, write_state
@@ -17,7 +17,6 @@ ROW = {"question": "1+1", "answer": "2"}
 
 @pytest.fixture
 def source(tmp_path):
-    """Write rows to a file."""
     return lambda name, *rows: str(write_rows(tmp_path / name, *rows))
 
 
@@ -29,17 +28,6 @@ def test_all_columns_but_question_and_answer_are_kept_and_a_missing_one_is_none(
     data = prompt_dataset(Characters(), source=source("rows.jsonl", *rows))
     assert other_columns(data[0]) == {"level": 3, "tags": ["a", {"b": None}], "Problem ID": None}
     assert other_columns(data[1]) == {"level": None, "tags": None, "Problem ID": "x"}
-
-
-def test_renamed_columns_and_those_that_a_format_reads(source):
-    path = source("renamed.jsonl", {"ask": "1+1", "gold": "2", "kind": "sum"})
-    named = {"question": "ask", "answer": "gold"}
-    (prompt,) = prompt_dataset(Characters(), source=path, columns=named)
-    assert other_columns(prompt) == {"kind": "sum"}
-    row = {"problem": "1+1", "solution": r"\boxed{2}", "answer": "two"}
-    (prompt,) = math_dataset(Characters(), source=source("math.jsonl", row))
-    assert other_columns(prompt) == {"problem": "1+1", "solution": r"\boxed{2}"}
-    assert prompt["answer"] == "2"
 
 
 def test_a_column_cannot_take_the_place_of_what_the_recipe_sets(source):

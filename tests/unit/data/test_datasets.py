@@ -174,10 +174,6 @@ def test_a_wrong_setting_is_refused_with_its_key_and_value(jsonl, key, value):
     assert str(refused.value).startswith(f"dataset.{key}: {value!r} given; allowed: ")
 
 
-def test_a_known_answer_may_be_a_number(tmp_path):
-    assert read_one(prompt_dataset, tmp_path, question="6 * 7?", answer=42)["answer"] == "42"
-
-
 @pytest.mark.parametrize(
     ("written", "answer"),
     [
@@ -211,8 +207,6 @@ class ChatTokenizer(Characters):
 
 @pytest.fixture(params=["jsonl", "json", "parquet"])
 def verl(request, tmp_path):
-    """Load rows of verl's format from a file."""
-
     def load(*chats, **settings):
         rows = [
             {"prompt": chat, "reward_model": {"style": "rule", "ground_truth": str(number)}}
@@ -258,18 +252,6 @@ def test_what_is_no_chat_with_a_question_at_its_end_is_named_with_its_row(tmp_pa
     settings = {"columns": {"question": "prompt"}, "chat_template": "torchtune"}
     with pytest.raises(ValueError, match=r"rows\.jsonl, row 2, field prompt: "):
         prompt_dataset(ChatTokenizer(), source=str(path), **settings)
-
-
-def test_a_missing_entry_of_a_column_is_named(tmp_path):
-    builder = partial(prompt_dataset, columns={"answer": VERL["answer"]})
-    with pytest.raises(ValueError, match=r"row 1: has no field reward_model\.ground_truth; "):
-        read_one(builder, tmp_path, **ROWS[0], reward_model={"style": "rule"})
-
-
-def test_a_column_whose_name_has_a_dot_is_not_looked_up_as_an_entry(tmp_path):
-    row = {"question": "q", "a.b": "1", "a": {"b": "2"}}
-    builder = partial(prompt_dataset, columns={"answer": "a.b"})
-    assert read_one(builder, tmp_path, **row)["answer"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -393,9 +375,3 @@ def test_a_custom_format_is_one_function(tmp_path):
     claims_dataset = partial(prompt_dataset, read=true_or_false)
     prompt = read_one(claims_dataset, tmp_path, claim="1 = 2", holds=False)
     assert (prompt["prompt_text"], prompt["answer"]) == ("True or false: 1 = 2", "false")
-
-
-def test_a_custom_format_that_returns_no_texts_is_named_with_its_row(jsonl):
-    for read in (lambda row: (row.text("question"), 5), lambda row: (None, "5")):
-        with pytest.raises(ValueError, match=r"rows\.jsonl, row 1: "):
-            prompt_dataset(Characters(), source=str(jsonl), read=read)

@@ -10,7 +10,6 @@ GSM8K = "grpo_components.data.datasets.gsm8k_dataset"
 
 @pytest.fixture
 def parts(tmp_path):
-    """Two data sets; the first leaves out a row."""
     limits = {"max_prompt_tokens": 7, "too_long": "drop", "_component_": GSM8K}
     made = {}
     for name, questions in (("a", ("one?", "too long?", "2?")), ("b", ("three?", "4?"))):

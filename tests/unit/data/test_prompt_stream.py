@@ -38,12 +38,6 @@ def test_every_epoch_has_every_row_once_and_an_order_of_its_own():
     assert orders[0] != orders[1] != orders[2]
 
 
-def test_without_shuffling_the_rows_keep_their_order():
-    assert [(r["prompt_index"], e) for r, e in islice(stream(2, shuffle=False), 5)] == [
-        *((0, 0), (1, 0), (0, 1), (1, 1), (0, 2))
-    ]
-
-
 PARTS = st.lists(st.tuples(st.integers(1, 5), st.floats(0.05, 9)), min_size=1, max_size=4)
 
 
@@ -79,12 +73,6 @@ def test_the_seed_decides_the_order_of_a_mix():
     kept_in_order = (islice(mix(*parts, shuffle=False, seed=s)[0], 40) for s in range(9))
     # The seed also decides which part comes when.
     assert len({str(list(pairs)) for pairs in kept_in_order}) > 1
-
-
-def test_parts_of_equal_length_have_different_orders():
-    drawn = [row["prompt_index"] for row, _ in islice(mix((20, 1.0), (20, 1.0))[0], 40)]
-    orders = [[index % 40 for index in drawn if index // 40 == part] for part in (0, 1)]
-    assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
 
 
 @settings(max_examples=many(60), deadline=None)

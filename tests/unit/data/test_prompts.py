@@ -185,14 +185,6 @@ def test_torchtunes_messages_have_the_same_ids_as_the_chat_template(make_folder)
         assert ours(question) == theirs(question)
 
 
-def test_torchtunes_prompt_template_surrounds_each_message(make_folder):
-    folder = make_folder(None)
-    styled = tune_tokenizer(folder, prompt_template={"user": ("Q:\n", "\nA:")})
-    given = (tune_tokenizer(folder), "Q:\n{question}\nA:", "torchtune", None)
-    encode = prompt_encoder(styled, "{question}", "torchtune", None)
-    assert encode("1 and 1") == prompt_encoder(*given)("1 and 1")
-
-
 def test_an_end_of_turn_from_the_tokenizer_is_not_part_of_the_prompt():
     class EndsTurns:
         """Like torchtune's tokenizer of Phi-3: adds a mark after every message."""

@@ -63,11 +63,6 @@ def test_a_row_that_a_filter_cannot_read_is_named():
             kept({"level": conditions}, **values)
 
 
-def test_conditions_are_met_in_the_order_given():
-    """So the first may leave out the rows that the next cannot read."""
-    assert not kept({"level": {"regex": "^[0-9]", "min": 1}}, level="hard")
-
-
 def test_a_malformed_filter_is_refused_with_its_key():
     wrong = [{}, {"most": 5}, {"min": "5"}, {"min": math.nan}, {"allowed": "5"}, {"regex": "("}]
     for conditions in wrong:

@@ -105,9 +105,3 @@ def test_a_number_is_read_as_its_usual_text_and_what_is_neither_is_refused():
     for value in (None, True, " ", math.nan, [1]):
         with pytest.raises(ValueError, match=r"^row 1, field answer: "):
             Row({"answer": value}, "row 1", {}).text_or_number("answer")
-
-
-def test_a_missing_column_of_a_filter_is_no_matter_of_names():
-    with pytest.raises(ValueError) as refused:
-        Row({"a": 1}, "dataset x, row 1", None).value("b")
-    assert "columns" not in str(refused.value) and str(refused.value).endswith("allowed: a")

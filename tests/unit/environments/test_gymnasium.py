@@ -114,17 +114,3 @@ def test_a_function_of_the_users_reads_actions():
 def test_a_wrong_setting_is_refused(settings, problem):
     with pytest.raises(ValueError, match=problem):
         GymnasiumWorld(**settings)
-
-
-def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(ValueError, match=r"gymnasium is not installed; .*pip install .*environm"):
-        GymnasiumWorld(**LAKE)
-
-
-def test_a_row_of_another_data_set_is_refused():
-    prompt, _ = begin(id="Echo-v0")
-    with pytest.raises(ValueError, match="the prompt does not show the first observation '0'"):
-        GymnasiumWorld(**LAKE)({**prompt, "prompt_text": "Go."}, 1)
-    with pytest.raises(ValueError, match="the prompt has no seed; allowed: rows of gymnasium_data"):
-        GymnasiumWorld(**LAKE)({"prompt_text": "0"}, 1)

@@ -1,21 +1,15 @@
 """Tools of a real MCP server: offered, called with a deadline, and never left behind."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
 from lib.processes import is_alive, until
 
-from grpo_components import slow_calls
-from grpo_components.environments import mcp_server
 from grpo_components.environments.mcp_server import MCPServer, MCPServerError
 from grpo_components.environments.mcp_tools import MCPTools
 from grpo_components.rollout.observation_text import unquoted
@@ -77,13 +71,6 @@ def descendants(pid=None):
     return [each for each in psutil.Process(pid).children(recursive=True) if is_alive(each.pid)]
 
 
-def kill_the_servers():
-    for process in descendants():
-        with contextlib.suppress(psutil.NoSuchProcess):  # what watches a killed server ends too
-            if process.name() == "sleep" or "server.py" in " ".join(process.cmdline()):
-                process.kill()
-
-
 def result_of(reply):
     text = unquoted(reply.text, ["<s>"])
     return text.partition("<tool_response>\n")[2].partition("\n</tool_response>")[0]
@@ -111,23 +98,6 @@ def test_a_server_that_ends_fails_the_sample_and_is_started_again(world):
     with pytest.raises(MCPServerError, match="ended during die"):
         respond(call("die"))
     assert result_of(respond(call("add", left=1, right=1))) == "2"
-
-
-def test_a_server_that_was_killed_while_idle_fails_one_sample(world):
-    respond = world({}, 1)
-    respond(call("add", left=1, right=1))
-    kill_the_servers()
-    with pytest.raises(MCPServerError, match="ended during add"):
-        respond(call("add", left=1, right=1))
-    assert result_of(respond(call("add", left=1, right=1))) == "2"
-
-
-def test_a_server_that_ends_fails_no_other_sample(world):
-    with ThreadPoolExecutor(4) as threads:
-        calls = [call("die"), *(call("add", left=n, right=1) for n in range(3))]
-        replies = [threads.submit(world({}, 1), each) for each in calls]
-    assert isinstance(replies[0].exception(), MCPServerError)
-    assert [result_of(reply.result()) for reply in replies[1:]] == ["1", "2", "3"]
 
 
 def test_a_call_that_hangs_fails_the_sample_and_nothing_is_left(command):
@@ -177,27 +147,3 @@ def test_no_process_outlives_a_killed_owner(command, tmp_path):
 def test_a_wrong_setting_is_refused(command, settings, problem):
     with pytest.raises(ValueError, match=problem):
         MCPTools(**{"command": command, **settings})
-
-
-def test_a_server_that_never_answers_is_named_while_it_is_waited_for(monkeypatch, caplog):
-    started = threading.Event()
-    monkeypatch.setattr(slow_calls, "_SILENT_S", 0.01)
-    monkeypatch.setattr(mcp_server, "_START_S", 3600.0)
-    monkeypatch.setattr(MCPServer, "_run", lambda self: self._started.set_result(started.wait(60)))
-    server = threading.Thread(target=MCPServer, args=[["never"]], daemon=True)
-    server.start()
-    assert until(lambda: caplog.messages)
-    assert caplog.messages == ["waiting for the tool server never to start, 3600 s at most"]
-    started.set()
-    server.join()
-
-
-def test_a_missing_package_is_one_line_that_says_what_to_install(command, monkeypatch):
-    monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(ValueError, match=r"mcp is not installed; .*pip install .*environments"):
-        MCPTools(command)
-
-
-def test_the_watching_process_imports_the_standard_library_only():
-    path = Path(__file__).parents[3] / "grpo_components/environments/mcp_process.py"
-    assert "grpo_components" not in path.read_text()

@@ -50,8 +50,6 @@ DIES = {"dies_in": {"evaluate"}, "max_restarts": 0}
 
 
 class Run:
-    """A driver that published version 7."""
-
     def __init__(self, *generators, rows=10, samples=1, prompts_logged=4, temperature=1.0, **keys):
         self.generators, self.published, self.results = [g.handle for g in generators], 7, []
         self.answers, self.pulls = [], []
@@ -213,11 +211,6 @@ def test_no_other_wait_times_out_during_an_evaluation(dies):
 def test_evaluations_are_due_every_n_steps_and_after_the_last():
     run = Run(Generator(), eval_every_n_steps=4, num_steps=6)
     assert [step for step in range(1, 7) if run.evaluation.due(step)] == [4, 6]
-
-
-def test_without_held_out_prompts_there_is_no_evaluation():
-    run = Run(Generator(), rows=0)
-    assert run.whole() == {} and run.results == [] and not run.evaluation.due(50)
 
 
 def test_it_is_repeated_without_a_generator_that_is_lost_meanwhile():

@@ -5,10 +5,7 @@ import re
 
 import pytest
 import torch
-from torchtune.models.qwen2_5 import qwen2_5_tokenizer
-from transformers import AutoTokenizer
 
-from grpo_components.data.datasets import gsm8k_dataset
 from grpo_components.examples import tiny_policy as module
 from grpo_components.examples.tiny_policy import (
     NAMES,
@@ -36,20 +33,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def torchtune_tokenizer(folder):
-    return qwen2_5_tokenizer(
-        path=str(folder / "vocab.json"),
-        merges_file=str(folder / "merges.txt"),
-        special_tokens_path=str(folder / "tokenizer.json"),
-    )
-
-
-def all_problems(seed):
-    train, held_out = make_problems(seed)
-    return train + held_out
-
-
 def without_names_and_things(problem):
     return re.sub("|".join(NAMES + THINGS), "_", problem.question)
 
@@ -61,54 +44,6 @@ def test_train_and_held_out_share_no_template_with_the_same_numbers(seed):
     assert len(held_out) >= 128
     assert not {*map(without_names_and_things, train)} & {*map(without_names_and_things, held_out)}
     assert len({problem.question for problem in train + held_out}) == len(train + held_out)
-
-
-def test_every_written_answer_is_right():
-    for problem in all_problems(0):
-        a, sign, b = problem.sum
-        assert problem.result == int(a) + int(f"{sign}{b}") >= 0
-        assert re.findall(r"\d", problem.question) == [a, b]
-        text = problem.answer(problem.result)
-        assert text == f"{problem.sum}={problem.result}\n#### {problem.result}"
-
-
-def test_both_tokenizers_agree(folder, torchtune_tokenizer):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts = [problem.prompt for problem in all_problems(0)]
-    texts += [problem.answer(problem.result) for problem in all_problems(0)]
-    texts += [
-        "<|im_start|>user\nHi!<|im_end|>\n",
-        " <think>\t na\u00efve \u65e5\u672c 123 </think>",
-    ]
-    for text in texts:
-        ids = torchtune_tokenizer.encode(text, add_bos=True, add_eos=False)
-        assert ids == tokenizer.encode(text)
-        assert max(ids) < module.ARCHITECTURE["vocab_size"]
-        assert torchtune_tokenizer.decode(ids) == text
-
-
-def test_every_config_has_the_same_end_of_text(folder, torchtune_tokenizer):
-    end = AutoTokenizer.from_pretrained(folder).eos_token_id
-    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == end
-    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == end
-    assert end in torchtune_tokenizer.stop_tokens
-
-
-def test_a_right_answer_fits_into_a_response(torchtune_tokenizer):
-    for problem in all_problems(0):
-        ids = torchtune_tokenizer.encode(problem.answer(problem.result), add_bos=False)
-        assert len(ids) <= module.MAX_RESPONSE_TOKENS
-
-
-def test_the_data_files_are_gsm8k_data_sets(folder, torchtune_tokenizer):
-    for name, problems in zip(("train", "held_out"), make_problems(0), strict=True):
-        rows = gsm8k_dataset(
-            torchtune_tokenizer,
-            source=str(folder / "data" / f"{name}.jsonl"),
-            prompt_template=module.PROMPT_TEMPLATE,
-        )
-        assert [row["prompt_text"] for row in rows] == [problem.prompt for problem in problems]
-        assert [row["answer"] for row in rows] == [str(problem.result) for problem in problems]
 
 
 def contents(folder):

@@ -51,7 +51,6 @@ def sequences() -> list[TokenSequence]:
 
 
 def alone(model: torch.nn.Module) -> torch.Tensor:
-    """Logprobs by the model's own attention."""
     return torch.cat([whole_logprobs(model, sequence)[0] for sequence in sequences()])
 
 

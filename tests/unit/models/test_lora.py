@@ -29,7 +29,6 @@ LORA = LoraSettings(rank=3, alpha=12.0, target_modules=TARGETS)
 
 
 def of_family(family):
-    """The layers that a family may adapt."""
     fused = LORA.fused_targets(family.model_type)
     targets = tuple(name for name in TARGETS if name not in fused)
     return LoraSettings(rank=3, alpha=12.0, target_modules=targets)

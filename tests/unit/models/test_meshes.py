@@ -48,7 +48,6 @@ def ranks():
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Small random policies as Hugging Face folders."""
     return {
         name: random_checkpoint(FAMILIES[name], tmp_path_factory.mktemp("base"), seed=0)
         for name in MODELS
@@ -76,7 +75,6 @@ def run(ranks, bases):
 
 @pytest.fixture(scope="module")
 def one_rank(run):
-    """What one rank makes of the whole batch in one forward pass."""
     return {name: run(name, 1, Sharding(), **CLIPPED) for name in MODELS}
 
 

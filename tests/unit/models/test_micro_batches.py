@@ -16,7 +16,6 @@ RANKS, BUDGET = st.integers(1, 5), st.integers(1, 120)
 
 @st.composite
 def batches(draw):
-    """Responses of groups of several sizes, in any order."""
     prompts = draw(PROMPTS)
     numbers = draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=30))
     return [Part(n, prompts[n], draw(st.integers(0, 50))) for n in numbers]

@@ -64,23 +64,6 @@ def test_advantages_are_their_formula_over_the_samples_that_did_not_fail(kind, r
         assert advantages[i, j] == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "kind", [GroupNormalizedAdvantages, GroupCenteredAdvantages, LeaveOneOutAdvantages]
-)
-@given(rewards=REWARDS, failed=st.integers(0, 3))
-def test_a_failed_sample_changes_nothing_for_its_siblings(kind, rewards, failed):
-    given_nan = rewards.copy()
-    given_nan[:, failed] = np.nan
-    others = np.delete(rewards, failed, axis=1)
-    found = np.delete(kind()(given_nan), failed, axis=1)
-    np.testing.assert_array_equal(found, kind()(others))
-
-
-@every_kind
-def test_equal_rewards_teach_nothing(kind):
-    assert (kind()(np.full((2, 4), 0.7)) == 0).all()
-
-
 @pytest.mark.parametrize("kind", NORMALIZED)
 def test_eps_must_be_positive(kind):
     with pytest.raises(ValueError, match=r"advantages\.eps"):

@@ -1,8 +1,5 @@
 """The teacher's term: its value by hand, and its exact average gradient over a vocabulary."""
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -37,22 +34,6 @@ def average_gradient(loss, logits, generator, teacher, coeff):
     losses, _ = loss(inputs)
     (found,) = torch.autograd.grad((generator.exp() * losses).sum(), logits)
     return found
-
-
-def test_the_advantage_of_each_token_by_hand():
-    """Also beside other advantages, and with a gradient of the logprobs that must not enter."""
-    policy = torch.tensor([-1.0, -2.0, -0.5], dtype=T, requires_grad=True)
-    teacher = torch.tensor([-1.5, -0.5, -0.5], dtype=T)
-    given_ones = torch.tensor([1.0, -1.0, 0.25], dtype=T)
-    inputs = inputs_of(policy, policy.detach() + 0.1, teacher, given_ones)
-    found, metrics = with_teacher(inputs, 2.0)
-    np.testing.assert_allclose(found.advantages.numpy(), [1 - 2 * 0.5, -1 + 2 * 1.5, 0.25])
-    assert not found.advantages.requires_grad and found.trainer_logprobs is policy
-    np.testing.assert_allclose(metrics["teacher/kl"].numpy(), [0.5, -1.5, 0.0])
-    gaps = np.array([-0.5, 1.5, 0.0])
-    np.testing.assert_allclose(metrics["teacher/kl_k3"].numpy(), np.exp(gaps) - gaps - 1)
-    without = replace(inputs, teacher_logprobs=None)
-    assert with_teacher(without, 2.0) == (without, {})
 
 
 @pytest.mark.parametrize("loss", [GRPOLoss(clip_low=1.0, clip_high=1e9), REINFORCELoss()])

@@ -33,12 +33,6 @@ def test_a_group_is_kept_if_its_valid_rewards_differ_and_too_many_others_in_a_ro
         assert sampling.keeps(rewards, solved(rewards)) == keeps
 
 
-def test_success_decides_nothing_where_the_rewards_differ():
-    sampling = DynamicSampling(max_discarded=1)
-    assert sampling.keeps([0.1, 0.2], [False, False])
-    assert not sampling.keeps([0.3, 0.3], [True, False])
-
-
 def test_the_error_has_the_key_and_the_counts_of_the_groups_in_that_row():
     sampling = DynamicSampling(max_discarded=4)
     sampling.keeps([1.0, 1.0, 1.0], [True] * 3)  # forgotten: a kept group follows

@@ -216,16 +216,3 @@ def test_what_is_clipped_is_counted_and_the_ratios_are_reported(loss, ratios, lo
     either = [a or b for a, b in zip(low, high, strict=True)]
     assert metrics["ratio/clip_fraction"].tolist() == either
     assert not any(values.requires_grad for values in metrics.values())
-
-
-def test_weights_scale_the_policy_loss_and_not_the_penalty():
-    generator = [-1.0 - math.log(ratio) for ratio in [1.0, 1.5, 0.5] * 2]
-    advantages = [1.0] * 3 + [-2.0] * 3
-    inputs = loss_inputs([-1.0] * 6, generator, advantages, reference_logprobs=[-3.0] * 6)
-    weights = torch.tensor([1.0, 2.0, 0.0, 0.5, 1.0, 0.0], dtype=T)
-    losses, metrics = objective_losses(GRPOLoss(), Penalties(0.1, "k2"), inputs, weights)
-    # GRPO's losses -1, -1.2, -0.5 | 2, 3, 1.6 times the weights, plus 0.1 k2 with k2 = 2.
-    close(losses, [-0.8, -2.2, 0.0, 1.2, 3.2, 0.0])
-    close(metrics["loss/policy"], [-1.0, -2.4, 0.0, 1.0, 3.0, 0.0])
-    close(metrics["loss/kl_reference"], [2.0, 2.0, 0.0, 2.0, 2.0, 0.0])
-    close(metrics["loss/penalty"], [0.2, 0.2, 0.0, 0.2, 0.2, 0.0])

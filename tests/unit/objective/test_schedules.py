@@ -1,13 +1,12 @@
 """Schedules: what holds of every shape at every step, and what a wrong config is told."""
 
 import math
-import pickle
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_components.schedules import Schedule, as_schedule
+from grpo_components.schedules import as_schedule
 
 VALUE = st.floats(-10, 10)
 STEPS = st.integers(0, 60)
@@ -57,15 +56,6 @@ def test_a_number_is_the_constant_schedule(value, step):
     schedule = as_schedule("key", value)
     assert schedule == as_schedule("key", {"schedule": "constant", "start": value})
     assert schedule(step) == schedule.lowest == schedule.highest == value
-
-
-@given(settings(), STEPS)
-def test_it_survives_pickling_and_says_what_it_is(given_settings, step):
-    schedule = as_schedule("key", given_settings)
-    copy = pickle.loads(pickle.dumps(schedule))
-    assert copy == schedule and copy(step) == schedule(step)
-    assert eval(repr(schedule), {"Schedule": Schedule}) == schedule
-    assert as_schedule("key", schedule) is schedule
 
 
 LINEAR = {"schedule": "linear", "start": 0.1, "end": 0.0, "num_steps": 10}

@@ -8,7 +8,6 @@ from lib.config_errors import refusal_of
 from lib.trajectories import response
 from omegaconf import OmegaConf
 
-from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.offline.partial_runs import (
     RecordedPrompts,
     check_partial_run,
@@ -17,11 +16,9 @@ from grpo_components.offline.partial_runs import (
     stand_in_arguments,
 )
 from grpo_components.offline.trajectory_file import group_line
-from grpo_components.records.guards import FailedSamples
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.state_files import write_state
 from grpo_components.training.trainer_options import DiagnosticsOptions
-from grpo_components.trajectory import pack, summarize
 
 
 def group(size=2):
@@ -129,14 +126,6 @@ def test_the_other_half_is_stood_in_for(recorded):
     assert (len(prompts), prompts.max_prompt_length) == (4, 3)
     text = f"(line 3 of {recorded})"
     assert prompts[2] == {"prompt_index": 2, "prompt_ids": [0, 1, 2], "prompt_text": text}
-
-
-def test_a_failed_recorded_sample_is_reported_by_its_line(recorded, tmp_path):
-    failures = FailedSamples(1.0, 9, tmp_path, 0, note=print)
-    entry = LedgerEntry(5, RecordedPrompts(recorded)[2], 0, 0, 0, 0)
-    failed = replace(group()[0], finish_reason="error", error="it failed", reward=float("nan"))
-    assert not failures.count_group(entry, summarize(pack([failed, *group(size=1)])))
-    assert "(line 3 of " in (tmp_path / "failed_samples.jsonl").read_text()
 
 
 def test_a_checkpoint_of_ours_is_evaluated_under_its_version(tmp_path):

@@ -145,11 +145,6 @@ def test_a_missing_field_is_named_and_an_unknown_one_is_ignored(path):
         list(read_groups(path))
 
 
-def test_a_failed_response_may_have_no_tokens(path):
-    path.write_text(group_line([make(0, [], math.nan), make(0, [-1.0])]))
-    assert [t.failed for t in next(read_groups(path))] == [True, False]
-
-
 @pytest.mark.parametrize(
     ("stand_in", "role", "methods"),
     [

@@ -67,50 +67,6 @@ def test_a_long_run_has_no_more_points_than_a_screen():
             assert all(len(trace["y"]) <= MAX_POINTS for trace in chart["figure"]["data"])
 
 
-def test_a_curve_left_alone_in_a_chart_of_several_keeps_its_legend():
-    """It shows which of two KLs was measured."""
-    steps = [{"step": 1, "mismatch/generator_kl": 0.1, "loss/kl_reference": None, "my/own": 2}]
-    charts = {c["title"]: c["figure"]["layout"] for s in metric_charts(steps).values() for c in s}
-    assert charts["KL"]["showlegend"] and not charts["my/own"]["showlegend"]
-    *_, memory = timeline([], [], HEARTBEATS)[0]
-    assert memory["figure"]["layout"]["showlegend"]
-
-
-def test_a_few_steps_get_one_tick_each():
-    [chart] = metric_charts([{"step": s, "my/own": 2} for s in (0, 2, 3)])["Other metrics"]
-    assert chart["figure"]["layout"]["xaxis"]["tickvals"] == [0, 2, 3]
-
-
-def test_minute_0_is_given_as_a_time_of_day():
-    [chart], _ = timeline([], STARTS[:1], [])
-    assert chart["about"].endswith("1970-01-01 00:01:30 UTC")
-
-
-def test_a_single_point_is_drawn_as_a_marker():
-    step = [{"event": kind, "time": 1.0, "version": 1, "step": 1} for kind in ("publish", "sample")]
-    step.append({"event": "step", "time": 2.0, "step": 1})
-    charts, _ = timeline(step, [], [{"role": "a", "time": 1.0, "rss_mib": 1.0}])
-    charts += metric_charts([{"step": 1, "my/own": 2}])["Other metrics"]
-    modes = {chart["title"]: {t["mode"] for t in chart["figure"]["data"]} for chart in charts}
-    titles = {"Policy versions", "Memory by role", "my/own"}
-    assert modes == {title: {"markers"} for title in titles}
-
-
-def test_a_chart_grows_with_its_roles():
-    """Otherwise the legend covers the curves, and some roles have no name."""
-    roles = [f"generator_{i}" for i in range(16)]
-    starts = [{"role": role, "started": 90.0, "attempt": 0, "pid": 1} for role in roles]
-    heartbeats = [{"role": role, "time": 100.0, "rss_mib": 512.0} for role in roles]
-    heights = [
-        [
-            chart["figure"]["layout"]["height"]
-            for chart in timeline([], starts[:n], heartbeats[:n])[0]
-        ]
-        for n in (2, 16)
-    ]
-    assert all(few < many for few, many in zip(*heights, strict=True))
-
-
 def test_each_reward_term_has_a_chart_of_its_mean_and_deviation():
     """A name may contain anything."""
     names = ("format", "a_mean", "x/y_std", "two\nlines")
@@ -130,13 +86,6 @@ def test_an_evaluation_is_drawn_at_the_step_after_which_it_began():
     }
 
 
-def test_in_a_long_run_a_total_is_the_last_of_its_steps():
-    steps = [{"step": s, "time/wall_clock": 2.0 * s} for s in range(1, 3 * MAX_POINTS + 1)]
-    [chart] = metric_charts(steps)["Speed"]
-    [trace] = chart["figure"]["data"]
-    assert trace["y"] == [2.0 * step for step in trace["x"]]
-
-
 def test_several_runs_have_a_color_each_and_their_curves_a_dash_each():
     first = [{"step": s, "rollout/reward_mean": 1, "eval/reward_mean": 1} for s in (1, 2)]
     second = [{"step": s, "rollout/reward_mean": 2, "my/own": 3} for s in (1, 2, 3)]
@@ -149,14 +98,3 @@ def test_several_runs_have_a_color_each_and_their_curves_a_dash_each():
     [own] = charts["Other metrics"]
     assert own["figure"]["layout"]["showlegend"] and own["figure"]["data"][0]["name"] == "b"
     assert go.Figure(reward["figure"])
-
-
-def test_several_runs_share_no_chart_of_many_curves():
-    """A chart of four curves becomes one for each curve."""
-    keys = ("step", "wait_for_batch", "train", "push")
-    steps = [{"step": s, **{f"time/{key}": 1.0 for key in keys}} for s in (1, 2)]
-    [one] = metric_charts(steps)["Speed"]
-    apart = metric_charts(steps, steps, names=("a", "b"))["Speed"]
-    assert len(one["figure"]["data"]) == 4
-    assert [len(chart["figure"]["data"]) for chart in apart] == [2] * 4
-    assert len({chart["title"] for chart in apart}) == 4

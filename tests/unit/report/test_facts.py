@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 import pytest
 from lib.rows import write_rows
 
-from grpo_tools.report.facts import duration, facts_line, held_out_table, read_facts
+from grpo_tools.report.facts import facts_line, held_out_table, read_facts
 from grpo_tools.report.time_use import seconds_by_role, time_use_charts
 
 
@@ -45,17 +45,6 @@ def test_many_hosts_are_counted_and_names_are_text(write):
     assert facts_line(folder, []).count("<b>") == 1
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        *((0.2, "0 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (3700, "1 h 1 min")),
-        (200_000, "2 d 7 h"),
-    ],
-)
-def test_a_duration_in_words(seconds, text):
-    assert duration(seconds) == text
-
-
 def rows(html):
     return re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", html)
 
@@ -69,10 +58,6 @@ def test_it_shows_each_metric_of_the_last_evaluation_with_its_interval():
     )
     assert rows(html) == [("success_rate", "0.5", "0.25 to 1"), ("pass_at_2", "0.1235", "-")]
     assert "step 8: policy version 7, 60 prompts" in html
-
-
-def test_without_an_evaluation_there_is_no_table():
-    assert held_out_table([]) == held_out_table([{"step": 1, "my/own": 2.0}]) == ""
 
 
 def beat(role, time, seconds, **more):

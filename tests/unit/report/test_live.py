@@ -17,7 +17,6 @@ STEP = json.dumps({"step": 1, "attempt": 0, "my/own": 1.0}) + "\n"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run without a step."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/metrics.jsonl").touch()
     return tmp_path

@@ -185,18 +185,6 @@ def test_only_an_evaluation_is_the_state_of_a_run_that_trains_no_step(run):
     assert "only an evaluation" in top and " steps" not in top
 
 
-def test_configs_are_in_the_order_of_attempts(run):
-    for attempt in (0, 2, 10):
-        (run / f"config_attempt_{attempt}.yaml").write_text("seed: 1\n")
-    html = page(run)
-    assert re.findall(r"config_attempt_(\d+)", html) == ["0", "2", "10"]
-
-
-def test_rollouts_that_are_logged_but_not_shown_are_counted(run):
-    html = page(run, max_groups=0)
-    assert "none of the 1 logged groups" in html and "no rollouts are logged" not in html
-
-
 def test_throughput_is_total_tokens_over_total_time(run):
     """100 tokens in 1 s, then 100 in 9 s: 20 per second, not the mean of the two rates."""
     rate = "throughput/trained_tokens_per_second"

@@ -42,12 +42,6 @@ def test_the_output_is_compared_for_every_input(reward, program, worth):
     assert scored(reward, fenced(program), stdin_stdout=SQUARES) == worth
 
 
-def test_only_a_line_end_ends_a_line(reward):
-    case = {"input": "", "output": "a\nb\n"}
-    assert scored(reward, fenced(r"print('a\nb')"), stdin_stdout=[case]) == 1.0
-    assert scored(reward, fenced(r"print('a\x0cb')"), stdin_stdout=[case]) == 0.0
-
-
 PROGRAM = "def square(x): return x * x"
 
 
@@ -91,13 +85,6 @@ def test_a_long_response_is_searched_in_linear_time(piece, end):
     response = (piece * 200_000)[:200_000] + end
     for text in (response, f"```py{response}"):
         assert PROGRAM not in (last_program(text) or "")
-
-
-def test_a_block_with_a_fence_of_any_length_is_found():
-    for fence, closing in (("~" * 9999, "~" * 10_000), ("`" * 9999, "`" * 9999)):
-        block = f"{fence}python\n{PROGRAM}\n"
-        assert last_program(block + fence[1:]) is None
-        assert last_program(block + closing) == PROGRAM
 
 
 NO_TESTS = ["", "9", '{"asserts": []}', '{"asserts": "assert True"}', '{"doctests": ["x"]}']

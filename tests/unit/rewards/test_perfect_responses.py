@@ -44,7 +44,6 @@ BAD = ("half", "none", "broken", "wrong")
 
 @pytest.fixture
 def checked(tmp_path, monkeypatch):
-    """Check rows with these answers; returns the lines."""
     (tmp_path / "exact_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -90,7 +89,6 @@ def test_a_check_that_takes_too_long_ends_and_says_how_many_rows_it_saw(checked,
 
 
 def solved(reward, **row):
-    """The reward of a perfect response; None if there is none."""
     response = reward.perfect_response(**row)
     judged = {"prompt_text": "?", "finish_reason": "stop", **row}
     return None if response is None else reward(response_text=response, **judged)

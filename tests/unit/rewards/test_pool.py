@@ -4,7 +4,6 @@ import asyncio
 import math
 import os
 import signal
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -14,7 +13,7 @@ from lib.whole_runs import records
 from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.role import RestartBudget
 from grpo_components.errors import ConfigError, RoleFailedError
-from grpo_components.rewards.pool import RewardPool, RewardPoolError, RewardSpec, Score
+from grpo_components.rewards.pool import RewardPool, RewardSpec, Score
 
 POOL = "grpo_components.rewards.pool.RewardPool"
 WAIT_S = 60  # for events that are immediate on an idle machine
@@ -80,11 +79,8 @@ class Thrifty:
 
 
 class Unborn:
-    def __init__(self, begun=None):
-        if begun is None:
-            os._exit(3)
-        open(begun, "w").close()  # a named pipe, as for `endless`
-        ctypes.PyDLL(None).pause()
+    def __init__(self):
+        os._exit(3)
 
 
 class Licensed:
@@ -136,7 +132,6 @@ def importable(folder, monkeypatch):
 
 @pytest.fixture
 def make_pool():
-    """Make pools and close them; no process may remain."""
     before = set(psutil.Process().children(recursive=True))
     pools = []
 
@@ -194,7 +189,6 @@ def test_many_threads_at_once_each_get_their_own_scores_from_all_processes(make_
 
 
 def line_of(folder, text):
-    """Where a text of REWARDS is, as errors show it."""
     return f"({folder / 'some_rewards.py'}:{1 + REWARDS.split(text)[0].count(chr(10))})"
 
 
@@ -236,17 +230,8 @@ def test_a_reward_gets_the_columns_that_its_signature_takes(make_pool):
     columns = {"level": 3, "tags": ["a", "b"], "Problem ID": None}
     (score,) = pool.score([{**columns, **samples("1")[0]}])
     assert score.terms == {"by_name": 103.0, "all_of_them": 3.0, "size": 1.0}
-
-
-def test_a_sample_without_the_column_that_a_reward_takes_has_failed(make_pool):
-    (score,) = make_pool(by_name=reward("Leveled")).score(samples("1"))
+    (score,) = pool.score(samples("1"))
     assert "reward by_name: TypeError" in score.error and "'level'" in score.error
-
-
-def test_an_infinite_sum_is_a_failed_sample(make_pool):
-    huge = {name: reward("Number", weight=1e308) for name in ("one", "other")}
-    (score,) = make_pool(**huge).score(samples("1"))
-    assert score.error and score.error.endswith("inf") and math.isnan(score.reward)
 
 
 def test_processes_that_a_reward_started_die_with_the_pool(make_pool, begun):
@@ -261,15 +246,6 @@ def test_processes_that_a_reward_started_die_with_the_pool(make_pool, begun):
         assert stuck.result()[0].error == "reward mood: its process died"
     _, alive = psutil.wait_procs([child], timeout=WAIT_S)
     assert not alive
-
-
-def test_a_process_that_cannot_start_is_an_error_of_the_pool(make_pool, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise BlockingIOError("no more processes")
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
-    with pytest.raises(RewardPoolError, match=r"^rewards: .*no more processes"):
-        make_pool(size=reward("Number")).score(samples("1"))
 
 
 @pytest.mark.parametrize("costly", ["endless", "power"])
@@ -317,12 +293,6 @@ def test_samples_that_hang_a_reward_which_answers_others_only_fail_themselves(ma
     assert last.terms["process"] != fine.terms["process"]
 
 
-def test_a_reward_that_raises_for_the_first_samples_does_answer(make_pool):
-    pool = make_pool(timeout_s=1, mood=reward("Moody"))
-    scores = pool.score(samples("raise", "endless", "endless", "fine"))
-    assert [score.error is None for score in scores] == [False, False, False, True]
-
-
 def test_a_runaway_holds_up_only_its_own_process(make_pool):
     pool = make_pool(num_workers=2, mood=reward("Moody"))
     with ThreadPoolExecutor(1) as thread:
@@ -332,26 +302,6 @@ def test_a_runaway_holds_up_only_its_own_process(make_pool):
         assert not stuck.done()
         pool.close()
         assert stuck.result()[0].error == "reward mood: its process died"
-
-
-def test_a_process_killed_between_two_samples_costs_at_most_one(make_pool):
-    pool = make_pool(process=reward("process"))
-    (first,) = pool.score(samples("x"))
-    os.kill(int(first.reward), signal.SIGKILL)
-    pool.score(samples("x"))
-    (last,) = pool.score(samples("x"))
-    assert last.error is None
-    assert last.reward != first.reward
-
-
-def test_closing_the_pool_while_a_process_starts_blames_no_reward(make_pool, begun):
-    pool = make_pool(slow=reward("Unborn", begun=str(begun)))
-    with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(pool.score, samples("1"))
-        begun.read_text()
-        pool.close()
-        # The process was killed, or not started any more.
-        assert "cannot be built" not in str(waiting.exception() or waiting.result()[0].error)
 
 
 def test_closing_at_once_leaves_no_process_and_a_closed_pool_scores_no_more(make_pool):

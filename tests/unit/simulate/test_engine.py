@@ -11,8 +11,6 @@ from grpo_tools.simulate.virtual_time import DeadlockError, run_in_virtual_time
 
 
 def with_engine(scenario, step_time, load_s=0.0, max_num_seqs=8):
-    """Run a scenario of one engine; returns what it returns."""
-
     async def run():
         engine = VirtualEngine(step_time, load_s, max_num_seqs)
         running = asyncio.create_task(engine.run())
@@ -26,35 +24,6 @@ def with_engine(scenario, step_time, load_s=0.0, max_num_seqs=8):
 
 def now():
     return asyncio.get_running_loop().time()
-
-
-def test_a_step_costs_its_sequences_and_its_prompts():
-    async def scenario(engine):
-        await asyncio.gather(engine.sample(3), engine.sample(5))
-        return now()
-
-    found = with_engine(scenario, StepTime(1.0, 0.25, 0.125))
-    assert found == pytest.approx(3 * 1.5 + 2 * 0.125 + 2 * 1.25)
-
-
-def test_a_request_enters_after_the_present_step():
-    async def scenario(engine):
-        first = asyncio.ensure_future(engine.sample(10))
-        await asyncio.sleep(2.5)
-        await engine.sample(2)
-        second_s = now()
-        await first
-        return second_s, now()
-
-    assert with_engine(scenario, StepTime(1.0, 0.0, 0.0)) == pytest.approx((5.0, 10.0))
-
-
-def test_more_sequences_than_fit_wait():
-    async def scenario(engine):
-        await asyncio.gather(*(engine.sample(4) for _ in range(3)))
-        return now()
-
-    assert with_engine(scenario, StepTime(1.0, 0.0, 0.0), max_num_seqs=2) == pytest.approx(8.0)
 
 
 def test_tokens_carry_the_version_of_the_weights_that_sampled_them():
@@ -71,31 +40,6 @@ def test_tokens_carry_the_version_of_the_weights_that_sampled_them():
     assert loaded_s == pytest.approx(2.5)
     assert versions == Counter({0: 2, 3: 2, 4: 2})
     assert end == pytest.approx(6 + 2 * 0.5)
-
-
-def test_a_day_passes_at_once_and_timers_keep_their_order():
-    seen = []
-
-    async def wait(name, seconds):
-        await asyncio.sleep(seconds)
-        seen.append((name, asyncio.get_running_loop().time()))
-
-    async def run():
-        await asyncio.gather(wait("late", 86400.0), wait("early", 1.5), wait("same", 1.5))
-        return asyncio.get_running_loop().time()
-
-    assert run_in_virtual_time(run()) == 86400.0
-    assert seen == [("early", 1.5), ("same", 1.5), ("late", 86400.0)]
-
-
-def test_a_time_out_ends_a_wait_in_virtual_time():
-    async def run():
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(100):
-                await asyncio.Event().wait()
-        return asyncio.get_running_loop().time()
-
-    assert run_in_virtual_time(run()) == 100
 
 
 def test_who_waits_forever_is_no_silent_wait():

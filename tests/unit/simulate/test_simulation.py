@@ -173,7 +173,6 @@ def test_a_virtual_role_is_called_as_a_role_is():
 
 @pytest.fixture
 def folder(tmp_path):
-    """Files of a run as it was simulated."""
     run = simulate(RECORDED, FITTED, lengths(seed=3), seed=3)
     logs, config = tmp_path / "logs", vars(RECORDED) | {"generator": {}}
     logs.mkdir()
@@ -206,7 +205,6 @@ def folder(tmp_path):
 
 
 def heartbeats(run, finished):
-    """The last heartbeat of each role."""
     step, responses = FITTED.engine_step, len(finished) * RECORDED.group_size
     engine = {
         f"{size}": [100, 100 * size, new, 20 * new, *2 * [100 * step.of(size, new / 100)]]

@@ -13,5 +13,4 @@ def ranks():
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
-    """A small random policy as a Hugging Face folder."""
     return random_policy(tmp_path_factory.mktemp("base"))

@@ -24,7 +24,6 @@ from lib.trainer_ranks import (
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.lora import pushed_shapes
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.penalties import Penalties
@@ -52,7 +51,6 @@ def recorded(base):
 
 @pytest.fixture(scope="module")
 def expected(ranks, base, recorded):
-    """What one rank makes of the recorded batch in two steps."""
     calls = [step(recorded, ADVANTAGES), *export(1), step(recorded, ADVANTAGES, 1), *export(2)]
     return ranks.run(base, 1, calls, **ADAPTED)
 
@@ -75,13 +73,6 @@ def test_the_policy_without_adapters_is_the_reference(ranks, base, expected, num
         assert_weights_close(adapter, exported(expected, number))
     assert {name: tuple(t.shape) for name, t in adapter.items()} == pushed_shapes(base, LORA)
     assert all(tensor.any() for tensor in adapter.values())
-
-
-def test_a_transformers_policy_trains_the_same_adapters(ranks, base, expected):
-    policy = {"build_model": partial(hugging_face, str(base)), "model_type": None}
-    results = ranks.run(base, 2, TWO_STEPS, **ADAPTED, **policy, build_checkpointer=None)
-    for number in (2, 5):
-        assert_weights_close(exported(results, number), exported(expected, number))
 
 
 def test_a_checkpoint_has_the_adapter_its_moments_and_merged_weights(ranks, base, tmp_path):

@@ -37,7 +37,6 @@ POLICIES = ["torchtune", "transformers"]
 
 @pytest.fixture(scope="module")
 def meshes(one_thread):
-    """This process as the only trainer rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield arrange_ranks(1, "cpu", Sharding())
     dist.destroy_process_group()
@@ -92,7 +91,6 @@ def weights_of(export):
 
 
 def by_transformers(folder):
-    """Logprobs of the responses by transformers, from whole logits."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
     return torch.cat([whole_logprobs(model, each)[0] for each in RAGGED])
 

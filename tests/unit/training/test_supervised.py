@@ -28,11 +28,3 @@ def test_a_resumed_run_has_the_examples_that_it_would_have_had():
     assert rows(make(7, 3), 5) == rows(make(7, 3), 5)
     assert [rows(make(50, 50), epoch) for epoch in (0, 1)] != [rows(make(50, 50), 0)] * 2
     assert rows(make(50, 50), 0) != rows(make(50, 50, seed=4), 0)
-
-
-def test_every_token_of_the_response_is_learned_and_none_of_the_prompt():
-    (sample,) = make(1, 1).batch(0)
-    trajectory = sample.trajectory
-    assert sample.num_tokens == 2
-    assert len(trajectory.prompt_ids) + len(trajectory.response_ids) == 3
-    trajectory.check()

@@ -3,8 +3,6 @@
 import gzip
 import json
 import math
-import pickle
-from fractions import Fraction
 from functools import partial
 
 import numpy as np
@@ -32,7 +30,6 @@ from torchtune.training import setup_torch_profiler
 from grpo_components.exchange.weights import checkpoint_shapes
 from grpo_components.schedules import Schedule
 from grpo_components.training.token_metrics import over_updates
-from grpo_components.training.trainer import set_learning_rate
 
 # ---- steps, versions, rates ---------------------------------------------------------------------
 
@@ -69,20 +66,6 @@ def test_a_learning_rate_schedule_follows_the_training_step(ranks, base):
     steps = [step(RAGGED, ADVANTAGES, number) for number in (0, 1, 2, 7)]
     results = ranks.run(base, 1, steps, learning_rate=schedule)[0]
     assert [metrics["lr"] for metrics in results] == pytest.approx([0.4, 0.4, 0.3, 0.1])
-
-
-@pytest.mark.parametrize("rate", [9.0, torch.tensor(9.0)])
-def test_the_next_step_has_the_rate_that_was_set(rate):
-    groups = [{"params": [torch.nn.Parameter(torch.ones(2))]} for _ in range(2)]
-    optimizer = torch.optim.SGD(groups, lr=rate, foreach=False)
-    kept = [group["lr"] for group in optimizer.param_groups]
-    set_learning_rate(optimizer, 0.25)
-    for group, before in zip(optimizer.param_groups, kept, strict=True):
-        assert group["lr"] is before or not isinstance(before, torch.Tensor)
-        group["params"][0].grad = torch.ones(2)
-    optimizer.step()
-    for group in optimizer.param_groups:
-        assert torch.equal(group["params"][0], torch.full((2,), 0.75))
 
 
 def test_fresh_tokens_of_several_updates_weigh_alike_and_a_step_may_have_none():
@@ -251,26 +234,10 @@ def test_a_learning_rate_that_was_changed_takes_part_in_the_schedule(ranks, base
     assert [result["lr"] for result in results[0][1:]] == [0.02, 0.01]
 
 
-def test_a_trainer_that_never_stepped_comes_back_without_moments(ranks, base, tmp_path):
-    folder, first = tmp_path / "saved", step(RAGGED, ADVANTAGES)
-    ranks.run(base, 1, save_to(folder), **ADAM)
-    resumed = ranks.run(base, 1, [("load_state", str(folder)), first, *export(1)], **ADAM)
-    fresh = ranks.run(base, 1, [first, *export(1)], **ADAM)
-    assert_weights_equal(exported(resumed, 3), exported(fresh, 2))
-
-
 def test_a_folder_that_cannot_be_written_is_told_by_every_rank(ranks, base, tmp_path):
     (tmp_path / "file").touch()
     results = ranks.run(base, 2, save_to(tmp_path / "file" / "saved"))
     assert all("Not a directory" in rank_results[1] for rank_results in results)
-
-
-def test_pickle_builds_nothing_but_the_description_of_tensors(ranks, base, tmp_path):
-    ranks.run(base, 1, save_to(tmp_path))
-    (file,) = tmp_path.rglob(".metadata")
-    file.write_bytes(pickle.dumps({"a": Fraction}))
-    with pytest.raises(pickle.UnpicklingError, match=r"\.metadata .*Fraction"):
-        ranks.run(base, 1, [("load_state", str(tmp_path))])
 
 
 def test_bf16_compute_exports_the_rounded_float32_masters(ranks, base):
