@@ -321,12 +321,17 @@ def _attention(
     if sliding_window:
         mask &= one_pass.distance < sliding_window
     keys, values = one_pass.store(cast(Any, module).layer_idx, key, value)
-    keys, values = (for_all_heads(x, query.shape[1] // x.shape[1]) for x in (keys, values))
+    size, heads = query.shape, keys.shape[1]
     if softcap is None and s_aux is None:
+        if one_pass.at is None:
+            keys, values = (for_all_heads(x, size[1] // heads) for x in (keys, values))
+        else:  # one query a sequence: those of a key's heads stand in their place
+            query = query.reshape(size[0], heads, -1, size[3])
         found = functional.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, scale=scaling
-        )
+        ).reshape(*size[:3], -1)
     else:
+        keys, values = (for_all_heads(x, size[1] // heads) for x in (keys, values))
         found = explicit(query, keys, values, mask, scaling, softcap, s_aux)
     return found.transpose(1, 2), None
 
