@@ -302,7 +302,7 @@ class GeneratorSettings(BaseModel):
     """Settings of sampling and of the vLLM engine; sampler settings have vLLM's names."""
 
     model_config = _SECTION
-    backend: Literal["vllm", "transformers"] | None = None  # null: vllm where it is installed
+    backend: Literal["vllm", "transformers"] | None = None  # null: see `Settings.default_backend`
     max_response_tokens: Positions
     temperature: Scheduled[Temperature]
     tensor_parallel_size: Processes = 1
@@ -319,11 +319,6 @@ class GeneratorSettings(BaseModel):
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     allow_biased_sampling: bool = False
-
-    @property
-    def library(self) -> str:
-        """The library that samples: `backend`, or what is installed."""
-        return self.backend or ("vllm" if find_spec("vllm") else "transformers")
 
     @property
     def truncation(self) -> dict[str, float]:
@@ -639,6 +634,14 @@ class Settings(BaseModel):
         return None if drops or self.generator.biasing else MAX_GENERATOR_KL[self.dtype]
 
     @property
+    def default_backend(self) -> Literal["vllm", "transformers"]:
+        """Default of `generator.backend`: vLLM on GPUs, or for what it alone can do."""
+        generator = self.generator
+        alone = generator.tensor_parallel_size > 1 or self.lora is not None or generator.biasing
+        needs_vllm = self.device == "cuda" or alone or self.weights != "object_store"
+        return "vllm" if needs_vllm and find_spec("vllm") else "transformers"
+
+    @property
     def kl_sections(self) -> dict[str, Mapping[Any, Any]]:
         """The sections that may have a `kl_coeff`, by key."""
         shaping = self.reward_shaping.model_dump()
@@ -672,7 +675,12 @@ class Settings(BaseModel):
         cache = {} if is_cuda else {"kv_cache_gib": 1.0}
         filled: dict[str, Any] = {
             "timeouts": _without_nulls(self.timeouts, **limits),
-            "generator": _without_nulls(self.generator, enforce_eager=not is_cuda, **cache),
+            "generator": _without_nulls(
+                self.generator,
+                backend=self.default_backend,
+                enforce_eager=not is_cuda,
+                **cache,
+            ),
         }
         if self.lora is not None:  # without the adapters, the policy is the reference
             filled["num_references"] = 0
@@ -836,7 +844,7 @@ class Settings(BaseModel):
     def _check_backend(self) -> None:
         if self.generator.backend == "vllm" and find_spec("vllm") is None:
             self._refuse("generator.backend", "which is not installed", "transformers, or null")
-        if self.generator.library == "vllm":
+        if self.generator.backend == "vllm":
             return
         limits = {"generator.tensor_parallel_size": 1, "lora": None, "weights": "object_store"}
         if self.device == "cuda":

@@ -38,7 +38,7 @@ def open_engine(
     schedule: Schedule[Any] | None = None,
 ) -> Engine:
     """Start an engine with the backend that the settings name."""
-    if settings.library == "vllm":
+    if settings.backend == "vllm":
         from grpo_components.rollout.vllm_backend import VLLMBackend as Library
     else:
         from grpo_components.rollout.transformers_backend import TransformersBackend as Library

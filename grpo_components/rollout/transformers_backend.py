@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,15 +52,15 @@ class _Sequence:
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
-        sampled = self.ids[len(self.request.prompt_ids) :]
+        start, watch = len(self.request.prompt_ids), self.request.watch
         reason: Literal["stop", "length"] = "stop"
         if token not in self.stops:
             if len(self.ids) == self.longest:
                 reason = "length"
-            elif self.request.watch is None or not self.request.watch(sampled):
+            elif watch is None or not watch(self.ids[start:]):
                 return None
         return Completion(
-            np.array(sampled, np.int64),
+            np.array(self.ids[start:], np.int64),
             np.array(self.logprobs, np.float32),
             np.array(self.versions, np.int32),
             reason,
@@ -83,6 +82,7 @@ class TransformersBackend:
         expected_shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
         from transformers import AttentionInterface, AutoModelForCausalLM
+        from transformers.utils import logging
 
         AttentionInterface.register(NAME, _attention)
         self._how: dict[str, Any] = {
@@ -91,8 +91,8 @@ class TransformersBackend:
             "local_files_only": True,
         }
         path, self._device = options.model_path, options.device
-        with _no_progress_bar():
-            self._model: Any = AutoModelForCausalLM.from_pretrained(path, **self._how)
+        logging.disable_progress_bar()  # each load of weights would show one
+        self._model: Any = AutoModelForCausalLM.from_pretrained(path, **self._how)
         self._model.to(self._device).eval()
         text, found = self._model.config.get_text_config(), self._model.generation_config
         self.max_model_len = settings.max_model_len or text.max_position_embeddings
@@ -101,9 +101,12 @@ class TransformersBackend:
         self._num_ids, self._recompute_kv = options.num_ids, options.recompute_kv_after_pull
         slots = settings.max_num_seqs
         if settings.kv_cache_gib is not None:
-            fits = int(settings.kv_cache_gib * 2**30 / (self.max_model_len * _token_bytes(text)))
-            slots = max(1, min(slots, fits))
-        self._cache = _Slots(slots, self.max_model_len)
+            size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+            values = 2 * text.num_hidden_layers * heads * size * self.max_model_len
+            fits = settings.kv_cache_gib * 2**30 / (values * self._model.dtype.itemsize)
+            slots = max(1, min(slots, int(fits)))
+        self._cache, self._size = dict[int, list[Tensor]](), (slots, self.max_model_len)
         self._free = list(range(slots))[::-1]
         self._waiting: list[_Sequence] = []
         self._running: list[_Sequence] = []
@@ -150,15 +153,8 @@ class TransformersBackend:
     def load(self, version: int, weights: Mapping[str, Any] | Any) -> None:
         """Replace the weights; running sequences keep their slots, or compute them again."""
         copies = {name: tensor.clone() for name, tensor in weights.items()}
-        before = self._model
-        with _no_progress_bar():
-            built, found = type(before).from_pretrained(
-                None,
-                config=before.config,
-                state_dict=copies,
-                output_loading_info=True,
-                **self._how,
-            )
+        how = {"state_dict": copies, "output_loading_info": True, **self._how}
+        built, found = type(self._model).from_pretrained(None, config=self._model.config, **how)
         for what, names in found.items():
             if names:
                 raise RuntimeError(f"transformers has {what.replace('_', ' ')}: {sorted(names)}")
@@ -218,7 +214,7 @@ class TransformersBackend:
         )
         seen = torch.arange(int(positions.max()) + 1, device=self._device)
         distance = (positions[..., None] - seen)[:, None]
-        one_pass = _Pass(self._cache, slots, distance, sources, at)
+        one_pass = _Pass(self._cache, self._size, slots, distance, sources, at)
         arguments = {"position_ids": positions, "use_cache": False, "one_pass": one_pass}
         return base_of(self._model)(input_ids=self._tensor(ids), **arguments).last_hidden_state
 
@@ -254,31 +250,16 @@ class TransformersBackend:
         return torch.tensor(values, dtype=kind, device=self._device)
 
 
-class _Slots:
-    """Keys and values of all sequences, [slots, heads, positions, D] for each layer.
-
-    Memory on a CPU is taken when it is written first, so that short sequences take little.
-    """
-
-    def __init__(self, slots: int, positions: int) -> None:
-        self._size = slots, positions
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def of_layer(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values; [N, heads, T, D] of some tokens give their kind."""
-        if number not in self._layers:
-            slots, positions = self._size
-            sizes = ((slots, x.shape[1], positions, x.shape[3]) for x in (key, value))
-            keys, values = (key.new_zeros(size) for size in sizes)
-            self._layers[number] = keys, values
-        return self._layers[number]
-
-
 @dataclass
 class _Pass:
     """One forward pass: of prompts, each for one or more slots, or of one more token per slot."""
 
-    cache: _Slots
+    cache: dict[int, list[Tensor]]
+    """Keys and values of each layer, [slots, heads, positions, D]; made by the first pass.
+
+    Memory on a CPU is taken when it is written first, so that short sequences take little."""
+    size: tuple[int, int]
+    """Number of slots and of their positions."""
     slots: Tensor
     """[N] slots to write."""
     distance: Tensor
@@ -288,17 +269,20 @@ class _Pass:
     at: Tensor | None = None
     """[N] position of the token of each slot; None in a pass of prompts."""
 
-    def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def store(self, layer: int, *new: Tensor) -> Sequence[Tensor]:
         """Write keys and values [N, heads, T, D]; return all that the queries may see."""
-        stored = self.cache.of_layer(layer, key, value)
+        if layer not in self.cache:
+            slots, room = self.size
+            empty = [x.new_zeros(slots, x.shape[1], room, x.shape[3]) for x in new]
+            self.cache[layer] = empty
+        stored = list(zip(self.cache[layer], new, strict=True))
         if self.at is None:
-            for cached, new in zip(stored, (key, value), strict=True):
-                cached[self.slots, :, : new.shape[2]] = new[self.sources]
-            return key, value
-        for cached, new in zip(stored, (key, value), strict=True):
-            cached[self.slots, :, self.at] = new[:, :, 0]
-        keys, values = (cached[self.slots, :, : self.distance.shape[-1]] for cached in stored)
-        return keys, values
+            for cached, x in stored:
+                cached[self.slots, :, : x.shape[2]] = x[self.sources]
+            return new
+        for cached, x in stored:
+            cached[self.slots, :, self.at] = x[:, :, 0]
+        return [cached[self.slots, :, : self.distance.shape[-1]] for cached, _ in stored]
 
 
 def _attention(
@@ -322,16 +306,15 @@ def _attention(
         mask &= one_pass.distance < sliding_window
     keys, values = one_pass.store(cast(Any, module).layer_idx, key, value)
     size, heads = query.shape, keys.shape[1]
+    if one_pass.at is not None and softcap is None and s_aux is None:
+        # One query a sequence: those of a key's heads stand in the place of several.
+        query = query.reshape(size[0], heads, -1, size[3])
+    keys, values = (for_all_heads(x, query.shape[1] // heads) for x in (keys, values))
     if softcap is None and s_aux is None:
-        if one_pass.at is None:
-            keys, values = (for_all_heads(x, size[1] // heads) for x in (keys, values))
-        else:  # one query a sequence: those of a key's heads stand in their place
-            query = query.reshape(size[0], heads, -1, size[3])
         found = functional.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, scale=scaling
         ).reshape(*size[:3], -1)
     else:
-        keys, values = (for_all_heads(x, size[1] // heads) for x in (keys, values))
         found = explicit(query, keys, values, mask, scaling, softcap, s_aux)
     return found.transpose(1, 2), None
 
@@ -346,22 +329,3 @@ def _parts(sequences: list[_Sequence]) -> Iterator[list[_Sequence]]:
         part.append(each)
     if part:
         yield part
-
-
-def _token_bytes(config: Any) -> int:
-    """Return the bytes of one token's keys and values in float32."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * 4 * config.num_hidden_layers * heads * size
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Context manager: transformers shows no bar for each load of weights."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    yield
-    if shown:
-        logging.enable_progress_bar()

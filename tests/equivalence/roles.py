@@ -39,7 +39,9 @@ _TIMEOUT_S = 30.0
 
 def tiny_config(output_dir: Path, *overrides: str) -> Settings:
     cfg = OmegaConf.load(_plugin.recipes_folder() / "configs" / "tiny_async_grpo.yaml")
-    changes = OmegaConf.from_dotlist([f"output_dir={output_dir}", *overrides])
+    changes = OmegaConf.from_dotlist(
+        [f"output_dir={output_dir}", "generator.backend=vllm", *overrides]
+    )
     return preflight.check(cast(DictConfig, OmegaConf.merge(cfg, changes)))
 
 

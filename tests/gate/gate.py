@@ -54,6 +54,7 @@ class Letters:
         return sum(c in "aeiourst" for c in response_text) / (len(response_text) or 1)
 '''
 EVERY_RUN = (
+    "generator.backend=vllm",
     *("rewards.correctness.is_success=false", "rewards.digit._component_=gate_rewards.HasDigit"),
     *("rewards.digit.is_success=true", "rewards.letters._component_=gate_rewards.Letters"),
     *("eval_dataset.num_rows=8", "optimizer.lr=1e-3", "save_every_n_steps=100"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
@@ -48,8 +49,13 @@ def run_fixture(name, *overrides, policy=lambda tiny_policy: (), **options):
     return fixture
 
 
-demo_run = run_fixture("demo", "num_steps=100", new_interpreter=True)
-"""What `make demo` runs, for 100 steps."""
+demo_run = run_fixture(
+    "demo",
+    *("num_steps=100", "generator.backend=null"),
+    new_interpreter=True,
+    env={"PYTHONPATH": str(Path(__file__).with_name("without_vllm"))},
+)
+"""What `make demo` runs, for 100 steps, on a machine without vLLM."""
 split_run = run_fixture("split", *SYNCHRONOUS)
 """A synchronous run whose generators and trainers have processes of their own."""
 colocated_run = run_fixture("colocated", *SYNCHRONOUS, "colocate=true")

@@ -13,6 +13,9 @@ import pytest
 from lib.forked_run import ForkedRun
 from lib.whole_runs import RECIPE, TUNE, temporary_files
 
+VLLM = "generator.backend=vllm"
+"""What runs with GPUs have; the default on a CPU is transformers."""
+
 
 @pytest.fixture
 def tune(tiny_policy, tmp_path):
@@ -39,7 +42,7 @@ def starter(tiny_policy, folder):
     ):
         output_dir = folder / f"run{len(running)}"
         paths = (f"output_dir={output_dir}", f"base_model_path={tiny_policy}")
-        command = [TUNE, "run", recipe, "--config", config, *paths, *overrides]
+        command = [TUNE, "run", recipe, "--config", config, *paths, VLLM, *overrides]
         environment = {**os.environ, "GRPO_TEST": mark, **dict(env)}
         if new_interpreter:
             out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -42,7 +42,7 @@ def run(
     shutil.rmtree(folder, ignore_errors=True)
     report = folder.with_name(f"{folder.name}.planted").absolute()
     report.write_text("")
-    given = (*SHORT, *overrides, f"output_dir={folder}")
+    given = (*SHORT, "generator.backend=vllm", *overrides, f"output_dir={folder}")
     parts = [given]
     if resumes:
         parts = [
