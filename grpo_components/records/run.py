@@ -125,7 +125,8 @@ class Run:
         if (until := self._journal.replay_until) is not None:
             how = "resume_from_checkpoint=true, without replay_events"
             return self._log.note(f"steps 1 to {until} repeated; to go on with other keys: {how}")
-        skipped, replayed = self._records.skipped_steps, self._ledger.events.summary()
+        skipped, recording = self._records.skipped_steps, self._ledger.events.recording
+        replayed = recording.summary() if recording else ""
         self._journal.close()  # the books need the end record
         bias = self._records.watch.bias.summary()
         self._log.summary(self._ledger.dropped_groups, replayed, skipped.summary(), bias)

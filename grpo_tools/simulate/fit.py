@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 
 from grpo_components.rollout.engine_use import NO_REWARD
-from grpo_tools.replay.recorded_run import read_json_lines
+from grpo_tools.json_lines import records_of
 from grpo_tools.simulate.settings import Setup, setup_of
 from grpo_tools.simulate.simulation import WARM_UP_STEPS
 from grpo_tools.simulate.times import Lengths, StepTime, Times
@@ -58,15 +58,15 @@ def fit(folder: Path) -> Recorded:
     """Fit the times of a run from its config, event log, metrics and heartbeats."""
     config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     events = defaultdict[str, list[Record]](list)
-    for event in read_json_lines(folder / "receipts.jsonl"):
+    for event in records_of(folder / "receipts.jsonl"):
         events[event["event"]].append(event)
-    records = read_json_lines(folder / "logs" / "metrics.jsonl")
+    records = records_of(folder / "logs" / "metrics.jsonl")
     steps = [each for each in records if each["step"] > WARM_UP_STEPS]
     if events["restart"] or events["rollback"]:
         raise UnfitError("a role was restarted; a simulation needs an undisturbed run")
     if len(steps) < WARM_UP_STEPS:
         raise UnfitError(f"{2 * WARM_UP_STEPS} steps or more are needed")
-    beats = read_json_lines(folder / "logs" / "heartbeats.jsonl")
+    beats = records_of(folder / "logs" / "heartbeats.jsonl")
     roles = {beat["role"]: beat for beat in beats}  # the last heartbeat has the sums
     setup = setup_of(config, "reference_0" in roles)
     groups = tuple(tuple(event["response_tokens"]) for event in events["finish"])
