@@ -111,6 +111,10 @@ def test_a_room_imports_only_rooms_below_it():
 
 def test_the_core_imports_tools_only_when_it_needs_one():
     assert TOOLS and TREES.keys() >= SHIMS
+    users = {
+        name for name in TREES if any(inside(i, ("grpo_tools",)) for i in imports(TREES[name]))
+    }
+    assert users == SHIMS | {*core("records.run_log config.objective config.replayed")}
     for name in TREES.keys() - SHIMS:
         own = ast.parse(MODULES[name].read_text())
         for node in ast.walk(own):

@@ -282,10 +282,9 @@ class Cluster:
                 return
 
     async def _replay_restarts(self, role: Role) -> None:
-        while self._events.replaying and await self._events.wait_turn("restart", role=role.name):
-            event = self._events.next_recorded(lambda event: event["event"] == "restart")
-            assert event is not None, "it is its turn"
-            await role.replay_restart(event["what"])
+        recording = self._events.recording
+        while recording and await recording.wait_turn("restart", {"role": role.name}):
+            await role.replay_restart(recording.why_restarted())
 
     def _record_start(self, role: str, identity: dict[str, Any]) -> None:
         record = {"role": role, **identity, "attempt": self._attempt, "started": time.time()}

@@ -68,7 +68,7 @@ class GeneratorHandle:
     async def has_room(self) -> bool:
         """Wait for room for the responses of another group; False once the generator is lost."""
         limit_s = self._weights_s + self._timeout_s + GRACE_S  # a group's own, and the clearer ones
-        while not (self._reserved or self._ledger.events.replaying):  # a replay repeats the order
+        while not (self._reserved or self._ledger.events.recording):  # a replay repeats the order
             pinned = self._ledger.weights_pinned
             try:
                 self._reserved = await self.role.call(
@@ -87,7 +87,7 @@ class GeneratorHandle:
     async def generate_group(self, entry: LedgerEntry, temperature: float) -> Group:
         """Sample and score the responses to one prompt; `RoleLostError` if it is lost."""
         identity = (entry.prompt, entry.epoch, entry.group_id, self._ledger.attempt)
-        turn = self._ledger.events.replay_wait("finish", group=entry.group_id)
+        turn = self._turn("finish", group=entry.group_id)
         call = {"num_returns": 3, "timeout_s": self._timeout_s, "turn": turn}
         made = await self.role.call("generate_group", *identity, temperature, **call)
         (packed, packed_summary, entry.text), summary = made
@@ -95,6 +95,11 @@ class GeneratorHandle:
         scored = summary.scored_successes if self._counts_successes else None
         await self._ledger.finish_generation(entry.group_id, summary.response_tokens, scored)
         return Group(entry, packed, packed_summary, summary)
+
+    def _turn(self, event: str, **identity: Any) -> Callable[[], Any] | None:
+        """Return what waits for an event's turn in a replay; None in a live run."""
+        recording = self._ledger.events.recording
+        return partial(recording.wait_turn, event, identity) if recording else None
 
     async def load_weights(self, version: int, buckets: Sequence[Any]) -> LoadedWeights | None:
         """Load one published snapshot between two engine steps.
@@ -129,12 +134,11 @@ class GeneratorHandle:
         timeout_s: float,
     ) -> list[dict[str, Any]]:
         """Answer held-out prompts; see `Generator.evaluate`."""
-        events = self._ledger.events
-        turn = events.replay_wait("evaluate", role=self.name, step=step)
+        turn = self._turn("evaluate", role=self.name, step=step)
         results = await self.role.call(
             "evaluate", prompts, temperature, samples, logged, timeout_s=timeout_s, turn=turn
         )
-        events.record("evaluate", role=self.name, step=step)
+        self._ledger.events.record("evaluate", role=self.name, step=step)
         for result in results:
             self.reward_use.update(result.get("reward_use", {}))
         return results

@@ -79,10 +79,10 @@ class WeightSync:
             newer = not ledger.weights_pinned and generator.version < ledger.published_version
             return (counted and newer) or generator.version < entry.needed_version
 
-        replaying = ledger.events.replaying  # in a replay, `pull` follows the recording
-        if replaying or due():
+        recording = ledger.events.recording  # in a replay, `pull` follows it
+        if recording or due():
             async with generator.swapping:
-                if replaying or due():  # one pull serves all rollouts that waited for it
+                if recording or due():  # one pull serves all rollouts that waited for it
                     await self.pull(generator, f"group {entry.group_id}")
         generator.rollouts_since_pull += 1
         # A generator that is being restarted has version 0; its recovery loads the newest one.
@@ -91,23 +91,16 @@ class WeightSync:
     async def pull(self, generator: GeneratorHandle, cause: str) -> None:
         """Load the newest published weights, if they are newer than the generator's."""
         generator.rollouts_since_pull = 0
-        name, this_try, replaying = generator.name, cause, self._ledger.events.replaying
+        name, this_try, recording = generator.name, cause, self._ledger.events.recording
         for number in itertools.count(2):
             if not await self._ledger.should_pull(name, generator.version, this_try):
                 return
             loaded = await self._load_newest(generator)
             this_try = f"{cause}, pull {number}"
             # If a restart cancelled it, the restart's own pull may have been of older weights.
-            again = self._was_repeated(name, cause, this_try) if replaying else not loaded
+            again = recording.pulled_again(name, cause, this_try) if recording else not loaded
             if not again:
                 return
-
-    def _was_repeated(self, name: str, cause: str, next_try: str) -> bool:
-        """Return whether the recorded run made a pull again, and not for its group issued anew."""
-        event = self._ledger.events.next_recorded(
-            lambda e: e["event"] == "pull" and e["role"] == name and e["cause"] in (cause, next_try)
-        )
-        return event is not None and event["cause"] == next_try
 
     async def _load_newest(self, generator: GeneratorHandle) -> bool:
         """Load the newest published weights; return whether no restart cancelled it."""

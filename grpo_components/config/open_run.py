@@ -81,7 +81,6 @@ def open_run(
         rollouts_logged=cfg.rollouts_logged_per_step,
         watch=_watch(cfg, ledger, log, tokenizer),
         curriculum=curriculum,
-        replay_until=cfg.replay_until,
     )
 
 

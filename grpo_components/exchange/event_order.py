@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 Event = dict[str, Any]
@@ -16,7 +15,7 @@ FORMAT = 4
 
 
 class Recording(Protocol):
-    """The recorded order that a replay keeps (`grpo_tools/replay/recorded_order.py`)."""
+    """The recorded order that a replay keeps (`grpo_tools/replay/recorded_run.py`)."""
 
     async def wait_turn(self, event: str, fields: Mapping[str, Any]) -> bool:
         """Wait until an event may happen; return whether the recording has it."""
@@ -24,18 +23,23 @@ class Recording(Protocol):
 
     def repeat(self, event: str, fields: Mapping[str, Any]) -> None:
         """Compare an event, whose turn it must be, with the recorded one; go on to the next."""
-        ...
 
     def compare(self, event: Event) -> None:
         """Compare what an event trained or loaded with what the recorded one did."""
-        ...
 
-    def has(self, event: str, fields: Mapping[str, Any]) -> bool:
+    def has(self, event: str, **identity: Any) -> bool:
         """Return whether an event is still to come."""
         ...
 
-    def next(self, matches: Callable[[Event], bool]) -> Event | None:
-        """Return the next event that matches."""
+    def next_batch(self) -> tuple[list[int], list[int]] | None:
+        """Return the groups that leave the buffer next: for a step, or as stale."""
+
+    def why_restarted(self) -> str:
+        """Return why the role was restarted whose restart is next."""
+        ...
+
+    def pulled_again(self, role: str, cause: str, next_try: str) -> bool:
+        """Return whether a pull was made again, and not for its group issued anew."""
         ...
 
     def summary(self) -> str:
@@ -57,13 +61,8 @@ class EventOrder:
         recording: Recording | None = None,
         listeners: Iterable[Listener] = (),
     ) -> None:
-        self.attempt, self._recording = attempt, recording
+        self.attempt, self.recording = attempt, recording
         self._listeners = [*([recording.compare] if recording else ()), *listeners]
-
-    @property
-    def replaying(self) -> bool:
-        """Whether this is a replay."""
-        return self._recording is not None
 
     def listen(self, listener: Listener) -> None:
         """Add a listener for all further events; it is called after the earlier listeners."""
@@ -71,14 +70,7 @@ class EventOrder:
 
     async def wait_turn(self, event: str, **identity: Any) -> bool:
         """Wait until an event may happen; in a live run it always may."""
-        return self._recording is None or await self._recording.wait_turn(event, identity)
-
-    def replay_wait(self, event: str, **identity: Any) -> Callable[[], Awaitable[bool]] | None:
-        """Return a function that waits for the turn of an event in a replay; None in a live run.
-
-        It is for callers that have to watch something else while they wait.
-        """
-        return partial(self.wait_turn, event, **identity) if self.replaying else None
+        return self.recording is None or await self.recording.wait_turn(event, identity)
 
     def record(
         self, event: str, outcome: Mapping[str, Any] | None = None, /, **fields: Any
@@ -88,8 +80,8 @@ class EventOrder:
         In a replay, the event's turn must have come: no await may lie between `wait_turn` and this
         call. What is in `outcome` need not be as in the recorded run.
         """
-        if self._recording is not None:
-            self._recording.repeat(event, fields)
+        if self.recording is not None:
+            self.recording.repeat(event, fields)
         self.note(event, **fields, **(outcome or {}))
 
     async def take(self, event: str, **fields: Any) -> None:
@@ -102,18 +94,6 @@ class EventOrder:
         for listener in self._listeners:
             listener({"event": event, "attempt": self.attempt, **fields})
 
-    def should_happen(self, event: str, default: bool, **identity: Any) -> bool:
-        """Return `default` in a live run; in a replay, whether the event is to be repeated."""
-        return default if self._recording is None else self._recording.has(event, identity)
-
-    def next_recorded(self, matches: Callable[[Event], bool]) -> Event | None:
-        """Return the next recorded event that matches; None in a live run, or if none is left."""
-        return self._recording.next(matches) if self._recording else None
-
     def lock(self) -> contextlib.AbstractAsyncContextManager[Any]:
         """Return a lock; in a replay one that never locks, since the recorded order replaces it."""
-        return contextlib.nullcontext() if self.replaying else asyncio.Lock()
-
-    def summary(self) -> str:
-        """Return how many events a replay has repeated to its end; empty for a live run."""
-        return self._recording.summary() if self._recording else ""
+        return contextlib.nullcontext() if self.recording else asyncio.Lock()

@@ -96,7 +96,7 @@ class Ledger:
     async def admit(self, generator: str, timeout_s: float) -> LedgerEntry | None:
         """Wait until a group may start, and issue it."""
         is_next = await self.events.wait_turn("issue", role=generator)
-        if not (self.events.replaying and is_next):
+        if not (self.events.recording and is_next):
             await self._until(
                 lambda: self.finished or (is_next and self._may_start()),
                 lambda: self._opened,
@@ -133,20 +133,16 @@ class Ledger:
 
     async def should_pull(self, generator: str, version: int, cause: str) -> bool:
         """Decide whether a generator pulls newer weights now, and record a pull."""
-        newer = version < self.published_version
-        if due := self.events.should_happen("pull", newer, role=generator, cause=cause):
-            await self.events.take("pull", role=generator, cause=cause)
+        pull, recording = {"role": generator, "cause": cause}, self.events.recording
+        due = recording.has("pull", **pull) if recording else version < self.published_version
+        if due:
+            await self.events.take("pull", **pull)
         return due
 
     def next_batch(self, num_groups: int) -> tuple[int, int, tuple[list[int], list[int]] | None]:
         """Return the arguments of `ReplayBuffer.take` for the next step's new groups."""
-        event = self.events.next_recorded(
-            lambda e: e["event"] == "sample" or (e["event"] == "drop" and e["reason"] == "stale")
-        )
-        recorded = None
-        if event is not None:
-            groups = event["groups"]
-            recorded = (groups, []) if event["event"] == "sample" else ([], groups)
+        recording = self.events.recording
+        recorded = recording.next_batch() if recording else None
         return num_groups - self.reuse.counts.next, self.policy_version, recorded
 
     async def until_none_is_doomed(self, num_groups: int, timeout_s: float) -> None:
@@ -155,7 +151,7 @@ class Ledger:
         Used with `stale_groups: wait`; see `StalenessContract.must_wait`. The batch must be there:
         with less, a group that is admitted while the step waits for the rest could be too old.
         """
-        if self.events.replaying:  # the recording says which groups are taken
+        if self.events.recording:  # it says which groups are taken
             return
 
         def start_versions(state: State) -> list[int]:

@@ -46,7 +46,9 @@ class Journal:
     ) -> None:
         self._start, self._ledger, self._prompts = start, ledger, prompts
         self._receipts, self._checkpoints = receipts, checkpoints
-        self._save_every_n_steps, self._replay_until = save_every_n_steps, replay_until
+        self._save_every_n_steps = save_every_n_steps
+        self.replay_until = replay_until
+        """Last step of a replay; None in all other runs."""
 
     async def commit(
         self, batch_hash: str, result: StepResult, sessions: Mapping[str, int] | None = None
@@ -70,7 +72,7 @@ class Journal:
 
     async def save_if_due(self, step: int, roles: Roles, batch: Any) -> None:
         """Write the committed state as a checkpoint, every n steps and after the last step."""
-        stops = step == self._replay_until
+        stops = step == self.replay_until
         if stops or step % self._save_every_n_steps == 0 or self._ledger.finished:
             await self._checkpoints.save(step, roles.trainers, roles.buffer, batch)
         if stops:

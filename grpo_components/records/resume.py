@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,7 +100,9 @@ def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool])
         return
     saved: Any = OmegaConf.to_container(OmegaConf.load(checkpoint / "state" / "config.yaml"))
     for key in FIXED:
-        _compare(key, _at(saved, key), _at(values, key))
+        for inner, before, now in differences(_at(saved, key), _at(values, key), key):
+            problem = f"{shown(now)} given, but the checkpoint was written with another value"
+            fail(inner, problem, shown(before))
     before, now = ({k: config.get(k, {}) for k in KL_SECTIONS} for config in (saved, values))
     if any(map(needs_reference, before.values())) != any(map(needs_reference, now.values())):
         key = next(k for k in KL_SECTIONS if needs_reference(before[k]) != needs_reference(now[k]))
@@ -222,10 +224,11 @@ def _at(values: Any, key: str) -> Any:
     return values
 
 
-def _compare(key: str, saved: Any, given: Any) -> None:
-    if isinstance(saved, dict) and isinstance(given, dict):
-        for name in saved | given:
-            _compare(f"{key}.{name}", saved.get(name), given.get(name))
-    elif saved != given:
-        problem = f"{shown(given)} given, but the checkpoint was written with another value"
-        fail(key, problem, shown(saved))
+def differences(before: Any, given: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (key, saved value, given value) of the values in which two configs differ."""
+    if isinstance(before, dict) and isinstance(given, dict):
+        for name in before | given:
+            inner = f"{key}.{name}" if key else name
+            yield from differences(before.get(name), given.get(name), inner)
+    elif before != given:
+        yield key, before, given

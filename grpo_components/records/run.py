@@ -44,8 +44,6 @@ class RunRecords:
     watch: RunWatch
     curriculum: Curriculum | None = None
     """Draws the run's prompts; None if they come in turn."""
-    replay_until: int | None = None
-    """Last step of a replay; None in all other runs."""
 
     def run_with(self, roles: Roles, weights: WeightSync) -> Run:
         """Return a run with these records and with roles that have been started."""
@@ -124,10 +122,11 @@ class Run:
 
     def summary(self) -> None:
         """Show the closing summary."""
-        if (until := self._records.replay_until) is not None:
+        if (until := self._journal.replay_until) is not None:
             how = "resume_from_checkpoint=true, without replay_events"
             return self._log.note(f"steps 1 to {until} repeated; to go on with other keys: {how}")
-        skipped, replayed = self._records.skipped_steps, self._ledger.events.summary()
+        skipped, recording = self._records.skipped_steps, self._ledger.events.recording
+        replayed = recording.summary() if recording else ""
         self._journal.close()  # the books need the end record
         bias = self._records.watch.bias.summary()
         self._log.summary(self._ledger.dropped_groups, replayed, skipped.summary(), bias)

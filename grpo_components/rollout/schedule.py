@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Condition
 from typing import Any, Generic, Protocol, TypeVar
 
 from grpo_components.exchange.weight_probe import PROBE_TOKENS
@@ -16,27 +16,20 @@ from grpo_components.files import cut_torn_line
 STOP = "stop"
 """Name of the command that ends the engine; it is never recorded and never waits its turn."""
 _Command = TypeVar("_Command")
+Arrived = Sequence[tuple[str, Any]]
+"""Commands that wait, each with its name, in the order in which they came."""
 
 
 class RecordedCommands(Protocol):
-    """The commands that a replay repeats (`grpo_tools/replay/recorded_schedule.py`)."""
+    """The commands that a replay repeats (`grpo_tools/replay/recorded_run.py`)."""
 
-    @property
-    def probe_tokens(self) -> int:
-        """Length of the recorded engine's weight probe."""
-        ...
+    probe_tokens: int
+    """Length of the recorded engine's weight probe."""
 
     def expect(self, name: str) -> None:
         """Refuse a command that the recorded engine did not get."""
-        ...
 
-    def choose(
-        self,
-        arrived: Sequence[tuple[str, Any]],
-        changed: threading.Condition,
-        step: int,
-        idle: bool,
-    ) -> int | None:
+    def choose(self, arrived: Arrived, changed: Condition, step: int, idle: bool) -> int | None:
         """Return the index of the command that enters before a step; wait for one that is due.
 
         None if none is. `changed` is held, and notified when a command arrives.
@@ -65,7 +58,7 @@ class Schedule(Generic[_Command]):
             self._file = path.open("a", encoding="utf-8")
             self._write_line({"life": restart_count, "probe_tokens": self.probe_tokens})
         self._arrived: deque[tuple[str, _Command]] = deque()
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._entered: list[str] = []
 
     def put(self, name: str, command: _Command) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from omegaconf import OmegaConf
 from grpo_components.config.replayed import run_folder
 from grpo_components.errors import fail, shown
 from grpo_components.exchange.event_order import FORMAT
+from grpo_components.records.resume import differences
 from grpo_components.rollout.schedule import schedule_file
 from grpo_components.settings import Settings
 from grpo_tools.replay.recorded_run import read_events
@@ -49,14 +49,11 @@ def check_replay(settings: Settings, read: Callable[[dict[str, Any]], Settings])
         fail("output_dir", f"{output_dir} holds the run to replay", "another folder")
     _check_there(run, "config.yaml", "receipts.jsonl")
     before, given = _recorded_config(run, settings, read), settings.model_dump()
-    for key, saved, now in _differences(before, given):
+    for key, saved, now in differences(before, given):
         fail(key, f"{shown(now)} given, and the run to replay had another", shown(saved))
     names = (schedule_file(Path("logs"), n) for n in range(before["num_generators"]))
     _check_there(run, *map(str, names))
-    try:
-        events = read_events(run)
-    except json.JSONDecodeError:  # a killed run may leave an incomplete line
-        events = []
+    events = read_events(run)
     if not events or not events[-1].get("finished"):
         fail("replay_events", f"the run in {run} did not finish", _ALLOWED)
     if events[0].get("format") != FORMAT:
@@ -100,13 +97,3 @@ def _elsewhere(value: Any, moved: Mapping[str, str]) -> Any:
             if value == before or value.startswith(f"{before}/"):
                 return after + value[len(before) :]
     return value
-
-
-def _differences(before: Any, given: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, recorded value, given value) of the values in which two configs differ."""
-    if isinstance(before, dict) and isinstance(given, dict):
-        for name in before | given:
-            inner = f"{key}.{name}" if key else name
-            yield from _differences(before.get(name), given.get(name), inner)
-    elif before != given:
-        yield key, before, given

@@ -1,14 +1,249 @@
-"""Reads a finished run that is to be replayed: its events, its schedules, and its CPUs."""
+"""Repeats a recorded run: the order of its events, and of what entered each of its engines."""
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from threading import Condition
+from typing import Any
 
+from grpo_components.errors import ReplayError
 from grpo_components.exchange.event_order import Event
+from grpo_components.exchange.weight_probe import PROBE_TOKENS
 from grpo_components.files import records_of
-from grpo_tools.replay.recorded_order import RecordedOrder
-from grpo_tools.replay.recorded_schedule import read_schedule
+from grpo_components.rollout.schedule import STOP, Arrived, schedule_file
+
+ORDERED: Mapping[str, tuple[str, ...]] = {
+    "issue": ("role",),
+    "pull": ("role", "cause"),
+    "finish": ("group",),
+    "buffer": ("group",),
+    "drop": ("groups",),
+    "sample": ("step",),
+    "sleep": ("step",),
+    "push": ("version",),
+    "publish": ("version",),
+    "step": ("step",),
+    "evaluate": ("role", "step"),
+    "restart": ("role",),
+}
+"""Events that a replay keeps in the recorded order, each with the fields that identify it."""
+ENVELOPE = ("event", "number", "attempt", "time", "chain")
+"""What every event that is read has besides its own fields."""
+_MAX_SHOWN = 8
+
+
+class RecordedOrder:
+    """The `Recording` of a finished run."""
+
+    def __init__(self, events: Sequence[Event], timeout_s: float) -> None:
+        self._recorded = [event for event in events if _is_ordered(event)]
+        self._done = 0
+        self._left = Counter(_key(event["event"], event) for event in self._recorded)
+        self._timeout_s = timeout_s
+        self._moved = asyncio.Event()
+        self._waiting: Counter[str] = Counter()
+        self._hashes = {e["step"]: e["batch_hash"] for e in events if "batch_hash" in e}
+        self._checksums = {e["version"]: e["checksum"] for e in events if e["event"] == "load"}
+
+    async def wait_turn(self, event: str, fields: Mapping[str, Any]) -> bool:
+        """Wait until an event may happen; return whether the recording has it."""
+        key = _key(event, fields)
+        while self._left[key]:
+            if _key(self._next["event"], self._next) == key:
+                return True
+            identity = {name: fields[name] for name in ORDERED[event]}
+            waiter, moved = _describe(event, identity), self._moved
+            self._waiting[waiter] += 1
+            try:
+                # asyncio.timeout, unlike wait_for, lets no other task run before it returns.
+                async with asyncio.timeout(self._timeout_s):
+                    await moved.wait()
+            except TimeoutError:
+                raise ReplayError(self._stalled()) from None
+            finally:
+                self._waiting[waiter] -= 1
+        return False
+
+    def repeat(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Compare an event, whose turn it must be, with the recorded one; go on to the next."""
+        expected = self._next if self._done < len(self._recorded) else {"event": "its end"}
+        recorded = {name: value for name, value in expected.items() if name in fields}
+        if event != expected["event"] or fields != recorded:
+            raise ReplayError(
+                f"the replay diverged at event {expected.get('number', self._done)}: the "
+                f"recorded run had {_describe(expected['event'], recorded)}, the replay has "
+                f"{_describe(event, fields)}"
+            )
+        self._left[_key(event, fields)] -= 1
+        self._done += 1
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+    def compare(self, event: Event) -> None:
+        """Compare the batch of a step, or the weights of a load, with the recorded ones."""
+        if event["event"] == "step":
+            step = event["step"]
+            what = f"in step {step}: its batch has the hash"
+            _check_same(what, event.get("batch_hash"), self._hashes.get(step))
+        elif event["event"] == "load":
+            version = event["version"]
+            what = f"before step {version + 1}: its weights of version {version} have checksum"
+            _check_same(what, event["checksum"], self._checksums.get(version))
+
+    def has(self, event: str, **identity: Any) -> bool:
+        """Return whether an event is still to come."""
+        return self._left[_key(event, identity)] > 0
+
+    def pulled_again(self, role: str, cause: str, next_try: str) -> bool:
+        """Return whether a pull was made again, and not for its group issued anew."""
+        pulls = (e["cause"] for e in self._to_come if e["event"] == "pull" and e["role"] == role)
+        return next((each for each in pulls if each in (cause, next_try)), None) == next_try
+
+    def next_batch(self) -> tuple[list[int], list[int]] | None:
+        """Return the groups that leave the buffer next: for a step, or as stale."""
+        for event in self._to_come:
+            if event["event"] == "sample":
+                return event["groups"], []
+            if event["event"] == "drop" and event["reason"] == "stale":
+                return [], event["groups"]
+        return None
+
+    def why_restarted(self) -> str:
+        """Return why the role was restarted whose restart is next."""
+        return self._next["what"]
+
+    def summary(self) -> str:
+        """Return how many events were repeated; raise an error if it is not all."""
+        if self._done < len(self._recorded):
+            left = _describe(self._next["event"], self._next)
+            raise ReplayError(f"the replay ended before event {self._next['number']}: {left}")
+        return f"{self._done} events in the recorded order"
+
+    @property
+    def _next(self) -> Event:
+        return self._recorded[self._done]
+
+    @property
+    def _to_come(self) -> Iterator[Event]:
+        return islice(self._recorded, self._done, None)
+
+    def _stalled(self) -> str:
+        waiting = [waiter for waiter, count in self._waiting.items() if count]
+        shown = "; ".join(sorted(waiting)[:_MAX_SHOWN])
+        return (
+            f"the replay stands still: for {self._timeout_s:g} s nothing happened, and the next "
+            f"event is number {self._next['number']}, "
+            f"{_describe(self._next['event'], self._next)}; waiting for their turn: {shown}"
+        )
+
+
+def _check_same(what: str, given: Any, recorded: Any) -> None:
+    if recorded not in (None, given):
+        raise ReplayError(f"the replay diverged {what} {given}, the original's {recorded}")
+
+
+def _is_ordered(event: Event) -> bool:
+    """Return whether a replay must repeat an event's place in the order.
+
+    Of restarts, it must repeat only a generator's, which loses the responses being sampled. Other
+    roles give the same answers to the same calls, however often they are restarted.
+    """
+    if event["event"] == "restart":
+        return event["role"].startswith("generator_")
+    return event["event"] in ORDERED
+
+
+def _key(event: str, fields: Mapping[str, Any]) -> tuple[Any, ...]:
+    values = (fields[name] for name in ORDERED[event])
+    return event, *(tuple(value) if isinstance(value, list) else value for value in values)
+
+
+def _describe(event: str, fields: Mapping[str, Any]) -> str:
+    shown = (f"{name} {value}" for name, value in fields.items() if name not in ENVELOPE)
+    return f"{event} ({', '.join(shown)})"
+
+
+class RecordedSchedule:
+    """The `RecordedCommands` of one process of a generator: (engine step, name) of each.
+
+    A process that was killed may get more commands than it took.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[tuple[int, str]],
+        timeout_s: float,
+        *,
+        killed: bool = False,
+        probe_tokens: int = PROBE_TOKENS,
+    ) -> None:
+        self.probe_tokens = probe_tokens
+        self._entries = deque(entries)
+        self._left = Counter(name for _, name in self._entries)
+        self._timeout_s, self._killed = timeout_s, killed
+
+    def expect(self, name: str) -> None:
+        """Refuse a command that the recorded engine did not get."""
+        if self._killed:
+            return
+        if not self._left[name]:
+            raise ReplayError(f"the recorded run had no {name} here (any more)")
+        self._left[name] -= 1
+
+    def choose(self, arrived: Arrived, changed: Condition, step: int, idle: bool) -> int | None:
+        """Return the index of the command that enters before a step; wait for one that is due."""
+        entries = self._entries
+        due_step, due_name = entries[0] if entries else (step, STOP)
+
+        def index_of(wanted: str) -> int | None:
+            return next((i for i, (name, _) in enumerate(arrived) if name == wanted), None)
+
+        if due_step > step or not (entries or idle):
+            if entries and idle and index_of(STOP) is None:
+                raise ReplayError(
+                    f"the engine ran dry before its step {step}; the recorded one went on until "
+                    f"{due_name} entered before step {due_step}"
+                )
+            return index_of(STOP)
+
+        def is_there() -> bool:
+            return index_of(due_name) is not None or index_of(STOP) is not None
+
+        # After the last recorded command, wait without limit for the command that ends the engine.
+        if not changed.wait_for(is_there, self._timeout_s if entries else None):
+            queued = ", ".join(name for name, _ in list(arrived)[:_MAX_SHOWN])
+            raise ReplayError(
+                f"the engine waited {self._timeout_s:g} s for {due_name} before its step {step}; "
+                f"queued: {queued or 'nothing'}"
+            )
+        if (index := index_of(STOP)) is None:
+            entries.popleft()
+            index = index_of(due_name)
+        return index
+
+
+def read_schedule(
+    folder: str, timeout_s: float, number: int = 0, restart_count: int = 0
+) -> RecordedSchedule:
+    """Read the schedule of a generator's process with the same number of restarts."""
+    by_restart: dict[int, list[tuple[int, str]]] = {}
+    probe_tokens = PROBE_TOKENS
+    entered: list[tuple[int, str]] = []
+    for line in records_of(schedule_file(Path(folder), number)):
+        if "life" in line:
+            entered = by_restart[line["life"]] = []
+            probe_tokens = line["probe_tokens"]
+        else:
+            entered += [(line["step"], name) for name in line["entered"]]
+    # A process that ended before its engine was built left no commands.
+    entries = by_restart.get(restart_count, [])
+    killed = restart_count < max(by_restart, default=0)
+    return RecordedSchedule(entries, timeout_s, killed=killed, probe_tokens=probe_tokens)
 
 
 class Replay:

@@ -7,7 +7,7 @@ import importlib.util
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
@@ -70,13 +70,56 @@ class Prediction:
 
 @lru_cache(maxsize=1)
 def _recipe_class() -> Any:
-    """Return the installed recipe's class, whose loops run in virtual time."""
+    """Return the installed recipe's class."""
     path = recipes_folder() / f"{RECIPE}.py"
     spec = importlib.util.spec_from_file_location("simulated_recipe", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.AsyncGRPOFullFinetuneRecipeDistributed
+
+
+def connected(
+    ledger: Ledger,
+    roles: Mapping[str, Sequence[Any]],
+    run: Any,
+    groups_per_step: int,
+    stale_groups: str,
+    push_every_n_steps: int,
+    pull_every_m_rollouts: int,
+) -> Any:
+    """Return the recipe, whose loops call the given roles, by family; `run` stands in for `Run`.
+
+    Its trainers get the lengths of the responses in place of advantages.
+    """
+    recipe, limit = _recipe_class()(), _PATIENCE_S
+    recipe.ledger, recipe.run, recipe.groups_per_step = ledger, run, groups_per_step
+    recipe.timeouts = SimpleNamespace(train_step_s=limit)
+    recipe.temperature = lambda step: 1.0
+    recipe.reward_shaping = lambda batch, step: batch.response_lengths
+    recipe.advantages = lambda lengths: lengths
+    recipe.dynamic_sampling = None
+    buffer, references, waits = (
+        roles["replay_buffer"][0],
+        roles["reference"],
+        stale_groups == "wait",
+    )
+    recipe.roles = Roles(
+        generators=[GeneratorHandle(role, ledger, limit, limit) for role in roles["generator"]],
+        buffer=ReplayBufferHandle(buffer, ledger, limit, limit, wait_for_stale=waits),
+        trainers=TrainersHandle(roles["trainer"], ledger, limit, limit),
+        server=ParameterServerHandle(roles["parameter_server"][0], limit),
+        references=ReferencesHandle(references, limit) if references else None,
+        reward_model=None,
+    )
+    recipe.weights = WeightSync(
+        ledger,
+        recipe.roles,
+        push_every_n_steps=push_every_n_steps,
+        pull_every_m_rollouts=pull_every_m_rollouts,
+        push_early=lambda step: False,
+    )
+    return recipe
 
 
 def simulate(
@@ -113,73 +156,46 @@ class _Simulation:
             self._prediction.events.append((loop.time(), event))
 
         self._ledger.events = EventOrder(listeners=[note])
-        self._build_roles(contract)
-        recipe = self._recipe()
+        every = setup.push_every_n_steps, setup.pull_every_m_rollouts
+        knobs = setup.groups_per_step, setup.stale_groups, *every
+        recipe = connected(self._ledger, self._roles(contract), self, *knobs)
+        if self._filtered:
+            draw = random.Random(f"{self._seed} filter")
+            keeps = SimpleNamespace(keeps=lambda *given: draw.random() >= self._filtered)
+            recipe.dynamic_sampling = keeps
         engines = [asyncio.create_task(engine.run()) for engine in self._engines]
         await recipe.loops()
         for engine in engines:
             engine.cancel()
         return self._measured()
 
-    def _build_roles(self, contract: StalenessContract) -> None:
-        setup, times, ledger, limit = self._setup, self._times, self._ledger, _PATIENCE_S
+    def _roles(self, contract: StalenessContract) -> dict[str, list[VirtualRole]]:
+        setup, times = self._setup, self._times
         size, ranks = setup.group_size, setup.num_trainers
-
-        def roles(name: str, targets: Sequence[Any]) -> list[Any]:
-            return [VirtualRole(f"{name}_{n}", target) for n, target in enumerate(targets)]
-
         self._engines = [
             VirtualEngine(times.engine_step, times.load_s, setup.max_num_seqs)
             for _ in range(setup.num_generators)
-        ]
-        generators = [
-            VirtualGenerator(
-                engine, times, self._lengths, size, setup.rollouts_in_flight, self._versions
-            )
-            for engine in self._engines
         ]
         self._trainers = [VirtualTrainer(times, size, ranks, self._seed) for _ in range(ranks)]
         self._references = [
             VirtualReference(times, size, self._lengths) for _ in range(setup.num_references)
         ]
-        buffer: Any = VirtualRole("replay_buffer", ReplayBuffer(contract=contract, timeout_s=limit))
-        server: Any = VirtualRole("parameter_server", VLLMParameterServer())
-        references = roles("reference", self._references)
-        waits = setup.stale_groups == "wait"
-        self._roles = Roles(
-            generators=[
-                GeneratorHandle(role, ledger, limit, limit)
-                for role in roles("generator", generators)
+        families = {
+            "generator": [
+                VirtualGenerator(
+                    engine, times, self._lengths, size, setup.rollouts_in_flight, self._versions
+                )
+                for engine in self._engines
             ],
-            buffer=ReplayBufferHandle(buffer, ledger, limit, limit, wait_for_stale=waits),
-            trainers=TrainersHandle(roles("trainer", self._trainers), ledger, limit, limit),
-            server=ParameterServerHandle(server, limit),
-            references=ReferencesHandle(references, limit) if references else None,
-            reward_model=None,
-        )
-
-    def _recipe(self) -> Any:
-        """Return the recipe, with what its loops need."""
-        setup, recipe = self._setup, _recipe_class()()
-        recipe.ledger, recipe.roles = self._ledger, self._roles
-        recipe.groups_per_step = setup.groups_per_step
-        recipe.timeouts = SimpleNamespace(train_step_s=_PATIENCE_S)
-        recipe.temperature = lambda step: 1.0
-        # The trainers' stand-ins get the lengths of the responses in place of advantages.
-        recipe.reward_shaping = lambda batch, step: batch.response_lengths
-        recipe.advantages = lambda lengths: lengths
-        draw = random.Random(f"{self._seed} filter")
-        keeps = SimpleNamespace(keeps=lambda *given: draw.random() >= self._filtered)
-        recipe.dynamic_sampling = keeps if self._filtered else None
-        recipe.weights = WeightSync(
-            self._ledger,
-            self._roles,
-            push_every_n_steps=setup.push_every_n_steps,
-            pull_every_m_rollouts=setup.pull_every_m_rollouts,
-            push_early=lambda step: False,
-        )
-        recipe.run = self
-        return recipe
+            "trainer": self._trainers,
+            "reference": self._references,
+            "replay_buffer": [ReplayBuffer(contract=contract, timeout_s=_PATIENCE_S)],
+            "parameter_server": [VLLMParameterServer()],
+        }
+        return {
+            family: [VirtualRole(f"{family}_{n}", target) for n, target in enumerate(targets)]
+            for family, targets in families.items()
+        }
 
     # What the loops call of `Run`.
 

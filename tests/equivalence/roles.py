@@ -24,7 +24,7 @@ from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.rollout.schedule import Schedule
 from grpo_components.settings import GeneratorSettings, LoraSettings, Settings
 from grpo_components.training.trainer_options import ObjectiveOptions
-from grpo_tools.replay.recorded_schedule import RecordedSchedule
+from grpo_tools.replay.recorded_run import RecordedSchedule
 
 # Dotted paths, so that the classes are imported only where they run.
 GENERATOR = "grpo_components.rollout.generator.Generator"

@@ -104,6 +104,8 @@ async def _version_of_a_restart(
     original: Any, self: WeightSync, generator: Any, entry: Any
 ) -> None:
     await original(self, generator, entry)
+    if generator.version:  # a wait for an answer, in which the generator may die
+        await self._roles.server.newest()
     entry.start_version = generator.version
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 from interleavings.around import Checkpoints, Prompts, Start
@@ -16,16 +15,7 @@ from lib.role import NEVER_S, RemoteCall, StandInHost, stand_in_role
 
 from grpo_components.cluster.batch import Batch, Group
 from grpo_components.cluster.cluster import Cluster
-from grpo_components.cluster.handles import (
-    GeneratorHandle,
-    ParameterServerHandle,
-    ReferencesHandle,
-    ReplayBufferHandle,
-    Roles,
-    TrainersHandle,
-)
 from grpo_components.cluster.role import RestartBudget, Role
-from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.exchange.event_order import Event, EventOrder
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.parameter_server import VLLMParameterServer
@@ -35,7 +25,7 @@ from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
 from grpo_components.training.step_result import StepResult
 from grpo_tools.books import Books
-from grpo_tools.simulate.simulation import _recipe_class
+from grpo_tools.simulate.simulation import connected
 
 PURE = {
     *("gather_weights", "train_step", "hold_state", "write_state", "load_state", "read_state"),
@@ -135,7 +125,7 @@ class World:
         call.host.loop.run_all()
 
     def _build(self, logs: Path) -> None:
-        bound, limit = self.bound, NEVER_S
+        bound = self.bound
         contract = StalenessContract(bound.max_staleness, bound.groups_per_step)
         self.prompts = Prompts()
         self.ledger = Ledger(contract, bound.steps, self.prompts)
@@ -146,37 +136,28 @@ class World:
             logs, "WARNING", 0, budget=self.budget, heartbeat_s=math.inf, note=lambda line: None,
             phase=lambda line: None, events=self.ledger.events,
         )  # fmt: skip
-        buffer = self._role(
-            "replay_buffer", lambda: ReplayBuffer(contract=contract, timeout_s=limit)
-        )
-        server = self._role("parameter_server", VLLMParameterServer)
         trainer = partial(Trainer, bound.max_staleness, bound.groups_per_step, self.files)
-        trainers = [self._role("trainer_0", trainer, restarts_alone=False)]
         generator, generators = partial(Generator, bound.rollouts_in_flight), list[Role]()
 
         def can_spare() -> bool:
             return sum(not role.lost for role in generators) > 1
 
+        buffer = partial(ReplayBuffer, contract=contract, timeout_s=NEVER_S)
+        roles = {
+            "replay_buffer": [self._role("replay_buffer", buffer)],
+            "parameter_server": [self._role("parameter_server", VLLMParameterServer)],
+            "trainer": [self._role("trainer_0", trainer, restarts_alone=False)],
+            "generator": generators,
+        }
         for number in range(bound.generators):
             name = f"generator_{number}"
             generators.append(self._role(name, generator, can_spare=can_spare))
-        references = [self._role(f"reference_{n}", Reference) for n in range(bound.references)]
-        waits = bound.stale_groups == "wait"
-        self.roles = Roles(
-            generators=[GeneratorHandle(role, self.ledger, limit, limit) for role in generators],
-            buffer=ReplayBufferHandle(buffer, self.ledger, limit, limit, wait_for_stale=waits),
-            trainers=TrainersHandle(trainers, self.ledger, limit, limit),
-            server=ParameterServerHandle(server, limit),
-            references=ReferencesHandle(references, limit) if references else None,
-            reward_model=None,
-        )
-        self.weights = WeightSync(
-            self.ledger,
-            self.roles,
-            push_every_n_steps=bound.push_every,
-            pull_every_m_rollouts=bound.pull_every,
-            push_early=lambda step: False,
-        )
+        roles["reference"] = [
+            self._role(f"reference_{n}", Reference) for n in range(bound.references)
+        ]
+        knobs = bound.groups_per_step, bound.stale_groups, bound.push_every, bound.pull_every
+        recipe = self.recipe = connected(self.ledger, roles, self, *knobs)
+        self.roles, self.weights = recipe.roles, recipe.weights
         self.checkpoints = Checkpoints(self)
         self.checkpoints.hold()
         self.books = books = Books(range(bound.steps + 1))
@@ -190,16 +171,6 @@ class World:
             self.checkpoints,  # type: ignore[arg-type]
             save_every_n_steps=bound.save_every,
         )
-        recipe = self.recipe = _recipe_class()()
-        recipe.ledger, recipe.roles, recipe.weights, recipe.run = (
-            *(self.ledger, self.roles, self.weights, self),
-        )
-        recipe.groups_per_step = bound.groups_per_step
-        recipe.timeouts = SimpleNamespace(train_step_s=limit)
-        recipe.temperature = lambda step: 1.0
-        recipe.reward_shaping = lambda batch, step: batch.rewards
-        recipe.advantages = lambda rewards: rewards
-        recipe.dynamic_sampling = None
 
     # ---- what the loops call of `Run`
 

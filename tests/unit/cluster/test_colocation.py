@@ -23,7 +23,7 @@ from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import snapshot_checksum
-from grpo_tools.replay.recorded_order import RecordedOrder
+from grpo_tools.replay.recorded_run import RecordedOrder
 
 pytestmark = pytest.mark.anyio
 

@@ -28,7 +28,7 @@ from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.trajectory import pack, summarize
-from grpo_tools.replay.recorded_order import RecordedOrder
+from grpo_tools.replay.recorded_run import RecordedOrder
 
 pytestmark = pytest.mark.anyio
 

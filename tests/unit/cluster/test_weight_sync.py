@@ -34,7 +34,7 @@ from grpo_components.exchange.weights import (
     snapshot_checksum,
     unpack_bucket,
 )
-from grpo_tools.replay.recorded_order import RecordedOrder
+from grpo_tools.replay.recorded_run import RecordedOrder
 
 pytestmark = pytest.mark.anyio
 
@@ -324,7 +324,7 @@ def test_a_replay_pulls_where_the_run_did_that_it_repeats(happen, cause):
     recorded = [event | {"number": i} for i, event in enumerate(original.events)]
     replay = Setting(m=1, events=EventOrder(recording=RecordedOrder(recorded, 9.0)))
     asyncio.run(happen(replay))
-    assert replay.ledger.events.summary()
+    assert replay.ledger.events.recording.summary()
     assert replay.engines[0].loaded == original.engines[0].loaded
 
 
@@ -364,7 +364,7 @@ async def test_a_pull_that_a_restart_cancels_is_made_again_if_the_restart_loaded
     assert replay.generators[0].version == 2
     await replay.step()
     await replay.weights.pull(replay.generators[0], "group 0")
-    assert replay.named("pull") == first.named("pull") and order.summary()
+    assert replay.named("pull") == first.named("pull") and order.recording.summary()
 
 
 async def test_a_group_whose_generator_restarts_while_it_pulls_starts_with_no_older_version():

@@ -16,7 +16,7 @@ from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
 from grpo_components.records.resume import RunStart
 from grpo_components.training.step_result import StepResult
-from grpo_tools.replay.recorded_order import RecordedOrder
+from grpo_tools.replay.recorded_run import RecordedOrder
 
 pytestmark = pytest.mark.anyio
 RESULT = StepResult(1, {0: 9}, {}, 9, "", {"off_policy/correction_mass": 1.0})

@@ -207,7 +207,7 @@ class Run:
             for engine in engines:
                 await engine.close()
         self.journal.close()
-        self.summary = self.events.summary()
+        self.summary = self.replay.order.summary() if self.replay else ""
 
     async def restore(self):
         self.groups |= {summary.group_id: (group, summary) for group, summary in self.before[1]}
@@ -229,7 +229,7 @@ class Run:
     async def rollout_loop(self, generator, loops):
         room = asyncio.Semaphore(self.plan.rollouts_in_flight)
         while True:
-            if not self.events.replaying:
+            if not self.replay:
                 await room.acquire()
             entry = await self.ledger.admit(generator.name, 20)
             if entry is None:
@@ -277,9 +277,9 @@ class Run:
             newer = generator.version < self.ledger.published_version
             return (by_count and newer) or generator.version < entry.needed_version
 
-        if self.events.replaying or due():
+        if self.replay or due():
             async with generator.pulling:
-                if self.events.replaying or due():
+                if self.replay or due():
                     await self.pull(generator, f"group {entry.group_id}")
         generator.rollouts_since_pull += 1
         entry.start_version = generator.version

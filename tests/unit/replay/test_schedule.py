@@ -9,7 +9,7 @@ import pytest
 
 from grpo_components.errors import ReplayError
 from grpo_components.rollout.schedule import STOP, Schedule, open_schedule, schedule_file
-from grpo_tools.replay.recorded_schedule import RecordedSchedule, read_schedule
+from grpo_tools.replay.recorded_run import RecordedSchedule, read_schedule
 
 
 def replay(*entries, timeout_s=10.0, **options):

@@ -12,7 +12,7 @@ from lib import real_engine
 from lib.real_engine import weights
 
 from grpo_components.rollout.schedule import Schedule
-from grpo_tools.replay.recorded_schedule import RecordedSchedule
+from grpo_tools.replay.recorded_run import RecordedSchedule
 
 LONG = np.random.default_rng(0).integers(1, 255, 300).tolist()
 SHORT = LONG[:100]

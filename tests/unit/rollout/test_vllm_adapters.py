@@ -8,7 +8,7 @@ from lib.real_engine import ask, done, logprobs_of
 from grpo_components.models.lora import pushed_shapes
 from grpo_components.rollout.schedule import Schedule
 from grpo_components.settings import LoraSettings
-from grpo_tools.replay.recorded_schedule import RecordedSchedule
+from grpo_tools.replay.recorded_run import RecordedSchedule
 
 LORA = LoraSettings(rank=4, alpha=8.0, target_modules=("q_proj", "v_proj", "gate_proj"))
 PREFIX = "base_model.model."

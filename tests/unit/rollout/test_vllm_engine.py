@@ -24,7 +24,7 @@ from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.rollout.schedule import Schedule, open_schedule
 from grpo_components.settings import LoraSettings
 from grpo_components.trajectory import TokenSequence
-from grpo_tools.replay.recorded_schedule import RecordedSchedule, read_schedule
+from grpo_tools.replay.recorded_run import RecordedSchedule, read_schedule
 
 
 def test_weights_loaded_into_a_running_engine_are_those_of_a_fresh_one(make_engine, checkpoints):
