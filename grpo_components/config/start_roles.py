@@ -27,7 +27,6 @@ from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.objective import Objective
 from grpo_components.offline.partial_runs import roles_of
 from grpo_components.settings import Settings, teachers_of
-from grpo_components.training.trainer_options import ObjectiveOptions
 
 # Dotted paths: each role's module is imported in the role's own process only.
 GENERATOR = "grpo_components.rollout.generator.Generator"
@@ -49,11 +48,11 @@ def start_roles(
 ) -> Roles:
     """Start all processes without waiting; `Cluster.ready` waits for them."""
     cluster.show(objective.doubts)
-    num_references = cfg.num_references if objective.needs_reference else 0
+    num_references = cfg.num_references if objective.trained.needs_reference else 0
     arguments = role_arguments(
         cfg,
         contract=contract,
-        objective=ObjectiveOptions(**objective.for_trainers),
+        objective=objective.trained,
         num_references=num_references,
         tokenizer=tokenizer,
         longest_prompt=longest_prompt,

@@ -42,7 +42,7 @@ from grpo_components.objective.doubts import (
     doubts_about_micro_batches,
 )
 from grpo_components.objective.losses import LossInputs
-from grpo_components.objective.objective import Objective
+from grpo_components.objective.objective import Objective, TrainedObjective
 from grpo_components.objective.off_policy import NoCorrection, correction_weights
 from grpo_components.objective.penalties import Penalties
 from grpo_components.rewards.pool import RewardInput, reward_specs
@@ -79,7 +79,7 @@ def try_components(
             ending.callback(trial.close)
         _check_tokenizer(cfg.tokenizer._component_, tokenizer)
         if cfg.trains:
-            doubts += _try_objective(cfg, objective)
+            doubts += _try_objective(cfg, objective.trained)
         rewards = _made_rewards(min(cfg.group_size, _MOST_SIBLINGS))
         advantages = objective.advantages
         allowed = "rewards [B, G] -> advantages [B, G]"
@@ -127,7 +127,7 @@ def _sent(key: str, component: Any) -> Any:
         return cloudpickle.loads(cloudpickle.dumps(component))
 
 
-def _try_objective(cfg: Settings, objective: Objective) -> list[str]:
+def _try_objective(cfg: Settings, objective: TrainedObjective) -> list[str]:
     keys = ("loss", "penalties", "aggregation", "off_policy", "ptx")
     parts = {key: getattr(objective, key) for key in keys}
     for key, component in parts.items():
