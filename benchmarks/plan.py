@@ -34,7 +34,7 @@ from torchtune.training import FullModelHFCheckpointer
 from train_step import NEVER_STALE, write_base_model
 
 from grpo_components._plugin import config_files, recipes_folder
-from grpo_components.config.preflight import settings_of
+from grpo_components.config.reading import read_settings
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.objective.losses import GRPOLoss
@@ -96,7 +96,7 @@ class Case:
             "dataset": {"max_prompt_tokens": PROMPT_TOKENS},
             "generator": {"max_response_tokens": self.response},
         }
-        return settings_of(OmegaConf.merge(OmegaConf.load(path), sizes))  # pyright: ignore
+        return read_settings(OmegaConf.merge(OmegaConf.load(path), sizes))  # pyright: ignore
 
     @property
     def dtype(self) -> str:

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from grpo_components.config.components import check_components
 from grpo_components.config.files import check_files
-from grpo_components.config.reading import merge_overrides, plain_values, read_settings
+from grpo_components.config.reading import merge_overrides, read_settings
 from grpo_components.errors import fail
 from grpo_components.quiet import quiet_libraries
 from grpo_components.settings import Settings, needs_reference, teachers_of
@@ -57,7 +57,7 @@ def check_values_and_files(cfg: DictConfig) -> Settings:
 
     It imports nothing that takes long.
     """
-    settings = settings_of(cfg)
+    settings = read_settings(cfg)
     check_files(settings)
     return settings
 
@@ -76,11 +76,6 @@ def check_what_is_imported(settings: Settings) -> None:
     check_replay(settings, read_settings)
     check_partial_run(settings)
     check_components(settings)
-
-
-def settings_of(cfg: DictConfig) -> Settings:
-    """Return a config as typed settings with all defaults, without opening a file."""
-    return read_settings(plain_values(cfg))
 
 
 # ---- GPUs ---------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from grpo_components.cluster.handles import (
     TrainersHandle,
 )
 from grpo_components.cluster.ray_cluster import Need
-from grpo_components.cluster.role import Role
 from grpo_components.cluster.weight_transfer import WeightTransfer
 from grpo_components.config.role_arguments import RoleArguments, role_arguments
 from grpo_components.exchange.ledger import Ledger
@@ -86,7 +85,7 @@ def start_roles(
         references=references,
         teachers=teachers,
         reward_model=RewardModelHandle(scorer, timeouts.rollout_s) if scorer else None,
-        transfer=_transfer(cfg, trainers[0]),
+        transfer=None if cfg.weights == "object_store" else WeightTransfer(trainers[0], weights_s),
     )
 
 
@@ -101,12 +100,6 @@ def _frozen(
     """Start the references or the teachers of a run; None if there are none."""
     roles = [cluster.spawn(f"{family}_{n}", REFERENCE, **arguments) for n in range(count)]
     return ReferencesHandle(roles, timeout_s, keep_kl=keep_kl) if roles else None
-
-
-def _transfer(cfg: Settings, sender: Role) -> WeightTransfer | None:
-    if cfg.weights == "object_store":
-        return None
-    return WeightTransfer(sender, cfg.timeouts.weights_s)
 
 
 # ---- what each family of roles needs of a joined cluster -----------------------------------------
