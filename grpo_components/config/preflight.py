@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from omegaconf import DictConfig
 
-from grpo_components.config.components import check_components
+from grpo_components.config.components import check_components, refuse_missing
 from grpo_components.config.files import check_files
 from grpo_components.config.reading import merge_overrides, read_settings
 from grpo_components.errors import fail
@@ -53,12 +53,13 @@ def check(cfg: DictConfig) -> Settings:
 
 
 def check_values_and_files(cfg: DictConfig) -> Settings:
-    """Return a config as typed settings if its values fit each other, and its files are there.
+    """Return a config as typed settings if its values fit each other, and its files exist.
 
     It imports nothing that takes long.
     """
     settings = read_settings(cfg)
     check_files(settings)
+    refuse_missing(settings)
     return settings
 
 

@@ -200,6 +200,8 @@ keep_best                    train_from=/nowhere.jsonl keep_best=eval/reward_mea
 # components and their arguments
 loss._component_  LOSS=own_parts.Goood -> did you mean own_parts.Good? !! No module named
 loss._component_  LOSS=own_part.Good -> did you mean own_parts.Good? !! No module named 'own_part'
+loss._component_  LOSS=grpo_components.objective.losses.GRPOLos -> .losses.GRPOLoss? !! named 'grpo
+model._component_  model._component_=torchtune.models.qwen -> torchtune.models.qwen2? !! 'torchtune
 loss._component_  LOSS=nothing_like_it.X -> a dotted path !! No module named
 loss._component_  LOSS=own_broken.X -> a dotted path !! own_broken.py:2
 loss._component_  LOSS=own_lacking.X -> a dotted path !! own_lacking.py:2
