@@ -34,10 +34,11 @@ from torchtune.training import FullModelHFCheckpointer
 from train_step import NEVER_STALE, write_base_model
 
 from grpo_components._plugin import config_files, recipes_folder
-from grpo_components.config.preflight import settings_of
+from grpo_components.config.reading import read_settings
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.objective.losses import GRPOLoss
+from grpo_components.objective.objective import TrainedObjective
 from grpo_components.objective.off_policy import NoCorrection
 from grpo_components.objective.penalties import Penalties
 from grpo_components.quiet import without_prints
@@ -45,14 +46,7 @@ from grpo_components.rendezvous import Rendezvous, local_rendezvous
 from grpo_components.settings import Settings
 from grpo_components.training.reference import Reference
 from grpo_components.training.trainer import Trainer
-from grpo_components.training.trainer_options import (
-    BatchOptions,
-    DiagnosticsOptions,
-    ModelOptions,
-    ObjectiveOptions,
-    OptimizerOptions,
-    RankOptions,
-)
+from grpo_components.training.trainer_options import TrainerOptions
 from grpo_components.trajectory import PackedTrajectories, Trajectory, pack
 from grpo_tools.memory_plan.live_bytes import counting
 from grpo_tools.memory_plan.model_sizes import ModelSizes
@@ -102,7 +96,7 @@ class Case:
             "dataset": {"max_prompt_tokens": PROMPT_TOKENS},
             "generator": {"max_response_tokens": self.response},
         }
-        return settings_of(OmegaConf.merge(OmegaConf.load(path), sizes))  # pyright: ignore
+        return read_settings(OmegaConf.merge(OmegaConf.load(path), sizes))  # pyright: ignore
 
     @property
     def dtype(self) -> str:
@@ -250,43 +244,27 @@ def _trainer(case: Case, folder: Path, rank: int, meeting: Rendezvous | None) ->
         device="cpu",
         seed=0,
         rendezvous=meeting or local_rendezvous(),
-        ranks=RankOptions(
+        options=TrainerOptions(
             num_ranks=case.ranks,
             sharding=Sharding(),
             collective_timeout_s=TIMEOUT_S,
-        ),
-        model=ModelOptions(
             build_model=case.build_model,
             build_checkpointer=_checkpointer(folder),
             base_model_path=str(folder / "base"),
             model_type="QWEN2",
             dtype=cfg.dtype,
             enable_activation_checkpointing=cfg.enable_activation_checkpointing,
-            compile_model=False,
             logprob_chunk_tokens=cfg.logprob_chunk_tokens,
-        ),
-        batch=BatchOptions(
-            ppo_epochs=1,
-            updates_per_batch=1,
             tokens_per_micro_batch=cfg.tokens_per_micro_batch,
             contract=NEVER_STALE,
-            mask_overlong=False,
-        ),
-        optimizer=OptimizerOptions(
             build_optimizer=partial(config.instantiate, cfg.optimizer),
-            build_lr_scheduler=None,
-            learning_rate=None,
             clip_grad_norm=1.0,
         ),
-        objective=ObjectiveOptions(
+        objective=TrainedObjective(
             loss=GRPOLoss(),
             penalties=Penalties(kl_coeff=0.001),
             aggregation=TokenMean(),
             off_policy=NoCorrection(),
-        ),
-        diagnostics=DiagnosticsOptions(
-            log_peak_memory_stats=False,
-            build_profiler=None,
         ),
     )
     samples = case.groups * cfg.group_size

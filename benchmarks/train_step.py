@@ -52,19 +52,13 @@ from grpo_components.models.meshes import Meshes, Sharding, join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.objective.losses import GRPOLoss
+from grpo_components.objective.objective import TrainedObjective
 from grpo_components.objective.off_policy import NoCorrection
 from grpo_components.objective.penalties import Penalties
 from grpo_components.quiet import without_prints
 from grpo_components.rendezvous import local_rendezvous
 from grpo_components.training.trainer import Trainer
-from grpo_components.training.trainer_options import (
-    BatchOptions,
-    DiagnosticsOptions,
-    ModelOptions,
-    ObjectiveOptions,
-    OptimizerOptions,
-    RankOptions,
-)
+from grpo_components.training.trainer_options import TrainerOptions
 from grpo_components.trajectory import Trajectory, pack
 
 VOCABULARIES = (4096, 32768, 151936)
@@ -238,43 +232,28 @@ def build_ours(setting: Setting, folder: Path) -> Trainer:
         device=setting.device,
         seed=0,
         rendezvous=local_rendezvous(),
-        ranks=RankOptions(
+        options=TrainerOptions(
             num_ranks=1,
             sharding=Sharding(),
             collective_timeout_s=TIMEOUT_S,
-        ),
-        model=ModelOptions(
             build_model=setting.build_model,
             build_checkpointer=_checkpointer(folder),
             base_model_path=str(folder / "base"),
             model_type="QWEN2",
             dtype=setting.dtype,
             enable_activation_checkpointing=setting.activation_checkpointing,
-            compile_model=setting.compile,
+            compile=setting.compile,
             logprob_chunk_tokens=setting.logprob_chunk_tokens,
-        ),
-        batch=BatchOptions(
-            ppo_epochs=1,
-            updates_per_batch=1,
             tokens_per_micro_batch=setting.tokens_per_micro_batch,
             contract=NEVER_STALE,
-            mask_overlong=False,
-        ),
-        optimizer=OptimizerOptions(
+            log_peak_memory_stats=True,
             build_optimizer=_build_optimizer,
-            build_lr_scheduler=None,
-            learning_rate=None,
-            clip_grad_norm=None,
         ),
-        objective=ObjectiveOptions(
+        objective=TrainedObjective(
             loss=GRPOLoss(clip_low=CLIP, clip_high=CLIP),
             penalties=Penalties(kl_coeff=KL_COEFF),
             aggregation=TokenMean(),
             off_policy=NoCorrection(),
-        ),
-        diagnostics=DiagnosticsOptions(
-            log_peak_memory_stats=True,
-            build_profiler=None,
         ),
     )
 

@@ -86,18 +86,12 @@ class TrainerSide:
         from grpo_components.models.meshes import Sharding
         from grpo_components.objective.aggregation import TokenMean
         from grpo_components.objective.losses import GRPOLoss
+        from grpo_components.objective.objective import TrainedObjective
         from grpo_components.objective.off_policy import NoCorrection
         from grpo_components.objective.penalties import Penalties
         from grpo_components.rendezvous import local_rendezvous
         from grpo_components.training.trainer import Trainer
-        from grpo_components.training.trainer_options import (
-            BatchOptions,
-            DiagnosticsOptions,
-            ModelOptions,
-            ObjectiveOptions,
-            OptimizerOptions,
-            RankOptions,
-        )
+        from grpo_components.training.trainer_options import TrainerOptions
 
         scratch = tempfile.mkdtemp(dir=Path(folder).parent)
         self._trainer = Trainer(
@@ -105,12 +99,10 @@ class TrainerSide:
             device=device,
             seed=0,
             rendezvous=local_rendezvous(),
-            ranks=RankOptions(
+            options=TrainerOptions(
                 num_ranks=1,
                 sharding=Sharding(),
                 collective_timeout_s=TIMEOUT_S,
-            ),
-            model=ModelOptions(
                 build_model=partial(
                     qwen2,
                     vocab_size=shape["vocab_size"],
@@ -132,32 +124,16 @@ class TrainerSide:
                 base_model_path=folder,
                 model_type="QWEN2",
                 dtype="fp32",
-                enable_activation_checkpointing=False,
-                compile_model=False,
                 logprob_chunk_tokens=512,
-            ),
-            batch=BatchOptions(
-                ppo_epochs=1,
-                updates_per_batch=1,
                 tokens_per_micro_batch=512,
                 contract=StalenessContract(0, 1),
-                mask_overlong=False,
-            ),
-            optimizer=OptimizerOptions(
                 build_optimizer=partial(torch.optim.SGD, lr=0.0),
-                build_lr_scheduler=None,
-                learning_rate=None,
-                clip_grad_norm=None,
             ),
-            objective=ObjectiveOptions(
+            objective=TrainedObjective(
                 loss=GRPOLoss(),
                 penalties=Penalties(),
                 aggregation=TokenMean(),
                 off_policy=NoCorrection(),
-            ),
-            diagnostics=DiagnosticsOptions(
-                log_peak_memory_stats=False,
-                build_profiler=None,
             ),
         )
         self._export_s = 0.0

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
     with_config,
 )
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, core_schema
 from typing_extensions import TypedDict
 
 from grpo_components.errors import ConfigError, fail, shown
@@ -104,16 +104,9 @@ def _trainable(model_type: Any) -> Any:
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
-    if len(set(names)) < len(names):
-        raise ConfigError("", f"{shown(list(names))} given, with a name twice", "each name once")
-    return names
-
-
 LoraTargets = Annotated[
     tuple[LoraTarget, ...],
     Field(min_length=1, strict=False),
-    AfterValidator(_each_once),
     PlainSerializer(list),  # as it is read again from a run's config.yaml
 ]
 
@@ -374,25 +367,12 @@ def needs_reference(section: Mapping[Any, Any], key: str = "kl_coeff") -> bool:
     return as_schedule(key, section.get("kl_coeff", 0)).highest > 0
 
 
-def _greedy_or_warm(temperature: float) -> float:
-    if 0 < temperature < 0.01:
-        raise PydanticCustomError("refused", "vLLM samples at 0, or at 0.01 to 2")
-    return temperature
-
-
 class EvalSettings(BaseModel):
     """How held-out prompts are answered in evaluations."""
 
     model_config = _SECTION
     samples_per_prompt: Annotated[int, Field(ge=1, le=2**14)] = 1
-    temperature: (
-        Annotated[
-            float,
-            Field(ge=0, le=2),
-            AfterValidator(_greedy_or_warm),
-        ]
-        | None
-    ) = None  # null: generator.temperature
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None  # null: generator.temperature
     allow_other_prompts: bool = False
     prompts_logged: CountOrZero = 16  # spread evenly over eval_dataset
 

@@ -27,6 +27,7 @@ from grpo_components.settings import PENALTIES, Settings
 # Named, not imported: it needs torchrl, whose import takes seconds. A test checks that it exists.
 SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.SingleTurnEnvironment"}
 
+_A_PATH = "a dotted path, installed or in the current folder"
 _ACCEPTED = "what the component accepts"
 _KEY_FIRST = re.compile(r"([a-z_]\w*(?:\.[^\s:,]+)*(?:, [a-z_]\w*)*): |(dataset|ptx) ")
 """Matches the key, or names of arguments, with which the text of an error starts."""
@@ -44,6 +45,8 @@ _FORMS_PROMPTS += ("tools",)
 """Arguments of data sets that shape prompts."""
 _OF_REWARDS = ("weight", "is_success")
 """Keys of a reward that the recipe reads, not the component."""
+_READ = ("grpo_components", "torch", "torchao", "torchtune")
+"""Packages whose files are searched for a component before they are imported."""
 _SLOW = ("torchtune.", "grpo_components.data.")
 """Prefixes of components that import torchtune."""
 _MAX_SHOWN = 10
@@ -120,21 +123,53 @@ def _environment_says(attribute: str, node: DictConfig) -> bool:
 # ---- dotted paths and arguments -----------------------------------------------------------------
 
 
+def _nodes(settings: Settings) -> dict[str, DictConfig]:
+    """Return the components of a config by key."""
+    nodes = {key: getattr(settings, key) for key in type(settings).model_fields if key != "user"}
+    nodes = {key: n for key, n in nodes.items() if OmegaConf.is_dict(n) and "_component_" in n}
+    return nodes | {f"rewards.{name}": node for name, node in settings.rewards.items()}
+
+
+def refuse_missing(settings: Settings) -> None:
+    """Refuse components that no file of ours or torchtune's can hold: an import takes seconds."""
+    for key, node in _nodes(settings).items():
+        top, *rest = str(node._component_).split(".")
+        spec = find_spec(top) if top in _READ else None
+        if spec is not None and spec.submodule_search_locations:
+            _refuse_missing(f"{key}._component_", Path(spec.submodule_search_locations[0]), rest)
+
+
+def _refuse_missing(key: str, place: Path, parts: Sequence[str]) -> None:
+    names = [place.name]
+    for depth, part in enumerate(parts):
+        if not ((place / part).is_dir() or any(place.glob(f"{part}.*"))):
+            source = place / "__init__.py" if place.is_dir() else place
+            text = source.read_text(encoding="utf-8") if source.is_file() else part
+            words = re.findall(r"\w+", text)
+            if part in words or "import *" in text or "__getattr__" in words:
+                return
+            files = (path.stem for path in place.glob("*"))
+            near = get_close_matches(part, [*words, *files], n=1, cutoff=0.75)
+            hint = f"did you mean {'.'.join((*names, *near, *parts[depth + 1 :]))}?"
+            problem = f"{'.'.join((*names, *parts[depth:]))} cannot be imported, "
+            problem += f"ModuleNotFoundError: No module named {'.'.join((*names, part))!r}"
+            fail(key, problem, hint if near else _A_PATH)
+        place = place / part if (place / part).is_dir() else place / f"{part}.py"
+        names.append(part)
+
+
 def check_components(settings: Settings) -> None:
     """Import every component, and check its arguments against its signature."""
     if os.getcwd() not in sys.path:
         # At the end, as in torchtune: a user's datasets.py must not hide the package of that name.
         sys.path.append(os.getcwd())
-    for name, node in settings.rewards.items():
-        own = {name: node[name] for name in node if name not in _OF_REWARDS}
-        _check_arguments(f"rewards.{name}", own)
-    nodes = {key: getattr(settings, key) for key in type(settings).model_fields if key != "user"}
-    nodes = {key: n for key, n in nodes.items() if OmegaConf.is_dict(n) and "_component_" in n}
+    nodes = _nodes(settings)
     # What imports torchtune comes last, as that takes seconds: mistakes elsewhere are found before.
     for key in sorted(nodes, key=lambda key: nodes[key]._component_.startswith(_SLOW)):
         if (node := nodes[key]) == SHIPPED_ENVIRONMENT:
             continue
-        own = {name: node[name] for name in node if key != "loss" or name not in PENALTIES}
+        ours = _OF_REWARDS if key.startswith("rewards.") else PENALTIES if key == "loss" else ()
+        own = {name: node[name] for name in node if name not in ours}
         _check_arguments(key, own, *_ADDED.get(key, (0, ())))
     for name in nested_components(settings.environment):
         part = settings.environment[name]
@@ -170,7 +205,7 @@ def imported_component(key: str, path: str) -> Any:
         else:
             place = traceback.extract_tb(cause.__traceback__)[-1]
             problem += f" ({place.filename}:{place.lineno})"
-        fail(key, problem, hint or "a dotted path, installed or in the current folder")
+        fail(key, problem, hint or _A_PATH)
     if not callable(component):
         fail(key, f"{path} cannot be called", "a class or function")
     return component

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from grpo_components.config.components import build, check_columns, runs_agents
 from grpo_components.config.files import read_hf_config
-from grpo_components.data.curriculum import MAX_PROMPTS, CurriculumRule
+from grpo_components.data.curriculum import MAX_PROMPTS
 from grpo_components.data.datasets import PromptDataset
 from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.data.prompt_mix import PromptMix, takes_tools
@@ -73,8 +73,7 @@ def build_prompts(cfg: Settings, dataset: Any) -> PromptStream | PromptCurriculu
     if len(dataset) > MAX_PROMPTS:
         problem = f"given with a data set of {len(dataset)} prompts"
         fail("curriculum", problem, f"null, or at most {MAX_PROMPTS} prompts")
-    rule = CurriculumRule(**cfg.curriculum.model_dump())
-    return PromptCurriculum(dataset, rule, cfg.seed)
+    return PromptCurriculum(dataset, cfg.curriculum, cfg.seed)
 
 
 def sampled_ids(cfg: Settings, tokenizer: Any) -> int | None:

@@ -13,20 +13,11 @@ from grpo_components.config.trial import try_components
 from grpo_components.errors import DryRunEnd
 from grpo_components.objective.dynamic_sampling import DynamicSampling
 from grpo_components.objective.losses import at_step
-from grpo_components.objective.objective import Objective
+from grpo_components.objective.objective import Objective, TrainedObjective
 from grpo_components.objective.penalties import Penalties
 from grpo_components.objective.reward_shaping import RewardShaping
 from grpo_components.schedules import as_schedule
 from grpo_components.settings import PENALTIES, Settings
-
-_SHAPING = ("kl_coeff", "overlong_tokens", "overlong_penalty")
-
-
-def build_reward_shaping(cfg: Settings) -> RewardShaping:
-    """Build the reward shaping, which subtracts penalties; without penalties it changes nothing."""
-    settings = {key: getattr(cfg.reward_shaping, key) for key in _SHAPING}
-    longest = cfg.generator.max_response_tokens
-    return RewardShaping(**settings, max_response_tokens=longest)
 
 
 def build_loss(cfg: Settings, default_loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,17 +40,28 @@ def build_objective(
 
     With `dry_run: true`, the run ends here, and says what it would do.
     """
-    dynamic = cfg.dynamic_sampling
+    dynamic, shaping = cfg.dynamic_sampling, cfg.reward_shaping
+    loss, penalties = build_loss(cfg, default_loss), build_penalties(cfg)
+    advantages = build("advantages", cfg.advantages)
+    longest = cfg.generator.max_response_tokens
+    reward_shaping = RewardShaping(
+        shaping.kl_coeff, longest, shaping.overlong_tokens, shaping.overlong_penalty
+    )
+    compared = (loss, penalties, reward_shaping, advantages)
     objective = Objective(
-        loss=build_loss(cfg, default_loss),
-        penalties=build_penalties(cfg),
-        aggregation=build("aggregation", cfg.aggregation),
-        off_policy=build("off_policy", cfg.off_policy),
-        ptx=build("ptx", cfg.ptx, tokenizer) if cfg.ptx else None,
-        advantages=build("advantages", cfg.advantages),
-        reward_shaping=build_reward_shaping(cfg),
+        trained=TrainedObjective(
+            loss=loss,
+            penalties=penalties,
+            aggregation=build("aggregation", cfg.aggregation),
+            off_policy=build("off_policy", cfg.off_policy),
+            token_advantages=getattr(advantages, "per_token", None),
+            teacher_coeff=cfg.teacher.coeff if cfg.teacher else 0.0,
+            needs_reference=any(getattr(part, "needs_reference", False) for part in compared),
+            ptx=build("ptx", cfg.ptx, tokenizer) if cfg.ptx else None,
+        ),
+        advantages=advantages,
+        reward_shaping=reward_shaping,
         dynamic_sampling=DynamicSampling(dynamic.max_discarded) if dynamic.enabled else None,
-        teacher_coeff=cfg.teacher.coeff if cfg.teacher else 0.0,
         temperature=as_schedule("generator.temperature", cfg.generator.temperature),
     )
     doubts = try_components(cfg, tokenizer, dataset, held_out, objective)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from grpo_components.config.components import build, check_logger_methods
 from grpo_components.config.data import shared_prompts
 from grpo_components.config.replayed import available_cpus, replay_of
 from grpo_components.data.prompt_curriculum import PromptCurriculum
-from grpo_components.errors import ConfigError, fail
+from grpo_components.errors import fail
 from grpo_components.evaluation.evaluation import Evaluation
 from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.group_reuse import GroupReuse
@@ -48,7 +45,9 @@ def open_run(
     recipe: str | None = None,
 ) -> RunRecords:
     """Create or reopen the run's folder; on a resume, restore the ledger and the prompts."""
-    _check_prompts(cfg, prompts)
+    if cfg.curriculum is not None and not isinstance(prompts, PromptCurriculum):
+        problem = "given, but the recipe takes its prompts from another stream"
+        fail("curriculum", problem, "null, or a recipe with `build_prompts(cfg, dataset)`")
     ledger.reuse = build_reuse(cfg)
     start = begin_run(cfg, ledger, prompts)
     save_code(start.output_dir, start.attempt, recipe)
@@ -91,13 +90,6 @@ def build_reuse(cfg: Settings) -> GroupReuse:
     return GroupReuse(contract, **rule.model_dump()) if rule else GroupReuse(contract)
 
 
-def _check_prompts(cfg: Settings, prompts: Stateful) -> None:
-    """Refuse a curriculum that a fork of the recipe would ignore."""
-    if cfg.curriculum is not None and not isinstance(prompts, PromptCurriculum):
-        problem = "given, but the recipe takes its prompts from another stream"
-        fail("curriculum", problem, "null, or a recipe with `build_prompts(cfg, dataset)`")
-
-
 def _watch(cfg: Settings, ledger: Ledger, log: RunLog, tokenizer: Any) -> RunWatch:
     """Return what warns of silent mistakes, and let it follow the ledger's events."""
     names = {token_id: name for name, token_id in getattr(tokenizer, "special_tokens", {}).items()}
@@ -118,37 +110,26 @@ def open_log(
     recipe: str | None = None,
 ) -> RunLog:
     """Open the run log, and show the notes on the start and the data sets."""
-    with without_prints(cfg.log_level), _without_half_made():
+    with without_prints(cfg.log_level):
         logger = build("metric_logger", cfg.metric_logger)
     check_logger_methods(cfg.metric_logger._component_, logger)
-    every, folder = cfg.log_every_n_steps, Path(cfg.output_dir)
-    trains = cfg.trains
-    resume = resume_command(sys.argv) if trains else ""
-    ideas = _next_ideas(cfg, recipe)
-    show_phases = cfg.log_level in ("INFO", "DEBUG")
-    run_log = RunLog(folder, logger, every, cfg.num_steps, attempt, resume, ideas, show_phases)
+    run_log = RunLog(
+        Path(cfg.output_dir),
+        logger,
+        cfg.log_every_n_steps,
+        cfg.num_steps,
+        attempt,
+        resume_command(sys.argv) if cfg.trains else "",
+        _next_ideas(cfg, recipe),
+        cfg.log_level in ("INFO", "DEBUG"),
+    )
     left_out = re.sub("^dataset", "eval_dataset", getattr(held_out, "note", ""), flags=re.MULTILINE)
-    shared = shared_prompts(dataset, held_out) if trains else ""
+    shared = shared_prompts(dataset, held_out) if cfg.trains else ""
     unused = "eval_dataset is null: nothing is evaluated, whatever eval_every_n_steps says"
     none = "" if len(held_out) else unused
     for line in filter(None, (note, getattr(dataset, "note", ""), left_out, shared, none)):
         run_log.note(line)
     return run_log
-
-
-@contextlib.contextmanager
-def _without_half_made() -> Iterator[None]:
-    """Context manager: drop a logger that could not be made, without the traceback of its end.
-
-    torchtune's DiskLogger closes its file in `__del__`, also if it has none.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        shown, sys.unraisablehook = sys.unraisablehook, lambda _: None
-        traceback.clear_frames(error.__cause__ and error.__cause__.__traceback__)
-        sys.unraisablehook = shown
-        raise
 
 
 def _next_ideas(cfg: Settings, recipe: str | None) -> list[str]:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from omegaconf import DictConfig
 
-from grpo_components.config.components import check_components
+from grpo_components.config.components import check_components, refuse_missing
 from grpo_components.config.files import check_files
-from grpo_components.config.reading import merge_overrides, plain_values, read_settings
+from grpo_components.config.reading import merge_overrides, read_settings
 from grpo_components.errors import fail
 from grpo_components.quiet import quiet_libraries
 from grpo_components.settings import Settings, needs_reference, teachers_of
@@ -53,12 +53,13 @@ def check(cfg: DictConfig) -> Settings:
 
 
 def check_values_and_files(cfg: DictConfig) -> Settings:
-    """Return a config as typed settings if its values fit each other, and its files are there.
+    """Return a config as typed settings if its values fit each other, and its files exist.
 
     It imports nothing that takes long.
     """
-    settings = settings_of(cfg)
+    settings = read_settings(cfg)
     check_files(settings)
+    refuse_missing(settings)
     return settings
 
 
@@ -76,11 +77,6 @@ def check_what_is_imported(settings: Settings) -> None:
     check_replay(settings, read_settings)
     check_partial_run(settings)
     check_components(settings)
-
-
-def settings_of(cfg: DictConfig) -> Settings:
-    """Return a config as typed settings with all defaults, without opening a file."""
-    return read_settings(plain_values(cfg))
 
 
 # ---- GPUs ---------------------------------------------------------------------------------------

@@ -20,16 +20,6 @@ _PATHS = ("path", "dir", "file", "folder", "source", "eval_only", "train_from", 
 """Words that end the keys of paths (`path`, `merges_file`), also among a component's arguments."""
 
 
-def plain_values(cfg: DictConfig) -> dict[str, Any]:
-    """Return the plain values of a config, with interpolations replaced."""
-    try:
-        given: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        allowed = "a value of its own, or ${key} of a key that the config has"
-        fail(error.full_key or "config", str(error).splitlines()[0], allowed)
-    return given
-
-
 def merge_overrides(given: dict[str, Any], overrides: Sequence[str]) -> DictConfig:
     """Merge a config with overrides as torchtune does, which refuses `=` in a value.
 
@@ -73,21 +63,28 @@ def _remove(section: dict[str, Any], name: str, *rest: str) -> None:
         del section[name]
 
 
-def read_settings(given: Mapping[str, Any]) -> Settings:
-    """Check types, bounds and names of all keys, fill in the defaults, and expand `~` in paths.
+def read_settings(given: Mapping[str, Any] | DictConfig) -> Settings:
+    """Check all values, fill in the defaults, replace interpolations, and expand `~` in paths.
 
     A reward that is null is left out: so a command line removes one, `rewards.format=null`.
     """
-    rewards = given.get("rewards")
+    values: Any = given
+    try:
+        if isinstance(given, DictConfig):
+            values = OmegaConf.to_container(given, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        allowed = "a value of its own, or ${key} of a key that the config has"
+        fail(error.full_key or "config", str(error).splitlines()[0], allowed)
+    rewards = values.get("rewards")
     if isinstance(rewards, Mapping):
         left = {name: node for name, node in rewards.items() if node is not None}
-        given = {**given, "rewards": left}
+        values = {**values, "rewards": left}
     try:
-        return Settings.model_validate(_expanded("", given))
+        return Settings.model_validate(_expanded("", values))
     except ValidationError as error:
         errors = error.errors(include_url=False)
         unknown = (each for each in errors if each["type"] == "extra_forbidden")
-        _refuse(given, next(unknown, errors[0]))
+        _refuse(values, next(unknown, errors[0]))
 
 
 def is_path(key: str) -> bool:

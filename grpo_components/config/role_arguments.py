@@ -22,6 +22,7 @@ from grpo_components.config.replayed import available_cpus, replay_of
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.meshes import Sharding
+from grpo_components.objective.objective import TrainedObjective
 from grpo_components.offline.partial_runs import stand_in_arguments
 from grpo_components.rewards.pool import RewardPool, reward_specs
 from grpo_components.rollout.engine_environment import engine_environment
@@ -29,14 +30,7 @@ from grpo_components.rollout.generator_options import EngineOptions, Environment
 from grpo_components.rollout.schedule import open_schedule
 from grpo_components.settings import Settings, teachers_of
 from grpo_components.training.open_sender import open_sender
-from grpo_components.training.trainer_options import (
-    BatchOptions,
-    DiagnosticsOptions,
-    ModelOptions,
-    ObjectiveOptions,
-    OptimizerOptions,
-    RankOptions,
-)
+from grpo_components.training.trainer_options import TrainerOptions
 
 Record = TypeVar("Record")
 
@@ -57,7 +51,7 @@ def role_arguments(
     cfg: Settings,
     *,
     contract: StalenessContract,
-    objective: ObjectiveOptions,
+    objective: TrainedObjective,
     num_references: int,
     tokenizer: Any,
     longest_prompt: int,
@@ -116,38 +110,9 @@ def _trainer(
     cfg: Settings,
     cpu_threads: int,
     contract: StalenessContract,
-    objective: ObjectiveOptions,
+    objective: TrainedObjective,
     ids: int | None,
 ) -> dict[str, Any]:
-    profiler = partial(config.instantiate, cfg.profiler)
-    return {
-        "cpu_threads": cpu_threads,
-        "num_gpus": _gpus(cfg, cfg.gpus_per_trainer),
-        "meets": True,
-        "device": cfg.device,
-        "seed": cfg.seed,
-        "ranks": _ranks(cfg),
-        "model": _taken(
-            ModelOptions,
-            cfg,
-            build_model=partial(config.instantiate, cfg.model),
-            build_checkpointer=_checkpointer(cfg),
-            compile_model=cfg.compile,
-            num_ids=ids,
-        ),
-        "batch": _taken(BatchOptions, cfg, contract=contract),
-        "optimizer": _optimizer(cfg),
-        "objective": objective,
-        "diagnostics": _taken(
-            DiagnosticsOptions,
-            cfg,
-            build_profiler=profiler if cfg.profiler.enabled else None,
-            logged_responses=cfg.log_token_logprobs * cfg.rollouts_logged_per_step * cfg.group_size,
-        ),
-    }
-
-
-def _ranks(cfg: Settings) -> RankOptions:
     sharding = Sharding(
         replicate=cfg.data_parallel_replicate_dim,
         tensor=cfg.tensor_parallel_dim,
@@ -159,26 +124,36 @@ def _ranks(cfg: Settings) -> RankOptions:
     if cfg.weights != "object_store":
         workers, timeout_s = cfg.generator.tensor_parallel_size, cfg.timeouts.weights_s
         sender = partial(open_sender, cfg.device, workers=workers, timeout_s=timeout_s)
-    return RankOptions(
-        num_ranks=cfg.num_trainers,
-        sharding=sharding,
-        collective_timeout_s=cfg.timeouts.collective_s,
-        takes_turns=cfg.colocate,
-        open_sender=sender,
-    )
-
-
-def _optimizer(cfg: Settings) -> OptimizerOptions:
     optimizer, learning_rate = split_learning_rate(cfg.optimizer)
     steps, build_lr_scheduler = cfg.num_steps, None
     if cfg.lr_scheduler:
         build_lr_scheduler = partial(config.instantiate, cfg.lr_scheduler, num_training_steps=steps)
-    return OptimizerOptions(
-        build_optimizer=partial(config.instantiate, optimizer),
-        build_lr_scheduler=build_lr_scheduler,
-        learning_rate=learning_rate,
-        clip_grad_norm=cfg.clip_grad_norm,
-    )
+    profiler = partial(config.instantiate, cfg.profiler)
+    return {
+        "cpu_threads": cpu_threads,
+        "num_gpus": _gpus(cfg, cfg.gpus_per_trainer),
+        "meets": True,
+        "device": cfg.device,
+        "seed": cfg.seed,
+        "options": _taken(
+            TrainerOptions,
+            cfg,
+            num_ranks=cfg.num_trainers,
+            sharding=sharding,
+            collective_timeout_s=cfg.timeouts.collective_s,
+            open_sender=sender,
+            build_model=partial(config.instantiate, cfg.model),
+            build_checkpointer=_checkpointer(cfg),
+            num_ids=ids,
+            contract=contract,
+            build_optimizer=partial(config.instantiate, optimizer),
+            build_lr_scheduler=build_lr_scheduler,
+            learning_rate=learning_rate,
+            build_profiler=profiler if cfg.profiler.enabled else None,
+            logged_responses=cfg.log_token_logprobs * cfg.rollouts_logged_per_step * cfg.group_size,
+        ),
+        "objective": objective,
+    }
 
 
 def _reference(cfg: Settings, cpu_threads: int, ids: int | None) -> dict[str, Any]:

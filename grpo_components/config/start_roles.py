@@ -19,7 +19,6 @@ from grpo_components.cluster.handles import (
     TrainersHandle,
 )
 from grpo_components.cluster.ray_cluster import Need
-from grpo_components.cluster.role import Role
 from grpo_components.cluster.weight_transfer import WeightTransfer
 from grpo_components.config.role_arguments import RoleArguments, role_arguments
 from grpo_components.exchange.ledger import Ledger
@@ -27,7 +26,6 @@ from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.objective import Objective
 from grpo_components.offline.partial_runs import roles_of
 from grpo_components.settings import Settings, teachers_of
-from grpo_components.training.trainer_options import ObjectiveOptions
 
 # Dotted paths: each role's module is imported in the role's own process only.
 GENERATOR = "grpo_components.rollout.generator.Generator"
@@ -49,11 +47,11 @@ def start_roles(
 ) -> Roles:
     """Start all processes without waiting; `Cluster.ready` waits for them."""
     cluster.show(objective.doubts)
-    num_references = cfg.num_references if objective.needs_reference else 0
+    num_references = cfg.num_references if objective.trained.needs_reference else 0
     arguments = role_arguments(
         cfg,
         contract=contract,
-        objective=ObjectiveOptions(**objective.for_trainers),
+        objective=objective.trained,
         num_references=num_references,
         tokenizer=tokenizer,
         longest_prompt=longest_prompt,
@@ -87,7 +85,7 @@ def start_roles(
         references=references,
         teachers=teachers,
         reward_model=RewardModelHandle(scorer, timeouts.rollout_s) if scorer else None,
-        transfer=_transfer(cfg, trainers[0]),
+        transfer=None if cfg.weights == "object_store" else WeightTransfer(trainers[0], weights_s),
     )
 
 
@@ -102,12 +100,6 @@ def _frozen(
     """Start the references or the teachers of a run; None if there are none."""
     roles = [cluster.spawn(f"{family}_{n}", REFERENCE, **arguments) for n in range(count)]
     return ReferencesHandle(roles, timeout_s, keep_kl=keep_kl) if roles else None
-
-
-def _transfer(cfg: Settings, sender: Role) -> WeightTransfer | None:
-    if cfg.weights == "object_store":
-        return None
-    return WeightTransfer(sender, cfg.timeouts.weights_s)
 
 
 # ---- what each family of roles needs of a joined cluster -----------------------------------------

@@ -42,7 +42,7 @@ from grpo_components.objective.doubts import (
     doubts_about_micro_batches,
 )
 from grpo_components.objective.losses import LossInputs
-from grpo_components.objective.objective import Objective
+from grpo_components.objective.objective import Objective, TrainedObjective
 from grpo_components.objective.off_policy import NoCorrection, correction_weights
 from grpo_components.objective.penalties import Penalties
 from grpo_components.rewards.pool import RewardInput, reward_specs
@@ -79,7 +79,7 @@ def try_components(
             ending.callback(trial.close)
         _check_tokenizer(cfg.tokenizer._component_, tokenizer)
         if cfg.trains:
-            doubts += _try_objective(cfg, objective)
+            doubts += _try_objective(cfg, objective.trained)
         rewards = _made_rewards(min(cfg.group_size, _MOST_SIBLINGS))
         advantages = objective.advantages
         allowed = "rewards [B, G] -> advantages [B, G]"
@@ -127,7 +127,7 @@ def _sent(key: str, component: Any) -> Any:
         return cloudpickle.loads(cloudpickle.dumps(component))
 
 
-def _try_objective(cfg: Settings, objective: Objective) -> list[str]:
+def _try_objective(cfg: Settings, objective: TrainedObjective) -> list[str]:
     keys = ("loss", "penalties", "aggregation", "off_policy", "ptx")
     parts = {key: getattr(objective, key) for key in keys}
     for key, component in parts.items():
@@ -136,9 +136,7 @@ def _try_objective(cfg: Settings, objective: Objective) -> list[str]:
             fail(key, problem, "a class whose objects can be called")
     ours = {key: _sent(key, part) for key, part in parts.items() if part is not None}
     for step in dict.fromkeys((0, cfg.num_steps - 1)):
-        inputs = made_inputs(
-            objective.needs_reference, _versions(cfg), step, has_teacher=cfg.teacher is not None
-        )
+        inputs = _made_for(cfg, objective.needs_reference, step)
         _try_loss(ours["loss"], ours["penalties"], ours["off_policy"], inputs)
     counts = np.array([*LENGTHS, 0])
     allowed = "token counts [S] -> weights [S]"
@@ -154,7 +152,7 @@ def _doubts(cfg: Settings, ours: dict[str, Any]) -> list[str]:
     """Return what looks wrong with the loss, on tokens of older policies only if there are any."""
     loss, penalties = ours["loss"], ours["penalties"]
     with named_failure("loss", name_of(loss), _RAISES, "a LossInputs -> losses [N]"):
-        inputs = made_inputs(True, _versions(cfg), 0, has_teacher=cfg.teacher is not None)
+        inputs = _made_for(cfg, True, 0)
         if getattr(loss, "needs_proximal", False):
             inputs = replace(inputs, proximal_logprobs=inputs.trainer_logprobs.detach())
         doubts = list(doubts_about_micro_batches(loss, penalties, inputs))
@@ -184,9 +182,10 @@ def _try_loss(loss: Any, penalties: Penalties, off_policy: Any, inputs: LossInpu
             check_numbers(name, losses, inputs)
 
 
-def _versions(cfg: Settings) -> int:
-    """Return the most policy versions that sampled the tokens of one batch."""
-    return StalenessContract.of(cfg).max_push_interval
+def _made_for(cfg: Settings, has_reference: bool, step: int) -> LossInputs:
+    """Return tokens of as many policy versions as one batch may have."""
+    versions = StalenessContract.of(cfg).max_push_interval
+    return made_inputs(has_reference, versions, step, has_teacher=cfg.teacher is not None)
 
 
 def made_inputs(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from grpo_components.data.part_turns import PartTurns
+from grpo_components.settings import CurriculumSettings
 
 MAX_PROMPTS = 10**7
 """Largest number of prompts that a curriculum weighs."""
@@ -19,41 +19,22 @@ _PRIOR_RESPONSES = 0.25
 """Weight, in responses, of the assumption that a prompt's rate is in the middle of the band."""
 
 
-@dataclass(frozen=True)
-class CurriculumRule:
-    """How success rates become weights; the fields are the keys of the config's `curriculum`."""
+def weights_of(rule: CurriculumSettings, rates: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return weights [N] of success rates [N].
 
-    low: float
-    """Lower end of the band of success rates with weight 1."""
-    high: float
-    """Upper end of the band."""
-    floor: float
-    """Weight at the success rates 0 and 1, above 0: so any prompt may be drawn."""
-    decay: float
-    """Factor of the weight of all earlier responses, at each training step."""
-
-    @property
-    def prior(self) -> float:
-        """Success rate that is assumed of a prompt without responses."""
-        return (self.low + self.high) / 2
-
-    def weights(self, rates: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return weights [N]: 1 in the band, and linear from its ends to `floor` at 0 and 1.
-
-        Args:
-            rates: [N] success rates, 0 to 1.
-        """
-        # Only basic operations, which give the same bits on every machine: the audit repeats them.
-        below = rates / (self.low or 1.0)
-        above = (1.0 - rates) / ((1.0 - self.high) or 1.0)
-        near = np.where(rates < self.low, below, np.where(rates > self.high, above, 1.0))
-        return self.floor + (1.0 - self.floor) * near
+    They are 1 in the band, and linear from its ends to `floor` at 0 and 1.
+    """
+    # Only basic operations, which give the same bits on every machine: the audit repeats them.
+    below = rates / (rule.low or 1.0)
+    above = (1.0 - rates) / ((1.0 - rule.high) or 1.0)
+    near = np.where(rates < rule.low, below, np.where(rates > rule.high, above, 1.0))
+    return rule.floor + (1.0 - rule.floor) * near
 
 
 class _Rates:
     """The success rates of one data set's prompts, and how often each was drawn."""
 
-    def __init__(self, prompt_indices: Sequence[int], rule: CurriculumRule) -> None:
+    def __init__(self, prompt_indices: Sequence[int], rule: CurriculumSettings) -> None:
         self.prompt_indices = list(prompt_indices)
         self.draws = np.zeros(len(self.prompt_indices), dtype=np.int64)
         self._successes = np.zeros(len(self.draws))
@@ -84,9 +65,9 @@ class _Rates:
         self._weigh()
 
     def _weigh(self) -> None:
-        prior = _PRIOR_RESPONSES * self._rule.prior
+        prior = _PRIOR_RESPONSES * ((self._rule.low + self._rule.high) / 2)
         self.rates = (self._successes + prior) / (self._responses + _PRIOR_RESPONSES)
-        self._weights = self._rule.weights(self.rates)
+        self._weights = weights_of(self._rule, self.rates)
 
     def state_dict(self) -> dict[str, list[Any]]:
         known = np.flatnonzero((self.draws > 0) | (self._responses > 0))
@@ -116,7 +97,7 @@ class Curriculum:
     """
 
     def __init__(
-        self, parts: Sequence[tuple[Sequence[int], float]], rule: CurriculumRule, seed: int
+        self, parts: Sequence[tuple[Sequence[int], float]], rule: CurriculumSettings, seed: int
     ) -> None:
         self.rule, self.seed = rule, seed
         self._part_weights = [weight for _, weight in parts]
@@ -176,7 +157,7 @@ class Curriculum:
         """Return what the draws depend on beside the results, for the receipts."""
         return {
             "seed": self.seed,
-            "curriculum": asdict(self.rule),
+            "curriculum": self.rule.model_dump(),
             "prompts": [
                 {"weight": weight, "rows": _ranges(part.prompt_indices)}
                 for part, weight in zip(self._parts, self._part_weights, strict=True)
@@ -200,9 +181,7 @@ class Curriculum:
 
 def curriculum_of(described: Mapping[str, Any]) -> Curriculum:
     """Build the curriculum that `Curriculum.describe` described, for the audit."""
-    rule, parts = CurriculumRule(**described["curriculum"]), []
-    if not (0 <= rule.low <= rule.high <= 1 and 0 < rule.floor <= 1 and 0 < rule.decay <= 1):
-        raise ValueError("the rule of the curriculum is impossible")
+    rule, parts = CurriculumSettings(**described["curriculum"]), []
     for part in described["prompts"]:
         ranges = part["rows"]
         if not ranges or sum(max(0, last - first) + 1 for first, last in ranges) > MAX_PROMPTS:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_components.data.curriculum import Curriculum, CurriculumRule
+from grpo_components.data.curriculum import Curriculum
 from grpo_components.data.prompt_mix import MixedPart, PromptMix
 from grpo_components.data.prompt_stream import Prompt, converted
 from grpo_components.errors import ConfigError
+from grpo_components.settings import CurriculumSettings
 
 
 class PromptCurriculum:
@@ -17,7 +18,7 @@ class PromptCurriculum:
     `epoch` counts the draws of a prompt. A pair of prompt_index and epoch never occurs twice.
     """
 
-    def __init__(self, dataset: Any, rule: CurriculumRule, seed: int) -> None:
+    def __init__(self, dataset: Any, rule: CurriculumSettings, seed: int) -> None:
         mixed = isinstance(dataset, PromptMix)
         parts = list(dataset.parts.values()) if mixed else [MixedPart(dataset, 1.0, 0)]
         places = [[int(part[i]["prompt_index"]) for i in range(len(part))] for part in parts]

@@ -73,7 +73,7 @@ def stand_in_arguments(
     """Return the keyword arguments for the trainer and generator that `roles_of` returns."""
     if cfg.eval_only or cfg.rollout_only:
         path = str(Path(cfg.output_dir) / TRAJECTORIES)
-        trainer = {"path": path, "logged_responses": trainer["diagnostics"].logged_responses}
+        trainer = {"path": path, "logged_responses": trainer["options"].logged_responses}
     if isinstance(cfg.eval_only, str):
         generator = {**generator, "engine": _engine_of(generator["engine"], Path(cfg.eval_only))}
     if cfg.train_from:

@@ -21,38 +21,40 @@ from grpo_components.models.lora import (
     new_adapters,
 )
 from grpo_components.models.meshes import Meshes, Sharding
-from grpo_components.training.trainer_options import ModelOptions
+from grpo_components.training.trainer_options import TrainerOptions
 from grpo_components.training.weight_export import WeightExport
 
 
-def load_policy(model: ModelOptions, meshes: Meshes, sharding: Sharding) -> nn.Module:
+def load_policy(options: TrainerOptions, meshes: Meshes, sharding: Sharding) -> nn.Module:
     """Load the policy, sharded over the ranks; only rank 0 reads the base model's files."""
-    build_model = model.build_model
-    if model.lora is not None:
-        build_model = partial(adapted_model, build_model, model.lora, model.dtype)
+    build_model = options.build_model
+    if options.lora is not None:
+        build_model = partial(adapted_model, build_model, options.lora, options.dtype)
     return load_sharded_model(
         build_model,
-        model.build_checkpointer,
+        options.build_checkpointer,
         meshes,
         sharding,
-        model_type=model.model_type,
-        dtype=model.dtype,
-        enable_activation_checkpointing=model.enable_activation_checkpointing,
-        compile_layers=model.compile_model,
+        model_type=options.model_type,
+        dtype=options.dtype,
+        enable_activation_checkpointing=options.enable_activation_checkpointing,
+        compile_layers=options.compile,
         new_weights=new_adapters,
     )
 
 
 def weight_exports(
-    policy: nn.Module, model: ModelOptions, device: torch.device, rank: int, num_ranks: int
+    policy: nn.Module, options: TrainerOptions, device: torch.device, rank: int, num_ranks: int
 ) -> list[WeightExport]:
     """Return the exports of a checkpoint; pushes send the first one."""
-    to_hf = file_converter(policy, model.model_type, Path(model.base_model_path))
+    to_hf = file_converter(policy, options.model_type, Path(options.base_model_path))
 
     def export(convert: Callable[[StateDict], StateDict], **which: Any) -> WeightExport:
-        return WeightExport(policy, convert, DTYPES[model.dtype], device, rank, num_ranks, **which)
+        return WeightExport(
+            policy, convert, DTYPES[options.dtype], device, rank, num_ranks, **which
+        )
 
-    lora = model.lora
+    lora = options.lora
     if lora is None:
         return [export(to_hf)]
     exports = [export(AdapterNames(to_hf), exported=is_adapter)]

@@ -27,6 +27,7 @@ from grpo_components.models.meshes import join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.models.shared_prompts import Part
 from grpo_components.objective.losses import LossInputs
+from grpo_components.objective.objective import TrainedObjective
 from grpo_components.rendezvous import Rendezvous
 from grpo_components.training.base_reference import add_reference_logprobs
 from grpo_components.training.checkpoint import TrainerState
@@ -47,14 +48,7 @@ from grpo_components.training.supervised import SupervisedLoss
 from grpo_components.training.token_logprobs import gather_logprobs, keep_logprobs, probe_logprobs
 from grpo_components.training.token_metrics import TokenMetrics, is_usable, over_updates
 from grpo_components.training.token_use import TokenUse, keep_updated, keep_weighted
-from grpo_components.training.trainer_options import (
-    BatchOptions,
-    DiagnosticsOptions,
-    ModelOptions,
-    ObjectiveOptions,
-    OptimizerOptions,
-    RankOptions,
-)
+from grpo_components.training.trainer_options import TrainerOptions
 from grpo_components.trajectory import PackedTrajectories
 
 
@@ -75,60 +69,63 @@ class Trainer:
         device: str,
         seed: int,
         rendezvous: Rendezvous,
-        ranks: RankOptions,
-        model: ModelOptions,
-        batch: BatchOptions,
-        optimizer: OptimizerOptions,
-        objective: ObjectiveOptions,
-        diagnostics: DiagnosticsOptions,
+        options: TrainerOptions,
+        objective: TrainedObjective,
     ) -> None:
         self.policy_version = 0
-        num_ranks, self._sharding = ranks.num_ranks, ranks.sharding
+        num_ranks, self._sharding = options.num_ranks, options.sharding
         self._rank, self._num_ranks, self._device = rank, num_ranks, torch.device(device)
         self._num_data_ranks = self._sharding.num_data_ranks(num_ranks)
-        self._batch, self._objective, self._diagnostics = batch, objective, diagnostics
+        self._options, self._objective = options, objective
         torch.manual_seed(seed)
-        timeout_s = ranks.collective_timeout_s
+        timeout_s = options.collective_timeout_s
         meshes = join_ranks(rank, num_ranks, rendezvous, device, self._sharding, timeout_s)
-        self._model = load_policy(model, meshes, self._sharding)
+        self._model = load_policy(options, meshes, self._sharding)
         offloads = self._sharding.offload_activations
         self._activations = OffloadActivations() if offloads else nullcontext()
         self._logprobs = ResponseLogprobs(
             self._model,
-            chunk_tokens=model.logprob_chunk_tokens,
-            num_ids=model.num_ids,
+            chunk_tokens=options.logprob_chunk_tokens,
+            num_ids=options.num_ids,
             entropy_gradient=objective.penalties.entropy_coeff > 0
             or getattr(objective.loss, "needs_entropy", False),
-            compile_softmax=model.compile_model,
+            compile_softmax=options.compile,
         )
         parts = (self._forward, self._plan, self._num_data_ranks)
-        self._is_reference = model.lora is not None and objective.needs_reference
+        self._is_reference = options.lora is not None and objective.needs_reference
         self._supervised = None if objective.ptx is None else SupervisedLoss(objective.ptx, *parts)
-        self._optimizer = optimizer.build_optimizer(trained_parameters(self._model))
-        schedule = optimizer.build_lr_scheduler
+        self._optimizer = options.build_optimizer(trained_parameters(self._model))
+        schedule = options.build_lr_scheduler
         self._lr_scheduler = schedule and schedule(self._optimizer)
         self._on_device = partial(
-            state_on_device, self._optimizer, self._device, active=ranks.takes_turns
+            state_on_device, self._optimizer, self._device, active=options.colocate
         )
-        self._learning_rate, self._step = optimizer.learning_rate, 0
-        self._max_grad_norm = optimizer.clip_grad_norm or math.inf
+        self._learning_rate, self._step = options.learning_rate, 0
+        self._max_grad_norm = options.clip_grad_norm or math.inf
         terms = (objective.loss, objective.penalties, objective.off_policy)
-        teacher, is_compiled = objective.teacher_coeff, model.compile_model
+        teacher, is_compiled = objective.teacher_coeff, options.compile
         self._policy_loss = PolicyLoss(*terms, teacher_coeff=teacher, compile_loss=is_compiled)
         self._skipped_because = ""
-        base, scheduler = Path(model.base_model_path), self._lr_scheduler
+        base, scheduler = Path(options.base_model_path), self._lr_scheduler
         self._state = TrainerState(
-            self._model, self._optimizer, scheduler, base, rank, num_ranks, self._device, model.lora
+            self._model,
+            self._optimizer,
+            scheduler,
+            base,
+            rank,
+            num_ranks,
+            self._device,
+            options.lora,
         )
-        self._exports = weight_exports(self._model, model, self._device, rank, num_ranks)
-        log_memory = diagnostics.log_peak_memory_stats
-        self._use = ResourceUse(self._model, self._device, model.dtype, num_ranks, log_memory)
-        build_profiler = diagnostics.build_profiler
+        self._exports = weight_exports(self._model, options, self._device, rank, num_ranks)
+        log_memory = options.log_peak_memory_stats
+        self._use = ResourceUse(self._model, self._device, options.dtype, num_ranks, log_memory)
+        build_profiler = options.build_profiler
         self._profiler = None if build_profiler is None else build_profiler()[0]
         if self._profiler is not None:
             self._profiler.start()
-        if ranks.open_sender is not None and rank == 0:  # its methods run beside the training
-            calls = ranks.open_sender(host=rendezvous.host).calls
+        if options.open_sender is not None and rank == 0:  # its methods run beside the training
+            calls = options.open_sender(host=rendezvous.host).calls
             self.send_weights, self.next_request, self.abandon_send = calls
 
     def train_step(
@@ -160,7 +157,7 @@ class Trainer:
             **self._use.metrics(
                 _parts(trained_samples),
                 sum(sample.num_tokens for sample in trained_samples),
-                self._batch.ppo_epochs,
+                self._options.ppo_epochs,
                 start_known,
                 seconds,
             ),
@@ -187,10 +184,10 @@ class Trainer:
     def _samples(
         self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
     ) -> tuple[list[TrainSample], TokenUse]:
-        oldest = self._batch.contract.oldest_trainable(self.policy_version)
-        batch_options, corrects = self._batch, self._policy_loss.corrects
-        use = TokenUse(oldest, batch_options.mask_overlong, corrects)
-        logged = self._diagnostics.logged_responses
+        oldest = self._options.contract.oldest_trainable(self.policy_version)
+        options, corrects = self._options, self._policy_loss.corrects
+        use = TokenUse(oldest, options.mask_overlong, corrects)
+        logged = self._options.logged_responses
         samples = make_samples(batch, advantages, use.trained_tokens, logged)
         trajectories = [sample.trajectory for sample in samples]
         if self._is_reference and trajectories[0].reference_logprobs is None:
@@ -203,8 +200,8 @@ class Trainer:
         self, samples: list[TrainSample], step: int
     ) -> tuple[list[dict[str, float]], bool]:
         """Make all optimizer updates of one step."""
-        epochs = self._batch.ppo_epochs
-        parts = split_responses(samples, self._batch.updates_per_batch)
+        epochs = self._options.ppo_epochs
+        parts = split_responses(samples, self._options.updates_per_batch)
         needs_start = self._policy_loss.corrects or self._policy_loss.from_proximal
         start_known = needs_start and epochs * len(parts) > 1
         if start_known:
@@ -222,7 +219,7 @@ class Trainer:
         return self._plan_parts(_parts(samples))
 
     def _plan_parts(self, parts: list[Part]) -> list[list[int]]:
-        budget = self._batch.tokens_per_micro_batch
+        budget = self._options.tokens_per_micro_batch
         plan = plan_micro_batches(parts, self._use.flops.layers, self._num_data_ranks, budget)
         return plan[self._rank // self._sharding.tensor]
 
@@ -302,7 +299,7 @@ class Trainer:
             generator_logprobs=generator_logprobs,
             advantages=flat([cast(Any, sample.advantages) for sample in members]),
             sequence_ids=sequence_ids,
-            staleness=self._batch.contract.staleness(
+            staleness=self._options.contract.staleness(
                 recorded("token_versions").long(), self.policy_version
             ),
             step=self._step,

@@ -14,8 +14,7 @@ from torchtune import config
 
 from grpo_components._plugin import config_files, recipes_folder
 from grpo_components.config.files import check_heads, check_tensor_parallel
-from grpo_components.config.preflight import settings_of
-from grpo_components.config.reading import merge_overrides
+from grpo_components.config.reading import merge_overrides, read_settings
 from grpo_components.errors import fail
 from grpo_components.plain_text import plain
 from grpo_components.settings import Settings, needs_reference
@@ -78,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`")
     options = parser.parse_intermixed_args(arguments)
     try:
-        cfg = settings_of(read(options.config, options.overrides))
+        cfg = read_settings(read(options.config, options.overrides))
         if cfg.device != "cuda" and (options.gpus or options.gpu_memory):
             fail("--gpus, --gpu-memory", f"given, with device: {cfg.device}", "none")
         _check_splits(cfg)

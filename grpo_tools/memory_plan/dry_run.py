@@ -67,7 +67,7 @@ def _memory(cfg: Settings, data: Sequence[Any], objective: Objective) -> RunPlan
     return plan_run(
         cfg,
         max(dataset.max_prompt_length for dataset in data if len(dataset)),
-        needs_reference=objective.needs_reference,
+        needs_reference=objective.trained.needs_reference,
         num_gpus=num_gpus or None,
         gpu_gib=memory,
     )
@@ -98,7 +98,7 @@ def _roles(cfg: Settings, objective: Objective) -> Iterator[str]:
     more = f", each with room for {_counted(cfg.rollouts_in_flight, 'group')}"
     if has_rewards:
         more += f", and with {_counted(cfg.reward_workers, 'reward process')}"
-    references = cfg.num_references if objective.needs_reference else 0
+    references = cfg.num_references if objective.trained.needs_reference else 0
     counted = [
         ("generator", cfg.num_generators, generator, more),
         ("trainer", cfg.num_trainers, trainer, ""),
@@ -170,12 +170,15 @@ def _objective(cfg: Settings, objective: Objective) -> Iterator[str]:
     if not cfg.trains:
         yield "none: nothing is trained"
         return
-    for key in ("loss", "advantages", "aggregation", "off_policy"):
-        yield f"{key}: {name_of(getattr(objective, key))}"
+    trained = objective.trained
+    parts = {"loss": trained.loss, "advantages": objective.advantages}
+    parts |= {"aggregation": trained.aggregation, "off_policy": trained.off_policy}
+    for key, part in parts.items():
+        yield f"{key}: {name_of(part)}"
     if cfg.teacher:
         yield f"teacher: {cfg.teacher.path}, weight {cfg.teacher.coeff:g} in the advantages"
-    if objective.ptx is not None:
-        yield f"ptx: {name_of(objective.ptx)}"
+    if trained.ptx is not None:
+        yield f"ptx: {name_of(trained.ptx)}"
 
 
 def _steps(cfg: Settings, dataset: Any) -> Iterator[str]:

@@ -20,10 +20,10 @@ from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import Manifest, unpack_bucket
 from grpo_components.objective.losses import GRPOLoss
+from grpo_components.objective.objective import TrainedObjective
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.rollout.schedule import Schedule
 from grpo_components.settings import GeneratorSettings, LoraSettings, Settings
-from grpo_components.training.trainer_options import ObjectiveOptions
 from grpo_tools.replay.recorded_run import RecordedSchedule
 
 # Dotted paths, so that the classes are imported only where they run.
@@ -57,7 +57,7 @@ def tiny_arguments(cfg: Settings) -> tuple[RoleArguments, Prompts]:
     arguments = role_arguments(
         cfg,
         contract=StalenessContract(cfg.max_staleness, cfg.groups_per_step),
-        objective=ObjectiveOptions(
+        objective=TrainedObjective(
             loss=loss,
             penalties=build_penalties(cfg),
             aggregation=config.instantiate(cfg.aggregation),

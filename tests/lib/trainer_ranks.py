@@ -20,19 +20,13 @@ from grpo_components.exchange.weights import unpack_bucket
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.objective.losses import GRPOLoss
+from grpo_components.objective.objective import TrainedObjective
 from grpo_components.objective.off_policy import NoCorrection, correction_weights, mismatch_summary
 from grpo_components.objective.penalties import Penalties
 from grpo_components.rendezvous import local_rendezvous
 from grpo_components.training.step_result import StepResult
 from grpo_components.training.trainer import Trainer
-from grpo_components.training.trainer_options import (
-    BatchOptions,
-    DiagnosticsOptions,
-    ModelOptions,
-    ObjectiveOptions,
-    OptimizerOptions,
-    RankOptions,
-)
+from grpo_components.training.trainer_options import TrainerOptions
 from grpo_components.trajectory import pack
 from lib.logprobs import whole_logprobs
 from lib.loss_inputs import loss_inputs
@@ -49,11 +43,7 @@ WHOLE, SMALL = 10_000, 24
 """Token budgets: all in one forward pass; about two trajectories in each."""
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 """For float32 sums in another order; the updates compared are a thousand times as large."""
-RECORDS = {
-    **{"ranks": RankOptions, "model": ModelOptions, "batch": BatchOptions},
-    **{"optimizer": OptimizerOptions, "objective": ObjectiveOptions},
-    "diagnostics": DiagnosticsOptions,
-}
+RECORDS = {"options": TrainerOptions, "objective": TrainedObjective}
 
 
 # ---- losses -------------------------------------------------------------------------------------
@@ -135,7 +125,7 @@ def checkpointer_of(base, folder, model_type="QWEN2"):
 
 def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
     """Arguments of Trainer; `changes` are by field, whichever option record it is in."""
-    off = ("takes_turns", "enable_activation_checkpointing", "compile_model", "mask_overlong")
+    off = ("colocate", "enable_activation_checkpointing", "compile", "mask_overlong")
     none = ("open_sender", "lora", "build_lr_scheduler", "learning_rate", "clip_grad_norm", "ptx")
     values = {
         **dict.fromkeys((*off, "needs_reference", "log_peak_memory_stats"), False),

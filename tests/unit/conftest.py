@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_components.data.curriculum import CurriculumRule
 from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.group_reuse import GroupReuse
@@ -15,6 +14,7 @@ from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.receipt_chain import ChainedFile
 from grpo_components.records.receipts import Receipts
+from grpo_components.settings import CurriculumSettings
 
 GROUP_SIZE = 2
 
@@ -44,7 +44,7 @@ def _write_receipts():
     return write_receipts
 
 
-RULE = CurriculumRule(low=0.2, high=0.8, floor=0.1, decay=0.9)
+RULE = CurriculumSettings(low=0.2, high=0.8, floor=0.1, decay=0.9)
 
 
 def write_run(path, eta=2, num_steps=6, draws=False, reuse=False):

@@ -149,7 +149,7 @@ def merged(cfg):
 @pytest.fixture
 def read(merged):
     """Check `cfg` with overrides, but for its files, GPUs and components; returns the settings."""
-    return lambda *overrides: preflight.settings_of(merged(*overrides))
+    return lambda *overrides: read_settings(merged(*overrides))
 
 
 @pytest.fixture

@@ -135,15 +135,13 @@ main()
     ("override", "key", "imported"),
     [
         ("max_stalenes=2", "max_stalenes", ""),
-        ("push_every_n_steps=4", "push_every_n_steps", ""),
         ("{base}/no.jsonl", "dataset.source", ""),
         ("base_model_path=/nowhere", "base_model_path", ""),
+        ("loss._component_=grpo_components.objective.losses.Nolo", "loss._component_", ""),
+        ("model._component_=torchtune.models.qwen9.qwen9", "model._component_", ""),
         ("resume_from_checkpoint=/nowhere", "resume_from_checkpoint", "numpy torch"),
-        ("train_from=/nowhere", "train_from", "numpy torch"),
         ("eval_only=/nowhere", "eval_only", "numpy torch"),
-        ("loss._component_=grpo_components.objective.losses.No", "loss._component_", "numpy torch"),
         ("rewards.my._component_=no_module.Reward", "rewards.my._component_", "numpy torch"),
-        ("optimizer.weight_decays=1", "optimizer.weight_decays", "numpy torch"),
         ("model.num_layer=3", "model.num_layer", "numpy torch torchtune"),
     ],
 )

@@ -387,7 +387,7 @@ def test_what_fits_is_let_through_and_not_disturbed(tried, overrides):
     assert random.getstate() == states[0]
     np.testing.assert_equal(np.random.get_state(legacy=False), states[1])
     assert torch.equal(torch.get_rng_state(), states[2])
-    assert getattr(objective.loss, "own_calls", 0) == 0
+    assert getattr(objective.trained.loss, "own_calls", 0) == 0
 
 
 NOT_DETACHED = """

@@ -33,8 +33,9 @@ def planned(settings_with, tmp_path):
     def planned(*, needs_reference=False, dataset=None, **changes):
         changes = {"output_dir": str(tmp_path / "run"), **changes}
         cfg = settings_with(eval_dataset__source=str(source), **changes)
-        parts = dict.fromkeys(("loss", "advantages", "aggregation", "off_policy"), part)
-        objective = SimpleNamespace(**parts, ptx=None, needs_reference=needs_reference, doubts=())
+        parts = dict.fromkeys(("loss", "aggregation", "off_policy"), part)
+        trained = SimpleNamespace(**parts, ptx=None, needs_reference=needs_reference)
+        objective = SimpleNamespace(trained=trained, advantages=part, doubts=())
         data = Prompts(range(1000)) if dataset is None else dataset
         before = sorted(tmp_path.rglob("*"))
         sections = {}

@@ -54,7 +54,6 @@ optimizer.lr                 optimizer.lr=fast
 loss.clip_low                loss.clip_low=1.5
 generator.stop_token_ids     generator.stop_token_ids=[a]
 generator                    generator=7
-eval.temperature             eval.temperature=1e-5
 timeouts.rollout_s           timeouts.rollout_s=soon
 checkpointer.model_type      checkpointer.model_type=QWEN4
 checkpointer.model_type      checkpointer.model_type=QWEN3
@@ -136,7 +135,6 @@ optimizer                    LOW_BIT optimizer.eps=null
 optimizer                    device=cuda CPU_OFFLOAD
 lora.alpha                   lora.rank=8
 lora.target_modules          LORA lora.target_modules=[qkv]
-lora.target_modules          LORA lora.target_modules=[q_proj,q_proj] -> each name once
 lora.target_modules          LORA lora.target_modules=q_proj -> a valid list
 lora.target_modules          LORA lora.target_modules=[q_proj,o_proj] checkpointer.model_type=PHI4
 weights                      LORA weights=nccl
@@ -202,6 +200,8 @@ keep_best                    train_from=/nowhere.jsonl keep_best=eval/reward_mea
 # components and their arguments
 loss._component_  LOSS=own_parts.Goood -> did you mean own_parts.Good? !! No module named
 loss._component_  LOSS=own_part.Good -> did you mean own_parts.Good? !! No module named 'own_part'
+loss._component_  LOSS=grpo_components.objective.losses.GRPOLos -> .losses.GRPOLoss? !! named 'grpo
+model._component_  model._component_=torchtune.models.qwen -> torchtune.models.qwen2? !! 'torchtune
 loss._component_  LOSS=nothing_like_it.X -> a dotted path !! No module named
 loss._component_  LOSS=own_broken.X -> a dotted path !! own_broken.py:2
 loss._component_  LOSS=own_lacking.X -> a dotted path !! own_lacking.py:2

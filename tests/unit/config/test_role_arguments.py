@@ -54,7 +54,7 @@ def test_the_engine_receives_and_the_first_rank_sends_the_same_way(settings_with
     for way in ("object_store", "nccl"):
         given = {"device": "cuda", "weights": way, "timeouts": {"weights_s": 7.0}, **workers}
         roles = arguments(settings_with(**given))
-        opens = roles.trainer["ranks"].open_sender
+        opens = roles.trainer["options"].open_sender
         assert roles.generator["engine"].weight_transfer == (None if way == "object_store" else way)
         assert (opens is None) == (way == "object_store")
     assert opens.args == ("cuda",) and opens.keywords == {"workers": 2, "timeout_s": 7.0}
@@ -83,7 +83,7 @@ def test_all_who_sample_or_give_logprobs_know_the_same_ids(
     settings_with, arguments, tokenizer, ids
 ):
     roles = arguments(settings_with(), **tokenizer)
-    found = (roles.generator["engine"], roles.trainer["model"])
+    found = (roles.generator["engine"], roles.trainer["options"])
     assert [each.num_ids for each in found] == [ids] * 2 == [roles.reference["num_ids"], ids]
 
 

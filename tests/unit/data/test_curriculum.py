@@ -10,25 +10,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lib.properties import many
 
-from grpo_components.data.curriculum import Curriculum, CurriculumRule, curriculum_of
+from grpo_components.data.curriculum import Curriculum, curriculum_of, weights_of
 from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.data.prompt_mix import MixedPart, PromptMix
+from grpo_components.settings import CurriculumSettings
 from grpo_components.state_files import read_state, write_state
 
-RULE = CurriculumRule(low=0.2, high=0.8, floor=0.1, decay=0.9)
+RULE = CurriculumSettings(low=0.2, high=0.8, floor=0.1, decay=0.9)
 SHARES = st.floats(0, 1)
 
 
 @st.composite
 def rules(draw):
     low, high = sorted((draw(SHARES), draw(SHARES)))
-    return CurriculumRule(low, high, draw(st.floats(1e-3, 1)), draw(st.floats(0.01, 1)))
+    floor, decay = draw(st.floats(1e-3, 1)), draw(st.floats(0.01, 1))
+    return CurriculumSettings(low=low, high=high, floor=floor, decay=decay)
 
 
 @given(rules(), st.lists(SHARES, min_size=1, max_size=9))
 def test_weights_are_1_in_the_band_fall_from_it_and_keep_to_the_floor(rule, rates):
     rates = np.array(sorted(rates))
-    weights = rule.weights(rates)
+    weights = weights_of(rule, rates)
     assert (weights >= rule.floor * (1 - 1e-12)).all() and (weights <= 1).all()
     below, above = rates < rule.low, rates > rule.high
     assert (weights[~below & ~above] == 1).all()
@@ -49,10 +51,13 @@ def counted(curriculum, results, number, steps=1):
 
 
 def test_each_prompt_is_drawn_in_proportion_to_its_weight():
-    rule, results = CurriculumRule(0.2, 0.8, 0.1, 1.0), {3: (0, 8), 5: (4, 8), 8: (8, 8)}
+    rule, results = (
+        CurriculumSettings(low=0.2, high=0.8, floor=0.1, decay=1.0),
+        {3: (0, 8), 5: (4, 8), 8: (8, 8)},
+    )
     drawn = counted(Curriculum([((3, 5, 8), 1.0)], rule, 7), results, 1500)
     rates = np.array([(k + 0.125) / 8.25 for k in (0, 4, 8)])
-    weights = rule.weights(rates)
+    weights = weights_of(rule, rates)
     assert weights[1] == 1 and weights[0] == pytest.approx(weights[2])
     for index, share in zip((3, 5, 8), weights / weights.sum(), strict=True):
         assert drawn[index] / 1500 == pytest.approx(share, abs=5 * (0.25 / 1500) ** 0.5)

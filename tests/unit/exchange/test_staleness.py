@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from lib.properties import many
 from lib.trajectories import response
 
-from grpo_components.data.curriculum import CurriculumRule
 from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.group_reuse import GroupReuse
@@ -25,6 +24,7 @@ from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import Reused, StalenessContract
 from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
+from grpo_components.settings import CurriculumSettings
 from grpo_components.state_files import read_state, write_state
 from grpo_components.training.sample import make_samples
 from grpo_components.training.step_result import StepResult
@@ -158,7 +158,9 @@ class Run:
         rows, seed = [{"prompt_index": i} for i in range(7)], s.seed % 2**30
         self.prompts = PromptStream(rows, shuffle=True, seed=seed)
         if s.curriculum:
-            self.prompts = PromptCurriculum(rows, CurriculumRule(0.3, 0.7, 0.1, 0.9), seed)
+            self.prompts = PromptCurriculum(
+                rows, CurriculumSettings(low=0.3, high=0.7, floor=0.1, decay=0.9), seed
+            )
         self.ledger = Ledger(contract, NUM_STEPS, self.prompts)
         if s.max_staleness:
             self.ledger.reuse = GroupReuse(contract, *s.reuse)

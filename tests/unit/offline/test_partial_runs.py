@@ -1,6 +1,7 @@
 """Impossible partial runs are refused; possible ones get the right roles."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,6 @@ from grpo_components.offline.partial_runs import (
 from grpo_components.offline.trajectory_file import group_line
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.state_files import write_state
-from grpo_components.training.trainer_options import DiagnosticsOptions
 
 
 def group(size=2):
@@ -99,13 +99,11 @@ def test_a_model_to_evaluate_is_a_folder_with_weights(tmp_path):
 
 def role_arguments(logged_responses):
     """Of a trainer and a generator, as far as their stand-ins read them."""
-    diagnostics = DiagnosticsOptions(
-        log_peak_memory_stats=False, build_profiler=None, logged_responses=logged_responses
-    )
     engine = EngineOptions(
         model_path="/base", device="cpu", dtype="fp32", recompute_kv_after_pull=False
     )
-    return {"seed": 0, "diagnostics": diagnostics}, {"engine": engine, "min_living": 1}
+    options = SimpleNamespace(logged_responses=logged_responses)
+    return {"seed": 0, "options": options}, {"engine": engine, "min_living": 1}
 
 
 def test_the_other_half_is_stood_in_for(recorded):

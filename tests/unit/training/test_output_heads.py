@@ -83,7 +83,7 @@ def model_options(cfg, folder, tmp_path):
     own = {"build_model": partial(config.instantiate, cfg.model), "model_type": cfg.model_type}
     own |= {} if cfg.model_type else {"build_checkpointer": None}
     own |= {"lora": LoraSettings(**cfg.lora) if cfg.lora else None}
-    return trainer_arguments(folder, 0, 1, None, tmp_path, **own)["model"]
+    return trainer_arguments(folder, 0, 1, None, tmp_path, **own)["options"]
 
 
 def weights_of(export):
