@@ -151,15 +151,7 @@ def _frozen_memory(
 ) -> RoleMemory:
     """Predict the memory of a process that computes logprobs of groups with a frozen model."""
     role, count, share = processes
-    shape = BatchShape(
-        groups=1,
-        group_size=cfg.group_size,
-        prompt_tokens=prompt_tokens,
-        response_tokens=cfg.generator.max_response_tokens,
-        num_data_ranks=1,
-        tokens_per_micro_batch=cfg.tokens_per_micro_batch,
-    )
-    batches = longest_micro_batches(shape, flops, 10.0)
+    batches = longest_micro_batches(_shape(cfg, prompt_tokens, 1, 1), flops, 10.0)
     found, batch = max(
         ((inference_bytes(options, b.sequences), b) for b in batches), key=lambda f: _peak(f[0])
     )
@@ -185,15 +177,16 @@ def _optimizer(cfg: Settings) -> Callable[[Any], optim.Optimizer] | None:
     return partial(config.instantiate, node)
 
 
+def _shape(cfg: Settings, prompt_tokens: int, groups: int, num_data_ranks: int) -> BatchShape:
+    lengths = (prompt_tokens, cfg.generator.max_response_tokens)
+    split = (num_data_ranks, cfg.tokens_per_micro_batch)
+    return BatchShape(groups, cfg.group_size, *lengths, *split)
+
+
 def _batches(cfg: Settings, sizes: ModelSizes, prompt_tokens: int) -> list[MicroBatch]:
-    shape = BatchShape(
-        groups=math.ceil(cfg.groups_per_step / cfg.updates_per_batch),
-        group_size=cfg.group_size,
-        prompt_tokens=prompt_tokens,
-        response_tokens=cfg.generator.max_response_tokens,
-        num_data_ranks=cfg.num_trainers // cfg.tensor_parallel_dim,
-        tokens_per_micro_batch=cfg.tokens_per_micro_batch,
-    )
+    groups = math.ceil(cfg.groups_per_step / cfg.updates_per_batch)
+    ranks = cfg.num_trainers // cfg.tensor_parallel_dim
+    shape = _shape(cfg, prompt_tokens, groups, ranks)
     kept, key = sizes.dim, 0  # per layer; with checkpointing only a layer's input is kept
     if not cfg.enable_activation_checkpointing:
         key = 2 * sizes.num_heads * sizes.head_dim

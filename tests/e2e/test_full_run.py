@@ -81,18 +81,6 @@ def test_whatever_listens_in_a_run_cannot_be_reached_from_elsewhere(full_run):
     assert all(address.is_loopback for address in addresses), listening
 
 
-def test_temporary_files_of_a_generator_lie_in_the_folder_that_is_removed(full_run):
-    started = records(full_run.folder / "logs" / "roles.jsonl")
-    folders = {record["tmp"] for record in started if record["role"].startswith("generator")}
-    assert list(folders) == full_run.seen["temporary"][:1]
-
-
-def test_its_last_step_is_saved(full_run):
-    saved = sorted(path.name for path in (full_run.folder / "checkpoints").iterdir())
-    assert saved == ["latest", "step_8"]
-    assert "saved" in full_run.output
-
-
 def test_its_replay_has_the_same_bits(full_run, replayed_run, tiny_policy):
     """The recorded run pushed deltas, the replay whole weights."""
     assert "events in the recorded order" in replayed_run.output

@@ -54,7 +54,6 @@ def forked_recipe(folder, faults):
 
 
 def install():
-    """Let the faults of the environment happen in this process's run."""
     waiting = [Fault(**fault) for fault in json.loads(os.environ["CHAOS"])]
     calls, submit, answer = Counter(), Role.submit, Role.answer
     awaited = {}

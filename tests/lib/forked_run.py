@@ -21,6 +21,7 @@ _SERVER.set_forkserver_preload(["torchtune._cli.tune", "grpo_components.config.o
 """None of them may import Ray, which reads its settings from the environment only once."""
 _NO_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1"}
 """Keeps pyarrow's allocator and numpy from starting threads when they are imported."""
+_BELOW_TESTS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 class ForkedRun:
@@ -70,7 +71,7 @@ def _become(command, output, cwd, env):
     os.environ.clear()
     os.environ.update(env)
     given = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
-    installed = [folder for folder in sys.path if f"{os.sep}tests{os.sep}" not in folder]
+    installed = [folder for folder in sys.path if not folder.startswith(_BELOW_TESTS)]
     sys.path[:] = [os.path.dirname(command[0]), *given, *installed]
     sys.argv = command
     del sys.modules[__name__]  # a run saves what is imported from outside the packages

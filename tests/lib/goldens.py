@@ -33,7 +33,6 @@ def write_goldens(file, found):
 
 
 def differences(key, golden, now, exact):
-    """Yield a line for each value that is another one."""
     if isinstance(golden, dict) and isinstance(now, dict):
         for name in {**golden, **now}:
             one, other = golden.get(name, "(none)"), now.get(name, "(none)")

@@ -105,15 +105,6 @@ def test_the_ledger_has_to_carry_every_token(events, audit, tokens):
     assert "books" in audit(events)[1]
 
 
-def test_a_group_that_the_checkpoint_did_not_keep_is_generated_again(events, audit, folder):
-    again = [dict(of(events, name, group=11)[0], attempt=1) for name in ("issue", "finish")]
-    events = carried(events)
-    insert(events, of(events, "sample", attempt=1)[0], *again)
-    code, broken, out = audit(events)
-    assert (code, broken) == (0, {}), out
-    assert rows(folder)["lost in a restart, generated again"] == (1, 7)
-
-
 def test_what_is_in_flight_at_the_end_is_what_the_ledger_counts(events, audit, folder):
     events[0]["num_steps"], events[-1]["finished"] = 7, False
     group = {"group": 15, "prompt": 500, "epoch": 0}

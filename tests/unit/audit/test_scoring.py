@@ -1,4 +1,4 @@
-"""Tokens are scored by the weights and the KV that their engine had, also over swaps and turns."""
+"""Tokens are scored by the weights and the KV that their engine had, also over swaps of weights."""
 
 import pytest
 from lib.token_engine import policy, sample
@@ -36,9 +36,6 @@ def differences(folders, trajectories, recompute=False):
     return found
 
 
-TURNS = [True] * 3 + [False] * 2 + [True] * 4 + [False] + [True]
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_response_over_swaps_of_weights_is_scored_by_each_of_them(policies, folders, recompute):
     versions = [0] * 3 + [1] + [2] * 4 + [3] * 2
@@ -50,17 +47,3 @@ def test_a_response_over_swaps_of_weights_is_scored_by_each_of_them(policies, fo
     assert max(differences(folders, responses, recompute)) < 1e-5
     wrong = differences(folders, responses, not recompute)
     assert wrong[0] > 1e-3 < wrong[1] and wrong[2] < 1e-5, "the KV decides"
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_turn_is_a_request_of_its_own(policies, folders, recompute):
-    versions = [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    response = sample(policies, [3, 1], versions, TURNS, recompute=recompute)
-    assert max(differences(folders, [response], recompute)) < 1e-5
-
-
-def test_a_version_after_a_newer_one_in_a_turn_is_refused(policies):
-    response = sample(policies, [3, 1, 4], [0] * 3 + [1] * 7)
-    response.token_versions[4] = 5
-    with pytest.raises(ValueError, match="token 5 was sampled by version 1 after version 5"):
-        segments(response, 0, recompute_kv=False)

@@ -87,24 +87,6 @@ def test_a_build_is_kept_unless_forced_or_different(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_a_failed_build_changes_nothing(tmp_path, monkeypatch):
-    folder = tmp_path / "policy"
-    folder.mkdir()
-    (folder / module.RECORD_FILE).write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"an earlier build")
-    before = contents(folder)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "_warm_start", interrupted)
-    for output_dir in (folder, tmp_path / "new"):
-        with pytest.raises(KeyboardInterrupt):
-            build_tiny_policy(output_dir, seed=1, steps=1)
-    assert contents(folder) == before
-    assert list(tmp_path.iterdir()) == [folder]
-
-
 def test_a_folder_with_other_files_is_refused_in_one_line(tmp_path, capsys):
     (tmp_path / "thesis.tex").touch()
     assert main(["--output-dir", str(tmp_path), "--force"]) == 2

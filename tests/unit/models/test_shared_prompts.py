@@ -14,15 +14,8 @@ from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.models.shared_prompts import Part, arrange, share_prompts
 from grpo_components.trajectory import TokenSequence
 
-SIZES = {
-    "vocab_size": 64,
-    "num_layers": 2,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "embed_dim": 32,
-    "intermediate_dim": 48,
-    "max_seq_len": 64,
-}
+SIZES = {"vocab_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}
+SIZES |= {"embed_dim": 32, "intermediate_dim": 48, "max_seq_len": 64}
 GROUPS = st.lists(
     st.tuples(st.integers(1, 9), st.lists(st.lists(st.booleans(), max_size=12), min_size=1)),
     min_size=1,

@@ -178,13 +178,6 @@ def test_an_evaluation_alone_shows_what_it_has(run):
     assert 'id="smoothing"' not in html
 
 
-def test_only_an_evaluation_is_the_state_of_a_run_that_trains_no_step(run):
-    write_rows(run / "logs/metrics.jsonl", {"step": 0, "attempt": 0})
-    write_rows(run / "receipts.jsonl", start_of(0))
-    top = page(run).partition("<main>")[0]
-    assert "only an evaluation" in top and " steps" not in top
-
-
 def test_throughput_is_total_tokens_over_total_time(run):
     """100 tokens in 1 s, then 100 in 9 s: 20 per second, not the mean of the two rates."""
     rate = "throughput/trained_tokens_per_second"

@@ -90,10 +90,3 @@ def test_of_many_evaluations_whole_ones_are_shown_with_the_first_and_the_last(wr
     assert shown.groups[-1]["policy_version"] == 48
     assert shown.groups[-1]["responses"][0]["advantage"] is None
     assert not read_answers(path, Attempts(), 0).groups
-
-
-def test_of_one_large_evaluation_some_prompts_are_shown(write, monkeypatch):
-    path = write(list(answers([4], range(100))))
-    assert len(read_answers(path, Attempts(), 7).groups) == 7
-    monkeypatch.setattr(rollouts, "MAX_BYTES", 3000)
-    assert 1 <= len(read_answers(path, Attempts()).groups) < 20

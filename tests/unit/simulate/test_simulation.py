@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,8 @@ from lib.properties import many
 from lib.rows import write_rows
 from omegaconf import OmegaConf
 
-from grpo_components.cluster.role import Role
 from grpo_tools.simulate.__main__ import advise, main
 from grpo_tools.simulate.fit import UnfitError, fit
-from grpo_tools.simulate.roles import VirtualRole
 from grpo_tools.simulate.settings import Setup, setup_of
 from grpo_tools.simulate.simulation import simulate
 from grpo_tools.simulate.times import Lengths, StepTime, Times
@@ -161,14 +158,6 @@ def test_the_advised_split_gives_the_slow_half_more_gpus():
         assert found.step_s == min(each.step_s for each in tried.values())
     with pytest.raises(ValueError, match="--gpus: 1 given for generators and trainers"):
         advise(setup, 1, lambda each: simulate(each, times, lengths()))
-
-
-def test_a_virtual_role_is_called_as_a_role_is():
-    for name in ("submit", "call", "call_once", "answer"):
-        own, real = (signature(getattr(each, name)).parameters for each in (VirtualRole, Role))
-        assert [(p.name, p.kind, p.default) for p in own.values()] == [
-            (p.name, p.kind, p.default) for p in real.values()
-        ]
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from lib.trajectories import trajectory as record
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -41,11 +41,9 @@ MODELS = {
 }
 
 
-def make_classifier(folder, kind="decoder", num_labels=1, ends=False, chat_template=None, **tokens):
+def make_classifier(folder, kind="decoder", num_labels=1, chat_template=None, **tokens):
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if ends:  # add the end token to every text, as many decoders expect
-        words.post_processor = processors.TemplateProcessing("$A [END]", None, [("[END]", 1)])
     tokens = {"unk_token": "[UNK]", "eos_token": "[END]", **tokens}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **tokens)
     tokenizer.chat_template = chat_template
@@ -107,16 +105,6 @@ def test_every_response_gets_its_own_score_whatever_its_batch(tmp_path, kind, pa
     assert out_text["prompt"] == text["prompt"]
     assert [shown["response"] for shown in out_text["responses"]] == RESPONSES
     assert unpack(group)[1].reward == 1.0  # the input is unchanged
-
-
-@pytest.mark.parametrize("tokens", [{"ends": True}, {"eos_token": None}])
-def test_a_classifier_without_a_pad_token_reads_to_the_last_token(tmp_path, tokens):
-    path = make_classifier(tmp_path, **tokens)
-    group, text = group_of(RESPONSES)
-    scored, _, _ = build(path, tokens_per_micro_batch=10_000).add_scores(group, text)
-    expected = scores_alone(path, [text["prompt"] + response for response in RESPONSES])
-    given = [trajectory.reward_terms["reward_model"] for trajectory in unpack(scored)]
-    assert given == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_texts_may_be_messages_of_a_chat(tmp_path):

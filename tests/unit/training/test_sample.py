@@ -64,17 +64,6 @@ def test_a_session_weighs_as_one_response_of_all_its_tokens(sizes, num_parts):
         assert totals[0] == pytest.approx(totals[1])
 
 
-@given(SIZES)
-def test_every_response_is_in_one_part_and_one_number(sizes):
-    samples = make_samples(batch_of(sizes), np.zeros(len(sizes)), lambda t: t.response_mask, 1)
-    parts = split_responses(samples, 2)
-    where = [{s.response for s in part} for part in parts]
-    assert not where[0] & where[1]
-    assert sorted(where[0] | where[1]) == list(range(len(sizes)))
-    assert {s.number for s in samples} <= {0, 1}
-    assert [s.logged for s in samples] == [s is samples[0] for s in samples]
-
-
 def test_advantages_are_one_number_per_response():
     with pytest.raises(ConfigError, match="for 2 responses; allowed: one number per response"):
         make_samples(batch_of([[1, 2], [3]]), np.zeros(3), lambda t: t.response_mask, 0)
