@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from lib.machines import BIN, TwoMachines, why_not
+from lib.tune import VLLM
 from lib.whole_runs import AGENTS, assert_same_run, records
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +53,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def make_machines(tiny_policy, tmp_path_factory):
+    """Returns a function that makes two machines with a Ray cluster."""
     made = []
 
     def make(*cpus, **environment):
@@ -70,6 +72,7 @@ def make_machines(tiny_policy, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(make_machines):
+    """Two machines with a fork of the recipe and a reward of their user."""
     machines = make_machines(5, 5)
     folder = machines.a.path(WORK)
     (folder / "lengths.py").write_text(REWARD)
@@ -81,7 +84,7 @@ def two(make_machines):
 
 def start(two, output_dir, *overrides, recipe=RECIPE.stem, address="auto"):
     command = [BIN / "tune", "run", recipe, "--config", "tiny_async_grpo_2x2"]
-    settings = [f"output_dir={output_dir}", f"ray.address={address}", *overrides]
+    settings = [f"output_dir={output_dir}", f"ray.address={address}", VLLM, *overrides]
     # nsenter keeps the working directory of this machine; env -C sets it on the other.
     return two.a.start(
         *("env", "-C", WORK, *command, *settings),
@@ -189,6 +192,20 @@ def test_a_synchronous_run_on_two_machines_is_equal_to_one_on_one_to_the_bit(two
     assert_nothing_reserved(two)
 
 
+def test_two_runs_side_by_side_end_well(two):
+    small = ["num_generators=1", "num_trainers=1", "num_references=1", "groups_per_step=2"]
+    steps = ["num_steps=2", "group_size=4", "eval_dataset.num_rows=8"]
+    folders = (f"{SHARED}/one", f"{SHARED}/other")
+    runs = [start(two, folder, *small, *steps) for folder in folders]
+    for run in runs:
+        code, output = finish(run)
+        assert code == 0, output
+    for folder in folders:
+        says = two.a.run("env", "-C", WORK, "python", "-m", "grpo_components.audit", folder)
+        assert "every rule holds" in says
+    assert_clean(two.a, two.b)
+
+
 def test_a_run_whose_link_is_down_for_good_ends_with_one_line(make_machines):
     two = make_machines(5, 5)
     run = start(two, f"{SHARED}/cut", *SPLIT, "num_steps=50")
@@ -207,6 +224,7 @@ def test_a_run_whose_link_is_down_for_good_ends_with_one_line(make_machines):
 
 
 def is_role_in(process, namespace):
+    """Whether a process is a role's, in a PID namespace."""
     with contextlib.suppress(psutil.Error, OSError):
         its_own = Path(f"/proc/{process.pid}/ns/pid").stat().st_ino
         return its_own == namespace and "RoleHost" in process.cmdline()[0]
@@ -262,3 +280,18 @@ def test_what_a_cluster_lacks_and_a_wrong_token_are_one_line_before_any_role_sta
     code, output = refused[says]
     assert code == 2 and output.splitlines()[-1].startswith(f"config error: {says}"), output
     assert "starting parameter_server" not in output
+
+
+def test_a_run_of_its_own_listens_on_loopback_only_beside_a_cluster(two):
+    sizes = ["num_steps=1", "num_generators=1", "num_trainers=1", "eval_dataset.num_rows=8"]
+    run = start(two, f"{SHARED}/private", *sizes, "loss.kl_coeff=0", address="null")
+    heard = []
+
+    def listen():
+        lines = two.a.run("ss", "-ltnpH").splitlines()
+        heard.extend(line.split()[3] for line in lines if "ray::RoleHost" in line)
+
+    code, output = finish(run, once(r"step +0", listen))
+    assert code == 0, output
+    loopback = ("127.0.0.1:", "[::1]:", "[::ffff:127.0.0.1]:")
+    assert heard and all(each.startswith(loopback) for each in heard), heard

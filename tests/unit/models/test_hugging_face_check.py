@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from grpo_components.models import hugging_face
+from grpo_components.models import hugging_face, hugging_face_attention
 from grpo_components.models.hugging_face_check import check_hugging_face
 from grpo_components.models.tensor_parallel import transformers_plan
 
@@ -44,6 +44,25 @@ def test_a_family_that_cannot_be_trained_is_refused(family, tmp_path):
         check_hugging_face(build(family, tmp_path), longest=100)
 
 
+@pytest.mark.parametrize(
+    ("family", "without"),
+    [("mistral", "sliding_window"), ("gemma2", "softcap"), ("gpt_oss", "s_aux")],
+)
+def test_the_trial_sees_what_attention_leaves_out(family, without, tmp_path, monkeypatch):
+    whole = hugging_face_attention.attention
+
+    def partly(*args, **kwargs):
+        return whole(*args, **kwargs | {without: None})
+
+    monkeypatch.setattr(hugging_face_attention, "attention", partly)
+    try:
+        with pytest.raises(ValueError, match="gives other logprobs"):
+            check_hugging_face(build(family, tmp_path), longest=100)
+    finally:
+        monkeypatch.undo()
+        hugging_face_attention.register()
+
+
 def test_rotary_tables_of_the_batch_are_refused_beyond_their_bound(tmp_path):
     scaling = {
         **{"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
@@ -53,6 +72,13 @@ def test_rotary_tables_of_the_batch_are_refused_beyond_their_bound(tmp_path):
     check_hugging_face(model, longest=4096)
     with pytest.raises(ValueError, match="longrope given with sequences of 4097 tokens"):
         check_hugging_face(model, longest=4097)
+
+
+def test_a_trial_leaves_the_random_numbers_as_they_were(tmp_path):
+    model = build("qwen3", tmp_path)
+    state = torch.get_rng_state()
+    check_hugging_face(model, longest=100)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from lib.trajectories import trajectory as record
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -17,6 +17,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     GPTNeoXForSequenceClassification,
     PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
 )
 
 from grpo_components.settings import RewardModelSettings
@@ -37,13 +39,18 @@ RESPONSES = ["It is five .", "six", "It is five ? It is six . It is", "five five
 MODELS = {
     "decoder": (GPTNeoXConfig, GPTNeoXForSequenceClassification),
     "encoder": (BertConfig, BertForSequenceClassification),
+    "offset positions": (RobertaConfig, RobertaForSequenceClassification),
     "language model": (GPTNeoXConfig, GPTNeoXForCausalLM),
 }
 
 
-def make_classifier(folder, kind="decoder", num_labels=1, chat_template=None, **tokens):
+def make_classifier(
+    folder, kind="decoder", num_labels=1, ends=False, head_weight=None, chat_template=None, **tokens
+):
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if ends:  # add the end token to every text, as many decoders expect
+        words.post_processor = processors.TemplateProcessing("$A [END]", None, [("[END]", 1)])
     tokens = {"unk_token": "[UNK]", "eos_token": "[END]", **tokens}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **tokens)
     tokenizer.chat_template = chat_template
@@ -51,6 +58,8 @@ def make_classifier(folder, kind="decoder", num_labels=1, chat_template=None, **
     torch.manual_seed(0)
     config, model = MODELS[kind]
     model = model(config(**SHAPE, num_labels=num_labels))
+    if head_weight is not None:
+        torch.nn.init.constant_(model.score.weight, head_weight)
     model.save_pretrained(folder)
     return str(folder)
 
@@ -76,6 +85,7 @@ def group_of(responses, failed=()):
 
 
 def scores_alone(path, texts):
+    """The classifier's score of each text, without a batch and without padding."""
     model = AutoModelForSequenceClassification.from_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     token_ids = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
@@ -107,6 +117,24 @@ def test_every_response_gets_its_own_score_whatever_its_batch(tmp_path, kind, pa
     assert unpack(group)[1].reward == 1.0  # the input is unchanged
 
 
+@pytest.mark.parametrize("tokens", [{"ends": True}, {"eos_token": None}])
+def test_a_classifier_without_a_pad_token_reads_to_the_last_token(tmp_path, tokens):
+    path = make_classifier(tmp_path, **tokens)
+    group, text = group_of(RESPONSES)
+    scored, _, _ = build(path, tokens_per_micro_batch=10_000).add_scores(group, text)
+    expected = scores_alone(path, [text["prompt"] + response for response in RESPONSES])
+    given = [trajectory.reward_terms["reward_model"] for trajectory in unpack(scored)]
+    assert given == pytest.approx(expected, abs=1e-5)
+
+
+def test_positions_that_start_above_zero_are_not_overrun(tmp_path):
+    path = make_classifier(tmp_path, "offset positions", pad_token="[PAD]")  # 64 positions from 2
+    scored, _, _ = build(path).add_scores(*group_of(["five " * 56, "five " * 57]))
+    fits, too_long = unpack(scored)
+    assert fits.error is None
+    assert too_long.error == "reward reward_model: 63 tokens, the model reads 1 to 62"
+
+
 def test_the_texts_may_be_messages_of_a_chat(tmp_path):
     path = make_classifier(tmp_path, chat_template=TEMPLATE)
     group, text = group_of(RESPONSES[:1])
@@ -130,6 +158,12 @@ def test_a_failed_sample_stays_failed_and_a_response_that_is_too_long_fails(tmp_
     assert np.isnan(summary.rewards).tolist() == [True, False, True]
     _, summary, _ = build(path).add_scores(*group_of(["five", "six"], failed=[0, 1]))
     assert len(summary.errors) == 2, "a group that failed as a whole is not scored"
+
+
+def test_a_nan_score_fails_the_sample(tmp_path):
+    path = make_classifier(tmp_path, head_weight=math.nan)
+    scored, _, _ = build(path).add_scores(*group_of(["five"]))
+    assert unpack(scored)[0].error == "reward reward_model: gave nan"
 
 
 def test_a_model_without_a_single_score_is_refused(tmp_path):
