@@ -51,8 +51,9 @@ class GeneratorHandle:
         self.load_s = 0.0
         """Seconds that the last load of weights took, or 0 since the generator slept."""
         self.rollouts_since_pull = 0
-        self.swapping = ledger.events.lock()
-        """Lock held while the generator's weights are swapped, or must stay as they are."""
+        self.swapping = nullcontext() if ledger.events.recording else asyncio.Lock()
+        """Lock held while the generator's weights are swapped, or must stay as they are; in a
+        replay, the recorded order takes its place."""
         self.reward_use: Counter[str] = Counter()
         """What the rewards used since the last training step, such as a judge's tokens and cost."""
         self._ledger, self._timeout_s, self._weights_s = ledger, timeout_s, weights_s

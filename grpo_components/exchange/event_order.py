@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -93,7 +91,3 @@ class EventOrder:
         """Record an event whose place in the order a replay does not repeat."""
         for listener in self._listeners:
             listener({"event": event, "attempt": self.attempt, **fields})
-
-    def lock(self) -> contextlib.AbstractAsyncContextManager[Any]:
-        """Return a lock; in a replay one that never locks, since the recorded order replaces it."""
-        return contextlib.nullcontext() if self.recording else asyncio.Lock()

@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -195,7 +196,8 @@ class Run:
             Engine(number, self.folder, self.replay, pace)
             for number in range(self.plan.num_generators)
         ]
-        self.generators = [Generator(i, e, self.events.lock()) for i, e in enumerate(engines)]
+        lock = nullcontext if self.replay else asyncio.Lock
+        self.generators = [Generator(i, e, lock()) for i, e in enumerate(engines)]
         if self.before:
             await self.restore()
         try:
