@@ -187,19 +187,6 @@ for key, schema in leaves():
         RULES[key].append(schema)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (["generator.stop_token_ids=[384]"], "generator.stop_token_ids: "),
-        (["checkpointer=torchtune.training.FullModelMetaCheckpointer"], "checkpointer._component_"),
-        (["output_dir=~/"], "output_dir: "),
-    ],
-    ids=lambda value: value[0][:40] if isinstance(value, list) else "",
-)
-def test_what_ended_in_a_traceback_a_hang_or_an_engine_is_one_line(recipe, overrides, key):
-    assert recipe(overrides=overrides).startswith(f"config error: {key}")
-
-
 # ---- what is accepted is built ------------------------------------------------------------------
 
 SIZES = {"num_generators": 3, "num_trainers": 4, "num_references": 2, "rollouts_in_flight": 9}

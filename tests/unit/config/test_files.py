@@ -23,14 +23,11 @@ from grpo_components.settings import Settings
 CONFIG = Path(__file__).parents[3] / "recipes/configs/tiny_async_grpo.yaml"
 
 
-def test_a_value_still_to_be_filled_in_is_refused(cfg, refused):
-    cfg.seed = "???"
-    assert refused() == "seed"
-
-
-def test_a_base_model_without_its_config_is_refused(cfg, refused):
+def test_a_value_to_be_filled_in_and_a_base_model_without_its_config_are_refused(cfg, refused):
     (Path(cfg.base_model_path) / "config.json").unlink()
     assert refused() == "base_model_path"
+    cfg.seed = "???"
+    assert refused() == "seed"
 
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}

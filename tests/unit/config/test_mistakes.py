@@ -176,6 +176,7 @@ output_dir                   output_dir=.
 output_dir                   output_dir=..
 output_dir                   output_dir=${base_model_path}
 output_dir                   output_dir=${base_model_path}/config.json/run
+checkpointer._component_     checkpointer._component_=torchtune.training.FullModelMetaCheckpointer
 checkpointer.output_dir      checkpointer.output_dir=/dev/null
 metric_logger.log_dir        metric_logger.log_dir=/dev/null/x
 profiler.output_dir          profiler.enabled=true profiler.output_dir=/dev/null/x
