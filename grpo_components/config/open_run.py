@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from grpo_components.config.components import build, check_logger_methods
 from grpo_components.config.data import shared_prompts
 from grpo_components.config.replayed import available_cpus, replay_of
 from grpo_components.data.prompt_curriculum import PromptCurriculum
-from grpo_components.errors import fail
+from grpo_components.errors import ConfigError, fail
 from grpo_components.evaluation.evaluation import Evaluation
 from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.group_reuse import GroupReuse
@@ -110,7 +113,7 @@ def open_log(
     recipe: str | None = None,
 ) -> RunLog:
     """Open the run log, and show the notes on the start and the data sets."""
-    with without_prints(cfg.log_level):
+    with without_prints(cfg.log_level), _without_half_made():
         logger = build("metric_logger", cfg.metric_logger)
     check_logger_methods(cfg.metric_logger._component_, logger)
     run_log = RunLog(
@@ -130,6 +133,21 @@ def open_log(
     for line in filter(None, (note, getattr(dataset, "note", ""), left_out, shared, none)):
         run_log.note(line)
     return run_log
+
+
+@contextlib.contextmanager
+def _without_half_made() -> Iterator[None]:
+    """Context manager: drop a logger that could not be made, without the traceback of its end.
+
+    torchtune's DiskLogger closes its file in `__del__`, also if it has none.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        shown, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        traceback.clear_frames(error.__cause__ and error.__cause__.__traceback__)
+        sys.unraisablehook = shown
+        raise
 
 
 def _next_ideas(cfg: Settings, recipe: str | None) -> list[str]:
