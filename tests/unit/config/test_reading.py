@@ -81,6 +81,7 @@ def test_the_shipped_configs_are_read_and_come_back(path):
     settings = read_settings(given)
     whole = settings.model_dump()
     assert [key for key in whole if key in given] == list(given), "the order of keys is kept"
+    assert given["generator"].pop("backend") is None, "which is filled in"
     assert OmegaConf.merge(whole, given) == whole, "no value is changed"
     assert read_settings(whole) == settings
     assert isinstance(settings.model, DictConfig)
