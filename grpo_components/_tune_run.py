@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib.util
@@ -28,6 +29,8 @@ def main(check: Callable[[], None] | None = None) -> Any:
         check()
     from torchtune._cli.tune import main as tune
 
+    gc.freeze()  # modules are no garbage: without this, the recipe's imports search them
+    atexit.register(gc.unfreeze)  # else libraries would report them as leaks
     gc.enable()
     return tune()
 

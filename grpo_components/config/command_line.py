@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -29,8 +29,10 @@ _RESUME = "resume_from_checkpoint"
 def main() -> Any:
     """Run torchtune's command `tune`; a wrong config ends a run of ours before Ray is imported."""
     words = sys.argv[2:] if sys.argv[1:2] == ["run"] else []
-    settings = _or_exit(check_early, words)
-    return tune(partial(_or_exit, check_what_is_imported, settings) if settings else None)
+    settings = _or_exit(check_early, words, sys.exit)
+    # Nothing has begun, and Python would take a second to clear all modules.
+    check = partial(_or_exit, check_what_is_imported, settings, os._exit)
+    return tune(check if settings else None)
 
 
 def check_early(words: Sequence[str]) -> Settings | None:
@@ -39,12 +41,14 @@ def check_early(words: Sequence[str]) -> Settings | None:
     return None if given is None else check_values_and_files(given)
 
 
-def _or_exit(check: Callable[[Any], T], given: Any) -> T:
+def _or_exit(check: Callable[[Any], T], given: Any, end: Callable[[int], NoReturn]) -> T:
     try:
         return check(given)
     except ConfigError as error:
         sys.stderr.write(f"config error: {error}\n")
-        sys.exit(2)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        end(2)
 
 
 def _given(words: Sequence[str]) -> DictConfig | None:

@@ -122,10 +122,17 @@ def test_a_file_that_is_no_config_is_one_line(here, monkeypatch, capsys, text):
 
 
 LIGHT = """
-import atexit, sys
+import atexit, os, sys
 from grpo_components.config.command_line import main
 heavy = {"numpy", "torch", "ray", "torchtune", "vllm"}
-atexit.register(lambda: print(*sorted(heavy & set(sys.modules))))
+end = os._exit
+
+def show(*code):
+    print(*sorted(heavy & set(sys.modules)), flush=True)
+    return code and end(*code)
+
+atexit.register(show)
+os._exit = show
 sys.argv = ["tune", "run", *sys.argv[1:]]
 main()
 """
