@@ -66,7 +66,13 @@ def run(schedule: str, num_steps: int, folder: Path) -> Measured:
     command = [TUNE, "run", RECIPE, "--config", "tiny_async_grpo", f"output_dir={folder}"]
     few = (f"num_steps={num_steps}", "eval_dataset.num_rows=8", f"eval_every_n_steps={num_steps}")
     process = subprocess.Popen(
-        [*map(str, command), *few, f"save_every_n_steps={num_steps}", *SCHEDULES[schedule]],
+        [
+            *map(str, command),
+            *few,
+            "generator.backend=vllm",
+            f"save_every_n_steps={num_steps}",
+            *SCHEDULES[schedule],
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -59,7 +59,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         output_dir = Path(folder) / "run"
         command = [TUNE, "run", RECIPE, "--config", "tiny_async_grpo", f"output_dir={output_dir}"]
-        subprocess.run([*map(str, command), f"num_steps={options.steps}"], check=True)
+        more = (f"num_steps={options.steps}", "generator.backend=vllm")
+        subprocess.run([*map(str, command), *more], check=True)
         lines = (output_dir / "logs" / "heartbeats.jsonl").open()
         heartbeats = [json.loads(line) for line in lines]
     table = markdown_table(HEADER, rows(heartbeats, options.steps))
