@@ -230,6 +230,7 @@ class GeneratorSide:
         self._generator = generator.Generator(
             build_tokenizer=lambda: None,  # nothing is decoded here
             settings=generator.GeneratorSettings(
+                backend="vllm",
                 max_response_tokens=64,
                 temperature=1.0,
                 max_model_len=128,

@@ -38,6 +38,7 @@ def open_engine(
     schedule: Schedule[Any] | None = None,
 ) -> Engine:
     """Start an engine with the backend that the settings name."""
+    assert settings.backend is not None, "the config fills it in"
     if settings.backend == "vllm":
         from grpo_components.rollout.vllm_backend import VLLMBackend as Library
     else:

@@ -139,9 +139,14 @@ class Engines:
         for name in json.loads((Path(model_path) / "config.json").read_text())["architectures"]:
             # Inspected in this process: vLLM would start another for each, which takes seconds.
             registry.register_model(name, registry.models[name].load_model_cls())
-        limits = {"max_response_tokens": 64, "max_model_len": 256, "max_num_seqs": 64}
+        limits: dict[str, Any] = {
+            "max_response_tokens": 64,
+            "max_model_len": 256,
+            "max_num_seqs": 64,
+        }
         limits |= {"kv_cache_gib": 1 / 16}  # its zeros take longer than the sampling
-        settings = GeneratorSettings(temperature=1.0, tensor_parallel_size=num_workers, **limits)
+        limits |= {"temperature": 1.0, "tensor_parallel_size": num_workers, "backend": "vllm"}
+        settings = GeneratorSettings.model_validate(limits)
         given = {"model_path": model_path, "device": "cpu", "dtype": "fp32", "lora": lora}
         options = EngineOptions(**given, recompute_kv_after_pull=False)
         return imported(ENGINE)(settings, options, seed=0, schedule=schedule)
