@@ -112,9 +112,9 @@ def prefix_cache_stale(empty: Any, scheduler: Any) -> None:
 
 
 @_replaces("rollout.vllm_backend", "VLLMBackend.load", "areal-project/AReaL#p1569")
-def swap_mislabelled(swap: Any, self: Any, version: int, tensors: Any) -> None:
+def swap_mislabelled(swap: Any, self: Any, version: int, weights: Any) -> None:
     """Tokens get the number of weights that did not sample them."""
-    swap(self, version, tensors)
+    swap(self, version, weights)
     self._engine.set_weight_version(str(version + 1))
 
 
