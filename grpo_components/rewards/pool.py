@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from grpo_components.errors import ConfigError
@@ -66,6 +66,34 @@ class Score:
     the traceback of its code. None if all succeeded."""
     used: dict[str, float] = field(default_factory=dict, compare=False)
     """What the rewards used for this sample, by reward and kind: `judge_requests`, `judge_cost`."""
+
+
+def start_process(
+    module: str, message: Any, output: int | None = None
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a module of this folder in a process of its own, and send it a first message."""
+    ours, theirs = Pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"{__package__}.{module}", str(theirs.fileno())],
+        # Pass on sys.path, because a Ray worker extends it without setting PYTHONPATH.
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,  # own process group: `end_process` also ends what rewards start
+    )
+    theirs.close()
+    ours.send(message)
+    return process, ours
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its process group. Any thread may call this."""
+    with contextlib.suppress(ProcessLookupError):
+        if process.returncode is None:  # once reaped, another process may have its pid
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def reward_specs(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardSpec]:
@@ -221,17 +249,7 @@ class _Worker:
     """Controls one reward process, from one thread of the process that owns the pool."""
 
     def __init__(self, rewards: dict[str, RewardSpec], max_cpu_s: float) -> None:
-        self._connection, theirs = Pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "grpo_components.rewards.scoring", str(theirs.fileno())],
-            # Pass on sys.path, because a Ray worker extends it without setting PYTHONPATH.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # own process group: `kill` also ends what rewards start
-        )
-        theirs.close()
-        self._connection.send((rewards, max_cpu_s))
+        self._process, self._connection = start_process("scoring", (rewards, max_cpu_s))
         self._ready, self._names = False, tuple(rewards)
         self.answered: set[str] = set()
         """Names of the rewards that have returned or raised."""
@@ -261,11 +279,8 @@ class _Worker:
         return False
 
     def kill(self) -> None:
-        """Kill the process and its process group. Any thread may call this."""
-        with contextlib.suppress(ProcessLookupError):
-            if self._process.returncode is None:  # once reaped, another process may have its pid
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        """Kill the process and what it started. Any thread may call this."""
+        end_process(self._process)
 
     def _wait_until_ready(self) -> None:
         if not self._connection.poll(_START_TIMEOUT_S):

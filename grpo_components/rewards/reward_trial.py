@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from grpo_components.errors import MAX_MESSAGE, ConfigError, shown
@@ -22,8 +19,8 @@ from grpo_components.objective.component_errors import (
     describe,
     user_traceback,
 )
-from grpo_components.rewards.pool import RewardInput, RewardSpec
-from grpo_components.rewards.scoring import arguments_for
+from grpo_components.rewards.pool import RewardInput, RewardSpec, end_process, start_process
+from grpo_components.rewards.scoring import arguments_for, build, value_of
 
 _START_TIMEOUT_S, _START_DEADLINES = 45.0, 4
 """Time to import and build one reward: in seconds, or in deadlines of a call if that is more."""
@@ -45,18 +42,8 @@ class RewardTrial:
     ) -> None:
         self._rewards, self._timeout_s = rewards, timeout_s
         self._start_s = max(_START_TIMEOUT_S, _START_DEADLINES * timeout_s)
-        self._connection, theirs = Pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "grpo_components.rewards.reward_trial", str(theirs.fileno())],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # own process group: `close` also ends what rewards start
-        )
-        theirs.close()
-        self._connection.send((rewards, samples))
+        given = rewards, samples
+        self._process, self._connection = start_process("reward_trial", given, subprocess.DEVNULL)
         self._with_perfect: list[str] = []
         """Names of the rewards that have a `perfect_response`."""
 
@@ -130,10 +117,7 @@ class RewardTrial:
 
     def close(self) -> None:
         """Kill the process and its process group."""
-        with contextlib.suppress(ProcessLookupError):
-            if self._process.returncode is None:  # once reaped, another process may have its pid
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        end_process(self._process)
         self._connection.close()
 
     def _error(
@@ -151,9 +135,7 @@ def _problem_of(reward: Any, sample: RewardInput) -> tuple[str, str]:
     is_ours = type(reward).__module__.startswith(_OURS)
     where = "" if is_ours else defined_at(reward)  # a line of ours tells the user nothing
     try:
-        value: Any = reward(**arguments_for(reward, sample))
-        number = float(value)
-        _ = number >= getattr(reward, "max_reward", 1.0)
+        number = value_of(reward, sample)
     except (Exception, SystemExit) as error:  # user code may raise anything
         max_chars = MAX_MESSAGE if is_ours else MAX_ERROR_CHARS
         return f"raised {describe(error, max_chars, where)}", user_traceback(error)
@@ -166,7 +148,7 @@ def _refusal(reward: Any, sample: RewardInput) -> str:
         response = reward.perfect_response(**arguments_for(reward.perfect_response, sample, ()))
         if response is None:
             return ""
-        value = float(reward(**arguments_for(reward, {**sample, "response_text": response})))
+        value = value_of(reward, {**sample, "response_text": response})
     except (Exception, SystemExit) as error:  # user code may raise anything
         return f"raised {describe(error)}"
     return "" if value >= getattr(reward, "max_reward", 1.0) else f"gave {value:g}"
@@ -178,9 +160,7 @@ def _serve(connection: Connection) -> None:
     for name, spec in rewards.items():
         connection.send((name, "built", "", ""))
         try:
-            module, _, attribute = spec.component.rpartition(".")
-            factory = getattr(importlib.import_module(module), attribute)
-            reward = built[name] = factory(**spec.kwargs)
+            reward = built[name] = build(spec)
         except (Exception, SystemExit) as error:  # user code may raise anything
             problem = f"cannot be built, {describe(error)}"
             connection.send((name, "built", problem, user_traceback(error)))

@@ -59,11 +59,17 @@ def _outcome(
     where = defined_at(reward)
     try:
         with _cpu_limit(getattr(reward, "response_cpu_s", None), max_cpu_s):
-            value = float(reward(**arguments_for(reward, sample)))
-        _ = value >= getattr(reward, "max_reward", 1.0)  # raises if it is no number
+            value = value_of(reward, sample)
     except (Exception, SystemExit) as error:  # user code may raise anything
         return failure_text(f"reward {name}", error, where)
     return value if math.isfinite(value) else f"reward {name}: gave {value}{where}"
+
+
+def value_of(reward: Callable[..., Any], sample: RewardInput) -> float:
+    """Return what a reward gives a sample; raise if that is no number."""
+    value = float(reward(**arguments_for(reward, sample)))
+    _ = value >= getattr(reward, "max_reward", 1.0)
+    return value
 
 
 def arguments_for(
@@ -96,13 +102,10 @@ def _cpu_limit(cpu_s: float | None, max_cpu_s: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _build(specs: dict[str, RewardSpec]) -> dict[str, tuple[RewardSpec, Callable[..., float]]]:
-    built = {}
-    for name, spec in specs.items():
-        module, _, attribute = spec.component.rpartition(".")
-        factory = getattr(importlib.import_module(module), attribute)
-        built[name] = spec, factory(**spec.kwargs)
-    return built
+def build(spec: RewardSpec) -> Callable[..., float]:
+    """Make a reward of the config."""
+    module, _, attribute = spec.component.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)(**spec.kwargs)
 
 
 def _serve(connection: Connection) -> None:
@@ -111,7 +114,7 @@ def _serve(connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
     try:
         specs, max_cpu_s = connection.recv()
-        rewards = _build(specs)
+        rewards = {name: (spec, build(spec)) for name, spec in specs.items()}
     except Exception as error:  # sent to the owner, which raises it
         logging.getLogger(__name__).exception("rewards cannot be built")  # into the owner's log
         connection.send(f"rewards cannot be built: {describe(error)}")
