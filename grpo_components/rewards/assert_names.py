@@ -9,8 +9,7 @@ import collections.abc
 import symtable
 import sys
 import typing
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _THIRD_PARTY = {
     **{name: name for name in ("pandas", "scipy", "sympy", "torch", "pytest")},
@@ -55,14 +54,11 @@ _MODULE_OF = {
 _MODULE_ATTRIBUTES = {"__name__", "__doc__", "__file__", "__spec__", "__loader__", "__package__"}
 
 
-@dataclass(frozen=True)
-class Asserts:
-    """Python statements that test a program."""
+class Asserts(NamedTuple):
+    """Python statements that test a program, with the imports they lack; and its names in them."""
 
     source: str
-    """The imports that the statements lack, then the statements."""
     program_names: tuple[str, ...]
-    """Names that the program must define."""
 
 
 def read_asserts(source: str) -> Asserts:
@@ -76,21 +72,20 @@ def read_asserts(source: str) -> Asserts:
     """
     try:
         tree = ast.parse(source)
-        free = _free_names(source)
+        free, bound = _globals(symtable.symtable(source, "<asserts>", "exec"))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(
-            f"answer: cannot parse the asserts: {error}; allowed: Python statements"
-        ) from error
+        problem = f"cannot parse the asserts: {error}; allowed: Python statements"
+        raise ValueError(f"answer: {problem}") from error
     _check_imports(tree)
-    used = _uses(tree)
-    owners = {name for name in free if used.attributes.get(name) and name not in used.bare}
+    attributes, bare, called = _uses(tree)
+    owners = {name for name in free if attributes.get(name) and name not in bare}
     for name in sorted(owners & _THIRD_PARTY.keys()):
         raise ValueError(f"answer: the asserts use {name} ({_THIRD_PARTY[name]}); {_ALLOWED}")
-    modules = {name for name in owners if _is_module(name, used.attributes[name])}
+    modules = {name for name in owners if _is_module(name, attributes[name])}
     modules |= owners & _NUMPY.keys()
-    known = {name for name in free - modules if name in _MODULE_OF}
-    known -= {name for name in used.called if name in _names(_ABSTRACT) - _names(_CLASSES)}
-    called = used.called & set(dir(builtins)) - _bound(source)
+    known = (free - modules) & _MODULE_OF.keys()
+    known -= called & (_names(_ABSTRACT) - _names(_CLASSES))
+    called &= set(dir(builtins)) - bound
     tested = free - modules - known or known & _names(_FUNCTIONS) or known
     if not tested and len(called) == 1:  # MBPP has tasks that define a builtin such as `sum`
         tested = called
@@ -112,58 +107,34 @@ def _is_module(name: str, attributes: set[str]) -> bool:
     return name in sys.stdlib_module_names
 
 
-@dataclass
-class _Uses:
-    """How the asserts use names."""
-
-    attributes: dict[str, set[str]]
-    """Attributes that are read, by the name before the dot."""
-    bare: set[str]
-    """Names used without a dot after them, including names that are called."""
-    called: set[str]
-    """Names that are called."""
-
-
-def _uses(tree: ast.AST) -> _Uses:
-    uses = _Uses({}, set(), set())
-    owners: set[int] = set()
+def _uses(tree: ast.AST) -> tuple[dict[str, set[str]], set[str], set[str]]:
+    """Return the attributes read of each name, the names without a dot, and those called."""
+    attributes: dict[str, set[str]] = {}
+    bare, called, owners = set[str](), set[str](), set[int]()
     for node in ast.walk(tree):  # outermost first, so an attribute comes before its owner
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            uses.attributes.setdefault(node.value.id, set()).add(node.attr)
+            attributes.setdefault(node.value.id, set()).add(node.attr)
             owners.add(id(node.value))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            uses.called.add(node.func.id)
+            called.add(node.func.id)
         elif isinstance(node, ast.Name) and id(node) not in owners:
-            uses.bare.add(node.id)
-    return uses
+            bare.add(node.id)
+    return attributes, bare, called
 
 
-def _free_names(source: str) -> set[str]:
-    """Return the names that are read as globals but neither bound nor builtin."""
-    read = {
-        symbol.get_name()
-        for table in _tables(symtable.symtable(source, "<asserts>", "exec"))
-        for symbol in table.get_symbols()
-        if symbol.is_referenced() and (symbol.is_global() or table.get_type() == "module")
-    }
-    return read - _bound(source) - set(dir(builtins)) - _MODULE_ATTRIBUTES
-
-
-def _bound(source: str) -> set[str]:
-    """Return the globals that the asserts bind by import, assignment or definition."""
-    return {
-        symbol.get_name()
-        for table in _tables(symtable.symtable(source, "<asserts>", "exec"))
-        for symbol in table.get_symbols()
-        if (table.get_type() == "module" or symbol.is_declared_global())
-        and (symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace())
-    }
-
-
-def _tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
-    yield table
-    for child in table.get_children():
-        yield from _tables(child)
+def _globals(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
+    """Return the globals that are read but neither bound nor builtin, and those that are bound."""
+    read, bound, tables = set[str](), set[str](), [table]
+    for table in tables:
+        tables += table.get_children()
+        is_module = table.get_type() == "module"
+        for symbol in table.get_symbols():
+            if symbol.is_referenced() and (symbol.is_global() or is_module):
+                read.add(symbol.get_name())
+            binds = symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+            if binds and (is_module or symbol.is_declared_global()):
+                bound.add(symbol.get_name())
+    return read - bound - set(dir(builtins)) - _MODULE_ATTRIBUTES, bound
 
 
 def _check_imports(tree: ast.AST) -> None:

@@ -49,7 +49,7 @@ class CodeTests:
             one, whichever allows more; 0 compares the text.
 
     Raises:
-        ValueError: a setting is out of range, or this machine cannot sandbox programs.
+        ValueError: this machine cannot sandbox programs.
     """
 
     max_reward = 1.0
@@ -63,9 +63,6 @@ class CodeTests:
         float_tolerance: float = 1e-6,
     ) -> None:
         limits = Limits(cpu_s=cpu_s, wall_s=wall_s, memory_mib=memory_mib, file_mib=16)
-        if type(float_tolerance) not in (int, float) or not 0 <= float_tolerance < 1:
-            given = f"float_tolerance: {float_tolerance!r} given"
-            raise ValueError(f"{given}; allowed: a number from 0 to below 1")
         self.wall_s = wall_s
         self._tolerance = Decimal(float_tolerance)
         self._sandbox = CodeSandbox(limits)
@@ -89,14 +86,7 @@ class CodeTests:
         return float(self._prints_expected(program, tests))
 
     def perfect_response(self, *, answer: str) -> str | None:
-        """Return the reference solution as a response has it; None without one.
-
-        Args:
-            answer: the tests as JSON.
-
-        Raises:
-            ValueError: no program can pass the tests.
-        """
+        """Return the reference solution as a response has it; None without one."""
         _read_tests(answer)
         solution = json.loads(answer).get("solution", "")
         in_block = f"~~~~~~python\n{solution}\n~~~~~~"

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import permutations
+from operator import add, mul, sub, truediv
 
 from grpo_components.rewards.maths import RESPONSE_CPU_S, WRITE
 
@@ -15,6 +16,7 @@ _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _MAX_EXPRESSION_CHARS = 500
 _MAX_SEARCHED = 4
 """Most numbers to search for an expression: six of them take minutes."""
+_SIGNS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv}
 _ASCII_OPERATORS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})  # noqa: RUF001
 
 
@@ -46,11 +48,10 @@ class CountdownCorrectness:
         """Score one response."""
         try:
             known = json.loads(answer)
-            numbers, target = sorted(known["numbers"]), known["target"]
+            left, target = [*known["numbers"]], known["target"]
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(
-                f"answer: {answer!r} given; allowed: JSON with numbers and target"
-            ) from error
+            allowed = "JSON with numbers and target"
+            raise ValueError(f"answer: {answer!r} given; allowed: {allowed}") from error
         places = _TAG.findall(response_text) if self._format == "tag" else response_text.split("\n")
         text = next((place for place in reversed(places) if place.strip()), "")
         expression = text.partition("=")[0].translate(_ASCII_OPERATORS).strip()
@@ -58,20 +59,12 @@ class CountdownCorrectness:
             return 0.0
         try:
             tree = ast.parse(expression, mode="eval").body
-            # Check the numbers before computing, so that no huge number is ever computed.
-            return float(sorted(_numbers(tree)) == numbers and _value(tree) == target)
+            return float(_value(tree, left) == target and not left)
         except (SyntaxError, ValueError, RecursionError, MemoryError, ZeroDivisionError):
             return 0.0
 
     def perfect_response(self, *, answer: str) -> str | None:
-        """Return a right expression as a response has it; None for more than four numbers.
-
-        Args:
-            answer: as in a call.
-
-        Raises:
-            ValueError: there is no such expression.
-        """
+        """Return a right expression as a response has it; None for more than four numbers."""
         known = json.loads(answer)
         if len(known["numbers"]) > _MAX_SEARCHED:
             return None
@@ -95,31 +88,14 @@ def _expressions(terms: list[tuple[Fraction, str]], target: int) -> Iterator[str
             yield from _expressions([*rest, (value, f"({left} {sign} {right})")], target)
 
 
-def _numbers(tree: ast.expr) -> Iterator[int]:
-    """Yield the numbers of an expression; only + - * / and a unary minus may join them."""
+def _value(tree: ast.expr, left: list[int]) -> Fraction:
+    """Compute an expression and take its numbers out of `left`: none is huge."""
     match tree:
-        case ast.BinOp(left, ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right):
-            yield from _numbers(left)
-            yield from _numbers(right)
+        case ast.BinOp(one, sign, other) if type(sign) in _SIGNS:
+            return _SIGNS[type(sign)](_value(one, left), _value(other, left))
         case ast.UnaryOp(ast.USub(), operand):
-            yield from _numbers(operand)
+            return -_value(operand, left)
         case ast.Constant(value) if type(value) is int:
-            yield value
-        case _:
-            raise ValueError("not a countdown expression")
-
-
-def _value(tree: ast.expr) -> Fraction:
-    match tree:
-        case ast.BinOp(left, sign, right):
-            a, b = _value(left), _value(right)
-            if isinstance(sign, ast.Div):
-                return a / b
-            if isinstance(sign, ast.Mult):
-                return a * b
-            return a + b if isinstance(sign, ast.Add) else a - b
-        case ast.UnaryOp(_, operand):
-            return -_value(operand)
-        case ast.Constant(value) if type(value) is int:
+            left.remove(value)  # a number that is not there is a ValueError
             return Fraction(value)
-    raise AssertionError(f"_numbers should have refused {tree}")
+    raise ValueError("not a countdown expression")

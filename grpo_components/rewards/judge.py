@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
-from jinja2 import StrictUndefined, TemplateError, UndefinedError
+from jinja2 import StrictUndefined, UndefinedError
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import SandboxedEnvironment
-from pydantic import BaseModel, ValidationError
+from omegaconf import OmegaConf
 
 from grpo_components.errors import fail, shown
 from grpo_components.plain_text import shortened
-from grpo_components.rewards.verdicts import verdict_format
 
 _FIRST_DELAY_S = 0.5
-_OWN_FIELDS = ("model", "messages", "stream", "n")
-"""Fields of a request that the judge sets."""
 _TEMPORARY = (408, 409, 425, 429)
 """Statuses below 500 after which another request may succeed."""
 _WHOLE = ("stop", None)
 """Reasons of a reply's end with which it is whole: `Score: 1` may be the start of `Score: 10`."""
 _PRICES = {"prompt": "prompt_tokens", "completion": "completion_tokens"}
-_USED = ("requests", "failures", *_PRICES.values())
 _MOST_TOKENS = 2**40
 """Most tokens of one request; a larger number in `usage` is none."""
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MAX_ERROR_CHARS = 300
+_MAX_REPLY_CHARS = 20_000
+"""Characters at the end of a reply in which its grade is looked for."""
+# A line that is a number: `7`, `Score: 7`, `**Score:** 7/10`.
+_NUMBER_LINE = re.compile(r"(?:.*[:=])?[\s*]*([-+]?\d+(?:\.\d+)?)\s*(?:/\s*\d+)?[\s*.]*")
+_OBJECT = re.compile(r"\{\s*[\"}]")
 _TEMPLATES = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
 
@@ -42,20 +43,47 @@ class JudgeError(RuntimeError):
     """A judge gave no grade."""
 
 
-class _Message(BaseModel):
-    content: str | None = None
+@dataclass(frozen=True)
+class Verdict:
+    """Where a judge's reply has its grade, and from which to which number grades go."""
+
+    format: str = "number"
+    key: str = "score"
+    scale: tuple[float, float] = (0.0, 10.0)
+
+    def __post_init__(self) -> None:
+        if self.format not in ("number", "json"):
+            fail("verdict.format", f"{shown(self.format)} given", "number, json")
+
+    def read(self, reply: str) -> float | None:
+        """Return the grade in a reply, from 0 at the lowest to 1 at the highest, if any."""
+        tail, (lowest, highest) = reply[-_MAX_REPLY_CHARS:], self.scale
+        grade = _last_line(tail) if self.format == "number" else _last_object(tail, self.key)
+        if grade is None or not lowest <= grade <= highest:  # refuses NaN, too
+            return None
+        return (grade - lowest) / (highest - lowest)
 
 
-class _Choice(BaseModel):
-    message: _Message
-    finish_reason: str | None = None
+def _last_line(text: str) -> float | None:
+    lines = [line for line in text.splitlines() if line.strip()]
+    match = _NUMBER_LINE.fullmatch(lines[-1]) if lines else None
+    return float(match[1]) if match else None
 
 
-class _Completion(BaseModel):
-    """What is read of a chat completion; a server may send more."""
-
-    choices: list[_Choice]
-    usage: Any = None
+def _last_object(text: str, key: str) -> float | None:
+    """Return the number under `key` in the last outermost JSON object; None without one."""
+    grade, start = None, _OBJECT.search(text)
+    while start:
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, start.start())
+        except RecursionError:
+            return None
+        except ValueError:  # a brace of the text
+            end = start.end()
+        else:
+            grade = value.get(key)
+        start = _OBJECT.search(text, end)
+    return grade if type(grade) in (int, float) else None
 
 
 class LLMJudge:
@@ -99,18 +127,14 @@ class LLMJudge:
         wall_s: float = 8.0,
         retries: int = 3,
     ) -> None:
-        self._base_url, self._model, self._rubric = _address(base_url), model, _template(rubric)
-        self._verdict = verdict_format(_mapping("verdict", verdict))
-        self._sampling = {"temperature": 0, **_mapping("sampling", sampling)}
-        if wrong := [name for name in self._sampling if name in _OWN_FIELDS]:
-            fail(f"sampling.{wrong[0]}", "given, and the judge sets it", "without it")
-        self._api_key, self._prices = _api_key(api_key_env), _mapping("prices", prices)
-        if not (set(self._prices) <= set(_PRICES) and all(map(_is_number, self._prices.values()))):
-            fail("prices", f"{shown(self._prices)} given", f"numbers for {', '.join(_PRICES)}")
-        if not _is_number(wall_s) or wall_s == 0:
-            fail("wall_s", f"{shown(wall_s)} given", "a number above 0")
-        if type(retries) is not int or retries < 0:
-            fail("retries", f"{shown(retries)} given", "a whole number of at least 0")
+        self._base_url, self._model = base_url.rstrip("/"), model
+        self._rubric = _TEMPLATES.from_string(rubric)
+        if "response" not in find_undeclared_variables(_TEMPLATES.parse(rubric)):
+            fail("rubric", "it does not use {{ response }}", "a text with {{ response }}")
+        self._verdict = Verdict(**_plain(verdict))
+        self._sampling = {"temperature": 0, **_plain(sampling)}
+        self._prices = {_PRICES[name]: float(cost) for name, cost in _plain(prices).items()}
+        self._api_key = _api_key(api_key_env)
         self.wall_s, self._retries = float(wall_s), retries
         self._used: Counter[str] = Counter()
         self._connection: tuple[asyncio.Runner, httpx.AsyncClient] | None = None
@@ -141,8 +165,9 @@ class LLMJudge:
     def take_use(self) -> dict[str, float]:
         """Return what was used since the last call: requests, tokens, cost, and what failed."""
         taken, self._used = self._used, Counter()
-        cost = sum(price * taken[_PRICES[name]] for name, price in self._prices.items())
-        return {name: float(taken[name]) for name in _USED} | {"cost": cost / 1e6}
+        cost = sum(price * taken[kind] for kind, price in self._prices.items())
+        kinds = ("requests", "failures", *_PRICES.values())
+        return {kind: float(taken[kind]) for kind in kinds} | {"cost": cost / 1e6}
 
     async def _grade(self, client: httpx.AsyncClient, message: str) -> float:
         """Ask until a reply has a grade."""
@@ -194,15 +219,16 @@ class LLMJudge:
     def _read(self, body: str) -> tuple[float | None, str]:
         """Return the grade in an answer if it has one, and else why not."""
         try:
-            answer = _Completion.model_validate_json(body)
-        except ValidationError:
+            answer = json.loads(body)
+            for kind in _PRICES.values():
+                count = (answer.get("usage") or {}).get(kind)
+                if type(count) is int and 0 <= count <= _MOST_TOKENS:
+                    self._used[kind] += count
+            choice = answer["choices"][0]
+            reply, ended = choice["message"].get("content") or "", choice.get("finish_reason")
+            grade = self._verdict.read(reply)
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             return None, f"the answer is no chat completion: {shown(body)}"
-        for name, count in answer.usage.items() if isinstance(answer.usage, dict) else ():
-            if name in _PRICES.values() and type(count) is int and 0 <= count <= _MOST_TOKENS:
-                self._used[name] += count
-        reply = (answer.choices[0].message.content or "") if answer.choices else ""
-        ended = answer.choices[0].finish_reason if answer.choices else "nothing"
-        grade = self._verdict.read(reply)
         if ended in _WHOLE and grade is not None:
             return grade, ""
         where = f"verdict.format {self._verdict.format}, finish_reason {ended}"
@@ -221,58 +247,15 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
         return 0.0
 
 
-def _template(rubric: Any) -> Any:
-    allowed = "a text with {{ prompt }} and {{ response }}"
-    if not isinstance(rubric, str):
-        fail("rubric", f"{shown(rubric)} given", allowed)
-    try:
-        used = find_undeclared_variables(_TEMPLATES.parse(rubric))
-        template = _TEMPLATES.from_string(rubric)
-    except TemplateError as error:
-        fail("rubric", f"no Jinja template: {error}", allowed)
-    if "response" not in used:
-        fail("rubric", "it does not use {{ response }}", allowed)
-    return template
-
-
 def _api_key(variable: str | None) -> str | None:
     """Return the key in an environment variable; never show what is given: it may be the key."""
     if variable is None:
         return None
-    if not (isinstance(variable, str) and _VARIABLE.fullmatch(variable)):
-        fail("api_key_env", "no name of a variable", "the name of an environment variable")
     key = os.environ.get(variable, "").strip()
-    if not key:
-        fail("api_key_env", "no such environment variable", "the name of one that holds the key")
-    if not (key.isascii() and key.isprintable()):  # a header cannot have it
-        fail("api_key_env", "its value is no key", "printable ASCII")
+    if not (key and key.isascii() and key.isprintable()):  # else a header cannot have it
+        fail("api_key_env", "no key", "the name of an environment variable that holds the key")
     return key
 
 
-def _address(address: Any) -> str:
-    allowed = "an http or https address such as http://localhost:8000/v1, without a key in it"
-    parts = urlsplit(address) if isinstance(address, str) else None
-    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-        fail("base_url", "no such address", allowed)
-    if parts.username or parts.password or parts.query:
-        fail("base_url", "has a user, a password or a query", allowed)
-    return address.rstrip("/")
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf
-
-
-def _mapping(key: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping | None):
-        fail(key, f"{shown(value)} given", "a mapping")
-    return _plain(value or {})
-
-
-def _plain(value: Any) -> Any:
-    """Return a config's nested values as dictionaries and lists, which JSON can write."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(each) for each in value]
-    return value
+def _plain(section: Mapping[str, Any] | None) -> Any:
+    return OmegaConf.to_container(OmegaConf.create(dict(section or {})))

@@ -21,7 +21,7 @@ from typing import Any
 from grpo_components.errors import ConfigError
 
 _START_TIMEOUT_S = 120.0
-"""Seconds for a process to import and build all rewards."""
+"""Seconds for a process to import and build a reward."""
 _EXIT_TIMEOUT_S = 10.0
 """Seconds for a process to exit after it closed its connection."""
 _MISSES_OF_A_HANG = 2
@@ -108,7 +108,7 @@ class RewardPool:
         self._late: Counter[str] = Counter()
         """Missed deadlines by the name of the reward."""
         self._thread = threading.local()
-        self._workers: set[_Worker] = set()
+        self._workers: set[Worker] = set()
         self._lock, self._closed = threading.Lock(), False
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
         for _ in range(num_workers):  # start the processes now, but do not wait for them
@@ -145,7 +145,7 @@ class RewardPool:
             worker.kill()
         self._threads.shutdown()
 
-    def _get_worker(self) -> _Worker:
+    def _get_worker(self) -> Worker:
         # One process per thread: a process dies with the thread that started it (PDEATHSIG).
         worker = getattr(self._thread, "worker", None)
         if worker is None:
@@ -153,7 +153,7 @@ class RewardPool:
                 if self._closed:
                     raise RewardPoolError("rewards: the pool is closed")
                 try:
-                    worker = self._thread.worker = _Worker(self._rewards, self._timeout_s / 2)
+                    worker = self._thread.worker = Worker(self._rewards, self._timeout_s / 2)
                 except OSError as error:
                     raise RewardPoolError(f"rewards: cannot start a process: {error}") from error
                 self._workers.add(worker)
@@ -172,7 +172,7 @@ class RewardPool:
 
     def _score_with(
         self,
-        worker: _Worker,
+        worker: Worker,
         sample: RewardInput,
         too_costly: list[str],
     ) -> Score | None:
@@ -196,7 +196,7 @@ class RewardPool:
         self._drop(worker)
         return Score(math.nan, {}, False, f"reward {worker.running}: its process died")
 
-    def _missed(self, worker: _Worker) -> Score:
+    def _missed(self, worker: Worker) -> Score:
         """Return the score of a sample whose deadline passed; refuse a reward that always hangs."""
         name = worker.running
         self._late[name] += 1
@@ -211,16 +211,24 @@ class RewardPool:
         error = f"reward {name}: TimeoutError: no score after {self._timeout_s:g} s"
         return Score(math.nan, {}, False, error)
 
-    def _drop(self, worker: _Worker) -> None:
+    def _drop(self, worker: Worker) -> None:
         self._thread.worker = None
         self._workers.discard(worker)
         worker.kill()
 
 
-class _Worker:
-    """Controls one reward process, from one thread of the process that owns the pool."""
+class Worker:
+    """Controls one reward process, from one thread of the process that owns it.
 
-    def __init__(self, rewards: dict[str, RewardSpec], max_cpu_s: float) -> None:
+    Args:
+        rewards: what the process builds.
+        max_cpu_s: largest CPU limit of one reward; 0: there is no limit.
+        output: where the process writes; None: where its owner does.
+    """
+
+    def __init__(
+        self, rewards: dict[str, RewardSpec], max_cpu_s: float, output: int | None = None
+    ) -> None:
         self._connection, theirs = Pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "grpo_components.rewards.scoring", str(theirs.fileno())],
@@ -228,20 +236,42 @@ class _Worker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
             start_new_session=True,  # own process group: `kill` also ends what rewards start
         )
         theirs.close()
         self._connection.send((rewards, max_cpu_s))
-        self._ready, self._names = False, tuple(rewards)
+        self.with_perfect: list[str] | None = None
+        """Names of the rewards that have a `perfect_response`, once all are built."""
         self.answered: set[str] = set()
         """Names of the rewards that have returned or raised."""
         self.running = next(iter(rewards), "")
-        """Name of the reward that is running, or ran last."""
+        """Name of the reward that is built or called, or was last."""
+
+    def wait_until_built(self, timeout_s: float) -> str:
+        """Wait until all rewards are built, each within `timeout_s`; return what is wrong, if any.
+
+        That is one line, then the traceback of the user's code.
+        """
+        problem = ""
+        while self.with_perfect is None and not problem:
+            if not self._connection.poll(timeout_s):
+                return f"it did not answer within {timeout_s:g} s"
+            try:
+                message = self._connection.recv()
+            except (EOFError, ConnectionError):
+                return "its process ended"
+            if isinstance(message, list):
+                self.with_perfect = message
+            else:
+                self.running, problem = message
+        return problem
 
     def score(self, call: tuple[Any, ...], timeout_s: float) -> Score:
-        """Score one sample; `call` is what follows `rewards` in `score_sample`."""
-        if not self._ready:
-            self._wait_until_ready()
+        """Score one sample; `call` is the sample and what follows it in `score_sample`."""
+        if problem := self.wait_until_built(_START_TIMEOUT_S).partition("\n")[0]:
+            raise RewardPoolError(f"rewards cannot be built: reward {self.running}: {problem}")
         self._connection.send(call)
         deadline, begun = time.monotonic() + timeout_s, False
         while self._connection.poll(max(0.0, deadline - time.monotonic())):
@@ -266,16 +296,3 @@ class _Worker:
             if self._process.returncode is None:  # once reaped, another process may have its pid
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-    def _wait_until_ready(self) -> None:
-        if not self._connection.poll(_START_TIMEOUT_S):
-            raise RewardPoolError(
-                f"rewards: their process did not start within {_START_TIMEOUT_S:g} s"
-            )
-        try:
-            problem = self._connection.recv()
-        except (EOFError, ConnectionError):
-            problem = f"rewards cannot be built: their process ended ({', '.join(self._names)})"
-        if problem is not None:
-            raise RewardPoolError(problem)
-        self._ready = True

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import math
-import os
 import random
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection, Pipe
+from dataclasses import replace
 from typing import Any
 
-from grpo_components.errors import MAX_MESSAGE, ConfigError, shown
-from grpo_components.objective.component_errors import (
-    MAX_ERROR_CHARS,
-    defined_at,
-    describe,
-    user_traceback,
-)
-from grpo_components.rewards.pool import RewardInput, RewardSpec
-from grpo_components.rewards.scoring import arguments_for
+from grpo_components.errors import ConfigError, shown
+from grpo_components.rewards.pool import RewardInput, RewardSpec, Score, Worker
 
 _START_TIMEOUT_S, _START_DEADLINES = 45.0, 4
 """Time to import and build one reward: in seconds, or in deadlines of a call if that is more."""
@@ -38,50 +25,44 @@ _CHECK_S = 20.0
 
 
 class RewardTrial:
-    """Tries rewards in the background, in a separate process that they may hang or kill."""
+    """Tries rewards in a separate process, which they may hang or kill."""
 
     def __init__(
         self, rewards: dict[str, RewardSpec], samples: list[RewardInput], timeout_s: float
     ) -> None:
-        self._rewards, self._timeout_s = rewards, timeout_s
-        self._start_s = max(_START_TIMEOUT_S, _START_DEADLINES * timeout_s)
-        self._connection, theirs = Pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "grpo_components.rewards.reward_trial", str(theirs.fileno())],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # own process group: `close` also ends what rewards start
-        )
-        theirs.close()
-        self._connection.send((rewards, samples))
-        self._with_perfect: list[str] = []
-        """Names of the rewards that have a `perfect_response`."""
+        # `success` then says if a reward gives its maximum.
+        self._rewards = {n: replace(s, is_success=True, weight=1.0) for n, s in rewards.items()}
+        self._samples, self._timeout_s = samples, timeout_s
+        self._worker = Worker(self._rewards, 0, subprocess.DEVNULL)  # it builds them meanwhile
 
     def finish(self) -> None:
         """Wait until each reward has returned a finite number."""
-        name, doing, limit_s = next(iter(self._rewards), ""), "built", self._start_s
-        while True:
-            try:
-                if not self._connection.poll(limit_s):
-                    key = "timeouts.reward_s" if doing == "called" else "to import and build it"
-                    what = "no answer" if doing == "called" else "not built"
-                    hang = f"hangs: {what} within {limit_s:g} s, {key}"
-                    raise self._error(name, hang, _IN_TIME)
-                message = self._connection.recv()
-            except (EOFError, ConnectionError):
-                problem = f"ended its process while it was {doing}"
-                raise self._error(name, problem, _ALLOWED) from None
-            if isinstance(message, list):
-                self._with_perfect = message
-                return
-            name, doing, problem, traceback = message
-            if problem:
-                is_ours = self._rewards[name].component.startswith(_OURS)
-                raise self._error(name, problem, _SCORES if is_ours else _ALLOWED, traceback)
-            limit_s = self._timeout_s if doing == "called" else self._start_s
+        start_s = max(_START_TIMEOUT_S, _START_DEADLINES * self._timeout_s)
+        if problem := self._worker.wait_until_built(start_s):
+            raise self._error(self._worker.running, f"cannot be built, {problem}", _ALLOWED)
+        for name, spec in self._rewards.items():
+            problems: list[str] = []
+            for sample in self._samples:
+                try:
+                    score = self._score(name, sample, self._timeout_s)
+                except TimeoutError:
+                    hang = f"hangs: no answer within {self._timeout_s:g} s, timeouts.reward_s"
+                    raise self._error(name, hang, _IN_TIME) from None
+                if score.error is None:  # failing for some samples is allowed
+                    break
+                problems.append(_problem(name, score.error))
+            else:
+                is_ours = spec.component.startswith(_OURS)
+                raise self._error(name, problems[0], _SCORES if is_ours else _ALLOWED)
+
+    def _score(self, name: str, sample: RewardInput, timeout_s: float, row: str = "") -> Score:
+        """Let one reward score a sample; with a row's name, its perfect response to the sample."""
+        others = [other for other in self._rewards if other != name]
+        try:
+            return self._worker.score((sample, others, bool(row)), timeout_s)
+        except (EOFError, ConnectionError):
+            doing = f"on a perfect response to {row}" if row else "while it was called"
+            raise self._error(name, f"ended its process {doing}", _ALLOWED) from None
 
     def check_rows(
         self, data: Mapping[str, Any], sample_of: Callable[[Any], RewardInput]
@@ -92,20 +73,21 @@ class RewardTrial:
         """
         rows = [(key, row) for key, dataset in data.items() for row in range(len(dataset))]
         random.Random(0).shuffle(rows)  # so that the time goes to rows from everywhere
-        found = {(name, key): dict[int, str]() for name in self._with_perfect for key in data}
+        names = self._worker.with_perfect or []
+        found = {(name, key): dict[int, str]() for name in names for key in data}
         deadline = time.monotonic() + _CHECK_S
-        for key, row in rows if self._with_perfect else ():
+        for key, row in rows if names else ():
             prompt = data[key][row]
             number, sample = prompt["prompt_index"] + 1, sample_of(prompt)
-            for name in self._with_perfect:
+            for name in names:
+                left_s, place = deadline - time.monotonic(), f"row {number} of {key}"
                 try:
-                    self._connection.send((name, sample))
-                    if not self._connection.poll(max(0.0, deadline - time.monotonic())):
-                        return self._refused(found, data)
-                    problem = self._connection.recv()
-                except (EOFError, ConnectionError):
-                    problem = f"ended its process on a perfect response to row {number} of {key}"
-                    raise self._error(name, problem, _ALLOWED) from None
+                    score = self._score(name, sample, left_s, place)
+                except TimeoutError:
+                    return self._refused(found, data)
+                problem = "" if score.success else f"gave {score.reward:g}"
+                if score.error:
+                    problem = _problem(name, score.error).partition("\n")[0]
                 text = f"{number}: {shown(prompt['answer'])} ({problem})"
                 found[name, key][number] = text if problem else ""
         return self._refused(found, data)
@@ -130,76 +112,16 @@ class RewardTrial:
 
     def close(self) -> None:
         """Kill the process and its process group."""
-        with contextlib.suppress(ProcessLookupError):
-            if self._process.returncode is None:  # once reaped, another process may have its pid
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._connection.close()
+        self._worker.kill()
 
-    def _error(
-        self, name: str, problem: str, allowed: str, user_traceback: str = ""
-    ) -> ConfigError:
-        what, _, own = problem.partition("; allowed: ")  # a reward of ours says what it allows
+    def _error(self, name: str, problem: str, allowed: str) -> ConfigError:
+        line, _, trace = problem.partition("\n")
+        what, _, own = line.partition("; allowed: ")  # a reward of ours says what it allows
         what = f"{self._rewards[name].component} {what}"
-        return ConfigError(f"rewards.{name}", what, own or allowed, user_traceback)
+        return ConfigError(f"rewards.{name}", what, own or allowed, trace)
 
 
-def _problem_of(reward: Any, sample: RewardInput) -> tuple[str, str]:
-    """Return what is wrong with one call of a reward, and its traceback; both may be empty."""
-    if not callable(reward):
-        return f"makes a {type(reward).__name__}, which cannot be called", ""
-    is_ours = type(reward).__module__.startswith(_OURS)
-    where = "" if is_ours else defined_at(reward)  # a line of ours tells the user nothing
-    try:
-        value: Any = reward(**arguments_for(reward, sample))
-        number = float(value)
-        _ = number >= getattr(reward, "max_reward", 1.0)
-    except (Exception, SystemExit) as error:  # user code may raise anything
-        max_chars = MAX_MESSAGE if is_ours else MAX_ERROR_CHARS
-        return f"raised {describe(error, max_chars, where)}", user_traceback(error)
-    return ("" if math.isfinite(number) else f"gave {number}{where}"), ""
-
-
-def _refusal(reward: Any, sample: RewardInput) -> str:
-    """Return why a reward does not accept its perfect response to a row; empty if it does."""
-    try:
-        response = reward.perfect_response(**arguments_for(reward.perfect_response, sample, ()))
-        if response is None:
-            return ""
-        value = float(reward(**arguments_for(reward, {**sample, "response_text": response})))
-    except (Exception, SystemExit) as error:  # user code may raise anything
-        return f"raised {describe(error)}"
-    return "" if value >= getattr(reward, "max_reward", 1.0) else f"gave {value:g}"
-
-
-def _serve(connection: Connection) -> None:
-    rewards, samples = connection.recv()
-    built: dict[str, Any] = {}
-    for name, spec in rewards.items():
-        connection.send((name, "built", "", ""))
-        try:
-            module, _, attribute = spec.component.rpartition(".")
-            factory = getattr(importlib.import_module(module), attribute)
-            reward = built[name] = factory(**spec.kwargs)
-        except (Exception, SystemExit) as error:  # user code may raise anything
-            problem = f"cannot be built, {describe(error)}"
-            connection.send((name, "built", problem, user_traceback(error)))
-            return
-        problems = []
-        for sample in samples:
-            connection.send((name, "called", "", ""))
-            problems.append(_problem_of(reward, sample))
-            if not problems[-1][0]:  # failing for some samples is allowed
-                break
-        else:
-            connection.send((name, "called", *problems[0]))
-            return
-    connection.send([name for name, each in built.items() if hasattr(each, "perfect_response")])
-    with contextlib.suppress(EOFError):
-        while True:
-            name, sample = connection.recv()
-            connection.send(_refusal(built[name], sample))
-
-
-if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+def _problem(name: str, error: str) -> str:
+    """Return the error of a score as what follows the reward's name in a sentence."""
+    text = error.removeprefix(f"reward {name}: ")
+    return text if text.startswith("gave ") else f"raised {text}"

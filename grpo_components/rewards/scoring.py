@@ -16,29 +16,34 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from grpo_components.data.columns import CALL, SEED
-from grpo_components.objective.component_errors import defined_at, describe, failure_text
+from grpo_components.objective.component_errors import (
+    defined_at,
+    describe,
+    failure_text,
+    user_traceback,
+)
 from grpo_components.rewards.pool import RewardInput, RewardSpec, Score
 
-_MAX_CPU_S = 120.0
 _PR_SET_PDEATHSIG = 1
 
 
 def score_sample(
     rewards: Mapping[str, tuple[RewardSpec, Callable[..., float]]],
-    sample: RewardInput,
     announce: Callable[[str], None],
-    too_costly: Sequence[str] = (),
-    max_cpu_s: float = _MAX_CPU_S,
+    max_cpu_s: float,
+    sample: RewardInput,
+    too_costly: Sequence[str],
+    is_perfect: bool = False,
 ) -> Score:
-    """Apply all rewards to one sample."""
+    """Apply the rewards to one sample; `is_perfect`: to their own best responses to it."""
     terms, used = dict[str, float](), dict[str, float]()
     success, failed = False, partial(Score, math.nan, {}, False, used=used)
     for name, (spec, reward) in rewards.items():
-        announce(name)
         if name in too_costly:
             terms[name] = 0.0
             continue
-        outcome = _outcome(name, reward, sample, max_cpu_s)
+        announce(name)
+        outcome = _outcome(name, reward, sample, is_perfect, max_cpu_s)
         if hasattr(reward, "take_use"):
             now = cast(Any, reward).take_use()
             used |= {f"{name}_{kind}": value for kind, value in now.items()}
@@ -54,10 +59,17 @@ def score_sample(
 
 
 def _outcome(
-    name: str, reward: Callable[..., float], sample: RewardInput, max_cpu_s: float
+    name: str, reward: Any, sample: RewardInput, is_perfect: bool, max_cpu_s: float
 ) -> float | str:
-    where = defined_at(reward)
+    is_ours = type(reward).__module__.startswith("grpo_components.")
+    where = "" if is_ours else defined_at(reward)  # a line of ours tells the user nothing
     try:
+        if is_perfect:
+            perfect = reward.perfect_response
+            response = perfect(**arguments_for(perfect, sample, ()))
+            if response is None:
+                return getattr(reward, "max_reward", 1.0)
+            sample = {**sample, "response_text": response}
         with _cpu_limit(getattr(reward, "response_cpu_s", None), max_cpu_s):
             value = float(reward(**arguments_for(reward, sample)))
         _ = value >= getattr(reward, "max_reward", 1.0)  # raises if it is no number
@@ -84,7 +96,7 @@ def arguments_for(
 def _cpu_limit(cpu_s: float | None, max_cpu_s: float) -> Iterator[None]:
     """Context manager: the kernel kills this process if the block takes more CPU time than allowed.
 
-    The limit is the lesser of both arguments, in seconds; if `cpu_s` is None, there is no limit.
+    The limit is the lesser of both arguments, in seconds; if it is None or 0, there is none.
     """
     # No signal handler: during a huge power, for example, Python would run it only afterwards.
     if cpu_s is not None:
@@ -96,36 +108,32 @@ def _cpu_limit(cpu_s: float | None, max_cpu_s: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _build(specs: dict[str, RewardSpec]) -> dict[str, tuple[RewardSpec, Callable[..., float]]]:
-    built = {}
-    for name, spec in specs.items():
-        module, _, attribute = spec.component.rpartition(".")
-        factory = getattr(importlib.import_module(module), attribute)
-        built[name] = spec, factory(**spec.kwargs)
-    return built
+def _build(spec: RewardSpec) -> Callable[..., float]:
+    module, _, attribute = spec.component.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)(**spec.kwargs)
 
 
 def _serve(connection: Connection) -> None:
     """Run a reward process: build the rewards, then score samples until the owner exits."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
-    try:
-        specs, max_cpu_s = connection.recv()
-        rewards = _build(specs)
-    except Exception as error:  # sent to the owner, which raises it
-        logging.getLogger(__name__).exception("rewards cannot be built")  # into the owner's log
-        connection.send(f"rewards cannot be built: {describe(error)}")
-        return
-    connection.send(None)
+    specs, max_cpu_s = connection.recv()
+    rewards: dict[str, tuple[RewardSpec, Callable[..., float]]] = {}
+    for name, spec in specs.items():
+        connection.send((name, ""))
+        try:
+            rewards[name] = spec, _build(spec)
+        except (Exception, SystemExit) as error:  # sent to the owner, which raises it
+            logging.getLogger(__name__).exception("rewards cannot be built")  # into its log
+            connection.send((name, f"{describe(error)}\n{user_traceback(error)}"))
+            return
+    connection.send([n for n, (_, each) in rewards.items() if hasattr(each, "perfect_response")])
     # Nobody needs to hear the name of the only reward; a message costs more than most rewards.
     announce = connection.send if len(rewards) > 1 else lambda _: None
-    while True:
-        try:
-            sample, too_costly = connection.recv()
-        except EOFError:
-            return
-        score = score_sample(rewards, sample, announce, too_costly, max_cpu_s)
-        connection.send(score)
+    with contextlib.suppress(EOFError):
+        while True:
+            call = connection.recv()
+            connection.send(score_sample(rewards, announce, max_cpu_s, *call))
 
 
 if __name__ == "__main__":

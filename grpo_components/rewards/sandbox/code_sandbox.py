@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
 import json
 import os
@@ -14,10 +13,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, NoReturn
 
 from grpo_components.rewards.sandbox.inside.contain import CPU_LIMIT_STATUS
 
@@ -27,8 +26,6 @@ _OLDEST_KERNEL = (5, 14)
 _GRACE_S = 30.0
 """Seconds for the sandbox itself to start; they are not charged to the program."""
 _MAX_QUEUE_S = 600.0
-_MAX_LIMIT = 2**20
-"""Maximum of every limit (time, memory, processes), each in its own unit."""
 _KILLED_STATUS = 128 + 9  # SIGKILL
 _MAX_REPORT_BYTES = 1000
 _OPTIONS = ["-s", "-S", "-P", "-B", "-X", "utf8", "-X", "int_max_str_digits=0"]
@@ -51,9 +48,6 @@ class Limits:
         file_mib: limit in MiB on each file, on all files together, and on each of stdout and
             stderr.
         threads: largest number of threads at a time. A program can never start other processes.
-
-    Raises:
-        ValueError: a limit is out of range.
     """
 
     cpu_s: int = 2
@@ -61,16 +55,6 @@ class Limits:
     memory_mib: int = 512
     file_mib: int = 4
     threads: int = 16
-
-    def __post_init__(self) -> None:
-        for name, least in (("memory_mib", 128), ("cpu_s", 1), ("file_mib", 1), ("threads", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value <= _MAX_LIMIT:
-                allowed = f"a whole number from {least} to {_MAX_LIMIT}"
-                raise ValueError(f"{name}: {value!r} given; allowed: {allowed}")
-        if type(self.wall_s) not in (int, float) or not 0 < self.wall_s <= _MAX_LIMIT:
-            allowed = f"a number above 0, at most {_MAX_LIMIT}"
-            raise ValueError(f"wall_s: {self.wall_s!r} given; allowed: {allowed}")
 
 
 @dataclass(frozen=True)
@@ -100,15 +84,11 @@ class CodeSandbox:
         max_programs: programs that may run at a time; further callers wait in a `FairQueue`.
 
     Raises:
-        ValueError: `max_programs` is below 1, or this machine cannot sandbox programs; there is no
-            weaker mode to fall back to.
+        ValueError: this machine cannot sandbox programs; there is no weaker mode to fall back to.
     """
 
     def __init__(self, limits: Limits | None = None, max_programs: int = 1) -> None:
-        if type(max_programs) is not int or max_programs < 1:
-            raise ValueError(f"max_programs: {max_programs!r} given; allowed: a whole number >= 1")
         self._limits = limits or Limits()
-        self._max_programs = max_programs
         self._queue = FairQueue(max_programs)
         release = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
         if (sys.platform, platform.machine()) != ("linux", "x86_64") or release < _OLDEST_KERNEL:
@@ -119,21 +99,15 @@ class CodeSandbox:
         except SandboxError as error:
             _refuse(str(error))
         if outcome.stdout != "contained":
-            _refuse(f"a trial program ended with {outcome}")
+            _refuse(f"a trial program with {self._limits} ended with {outcome}")
 
     def run(
         self, program: str, stdin: str = "", wall_s: float | None = None, used_s: float = 0.0
     ) -> Outcome:
         """Run one program until it ends. Any thread may call this; if it dies, so does the program.
 
-        Args:
-            program: source text.
-            stdin: text on the program's standard input.
-            wall_s: wall-clock limit of this run in seconds; ignored if above `Limits.wall_s`.
-            used_s: seconds that the caller's earlier programs ran; they delay it in the queue.
-
-        Raises:
-            SandboxError: the program could not be started.
+        `wall_s` may lower the limit; `used_s`, the seconds that the caller's earlier programs ran,
+        delay it in the queue.
         """
         with self.opened(program, used_s) as run:
             return run(stdin, wall_s)
@@ -148,9 +122,9 @@ class CodeSandbox:
         empty /tmp and a memory of its own. After a run that hit its wall-clock limit there is none.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._slot(used_s))
+            stack.enter_context(self._queue.slot(used_s))
             files = given, out, err = [stack.enter_context(_memory_file()) for _ in range(3)]
-            running = self._start({"main.py": program}, *(file.fileno() for file in files))
+            running = self._start({"main.py": program}, (file.fileno() for file in files))
             stack.callback(running.end)
             running.wait_until_ready()
 
@@ -175,18 +149,17 @@ class CodeSandbox:
         Files are in the root folder of a program, by name; only `program` sees `packages`.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._slot())
+            stack.enter_context(self._queue.slot())
             nothing, err = (stack.enter_context(_memory_file()) for _ in range(2))
             with contextlib.ExitStack() as pipes:
                 to_other, of_program, to_program, of_other = ends = [*os.pipe(), *os.pipe()]
                 for end in ends:
                     pipes.callback(os.close, end)
-                files = {**files, "main.py": program}
                 ours = to_program, of_program, err.fileno()
-                running = self._start(files, *ours, packages=packages)
+                running = self._start({**files, "main.py": program}, ours, packages)
                 stack.callback(running.end)
-                other_files = {**other_files, "main.py": other}
-                helper = self._start(other_files, to_other, of_other, nothing.fileno())
+                theirs = to_other, of_other, nothing.fileno()
+                helper = self._start({**other_files, "main.py": other}, theirs)
                 stack.callback(helper.end)
             # Our ends of the pipes are closed now, so each program notices if the other exits.
             for sandbox in (running, helper):
@@ -194,35 +167,14 @@ class CodeSandbox:
             helper.begin(once=True)
             return self._outcome(running, nothing, err, None, once=True)
 
-    @contextlib.contextmanager
-    def _slot(self, used_s: float = 0.0) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(self._queue.slot(used_s, _MAX_QUEUE_S))
-            except TimeoutError:
-                waited = f"a program waited {_MAX_QUEUE_S:g} s for a free sandbox"
-                others = f"{self._max_programs} others run at a time"
-                raise SandboxError(f"{waited}; {others}") from None
-            yield
-
     def _start(
         self,
         files: Mapping[str, str],
-        stdin: int,
-        stdout: int,
-        stderr: int,
-        *,
+        streams: Iterable[int],
         packages: Mapping[str, str] | None = None,
     ) -> _Running:
-        limits, mib = self._limits, 2**20
-        job: dict[str, Any] = {
-            "files": dict(files),
-            "packages": dict(packages or {}),
-            "cpu_s": limits.cpu_s,
-            "memory_bytes": limits.memory_mib * mib,
-            "file_bytes": limits.file_mib * mib,
-            "threads": limits.threads,
-        }
+        stdin, stdout, stderr = streams
+        job = {"files": dict(files), "packages": dict(packages or {}), **vars(self._limits)}
         # Keeps messages apart, and tells if the other end has died.
         orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -342,30 +294,25 @@ class FairQueue:
 
     def __init__(self, num_slots: int) -> None:
         self._free = num_slots
-        self._waiting: list[tuple[float, int]] = []
+        self.waiting: list[tuple[float, int]] = []
+        """Tickets of the callers that wait for a slot."""
         self._numbers = itertools.count()
         self._changed = threading.Condition()
 
-    @property
-    def num_waiting(self) -> int:
-        """Number of callers that wait for a slot."""
-        return len(self._waiting)
-
     @contextlib.contextmanager
-    def slot(self, used_s: float, timeout_s: float) -> Iterator[None]:
+    def slot(self, used_s: float = 0.0, timeout_s: float = _MAX_QUEUE_S) -> Iterator[None]:
         """Context manager: wait for a slot, and hold it during the `with` block."""
         ticket = time.monotonic() + used_s, next(self._numbers)
         with self._changed:
-            heapq.heappush(self._waiting, ticket)
+            self.waiting.append(ticket)
             is_next = self._changed.wait_for(
-                lambda: self._free > 0 and self._waiting[0] == ticket, timeout_s
+                lambda: self._free > 0 and min(self.waiting) == ticket, timeout_s
             )
-            self._waiting.remove(ticket)
-            heapq.heapify(self._waiting)
+            self.waiting.remove(ticket)
             self._free -= is_next
             self._changed.notify_all()
         if not is_next:
-            raise TimeoutError
+            raise SandboxError(f"a program waited {timeout_s:g} s for a free sandbox")
         try:
             yield
         finally:

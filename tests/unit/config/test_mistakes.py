@@ -29,7 +29,6 @@ SHORT = {
     "BIASED": "generator.allow_biased_sampling=true",
     "JUDGE": f"rewards.my._component_={REWARDS}.judge.LLMJudge rewards.my.model=m "
     "rewards.my.base_url=http://localhost:1/v1 rewards.my.rubric='{{ response }}'",
-    "WORDS": f"rewards.my._component_={REWARDS}.formats.ResponseLength",
     "CODE": f"rewards.my._component_={REWARDS}.code_tests.CodeTests",
     "HUGGING": "model._component_=grpo_components.models.hugging_face",
     "LOSS": "loss._component_",
@@ -223,8 +222,6 @@ rewards.correctness.answer_format  rewards.correctness.answer_format=xml -> tag
 rewards.my.limit             rewards.my._component_=own_parts.Good
 rewards.my._component_       rewards.my._component_=own_parts.judge
 rewards.my._component_       rewards.my._component_=own_broken.Reward
-rewards.my.max_words,min_words  WORDS rewards.my.max_words=x
-rewards.my.wall_s            CODE rewards.my.wall_s='8'
 rewards.my.wall_s            CODE timeouts.reward_s=8
 rewards.my.wall_s            JUDGE rewards.my.wall_s=10
 rewards.my.api_key_env       JUDGE rewards.my.api_key_env=NONE_X

@@ -2,9 +2,9 @@
 
 import pytest
 
-from grpo_components.rewards.verdicts import verdict_format
+from grpo_components.rewards.judge import Verdict
 
-NUMBER, JSON = verdict_format({}), verdict_format({"format": "json", "scale": [1, 5]})
+NUMBER, JSON = Verdict(), Verdict("json", scale=(1, 5))
 
 
 NUMBERS = {"7": 0.7, "Score: 7": 0.7, "**Score:** **7.5**": 0.75, "Final grade = 0.": 0.0}

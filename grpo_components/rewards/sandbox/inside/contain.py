@@ -176,8 +176,8 @@ def _filter_system_calls() -> None:
 
 def _limit(limits: dict[str, Any], own_uid: bool) -> None:
     resources = {
-        resource.RLIMIT_AS: limits["memory_bytes"],
-        resource.RLIMIT_FSIZE: limits["file_bytes"],
+        resource.RLIMIT_AS: limits["memory_mib"] * 2**20,
+        resource.RLIMIT_FSIZE: limits["file_mib"] * 2**20,
         resource.RLIMIT_NPROC: limits["threads"] + (not own_uid),  # else process 1 counts too
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
@@ -263,7 +263,7 @@ def _init(job: dict[str, Any], uid: int | None, orders: int) -> None:
     gc.freeze()  # so that no run has to copy the memory of what is loaded
     os.write(orders, b"ready")
     while os.read(orders, 1):
-        _renew(job["file_bytes"])
+        _renew(job["file_mib"] * 2**20)
         program = os.fork()
         if program == 0:
             _become_program(job, uid, orders)

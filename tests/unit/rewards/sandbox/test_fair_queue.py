@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from grpo_components.rewards.sandbox.code_sandbox import FairQueue
+from grpo_components.rewards.sandbox.code_sandbox import FairQueue, SandboxError
 
 WAIT_S = 60
 
@@ -22,7 +22,7 @@ def line_up(queue, callers):
             thread = threading.Thread(target=call, args=(name, used_s))
             thread.start()
             threads.append(thread)
-            while queue.num_waiting < len(threads):
+            while len(queue.waiting) < len(threads):
                 assert thread.is_alive()
     for thread in threads:
         thread.join(WAIT_S)
@@ -36,8 +36,8 @@ def test_a_caller_that_used_less_is_served_first():
 
 def test_a_caller_whose_wait_timed_out_leaves_the_queue():
     queue = FairQueue(1)
-    with queue.slot(0.0, WAIT_S), pytest.raises(TimeoutError), queue.slot(0.0, 0.01):
+    with queue.slot(0.0, WAIT_S), pytest.raises(SandboxError), queue.slot(0.0, 0.01):
         pass
-    assert queue.num_waiting == 0
+    assert queue.waiting == []
     with queue.slot(0.0, WAIT_S):
         pass
