@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -46,9 +45,9 @@ class AgentServer:
         options |= {"timeout_keep_alive": _KEEP_ALIVE_S, "timeout_graceful_shutdown": 1}
         self._server = uvicorn.Server(uvicorn.Config(self._application(), **options))
         self._thread = threading.Thread(target=self._run, name="agent-server", daemon=True)
-        self._ended: str | None = None
-        self._watchers: set[Future[str]] = set()
-        self._lock = threading.Lock()
+        self.ended: str | None = None
+        """Why the server has ended; None while it serves."""
+        self._running: set[Future[Any]] = set()
         self._thread.start()
 
     def open(self, session: Session) -> str:
@@ -62,41 +61,29 @@ class AgentServer:
         self._sessions.pop(session.address, None)
 
     def submit(self, work: Any) -> Future[Any]:
-        """Run a coroutine in the server's event loop. Any thread may call this."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        """Run a coroutine in the event loop, until the server ends. Any thread may call this."""
+        running = asyncio.run_coroutine_threadsafe(work, self.loop)
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        return running
 
     def close(self) -> None:
         """Stop the server and its thread."""
         self._server.should_exit = True
         self._thread.join(_STOP_S)
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[Future[str]]:
-        """Context manager: a future that is done, with the reason, if the server ends meanwhile."""
-        watcher: Future[str] = Future()
-        with self._lock:
-            self._watchers.add(watcher)
-            if self._ended is not None:
-                watcher.set_result(self._ended)
-        try:
-            yield watcher
-        finally:
-            with self._lock:
-                self._watchers.discard(watcher)
-
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-            why = "it was closed"
-            try:
-                runner.run(self._server.serve(sockets=[self._socket]))
-            except BaseException as error:  # whoever waits for a session must hear of it
-                why = repr(error)
-                raise
-            finally:  # before the runner cancels the sessions
-                with self._lock:
-                    self._ended = why
-                    for watcher in self._watchers:
-                        watcher.set_result(why)
+        try:
+            with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+                try:
+                    runner.run(self._server.serve(sockets=[self._socket]))
+                    self.ended = "it was closed"
+                except BaseException as error:  # whoever waits for a session must hear of it
+                    self.ended = repr(error)  # before the runner cancels the sessions
+                    raise
+        finally:
+            for running in list(self._running):  # what came too late to begin
+                running.cancel()
 
     def _application(self) -> Starlette:
         base = "/sessions/{address}/v1"
@@ -104,9 +91,8 @@ class AgentServer:
             Route(f"{base}/{path}", self._guarded(handler), methods=["POST"])
             for path, handler in (("chat/completions", _chat), ("reward", _reward))
         ]
-        return Starlette(
-            routes=routes, exception_handlers={HTTPException: _unknown, Exception: _failed}
-        )
+        handlers: Any = {HTTPException: _unknown, Exception: _failed}
+        return Starlette(routes=routes, exception_handlers=handlers)
 
     def _guarded(
         self, handler: Callable[[Session, Request], Awaitable[Response]]
@@ -147,11 +133,10 @@ async def _chat(session: Session, request: Request) -> Response:
     return Response(json.dumps(answer.body), media_type="application/json")
 
 
-async def _unknown(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
+async def _unknown(request: Request, error: HTTPException) -> Response:
     known = "POST chat/completions, reward below the base URL"
     problem = f"{request.method} {request.url.path}: not served; allowed: {known}"
-    return JSONResponse(RequestError(problem, status=status).body(), status)
+    return JSONResponse(RequestError(problem, status=error.status_code).body(), error.status_code)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
@@ -160,13 +145,9 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    read, size = bytearray(), 0
-    async for part in request.stream():  # to its end: else the client may miss the answer
-        size += len(part)
-        if size <= _MAX_BODY:
-            read += part
-    if size > _MAX_BODY:
-        problem = f"the request has {size} bytes; allowed: at most {_MAX_BODY}"
+    read = await request.body()
+    if len(read) > _MAX_BODY:
+        problem = f"the request has {len(read)} bytes; allowed: at most {_MAX_BODY}"
         raise RequestError(problem, status=413)
     try:
         body = json.loads(read)

@@ -57,18 +57,16 @@ class AgentRollouts:
 
     async def collect(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
         """Run one session for each sample, all at once."""
-        with self._engine.use.rollout(), self._server.watched() as watched:
-            ended = asyncio.wrap_future(watched)
-            if not ended.done():
+        with self._engine.use.rollout():
+            try:
                 work = self._all(samples, temperature)
-                sessions = asyncio.wrap_future(self._server.submit(work))
-                try:
-                    await asyncio.wait({sessions, ended}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    sessions.cancel()  # unless it is done
-            if ended.done():
-                raise AgentServerError(f"the agents' server ended: {ended.result()}")
-            return sessions.result()
+                return await asyncio.wrap_future(self._server.submit(work))
+            except (asyncio.CancelledError, RuntimeError) as error:  # or its loop is closed
+                task = asyncio.current_task()
+                if self._server.ended is None or (task and task.cancelling()):
+                    raise
+                ended = f"the agents' server ended: {self._server.ended}"
+                raise AgentServerError(ended) from error
 
     async def _all(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
         runs = (self._one(number, each, temperature) for number, each in enumerate(samples))

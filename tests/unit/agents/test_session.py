@@ -227,7 +227,7 @@ REFUSED = [
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "without"),
     ({"n": 1000}, "n", "at most 128"),
     ({"stop": 5}, "stop", "a text, or a list"),
-    *(({"stop": stop}, "stop", "too many or too long") for stop in (["x"] * 65, "x" * 1001)),
+    *(({"stop": stop}, "stop", "at most 64, each") for stop in (["x"] * 65, "x" * 1001)),
     ({"guided_json": {}}, "guided_json", "not supported"),
     ({"messages": []}, "messages", "a list of messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "parts"),
