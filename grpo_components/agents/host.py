@@ -134,15 +134,11 @@ def _result_of(function: Callable[[Any], Any], task: dict[str, Any]) -> dict[str
     """Run an agent's function; return its reward, or its error."""
     try:
         value = function(task)
-        if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
+        if inspect.iscoroutine(value):
+            value = asyncio.run(value)
         return {"reward": checked_reward(value)}
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # an agent may raise anything
         return {"error": failure_text("agent", error)}
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
 
 
 def _become(command: list[str], task: Mapping[str, Any]) -> None:
@@ -165,15 +161,6 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def imported(path: str) -> Callable[[Any], Any]:
-    """Import an agent's function by its dotted path; raise a ValueError if it is none."""
-    module, _, name = path.rpartition(".")
-    found = getattr(importlib.import_module(module), name, None) if module else None
-    if not callable(found):
-        raise ValueError(f"{path} is no function")
-    return found
-
-
 def main() -> None:
     """Import the agent, say so, and serve the owner."""
     owner = socket.socket(fileno=int(sys.argv[1]))
@@ -181,8 +168,11 @@ def main() -> None:
     os.environ["PYTHONPATH"] = sys.argv[3]  # the owner's: an agent's Python may be another one
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
     _die_with(parent)  # while the agent's own code runs here, which may hang
+    made = agent
     try:
-        made = imported(agent) if isinstance(agent, str) else agent
+        if isinstance(agent, str):
+            module, _, name = agent.rpartition(".")
+            made = getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         problem = failure_text(f"environment.agent: {agent} cannot be imported", error)
         owner.sendall(problem.encode(errors="replace"))

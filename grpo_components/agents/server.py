@@ -7,7 +7,6 @@ import hmac
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -87,25 +86,14 @@ class AgentServer:
 
     def _application(self) -> Starlette:
         base = "/sessions/{address}/v1"
-        routes = [
-            Route(f"{base}/{path}", self._guarded(handler), methods=["POST"])
-            for path, handler in (("chat/completions", _chat), ("reward", _reward))
-        ]
-        handlers: Any = {HTTPException: _unknown, Exception: _failed}
-        return Starlette(routes=routes, exception_handlers=handlers)
-
-    def _guarded(
-        self, handler: Callable[[Session, Request], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """Return a handler that knows its session, and answers errors in OpenAI's format."""
-
-        async def handle(request: Request) -> Response:
-            try:
-                return await handler(self._session_of(request), request)
-            except RequestError as error:
-                return JSONResponse(error.body(), error.status)
-
-        return handle
+        handlers: Any = {RequestError: _refused, HTTPException: _unknown, Exception: _failed}
+        return Starlette(
+            routes=[
+                Route(f"{base}/chat/completions", self._chat, methods=["POST"]),
+                Route(f"{base}/reward", self._reward, methods=["POST"]),
+            ],
+            exception_handlers=handlers,
+        )
 
     def _session_of(self, request: Request) -> Session:
         session = self._sessions.get(request.path_params["address"])
@@ -116,32 +104,34 @@ class AgentServer:
             raise RequestError(problem, status=401, code="invalid_api_key")
         return session
 
+    async def _reward(self, request: Request) -> Response:
+        self._session_of(request).post_reward(await _body(request))
+        return JSONResponse({"status": "ok"})
 
-async def _reward(session: Session, request: Request) -> Response:
-    session.post_reward(await _body(request))
-    return JSONResponse({"status": "ok"})
+    async def _chat(self, request: Request) -> Response:
+        session = self._session_of(request)
+        answer = await session.answer(await _body(request))
+        if await request.is_disconnected():
+            return Response(status_code=499)  # nobody reads it, and the answer is not trained
+        session.deliver(answer)
+        if answer.request.stream:
+            return Response(answer.events(), media_type="text/event-stream")
+        # As ASCII: the policy may have written half of a surrogate pair.
+        return Response(json.dumps(answer.body), media_type="application/json")
 
 
-async def _chat(session: Session, request: Request) -> Response:
-    answer = await session.answer(await _body(request))
-    if await request.is_disconnected():
-        return Response(status_code=499)  # nobody reads it, and the answer is not trained
-    session.deliver(answer)
-    if answer.request.stream:
-        return Response(answer.events(), media_type="text/event-stream")
-    # As ASCII: the policy may have written half of a surrogate pair.
-    return Response(json.dumps(answer.body), media_type="application/json")
+async def _refused(request: Request, error: RequestError) -> Response:
+    return JSONResponse(error.body(), error.status)
 
 
 async def _unknown(request: Request, error: HTTPException) -> Response:
     known = "POST chat/completions, reward below the base URL"
     problem = f"{request.method} {request.url.path}: not served; allowed: {known}"
-    return JSONResponse(RequestError(problem, status=error.status_code).body(), error.status_code)
+    return await _refused(request, RequestError(problem, status=error.status_code))
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    problem = RequestError(f"{type(error).__name__}: {error}", status=500)
-    return JSONResponse(problem.body(), problem.status)
+    return await _refused(request, RequestError(f"{type(error).__name__}: {error}", status=500))
 
 
 async def _body(request: Request) -> dict[str, Any]:
