@@ -80,17 +80,17 @@ class Chat:
         """Return the stop token's text at the end of a turn; empty if there is none."""
         return next((stop for stop in self._stops if turn.endswith(stop)), "")
 
-    def turn_length(self, text: str, turn: str) -> int | None:
+    def turn_length(self, text: str, turn: str, least: int) -> int | None:
         """Return how many characters at the start of a text are a turn; None if it is another one.
 
-        The same tool calls in another spelling of JSON are the same turn: what the policy wrote is
-        kept. Anything else that differs is another turn.
+        The same tool calls in another spelling of JSON, of at least some characters, are the same
+        turn: what the policy wrote is kept. Anything else that differs is another turn.
         """
         if text.startswith(turn):
             return len(turn)
         stop = self.stop_text(turn)
         end = text.find(stop) if stop else -1
-        if self.parse is None or end < 0:
+        if self.parse is None or end < 0 or end + len(stop) < least:
             return None
         return end + len(stop) if self.parse.same(turn.removesuffix(stop), text[:end]) else None
 

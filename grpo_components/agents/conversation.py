@@ -96,11 +96,11 @@ class Conversation:
     def place(self, text: str) -> Call:
         """Return a call that continues the longest conversation with which its prompt begins."""
         best, end = None, -1
-        for call, choice in self._in_order():
+        for call, choice in reversed(self._in_order()):  # so that few tool calls are compared
             if text.startswith(call.prompt_text):
                 begin = len(call.prompt_text)
-                length = self._length_of(choice, text[begin:])
-                if length is not None and begin + length > end:
+                length = self._length_of(choice, text[begin:], end - begin)
+                if length is not None and begin + length >= end:
                     best, end = (call, choice), begin + length
         if best is not None:
             call, choice = best
@@ -113,9 +113,9 @@ class Conversation:
                 return Call(text, [*known, *added], best)
         return Call(text, self._chat.encode(text))
 
-    def _length_of(self, choice: Choice, text: str) -> int | None:
+    def _length_of(self, choice: Choice, text: str, least: int) -> int | None:
         """Return how many characters at the start of a text are an answer, or its content."""
-        length = self._chat.turn_length(text, choice.text)
+        length = self._chat.turn_length(text, choice.text, least)
         if length is None and choice.content_tokens and not choice.continued:
             return len(choice.content) if text.startswith(choice.content) else None
         return length
@@ -152,19 +152,22 @@ def _order(call: Call, choice: Choice) -> tuple[tuple[int, str, int], int]:
 def _joined(steps: list[tuple[Call, Choice]]) -> SessionPart:
     """Join answers and what lies between them; what lies before the first one is the prompt."""
     prompt_ids = steps[0][0].prompt_ids
-    ids: list[int] = []
+    ids: list[NDArray[np.int64]] = []
     masks: list[NDArray[np.bool_]] = []
     logprobs: list[NDArray[np.float32]] = []
     versions: list[NDArray[np.int32]] = []
+    end = len(prompt_ids)
     for call, choice in steps:
-        between = call.prompt_ids[len(prompt_ids) + len(ids) :]
-        assert [*prompt_ids, *ids, *between] == call.prompt_ids, "the policy saw other tokens"
-        ids += [*between, *choice.token_ids.tolist()]
+        known = ids[-1].tolist() if ids else []
+        assert call.prompt_ids[end - len(known) : end] == known, "the policy saw other tokens"
+        between = np.array(call.prompt_ids[end:], np.int64)
         size, sampled = len(between), len(choice.token_ids)
+        end = len(call.prompt_ids) + sampled
+        ids += [between, choice.token_ids]
         masks += [np.zeros(size, bool), np.ones(sampled, bool)]
         logprobs += [np.zeros(size, np.float32), choice.logprobs]
         versions += [np.full(size, -1, np.int32), choice.versions]
     return SessionPart(
-        *(np.array(prompt_ids, np.int64), np.array(ids, np.int64), np.concatenate(masks)),
+        *(np.array(prompt_ids, np.int64), np.concatenate(ids), np.concatenate(masks)),
         *(np.concatenate(logprobs), np.concatenate(versions), steps[-1][1].finish_reason),
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from grpo_components.errors import ConfigError
@@ -59,3 +62,16 @@ def _checked_agent(agent: Any) -> str | list[str]:
         return [str(part) for part in command]
     allowed = "the dotted path of a function, or `command` with a list of texts"
     raise ConfigError("environment.agent", f"{agent!r:.100} given", allowed)
+
+
+def parser_names() -> list[str]:
+    """Return the names of vLLM's parsers of tool calls without its import, which takes seconds.
+
+    Empty if vLLM keeps its table elsewhere; the generator asks vLLM itself.
+    """
+    spec = importlib.util.find_spec("vllm")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        source = Path(folder, "tool_parsers", "__init__.py")
+        if source.is_file():
+            return sorted(re.findall(r'^    "(.+)": \(', source.read_text("utf-8"), re.MULTILINE))
+    return []

@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_components.agents.rewards import checked_reward
+from grpo_components.agents.host import READY
 
 _START_S = 120.0
 """Seconds for the agent's module to be imported."""
 _KILL_S = 20.0
 """Seconds until the kernel has ended a killed agent."""
-_MAX_LINE = 1 << 24
-"""Bytes of an answer: those of a result (`host._MAX_RESULT`), each up to six in JSON."""
+_MAX_SAID = 1000
+"""Characters of the end of what a command said, in its error."""
 
 
 class AgentImportError(RuntimeError):
@@ -47,8 +47,6 @@ class AgentProcesses:
         self._starting = asyncio.Lock()
         self._host: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._sessions: set[socket.socket] = set()
-        """Connections to the watchers of agents."""
 
     async def run(
         self,
@@ -61,11 +59,10 @@ class AgentProcesses:
         ours, theirs = socket.socketpair()
         with theirs:
             await self._start_watcher(theirs)
-        reader, writer = await asyncio.open_connection(sock=ours, limit=_MAX_LINE)
-        self._sessions.add(ours)
+        reader, writer = await asyncio.open_connection(sock=ours)
         message = {"task": dict(task), "variables": dict(variables)}
         writer.write(json.dumps(message, default=str).encode() + b"\n")
-        report = asyncio.create_task(_line(reader))
+        report = asyncio.create_task(_read(reader))
         try:
             waiting: set[asyncio.Future[Any]] = {report, failure}
             await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -79,49 +76,51 @@ class AgentProcesses:
             writer.write_eof()  # it kills what is left
             await asyncio.wait([report], timeout=_KILL_S)
             report.cancel()
-            self._sessions.discard(ours)
             writer.close()
 
     def close(self) -> None:
         """Kill all agents, and the process that starts them. Any thread may call this."""
-        for connection in [*self._sessions, *filter(None, [self._control])]:
-            with contextlib.suppress(OSError):  # it has ended already
-                connection.shutdown(socket.SHUT_RDWR)
-        if self._host is not None:
-            try:
-                self._host.wait(_KILL_S)
-            except subprocess.TimeoutExpired:
-                self._host.kill()
-                self._host.wait()
+        if self._host is None or self._control is None:
+            return
+        with contextlib.suppress(OSError):  # it has ended already
+            self._control.shutdown(socket.SHUT_RDWR)
+        try:
+            self._host.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            self._host.kill()
+            self._host.wait()
 
-    def _outcome(self, line: bytes) -> Outcome:
-        if not line.endswith(b"\n"):
+    def _outcome(self, report: bytes) -> Outcome:
+        if not report:
             return Outcome(error="agent: the process that watches it was killed")
-        ended = json.loads(line)
-        status = ended["status"]
-        if text := ended.get("result"):
-            return _result(text)
+        status, said = json.loads(report)
+        is_function = isinstance(self._agent, str)
+        if is_function and said:
+            try:
+                return Outcome(**json.loads(said))
+            except (TypeError, ValueError):  # another process of the agent wrote one, too
+                return Outcome(error=f"agent: its result cannot be read: {said!r:.100}")
+        if status == 0 and not is_function:
+            return Outcome()
         if status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
         else:
             how = f"ended with status {status}"
-        if status == 0 and not isinstance(self._agent, str):
-            return Outcome()
-        said = ended.get("said", "").strip()
+        said = said[-_MAX_SAID:].strip()
         before, _, last = said.rpartition("\n")
         how += f": {last}" if last else ""
         return Outcome(error=f"agent: {self._name} {how}" + (f"\n{said}" if before else ""))
 
     async def _start_watcher(self, connection: socket.socket) -> None:
         """Start the process that will run an agent and report through a connection."""
-        async with self._starting:  # one at a time: a socket holds few descriptors
+        async with self._starting:
             if self._control is None or self._host is None or self._host.poll() is not None:
                 self._control = await self._start_host()
-            # If the host has just ended, the connection ends, too; if it hangs, the agent is late.
-            with contextlib.suppress(OSError, TimeoutError):
-                async with asyncio.timeout(_KILL_S):
-                    socket.send_fds(self._control, [b"1"], [connection.fileno()])
-                    await asyncio.get_running_loop().sock_recv(self._control, 1)
+            with contextlib.suppress(OSError):  # it has just ended, and so does the connection
+                # In a thread, which may wait: a socket holds few descriptors.
+                await asyncio.to_thread(
+                    socket.send_fds, self._control, [b"1"], [connection.fileno()]
+                )
 
     async def _start_host(self) -> socket.socket:
         control, theirs = socket.socketpair()
@@ -146,37 +145,25 @@ class AgentProcesses:
         )
         theirs.close()
         control.setblocking(False)
-        problem: str | None = f"its process did not start within {_START_S:g} s"
-        with contextlib.suppress(TimeoutError):
+        said, loop = b"", asyncio.get_running_loop()
+        try:
             async with asyncio.timeout(_START_S):
-                line, loop = b"", asyncio.get_running_loop()
-                while not line.endswith(b"\n"):
-                    part = await loop.sock_recv(control, _MAX_LINE)
-                    line += part or b'{"problem": "its process ended"}\n'
-                problem = json.loads(line)["problem"]
-        if problem is not None:
+                while said != READY and (part := await loop.sock_recv(control, 1 << 16)):
+                    said += part
+            problem = said.decode() or "its process ended"
+        except TimeoutError:
+            problem = f"its process did not start within {_START_S:g} s"
+        if said != READY:
             self._host.kill()
             self._host.wait()
             raise AgentImportError(problem)
+        control.setblocking(True)
         return control
 
 
-async def _line(reader: asyncio.StreamReader) -> bytes:
-    """Read how an agent ended; no whole line if its watcher was killed."""
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    """Read how an agent ended; nothing if its watcher was killed."""
     try:
-        return await reader.readline()
+        return await reader.read()
     except ConnectionError:
         return b""
-
-
-def _result(text: str) -> Outcome:
-    """Read what came through an agent's pipe, into which it may write what it likes."""
-    try:
-        result = json.loads(text)
-        reward, error = result.get("reward"), result.get("error")
-        if result.keys() <= {"reward", "error"} and isinstance(error, str | None):
-            return Outcome(checked_reward(reward), error)
-    except (ValueError, RecursionError, AttributeError):
-        pass
-    problem = f"its result of {len(text)} characters is not the one of its function"
-    return Outcome(error=f"agent: {problem}, or too large: {text!r:.100}")

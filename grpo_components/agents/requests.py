@@ -6,18 +6,18 @@ log-probabilities under that of the run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 _MOST_CHOICES, _MOST_STOPS, _MOST_STOP_CHARS = 128, 64, 1000
 _HONOURED = {
-    *("model", "messages", "tools", "tool_choice", "n", "stop", "max_tokens"),
-    *("max_completion_tokens", "temperature", "stream", "stream_options", "seed"),
-    "chat_template_kwargs",
+    *("messages", "tools", "tool_choice", "n", "stop", "max_tokens", "max_completion_tokens"),
+    *("temperature", "stream", "stream_options", "seed", "chat_template_kwargs"),
 }
 _WITHOUT_EFFECT = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
+    "prompt_cache_key",
 }
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
@@ -80,81 +80,70 @@ def read_chat(
 ) -> ChatRequest:
     """Check a request for a turn of a chat."""
     given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
-        if name in _HONOURED or name in _WITHOUT_EFFECT:
-            continue
-        if name not in _NEUTRAL:
+
+    def read(name: str, default: Any, allowed: str, fits: Callable[[Any], Any]) -> Any:
+        value = given.get(name, default)
+        if name in given and not fits(value):
+            raise RequestError(f"{name}: {value!r:.60} given; allowed: {allowed}", name)
+        return value
+
+    def whole(name: str, least: int, most: int = 2**63 - 1) -> int | None:
+        allowed = f"a whole number of at least {least}, at most {most}"
+        return read(name, None, allowed, lambda n: type(n) is int and least <= n <= most)
+
+    for name in given:
+        if neutral := _NEUTRAL.get(name):
+            read(name, None, f"leave it out, or {neutral[0]!r}", lambda v, n=neutral: v in n)
+        elif name not in _HONOURED | _WITHOUT_EFFECT:
             raise RequestError(f"{name}: not supported; allowed: leave it out", name)
-        neutral = _NEUTRAL[name]
-        same = [isinstance(value, bool) == isinstance(each, bool) for each in neutral]
-        if not any(kind and value == each for kind, each in zip(same, neutral, strict=True)):
-            raise _refused(name, value, f"leave it out, or {neutral[0]!r}")
-    asked = given.get("temperature", temperature)
-    if not any_temperature and asked != temperature:
-        where = f"{temperature:g}, that of the run (generator.temperature)"
-        raise _refused("temperature", asked, f"leave it out, or {where}")
-    options, stream = given.get("stream_options", {}), given.get("stream", False)
-    if not isinstance(stream, bool):
-        raise _refused("stream", stream, "true, false")
-    if not isinstance(options, dict):
-        raise _refused("stream_options", options, "an object")
-    variables = given.get("chat_template_kwargs", {})
-    if not isinstance(variables, dict) or any(name in _TAKEN for name in variables):
-        allowed = f"an object without {', '.join(_TAKEN)}"
-        raise _refused("chat_template_kwargs", variables, allowed)
+    where = f"leave it out, or {temperature:g}, that of the run (generator.temperature)"
+    read("temperature", None, where, lambda asked: any_temperature or asked == temperature)
+    tools = read("tools", [], "a list of functions", _are_tools)
+    # Another choice would be sampled from a grammar.
+    choice = read("tool_choice", "auto", "auto, none", lambda choice: choice in ("auto", "none"))
+    if tools and not has_parser:
+        problem = "tools: given, but environment.tool_parser is null"
+        raise RequestError(f"{problem}; allowed: none, or set the model's parser", "tools")
+    allowed = f"a text, or a list of at most {_MOST_STOPS}, each of at most {_MOST_STOP_CHARS}"
+    stop = read("stop", [], f"{allowed} characters", _are_stops)
+    variables = f"an object without {', '.join(_TAKEN)}"
+    options = read("stream_options", {}, "an object", lambda value: isinstance(value, dict))
+    given.setdefault("messages", [])
     return ChatRequest(
-        messages=_messages(given.get("messages")),
-        tools=_tools(given, has_parser),
-        template_arguments=variables,
-        num_choices=_whole(given, "n", 1, _MOST_CHOICES) or 1,
-        stop=_stops(given.get("stop", ())),
-        max_tokens=_whole(given, "max_completion_tokens", 1) or _whole(given, "max_tokens", 1),
-        seed=_whole(given, "seed", 0),
-        stream=stream,
+        messages=read("messages", [], "a list of messages, each with a role", _are_messages),
+        tools=tools if choice == "auto" else [],
+        template_arguments=read(
+            *("chat_template_kwargs", {}, variables),
+            lambda value: isinstance(value, dict) and value.keys().isdisjoint(_TAKEN),
+        ),
+        num_choices=whole("n", 1, _MOST_CHOICES) or 1,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        max_tokens=whole("max_completion_tokens", 1) or whole("max_tokens", 1),
+        seed=whole("seed", 0),
+        stream=read("stream", False, "true, false", lambda value: isinstance(value, bool)),
         include_usage=options.get("include_usage") is True,
     )
 
 
-def _refused(name: str, value: Any, allowed: str) -> RequestError:
-    return RequestError(f"{name}: {value!r:.60} given; allowed: {allowed}", name)
+def _are_messages(given: Any) -> bool:
+    return bool(given) and _are_objects(given, "role", str)
 
 
-def _messages(messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("messages: none given; allowed: a list of messages", "messages")
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _refused("messages", message, "objects with a role")
-    return messages
+def _are_tools(given: Any) -> bool:
+    return _are_objects(given, "function", dict)
 
 
-def _tools(given: Mapping[str, Any], has_parser: bool) -> list[dict[str, Any]]:
-    tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
-    if not isinstance(tools, list) or not all(
-        isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools
-    ):
-        raise _refused("tools", tools, "a list of functions")
-    if choice not in ("auto", "none"):  # another one would be sampled from a grammar
-        raise _refused("tool_choice", choice, "auto, none")
-    if tools and not has_parser:
-        problem = "tools: given, but environment.tool_parser is null"
-        raise RequestError(f"{problem}; allowed: none, or set the model's parser", "tools")
-    return tools if choice == "auto" else []
+def _are_objects(given: Any, name: str, kind: type) -> bool:
+    """Whether a value is a list of objects that have a field of a kind."""
+    return isinstance(given, list) and all(
+        isinstance(each, dict) and isinstance(each.get(name), kind) for each in given
+    )
 
 
-def _whole(body: Mapping[str, Any], name: str, least: int, most: int = 2**63 - 1) -> int | None:
-    value = body.get(name)
-    if value is not None and (type(value) is not int or not least <= value <= most):
-        limit = "" if most == 2**63 - 1 else f", at most {most}"
-        raise _refused(name, value, f"a whole number of at least {least}{limit}")
-    return value
-
-
-def _stops(given: Any) -> tuple[str, ...]:
-    stops = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else ()
-    if (given and not stops) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise _refused("stop", given, "a text, or a list of them")
-    if len(stops) > _MOST_STOPS or any(len(stop) > _MOST_STOP_CHARS for stop in stops):
-        allowed = f"at most {_MOST_STOPS} texts of at most {_MOST_STOP_CHARS} characters"
-        raise RequestError(f"stop: too many or too long; allowed: {allowed}", "stop")
-    return stops
+def _are_stops(given: Any) -> bool:
+    stops = [given] if isinstance(given, str) else given
+    return (
+        isinstance(stops, list)
+        and len(stops) <= _MOST_STOPS
+        and all(isinstance(stop, str) and 0 < len(stop) <= _MOST_STOP_CHARS for stop in stops)
+    )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -46,9 +44,9 @@ class AgentServer:
         options |= {"timeout_keep_alive": _KEEP_ALIVE_S, "timeout_graceful_shutdown": 1}
         self._server = uvicorn.Server(uvicorn.Config(self._application(), **options))
         self._thread = threading.Thread(target=self._run, name="agent-server", daemon=True)
-        self._ended: str | None = None
-        self._watchers: set[Future[str]] = set()
-        self._lock = threading.Lock()
+        self.ended: str | None = None
+        """Why the server has ended; None while it serves."""
+        self._running: set[Future[Any]] = set()
         self._thread.start()
 
     def open(self, session: Session) -> str:
@@ -62,64 +60,40 @@ class AgentServer:
         self._sessions.pop(session.address, None)
 
     def submit(self, work: Any) -> Future[Any]:
-        """Run a coroutine in the server's event loop. Any thread may call this."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        """Run a coroutine in the event loop, until the server ends. Any thread may call this."""
+        running = asyncio.run_coroutine_threadsafe(work, self.loop)
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        return running
 
     def close(self) -> None:
         """Stop the server and its thread."""
         self._server.should_exit = True
         self._thread.join(_STOP_S)
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[Future[str]]:
-        """Context manager: a future that is done, with the reason, if the server ends meanwhile."""
-        watcher: Future[str] = Future()
-        with self._lock:
-            self._watchers.add(watcher)
-            if self._ended is not None:
-                watcher.set_result(self._ended)
-        try:
-            yield watcher
-        finally:
-            with self._lock:
-                self._watchers.discard(watcher)
-
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-            why = "it was closed"
-            try:
-                runner.run(self._server.serve(sockets=[self._socket]))
-            except BaseException as error:  # whoever waits for a session must hear of it
-                why = repr(error)
-                raise
-            finally:  # before the runner cancels the sessions
-                with self._lock:
-                    self._ended = why
-                    for watcher in self._watchers:
-                        watcher.set_result(why)
+        try:
+            with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+                try:
+                    runner.run(self._server.serve(sockets=[self._socket]))
+                    self.ended = "it was closed"
+                except BaseException as error:  # whoever waits for a session must hear of it
+                    self.ended = repr(error)  # before the runner cancels the sessions
+                    raise
+        finally:
+            for running in list(self._running):  # what came too late to begin
+                running.cancel()
 
     def _application(self) -> Starlette:
         base = "/sessions/{address}/v1"
-        routes = [
-            Route(f"{base}/{path}", self._guarded(handler), methods=["POST"])
-            for path, handler in (("chat/completions", _chat), ("reward", _reward))
-        ]
+        handlers: Any = {RequestError: _refused, HTTPException: _unknown, Exception: _failed}
         return Starlette(
-            routes=routes, exception_handlers={HTTPException: _unknown, Exception: _failed}
+            routes=[
+                Route(f"{base}/chat/completions", self._chat, methods=["POST"]),
+                Route(f"{base}/reward", self._reward, methods=["POST"]),
+            ],
+            exception_handlers=handlers,
         )
-
-    def _guarded(
-        self, handler: Callable[[Session, Request], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """Return a handler that knows its session, and answers errors in OpenAI's format."""
-
-        async def handle(request: Request) -> Response:
-            try:
-                return await handler(self._session_of(request), request)
-            except RequestError as error:
-                return JSONResponse(error.body(), error.status)
-
-        return handle
 
     def _session_of(self, request: Request) -> Session:
         session = self._sessions.get(request.path_params["address"])
@@ -130,43 +104,40 @@ class AgentServer:
             raise RequestError(problem, status=401, code="invalid_api_key")
         return session
 
+    async def _reward(self, request: Request) -> Response:
+        self._session_of(request).post_reward(await _body(request))
+        return JSONResponse({"status": "ok"})
 
-async def _reward(session: Session, request: Request) -> Response:
-    session.post_reward(await _body(request))
-    return JSONResponse({"status": "ok"})
+    async def _chat(self, request: Request) -> Response:
+        session = self._session_of(request)
+        answer = await session.answer(await _body(request))
+        if await request.is_disconnected():
+            return Response(status_code=499)  # nobody reads it, and the answer is not trained
+        session.deliver(answer)
+        if answer.request.stream:
+            return Response(answer.events(), media_type="text/event-stream")
+        # As ASCII: the policy may have written half of a surrogate pair.
+        return Response(json.dumps(answer.body), media_type="application/json")
 
 
-async def _chat(session: Session, request: Request) -> Response:
-    answer = await session.answer(await _body(request))
-    if await request.is_disconnected():
-        return Response(status_code=499)  # nobody reads it, and the answer is not trained
-    session.deliver(answer)
-    if answer.request.stream:
-        return Response(answer.events(), media_type="text/event-stream")
-    # As ASCII: the policy may have written half of a surrogate pair.
-    return Response(json.dumps(answer.body), media_type="application/json")
+async def _refused(request: Request, error: RequestError) -> Response:
+    return JSONResponse(error.body(), error.status)
 
 
-async def _unknown(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
+async def _unknown(request: Request, error: HTTPException) -> Response:
     known = "POST chat/completions, reward below the base URL"
     problem = f"{request.method} {request.url.path}: not served; allowed: {known}"
-    return JSONResponse(RequestError(problem, status=status).body(), status)
+    return await _refused(request, RequestError(problem, status=error.status_code))
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    problem = RequestError(f"{type(error).__name__}: {error}", status=500)
-    return JSONResponse(problem.body(), problem.status)
+    return await _refused(request, RequestError(f"{type(error).__name__}: {error}", status=500))
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    read, size = bytearray(), 0
-    async for part in request.stream():  # to its end: else the client may miss the answer
-        size += len(part)
-        if size <= _MAX_BODY:
-            read += part
-    if size > _MAX_BODY:
-        problem = f"the request has {size} bytes; allowed: at most {_MAX_BODY}"
+    read = await request.body()
+    if len(read) > _MAX_BODY:
+        problem = f"the request has {len(read)} bytes; allowed: at most {_MAX_BODY}"
         raise RequestError(problem, status=413)
     try:
         body = json.loads(read)

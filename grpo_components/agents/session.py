@@ -18,6 +18,7 @@ from grpo_components.agents.chat import Chat
 from grpo_components.agents.conversation import Call, Choice, Conversation, SessionPart
 from grpo_components.agents.requests import ChatRequest, RequestError, read_chat
 from grpo_components.agents.rewards import checked_reward
+from grpo_components.settings import GeneratorSettings
 
 _MOST_CHARACTERS = 16
 """Characters a token of the longest prompt, on average; text in any language has fewer."""
@@ -25,21 +26,6 @@ _MOST_BYTES = 4
 """Tokens that one character may take, at most."""
 _SLACK = 16
 """Tokens that one step of the engine may add, at most."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionLimits:
-    """Limits of a session, and what it samples with."""
-
-    max_calls: int
-    """Most requests of one session."""
-    max_model_len: int
-    """Longest prompt plus answer, in tokens."""
-    max_response_tokens: int
-    """Longest conversation after its first prompt, in tokens."""
-    temperature: float
-    any_temperature: bool
-    """Whether requests may name another temperature, which is not used."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +57,18 @@ class Session:
         chat: Chat,
         submit: Callable[..., Future[Any]],
         seed_of: Callable[..., int],
-        limits: SessionLimits,
+        settings: GeneratorSettings,
+        *,
+        temperature: float,
+        max_calls: int,
+        any_temperature: bool = False,
     ) -> None:
         self.name, self.key = name, f"sk-{secrets.token_urlsafe(24)}"
         self.address = secrets.token_hex(8)
-        self._chat, self._submit, self._seed_of, self._limits = chat, submit, seed_of, limits
+        self._chat, self._submit, self._seed_of, self._max_calls = chat, submit, seed_of, max_calls
+        self._max_model_len = settings.max_model_len or 0
+        self._max_response_tokens = settings.max_response_tokens
+        self._temperature, self._any_temperature = temperature, any_temperature
         self._sampling: set[asyncio.Task[None]] = set()
         """What is sampled, also for clients that have gone."""
         self._conversation = Conversation(chat)
@@ -95,10 +88,17 @@ class Session:
 
     async def answer(self, body: Mapping[str, Any]) -> Answer:
         """Sample the answer to a request, a JSON object."""
-        self._count()
-        limits, has_parser = self._limits, self._chat.parse is not None
-        taken = {"any_temperature": limits.any_temperature, "has_parser": has_parser}
-        request = read_chat(body, limits.temperature, **taken)
+        self._num_requests += 1
+        if self._num_requests > self._max_calls:
+            problem = f"the agent opened more than {self._max_calls} calls"
+            self._fail(f"{problem} (environment.max_calls)")
+            raise RequestError(problem, status=429)
+        request = read_chat(
+            body,
+            self._temperature,
+            any_temperature=self._any_temperature,
+            has_parser=self._chat.parse is not None,
+        )
         text = self._chat.render(request.messages, request.tools, request.template_arguments)
         self._check_length(text)
         call = self._conversation.place(text)
@@ -173,16 +173,9 @@ class Session:
             self.error = error
             self.failure.set_result(why)
 
-    def _count(self) -> None:
-        self._num_requests += 1
-        if self._num_requests > self._limits.max_calls:
-            problem = f"the agent opened more than {self._limits.max_calls} calls"
-            self._fail(f"{problem} (environment.max_calls)")
-            raise RequestError(problem, status=429)
-
     def _check_length(self, text: str) -> None:
         """Refuse what is certainly too long: to tokenize it would hold up all sessions."""
-        limit = self._limits.max_model_len
+        limit = self._max_model_len
         if len(text) > limit * _MOST_CHARACTERS:
             has = f"the prompt has {len(text)} characters; generator.max_model_len is {limit}"
             problem = f"{has}, with at most {_MOST_CHARACTERS} characters a token"
@@ -190,20 +183,20 @@ class Session:
 
     def _room(self, call: Call, request: ChatRequest) -> int:
         """Return how many tokens an answer may have."""
-        size, limits = len(call.prompt_ids), self._limits
-        first = call.path[0][0] if call.parent else call
-        used = size - len(first.prompt_ids)
-        rooms = {
-            f"generator.max_model_len is {limits.max_model_len}": limits.max_model_len - size,
-            f"generator.max_response_tokens is {limits.max_response_tokens}": (
-                limits.max_response_tokens - used
+        size = len(call.prompt_ids)
+        used = size - len(call.path[0][0].prompt_ids) if call.parent else 0
+        room, limit = min(
+            (self._max_model_len - size, f"max_model_len is {self._max_model_len}"),
+            (
+                self._max_response_tokens - used,
+                f"max_response_tokens is {self._max_response_tokens}",
             ),
-        }
-        limit = min(rooms, key=lambda name: rooms[name])
-        if rooms[limit] < 1:
+        )
+        if room < 1:
             has = f"the prompt has {size} tokens, {used} of them after the conversation's first one"
-            raise RequestError(f"{has}; {limit}", "messages", code="context_length_exceeded")
-        return min(rooms[limit], request.max_tokens or rooms[limit])
+            problem = f"{has}; generator.{limit}"
+            raise RequestError(problem, "messages", code="context_length_exceeded")
+        return min(room, request.max_tokens or room)
 
     async def _sample(self, call: Call, request: ChatRequest, room: int) -> None:
         """Sample the choices of a call."""

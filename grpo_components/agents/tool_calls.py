@@ -50,21 +50,20 @@ class TurnParser:
 
     def same(self, one: str, other: str) -> bool:
         """Whether two texts are the same turn with calls, up to the spelling of its JSON."""
-        turns = [self(text, [_ANY_TOOL]) for text in (one, other)]
-        contents, calls = [t.content.strip() for t in turns], [_values(t.calls) for t in turns]
-        return bool(turns[0].calls) and contents[0] == contents[1] and calls[0] == calls[1]
+        first, second = (self(text, [_ANY_TOOL]) for text in (one, other))
+        same_text = first.content.strip() == second.content.strip()
+        return bool(first.calls) and same_text and _values(first) == _values(second)
 
 
 _ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {}}}
 
 
-def _values(calls: Sequence[tuple[str, str]]) -> list[tuple[str, Any]]:
-    return [(name, json_value(arguments)) for name, arguments in calls]
+def _values(turn: Turn) -> list[tuple[str, Any]]:
+    return [(name, _json_value(arguments)) for name, arguments in turn.calls]
 
 
-def json_value(text: str) -> Any:
-    """Return the value of a JSON text; the text itself if it is none."""
+def _json_value(text: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # the policy may write anything
         return text

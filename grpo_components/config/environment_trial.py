@@ -13,8 +13,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from grpo_components.agents.chat import Chat
-from grpo_components.agents.environment import AgentEnvironment
-from grpo_components.agents.parser_names import parser_names
+from grpo_components.agents.environment import AgentEnvironment, parser_names
 from grpo_components.agents.requests import RequestError
 from grpo_components.config.components import (
     build_environment,

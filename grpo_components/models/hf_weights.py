@@ -55,32 +55,21 @@ def hf_converter(model_type: str, base_model_path: Path) -> Callable[[StateDict]
     """Build the function that renames torchtune's weights and, if needed, reorders their rows."""
     kind = ModelType[model_type]
     hf_config = json.loads((base_model_path / "config.json").read_text())
-    heads: Any = hf_config["num_attention_heads"]
-    kv_heads: Any = hf_config.get("num_key_value_heads", heads)
-    dim: Any = hf_config["hidden_size"]
-    head_dim: Any = hf_config.get("head_dim")
+    heads = hf_config["num_attention_heads"]
+    kv_heads = hf_config.get("num_key_value_heads", heads)
+    sizes: Any = {"num_heads": heads, "num_kv_heads": kv_heads, "dim": hf_config["hidden_size"]}
     if kind == ModelType.QWEN2:
         from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 
         return partial(  # pyright: ignore[reportReturnType] -- torchtune says dict without types
-            qwen2_tune_to_hf,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            dim=dim,
-            tie_word_embeddings=bool(hf_config["tie_word_embeddings"]),
+            qwen2_tune_to_hf, **sizes, tie_word_embeddings=bool(hf_config["tie_word_embeddings"])
         )
     if kind in (ModelType.PHI3_MINI, ModelType.PHI4):
         from torchtune.models.phi3._convert_weights import phi3_tune_to_hf
 
         return phi3_tune_to_hf
     if kind in _ROTARY_FAMILIES:
-        return partial(
-            convert_weights.tune_to_hf,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            dim=dim,
-            head_dim=head_dim,
-        )
+        return partial(convert_weights.tune_to_hf, **sizes, head_dim=hf_config.get("head_dim"))
     raise ConfigError(
         "checkpointer.model_type",
         f"{model_type} cannot be converted to Hugging Face names exactly",

@@ -42,19 +42,10 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute attention over a column of tokens, with the signature that transformers asks for.
 
-    Args:
-        module: attention module.
-        query: [1, H, N, D] queries of H heads, of any floating dtype.
-        key: [1, K, N, D] keys of K heads; K divides H.
-        value: [1, K, N, E] values.
-        attention_mask: None; the layout says which tokens see each other.
-        layout: layout of the N tokens.
-        longest: number of tokens of the longest sequence.
-        scaling: factor of the scores; None is 1 / sqrt(D).
-        sliding_window: number of tokens that a query sees, itself among them; None is all.
-        softcap: bound c of the scores s, which become c * tanh(s / c), as in Gemma 2.
-        s_aux: [H] score of each head's attention sink, a key without a value, as in gpt-oss.
-        others: arguments of other attention functions.
+    Queries are [1, H, N, D], keys [1, K, N, D] and values [1, K, N, E], where K divides H. The
+    longest sequence has `longest` tokens; a query sees a `sliding_window` of them, with itself.
+    A `softcap` c turns scores s into c * tanh(s / c), as in Gemma 2; `s_aux` [H] are the scores of
+    attention sinks, keys without a value, as in gpt-oss.
     """
     if layout is None:
         name = type(module).__name__

@@ -99,12 +99,7 @@ def longest_sequence(model: nn.Module) -> int | None:
 
 
 class TiedHead(nn.Module):
-    """Projects hidden states with the weight of the embedding, which stays the only parameter.
-
-    Args:
-        embedding: the embedding, sharded or not.
-        bias: [V] bias of the head, or None.
-    """
+    """Projects hidden states with the weight of the embedding, which stays the only parameter."""
 
     def __init__(self, embedding: nn.Module, bias: nn.Parameter | None) -> None:
         super().__init__()

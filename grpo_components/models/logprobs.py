@@ -68,11 +68,8 @@ def token_batch(
 ) -> TokenBatch:
     """Lay trajectories out for one forward pass.
 
-    Args:
-        trajectories: B trajectories or token sequences.
-        masks: [R] bool for each of them, which response tokens are wanted; None means all.
-        device: device of the batch.
-        share_prompts: compute a prompt once for all its responses; False is for comparisons.
+    The masks say which response tokens are wanted: [R] bool for each trajectory; None means all.
+    Without `share_prompts`, for comparisons, each response computes its prompt again.
     """
     parts = parts_of(trajectories, masks)
     if not share_prompts:
@@ -148,11 +145,7 @@ class ResponseLogprobs:
         )
 
     def __call__(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Return the logprobs of the batch's targets, and the entropies of their distributions.
-
-        Returns:
-            Natural-log probabilities [N] float32, and entropies [N] float32 in nats.
-        """
+        """Return the logprobs [N] of the targets, and the entropies [N] there, in nats."""
         self._batch = batch
         if self._limit is not None and batch.longest > self._limit:
             problem = f"a sequence of {batch.longest} tokens given"

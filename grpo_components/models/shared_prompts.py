@@ -151,13 +151,9 @@ def _alike(rows: list[Row]) -> Iterator[list[Row]]:
 def _layout(
     trunks: list[list[Row]], branches: list[list[Row]], positions: Tensor, owners: Tensor
 ) -> Layout:
-    """Turn groups of rows into padded blocks, on the device of the positions.
+    """Turn groups of causal rows, and of rows that see their prompt and themselves, into blocks.
 
-    Args:
-        trunks: groups of causal rows.
-        branches: groups of rows whose queries see their prompt and their own response.
-        positions: [N] int64: position of each token in its sequence.
-        owners: [N] int64: number of each token's response; 0 if it belongs to a prompt.
+    Tokens have positions [N] and owners [N]: the number of their response, 0 in a prompt.
     """
     blocks: list[Block] = []
     places, outputs = np.empty(len(positions), np.int64), 0
@@ -199,19 +195,7 @@ def share_prompts(model: nn.Module) -> None:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Layout, dropout_p: float, is_causal: bool
 ) -> Tensor:
-    """Compute attention over a column of tokens, block by block.
-
-    Args:
-        q: [N, H, 1, D] queries of H heads, of any floating dtype.
-        k: [N, H, 1, D] keys.
-        v: [N, H, 1, D] values.
-        mask: layout of the N tokens.
-        dropout_p: probability that an attention weight becomes 0.
-        is_causal: unused; the layout says it.
-
-    Returns:
-        [N, H, 1, D] outputs.
-    """
+    """Compute attention [N, H, 1, D] over a column, as torchtune calls it; the layout is causal."""
 
     def plain(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Tensor:
         return functional.scaled_dot_product_attention(
@@ -228,18 +212,10 @@ def over_blocks(
     v: Tensor,
     layout: Layout,
 ) -> Tensor:
-    """Compute attention block by block, and put the outputs in the order of the column.
+    """Compute attention block by block, and put the outputs [N, H, E] in the column's order.
 
-    Args:
-        attention: function of the queries [n, H, Q, D], keys [n, K', K, D] and values [n, K', K, E]
-            of one block, and of the block; returns [n, H, Q, E].
-        q: [N, H, D] queries of H heads, of any floating dtype.
-        k: [N, K', D] keys of K' heads.
-        v: [N, K', E] values.
-        layout: layout of the N tokens.
-
-    Returns:
-        [N, H, E] outputs.
+    Queries are [N, H, D]; keys [N, K', D] and values [N, K', E] may have fewer heads K'. The
+    function gets those of one block, [n, heads, tokens, D or E], and the block.
     """
 
     def rows(x: Tensor, tokens: Tensor) -> Tensor:

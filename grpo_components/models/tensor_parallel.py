@@ -24,18 +24,6 @@ from grpo_components.models.hugging_face_policy import base_of
 Plan = dict[str, ParallelStyle]
 
 
-def qwen2_plan() -> Plan:
-    """Return the plan of Qwen2 and Qwen2.5.
-
-    Each rank gets whole attention heads, and some columns of the feed-forward network. The biases
-    of q, k and v are split like the rows of their matrices. The outputs of `output_proj` and `w2`
-    are summed over the ranks. Neither has a bias, so none is added more than once.
-    """
-    by_columns = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.w1", "mlp.w3")
-    plan: Plan = {f"layers.*.{name}": ColwiseParallel() for name in by_columns}
-    return plan | {f"layers.*.{name}": RowwiseParallel() for name in ("attn.output_proj", "mlp.w2")}
-
-
 def layer_plan(model_type: str) -> Plan:
     """Return the plan of a model family, for its layers only.
 
@@ -44,12 +32,15 @@ def layer_plan(model_type: str) -> Plan:
     and a split vocabulary would need a reduction for every chunk of logprobs, and again when the
     chunk is recomputed.
     """
-    if model_type == "QWEN2":
-        return qwen2_plan()
+    if model_type == "QWEN2":  # `output_proj` and `w2`, which are summed over ranks, have no bias
+        by_columns = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.w1", "mlp.w3")
+        by_rows = ("attn.output_proj", "mlp.w2")
+        plan: Plan = {f"layers.*.{name}": ColwiseParallel() for name in by_columns}
+        return plan | {f"layers.*.{name}": RowwiseParallel() for name in by_rows}
     from torchtune.models.llama3 import base_llama_tp_plan
 
-    plan = base_llama_tp_plan()
-    return {name: style for name, style in plan.items() if name.startswith("layers.")}
+    whole = base_llama_tp_plan()
+    return {name: style for name, style in whole.items() if name.startswith("layers.")}
 
 
 def transformers_plan(model: nn.Module) -> Plan:

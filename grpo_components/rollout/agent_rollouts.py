@@ -15,7 +15,7 @@ from grpo_components.agents.chat import Chat
 from grpo_components.agents.environment import AgentEnvironment
 from grpo_components.agents.processes import AgentImportError, AgentProcesses
 from grpo_components.agents.server import AgentServer
-from grpo_components.agents.session import Session, SessionLimits
+from grpo_components.agents.session import Session
 from grpo_components.agents.tool_calls import TurnParser
 from grpo_components.data.columns import other_columns, reward_input
 from grpo_components.errors import ConfigError, ReplayError
@@ -44,7 +44,7 @@ class AgentRollouts:
         model_path: str,
     ) -> None:
         self._engine, self._rewards, self._settings = engine, rewards, settings
-        self._timeout_s, self._max_model_len = environment.timeout_s, settings.max_model_len or 0
+        self._timeout_s = environment.timeout_s
         built: Any = environment.build_environment()
         self._options: AgentEnvironment = built
         tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -57,18 +57,16 @@ class AgentRollouts:
 
     async def collect(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
         """Run one session for each sample, all at once."""
-        with self._engine.use.rollout(), self._server.watched() as watched:
-            ended = asyncio.wrap_future(watched)
-            if not ended.done():
+        with self._engine.use.rollout():
+            try:
                 work = self._all(samples, temperature)
-                sessions = asyncio.wrap_future(self._server.submit(work))
-                try:
-                    await asyncio.wait({sessions, ended}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    sessions.cancel()  # unless it is done
-            if ended.done():
-                raise AgentServerError(f"the agents' server ended: {ended.result()}")
-            return sessions.result()
+                return await asyncio.wrap_future(self._server.submit(work))
+            except (asyncio.CancelledError, RuntimeError) as error:  # or its loop is closed
+                task = asyncio.current_task()
+                if self._server.ended is None or (task and task.cancelling()):
+                    raise
+                ended = f"the agents' server ended: {self._server.ended}"
+                raise AgentServerError(ended) from error
 
     async def _all(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
         runs = (self._one(number, each, temperature) for number, each in enumerate(samples))
@@ -125,15 +123,13 @@ class AgentRollouts:
         submit = partial(
             self._engine.submit, temperature=temperature, truncation=self._settings.truncation
         )
-        limits = SessionLimits(
-            max_calls=self._options.max_calls,
-            max_model_len=self._max_model_len,
-            max_response_tokens=self._settings.max_response_tokens,
+        return Session(
+            *(sample.name, self._chat, submit, partial(sampling_seed, sample.seed)),
+            self._settings,
             temperature=temperature,
+            max_calls=self._options.max_calls,
             any_temperature=sample.evaluates,
         )
-        seed_of = partial(sampling_seed, sample.seed)
-        return Session(sample.name, self._chat, submit, seed_of, limits)
 
     def close(self) -> None:
         """End all agents and the server."""

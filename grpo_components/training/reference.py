@@ -45,11 +45,9 @@ class Reference:
 
     @torch.no_grad()
     def add_logprobs(self, group: PackedTrajectories) -> tuple[PackedTrajectories, list[float]]:
-        """Fill the field of every trajectory.
+        """Fill the field of every trajectory, and estimate each response's divergence.
 
-        Returns:
-            The packed group with [R] float32 logprobs, and for each response the estimated
-            KL(generator || this model) in nats, summed over its sampled tokens.
+        That is KL(generator || this model) in nats, summed over its sampled tokens.
         """
         sequences = token_sequences(group)
         parts = parts_of(sequences)

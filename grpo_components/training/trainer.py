@@ -29,7 +29,6 @@ from grpo_components.models.shared_prompts import Part
 from grpo_components.objective.losses import LossInputs
 from grpo_components.objective.objective import TrainedObjective
 from grpo_components.rendezvous import Rendezvous
-from grpo_components.training.base_reference import add_reference_logprobs
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.training.grad_norm import clip_grad_norm
 from grpo_components.training.optimizer_offload import state_on_device
@@ -45,7 +44,12 @@ from grpo_components.training.sample import (
 )
 from grpo_components.training.step_result import StepResult
 from grpo_components.training.supervised import SupervisedLoss
-from grpo_components.training.token_logprobs import gather_logprobs, keep_logprobs, probe_logprobs
+from grpo_components.training.token_logprobs import (
+    add_reference_logprobs,
+    gather_logprobs,
+    keep_logprobs,
+    probe_logprobs,
+)
 from grpo_components.training.token_metrics import TokenMetrics, is_usable, over_updates
 from grpo_components.training.token_use import TokenUse, keep_updated, keep_weighted
 from grpo_components.training.trainer_options import TrainerOptions
@@ -106,17 +110,9 @@ class Trainer:
         teacher, is_compiled = objective.teacher_coeff, options.compile
         self._policy_loss = PolicyLoss(*terms, teacher_coeff=teacher, compile_loss=is_compiled)
         self._skipped_because = ""
-        base, scheduler = Path(options.base_model_path), self._lr_scheduler
-        self._state = TrainerState(
-            self._model,
-            self._optimizer,
-            scheduler,
-            base,
-            rank,
-            num_ranks,
-            self._device,
-            options.lora,
-        )
+        trained = (self._model, self._optimizer, self._lr_scheduler)
+        place = (Path(options.base_model_path), rank, num_ranks, self._device, options.lora)
+        self._state = TrainerState(*trained, *place)
         self._exports = weight_exports(self._model, options, self._device, rank, num_ranks)
         log_memory = options.log_peak_memory_stats
         self._use = ResourceUse(self._model, self._device, options.dtype, num_ranks, log_memory)
@@ -131,12 +127,9 @@ class Trainer:
     def train_step(
         self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
     ) -> StepResult:
-        """Train on one global batch; each rank computes its part.
+        """Train on one global batch, of which each rank computes its part.
 
-        Args:
-            batch: packed trajectories of S = B * G responses (B groups of G), by group id.
-            advantages: [S] float32, one per response.
-            step: number of training steps done before this one, for the schedules.
+        There is one advantage for each of its responses, and `step` steps were done before.
         """
         started, cpu_started = time.perf_counter(), time.process_time()
         self._step, self._skipped_because = step, ""
@@ -151,16 +144,12 @@ class Trainer:
                 self._lr_scheduler.step()
         seconds = time.perf_counter() - started - moves.get("time/offload", 0.0)
         trained_samples = [sample for sample in samples if sample.num_tokens]
+        num_tokens, epochs = sum(s.num_tokens for s in trained_samples), self._options.ppo_epochs
+        parts = _parts(trained_samples)
         metrics: dict[str, Any] = {
             **over_updates(updates),
             **moves,
-            **self._use.metrics(
-                _parts(trained_samples),
-                sum(sample.num_tokens for sample in trained_samples),
-                self._options.ppo_epochs,
-                start_known,
-                seconds,
-            ),
+            **self._use.metrics(parts, num_tokens, epochs, start_known, seconds),
             "policy_version": self.policy_version,
             "skipped_steps": step + 1 - self.policy_version,  # each trained step made a version
             "time/train": seconds,
@@ -184,11 +173,10 @@ class Trainer:
     def _samples(
         self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
     ) -> tuple[list[TrainSample], TokenUse]:
-        oldest = self._options.contract.oldest_trainable(self.policy_version)
         options, corrects = self._options, self._policy_loss.corrects
+        oldest = options.contract.oldest_trainable(self.policy_version)
         use = TokenUse(oldest, options.mask_overlong, corrects)
-        logged = self._options.logged_responses
-        samples = make_samples(batch, advantages, use.trained_tokens, logged)
+        samples = make_samples(batch, advantages, use.trained_tokens, options.logged_responses)
         trajectories = [sample.trajectory for sample in samples]
         if self._is_reference and trajectories[0].reference_logprobs is None:
             parts = (self._logprobs, self._plan_parts, self._device)

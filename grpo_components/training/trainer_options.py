@@ -18,16 +18,13 @@ from grpo_components.settings import LoraSettings
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
-    """What a trainer rank needs beside the objective; most fields are keys of the config."""
+    """What a trainer rank needs beside the objective; undescribed fields are keys of the config."""
 
     num_ranks: int
-    """Size of the process group."""
     sharding: Sharding
-    """Layout of the ranks, and where shards and activations are kept."""
     collective_timeout_s: float
-    """Longest wait of a collective operation, in seconds; one that waits longer raises."""
+    """`timeouts.collective_s`."""
     colocate: bool = False
-    """Between two steps, keep the optimizer's state in CPU memory: generators use the GPUs then."""
     open_sender: Callable[..., Any] | None = None
     """Opens the sender of weights on rank 0, given its address as `host`; None: nobody sends."""
     build_model: Callable[[], nn.Module]
@@ -39,26 +36,17 @@ class TrainerOptions:
     """torchtune's name of the model family, for the conversion to Hugging Face names; None for
     transformers models."""
     dtype: str
-    """Compute dtype, fp32 or bf16; master weights are fp32."""
     enable_activation_checkpointing: bool = False
     compile: bool = False
-    """Compile layers, softmax and loss with torch.compile."""
     logprob_chunk_tokens: int
-    """Positions projected to the vocabulary at a time."""
     num_ids: int | None = None
     """Ids that the tokenizer knows, which alone are sampled; None: all of the vocabulary."""
     lora: LoraSettings | None = None
-    """Adapters, which alone are trained; None trains all weights."""
     ppo_epochs: int = 1
-    """Number of passes over each batch."""
     updates_per_batch: int = 1
-    """Number of optimizer updates in one pass."""
     tokens_per_micro_batch: int
-    """Tokens in one forward pass, each prompt counted once."""
     contract: StalenessContract
-    """Staleness contract; tokens older than it allows are not trained."""
     mask_overlong: bool = False
-    """Do not train responses that were cut off at the length limit."""
     build_optimizer: Callable[[Any], Optimizer]
     """Builds the optimizer from the parameters."""
     build_lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None
@@ -66,9 +54,7 @@ class TrainerOptions:
     learning_rate: Schedule | None = None
     """Learning rate by training step; None leaves it to the optimizer and the scheduler."""
     clip_grad_norm: float | None = None
-    """Largest allowed norm of the gradient; None disables clipping."""
     log_peak_memory_stats: bool = False
-    """Report this process's peak memory so far, in GiB."""
     build_profiler: Callable[[], tuple[Any, Any]] | None = None
     """Builds torchtune's profiler and its settings; None disables profiling."""
     logged_responses: int = 0

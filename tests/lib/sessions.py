@@ -8,8 +8,9 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grpo_components.agents.session import Session, SessionLimits
+from grpo_components.agents.session import Session
 from grpo_components.rollout.completions import Completion
+from grpo_components.settings import GeneratorSettings
 from lib.engine import StandInEngine
 
 CHATML = (
@@ -63,15 +64,13 @@ def tokens_of(chat, text):
     return letters + (chat.encode(stop) if stop else [])
 
 
-LIMITS = SessionLimits(
-    max_calls=20, max_model_len=400, max_response_tokens=120, temperature=1.0, any_temperature=False
-)
+SETTINGS = GeneratorSettings(max_model_len=400, max_response_tokens=120, temperature=1.0)
 
 
-def make_session(chat, engine, limits=LIMITS):
+def make_session(chat, engine):
     name = "group 0 sample 0"
-    submit = partial(engine.submit, temperature=limits.temperature)
-    return Session(name, chat, submit, lambda *key: hash(key) % 2**31, limits)
+    submit, seed_of = partial(engine.submit, temperature=1.0), lambda *key: hash(key) % 2**31
+    return Session(name, chat, submit, seed_of, SETTINGS, temperature=1.0, max_calls=20)
 
 
 async def ask(session, messages, *, deliver=True, **body):

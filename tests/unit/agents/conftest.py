@@ -2,7 +2,7 @@
 
 import openai
 import pytest
-from lib.sessions import CHATML, LIMITS, build_tokenizer, make_session, scripted_engine
+from lib.sessions import CHATML, build_tokenizer, make_session, scripted_engine
 
 from grpo_components.agents.chat import Chat
 from grpo_components.agents.server import AgentServer
@@ -37,12 +37,12 @@ def server():
 def serve(server, make_chat):
     clients = []
 
-    def open_session(*texts, parse=None, limits=LIMITS):
+    def open_session(*texts, parse=None):
         chat = make_chat(parse=parse)
         played = scripted_engine(chat, *texts)
 
         async def build():
-            return make_session(chat, played, limits)
+            return make_session(chat, played)
 
         session = server.submit(build()).result(10)
         url = server.open(session)

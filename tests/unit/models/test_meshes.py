@@ -152,7 +152,7 @@ def test_compiled_layers_softmax_and_loss_make_the_same_update(run, name):
     changes = {"loss": GRPOLoss(clip_low=schedule), "penalties": Penalties(kl_coeff=0.1)}
     changes |= {"tokens_per_micro_batch": SMALL}
     expected = run(name, 1, Sharding(), **changes)
-    changes |= {"compile_model": True, "enable_activation_checkpointing": True}
+    changes |= {"compile": True, "enable_activation_checkpointing": True}
     results = run(name, 2, Sharding(), **changes)
     assert_weights_close(exported(results, 7), exported(expected, 7))
     assert_metrics_close(results[0][5], expected[0][5])

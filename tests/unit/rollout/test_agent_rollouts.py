@@ -8,7 +8,7 @@ import pytest
 from lib.rows import prompt
 from lib.sessions import CHATML, build_tokenizer, scripted_engine
 
-from grpo_components.agents.parser_names import parser_names
+from grpo_components.agents.environment import parser_names
 from grpo_components.errors import ConfigError, ReplayError
 from grpo_components.rewards.pool import RewardPool, RewardSpec
 from grpo_components.rollout.generator_options import EnvironmentOptions

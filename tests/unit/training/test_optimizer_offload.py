@@ -87,8 +87,8 @@ def test_a_trainer_that_takes_turns_makes_the_same_bits_and_checkpoints(
     plain = ranks.run(base, num_ranks, calls, **adam)
     load = ("load_state", str(tmp_path / "saved"))
     resumed_plain = ranks.run(base, num_ranks, [load, second, *export(2)], **adam)
-    turns = ranks.run(base, num_ranks, calls, takes_turns=True, **adam)
-    resumed = ranks.run(base, num_ranks, [load, second, *export(2)], takes_turns=True, **adam)
+    turns = ranks.run(base, num_ranks, calls, colocate=True, **adam)
+    resumed = ranks.run(base, num_ranks, [load, second, *export(2)], colocate=True, **adam)
     assert "time/offload" in turns[0][0] and "time/offload" not in plain[0][0]
     for results, call in ((turns, 5), (resumed_plain, 3), (resumed, 3)):
         assert_weights_equal(exported(results, call), exported(plain, 5))
