@@ -29,9 +29,6 @@ class CountdownCorrectness:
     Args:
         answer_format: where to find the expression: `tag` (<answer>3 * 8</answer>), or `last_line`
             (the last line that is not empty).
-
-    Raises:
-        ValueError: `answer_format` is neither of these.
     """
 
     max_reward = 1.0

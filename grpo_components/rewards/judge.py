@@ -28,8 +28,6 @@ _TEMPORARY = (408, 409, 425, 429)
 _WHOLE = ("stop", None)
 """Reasons of a reply's end with which it is whole: `Score: 1` may be the start of `Score: 10`."""
 _PRICES = {"prompt": "prompt_tokens", "completion": "completion_tokens"}
-_MOST_TOKENS = 2**40
-"""Most tokens of one request; a larger number in `usage` is none."""
 _MAX_ERROR_CHARS = 300
 _MAX_REPLY_CHARS = 20_000
 """Characters at the end of a reply in which its grade is looked for."""
@@ -89,10 +87,9 @@ def _last_object(text: str, key: str) -> float | None:
 class LLMJudge:
     """The grade that a language model gives a response, from 0 (lowest) to 1 (highest).
 
-    The model is behind any OpenAI-compatible address (`/chat/completions`). It gets the rubric as
-    the message of a user. A request that fails, or whose reply has no grade, is made again after
-    an exponential delay with jitter. A judge that gives no grade is a failed sample, not a grade of
-    0. In a replay, the recorded grades are used and no request is made.
+    The model gets the rubric as the message of a user. A request that fails, or whose reply has no
+    grade, is made again after an exponential delay with jitter. A judge that gives no grade is a
+    failed sample, not a grade of 0.
 
     Args:
         base_url: address up to `/v1`, http or https.
@@ -108,9 +105,6 @@ class LLMJudge:
         wall_s: seconds for all requests of one response, with their delays; must be below
             `timeouts.reward_s`.
         retries: number of further requests after one that failed.
-
-    Raises:
-        ValueError: an argument is wrong.
     """
 
     max_reward = 1.0
@@ -201,11 +195,8 @@ class LLMJudge:
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         self._used["requests"] += 1
         try:
-            answer = await client.post(
-                f"{self._base_url}/chat/completions",
-                json={**self._sampling, **body},
-                headers=headers,
-            )
+            url = f"{self._base_url}/chat/completions"
+            answer = await client.post(url, json={**self._sampling, **body}, headers=headers)
         except httpx.HTTPError as error:
             return None, f"{type(error).__name__}: {self._without_key(str(error))}", 0.0
         text = self._without_key(answer.text)
@@ -222,7 +213,7 @@ class LLMJudge:
             answer = json.loads(body)
             for kind in _PRICES.values():
                 count = (answer.get("usage") or {}).get(kind)
-                if type(count) is int and 0 <= count <= _MOST_TOKENS:
+                if type(count) is int and 0 <= count <= 2**40:  # more tokens are none
                     self._used[kind] += count
             choice = answer["choices"][0]
             reply, ended = choice["message"].get("content") or "", choice.get("finish_reason")

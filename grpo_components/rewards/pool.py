@@ -28,9 +28,6 @@ _MISSES_OF_A_HANG = 2
 """Missed deadlines in a row, in one process's thread, after which a reward that has not answered
 once is taken to hang always."""
 
-_LOGGED_CHARS = 80
-"""Number of characters from the end of a response that a log message shows."""
-
 RewardInput = dict[str, Any]
 """Keyword arguments of a reward: prompt_text, response_text, answer, finish_reason, and the other
 columns of the row; a reward gets those columns that its signature takes."""
@@ -71,15 +68,11 @@ class Score:
 def reward_specs(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardSpec]:
     """Read the `rewards` section of a config."""
     own = ("_component_", "weight", "is_success")
-    return {
-        name: RewardSpec(
-            component=node["_component_"],
-            kwargs={key: value for key, value in node.items() if key not in own},
-            weight=node["weight"],
-            is_success=node["is_success"],
-        )
-        for name, node in nodes.items()
-    }
+    specs: dict[str, RewardSpec] = {}
+    for name, node in nodes.items():
+        kwargs = {key: value for key, value in node.items() if key not in own}
+        specs[name] = RewardSpec(node["_component_"], kwargs, node["weight"], node["is_success"])
+    return specs
 
 
 class RewardPool:
@@ -95,11 +88,7 @@ class RewardPool:
     """
 
     def __init__(
-        self,
-        rewards: dict[str, RewardSpec],
-        *,
-        num_workers: int,
-        timeout_s: float,
+        self, rewards: dict[str, RewardSpec], *, num_workers: int, timeout_s: float
     ) -> None:
         self._rewards, self._timeout_s = rewards, timeout_s
         self._log = logging.getLogger(__name__)
@@ -167,14 +156,11 @@ class RewardPool:
             if score is not None:
                 return score
             too_costly.append(worker.running)
-            end = sample["response_text"][-_LOGGED_CHARS:]
+            end = sample["response_text"][-80:]
             self._log.warning("reward %s: 0, the response costs too much: %r", worker.running, end)
 
     def _score_with(
-        self,
-        worker: Worker,
-        sample: RewardInput,
-        too_costly: list[str],
+        self, worker: Worker, sample: RewardInput, too_costly: list[str]
     ) -> Score | None:
         """Score a sample in one process; return None if a reward exceeded its CPU limit."""
         try:
@@ -220,10 +206,7 @@ class RewardPool:
 class Worker:
     """Controls one reward process, from one thread of the process that owns it.
 
-    Args:
-        rewards: what the process builds.
-        max_cpu_s: largest CPU limit of one reward; 0: there is no limit.
-        output: where the process writes; None: where its owner does.
+    `max_cpu_s` is the largest CPU limit of one reward; 0: there is none.
     """
 
     def __init__(

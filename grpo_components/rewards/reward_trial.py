@@ -16,7 +16,6 @@ _START_TIMEOUT_S, _START_DEADLINES = 45.0, 4
 """Time to import and build one reward: in seconds, or in deadlines of a call if that is more."""
 _OURS = "grpo_components."
 _ALLOWED = "a class whose objects take prompt_text, response_text, answer and finish_reason by name"
-_IN_TIME = "one that answers in time"
 _SCORES = "one that can score a row of the data set"
 """What is wrong with a reward of ours that raises: not its form."""
 _ANSWERS = "a data set whose answers it accepts, or another answer_format"
@@ -47,7 +46,7 @@ class RewardTrial:
                     score = self._score(name, sample, self._timeout_s)
                 except TimeoutError:
                     hang = f"hangs: no answer within {self._timeout_s:g} s, timeouts.reward_s"
-                    raise self._error(name, hang, _IN_TIME) from None
+                    raise self._error(name, hang, "one that answers in time") from None
                 if score.error is None:  # failing for some samples is allowed
                     break
                 problems.append(_problem(name, score.error))

@@ -10,7 +10,7 @@ import logging
 import math
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, cast
@@ -70,8 +70,14 @@ def _outcome(
             if response is None:
                 return getattr(reward, "max_reward", 1.0)
             sample = {**sample, "response_text": response}
-        with _cpu_limit(getattr(reward, "response_cpu_s", None), max_cpu_s):
+        # The kernel kills this process at the limit. No signal handler: during a huge power, for
+        # example, Python would run it only afterwards. 0 is no limit.
+        limit_s = getattr(reward, "response_cpu_s", None) or 0.0
+        signal.setitimer(signal.ITIMER_PROF, min(limit_s, max_cpu_s))
+        try:
             value = float(reward(**arguments_for(reward, sample)))
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
         _ = value >= getattr(reward, "max_reward", 1.0)  # raises if it is no number
     except (Exception, SystemExit) as error:  # user code may raise anything
         return failure_text(f"reward {name}", error, where)
@@ -92,27 +98,6 @@ def arguments_for(
     return {name: value for name, value in sample.items() if name in parameters or name in always}
 
 
-@contextlib.contextmanager
-def _cpu_limit(cpu_s: float | None, max_cpu_s: float) -> Iterator[None]:
-    """Context manager: the kernel kills this process if the block takes more CPU time than allowed.
-
-    The limit is the lesser of both arguments, in seconds; if it is None or 0, there is none.
-    """
-    # No signal handler: during a huge power, for example, Python would run it only afterwards.
-    if cpu_s is not None:
-        signal.setitimer(signal.ITIMER_PROF, min(cpu_s, max_cpu_s))
-    try:
-        yield
-    finally:
-        if cpu_s is not None:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _build(spec: RewardSpec) -> Callable[..., float]:
-    module, _, attribute = spec.component.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)(**spec.kwargs)
-
-
 def _serve(connection: Connection) -> None:
     """Run a reward process: build the rewards, then score samples until the owner exits."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -122,7 +107,9 @@ def _serve(connection: Connection) -> None:
     for name, spec in specs.items():
         connection.send((name, ""))
         try:
-            rewards[name] = spec, _build(spec)
+            module, _, attribute = spec.component.rpartition(".")
+            factory = getattr(importlib.import_module(module), attribute)
+            rewards[name] = spec, factory(**spec.kwargs)
         except (Exception, SystemExit) as error:  # sent to the owner, which raises it
             logging.getLogger(__name__).exception("rewards cannot be built")  # into its log
             connection.send((name, f"{describe(error)}\n{user_traceback(error)}"))

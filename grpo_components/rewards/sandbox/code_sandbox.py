@@ -39,15 +39,10 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Resources that one program may use.
+    """Resources that one program may use: seconds, MiB, threads at a time.
 
-    Args:
-        cpu_s: CPU seconds of all threads together.
-        wall_s: wall-clock seconds after which the program is killed, even if it only waits.
-        memory_mib: MiB of address space, including about 50 MiB for Python itself.
-        file_mib: limit in MiB on each file, on all files together, and on each of stdout and
-            stderr.
-        threads: largest number of threads at a time. A program can never start other processes.
+    `cpu_s` is that of all threads together, `memory_mib` is address space (Python itself needs
+    about 50), and `file_mib` limits each file, all files together, stdout and stderr.
     """
 
     cpu_s: int = 2
@@ -77,11 +72,8 @@ class CodeSandbox:
     A program gets its own namespaces (no network, no other processes, no mounts of the machine), a
     read-only root with the standard library, a private /tmp, another user id, an empty environment
     and hard limits. A seccomp filter refuses system calls that create processes or sockets, or
-    allocate memory that no limit counts. This needs Linux on x86-64.
-
-    Args:
-        limits: resources that each program may use; None uses the defaults of `Limits`.
-        max_programs: programs that may run at a time; further callers wait in a `FairQueue`.
+    allocate memory that no limit counts. This needs Linux on x86-64. Up to `max_programs` run at a
+    time; further callers wait in a `FairQueue`.
 
     Raises:
         ValueError: this machine cannot sandbox programs; there is no weaker mode to fall back to.
@@ -124,7 +116,7 @@ class CodeSandbox:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._queue.slot(used_s))
             files = given, out, err = [stack.enter_context(_memory_file()) for _ in range(3)]
-            running = self._start({"main.py": program}, (file.fileno() for file in files))
+            running = self._start({"main.py": program}, (file.fileno() for file in files), {})
             stack.callback(running.end)
             running.wait_until_ready()
 
@@ -159,7 +151,7 @@ class CodeSandbox:
                 running = self._start({**files, "main.py": program}, ours, packages)
                 stack.callback(running.end)
                 theirs = to_other, of_other, nothing.fileno()
-                helper = self._start({**other_files, "main.py": other}, theirs)
+                helper = self._start({**other_files, "main.py": other}, theirs, {})
                 stack.callback(helper.end)
             # Our ends of the pipes are closed now, so each program notices if the other exits.
             for sandbox in (running, helper):
@@ -168,13 +160,10 @@ class CodeSandbox:
             return self._outcome(running, nothing, err, None, once=True)
 
     def _start(
-        self,
-        files: Mapping[str, str],
-        streams: Iterable[int],
-        packages: Mapping[str, str] | None = None,
+        self, files: Mapping[str, str], streams: Iterable[int], packages: Mapping[str, str]
     ) -> _Running:
         stdin, stdout, stderr = streams
-        job = {"files": dict(files), "packages": dict(packages or {}), **vars(self._limits)}
+        job = {"files": dict(files), "packages": dict(packages), **vars(self._limits)}
         # Keeps messages apart, and tells if the other end has died.
         orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -209,13 +198,10 @@ class CodeSandbox:
         status = running.wait(min(self._limits.wall_s, wall_s or self._limits.wall_s))
         seconds = time.monotonic() - started
         size = self._limits.file_mib * 2**20
-        stdout, stderr = (
-            os.pread(file.fileno(), size, 0).decode(errors="replace") for file in (out, err)
-        )
+        texts = [os.pread(f.fileno(), size, 0).decode(errors="replace") for f in (out, err)]
         timed_out = status in (None, CPU_LIMIT_STATUS)
-        return Outcome(
-            _KILLED_STATUS if status is None else status, stdout, stderr, timed_out, seconds
-        )
+        ended = _KILLED_STATUS if status is None else status
+        return Outcome(ended, texts[0], texts[1], timed_out, seconds)
 
 
 @dataclass(frozen=True)
@@ -279,9 +265,8 @@ def _rewrite(file: IO[bytes], text: str) -> None:
 
 def _refuse(why: str) -> NoReturn:
     allowed = "a machine where programs may create namespaces (docs/rewards.md)"
-    raise ValueError(
-        f"code sandbox: this machine cannot sandbox programs: {why}; allowed: {allowed}"
-    )
+    problem = f"this machine cannot sandbox programs: {why}"
+    raise ValueError(f"code sandbox: {problem}; allowed: {allowed}")
 
 
 class FairQueue:
@@ -296,8 +281,7 @@ class FairQueue:
         self._free = num_slots
         self.waiting: list[tuple[float, int]] = []
         """Tickets of the callers that wait for a slot."""
-        self._numbers = itertools.count()
-        self._changed = threading.Condition()
+        self._numbers, self._changed = itertools.count(), threading.Condition()
 
     @contextlib.contextmanager
     def slot(self, used_s: float = 0.0, timeout_s: float = _MAX_QUEUE_S) -> Iterator[None]:

@@ -58,6 +58,7 @@ _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozen
 # Further types that cross by value: for each type name, its module and a function that takes a
 # value apart into constructor arguments.
 _VALUES: dict[str, tuple[str, Callable[[Any], list[Any]]]] = {
+    "complex": ("builtins", lambda v: [v.real, v.imag]),
     "range": ("builtins", lambda v: [v.start, v.stop, v.step]),
     "slice": ("builtins", lambda v: [v.start, v.stop, v.step]),
     "deque": ("collections", lambda v: [list(v), v.maxlen]),
@@ -87,8 +88,6 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
         return ["dict", [[encode(k, keep), encode(v, keep)] for k, v in value.items()]]
     if isinstance(value, (bytes, bytearray)):
         return ["bytes", value.hex()]
-    if isinstance(value, complex):
-        return ["complex", [value.real, value.imag]]
     kind = type(value)
     if (known := _VALUES.get(kind.__name__)) and kind.__module__ == known[0]:
         return [kind.__name__, [encode(part, keep) for part in known[1](value)]]
@@ -106,8 +105,6 @@ def decode(data: Any, find: Callable[[Any], Any]) -> Any:
         return {decode(k, find): decode(v, find) for k, v in content}
     if name == "bytes":
         return bytes.fromhex(content)
-    if name == "complex":
-        return complex(*content)
     if name in _VALUES:
         kind = getattr(importlib.import_module(_VALUES[name][0]), name)
         return kind(*(decode(part, find) for part in content))
