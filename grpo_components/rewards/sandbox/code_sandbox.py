@@ -81,6 +81,8 @@ class CodeSandbox:
 
     def __init__(self, limits: Limits | None = None, max_programs: int = 1) -> None:
         self._limits = limits or Limits()
+        if self._limits.memory_mib < 128:  # with a little less, Python starts and imports fail
+            raise ValueError(f"memory_mib: {self._limits.memory_mib} given; allowed: at least 128")
         self._queue = FairQueue(max_programs)
         release = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
         if (sys.platform, platform.machine()) != ("linux", "x86_64") or release < _OLDEST_KERNEL:
