@@ -100,7 +100,10 @@ class Session:
             has_parser=self._chat.parse is not None,
         )
         text = self._chat.render(request.messages, request.tools, request.template_arguments)
-        self._check_length(text)
+        if len(text) > self._max_model_len * _MOST_CHARACTERS:  # to tokenize it would hold up all
+            has = f"the prompt has {len(text)} characters; generator.max_model_len is"
+            problem = f"{has} {self._max_model_len}, with at most {_MOST_CHARACTERS} a token"
+            raise RequestError(problem, "messages", code="context_length_exceeded")
         call = self._conversation.place(text)
         room = self._room(call, request)
         digest = _digest(call, request, room)
@@ -172,14 +175,6 @@ class Session:
         if not self.failure.done():
             self.error = error
             self.failure.set_result(why)
-
-    def _check_length(self, text: str) -> None:
-        """Refuse what is certainly too long: to tokenize it would hold up all sessions."""
-        limit = self._max_model_len
-        if len(text) > limit * _MOST_CHARACTERS:
-            has = f"the prompt has {len(text)} characters; generator.max_model_len is {limit}"
-            problem = f"{has}, with at most {_MOST_CHARACTERS} characters a token"
-            raise RequestError(problem, "messages", code="context_length_exceeded")
 
     def _room(self, call: Call, request: ChatRequest) -> int:
         """Return how many tokens an answer may have."""

@@ -184,11 +184,7 @@ class TrainerState:
         for group, saved in zip(self._optimizer.param_groups, plain["learning_rates"], strict=True):
             before = saved["configured"]  # may be 0 if a schedule sets the rate at each step
             ratios.append(_configured(group) / before if before else 1.0)
-            lr = saved["lr"] * ratios[-1]
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
+            set_learning_rate(group, saved["lr"] * ratios[-1])
         assert (self._scheduler is None) == (plain["scheduler"] is None), "preflight checks it"
         if self._scheduler is not None:
             self._scheduler.load_state_dict(_scaled(plain["scheduler"], ratios))
@@ -284,6 +280,14 @@ def _why_not_written(error: CheckpointException) -> str:
         # torch.save raises RuntimeError on a full disk; from another rank it comes without a cause.
         return f"is the disk full? {str(failures[0]).splitlines()[0]}"
     raise RuntimeError(f"DCP failed: {failures}") from error
+
+
+def set_learning_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the learning rate of a parameter group."""
+    if isinstance(group["lr"], Tensor):  # torchao's rejects a float
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def _configured(group: dict[str, Any]) -> float:

@@ -80,12 +80,6 @@ def keep_weighted(members: Sequence[TrainSample], weights: Tensor | None) -> Non
         sample.weighted = part if sample.weighted is None else sample.weighted | part
 
 
-def keep_updated(samples: Sequence[TrainSample]) -> None:
-    """Note that the optimizer made an update from these samples."""
-    for sample in samples:
-        sample.updated = True
-
-
 def _over_ranks(
     samples: Sequence[TrainSample], device: torch.device, num_copies: int
 ) -> NDArray[np.int64]:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.optim import Optimizer
 from torchtune.training import OffloadActivations
 
 from grpo_components.exchange.weight_deltas import DeltaBucket
@@ -29,7 +28,7 @@ from grpo_components.models.shared_prompts import Part
 from grpo_components.objective.losses import LossInputs
 from grpo_components.objective.objective import TrainedObjective
 from grpo_components.rendezvous import Rendezvous
-from grpo_components.training.checkpoint import TrainerState
+from grpo_components.training.checkpoint import TrainerState, set_learning_rate
 from grpo_components.training.grad_norm import clip_grad_norm
 from grpo_components.training.optimizer_offload import state_on_device
 from grpo_components.training.policy_loss import PolicyLoss
@@ -51,7 +50,7 @@ from grpo_components.training.token_logprobs import (
     probe_logprobs,
 )
 from grpo_components.training.token_metrics import TokenMetrics, is_usable, over_updates
-from grpo_components.training.token_use import TokenUse, keep_updated, keep_weighted
+from grpo_components.training.token_use import TokenUse, keep_weighted
 from grpo_components.training.trainer_options import TrainerOptions
 from grpo_components.trajectory import PackedTrajectories
 
@@ -134,7 +133,8 @@ class Trainer:
         started, cpu_started = time.perf_counter(), time.process_time()
         self._step, self._skipped_because = step, ""
         if self._learning_rate is not None:
-            set_learning_rate(self._optimizer, self._learning_rate(step))
+            for group in self._optimizer.param_groups:
+                set_learning_rate(group, self._learning_rate(step))
         samples, use = self._samples(batch, advantages, step)
         with self._on_device() as moves:
             updates, start_known = self._updates(samples, step)
@@ -254,7 +254,8 @@ class Trainer:
         metrics["grad_norm"] = float(grad_norm)
         if is_usable(metrics):  # the same on every rank
             self._optimizer.step()
-            keep_updated(samples)
+            for sample in samples:
+                sample.updated = True
         elif not self._skipped_because:
             names = "loss/total", "loss/ptx", "grad_norm"
             bad = [name for name in names if not math.isfinite(metrics.get(name, 0.0))]
@@ -341,15 +342,6 @@ class Trainer:
         if self._profiler is not None:
             self._profiler.stop()
         dist.destroy_process_group()
-
-
-def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Set the learning rate of all parameter groups."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # torchao's rejects a float
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
 
 
 def _nothing_to_train(samples: list[TrainSample]) -> str:

@@ -28,7 +28,7 @@ from grpo_components.settings import CurriculumSettings
 from grpo_components.state_files import read_state, write_state
 from grpo_components.training.sample import make_samples
 from grpo_components.training.step_result import StepResult
-from grpo_components.training.token_use import TokenUse, keep_updated
+from grpo_components.training.token_use import TokenUse
 from grpo_components.trajectory import pack, summarize, unpack
 from grpo_tools.audit.__main__ import audit
 
@@ -351,7 +351,8 @@ class Run:
         use, packed = TokenUse(oldest, mask_overlong=False, corrects=False), pack(batch)
         samples = make_samples(packed, np.zeros(len(batch)), use.trained_tokens, 0)
         if updated:
-            keep_updated(samples)
+            for sample in samples:
+                sample.updated = True
         return use.count(samples, torch.device("cpu"), 1)
 
     def hold(self):

@@ -5,7 +5,7 @@ import torch
 from lib.trajectories import trajectory as record
 
 from grpo_components.training.sample import make_samples
-from grpo_components.training.token_use import TokenUse, keep_updated, keep_weighted
+from grpo_components.training.token_use import TokenUse, keep_weighted
 from grpo_components.trajectory import SESSION_COUNTS, pack, summarize
 
 CPU = torch.device("cpu")
@@ -27,7 +27,8 @@ def count(trajectories, updated=everything, mask_overlong=True, responses=None, 
     samples = make_samples(
         pack(trajectories), advantages, lambda each: masked(use.trained_tokens(each)), 0
     )
-    keep_updated(updated(samples))
+    for sample in updated(samples):
+        sample.updated = True
     return use.count(samples, CPU, 1)
 
 
