@@ -26,6 +26,7 @@ SHORT = {
     "GPU": "device=cuda generator.gpu_memory_utilization=0.4",
     "WORKERS": "generator.tensor_parallel_size",
     "REPLICAS": "data_parallel_replicate_dim",
+    "PLAIN": "generator.backend=transformers",
     "BIASED": "generator.allow_biased_sampling=true",
     "JUDGE": f"rewards.my._component_={REWARDS}.judge.LLMJudge rewards.my.model=m "
     "rewards.my.base_url=http://localhost:1/v1 rewards.my.rubric='{{ response }}'",
@@ -138,6 +139,11 @@ lora.target_modules          LORA lora.target_modules=q_proj -> a valid list
 lora.target_modules          LORA lora.target_modules=[q_proj,o_proj] checkpointer.model_type=PHI4
 weights                      LORA weights=nccl
 tensor_parallel_dim          LORA tensor_parallel_dim=2 num_trainers=2
+generator.backend            generator.backend=onnx -> 'vllm' or 'transformers'
+generator.tensor_parallel_size  PLAIN WORKERS=2 -> 1, or generator.backend: vllm
+generator.top_k              PLAIN BIASED generator.top_k=5 -> generator.backend: vllm
+weights                      PLAIN device=cuda weights=nccl -> 'object_store'
+lora                         PLAIN LORA -> null
 reward_shaping.kl_coeff      LORA reward_shaping.kl_coeff=0.1
 teacher.path                 teacher.coeff=1
 # sampling, lengths

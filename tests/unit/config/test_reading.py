@@ -152,3 +152,15 @@ def test_a_process_can_send_a_refusal_to_another(fields):
 def test_the_first_wrong_value_of_a_config_is_refused_in_this_form(values_with, key):
     given = values_with(**{key.replace(".", "__"): "x" * 500})
     assert str(refusal_of(read_settings, given)).startswith(f"{key}: 'xxx")
+
+
+@pytest.mark.parametrize(
+    ("more", "backend"),
+    [
+        ({}, "transformers"),
+        ({"device": "cuda"}, "vllm"),
+        ({"lora": {"rank": 4, "alpha": 8}}, "vllm"),
+    ],
+)
+def test_vllm_samples_on_gpus_and_where_only_it_will_do(values_with, more, backend):
+    assert read_settings(values_with(**more)).generator.backend == backend
