@@ -44,7 +44,7 @@ def score_sample(
             continue
         announce(name)
         outcome = _outcome(name, reward, sample, is_perfect, max_cpu_s)
-        if hasattr(reward, "take_use"):
+        if hasattr(type(reward), "take_use"):
             now = cast(Any, reward).take_use()
             used |= {f"{name}_{kind}": value for kind, value in now.items()}
         if isinstance(outcome, str):
