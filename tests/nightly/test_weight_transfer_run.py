@@ -16,7 +16,8 @@ def on_cpu(folder):
     """A recipe, and an environment, in which `weights: nccl` needs no GPU."""
     recipe, environment = forked_recipe(folder, [])
     source = (folder / recipe).read_text()
-    more = "import chaos\n    import nccl_on_cpu\n\n    nccl_on_cpu.install()"
+    # A recipe that names sys.path is not checked before it runs, and so not before this.
+    more = "import chaos\n    import nccl_on_cpu  # on sys.path\n\n    nccl_on_cpu.install()"
     (folder / recipe).write_text(source.replace("import chaos\n", f"{more}\n"))
     path = os.pathsep.join((nccl_on_cpu.FOLDER, environment["PYTHONPATH"]))
     return {"recipe": recipe, "env": environment | {"PYTHONPATH": path}}
