@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -117,8 +118,8 @@ def main() -> None:
             }
             for backend, (cpu, wall) in median.items():
                 rows.append([model, backend, cpu, wall, median["vllm"][0] / cpu])
-    print(machine_line() + "\n")
-    print(markdown_table(["model", "backend", "CPU s", "wall s", "vLLM's CPU / its own"], rows))
+    head = ["model", "backend", "CPU s", "wall s", "vLLM's CPU / its own"]
+    sys.stdout.write(f"{machine_line()}\n\n{markdown_table(head, rows)}\n")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import queue
 import statistics
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -157,9 +158,8 @@ def main() -> None:
             found = [measure(open_rewards, single, args.groups) for _ in range(args.repeats)]
             cpu, wall = (statistics.median(each[i] for each in found) * 1e3 for i in (0, 1))
             rows.append([rewards, path, f"{cpu:.2f}", f"{wall:.2f}", max(e[2] for e in found)])
-    print(machine_line() + "\n")
     head = ["rewards", "single turns by", "CPU ms per sample", "wall ms per sample", "threads"]
-    print(markdown_table(head, rows))
+    sys.stdout.write(f"{machine_line()}\n\n{markdown_table(head, rows)}\n")
 
 
 if __name__ == "__main__":

@@ -292,7 +292,7 @@ class DynamicSamplingSettings(BaseModel):
 
 
 class GeneratorSettings(BaseModel):
-    """Settings of sampling and of the vLLM engine; sampler settings have vLLM's names."""
+    """Settings of sampling and of the engine; sampler settings have vLLM's names."""
 
     model_config = _SECTION
     backend: Literal["vllm", "transformers"] | None = None  # null: see `Settings.default_backend`

@@ -135,9 +135,13 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    read = await request.body()
-    if len(read) > _MAX_BODY:
-        problem = f"the request has {len(read)} bytes; allowed: at most {_MAX_BODY}"
+    read, size = bytearray(), 0
+    async for part in request.stream():  # to its end: else the client may miss the answer
+        size += len(part)
+        if size <= _MAX_BODY:
+            read += part
+    if size > _MAX_BODY:
+        problem = f"the request has {size} bytes; allowed: at most {_MAX_BODY}"
         raise RequestError(problem, status=413)
     try:
         body = json.loads(read)

@@ -52,6 +52,8 @@ class Verdict:
     def __post_init__(self) -> None:
         if self.format not in ("number", "json"):
             fail("verdict.format", f"{shown(self.format)} given", "number, json")
+        if not self.scale[0] < self.scale[1]:
+            fail("verdict.scale", f"{shown(self.scale)} given", "the lowest and the highest grade")
 
     def read(self, reply: str) -> float | None:
         """Return the grade in a reply, from 0 at the lowest to 1 at the highest, if any."""

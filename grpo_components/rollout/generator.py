@@ -1,4 +1,4 @@
-"""The generator: samples groups with vLLM inside torchrl collectors, and scores them."""
+"""The generator: samples groups with one engine, and scores them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MAX_UTF8_BYTES = 4
 
 
 class Generator:
-    """Samples and scores groups, with one engine, its collectors and its reward processes."""
+    """Samples and scores groups, with one engine, its environments and its reward processes."""
 
     def __init__(
         self,

@@ -150,7 +150,7 @@ class TransformersBackend:
         """Do nothing: no step leaves a batch under way."""
         return []
 
-    def load(self, version: int, weights: Mapping[str, Any] | Any) -> None:
+    def load(self, version: int, weights: Any) -> None:
         """Replace the weights; running sequences keep their slots, or compute them again."""
         copies = {name: tensor.clone() for name, tensor in weights.items()}
         how = {"state_dict": copies, "output_loading_info": True, **self._how}
