@@ -220,9 +220,10 @@ async def test_a_pending_call_is_repeated_after_the_role_has_recovered(
     monkeypatch.setattr(cluster, "_recover", recover)
     await role.call("add", 1000, timeout_s=30)
     waiting = asyncio.create_task(role.call("hang_once", str(tmp_path / "mark"), timeout_s=200))
-    # Waits for it in the same lane.
-    once = asyncio.create_task(role.call_once("add", 10_000, timeout_s=200))
     assert await role.call("wait_until_it_hangs", lane="beside", timeout_s=60)
+    # Waits for it in the same lane. Sent before it hangs, Ray may run it first.
+    once = asyncio.create_task(role.call_once("add", 10_000, timeout_s=200))
+    await asyncio.sleep(0)  # it is sent
     os.kill(role.process.pid, how)
     # A death is noticed at once; only silence takes patience.
     patience_s = 1 if how is signal.SIGSTOP else 600
