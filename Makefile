@@ -48,8 +48,8 @@ museum: tiny-policy  ## Plant published silent bugs, see which alarm names each;
 interleavings: install-dev  ## Explore all interleavings of small runs, and plant known races (hours)
 	@PYTHONPATH=tests $(BIN)/python -m interleavings.explore --tables
 
-gpu-test:  ## Try what needs GPUs, in an environment with requirements/gpu.txt (about 10 minutes)
-	@$(if $(wildcard $(BIN)/python),PATH="$(CURDIR)/$(BIN):$$PATH") python tests/gpu/smoke.py
+gpu-test:  ## Try what needs GPUs, in the active environment with requirements/gpu.txt (15 minutes)
+	@$(if $(VIRTUAL_ENV)$(CONDA_PREFIX),,PATH="$(CURDIR)/$(BIN):$$PATH") python tests/gpu/smoke.py
 
 # The type checker uses one core: it runs beside the tests, and says what it found after them.
 with_types = found=$$(mktemp); { $(CHECK_TYPES); } >$$found 2>&1 & types=$$!; \

