@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,12 @@ def open_engine(
     else:
         from grpo_components.rollout.transformers_backend import TransformersBackend as Library
     shapes = pushed_shapes(Path(options.model_path), options.lora)
-    backend = Library(settings, options, seed, shapes)
-    return Engine(backend, shapes, settings.max_num_seqs, schedule)
+    build = partial(Library, settings, options, seed, shapes)
+    return Engine(build, shapes, settings.max_num_seqs, schedule)
 
 
 class Engine:
-    """Runs a backend in a thread of its own, for requests from any thread.
+    """Builds and runs a backend in a thread of its own, for requests from any thread.
 
     All requests share one batch. New weights are loaded between two steps: running requests
     continue across the swap, and every token has an exact version.
@@ -57,12 +58,12 @@ class Engine:
 
     def __init__(
         self,
-        backend: Backend,
+        build: Callable[[], Backend],
         expected_shapes: Mapping[str, tuple[int, ...]],
         max_num_seqs: int,
         schedule: Schedule[tuple[str, Any, Future[Any]]] | None = None,
     ) -> None:
-        self._backend, self._expected_shapes = backend, expected_shapes
+        self._expected_shapes = expected_shapes
         self.use = EngineUse(max_num_seqs)
         """What the thread spends its time on."""
         self._schedule = Schedule() if schedule is None else schedule
@@ -74,8 +75,11 @@ class Engine:
         """Requests, and tokens of their prompts, that entered since the last step."""
         self._asleep = False
         self._dead: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        built: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(build, built), name="engine")
+        self._thread.daemon = True
         self._thread.start()
+        built.result()
 
     def submit(
         self,
@@ -122,10 +126,15 @@ class Engine:
         self._schedule.put(name, (kind, payload, future))
         return future
 
-    def _run(self) -> None:
+    def _run(self, build: Callable[[], Backend], built: Future[None]) -> None:
         """Run the engine thread: repeatedly take the commands that are due, then make a step."""
         # OpenMP keeps this number per thread, and vLLM's kernels do not ask torch for it.
         torch.set_num_threads(torch.get_num_threads())
+        try:
+            self._backend = build()
+        except BaseException as error:
+            return built.set_exception(error)
+        built.set_result(None)
         waiting: Future[Any] | None = None
         try:
             while True:
