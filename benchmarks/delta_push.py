@@ -60,7 +60,7 @@ def train(rate: str, num_steps: int, folder: Path) -> None:
     """Run the demo with a checkpoint after each step."""
     command = [TUNE, "run", RECIPE, "--config", "tiny_async_grpo", f"output_dir={folder}"]
     few = (f"num_steps={num_steps}", "eval_dataset.num_rows=8", f"eval_every_n_steps={num_steps}")
-    more = ("save_every_n_steps=1", f"optimizer.lr={rate}", "push=delta")
+    more = ("save_every_n_steps=1", "keep_last_n=null", f"optimizer.lr={rate}", "push=delta")
     done = subprocess.run([*map(str, command), *few, *more], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)

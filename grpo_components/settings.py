@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Required, Self, TypeVar, get_args
 
 from omegaconf import DictConfig, OmegaConf
@@ -395,7 +396,7 @@ class TeacherSettings(BaseModel):
     coeff: Annotated[float, Field(gt=0, le=1e6)] = 1.0
 
 
-_FROM_LENGTHS: Any = None
+_DERIVED: Any = None
 
 
 _SECONDS_PER_SAMPLED_TOKEN = 0.15
@@ -404,6 +405,10 @@ _SECONDS_PER_TRAINED_TOKEN = 0.01
 """Of a trainer rank; a slow one of a large model takes a tenth of this."""
 _ROLLOUT_S, _BATCH_S, _TRAIN_STEP_S, _COLLECTIVE_S = 600.0, 1200.0, 1800.0, 600.0
 """Lowest limits, for short responses: starts, compilation and pulls take time as well."""
+_STARTUP_S, _WEIGHTS_S = 600.0, 300.0
+"""Lowest limits, for small models."""
+_SECONDS_PER_WEIGHT_BYTE = 1e-8
+"""Of a slow disk or network, 100 MB/s."""
 _LONGEST_S = 1e6
 """Highest limit: what a config allows is twice this."""
 
@@ -415,11 +420,14 @@ def derived_limits(
     samples_per_rank: float,
     tokens_per_micro_batch: int,
     passes: int,
+    weight_bytes: int,
 ) -> dict[str, float]:
-    """Return the time-outs that depend on lengths, in seconds."""
+    """Return the time-outs that depend on lengths, or on the model's size, in seconds."""
     rollout = max(_ROLLOUT_S, response_tokens * _SECONDS_PER_SAMPLED_TOKEN)
     tokens = samples_per_rank * (prompt_tokens + response_tokens) * passes
     limits = {
+        "startup_s": max(_STARTUP_S, 2 * weight_bytes * _SECONDS_PER_WEIGHT_BYTE),
+        "weights_s": max(_WEIGHTS_S, weight_bytes * _SECONDS_PER_WEIGHT_BYTE),
         "rollout_s": rollout,
         "batch_s": max(_BATCH_S, 2 * rollout),
         "train_step_s": max(_TRAIN_STEP_S, tokens * _SECONDS_PER_TRAINED_TOKEN),
@@ -431,17 +439,18 @@ def derived_limits(
 class Timeouts(BaseModel):
     """How long the driver and the roles wait, in seconds; null: the default.
 
-    Where the default depends on lengths, `derived_limits` sets it once the whole config is read.
+    Where the default depends on lengths or the model, `derived_limits` sets it once the whole
+    config is read.
     """
 
     model_config = _SECTION
-    startup_s: Seconds = 600.0
-    rollout_s: Seconds = _FROM_LENGTHS
-    batch_s: Seconds = _FROM_LENGTHS
-    train_step_s: Seconds = _FROM_LENGTHS
-    weights_s: Seconds = 300.0
+    startup_s: Seconds = _DERIVED
+    rollout_s: Seconds = _DERIVED
+    batch_s: Seconds = _DERIVED
+    train_step_s: Seconds = _DERIVED
+    weights_s: Seconds = _DERIVED
     reward_s: Seconds = 10.0
-    collective_s: Seconds = _FROM_LENGTHS
+    collective_s: Seconds = _DERIVED
     shutdown_s: Seconds = 20.0
     heartbeat_s: Seconds = 60.0
 
@@ -571,7 +580,7 @@ class Settings(BaseModel):
     object_store_memory: Annotated[int, Field(ge=75 * 2**20, le=2**50)] | None = None  # bytes
     max_skipped_steps: Count = 10  # in a row
     max_generator_kl: Annotated[float, Field(gt=0, le=1e3)] | None = None  # null: depends on dtype
-    keep_last_n: Count | None = None
+    keep_last_n: Count | None = 2  # null: all
     keep_best: Text | None = None  # a metric: eval/success_rate, eval/pass_at_4, ...
     checkpoint_failure: Literal["error", "warn"] = "error"
     rollouts_logged_per_step: CountOrZero = 1
@@ -651,6 +660,9 @@ class Settings(BaseModel):
             samples_per_rank=self.groups_per_step * self.group_size / parts,
             tokens_per_micro_batch=self.tokens_per_micro_batch,
             passes=self.ppo_epochs,
+            weight_bytes=sum(
+                file.stat().st_size for file in Path(self.base_model_path).glob("*.safetensors")
+            ),
         )
         cache = {} if is_cuda else {"kv_cache_gib": 1.0}
         filled: dict[str, Any] = {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +17,7 @@ from omegaconf import OmegaConf
 
 from grpo_components.config.replayed import run_folder
 from grpo_components.errors import fail, shown
+from grpo_components.records import checkpoint_folder
 from grpo_components.records.run_folder import is_used, real_path, refuse_folder_in_use, short
 from grpo_components.settings import REFUSED_MODEL_TYPES, ModelType, Settings
 
@@ -299,3 +303,33 @@ def _paths(key: str, given: Any) -> Iterator[tuple[str, str]]:
     items = enumerate(given) if isinstance(given, list | tuple) else items
     for name, value in items:
         yield from _paths(f"{key}.{name}" if key else str(name), value)
+
+
+def check_disk(settings: Settings) -> None:
+    """Refuse a run whose checkpoints do not fit onto the disk of output_dir."""
+    from grpo_components.models.lora import pushed_shapes  # imports torch
+
+    shapes = pushed_shapes(Path(settings.base_model_path), settings.lora)
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    optimizer = settings.optimizer["_component_"]
+    each = checkpoint_folder.nbytes(parameters, parameters, settings.dtype, optimizer)
+    most = checkpoint_folder.most_at_once(
+        settings.num_steps, settings.save_every_n_steps, settings.keep_last_n, settings.keep_best
+    )
+    output_dir = real_path(settings.output_dir)
+    resumes = bool(settings.resume_from_checkpoint)  # else what is there is moved aside, and stays
+    there = sum(file.st_size for file in _stats(output_dir / "checkpoints")) if resumes else 0
+    place = next(path for path in (output_dir, *output_dir.parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if most * each > free + there:
+        gib = 2**30
+        problem = f"{short(output_dir)} has {free / gib:.3g} GiB free, and {most} checkpoints of "
+        problem += f"{each / gib:.3g} GiB are there at once"
+        allowed = "a larger disk, a larger save_every_n_steps or a smaller keep_last_n"
+        fail("output_dir", problem, allowed)
+
+
+def _stats(folder: Path) -> Iterator[os.stat_result]:
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            yield path.lstat()

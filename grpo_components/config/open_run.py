@@ -78,7 +78,9 @@ def open_run(
         *(start, ledger, journal, log),
         evaluation=evaluation,
         failures=failures,
-        agreement=GeneratorAgreement(cfg.max_generator_kl, exact=(cfg.device, cfg.dtype) == ("cpu", "fp32")),
+        agreement=GeneratorAgreement(
+            cfg.max_generator_kl, exact=(cfg.device, cfg.dtype) == ("cpu", "fp32")
+        ),
         skipped_steps=SkippedSteps(cfg.max_skipped_steps, log.note),
         rollouts_logged=cfg.rollouts_logged_per_step,
         watch=_watch(cfg, ledger, log, tokenizer),

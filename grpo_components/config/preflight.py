@@ -65,7 +65,7 @@ def check_values_and_files(cfg: DictConfig) -> Settings:
 
 def check_what_is_imported(settings: Settings) -> None:
     """Check what torch or torchtune must read: GPUs, checkpoints and recorded runs, components."""
-    from grpo_components.config.files import check_output
+    from grpo_components.config.files import check_disk, check_output
     from grpo_components.config.replayed import check_replay
     from grpo_components.offline.partial_runs import check_partial_run
     from grpo_components.records.resume import check_resume
@@ -73,6 +73,8 @@ def check_what_is_imported(settings: Settings) -> None:
     if settings.device == "cuda":
         check_gpus(settings, here=settings.ray.address is None)
     check_output(settings)
+    if settings.trains:
+        check_disk(settings)
     check_resume(settings.model_dump(), needs_reference)
     check_replay(settings, read_settings)
     check_partial_run(settings)

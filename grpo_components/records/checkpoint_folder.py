@@ -18,6 +18,22 @@ _EVALUATION = "evaluation.json"
 """Name of the file in a checkpoint that has the metrics of its evaluation."""
 
 
+def nbytes(parameters: int, trained: int, dtype: str, optimizer: str) -> int:
+    """Return the bytes of a checkpoint, at least: weights, float32 masters and Adam's moments."""
+    moments = 8 if optimizer.startswith("torch.optim.Adam") else 0  # of others nobody knows
+    return parameters * {"fp32": 4, "bf16": 2}[dtype] + trained * (4 + moments)
+
+
+def most_at_once(
+    num_steps: int, save_every_n_steps: int, keep_last_n: int | None, keep_best: str | None
+) -> int:
+    """Return how many checkpoints a run has at once, at most: one is written before one goes."""
+    saved = -(-num_steps // save_every_n_steps)
+    if keep_last_n is None:
+        return saved
+    return min(saved, keep_last_n + 1 + (keep_best is not None))
+
+
 def begin(checkpoints: Path, step: int, incarnation: str) -> Path:
     """Remove leftovers of a killed run, and make a hidden folder to write a checkpoint into.
 

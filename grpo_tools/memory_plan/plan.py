@@ -9,6 +9,7 @@ from functools import partial
 import psutil
 from torchtune import config
 
+from grpo_components.records import checkpoint_folder
 from grpo_components.settings import Settings, teachers_of
 from grpo_tools.memory_plan.generator_memory import generator_memory
 from grpo_tools.memory_plan.model_sizes import ModelSizes
@@ -125,6 +126,8 @@ def plan_run(
         if needed > device.nbytes:
             largest = max(roles, key=lambda role: role.count * role.total)
             problems.append(largest.smaller or f"num_{largest.role}s: too many; allowed: fewer")
+    if cfg.trains:
+        lines.append(_disk_line(cfg, sizes))
     if problem := host.problem(cfg):
         problems.append(problem)
     return RunPlan(lines, list(dict.fromkeys(problems)))
@@ -180,6 +183,19 @@ def _size_lines(cfg: Settings, sizes: ModelSizes) -> Iterator[str]:
     yield f"{sizes.parameters:,} parameters, {weights} GiB in {cfg.dtype}"
     if cfg.lora is not None:
         yield f"{sizes.trained:,} parameters of adapters, which alone are trained"
+
+
+def _disk_line(cfg: Settings, sizes: ModelSizes) -> str:
+    saved = sizes.parameters if cfg.lora is None else sizes.trained
+    optimizer = cfg.optimizer["_component_"]
+    each = checkpoint_folder.nbytes(saved, sizes.trained, cfg.dtype, optimizer)
+    most = checkpoint_folder.most_at_once(
+        cfg.num_steps, cfg.save_every_n_steps, cfg.keep_last_n, cfg.keep_best
+    )
+    return (
+        f"disk: {gib(each)} GiB a checkpoint, at most {most} at once (keep_last_n): "
+        f"{gib(most * each)} GiB in output_dir"
+    )
 
 
 def _table(roles: Sequence[RoleMemory]) -> Iterator[str]:

@@ -158,7 +158,7 @@ def replayed_run(shared_runs, tiny_policy, full_run):
             output, output_dir = succeed(
                 tune,
                 *full_knobs(full_run.folder.parent, tiny_policy, full_run.seen["judge"]),
-                "save_every_n_steps=1",
+                *("save_every_n_steps=1", "keep_last_n=null"),
                 f"replay_events={full_run.folder}",
                 cwd=full_run.folder.parent,
             )

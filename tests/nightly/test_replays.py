@@ -77,7 +77,7 @@ def test_sessions_that_stream_and_a_curriculum_are_replayed_to_the_same_bits(tun
 def test_a_run_with_adapters_whose_generator_was_killed_is_scored_again_by_its_checkpoints(
     lora_run, tune, tiny_policy
 ):
-    kept = (f"replay_events={lora_run.folder}", "save_every_n_steps=1")
+    kept = (f"replay_events={lora_run.folder}", "save_every_n_steps=1", "keep_last_n=null")
     output, replay = succeed(tune, *LORA, *transformers_policy(tiny_policy), *kept)
     assert "events in the recorded order" in output
     code, table = rescore(replay)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lib.config_errors import refused_key
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 
 from grpo_components.config import preflight
 from grpo_components.config.reading import read_settings
@@ -102,6 +103,7 @@ def cfg(tiny_config, tmp_path, monkeypatch):
         folder.mkdir(parents=True)
     for name in (*FILES, "data/train.jsonl", "data/held_out.jsonl"):
         (base / name).touch()
+    save_file({"weight": torch.zeros(1)}, base / "model.safetensors")
     (base / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", sys.path.copy())
