@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal, NotRequired
@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from typing_extensions import TypedDict
 
 from grpo_components.data.columns import OWN_FIELDS, filled, plain_value
+from grpo_components.data.in_processes import in_processes
 from grpo_components.data.prompts import Encode, prompt_encoder
 from grpo_components.data.row_choice import Partition, RowFilters
 from grpo_components.data.rows import Question, Row, is_question, read_rows
@@ -135,6 +136,7 @@ class _PromptBuilder:
     max_prompt_tokens: int | None
     drop_too_long: bool
     fields_read: set[str] = field(default_factory=set)
+    num_read: int = 0
     num_filtered: int = 0
     num_in_other_parts: int = 0
     num_too_long: int = 0
@@ -143,11 +145,13 @@ class _PromptBuilder:
         self, rows: Iterable[Any], num_rows: int | None, tools: Sequence[Mapping[str, Any]]
     ) -> PromptDataset:
         prompts: list[Prompt] = []
-        number = 0
-        for number, values in enumerate(rows, start=1):
-            prompt = self._prompt(number, values)
-            if prompt is not None:
-                prompts.append(prompt)
+        questions = self._questions(rows)
+        found = ((others, self._encoded(question)) for others, question in questions)
+        if num_rows is None:  # else rows would be read that are not used
+            found = in_processes(self._encoded, questions, self.source)
+        for others, prompt in found:
+            if self._fits(prompt["prompt_ids"], others["prompt_index"] + 1):
+                prompts.append({**others, **prompt})
             if len(prompts) == num_rows:
                 break
         left_out = {
@@ -160,7 +164,7 @@ class _PromptBuilder:
             raise ValueError(f"dataset {self.source}: no rows{f' left: {why}' if why else ''}")
         self._check_columns()
         prompts = filled(prompts)
-        rows_left = f"dataset {self.source}: {len(prompts)} prompts of {number} rows; {why}"
+        rows_left = f"dataset {self.source}: {len(prompts)} prompts of {self.num_read} rows; {why}"
         notes = (rows_left if why else "", self._unnamed_tools(prompts[0], tools))
         return PromptDataset(prompts, "\n".join(filter(None, notes)))
 
@@ -172,35 +176,47 @@ class _PromptBuilder:
         note += "{tools} in dataset.system_prompt or dataset.prompt_template describes all tools"
         return note if missing else ""
 
-    def _prompt(self, number: int, values: Any) -> Prompt | None:
-        """Return the prompt of a row; None if the row is left out."""
-        where = f"dataset {self.source}, row {number}"
-        if not self.keep(Row(values, where, None)):
-            self.num_filtered += 1
-            return None
-        row = Row(values, where, self.columns)
-        question, answer = self.read(row)
-        self.fields_read |= row.asked
-        if not (is_question(question) and isinstance(answer, str)):
-            given = f"{question!r} and {answer!r}"
-            raise ValueError(f"{where}: read as {given}; allowed: question and answer as texts")
-        if not self.in_part(question if isinstance(question, str) else json.dumps(question)):
-            self.num_in_other_parts += 1
-            return None
+    def _questions(self, rows: Iterable[Any]) -> Iterator[tuple[Prompt, tuple[int, Question]]]:
+        """Yield what a prompt has besides its tokens, and its row's number and question."""
+        for number, values in enumerate(rows, start=1):
+            self.num_read, where = number, self._where(number)
+            if not self.keep(Row(values, where, None)):
+                self.num_filtered += 1
+                continue
+            row = Row(values, where, self.columns)
+            question, answer = self.read(row)
+            self.fields_read |= row.asked
+            if not (is_question(question) and isinstance(answer, str)):
+                given = f"{question!r} and {answer!r}"
+                raise ValueError(f"{where}: read as {given}; allowed: question and answer as texts")
+            if not self.in_part(question if isinstance(question, str) else json.dumps(question)):
+                self.num_in_other_parts += 1
+                continue
+            others = {**self._others(values), "prompt_index": number - 1, "answer": answer}
+            yield others, (number, question)
+
+    def _encoded(self, given: tuple[int, Question]) -> Prompt:
+        number, question = given
         try:
             ids, text = self.encode(question)
         except ConfigError as error:
-            raise ConfigError(error.key, f"{where}: {error.problem}", error.allowed) from error
-        if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
-            if not self.drop_too_long:
-                raise ValueError(
-                    f"{where}, field question: the prompt has {len(ids)} tokens; "
-                    f"allowed: max_prompt_tokens, {self.max_prompt_tokens}"
-                )
-            self.num_too_long += 1
-            return None
-        prompt = {"prompt_ids": ids, "prompt_text": text, "answer": answer}
-        return {**self._others(values), "prompt_index": number - 1, **prompt}
+            problem = f"{self._where(number)}: {error.problem}"
+            raise ConfigError(error.key, problem, error.allowed) from error
+        return {"prompt_ids": ids, "prompt_text": text}
+
+    def _fits(self, ids: Sequence[int], number: int) -> bool:
+        if self.max_prompt_tokens is None or len(ids) <= self.max_prompt_tokens:
+            return True
+        if not self.drop_too_long:
+            raise ValueError(
+                f"{self._where(number)}, field question: the prompt has {len(ids)} tokens; "
+                f"allowed: max_prompt_tokens, {self.max_prompt_tokens}"
+            )
+        self.num_too_long += 1
+        return False
+
+    def _where(self, number: int) -> str:
+        return f"dataset {self.source}, row {number}"
 
     def _others(self, values: Any) -> Prompt:
         """Return the columns of a row besides question and answer, under their own names."""
