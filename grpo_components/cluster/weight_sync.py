@@ -13,7 +13,7 @@ from grpo_components.cluster.handles import GeneratorHandle, Roles, TrainersHand
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
 from grpo_components.exchange.weight_deltas import NO_BASE
 from grpo_components.exchange.weight_probe import WeightProbe
-from grpo_components.exchange.weights import snapshot_checksum
+from grpo_components.exchange.weights import pushed_layers, snapshot_checksum
 
 MAX_DELTAS = 64
 """Most deltas between two whole pushes: a new generator gets them all, and each push names them."""
@@ -38,8 +38,8 @@ class WeightSync:
         self._pull_every_m_rollouts = pull_every_m_rollouts
         self._push_early, self._probe = push_early, WeightProbe(probe_kl)
         self._pushes = Pushes(roles.trainers, deltas=deltas)
-        self._pushed: tuple[list[Any], str] = [], ""
-        """References to the manifests of the snapshot pulled last, and its checksum."""
+        self._pushed: tuple[list[Any], str, dict[str, int] | None] = [], "", None
+        """References to the manifests of the snapshot pulled last, its checksum and layers."""
         self._ever_pushed, self._reading_manifests = False, asyncio.Lock()
 
     async def push_if_due(
@@ -115,7 +115,7 @@ class WeightSync:
             return False
         generator.version, checksum, probe = loaded
         generator.held_version = version
-        pushed = await self._pushed_checksum(references)
+        pushed, layers = await self._pushed_hashes(references)
         if checksum != pushed:
             raise RuntimeError(
                 f"{generator.name} loaded weights of version {version} with checksum {checksum}, "
@@ -123,16 +123,17 @@ class WeightSync:
             )
         checksums = {"checksum": checksum, "published": pushed}
         self._ledger.events.note("load", role=generator.name, version=version, **checksums)
-        self._probe.check(generator.name, version, probe)
+        self._probe.check(generator.name, version, probe, layers)
         return True
 
-    async def _pushed_checksum(self, references: list[Any]) -> str:
-        """Return the checksum of a pushed snapshot; hundreds of generators may ask for it."""
+    async def _pushed_hashes(self, references: list[Any]) -> tuple[str, dict[str, int] | None]:
+        """Return checksum and layers of a snapshot; hundreds of generators may ask for them."""
         async with self._reading_manifests:
             if self._pushed[0] != references:
                 manifests = await self._roles.trainers.manifests(references)
-                self._pushed = references, snapshot_checksum(manifests)
-            return self._pushed[1]
+                hashes = snapshot_checksum(manifests), pushed_layers(manifests)
+                self._pushed = references, *hashes
+            return self._pushed[1:]
 
     async def restore(self) -> None:
         """Publish the trainers' weights, even older ones, and load them into every generator."""

@@ -1,4 +1,4 @@
-"""Compares trainers and generators on one fixed sequence, after each pull: also where all is stale.
+"""Compares trainers and generators after each pull: their weights, and logprobs of one sequence.
 
 Tokens that a step trains are those of older versions in an asynchronous run, so that their logprobs
 differ anyway. The probe's do not: both sides compute them by the same version. For the same reason
@@ -8,7 +8,8 @@ its label must be that version, and nothing of it may be in a cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,8 @@ class ProbeReading:
     """Policy version that the engine names for a token that it samples now."""
     cached_tokens: int
     """Tokens whose keys and values it read from its prefix cache: those of earlier weights."""
+    layers: Mapping[str, int] | None = None
+    """Hash of each layer's weights in the engine; None if it does not keep them as pushed."""
 
 
 LoadedWeights = tuple[int, str, ProbeReading | None]
@@ -40,9 +43,12 @@ LoadedWeights = tuple[int, str, ProbeReading | None]
 them; None where no engine does."""
 _VERSIONS_KEPT = 64
 _NEARER = 4.0
-"""So much nearer must another version be, in squared distance, to be the one that was loaded."""
+"""So much nearer must another version be, in squared distance, to be the one that was loaded.
+Where rounding is not small, the distance must also be so many times the usual one."""
 _ROUNDING = 1e-4
 """Root mean square difference in nats below which nothing is nearer."""
+_LAYERS_NAMED = 4
+"""Most layers of a version that an error names."""
 
 
 class WeightProbe:
@@ -51,6 +57,9 @@ class WeightProbe:
     def __init__(self, max_kl: float | None) -> None:
         self._max_kl = max_kl
         self._pushed: dict[int, np.ndarray] = {}
+        self._layers: dict[int, Mapping[str, int]] = {}
+        self._usual: deque[float] = deque(maxlen=_VERSIONS_KEPT)
+        """Mean square gap of each earlier pull."""
 
     def pushed(self, version: int, logprobs: Sequence[float]) -> None:
         """Keep what the trainers computed by the weights that they push; empty keeps nothing."""
@@ -63,9 +72,23 @@ class WeightProbe:
     def forget(self) -> None:
         """Forget all versions: an attempt begins, whose versions have the same numbers."""
         self._pushed.clear()
+        self._layers.clear()
 
-    def check(self, generator: str, version: int, reading: ProbeReading | None) -> None:
-        """Check what a generator computed by weights that it has loaded."""
+    def check(
+        self,
+        generator: str,
+        version: int,
+        reading: ProbeReading | None,
+        layers: Mapping[str, int] | None = None,
+    ) -> None:
+        """Check what a generator computed by weights that it has loaded.
+
+        `layers` has the hash of each layer that was pushed; None if an engine has them otherwise.
+        """
+        if layers is not None:
+            self._layers[version] = layers
+            if len(self._layers) > _VERSIONS_KEPT:
+                del self._layers[min(self._layers)]
         if reading is None:
             return
         if reading.label != version:
@@ -79,6 +102,12 @@ class WeightProbe:
                 f"{generator} pulled version {version}, but read {reading.cached_tokens} tokens of "
                 "a probe from its prefix cache: keys and values of earlier weights are used on"
             )
+        if layers is not None and reading.layers is not None and reading.layers != layers:
+            raise DisagreementError(
+                f"{generator} pulled version {version}, but has other weights than were pushed: "
+                f"{self._whose(reading.layers, layers)}. Likely causes: weights that were not "
+                "loaded, or only in part, or in the place of others"
+            )
         if self._max_kl is None or version not in self._pushed:
             return
         found = np.array(reading.logprobs)
@@ -88,6 +117,10 @@ class WeightProbe:
         nearest = min(gaps, key=lambda v: float(np.mean(gaps[v] ** 2)))
         other = float(np.mean(gaps[nearest] ** 2))
         is_other = math.sqrt(square) > _ROUNDING and square > _NEARER * other
+        if layers is not None:  # rounding is not small: any version may be the nearest
+            unusual = square > _NEARER * float(np.median(self._usual or [math.inf]))
+            is_other &= reading.layers is None and unusual
+            self._usual.append(square)
         if kl <= self._max_kl and not is_other:
             return
         like = f", and is nearer to version {nearest}" if is_other else ""
@@ -97,3 +130,18 @@ class WeightProbe:
             f"{self._max_kl:.3g}{like}. Likely causes: weights that were not loaded, or only in "
             "part, or in the place of others; `model` does not match config.json in base_model_path"
         )
+
+    def _whose(self, found: Mapping[str, int], pushed: Mapping[str, int]) -> str:
+        """Say which layers differ, and of which version each is."""
+        by_version = defaultdict[int | None, list[str]](list)
+        for name in sorted(found.keys() | pushed.keys(), key=lambda name: (len(name), name)):
+            if (value := found.get(name)) != pushed.get(name):
+                newest_first = sorted(self._layers, reverse=True)
+                same = (v for v in newest_first if self._layers[v].get(name) == value)
+                by_version[next(same, None)].append(name)
+        parts: list[str] = []
+        for version, names in by_version.items():
+            more = f" and {len(names) - _LAYERS_NAMED} more" if names[_LAYERS_NAMED:] else ""
+            whose = "of no version that was pulled" if version is None else f"of version {version}"
+            parts.append(f"{', '.join(names[:_LAYERS_NAMED])}{more} ({whose})")
+        return "; ".join(parts)

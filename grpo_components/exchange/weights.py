@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import re
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import xor
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,6 +52,8 @@ class TensorEntry:
     """xxh3 (64 bits) of name, dtype, shape and bytes."""
     delta: TensorDelta | None = None
     """Set if the bucket has only what changed of the tensor; `nbytes` is that of the whole one."""
+    values: int | None = None
+    """`hash_values` of the whole tensor; None where it is not compared."""
 
     @property
     def pushed_nbytes(self) -> int:
@@ -55,6 +62,70 @@ class TensorEntry:
 
 
 Manifest = tuple[TensorEntry, ...]
+
+
+def is_hashed(device: str, dtype: torch.dtype) -> bool:
+    """Whether weights are compared by `hash_values`: not float32 on a CPU, which engines repack."""
+    return device != "cpu" or dtype != torch.float32
+
+
+def hash_values(tensor: Tensor) -> Tensor:
+    """Hash a tensor's elements on its device, as an int64: an xor, so in any order and any parts.
+
+    So the hash of a fused or cut tensor follows from those of the tensors that it is made of.
+    """
+    tensor = tensor.detach()
+    if not tensor.numel():
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if tensor.dtype.itemsize == 1:  # torch hashes no float8
+        tensor = tensor.view(torch.uint8)
+    return torch.hash_tensor(tensor).view(torch.int64)
+
+
+def hash_share(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
+    """Return two hashes of each parameter of an engine's worker, `hash_values` and one of its rows.
+
+    The second one depends on their order and has 64 bits: it tells copies from parts of a tensor,
+    whose first hashes are alike by chance, since bfloat16 has few bits.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in named:
+        values = by_rows = hash_values(tensor)
+        if tensor.numel() > 1 and tensor.dtype.itemsize > 1:
+            rows = torch.hash_tensor(tensor.detach().reshape(len(tensor), -1), dim=1)
+            odd = torch.arange(1, 2 * len(rows), 2, device=rows.device)
+            by_rows = (rows.view(torch.int64) * odd).sum()
+        found[name] = torch.stack((values, by_rows))
+    both = torch.stack([*found.values()]).tolist()
+    return {name: (values, rows) for name, (values, rows) in zip(found, both, strict=True)}
+
+
+def join_shares(shares: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, int]:
+    """Combine the hashes of all workers' parameters; one that all have alike is a copy."""
+    joined: dict[str, int] = {}
+    for name in shares[0]:
+        found = [share[name] for share in shares]
+        parts = found[:1] if len({*found}) == 1 else found
+        joined[name] = reduce(xor, (values for values, _ in parts))
+    return joined
+
+
+def hash_layers(hashes: Mapping[str, int]) -> dict[str, int]:
+    """Combine the hashes of named tensors by layer; a head that is the embedding counts once."""
+    layers: dict[str, int] = defaultdict(int)
+    embedding = next((each for name, each in hashes.items() if name.endswith(_EMBEDDING)), None)
+    for name, each in hashes.items():
+        if not name.endswith(_HEAD) or each != embedding:
+            number = re.search(r"\blayers\.(\d+)\.", name)
+            layers[f"layer {number[1]}" if number else "the rest"] ^= each
+    return dict(layers)
+
+
+def pushed_layers(manifests: Iterable[Manifest]) -> dict[str, int] | None:
+    """Return the hash of each layer of a snapshot; None if a tensor has none."""
+    entries = [entry for manifest in manifests for entry in manifest]
+    hashes = {entry.name: entry.values for entry in entries if entry.values is not None}
+    return hash_layers(hashes) if len(hashes) == len(entries) else None
 
 
 def checksum(name: str, dtype: str, shape: Sequence[int], raw: NDArray[np.uint8]) -> int:
@@ -73,6 +144,7 @@ class Bucket:
     def __init__(self, buffer: Tensor, free: Callable[[Tensor], None]) -> None:
         self._buffer, self._free = buffer, free
         self._entries: list[TensorEntry] = []
+        self._values: list[Tensor | None] = []
         self._used = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -81,6 +153,9 @@ class Bucket:
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
         begin, self._used = self._used, self._used + raw.numel()
         self._buffer[begin : self._used].copy_(raw, non_blocking=True)
+        compared = is_hashed(tensor.device.type, tensor.dtype)
+        values = hash_values(tensor).to("cpu", non_blocking=True) if compared else None
+        self._values.append(values)
         self._entries.append(TensorEntry(name, dtype, shape, begin, raw.numel(), 0))
 
     def close(self) -> tuple[Manifest, NDArray[np.uint8]]:
@@ -90,11 +165,12 @@ class Bucket:
         packed = np.frombuffer(memoryview(cast(Any, self._buffer.numpy())), np.uint8)
         weakref.finalize(packed, self._free, self._buffer).atexit = False
 
-        def with_checksum(entry: TensorEntry) -> TensorEntry:
+        def with_checksum(entry: TensorEntry, values: Tensor | None) -> TensorEntry:
             raw = packed[entry.offset : entry.offset + entry.nbytes]
-            return replace(entry, checksum=checksum(entry.name, entry.dtype, entry.shape, raw))
+            found = checksum(entry.name, entry.dtype, entry.shape, raw)
+            return replace(entry, checksum=found, values=None if values is None else int(values))
 
-        return tuple(map(with_checksum, self._entries)), packed
+        return tuple(map(with_checksum, self._entries, self._values)), packed
 
 
 class BucketBuffers:
@@ -186,6 +262,33 @@ def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
     if hf_config.get("tie_word_embeddings", hf_config.get("model_type") == "gemma"):
         shapes.pop(_HEAD, None)
     return shapes
+
+
+def keeps_values(
+    engine: Callable[[], dict[str, int]],
+    device: str,
+    model_path: Path,
+    names: Iterable[str],
+    dtype: torch.dtype,
+) -> bool:
+    """Whether an engine's hashes by layer can be compared with those of pushed weights.
+
+    It has just read tensors of a checkpoint: so it can if it has the hashes of these.
+    """
+    if not is_hashed(device, dtype):
+        return False
+    hashes, wanted = dict[str, int](), set(names)
+    for file in checkpoint_files(model_path):
+        with safe_open(file, framework="pt") as tensors:
+            for name in wanted.intersection(tensors.keys()):
+                hashes[name] = int(hash_values(tensors.get_tensor(name).to(dtype)))
+    keeps = engine() == hash_layers(hashes)
+    if not keeps:
+        logging.getLogger(__name__).warning(
+            "the engine stores other values than the files of its model have: pulls compare "
+            "logprobs, and no weights"
+        )
+    return keeps
 
 
 def check_output_head(model_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from grpo_components.exchange.weight_probe import ProbeReading
+from grpo_components.exchange.weights import hash_layers, hash_values, keeps_values
 from grpo_components.models.hugging_face_attention import (
     explicit,
     for_all_heads,
@@ -112,6 +114,9 @@ class TransformersBackend:
         self._running: list[_Sequence] = []
         self._probes: list[tuple[str, list[int]]] = []
         self._version = BASE_VERSION
+        self._layers: dict[str, int] | None = None
+        model = Path(path), expected_shapes, self._model.dtype
+        self._keeps_values = keeps_values(self._hash, self._device, *model)
 
     def add(self, request_id: str, request: Request) -> None:
         """Begin a request; raises a ValueError if it cannot be answered."""
@@ -159,6 +164,7 @@ class TransformersBackend:
             if names:
                 raise RuntimeError(f"transformers has {what.replace('_', ' ')}: {sorted(names)}")
         self._model, self._version = built.to(self._device).eval(), version
+        self._layers = self._hash() if self._keeps_values else None
         if self._recompute_kv:
             for sequence in self._running:
                 sequence.is_begun = False
@@ -183,7 +189,11 @@ class TransformersBackend:
         hidden = self._compute([ids], self._tensor([]), sources=self._tensor([]))
         found = self._logits(hidden[0]).log_softmax(-1)
         of_ids = found[:-1].gather(1, self._tensor(ids[1:])[:, None])[:, 0]
-        return ProbeReading(of_ids.tolist(), self._version, 0)
+        return ProbeReading(of_ids.tolist(), self._version, 0, self._layers)
+
+    def _hash(self) -> dict[str, int]:
+        named = self._model.named_parameters()
+        return hash_layers({name: int(hash_values(tensor)) for name, tensor in named})
 
     def _begin(self, sequences: list[_Sequence]) -> Tensor:
         """Return logits [N, V] of sequences that have nothing in their slots; equal ones once."""

@@ -23,7 +23,13 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from grpo_components.exchange.weight_probe import ProbeReading
-from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
+from grpo_components.exchange.weights import (
+    check_names_and_shapes,
+    hash_layers,
+    join_shares,
+    keeps_values,
+    shapes_of,
+)
 from grpo_components.models.lora import ADAPTER_FILE
 from grpo_components.rollout.completions import BASE_VERSION, Completion, Request, Result, Watch
 from grpo_components.rollout.engine_sleep import EngineSleep, sleep_arguments
@@ -31,6 +37,7 @@ from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.rollout.vllm_weights import (
     ADAPTER,
     adapter_arguments,
+    hash_parameters,
     load_into_worker,
     load_into_workers,
     never_sample_from,
@@ -77,6 +84,11 @@ class VLLMBackend:
             swap_adapter(self._engine, lora, adapter)
         self.max_model_len: int = self._engine.model_config.max_model_len
         self._watched: dict[str, _WatchedRequest] = {}
+        self._layers: dict[str, int] | None = None
+        # vLLM scales an adapter's B; it packs or quantizes some layers, and with more workers than
+        # key heads it has some values twice.
+        model = Path(options.model_path), expected_shapes, self._engine.model_config.dtype
+        self._keeps_values = lora is None and keeps_values(self._hash, options.device, *model)
 
     def add(self, request_id: str, request: Request) -> None:
         """Begin a request; raises a ValueError if it cannot be answered."""
@@ -118,7 +130,7 @@ class VLLMBackend:
         for output in cast("list[Any]", self._engine.step()):
             request_id, result = output.request_id, None
             if output.finished and output.prompt_logprobs is not None:
-                result = probe_reading(output)
+                result = probe_reading(output, self._layers)
             elif output.finished:
                 result = _finished(output)
             elif watched := self._watched.get(request_id):
@@ -160,6 +172,7 @@ class VLLMBackend:
             else:
                 load_into_workers(executor, weights)
         self._label(version)
+        self._layers = self._hash() if self._keeps_values else None
         if not self._recompute_kv:
             empty_prefix_cache(self._core.scheduler)
         elif not self._engine.reset_prefix_cache(reset_running_requests=True):
@@ -190,6 +203,10 @@ class VLLMBackend:
     @property
     def _core(self) -> EngineCore:
         return cast(InprocClient, self._engine.engine_core).engine_core
+
+    def _hash(self) -> dict[str, int]:
+        shares: Any = self._engine.collective_rpc(cast(Any, hash_parameters))
+        return hash_layers(join_shares(shares))
 
     def _label(self, version: int) -> None:
         """Let tokens have this version from now on."""
@@ -263,13 +280,13 @@ def empty_prefix_cache(scheduler: Any) -> None:
             request.update_block_hashes()
 
 
-def probe_reading(output: Any) -> ProbeReading:
+def probe_reading(output: Any, layers: Mapping[str, int] | None) -> ProbeReading:
     """Return what the engine computed of the probe."""
     (label,) = {int(span.version) for span in output.outputs[0].weight_versions}
     if cached := output.num_cached_tokens:  # vLLM has computed no logprobs of these
-        return ProbeReading((), label, cached)
+        return ProbeReading((), label, cached, layers)
     pairs = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
-    return ProbeReading([found[token].logprob for found, token in pairs], label, 0)
+    return ProbeReading([found[token].logprob for found, token in pairs], label, 0, layers)
 
 
 def _finished(output: Any) -> Completion:

@@ -32,6 +32,7 @@ from grpo_components.exchange.shared_weights import (
     open_shared,
     split,
 )
+from grpo_components.exchange.weights import hash_share
 from grpo_components.models.lora import ADAPTER_FILE, peft_config, reserved_rank
 from grpo_components.settings import LoraSettings
 
@@ -47,7 +48,7 @@ _TIMEOUT_S = 300.0
 
 def never_sample_from(worker: Any, num_ids: int | None) -> None:
     """Let a worker sample only the first ids; None: all. A request could name 1024 at most."""
-    model = worker.model_runner.model
+    model = worker.model_runner.get_model()
     logits_of = model.compute_logits
 
     def compute_logits(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -102,6 +103,11 @@ def load_into_workers(executor: Any, tensors: Mapping[str, torch.Tensor]) -> Non
         if left:
             names = ", ".join(sorted(left))
             raise RuntimeError(f"vLLM's worker {number} did not load the parameters {names:.200}")
+
+
+def hash_parameters(worker: Any) -> dict[str, tuple[int, int]]:
+    """Hash a worker's share of the weights; see `hash_share`."""
+    return hash_share(worker.model_runner.get_model().named_parameters())
 
 
 def _begin(worker: Any) -> set[str]:
@@ -186,7 +192,7 @@ def _loading(worker: Any) -> Iterator[Any]:
     if worker.device.type == "cpu":
         on_device = contextlib.nullcontext()  # the default; as a context it slows down every call
     with set_current_vllm_config(runner.vllm_config), on_device:
-        yield runner.model
+        yield runner.get_model()
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:

@@ -4,6 +4,7 @@ Pushes are deltas while they take less room together than a whole push; only siz
 """
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ from grpo_components.exchange.weights import (
     TensorDelta,
     TensorEntry,
     pack_bucket,
+    pushed_layers,
     snapshot_checksum,
     unpack_bucket,
 )
@@ -225,6 +227,22 @@ async def test_a_generator_that_computes_other_logprobs_than_the_trainers_pushed
     assert await setting.rollout(setting.generators[0]) == 1
     with pytest.raises(DisagreementError, match=r"generator_1 pulled version 1"):
         await setting.rollout(setting.generators[1])
+
+
+async def test_a_generator_with_other_weights_than_the_trainers_pushed_ends_the_run():
+    setting, tensor = Setting(), torch.ones(3, dtype=torch.bfloat16)
+    manifests = [pack_bucket([("layers.0.weight", n * tensor)])[0] for n in range(3)]
+    setting.trainer.export_weights = lambda version: ("bucket", manifests[version])
+    generator, engine = setting.generators[0], setting.engines[0]
+    engine.checksum, layers = snapshot_checksum(manifests[1:2]), pushed_layers(manifests[1:2])
+    engine.probe = ProbeReading([], 1, 0, layers)
+    await setting.rollout(generator)
+    await setting.step()
+    assert await setting.rollout(generator) == 1
+    engine.checksum, engine.probe = snapshot_checksum(manifests[2:]), replace(engine.probe, label=2)
+    await setting.step()
+    with pytest.raises(DisagreementError, match=r"pulled version 2.*layer 0 \(of version 1\)"):
+        await setting.rollout(generator)
 
 
 async def test_a_restarted_server_gets_the_last_push_again_unless_an_attempt_began():

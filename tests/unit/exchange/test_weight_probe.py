@@ -71,6 +71,29 @@ def test_a_few_versions_are_kept():
         made.check("generator_0", 199, reading(199, BASE + 1))
 
 
+def test_rounding_of_bf16_is_no_disagreement_where_weights_cannot_be_compared():
+    """Another version is nearer by chance, unless the distance is unusual, too."""
+    made, pushed = probe(max_kl=0.05, drift=1e-3)
+    layers = {"layer 0": 1}
+    for seed in range(200):
+        found = pushed[2] + np.random.default_rng(seed).normal(0, 2e-3, len(BASE))
+        made.check("generator_0", 2, reading(2, found), layers)
+    with pytest.raises(DisagreementError, match="nearer to version 2"):
+        made.pushed(4, (BASE + 0.05).tolist())
+        made.check("generator_0", 4, reading(4, pushed[2]), layers)
+
+
+def test_weights_are_compared_without_a_bound_and_logprobs_are_bounded_where_they_agree():
+    layers, made = {"layer 0": 1, "layer 1": 2, "the rest": 3}, WeightProbe(None)
+    found = ProbeReading([-1.0], 3, 0, layers | {"layer 1": 5})
+    with pytest.raises(DisagreementError, match=r"layer 1 \(of no version that was pulled\)\."):
+        made.check("generator_0", 3, found, layers)
+    made, pushed = probe(max_kl=0.05)
+    made.check("generator_0", 3, ProbeReading(pushed[1].tolist(), 3, 0, layers), layers)
+    with pytest.raises(DisagreementError, match="allowed is"):
+        made.check("generator_0", 3, ProbeReading((pushed[3] + 1).tolist(), 3, 0, layers), layers)
+
+
 @pytest.mark.parametrize("max_kl", [None, 1e-4])
 @pytest.mark.parametrize(
     ("label", "cached", "facts"),

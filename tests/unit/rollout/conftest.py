@@ -39,8 +39,7 @@ def build_engine(engine_variables):
         options = EngineOptions(
             model_path=str(path),
             device="cpu",
-            dtype="fp32",
-            **{"recompute_kv_after_pull": False, **options},
+            **{"dtype": "fp32", "recompute_kv_after_pull": False, **options},
         )
         return open_engine(settings, options, seed=0, schedule=schedule)
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from grpo_components.exchange.weight_probe import PROBE_IDS
+from grpo_components.exchange.weights import pack_bucket, pushed_layers
 
 
 @pytest.fixture
@@ -159,6 +160,17 @@ def test_the_weight_probe_is_that_of_vllm(make, make_engine, checkpoints):
         engine.close()
     assert len(readings[0]) == len(PROBE_IDS) - 1
     np.testing.assert_allclose(*readings, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["tied", "experts"])
+def test_weights_in_the_engine_have_the_hashes_of_the_pushed_ones(make, checkpoints, kind):
+    given = weights(checkpoints / f"{kind}_B")
+    exact = make(checkpoints / f"{kind}_A").load_weights(1, given).result(timeout=60)
+    assert exact.layers is None  # float32 on a CPU: logprobs are compared
+    given = {name: tensor.bfloat16() for name, tensor in given.items()}
+    engine = make(checkpoints / f"{kind}_A", dtype="bf16")
+    found = engine.load_weights(1, given).result(timeout=60).layers
+    assert found == pushed_layers([pack_bucket([*given.items()])[0]])
 
 
 def test_weights_that_the_model_does_not_take_end_the_engine(make, checkpoints, monkeypatch):

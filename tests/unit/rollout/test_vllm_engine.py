@@ -19,6 +19,7 @@ from lib.real_engine import (
 )
 
 from grpo_components.exchange.weight_probe import PROBE_IDS
+from grpo_components.exchange.weights import pack_bucket, pushed_layers
 from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.rollout.schedule import Schedule, open_schedule
@@ -285,6 +286,28 @@ def test_a_swap_gives_the_weight_probe_by_the_new_weights_while_requests_run(
     assert [each.cached_tokens for each in (first, other, once_more)] == [0, 0, 0]
     assert ask(engine, again).result().cached_tokens == 0
     assert all(len(each.token_ids) for each in done(running))
+
+
+@pytest.mark.parametrize("kind", ["redundant", "untied", "experts"])
+def test_weights_in_the_engine_have_the_hashes_of_the_pushed_ones(
+    make_engine, checkpoints, monkeypatch, kind
+):
+    """In bf16; as on a GPU, where vLLM packs nothing."""
+    from vllm import _custom_ops
+
+    old, new = (checkpoints / f"{name}" for name in (f"{kind}_A", f"{kind}_B"))
+    given = weights(new if new.exists() else checkpoints / "tied_B")
+    given = {name: tensor.bfloat16() for name, tensor in given.items()}
+    engine = make_engine(old, dtype="bf16")
+    assert engine.load_weights(1, given).result(timeout=60).layers is None  # it is packed
+    engine.close()
+    monkeypatch.setattr(_custom_ops, "_supports_onednn", False)
+    engine = make_engine(old, dtype="bf16")
+    found = engine.load_weights(1, given).result(timeout=60).layers
+    assert found == pushed_layers([pack_bucket([*given.items()])[0]])
+    given["model.layers.1.self_attn.o_proj.weight"] *= 2
+    other = engine.load_weights(2, given).result(timeout=60).layers
+    assert [name for name in found if found[name] != other[name]] == ["layer 1"]
 
 
 def test_of_two_swaps_before_one_step_each_has_its_own_reading(make_engine, checkpoints):

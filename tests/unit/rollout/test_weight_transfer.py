@@ -218,6 +218,27 @@ class Model:
 A, B = torch.arange(6.0).view(2, 3), torch.ones(4, dtype=torch.bfloat16)
 
 
+class OnGpu(torch.Tensor):
+    """Stands for a tensor on a GPU, which is not copied to the host."""
+
+    is_cuda = True
+
+    def cpu(self):
+        raise AssertionError("copied")
+
+    numpy = cpu
+
+
+def test_a_tensor_on_a_gpu_is_checked_there(build_engine):
+    from grpo_components.rollout.weight_receiver import check_tensor
+
+    ((entry,), _) = pack_bucket([("b", B)])
+    check_tensor(entry, B.as_subclass(OnGpu))
+    changed = torch.tensor([1, 1, 2, 1], dtype=torch.bfloat16).as_subclass(OnGpu)
+    with pytest.raises(ValueError, match="b is damaged: checksum mismatch"):
+        check_tensor(entry, changed)
+
+
 @pytest.mark.parametrize(
     ("arrived", "facts"),
     [
