@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torchtune.modules import RMSNorm
 
 from grpo_components.errors import ConfigError
 from grpo_components.models.hugging_face_policy import (
@@ -106,6 +108,18 @@ def logprobs_and_entropies(
     return logprobs.gather(1, targets[:, None]).squeeze(1), entropy
 
 
+def fuse_norms(model: nn.Module) -> None:
+    """Let a torchtune decoder's norms take PyTorch's fused kernel on a GPU."""
+
+    def forward(norm: Any, x: Tensor) -> Tensor:
+        # torchtune casts x to float32, which excludes the kernel; it computes in float32 itself.
+        return functional.rms_norm(x, norm.normalized_shape, norm.scale, norm.eps).to(x.dtype)
+
+    for module in model.modules():
+        if type(module) is RMSNorm:
+            module.forward = types.MethodType(forward, module)
+
+
 class ResponseLogprobs:
     """Makes a policy return logprobs of wanted tokens instead of logits.
 
@@ -140,6 +154,7 @@ class ResponseLogprobs:
             )
             return
         share_prompts(model)
+        fuse_norms(model)
         self._model.unembed = types.MethodType(
             lambda module, hidden: self._unembed(module, hidden), model
         )
