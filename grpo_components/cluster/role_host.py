@@ -120,6 +120,8 @@ class RoleHost:
             import torch
 
             torch.set_num_threads(self._cpu_threads)
+            # cuDNN plans each new shape for 120 ms, and nearly every batch has one.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self._role = cls(**kwargs)
 
     async def call(self, method: str, lane: str, *args: Any) -> Any:

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from grpo_components.models.shared_prompts import Block, Layout, over_blocks
+from grpo_components.models.shared_prompts import (
+    Block,
+    Layout,
+    fits_flash,
+    over_blocks,
+    over_sequences,
+)
 
 NAME = "grpo_shared_prompts"
 """Name of the function among transformers' attention implementations."""
@@ -52,18 +58,21 @@ def attention(
         raise ValueError(f"{name} does not get the keyword arguments of the model's forward pass")
     refuse_unsupported(module, attention_mask, others)
     window = sliding_window if sliding_window and sliding_window < longest else None
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    is_plain = softcap is None and s_aux is None
+    if layout.ragged is not None and is_plain and fits_flash(q, v):
+        return over_sequences(q, k, v, layout.ragged, scaling, window)[None], None
 
     def of_block(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Tensor:
         mask = block.mask if window is None else _windowed(block, layout.positions, window)
         k, v = (for_all_heads(x, q.shape[1] // x.shape[1]) for x in (k, v))
-        if softcap is None and s_aux is None:
+        if is_plain:
             return functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
             )
         return explicit(q, k, v, mask, scaling, softcap, s_aux)
 
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    return over_blocks(of_block, q, k, v, layout)[None], None
+    return over_blocks(of_block, q, k, v, layout.padded)[None], None
 
 
 def refuse_unsupported(module: nn.Module, mask: Tensor | None, others: dict[str, Any]) -> None:
@@ -87,13 +96,13 @@ def for_all_heads(x: Tensor, queries_per_key: int) -> Tensor:
 
 def _windowed(block: Block, positions: Tensor, window: int) -> Tensor:
     """Return the block's mask without keys that lie a window or more before the query."""
-    distance = positions[block.queries][:, None, :, None] - positions[block.keys][:, None, None, :]
     if block.mask is not None:
-        return block.mask & (distance < window)
+        asks, seen = positions[block.queries], positions[block.keys]
+        return block.mask & (seen[:, None, None, :] > (asks - window)[:, None, :, None])
     order = torch.arange(block.queries.shape[1], device=positions.device)
     # Padding asks and is asked as the first token of the column; only its order is in the mask.
-    distance = order[:, None] - order[None, :]
-    return ((distance >= 0) & (distance < window))[None, None]
+    seen, asks = order[None, :], order[:, None]
+    return ((seen <= asks) & (seen > asks - window))[None, None]
 
 
 def explicit(

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torchtune.modules import RMSNorm
 
 from grpo_components.errors import ConfigError
 from grpo_components.models.hugging_face_policy import (
@@ -21,7 +23,14 @@ from grpo_components.models.hugging_face_policy import (
     logits_of,
     longest_sequence,
 )
-from grpo_components.models.shared_prompts import CPU, Layout, Part, arrange, share_prompts
+from grpo_components.models.shared_prompts import (
+    CPU,
+    Layout,
+    Part,
+    arrange,
+    share_prompts,
+    to_device,
+)
 from grpo_components.trajectory import TokenSequence, Trajectory
 
 
@@ -75,24 +84,27 @@ def token_batch(
     if not share_prompts:
         parts = [part._replace(prompt=number) for number, part in enumerate(parts)]
     column = arrange(parts, device)
-    tokens = torch.empty(len(column.positions), dtype=torch.int64)
+    tokens = np.empty(len(column.positions), np.int64)
     positions, targets, temperatures = [], [], []
     for number, t in enumerate(trajectories):
         prompt, response = column.prompts[number], column.responses[number]
-        tokens[prompt] = torch.from_numpy(t.prompt_ids)
-        tokens[response] = torch.from_numpy(t.response_ids[: len(response)])
+        tokens[prompt] = t.prompt_ids
+        tokens[response] = t.response_ids[: len(response)]
         every = slice(None) if masks is None else masks[number]
         wanted = np.arange(len(t.response_ids))[every]
         predicts = np.concatenate([prompt[-1:], response])
-        positions.append(torch.from_numpy(predicts[wanted]))
-        targets.append(torch.from_numpy(t.response_ids[wanted]))
-        temperatures.append(torch.full((len(wanted),), t.temperature))
+        positions.append(predicts[wanted])
+        targets.append(t.response_ids[wanted])
+        temperatures.append(np.full(len(wanted), t.temperature, np.float32))
+    arrays = tokens, np.concatenate(positions), np.concatenate(targets)
+    ids, *wanted_ids = to_device(arrays, device)
     return TokenBatch(
-        tokens[:, None].to(device),
+        ids[:, None],
         column.positions[:, None],
         column.layout,
         max(part.prompt_tokens + part.response_tokens for part in parts),
-        *(torch.cat(column).to(device) for column in (positions, targets, temperatures)),
+        *wanted_ids,
+        *to_device([np.concatenate(temperatures)], device),
     )
 
 
@@ -104,6 +116,18 @@ def logprobs_and_entropies(
     seen = logprobs if entropy_gradient else logprobs.detach()
     entropy = -(seen.exp() * seen).sum(dim=-1)
     return logprobs.gather(1, targets[:, None]).squeeze(1), entropy
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """Let a torchtune decoder's norms take PyTorch's fused kernel on a GPU."""
+
+    def forward(norm: Any, x: Tensor) -> Tensor:
+        # torchtune casts x to float32, which excludes the kernel; it computes in float32 itself.
+        return functional.rms_norm(x, norm.normalized_shape, norm.scale, norm.eps).to(x.dtype)
+
+    for module in model.modules():
+        if type(module) is RMSNorm:
+            module.forward = types.MethodType(forward, module)
 
 
 class ResponseLogprobs:
@@ -140,6 +164,7 @@ class ResponseLogprobs:
             )
             return
         share_prompts(model)
+        fuse_norms(model)
         self._model.unembed = types.MethodType(
             lambda module, hidden: self._unembed(module, hidden), model
         )

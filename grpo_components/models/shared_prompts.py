@@ -12,11 +12,15 @@
 Only attention mixes tokens; all other layers compute the column as it is. The positions of each
 response go on from its prompt's last one, which predicts the response's first token. Autograd adds
 up what the responses do to their prompt, so loss and gradient are those of one row per response.
+
+On a GPU, one call of flash attention takes the place of the blocks. Its sequences are prompts and
+responses of different lengths; the keys of a response are its prompt and itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -24,11 +28,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 from torchtune.modules import MultiHeadAttention
 
 from grpo_components.errors import ConfigError
 
 CPU = torch.device("cpu")
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _CHEAP_PAIRS = 1 << 16
 """Padding of a block, in query-key pairs, that costs less than one more call of attention."""
 
@@ -36,6 +42,8 @@ Tokens = NDArray[np.int64]
 """Indices of tokens in the column."""
 Row = tuple[Tokens, Tokens]
 """Queries, and the keys that they may see."""
+Group = tuple[Tokens, list[Tokens]]
+"""A prompt and the responses to it; with an only response, both together and none."""
 
 
 class Part(NamedTuple):
@@ -60,14 +68,48 @@ class Block(NamedTuple):
     """
 
 
-class Layout(NamedTuple):
-    """How attention reads the column of tokens; a torchtune decoder gets it as its mask."""
+class Padded(NamedTuple):
+    """The column as blocks of rows."""
 
     blocks: tuple[Block, ...]
     places: Tensor
     """[N] int64: index of each token in the outputs of all blocks, one after the other."""
-    positions: Tensor
-    """[N] int64: position of each token in its sequence."""
+
+
+class Ragged(NamedTuple):
+    """The column as sequences of different lengths, of which the last query sees all keys."""
+
+    keys: Tensor
+    """[K] int64: indices of the keys of all sequences. The queries are the column as it is."""
+    query_ends: Tensor
+    """[S + 1] int32: 0, and where the queries of each sequence end."""
+    key_ends: Tensor
+    """[S + 1] int32."""
+    most_queries: int
+    most_keys: int
+
+
+class Layout:
+    """How attention reads the column of tokens; a torchtune decoder gets it as its mask."""
+
+    def __init__(self, groups: list[Group], positions: Tokens, device: torch.device) -> None:
+        self._groups, self._padded = groups, None
+        self.ragged: Ragged | None = None
+        """None if the device has no flash attention."""
+        self.positions: Tensor
+        """[N] int64: position of each token in its sequence."""
+        if has_flash(device):
+            self.positions, self.ragged = _ragged(groups, positions, device)
+        else:
+            (self.positions,) = to_device([positions], device)
+            _ = self.padded  # now, because a compiled layer could not trace it
+
+    @property
+    def padded(self) -> Padded:
+        """Blocks for attention that flash cannot compute."""
+        if self._padded is None:
+            self._padded = _pad(self._groups, self.positions)
+        return self._padded
 
 
 class Column(NamedTuple):
@@ -89,8 +131,7 @@ def arrange(parts: Sequence[Part], device: torch.device = CPU) -> Column:
         siblings.setdefault(part.prompt, []).append(number)
     prompts: list[Tokens] = [np.empty(0, np.int64)] * len(parts)
     responses = list(prompts)
-    trunks: list[Row] = []
-    branches: list[Row] = []
+    groups: list[Group] = []
     end = 0
     for members in siblings.values():
         trunk = np.arange(end, end + parts[members[0]].prompt_tokens)
@@ -100,19 +141,37 @@ def arrange(parts: Sequence[Part], device: torch.device = CPU) -> Column:
             responses[number] = np.arange(end, end + parts[number].response_tokens)
             end += parts[number].response_tokens
         read = [responses[number] for number in members if len(responses[number])]
-        if len(read) == 1:
-            trunk = np.concatenate([trunk, *read])
-        else:
-            branches += [(run, np.concatenate([trunk, run])) for run in _runs(read, len(trunk))]
-        trunks.append((trunk, trunk))
-    positions, owners = np.empty(end, np.int64), np.zeros(end, np.int64)
-    for number, (prompt, response) in enumerate(zip(prompts, responses, strict=True), start=1):
+        groups.append((np.concatenate([trunk, *read]), []) if len(read) == 1 else (trunk, read))
+    positions = np.empty(end, np.int64)
+    for prompt, response in zip(prompts, responses, strict=True):
         positions[prompt] = np.arange(len(prompt))
         positions[response] = np.arange(len(prompt), len(prompt) + len(response))
-        owners[response] = number  # tokens of a prompt stay 0: all responses see them
-    on_device = [torch.from_numpy(column).to(device) for column in (positions, owners)]
-    layout = _layout([*_alike(trunks)], [*_alike(branches)], *on_device)
-    return Column(prompts, responses, on_device[0], layout)
+    layout = Layout(groups, positions, device)
+    return Column(prompts, responses, layout.positions, layout)
+
+
+def has_flash(device: torch.device) -> bool:
+    """Whether flash attention runs on a device."""
+    is_built = torch.backends.cuda.is_flash_attention_available()
+    return device.type == "cuda" and is_built and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> Sequence[Tensor]:
+    """Copy arrays of one dtype together: each copy waits for all that a GPU still has to do."""
+    return torch.from_numpy(np.concatenate(arrays)).to(device).split([len(a) for a in arrays])
+
+
+def _ragged(groups: list[Group], positions: Tokens, device: torch.device) -> tuple[Tensor, Ragged]:
+    """Return the positions on the device, and groups as sequences in the column's order."""
+    queries, keys = list[Tokens](), list[Tokens]()
+    for trunk, responses in groups:
+        queries += [trunk, *responses]
+        keys += [trunk, *(np.concatenate([trunk, response]) for response in responses)]
+    lengths = [[len(row) for row in rows] for rows in (queries, keys)]
+    arrays = [positions, np.concatenate(keys), *(np.cumsum([0, *each]) for each in lengths)]
+    on_device, places, query_ends, key_ends = to_device(arrays, device)
+    ends = query_ends.int(), key_ends.int()
+    return on_device, Ragged(places, *ends, max(lengths[0]), max(lengths[1]))
 
 
 def _runs(responses: list[Tokens], prompt_tokens: int) -> Iterator[Tokens]:
@@ -148,17 +207,19 @@ def _alike(rows: list[Row]) -> Iterator[list[Row]]:
         yield group
 
 
-def _layout(
-    trunks: list[list[Row]], branches: list[list[Row]], positions: Tensor, owners: Tensor
-) -> Layout:
-    """Turn groups of causal rows, and of rows that see their prompt and themselves, into blocks.
-
-    Tokens have positions [N] and owners [N]: the number of their response, 0 in a prompt.
-    """
-    blocks: list[Block] = []
+def _pad(groups: list[Group], positions: Tensor) -> Padded:
+    """Turn groups into blocks: causal rows, and rows that see their prompt and themselves."""
+    trunks = [*_alike([(trunk, trunk) for trunk, _ in groups])]
+    runs = [(trunk, run) for trunk, read in groups for run in _runs(read, len(trunk))]
+    branches = [*_alike([(run, np.concatenate([trunk, run])) for trunk, run in runs])]
     places, outputs = np.empty(len(positions), np.int64), 0
+    numbers = np.zeros(len(positions), np.int64)
+    for number, response in enumerate((each for _, read in groups for each in read), start=1):
+        numbers[response] = number  # tokens of a prompt stay 0: all responses see them
+    owners = torch.from_numpy(numbers).to(positions.device)
+    blocks: list[Block] = []
     for group in [*trunks, *branches]:
-        padded = [_padded([row[side] for row in group]) for side in (0, 1)]
+        padded = [_stacked([row[side] for row in group]) for side in (0, 1)]
         real, (n, width) = padded[0] >= 0, padded[0].shape
         places[padded[0][real]] = np.arange(outputs, outputs + n * width).reshape(n, width)[real]
         outputs += n * width
@@ -171,10 +232,10 @@ def _layout(
             # Padding asks as the first token, which sees its row's first, so that nothing is NaN.
             mask = (mask & (positions[seen] <= positions[asks]) & exists[:, None, :])[:, None]
         blocks.append(Block(queries, keys, mask))
-    return Layout(tuple(blocks), torch.from_numpy(places).to(positions.device), positions)
+    return Padded(tuple(blocks), torch.from_numpy(places).to(positions.device))
 
 
-def _padded(rows: list[Tokens]) -> Tokens:
+def _stacked(rows: list[Tokens]) -> Tokens:
     """Stack rows of tokens, [n, width]; padding is -1."""
     stacked = np.full((len(rows), max(map(len, rows))), -1)
     for number, row in enumerate(rows):
@@ -189,20 +250,64 @@ def share_prompts(model: nn.Module) -> None:
         if type(attention) is not MultiHeadAttention or not attention.is_causal:
             problem = f"attention by {type(attention).__name__}, which cannot share prompts"
             raise ConfigError("model", problem, "torchtune's causal MultiHeadAttention")
-        attention._attention_call = attend
+        repeats = attention.num_heads // attention.num_kv_heads
+        attention._attention_call = partial(attend, repeats=repeats)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Layout, dropout_p: float, is_causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Layout,
+    dropout_p: float,
+    is_causal: bool,
+    repeats: int = 1,
 ) -> Tensor:
-    """Compute attention [N, H, 1, D] over a column, as torchtune calls it; the layout is causal."""
+    """Compute attention [N, H, 1, D] over a column, as torchtune calls it; the layout is causal.
+
+    torchtune has repeated the heads of keys and values for their queries.
+    """
+    q, k, v = (x.squeeze(2) for x in (q, k, v))
+    if mask.ragged is not None and not dropout_p and fits_flash(q, v):
+        return over_sequences(q, k[:, ::repeats], v[:, ::repeats], mask.ragged).unsqueeze(2)
 
     def plain(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Tensor:
         return functional.scaled_dot_product_attention(
             q, k, v, attn_mask=block.mask, dropout_p=dropout_p, is_causal=block.mask is None
         )
 
-    return over_blocks(plain, q.squeeze(2), k.squeeze(2), v.squeeze(2), mask).unsqueeze(2)
+    return over_blocks(plain, q, k, v, mask.padded).unsqueeze(2)
+
+
+def fits_flash(q: Tensor, v: Tensor) -> bool:
+    """Whether flash attention takes queries and values of this dtype and size of the heads."""
+    size = q.shape[-1]
+    return q.dtype in _FLASH_DTYPES and size == v.shape[-1] <= 256 and size % 8 == 0
+
+
+def over_sequences(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ragged: Ragged,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Compute attention [N, H, D] by flash; a query sees `window` keys, with itself.
+
+    Queries are [N, H, D]; keys and values [N, K, D] may have fewer heads K.
+    """
+    keys, values = (_gathered(x, ragged.keys) for x in (k, v))
+    found = varlen_attn(
+        q,
+        keys,
+        values,
+        *ragged[1:],
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=True,
+    )
+    return cast(Tensor, found)
 
 
 def over_blocks(
@@ -210,7 +315,7 @@ def over_blocks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: Layout,
+    padded: Padded,
 ) -> Tensor:
     """Compute attention block by block, and put the outputs [N, H, E] in the column's order.
 
@@ -219,13 +324,17 @@ def over_blocks(
     """
 
     def rows(x: Tensor, tokens: Tensor) -> Tensor:
-        # An embedding is the gather whose backward is fast on a CPU, and deterministic on CUDA.
-        heads = functional.embedding(tokens, x.flatten(1)).unflatten(2, (x.shape[1], -1))
-        return heads.transpose(1, 2)
+        return _gathered(x, tokens).transpose(1, 2)
 
     outputs = [
         attention(rows(q, block.queries), rows(k, block.keys), rows(v, block.keys), block)
-        for block in layout.blocks
+        for block in padded.blocks
     ]
-    flat = torch.cat([output.transpose(1, 2).flatten(2).flatten(0, 1) for output in outputs])
-    return functional.embedding(layout.places, flat).unflatten(1, (q.shape[1], -1))
+    flat = torch.cat([output.transpose(1, 2).flatten(0, 1) for output in outputs])
+    return _gathered(flat, padded.places)
+
+
+def _gathered(x: Tensor, tokens: Tensor) -> Tensor:
+    """Return x [N, heads, D] at the indices of tokens, [..., heads, D]."""
+    # An embedding is the gather whose backward is fast on a CPU, and deterministic on CUDA.
+    return functional.embedding(tokens, x.flatten(1)).unflatten(-1, (x.shape[1], -1))

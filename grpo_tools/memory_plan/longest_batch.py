@@ -90,5 +90,5 @@ def _largest(shape: BatchShape, lengths: Sequence[int], flops: ModelFlops) -> Mi
 def _weight(sequences: Sequence[TokenSequence], wide: float) -> float:
     """Return memory in units of one token's keys and values in one layer, masks left out."""
     column = arrange(parts_of(sequences), _META)
-    keys = sum(block.keys.numel() for block in column.layout.blocks)
+    keys = sum(block.keys.numel() for block in column.layout.padded.blocks)
     return wide * len(column.positions) + keys

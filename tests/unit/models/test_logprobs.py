@@ -1,12 +1,15 @@
 """Logprobs of response tokens: ids without a probability, and memory; rungs compare the rest."""
 
 import numpy as np
+import pytest
 import torch
 from lib.logprobs import whole_logprobs
 from lib.trajectories import trajectory as record
+from torch.nn import functional
 from torchtune.models.qwen2 import qwen2
+from torchtune.modules import RMSNorm
 
-from grpo_components.models.logprobs import ResponseLogprobs, token_batch
+from grpo_components.models.logprobs import ResponseLogprobs, fuse_norms, token_batch
 
 SIZES = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32}
 
@@ -59,3 +62,25 @@ def test_no_more_than_a_chunk_of_logits_exists(monkeypatch):
     logprobs = ResponseLogprobs(build(), chunk_tokens=2)
     assert len(logprobs(token_batch(RAGGED, MASKS))[0]) == 16
     assert largest == 2 * 50
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_norms_give_torchtunes_bits_and_get_one_dtype(monkeypatch, dtype):
+    norm, x = RMSNorm(48, eps=1e-5), 3 * torch.randn(2, 5, 48)
+    torch.nn.init.normal_(norm.scale, mean=1.0, std=0.3)
+    (norm := norm.to(dtype)), (x := x.to(dtype).requires_grad_())
+    seen, fused = [], functional.rms_norm
+
+    def spy(x, shape, weight, eps):
+        seen.append({x.dtype, weight.dtype})
+        return fused(x, shape, weight, eps)
+
+    def run():
+        value = norm(x)
+        return value, *torch.autograd.grad(value.float().pow(2).sum(), [x, norm.scale])
+
+    expected = run()
+    fuse_norms(norm)
+    monkeypatch.setattr(functional, "rms_norm", spy)
+    assert all(map(torch.equal, run(), expected))
+    assert seen == [{dtype}]

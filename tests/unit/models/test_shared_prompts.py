@@ -88,7 +88,7 @@ def test_each_prompt_is_in_the_column_once_and_nothing_after_the_last_wanted_tok
 def test_attention_pads_at_most_to_twice_the_pairs_of_large_rows(pairs):
     lengths = (3, 30, 300, 300, 1000, 4000)
     parts = [Part(prompt, lengths[prompt], response) for prompt, response in pairs]
-    blocks = arrange(parts).layout.blocks
+    blocks = arrange(parts).layout.padded.blocks
     padded = sum(block.queries.numel() * block.keys.shape[1] for block in blocks)
     rows: dict[int, list[int]] = {}
     for prompt, response in pairs:

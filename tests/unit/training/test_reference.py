@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from lib.logprobs import whole_logprobs
 from lib.trainer_ranks import build_model, checkpointer_of, make, whole_model
 
+from grpo_components.cluster.role_host import RoleHost
 from grpo_components.training.reference import Reference
 from grpo_components.trajectory import batch_hash, pack, unpack
 
@@ -24,6 +26,14 @@ def arguments(base, tmp_path_factory):
 @pytest.fixture(scope="module")
 def reference(arguments):
     return Reference(**arguments)
+
+
+def test_a_role_with_a_model_leaves_attention_to_other_kernels_than_cudnns(arguments):
+    host = RoleHost.__new__(RoleHost)
+    host._cpu_threads = torch.get_num_threads()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    host._build("grpo_components.training.reference.Reference", arguments)
+    assert isinstance(host._role, Reference) and not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def sampled(masks):
