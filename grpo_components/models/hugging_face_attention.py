@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from grpo_components.models.shared_prompts import (
     Block,
@@ -18,6 +21,9 @@ from grpo_components.models.shared_prompts import (
 
 NAME = "grpo_shared_prompts"
 """Name of the function among transformers' attention implementations."""
+_MAX_SCORES = 1 << 28
+"""Scores of heads, queries and keys that are in memory at once where no fused kernel computes them:
+16 bytes each, 4 GiB."""
 _UNSUPPORTED = ("position_bias", "attention_bias", "alibi", "head_mask")
 
 
@@ -114,15 +120,28 @@ def explicit(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute attention with capped scores or sinks, which torch's fused kernels lack."""
-    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    """Compute attention with capped scores or sinks, which torch's fused kernels lack.
+
+    Queries take turns where there are too many scores, and backward computes these again.
+    """
+
+    def of_queries(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        if sinks is not None:
+            column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, column.to(scores.dtype)], dim=-1)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
+        return weights[..., : k.shape[2]] @ v
+
     if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    if sinks is not None:
-        column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, column.to(scores.dtype)], dim=-1)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
-    return weights[..., : k.shape[2]] @ v
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    width = max(1, _MAX_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    if width >= q.shape[2]:
+        return of_queries(q, k, v, mask)
+    again = partial(checkpoint, of_queries, use_reentrant=False, preserve_rng_state=False)
+    run = cast(Callable[..., Tensor], again if torch.is_grad_enabled() else of_queries)
+    parts = zip(q.split(width, 2), mask.split(width, -2), strict=True)
+    return torch.cat([run(part, k, v, seen) for part, seen in parts], dim=2)

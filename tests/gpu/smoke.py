@@ -124,6 +124,30 @@ def versions(options):
     return True, ", ".join(f"{name} {value}" for name, value in found.items())
 
 
+def shared_prompts(options):
+    """Attention over shared prompts, and its gradients, are those of masked blocks in float32."""
+    from grpo_components.models.hugging_face_attention import attention
+    from grpo_components.models.shared_prompts import Part, arrange
+
+    parts = [*(Part(0, 60, n) for n in (300, 1, 0, 90)), Part(1, 5, 200)]
+    gaps, flash = [], []
+    for window in (None, 1, 7, 64):
+        found = []
+        for device, dtype in ((options.device, dtype_of(options)), ("cpu", torch.float32)):
+            layout = arrange(parts, torch.device(device)).layout
+            flash.append(layout.ragged is not None)
+            torch.manual_seed(0)
+            given = [torch.randn(1, heads, len(layout.positions), 64) for heads in (8, 2, 2)]
+            given = [x.bfloat16().to(device, dtype).requires_grad_() for x in given]
+            how = {"layout": layout, "longest": 400, "scaling": 0.1, "sliding_window": window}
+            out, _ = attention(torch.nn.Module(), *given, None, **how)
+            gradients = torch.autograd.grad(out.float().pow(2).sum(), given)
+            found.append([each.float().cpu() for each in (out, *gradients)])
+        gaps += [((a - b).norm() / b.norm()).item() for a, b in zip(*found, strict=True)]
+    how = "flash" if any(flash) else "blocks"
+    return max(gaps) < 0.02, f"by {how}, largest relative difference {max(gaps):.1e}"
+
+
 def engine_under_load(options):
     done, seconds = sampled(options, swap=False)
     tokens = sum(len(each.token_ids) for each in done)
@@ -268,6 +292,7 @@ def make_random(folder, shape):
 
 CHECKS = {
     "versions": versions,
+    "shared prompts": shared_prompts,
     "engine under load": engine_under_load,
     "new weights under load": weights_under_load,
     "sleep and wake-up": sleep_and_wake,
