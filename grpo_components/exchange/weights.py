@@ -1,4 +1,4 @@
-"""Packs weights into buckets of bytes with checksums, and checks what arrives."""
+"""Packs weights into buckets of bytes with checksums and hashes, and checks what arrives."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def hash_values(tensor: Tensor) -> Tensor:
     return torch.hash_tensor(tensor).view(torch.int64)
 
 
-def hash_share(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
+def hash_share(named: Iterable[tuple[str, Tensor]], workers: int) -> dict[str, tuple[int, int]]:
     """Return two hashes of each parameter of an engine's worker, `hash_values` and one of its rows.
 
     The second one depends on their order and has 64 bits: it tells copies from parts of a tensor,
@@ -91,7 +91,7 @@ def hash_share(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, int]
     found: dict[str, Tensor] = {}
     for name, tensor in named:
         values = by_rows = hash_values(tensor)
-        if tensor.numel() > 1 and tensor.dtype.itemsize > 1:
+        if workers > 1 and tensor.numel() > 1 and tensor.dtype.itemsize > 1:
             rows = torch.hash_tensor(tensor.detach().reshape(len(tensor), -1), dim=1)
             odd = torch.arange(1, 2 * len(rows), 2, device=rows.device)
             by_rows = (rows.view(torch.int64) * odd).sum()

@@ -107,7 +107,8 @@ def load_into_workers(executor: Any, tensors: Mapping[str, torch.Tensor]) -> Non
 
 def hash_parameters(worker: Any) -> dict[str, tuple[int, int]]:
     """Hash a worker's share of the weights; see `hash_share`."""
-    return hash_share(worker.model_runner.get_model().named_parameters())
+    named = worker.model_runner.get_model().named_parameters()
+    return hash_share(named, worker.parallel_config.tensor_parallel_size)
 
 
 def _begin(worker: Any) -> set[str]:

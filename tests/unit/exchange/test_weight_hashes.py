@@ -76,7 +76,7 @@ def worker(weights, rank, workers):
 def loaded(weights, workers=1):
     """Hashes by layer of an engine with these weights."""
     shares = (worker(weights, rank, workers).items() for rank in range(workers))
-    return hash_layers(join_shares([hash_share(share) for share in shares]))
+    return hash_layers(join_shares([hash_share(share, workers) for share in shares]))
 
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 4]), st.booleans(), st.data())
