@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import re
 
 import pytest
 from hypothesis import given
@@ -164,3 +165,10 @@ def test_the_first_wrong_value_of_a_config_is_refused_in_this_form(values_with, 
 )
 def test_vllm_samples_on_gpus_and_where_only_it_will_do(values_with, more, backend):
     assert read_settings(values_with(**more)).generator.backend == backend
+
+
+def test_each_config_for_gpus_says_in_its_first_line_where_it_was_run():
+    for path in CONFIGS:
+        text = path.read_text()
+        if "\ndevice: cuda" in text:
+            assert re.match(r"# Config \((not run on a GPU|run on a GPU .+)\) for ", text), path
