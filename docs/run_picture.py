@@ -1,7 +1,8 @@
 """Draws README's picture from the folder of a finished run, as an SVG without dependencies.
 
-    tune run async_grpo_full_finetune_distributed --config tiny_async_grpo output_dir=RUN
-    python docs/run_picture.py RUN docs/run.svg --first-step 30
+    tune run async_grpo_full_finetune_distributed --config tiny_async_grpo num_steps=100 \\
+        output_dir=RUN
+    python docs/run_picture.py RUN docs/run.svg --first-step 31
 
 Above: the groups that each generator worked on, and the steps that were trained meanwhile.
 Below: the success on held-out prompts over the whole run.
