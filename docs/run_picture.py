@@ -1,6 +1,6 @@
-"""Draws README's picture from the folder of a finished run, as an SVG without dependencies.
+r"""Draws README's picture from the folder of a finished run, as an SVG without dependencies.
 
-    tune run async_grpo_full_finetune_distributed --config tiny_async_grpo num_steps=100 \\
+    tune run async_grpo_full_finetune_distributed --config tiny_async_grpo num_steps=100 \
         output_dir=RUN
     python docs/run_picture.py RUN docs/run.svg --first-step 31
 
