@@ -15,8 +15,11 @@ _PEAK_FLOPS, _BYTES_PER_S = 989.4e12, 3.35e12
 _TRAINED_SHARE, _FORWARD_SHARE, _READ_SHARE = 0.35, 0.45, 0.6
 """Shares of these peaks that training, forward passes alone (of a reference: nothing to reduce over
 ranks) and decoding reach: assumed, not measured by us."""
-_STEP_S = 0.006
-"""Seconds of an engine step beside the GPU's work: scheduler and sampler; assumed."""
+_STEP_S, _STEP_PER_SEQUENCE_S = 2.4e-3, 22e-6
+"""Seconds of one core that an engine step takes, beside the GPU's work: scheduler, launches and
+outputs. Measured on an H100's machine: see docs/results/gpu.md."""
+_SAMPLE_S = 0.3e-3
+"""Seconds of Python of each response, under the same interpreter lock: environment and rewards."""
 _MEAN_LENGTH = 0.4
 """Mean length of a response, as a share of the longest; assumed."""
 
@@ -29,6 +32,8 @@ class Rates:
     trained: float
     referenced: float
     """Infinite without a reference."""
+    python_share: float
+    """Share of a generator's time that its interpreter lock is taken: 1 where it bounds the rate."""
 
     @classmethod
     def of(
@@ -36,7 +41,8 @@ class Rates:
     ) -> Rates:
         """Estimate the rates on H100 GPUs.
 
-        A decoding step reads all weights once and each sequence's KV cache. Training takes 3 times
+        A decoding step reads all weights once and each sequence's KV cache, while one core
+        prepares the next: the slower of the two is the rate. Training takes 3 times
         the operations of a forward pass, and 4 times with activation checkpointing.
         """
         response = max(cfg.generator.max_response_tokens * _MEAN_LENGTH, 1.0)
@@ -47,15 +53,21 @@ class Rates:
         sequences = min(options.max_num_seqs, cfg.rollouts_in_flight * cfg.group_size, room)
         weights = sizes.parameters * DTYPES[cfg.dtype].itemsize / workers
         read = weights + sequences * length * per_token
-        step_s = _STEP_S + read / (_BYTES_PER_S * _READ_SHARE)
-        sampled = cfg.num_generators * sequences / step_s
+        python_s = _STEP_S + sequences * (_STEP_PER_SEQUENCE_S + _SAMPLE_S / response)
+        read_s = read / (_BYTES_PER_S * _READ_SHARE)  # meanwhile: scheduling is asynchronous
+        sampled = cfg.num_generators * sequences / max(python_s, read_s)
         forward = sizes.flops.layers(int(response), prompt_tokens)
         forward += sizes.flops.layers(prompt_tokens) / cfg.group_size
         forward += sizes.flops.per_logprob * response
         passes = cfg.ppo_epochs * (4 if cfg.enable_activation_checkpointing else 3)
         trained = cfg.num_trainers * _PEAK_FLOPS * _TRAINED_SHARE * response / (passes * forward)
         referenced = cfg.num_references * _PEAK_FLOPS * _FORWARD_SHARE * response / forward
-        return cls(sampled, trained, referenced if needs_reference else math.inf)
+        return cls(
+            sampled,
+            trained,
+            referenced if needs_reference else math.inf,
+            python_s / max(python_s, read_s),
+        )
 
     def lines(self, cfg: Settings) -> Iterator[str]:
         """Yield lines of text about the split of the GPUs."""
@@ -64,6 +76,8 @@ class Rates:
             rates["references"] = self.referenced
         shown = ", ".join(f"{role} {rate:,.0f}" for role, rate in rates.items())
         yield f"estimate for H100 in tokens of responses per second (not measured): {shown}"
+        bound = ": Python bounds their rate" if self.python_share == 1 else ""
+        yield f"a generator's Python takes {self.python_share:.0%} of one core{bound}"
         if cfg.max_staleness == 0:
             yield "synchronous: they wait for each other in turn"
             return
