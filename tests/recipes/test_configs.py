@@ -11,6 +11,7 @@ import pytest
 import torch
 from lib.tracked import tracked
 from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import save_file
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
 from grpo_components.config import preflight
@@ -50,9 +51,10 @@ def base_model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder.mkdir(parents=True)
     shards = [f"-{i:05d}-of-{n:05d}" for n in (2, 3, 4, 5, 8, 17) for i in range(1, n + 1)]
     names = ["vocab.json", "merges.txt", "tokenizer.json", "data/train.jsonl"]
-    names += [f"model{shard}.safetensors" for shard in ("", *shards)]
     for name in (*names, "data/held_out.jsonl"):
         (base / name).touch()
+    for shard in ("", *shards):
+        save_file({"weight": torch.zeros(1)}, base / f"model{shard}.safetensors")
     (base / "config.json").write_text(json.dumps({"max_position_embeddings": 32768}))
     monkeypatch.chdir(here)
     return base
