@@ -96,15 +96,14 @@ def token_batch(
         positions.append(predicts[wanted])
         targets.append(t.response_ids[wanted])
         temperatures.append(np.full(len(wanted), t.temperature, np.float32))
-    arrays = tokens, np.concatenate(positions), np.concatenate(targets)
-    ids, *wanted_ids = to_device(arrays, device)
+    wanted_arrays = map(np.concatenate, (positions, targets, temperatures))
+    ids, *wanted_ids = to_device([tokens, *wanted_arrays], device)
     return TokenBatch(
         ids[:, None],
         column.positions[:, None],
         column.layout,
         max(part.prompt_tokens + part.response_tokens for part in parts),
         *wanted_ids,
-        *to_device([np.concatenate(temperatures)], device),
     )
 
 

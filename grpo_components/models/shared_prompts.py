@@ -35,6 +35,8 @@ from grpo_components.errors import ConfigError
 
 CPU = torch.device("cpu")
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_PINNED_FOR = ("cuda",)
+"""Devices whose copies wait for all that they still have to do, unless the memory is pinned."""
 _CHEAP_PAIRS = 1 << 16
 """Padding of a block, in query-key pairs, that costs less than one more call of attention."""
 
@@ -156,9 +158,21 @@ def has_flash(device: torch.device) -> bool:
     return device.type == "cuda" and is_built and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> Sequence[Tensor]:
-    """Copy arrays of one dtype together: each copy waits for all that a GPU still has to do."""
-    return torch.from_numpy(np.concatenate(arrays)).to(device).split([len(a) for a in arrays])
+def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Copy arrays to a device in one copy, for which the host does not wait."""
+    tensors = [torch.from_numpy(array) for array in arrays]
+    sizes = [-(-tensor.nbytes // 64) * 64 for tensor in tensors]  # each starts where any dtype may
+    is_pinned = device.type in _PINNED_FOR
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_pinned)
+
+    def parts(buffer: Tensor) -> list[Tensor]:
+        found = zip(buffer.split(sizes), tensors, strict=True)
+        return [part[: like.nbytes].view(like.dtype).view(like.shape) for part, like in found]
+
+    for part, tensor in zip(parts(buffer), tensors, strict=True):
+        part.copy_(tensor)
+    # As `data`, each has its own version for autograd, so that a loss may change one in place.
+    return [part.data for part in parts(buffer.to(device, non_blocking=True))]
 
 
 def _ragged(groups: list[Group], positions: Tokens, device: torch.device) -> tuple[Tensor, Ragged]:
@@ -168,10 +182,10 @@ def _ragged(groups: list[Group], positions: Tokens, device: torch.device) -> tup
         queries += [trunk, *responses]
         keys += [trunk, *(np.concatenate([trunk, response]) for response in responses)]
     lengths = [[len(row) for row in rows] for rows in (queries, keys)]
-    arrays = [positions, np.concatenate(keys), *(np.cumsum([0, *each]) for each in lengths)]
+    ends = [np.cumsum([0, *each], dtype=np.int32) for each in lengths]
+    arrays = [positions, np.concatenate(keys), *ends]
     on_device, places, query_ends, key_ends = to_device(arrays, device)
-    ends = query_ends.int(), key_ends.int()
-    return on_device, Ragged(places, *ends, max(lengths[0]), max(lengths[1]))
+    return on_device, Ragged(places, query_ends, key_ends, max(lengths[0]), max(lengths[1]))
 
 
 def _runs(responses: list[Tokens], prompt_tokens: int) -> Iterator[Tokens]:
@@ -216,14 +230,15 @@ def _pad(groups: list[Group], positions: Tensor) -> Padded:
     numbers = np.zeros(len(positions), np.int64)
     for number, response in enumerate((each for _, read in groups for each in read), start=1):
         numbers[response] = number  # tokens of a prompt stay 0: all responses see them
-    owners = torch.from_numpy(numbers).to(positions.device)
+    device = positions.device
+    (owners,) = to_device([numbers], device)
     blocks: list[Block] = []
     for group in [*trunks, *branches]:
         padded = [_stacked([row[side] for row in group]) for side in (0, 1)]
         real, (n, width) = padded[0] >= 0, padded[0].shape
         places[padded[0][real]] = np.arange(outputs, outputs + n * width).reshape(n, width)[real]
         outputs += n * width
-        queries, keys = (torch.from_numpy(rows).to(positions.device) for rows in padded)
+        queries, keys = to_device(padded, device)
         exists, queries, keys = keys >= 0, queries.clamp(min=0), keys.clamp(min=0)
         mask = None
         if len(blocks) >= len(trunks):
@@ -232,7 +247,7 @@ def _pad(groups: list[Group], positions: Tensor) -> Padded:
             # Padding asks as the first token, which sees its row's first, so that nothing is NaN.
             mask = (mask & (positions[seen] <= positions[asks]) & exists[:, None, :])[:, None]
         blocks.append(Block(queries, keys, mask))
-    return Padded(tuple(blocks), torch.from_numpy(places).to(positions.device))
+    return Padded(tuple(blocks), *to_device([places], device))
 
 
 def _stacked(rows: list[Tokens]) -> Tokens:

@@ -237,11 +237,13 @@ def _ratios(log_ratios: Tensor) -> Tensor:
 
 
 def _sums(log_ratios: Tensor, sequence_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each response's sum of log ratios and number of tokens: [S] float64, [S] int64."""
+    """Return each response's sum of log ratios and number of tokens: [N] float64, [N] int64."""
+    # N places, of which the last stay 0: to count the responses would wait for the device.
+    ones = torch.ones_like(sequence_ids)
+    counts = torch.zeros_like(ones).index_add_(0, sequence_ids, ones)
     # In float64: the sum of thousands of small terms decides whether a whole response is kept.
-    counts = torch.bincount(sequence_ids)
-    sums = torch.zeros(len(counts), dtype=torch.float64, device=log_ratios.device)
-    return sums.index_add_(0, sequence_ids, log_ratios.detach().double()), counts
+    values = log_ratios.detach().double()
+    return torch.zeros_like(values).index_add_(0, sequence_ids, values), counts
 
 
 def _checked_cap(cap: float) -> float:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_components.errors import fail
+from grpo_components.models.shared_prompts import to_device
 from grpo_components.objective.contracts import checked_aggregation
 from grpo_components.objective.token_advantages import TokenAdvantages
 from grpo_components.trajectory import PackedTrajectories, Trajectory, response_numbers, unpack
+
+_RECORDED = ("generator_logprobs", "token_versions", "reference_logprobs", "teacher_logprobs")
 
 
 @dataclass
@@ -31,9 +35,9 @@ class TrainSample:
     """Whether the rollout log gets the logprobs of its tokens."""
     loss_weight: float = 0.0
     """Weight of each token's loss in the current update."""
-    proximal_logprobs: NDArray[np.float32] | None = None
-    """[N] logprobs of the N trained tokens, by the policy that the step started from."""
-    start_logprobs: NDArray[np.float32] | None = None
+    proximal_logprobs: Tensor | None = None
+    """[N] float32, logprobs of the N trained tokens, by the policy that the step started from."""
+    start_logprobs: Tensor | None = None
     """[N] the same logprobs, for the log; set for a logged response that this rank computed."""
     advantages: NDArray[np.float32] | None = None
     """[N] advantages of the N trained tokens."""
@@ -107,3 +111,25 @@ def spread_advantages(
             problem = f"per_token returned shape {part.shape} for {sample.num_tokens} tokens"
             fail("advantages", problem, "one number per token")
         sample.advantages = part.astype(np.float32)
+
+
+def token_columns(
+    members: Sequence[TrainSample], version: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Return what an update reads of a micro-batch's trained tokens, [N] each, on the device.
+
+    `version` is the trainer's. Logprobs of a reference or teacher are left out where there is none.
+    """
+    columns: dict[str, NDArray[Any]] = {}
+    for name in _RECORDED:
+        if getattr(members[0].trajectory, name) is not None:
+            values = [getattr(sample.trajectory, name)[sample.mask] for sample in members]
+            columns[name] = np.concatenate(values)
+    columns["advantages"] = np.concatenate([cast(Any, sample.advantages) for sample in members])
+    counts = [sample.num_tokens for sample in members]
+    columns["sequence_ids"] = np.repeat(np.arange(len(members)), counts)
+    weights = np.array([sample.loss_weight for sample in members], np.float32)
+    columns["weights"] = np.repeat(weights, counts)
+    is_fresh = [sample.trajectory.oldest_version == version for sample in members]
+    columns["is_fresh"] = np.repeat(is_fresh, counts)
+    return dict(zip(columns, to_device([*columns.values()], device), strict=True))

@@ -24,11 +24,11 @@ Logprobs = list[float | None]
 
 
 def keep_logprobs(members: Sequence[TrainSample], logprobs: Tensor) -> None:
-    """Store the logprobs of logged responses in their samples."""
+    """Store the logprobs of logged responses in their samples; waits for no device."""
     if any(sample.logged for sample in members):
-        parts = logprobs.detach().cpu().split([sample.num_tokens for sample in members])
+        parts = logprobs.detach().split([sample.num_tokens for sample in members])
         for sample, part in zip(members, parts, strict=True):
-            sample.start_logprobs = part.numpy() if sample.logged else None
+            sample.start_logprobs = part if sample.logged else None
 
 
 def gather_logprobs(samples: Sequence[TrainSample]) -> dict[int, list[dict[str, Logprobs | None]]]:
@@ -37,7 +37,9 @@ def gather_logprobs(samples: Sequence[TrainSample]) -> dict[int, list[dict[str, 
     if not logged:
         return {}
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, [sample.start_logprobs for sample in logged])
+    kept = [sample.start_logprobs for sample in logged]
+    own = [None if values is None else values.cpu().numpy() for values in kept]
+    dist.all_gather_object(gathered, own)
     groups: dict[int, list[dict[str, Logprobs | None]]] = {}
     for sample, found in zip(logged, zip(*gathered, strict=True), strict=True):
         computed = next((values for values in found if values is not None), None)

@@ -42,9 +42,7 @@ class TokenMetrics:
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}  # on the device: micro-batches need not wait for it
         self._maxima: dict[str, Tensor] = {}
-        self._log_ratios: list[np.ndarray] = []
-        self._weights: list[np.ndarray] = []
-        self._fresh: list[np.ndarray] = []
+        self._mismatch: list[Tensor] = []
 
     def add(self, token_metrics: Mapping[str, Tensor]) -> None:
         """Add per-token values [N]. Keys that end in `max` keep the maximum, others the sum."""
@@ -57,20 +55,17 @@ class TokenMetrics:
                 self._sums[key] = self._sums.get(key, values.new_zeros(())) + values.sum()
 
     def add_mismatch(self, log_ratios: Tensor, weights: Tensor | None, fresh: Tensor) -> None:
-        """Keep a micro-batch's mismatch between trainer and generator."""
-        self._log_ratios.append(log_ratios.detach().cpu().numpy())
-        self._fresh.append(fresh.cpu().numpy())
-        ones = torch.ones_like(log_ratios) if weights is None else weights
-        self._weights.append(ones.cpu().numpy())
+        """Keep a micro-batch's mismatch between trainer and generator, on the device."""
+        weights = torch.ones_like(log_ratios) if weights is None else weights
+        self._mismatch.append(torch.stack([log_ratios.detach(), weights, fresh.to(weights.dtype)]))
 
     def over_ranks(self, total_tokens: int, ranks_per_sample: int) -> dict[str, float]:
         """Return token means, maxima and mismatch over all ranks, the same on each; collective."""
         gathered: list[Any] = [None] * dist.get_world_size()
         # A rank without data contributes empty arrays.
-        empty = [np.empty(0, np.float32)]
-        log_ratios = np.concatenate(self._log_ratios or empty)
-        weights = np.concatenate(self._weights or empty)
-        fresh = log_ratios[np.concatenate(self._fresh or [np.empty(0, bool)])]
+        mismatch = torch.cat(self._mismatch or [torch.empty(3, 0)], dim=1)
+        log_ratios, weights, is_fresh = mismatch.cpu().numpy()
+        fresh = log_ratios[is_fresh != 0]
         sums = {key: value.item() for key, value in self._sums.items()}
         largest = {key: value.item() for key, value in self._maxima.items()}
         dist.all_gather_object(gathered, (sums, largest, log_ratios, weights, fresh))
@@ -83,8 +78,8 @@ class TokenMetrics:
             for key, value in rank_maxima.items():
                 maxima[key] = max(maxima.get(key, -math.inf), value)
         ratios, weights, fresh = (np.concatenate([g[i] for g in gathered]) for i in (2, 3, 4))
-        mismatch = mismatch_summary(ratios, weights) if len(ratios) else {}
-        return {**means, **maxima, **mismatch, **_fresh_mismatch(fresh)}
+        summary = mismatch_summary(ratios, weights) if len(ratios) else {}
+        return {**means, **maxima, **summary, **_fresh_mismatch(fresh)}
 
 
 def _fresh_mismatch(log_ratios: np.ndarray) -> dict[str, float]:

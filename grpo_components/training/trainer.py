@@ -40,6 +40,7 @@ from grpo_components.training.sample import (
     set_loss_weights,
     split_responses,
     spread_advantages,
+    token_columns,
 )
 from grpo_components.training.step_result import StepResult
 from grpo_components.training.supervised import SupervisedLoss
@@ -224,9 +225,9 @@ class Trainer:
         for indices in self._plan(samples) if samples else []:
             # A rank without a micro-batch of its own still has to join the others' collectives.
             members = [samples[i] for i in indices] or samples[:1]
-            logprobs = self._forward(members)[0].cpu().split([s.num_tokens for s in members])
+            logprobs = self._forward(members)[0].split([s.num_tokens for s in members])
             for sample, values in zip(members, logprobs, strict=True):
-                sample.proximal_logprobs = values.numpy()
+                sample.proximal_logprobs = values
 
     def _update(self, part: list[TrainSample], index: int, with_mismatch: bool) -> dict[str, float]:
         """Make one optimizer update from the aggregated loss of a part of the global batch."""
@@ -268,32 +269,22 @@ class Trainer:
     ) -> Tensor:
         """Return a micro-batch's token losses [N], each multiplied by its response's weight."""
         trainer_logprobs, entropy = self._forward(members)
-        counts = torch.tensor([sample.num_tokens for sample in members])
-
-        def flat(values: list[NDArray[Any]]) -> Tensor:
-            return torch.from_numpy(np.concatenate(values)).to(self._device)
-
-        def recorded(name: str) -> Any:
-            if getattr(members[0].trajectory, name) is None:  # no reference, or no teacher
-                return None
-            return flat([getattr(sample.trajectory, name)[sample.mask] for sample in members])
-
-        generator_logprobs = recorded("generator_logprobs")
-        sequence_ids = torch.arange(len(members)).repeat_interleave(counts).to(self._device)
+        columns = token_columns(members, self.policy_version, self._device)
+        generator_logprobs = columns["generator_logprobs"]
         start = trainer_logprobs.detach()  # right if the step has no other update
         if members[0].proximal_logprobs is not None:
-            start = flat([cast(Any, sample.proximal_logprobs) for sample in members])
+            start = torch.cat([cast(Tensor, sample.proximal_logprobs) for sample in members])
         inputs = LossInputs(
             trainer_logprobs=trainer_logprobs,
             generator_logprobs=generator_logprobs,
-            advantages=flat([cast(Any, sample.advantages) for sample in members]),
-            sequence_ids=sequence_ids,
+            advantages=columns["advantages"],
+            sequence_ids=columns["sequence_ids"],
             staleness=self._options.contract.staleness(
-                recorded("token_versions").long(), self.policy_version
+                columns["token_versions"].long(), self.policy_version
             ),
             step=self._step,
-            reference_logprobs=recorded("reference_logprobs"),
-            teacher_logprobs=recorded("teacher_logprobs"),
+            reference_logprobs=columns.get("reference_logprobs"),
+            teacher_logprobs=columns.get("teacher_logprobs"),
             proximal_logprobs=start if self._policy_loss.from_proximal else None,
             entropy=entropy,
         )
@@ -302,12 +293,10 @@ class Trainer:
         ratio = (trainer_logprobs.detach() - generator_logprobs).exp()
         measured.add({"ratio/mean": ratio, "ratio/max": ratio, "entropy": entropy, **token_metrics})
         if first:  # update of the step, or first update in which these samples are trained
-            new = [sample.trajectory.oldest_version == self.policy_version for sample in members]
-            fresh = torch.tensor(new).repeat_interleave(counts).to(self._device)
-            measured.add_mismatch(start - generator_logprobs, correction, fresh)
+            log_ratios = start - generator_logprobs
+            measured.add_mismatch(log_ratios, correction, columns["is_fresh"])
             keep_logprobs(members, start)
-        weights = torch.tensor([sample.loss_weight for sample in members], dtype=torch.float32)
-        return losses * weights.repeat_interleave(counts).to(self._device)
+        return losses * columns["weights"]
 
     def gather_weights(self) -> int:
         """Gather the current weights layer by layer; each rank copies the layers assigned to it.

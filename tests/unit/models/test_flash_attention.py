@@ -205,7 +205,7 @@ def test_a_layer_of_a_3b_policy_takes_fewer_kernels_and_less_memory(flash, monke
     flash(False)
     monkeypatch.setattr(functional, "scaled_dot_product_attention", of_cuda)
     kernels, copies, gib = layer(parts)
-    assert kernels >= 28 and copies >= 7 and gib > 1.5
+    assert kernels >= 28 and copies > 1 and gib > 1.5
     flash(True, dtypes=(torch.bfloat16,))
     monkeypatch.setattr(shared_prompts, "varlen_attn", varlen_attn)
     kernels, copies, gib = layer(parts)

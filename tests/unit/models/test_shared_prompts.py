@@ -11,7 +11,7 @@ from torchtune.models.gemma2 import gemma2
 from torchtune.models.qwen2 import qwen2
 
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
-from grpo_components.models.shared_prompts import Part, arrange, share_prompts
+from grpo_components.models.shared_prompts import Part, arrange, share_prompts, to_device
 from grpo_components.trajectory import TokenSequence
 
 SIZES = {"vocab_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}
@@ -110,3 +110,15 @@ def test_attention_that_cannot_share_prompts_is_refused():
     model = gemma2(**SIZES, head_dim=16)
     with pytest.raises(ValueError, match=r"^model: attention by Gemma2Attention"):
         share_prompts(model)
+
+
+def test_arrays_copied_together_keep_their_values_and_change_alone():
+    arrays = [np.arange(3), np.array([True]), np.empty((0, 2)), np.ones((2, 3), np.float32)]
+    copies = to_device(arrays, torch.device("cpu"))
+    for copy, array in zip(copies, arrays, strict=True):
+        assert copy.numpy().dtype == array.dtype
+        np.testing.assert_array_equal(copy, array)
+    loss = (copies[3] * torch.ones(3, requires_grad=True)).sum()
+    copies[0] += 1  # not of the product, whose gradient needs the other copy
+    loss.backward()
+    assert arrays[0].tolist() == [0, 1, 2]
