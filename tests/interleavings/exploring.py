@@ -15,6 +15,8 @@ from interleavings.rules import Finals, check_end
 from interleavings.states import state_of
 from interleavings.world import Bound, Choice, World
 
+from grpo_components.exchange.event_order import Event
+
 MAX_STEPS = 2000
 """Steps of one schedule; more means that it never ends."""
 _RUNS_PER_COLLECTION = 100
@@ -66,12 +68,18 @@ def prepared() -> Iterator[Path]:
 
 
 class Run:
-    def __init__(self, bound: Bound, logs: Path, finals: Finals) -> None:
+    def __init__(
+        self,
+        bound: Bound,
+        logs: Path,
+        finals: Finals,
+        replayed: Sequence[Event] | None = None,
+    ) -> None:
         self.taken: list[int] = []
         self.choices: Sequence[Choice] = []
         self.problem, self._finals = "", finals
         self.world: World | None = None
-        self._guarded(lambda: setattr(self, "world", World(bound, logs)))
+        self._guarded(lambda: setattr(self, "world", World(bound, logs, replayed)))
         self._look()
 
     def _guarded(self, step: Callable[[], None]) -> None:

@@ -9,6 +9,9 @@ from interleavings.races import RACES
 from interleavings.rules import Finals
 from interleavings.states import state_of
 from interleavings.world import Bound
+from lib.properties import many
+
+from grpo_tools.replay.recorded_run import ORDERED
 
 SYNCHRONOUS = Bound(max_staleness=0, steps=1)
 BOUNDS = {
@@ -98,6 +101,40 @@ def test_equal_states_go_on_alike_however_they_were_reached(logs):
         assert not run.problem
         run.close()
     assert again > 200
+
+
+REPLAYED = {
+    "synchronous": Bound(max_staleness=0),
+    "asynchronous": Bound(steps=5, groups_per_step=2, rollouts_in_flight=2, failing=(1, 4)),
+    "few pushes and pulls": Bound(steps=5, max_staleness=2, push_every=2, pull_every=3),
+    "waits for stale groups": Bound(steps=5, generators=1, stale_groups="wait", references=1),
+}
+
+
+@pytest.mark.parametrize("bound", REPLAYED.values(), ids=REPLAYED)
+def test_any_run_is_replayed_in_its_order_by_any_schedule(bound, logs):
+    chance, orders = random.Random(0), set()
+    for _ in range(many(40)):
+        first = at_random(Run(bound, logs, Finals()), chance)
+        again = at_random(Run(bound, logs, Finals(), first.events), chance)
+        events = [
+            [e | {"token_versions": None} for e in world.events if e["event"] in ORDERED]
+            for world in (first, again)
+        ]
+        assert events[0] == events[1]
+        assert again.recording.summary() == f"{len(events[0])} events in the recorded order"
+        orders.add(str(events[0]))
+    assert len(orders) > 1, "there is nothing that a replay could make otherwise"
+
+
+def at_random(run, chance):
+    """Run one schedule to its end; returns the world as it is then."""
+    while run.choices:
+        run.take(chance.randrange(len(run.choices)))
+    assert not run.problem, run.problem
+    world = run.world
+    run.close()
+    return world
 
 
 def possible(run):

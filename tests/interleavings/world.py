@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
 from grpo_components.training.step_result import StepResult
 from grpo_tools.books import Books
+from grpo_tools.replay.recorded_run import RecordedOrder
 from grpo_tools.simulate.simulation import connected
 
 PURE = {
@@ -73,7 +74,7 @@ class Choice:
 class World:
     """A run up to some point, and the steps that can come next."""
 
-    def __init__(self, bound: Bound, logs: Path) -> None:
+    def __init__(self, bound: Bound, logs: Path, replayed: Sequence[Event] | None = None) -> None:
         self.bound, self.now = bound, 0.0
         self.driver = ControlledLoop(lambda: self.now)
         self.processes: list[StandInHost] = []
@@ -83,6 +84,8 @@ class World:
         self.published = -1
         self.broken: AssertionError | None = None
         """Rule that a role found broken."""
+        numbered = [event | {"number": n} for n, event in enumerate(replayed or ())]
+        self.recording = RecordedOrder(numbered, NEVER_S) if replayed is not None else None
         self._build(logs)
         self.main = self.driver.create_task(self._main())
         self._settle()
@@ -129,14 +132,16 @@ class World:
         contract = StalenessContract(bound.max_staleness, bound.groups_per_step)
         self.prompts = Prompts()
         self.ledger = Ledger(contract, bound.steps, self.prompts)
-        self.ledger.events = EventOrder(listeners=[self._note])
+        self.ledger.events = EventOrder(0, self.recording, [self._note])
         self._names: dict[str, str] = {}
         self.budget = RestartBudget(bound.max_restarts, math.inf, lambda: self.now)
         self.cluster = Cluster(
             logs, "WARNING", 0, budget=self.budget, heartbeat_s=math.inf, note=lambda line: None,
             phase=lambda line: None, events=self.ledger.events,
         )  # fmt: skip
-        trainer = partial(Trainer, bound.max_staleness, bound.groups_per_step, self.files)
+        # In a replay, the order within an engine is its schedule's, which no stand-in has.
+        most = bound.steps if self.recording else bound.max_staleness
+        trainer = partial(Trainer, most, bound.groups_per_step, self.files)
         generator, generators = partial(Generator, bound.rollouts_in_flight), list[Role]()
 
         def can_spare() -> bool:
@@ -184,7 +189,7 @@ class World:
         """Check a group's labels; return whether its prompt is one of those that work."""
         entry, summary = group.entry, group.summary
         order = entry.needed_version, entry.start_version, summary.oldest_version
-        if list(order) != sorted(order):
+        if list(order) != sorted(order) and not self.recording:
             what = "needed version, version at its start, oldest token"
             raise BrokenRule(f"group {entry.group_id}: {what} are {order}")
         return entry.prompt_index not in self.bound.failing

@@ -45,29 +45,11 @@ def test_a_link_in_the_targets_place_is_replaced_and_not_followed(target, own):
     assert target.read_text() == "page"
 
 
-def test_a_hard_link_and_a_pipe_are_replaced(target, own):
-    os.link(own, target)
-    write_whole(target, "page")
-    assert (own.read_text(), target.read_text()) == ("mine", "page")
-    target.unlink()
-    os.mkfifo(target)
-    write_whole(target, "page")
-    assert target.is_file()
-
-
 def test_a_folder_in_the_targets_place_is_an_error_and_leaves_nothing(target):
     target.mkdir()
     with pytest.raises(OSError):
         write_whole(target, "page")
     assert [path.name for path in target.parent.iterdir()] == ["report.html"]
-
-
-def test_even_a_guessed_name_is_not_followed(target, own, monkeypatch):
-    monkeypatch.setattr(files.secrets, "token_hex", lambda _: "guessed")
-    target.with_name(".report.html.guessed.part").symlink_to(own)
-    with pytest.raises(FileExistsError):
-        write_whole(target, "page")
-    assert own.read_text() == "mine"
 
 
 @pytest.mark.parametrize("failure", ["write", "replace"])

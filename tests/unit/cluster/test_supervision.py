@@ -191,28 +191,6 @@ def test_control_characters_in_an_error_are_escaped(capsys):
     assert "\x1b" not in err and err.count(r"\x1b[2J") >= 3 and r"\x1b[31m" in err
 
 
-@pytest.mark.parametrize("text", ["", "- a\n- b\n", "a: [1, 2\n", "config: x\n", None])
-def test_a_file_that_torchtune_cannot_read_as_a_config_is_2_and_one_line(
-    text, tmp_path, monkeypatch, capsys
-):
-    """The recipe is not reached, so any error of torchtune is a config error."""
-    reached = []
-
-    @config.parse
-    def recipe_main(cfg):
-        reached.append(cfg)
-        raise ValueError("seed: missing")  # as preflight does
-
-    path = tmp_path / "config.yaml"
-    if text is not None:
-        path.write_text(text)
-    monkeypatch.setattr("sys.argv", ["recipe", "--config", str(path)])
-    assert exit_code(recipe_main) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("config error: ") and err.count("\n") == 1
-    assert ("missing" in err) == bool(reached)
-
-
 @pytest.mark.parametrize(
     ("number", "code", "line"),
     [

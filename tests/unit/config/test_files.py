@@ -148,18 +148,6 @@ def test_a_good_config_comes_back_resolved_with_every_default(cfg, check):
     assert not Path("run").exists(), "checking leaves nothing behind"
 
 
-def test_checking_imports_neither_ray_nor_vllm(cfg, tmp_path, interpreter):
-    OmegaConf.save(cfg, tmp_path / "cfg.yaml")
-    script = (
-        "import sys\nfrom omegaconf import OmegaConf\n"
-        "from grpo_components.config import preflight\n"
-        f"preflight.check(OmegaConf.load({str(tmp_path / 'cfg.yaml')!r}))\n"
-        "print(sorted({'ray', 'vllm'} & set(sys.modules)))"
-    )
-    done = interpreter("-c", script)
-    assert done.stdout.strip() == "[]", done.stderr
-
-
 def test_an_enabled_profiler_traces_into_the_folder_of_the_run(cfg, read):
     assert "output_dir" not in read().profiler
     profiler = read("profiler.enabled=true").profiler

@@ -202,6 +202,7 @@ resume_from_checkpoint       rollout_only=true resume_from_checkpoint=/a
 eval_only                    eval_only=/nowhere
 train_from                   train_from=/nowhere/trajectories.jsonl
 keep_best                    train_from=/nowhere.jsonl keep_best=eval/reward_mean
+reward_model.path            train_from=/nowhere.jsonl reward_model.path=/a/model
 # components and their arguments
 loss._component_  LOSS=own_parts.Goood -> did you mean own_parts.Good? !! No module named
 loss._component_  LOSS=own_part.Good -> did you mean own_parts.Good? !! No module named 'own_part'

@@ -103,15 +103,6 @@ def test_a_masked_token_has_no_loss_and_no_gradient_whatever_its_numbers(
     torch.testing.assert_close(wild["trainer_logprobs"].grad, expected, rtol=0, atol=0)
 
 
-@every_loss
-@given(seed=st.integers(0, 999))
-def test_on_policy_every_objective_has_the_gradient_of_reinforce(name, seed):
-    inputs = random_inputs(seed)
-    same = inputs.trainer_logprobs.detach()
-    inputs = replace(inputs, generator_logprobs=same, proximal_logprobs=same)
-    torch.testing.assert_close(gradient(LOSSES[name](), inputs), -inputs.advantages)
-
-
 @pytest.mark.parametrize("kind", [GRPOLoss, GSPOLoss, DecoupledPPOLoss])
 def test_an_overflowing_ratio_that_is_clipped_leaves_finite_gradients(kind):
     far = torch.full((N,), -200.0)  # exp(200) is infinite in float32

@@ -96,16 +96,6 @@ def test_weights_are_finite_and_not_negative_whatever_the_ratios(
         assert (weights <= max(bounds, default=1.0)).all()
 
 
-@EVERY_PRESET
-@given(responses=RESPONSES)
-def test_a_response_does_not_depend_on_the_others_of_its_micro_batch(
-    correction, formula, bounds, responses
-):
-    together = correction(*flat(responses))
-    alone = torch.cat([correction(*flat([response])) for response in responses])
-    assert torch.equal(together, alone)
-
-
 @pytest.mark.parametrize("infinity", [math.inf, -math.inf])
 def test_an_infinite_log_ratio_is_masked_with_weight_exactly_zero(infinity):
     log_ratios, ids = torch.tensor([0.0, infinity, 0.0]), torch.tensor([0, 0, 1])

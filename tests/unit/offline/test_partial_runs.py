@@ -47,13 +47,7 @@ def refusal(**changes):
 def test_whole_runs_and_each_half_are_allowed(recorded):
     for changes in ({}, {"eval_only": True}, {"rollout_only": True}, {"train_from": recorded}):
         check_partial_run(values(**changes))
-
-
-def test_keys_that_exclude_each_other_are_refused(recorded):
-    assert refusal(eval_only=True, rollout_only=True).startswith("rollout_only: true given with")
     assert refusal(eval_only=True, replay_events="/a").startswith("eval_only: given with replay")
-    problem = refusal(rollout_only=True, resume_from_checkpoint=True)
-    assert problem.startswith("resume_from_checkpoint: given with rollout_only")
 
 
 def test_a_file_that_does_not_fit_is_refused(recorded, tmp_path):
@@ -65,13 +59,6 @@ def test_a_file_that_does_not_fit_is_refused(recorded, tmp_path):
     assert refusal(train_from=str(tmp_path / "empty")).startswith("train_from: ")
     (tmp_path / "torn").write_text("{")
     assert "torn, line 1: " in refusal(train_from=str(tmp_path / "torn"))
-
-
-def test_train_from_refuses_what_needs_an_evaluation_or_a_generator(recorded):
-    problem = refusal(train_from=recorded, keep_best="eval/success_rate")
-    assert problem.startswith("keep_best: given with train_from")
-    problem = refusal(train_from=recorded, reward_model={"path": "/classifier"})
-    assert problem.startswith("reward_model.path: given with train_from")
 
 
 def test_recorded_tokens_unknown_to_the_model_are_refused_by_their_line(tmp_path):

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-from unittest.mock import AsyncMock, MagicMock
 
 import numpy as np
 import pytest
 from lib.trajectories import summary
 
-from grpo_components.cluster.batch import Batch
 from grpo_components.errors import DisagreementError, FailedSamplesError
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.objective.aggregation import SequenceMean, TokenMean
 from grpo_components.records.guards import FailedSamples, GeneratorAgreement, RunWatch
-from grpo_components.records.run import Run
 from grpo_components.settings import MAX_GENERATOR_KL, TRUNCATION, GeneratorSettings, Settings
-from grpo_components.training.step_result import StepResult
 
 # ---- the logprobs of trainers and generators ----------------------------------------------------
 
@@ -68,23 +63,6 @@ def test_a_truncating_sampler_has_no_default():
         assert biased.default_bound is None
     assert settings("bf16", top_k=-1).default_bound == MAX_GENERATOR_KL["bf16"]
     GeneratorAgreement(None).check(1, measured(5.8))
-
-
-def test_the_run_ends_at_the_first_such_step_before_its_checkpoint():
-    journal, evaluation = MagicMock(commit=AsyncMock(), save_if_due=AsyncMock()), MagicMock()
-    evaluation.due.return_value, evaluation.collect = False, AsyncMock(return_value={})
-    records = MagicMock(journal=journal, evaluation=evaluation, agreement=GeneratorAgreement(1e-4))
-    records.rollouts_logged, records.ledger.policy_version = 0, 0
-    roles = MagicMock(buffer=MagicMock(texts=AsyncMock(return_value=[])))
-    metrics = measured(4.6) | {"off_policy/correction_mass": 1.0}
-    result, batch = (
-        StepResult(1, {0: 2}, {}, 2, "", metrics),
-        Batch(MagicMock(), [], [], "", 0, 0, 0),
-    )
-    with pytest.raises(DisagreementError):
-        asyncio.run(Run(records, roles, MagicMock()).finish_step(batch, np.zeros((1, 2)), result))
-    records.log.step.assert_called_once()  # the step's metrics are logged
-    journal.save_if_due.assert_not_awaited()
 
 
 # ---- failed samples -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from grpo_components.data.prompt_stream import PromptStream
-from grpo_components.errors import ReplayError
+from grpo_components.errors import ReplayError, ReplayStop
 from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
@@ -39,7 +39,7 @@ class Setting:
         self.receipts_file = folder / "receipts.jsonl"
         settings = {"max_staleness": 1, "groups_per_step": 1, "group_size": 2}
         receipts = Receipts(self.receipts_file, self.ledger, 0, settings)
-        checkpoints = MagicMock(wait_idle=AsyncMock())
+        checkpoints = MagicMock(wait_idle=AsyncMock(), finish=AsyncMock())
         checkpoints.save = AsyncMock(side_effect=lambda step, *_: self.saved.append(step))
         checkpoints.hold = lambda: self.held.append(self.state())
         parts = (self.ledger, self.prompts, receipts, checkpoints)
@@ -107,6 +107,16 @@ async def test_a_replay_that_trained_another_batch_commits_nothing_of_it(tmp_pat
         await setting.journal.commit("another", RESULT)
     assert setting.ledger.steps_done == 0 and not setting.held
     assert "step" not in [record["event"] for record in setting.records()]
+
+
+async def test_a_replay_of_some_steps_ends_with_a_checkpoint_of_the_last(tmp_path):
+    setting = Setting(tmp_path)
+    setting.journal.replay_until = 1
+    await setting.sampled()
+    step = await setting.journal.commit("hash", RESULT)
+    with pytest.raises(ReplayStop):
+        await setting.journal.save_if_due(step, MagicMock(), None)
+    assert setting.saved == [1]
 
 
 async def test_checkpoints_are_written_every_n_steps_and_after_the_last(tmp_path):

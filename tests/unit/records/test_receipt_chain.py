@@ -78,17 +78,6 @@ def test_lost_records_leave_a_gap_that_no_later_record_closes(path):
     assert not is_chained(path)
 
 
-def test_a_link_instead_of_the_end_file_is_not_followed(path, tmp_path):
-    own = tmp_path / "own"
-    own.write_text("mine")
-    path.with_name(END_FILE).unlink()
-    path.with_name(END_FILE).symlink_to(own)
-    with pytest.raises(OSError) as refused:
-        write(path, 4)
-    assert refused.value.errno == errno.ELOOP
-    assert own.read_text() == "mine"
-
-
 def test_an_end_file_that_cannot_be_written_is_an_error_with_its_name(path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -93,39 +93,6 @@ def test_a_running_run_keeps_its_folder_however_the_path_is_spelled(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "link"]
 
 
-def race(folder, gate, results, done):
-    """One of several processes that start a run at the same moment."""
-    gate.wait()
-    try:
-        results.put((os.getpid(), prepare(folder)[1]))
-    except ValueError as error:
-        results.put((os.getpid(), str(error)))
-    done.wait()
-
-
-@pytest.mark.parametrize("before", ["nothing", "a run"])
-def test_one_of_several_runs_that_start_together_gets_the_folder(tmp_path, before):
-    if before != "nothing":
-        whole_run(tmp_path / "a")
-    number, results = 5, FORK.Queue()
-    gate, done = FORK.Barrier(number), FORK.Event()
-    arguments = (tmp_path / "a", gate, results, done)
-    processes = [FORK.Process(target=race, args=arguments, daemon=True) for _ in range(number)]
-    for process in processes:
-        process.start()
-    outcomes = dict(results.get(timeout=60) for _ in processes)
-    holder = (tmp_path / "a" / LOCK).read_text()
-    done.set()
-    for process in processes:
-        process.join()
-    refusals = {pid: text for pid, text in outcomes.items() if isinstance(text, str)}
-    (winner,) = outcomes.keys() - refusals
-    assert holder.startswith(f"pid {winner} on ")
-    assert all(text.startswith("output_dir: ") for text in refusals.values()), outcomes
-    moved = {p.name for p in tmp_path.iterdir()}
-    assert moved == ({"a"} if before == "nothing" else {"a", "a-1"})
-
-
 @pytest.mark.parametrize(
     "content",
     [

@@ -77,23 +77,6 @@ def test_staleness_is_averaged_over_tokens_and_rewards_over_scored_samples(group
     assert {key: metrics[key] for key in expected} == pytest.approx(expected, nan_ok=True)
 
 
-def test_a_batch_sampled_half_one_and_half_three_versions_ago():
-    groups = [[make([(True, 9)] * 2, 1.0, True)], [make([(True, 7), (True, 7)], 0.0, False)]]
-    assert measured(groups, 10) == {
-        "rollout/reward_mean": 0.5,
-        "rollout/reward_std": 0.5,
-        "rollout/zero_variance_fraction": 1.0,
-        "rollout/success_rate": 0.5,
-        "rollout/response_tokens_mean": 2.0,
-        "rollout/cut_off_fraction": 0.0,
-        "rollout/turns_mean": 1.0,
-        "rollout/turns_max": 1,
-        "rollout/trained_tokens": 4,
-        "staleness/mean": 2.0,
-        "staleness/max": 3,
-    }
-
-
 def test_a_reused_group_counts_in_trained_tokens_and_staleness_only():
     new = [[make([(True, 5)] * 3, 1.0, True)]]
     again = [[make([(True, 3)] * 3, 0.0, False, finish_reason="length")]]

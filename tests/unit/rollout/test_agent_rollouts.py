@@ -29,6 +29,8 @@ def run(task):
     what = task["prompt_text"]
     if what == "nothing":
         return 1.0
+    if what == "tool":
+        return tool(client, what)
     first = chat(client, what)
     if what == "raises":
         raise ValueError("no more")
@@ -43,6 +45,16 @@ def run(task):
         client.post("/reward", cast_to=object, body={"reward": 0.25})
         return None
     return {"reward": len(first), "task": task["prompt_index"]}
+
+def tool(client, text):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    messages = [{"role": "user", "content": text}]
+    create = client.chat.completions.create
+    said = create(model="m", messages=messages, tools=tools).choices[0].message
+    (call,) = said.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": call.function.arguments}
+    last = create(model="m", messages=[*messages, said.model_dump(), result], tools=tools)
+    return float(last.choices[0].message.content == "done")
 
 async def many():
     async with openai.AsyncOpenAI(max_retries=0) as client:
@@ -70,16 +82,24 @@ def run(module, tmp_path, monkeypatch):
     reward = RewardSpec("grpo_components.agents.rewards.AgentReward", {}, 1.0, True)
     rewards = RewardPool({"agent": reward}, num_workers=1, timeout_s=30.0)
 
-    def run_all(*texts, engine=None, agent="session_agent.run", timeout_s=20.0, **sample):
+    def run_all(
+        *texts,
+        engine=None,
+        agent="session_agent.run",
+        timeout_s=20.0,
+        tool_parser=None,
+        **sample,
+    ):
+        template = str(tmp_path / "template.jinja")
         environment = EnvironmentOptions(
             build_environment=lambda: module.AgentEnvironment(
-                agent, str(tmp_path / "template.jinja"), max_calls=20
+                agent, template, max_calls=20, tool_parser=tool_parser
             ),
             timeout_s=timeout_s,
             runs_agents=True,
         )
         settings = GeneratorSettings(
-            max_response_tokens=50,
+            max_response_tokens=200,
             temperature=1.0,
             stop_token_ids=[build_tokenizer().convert_tokens_to_ids("<|im_end|>")],
             max_model_len=400,
@@ -127,6 +147,17 @@ def test_sessions_become_groups_with_one_reward_each(run):
     assert summary.successes == [True, True, False, False]
     assert rows[1].session["trajectories"] == 2
     assert rows[2].session == {"sample": 1}
+
+
+def test_a_tool_call_that_is_sampled_reaches_the_agent_and_its_tokens_go_on(run):
+    """In the policy's own spelling, which is not the template's."""
+    call = '<tool_call>{"arguments": {"x":1},  "name": "f"}</tool_call><|im_end|>'
+    engine = scripted_engine(None, call, "done<|im_end|>")
+    (slot,) = run("tool", engine=engine, tool_parser="hermes")
+    assert (slot.score.error, slot.score.reward) == (None, 1.0)
+    assert (slot.session["calls"], slot.session["trajectories"]) == (2, 1)
+    said = engine.answer.chat.decode(slot.response_ids[slot.response_mask].tolist())
+    assert said == f"{call}done<|im_end|>"
 
 
 def test_whatever_an_agent_does_its_sample_alone_fails(run):

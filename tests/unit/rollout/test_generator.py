@@ -365,21 +365,6 @@ def delta_pushes(versions):
     return pushes
 
 
-def test_deltas_are_rebuilt_and_loaded_as_whole_pushes_are(generator, engine):
-    pushes = delta_pushes([1, 2, 3])
-    for held, version in ((0, 1), (1, 3)):
-        given = [push for number in range(held + 1, version + 1) for push in pushes[number]]
-        acknowledged = asyncio.run(generator.load_weights(version, *given))
-        whole = [bucket_of(name, value=float(version)) for name in ("query", "value")]
-        checksum = snapshot_checksum(manifest for manifest, _ in whole)
-        assert acknowledged == (version, checksum, PROBE)
-        loaded, tensors = engine.loaded[-1]
-        assert loaded == version and sorted(tensors) == ["query", "value"]
-        assert all((tensor == version).all() for tensor in tensors.values())
-    with pytest.raises(ValueError, match="weights of version 2 came after those of 3"):
-        asyncio.run(generator.load_weights(2, *pushes[1], *pushes[2]))
-
-
 def test_a_wrong_delta_is_refused_before_the_engine_sees_it_and_a_whole_push_mends_it(
     generator, engine
 ):

@@ -1,15 +1,11 @@
 """A simulation runs the product's own loops and contract, with times fitted from a run's files."""
 
 import json
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from lib.properties import many
 from lib.rows import write_rows
 from omegaconf import OmegaConf
 
@@ -80,53 +76,12 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another():
     assert runs[0].events != runs[2].events
 
 
-# A step of the engine was under way when the time was taken.
-@example((1, 1), 1, 1, 3, 3, "drop", 0, 490519)
-@settings(max_examples=many(25))
-@given(
-    st.integers(0, 3).flatmap(lambda eta: st.tuples(st.just(eta), st.integers(1, eta + 1))),
-    st.integers(1, 3),
-    st.integers(1, 4),
-    st.integers(1, 5),
-    st.integers(1, 5),
-    st.sampled_from(("drop", "wait")),
-    st.integers(0, 1),
-    st.integers(0, 2**20),
-)
-def test_every_group_is_trained_once_and_never_too_old(
-    eta_and_push, generators, pull, groups, in_flight, stale, references, seed
-):
-    eta, push = eta_and_push
-    setup = replace(
-        SETUP,
-        num_generators=generators,
-        num_references=references,
-        rollouts_in_flight=in_flight,
-        push_every_n_steps=push,
-        pull_every_m_rollouts=pull,
-        max_staleness=eta,
-        stale_groups=stale,
-        groups_per_step=groups,
-        group_size=4,
-    )
-    found = simulate(setup, TIMES, lengths(seed=seed), seed=seed, filtered=0.1)
-    of = {}
-    for _, event in found.events:
-        of.setdefault(event["event"], []).append(event)
-    issued = [event["group"] for event in of["issue"]]
-    trained = [group for event in of["sample"] for group in event["groups"]]
-    dropped = [group for event in of.get("drop", ()) for group in event["groups"]]
-    assert issued == list(range(len(issued)))
-    assert len(trained) == setup.num_steps * groups
-    assert max(Counter(trained + dropped).values()) == 1
-    assert set(trained + dropped) <= set(issued)
-    assert len(of["step"]) == setup.num_steps
-    assert found.staleness_max <= eta
-    if stale == "wait" or eta == 0:
-        assert found.dropped["stale"] == 0
+def test_no_role_is_idle_for_more_than_all_of_the_time():
+    """A step of the engine is under way when the time is taken."""
+    setup = replace(SETUP, max_staleness=1, groups_per_step=3, rollouts_in_flight=3, group_size=4)
+    found = simulate(setup, TIMES, lengths(seed=490519), seed=490519, filtered=0.1)
     assert all(0 <= share <= 1 + 1e-9 for share in found.idle.values())
-    times = [time for time, _ in found.events]
-    assert times == sorted(times)
+    assert [time for time, _ in found.events] == sorted(time for time, _ in found.events)
 
 
 def test_a_longer_tail_takes_longer_and_a_limit_cuts_it():
