@@ -13,6 +13,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
 from torch.utils.data import Dataset
 from typing_extensions import TypedDict
 
+from grpo_components.data.boxes import last_boxed
 from grpo_components.data.columns import OWN_FIELDS, filled, plain_value
 from grpo_components.data.in_processes import in_processes
 from grpo_components.data.prompts import Encode, prompt_encoder
@@ -277,30 +278,11 @@ gsm8k_dataset = partial(prompt_dataset, read=_after_hashes)
 """Data set in GSM8K's format: `question`, and an `answer` that ends with `#### 42`."""
 
 
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-_UNBRACED = re.compile(r"-?\w(?:[\w.,/]*\w)?")  # `\boxed 5` without braces, as in MATH
-_BRACE = re.compile(r"\\.|([{}])", re.DOTALL)  # an escaped brace is text
-
-
 def _boxed_answer(row: Row) -> tuple[Question, str]:
     problem, solution = row.question("problem"), row.text("solution")
-    for box in reversed(list(_BOX.finditer(solution))):
-        if content := _content(solution[box.end() :]):
-            return problem, content
+    if content := last_boxed(solution):
+        return problem, content
     row.refuse("solution", r"contains no answer in \boxed{}")
-
-
-def _content(text: str) -> str:
-    """Return the content of a box from the text after `\\boxed`; empty if the box is not closed."""
-    if not text.startswith("{"):
-        match = _UNBRACED.match(text)
-        return match[0] if match else ""
-    depth = 0
-    for brace in _BRACE.finditer(text):
-        depth += (brace[1] == "{") - (brace[1] == "}")
-        if depth == 0:
-            return text[1 : brace.start()].strip()
-    return ""
 
 
 math_dataset = partial(

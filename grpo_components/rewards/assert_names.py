@@ -62,13 +62,9 @@ class Asserts(NamedTuple):
 
 
 def read_asserts(source: str) -> Asserts:
-    """Find the names that the program must define, and import the others.
+    """Find the names that the program must define, by the table in docs/rewards.md; import others.
 
-    A name that the asserts neither define nor import belongs to the program. There are three
-    exceptions: builtins, modules of the standard library before a dot (`math.isclose`), and names
-    that tests often forget to import (`Counter`, `isclose`). A name of this last kind is imported
-    if the asserts also use a name of the program. Otherwise it is itself the name under test, as in
-    `assert gcd(12, 18) == 6`.
+    A name that tests forget to import is imported if the asserts also use a name of the program.
     """
     try:
         tree = ast.parse(source)
@@ -76,8 +72,10 @@ def read_asserts(source: str) -> Asserts:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         problem = f"cannot parse the asserts: {error}; allowed: Python statements"
         raise ValueError(f"answer: {problem}") from error
-    _check_imports(tree)
-    attributes, bare, called = _uses(tree)
+    attributes, bare, called, imported = _uses(tree)
+    for name in imported:
+        if name.partition(".")[0] not in {*sys.stdlib_module_names, "numpy"}:
+            raise ValueError(f"answer: the asserts import {name}; {_ALLOWED}")
     owners = {name for name in free if attributes.get(name) and name not in bare}
     for name in sorted(owners & _THIRD_PARTY.keys()):
         raise ValueError(f"answer: the asserts use {name} ({_THIRD_PARTY[name]}); {_ALLOWED}")
@@ -107,9 +105,9 @@ def _is_module(name: str, attributes: set[str]) -> bool:
     return name in sys.stdlib_module_names
 
 
-def _uses(tree: ast.AST) -> tuple[dict[str, set[str]], set[str], set[str]]:
-    """Return the attributes read of each name, the names without a dot, and those called."""
-    attributes: dict[str, set[str]] = {}
+def _uses(tree: ast.AST) -> tuple[dict[str, set[str]], set[str], set[str], list[str]]:
+    """Return the attributes read of each name, names without a dot, those called, and imports."""
+    attributes, imported = dict[str, set[str]](), list[str]()
     bare, called, owners = set[str](), set[str](), set[int]()
     for node in ast.walk(tree):  # outermost first, so an attribute comes before its owner
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -119,7 +117,11 @@ def _uses(tree: ast.AST) -> tuple[dict[str, set[str]], set[str], set[str]]:
             called.add(node.func.id)
         elif isinstance(node, ast.Name) and id(node) not in owners:
             bare.add(node.id)
-    return attributes, bare, called
+        elif isinstance(node, ast.Import):
+            imported += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            imported.append("." * node.level + (node.module or ""))
+    return attributes, bare, called, imported
 
 
 def _globals(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
@@ -135,13 +137,3 @@ def _globals(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
             if binds and (is_module or symbol.is_declared_global()):
                 bound.add(symbol.get_name())
     return read - bound - set(dir(builtins)) - _MODULE_ATTRIBUTES, bound
-
-
-def _check_imports(tree: ast.AST) -> None:
-    for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            names = ["." * node.level + (node.module or "")]
-        for name in names:
-            if name.partition(".")[0] not in {*sys.stdlib_module_names, "numpy"}:
-                raise ValueError(f"answer: the asserts import {name}; {_ALLOWED}")

@@ -110,16 +110,14 @@ class CodeTests:
             deadline = time.monotonic() + self.wall_s  # the start is not charged
             for number, case in enumerate(cases):
                 left_s = deadline - time.monotonic()
-                cut_off = left_s <= 0
-                if not cut_off:
-                    outcome = run(case["input"], left_s)
-                    killed = outcome.timed_out and time.monotonic() >= deadline
-                    # A program that hangs is to blame; one that had little time is not.
-                    cut_off = killed and left_s < self.wall_s / 2
-                if cut_off:
-                    passed = f"{number} of {len(cases)} tests passed"
-                    allowed = "allowed: a longer wall_s"
-                    raise TimeoutError(f"{passed} within {self.wall_s:g} s; {allowed}")
+                outcome = run(case["input"], left_s) if left_s > 0 else None
+                # A program that hangs is to blame; one that had little time is not.
+                was_short = left_s < self.wall_s / 2
+                if outcome is None or (
+                    was_short and outcome.timed_out and time.monotonic() >= deadline
+                ):
+                    passed = f"{number} of {len(cases)} tests passed within {self.wall_s:g} s"
+                    raise TimeoutError(f"{passed}; allowed: a longer wall_s")
                 if outcome.status != 0 or not self._same(outcome.stdout, case["output"]):
                     return False
         return True
@@ -154,22 +152,16 @@ def last_program(response: str) -> str | None:
         if opening is None:
             continue
         indent, fence, language = opening.groups()
+        closing = re.compile(rf"[ \t]{{0,{len(indent)}}}+{fence}{fence[0]}*+\s*+")
         block: list[str] = []
         for inside in lines:
-            if _closes(inside, indent, fence):
+            if closing.fullmatch(inside):
                 says_python = bool(_PYTHON.match(language))
                 if says_python or not language.strip():
                     programs[says_python] = "\n".join(block)
                 break
             block.append(inside.removeprefix(indent))
     return programs.get(True, programs.get(False))
-
-
-def _closes(line: str, indent: str, fence: str) -> bool:
-    signs = line.rstrip()
-    bare = signs.lstrip(" \t")
-    is_fence = len(bare) >= len(fence) and bare == fence[0] * len(bare)
-    return is_fence and len(signs) - len(bare) <= len(indent)
 
 
 def _lines(text: str) -> list[str]:

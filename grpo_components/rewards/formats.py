@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from grpo_components.rewards.maths import RESPONSE_CPU_S, last_boxed
+from grpo_components.data.boxes import last_boxed
+from grpo_components.rewards.maths import RESPONSE_CPU_S
 
 
 class ThinkAnswerFormat:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+from grpo_components.data.boxes import last_boxed
 from grpo_components.rewards.answer_text import Quantity, number, quantities, read, times, words
 
 RESPONSE_CPU_S = 4.0
@@ -24,27 +25,6 @@ _MAX_BITS, _MAX_DEPTH = 200_000, 40
 """Largest number that is evaluated (60,000 digits), and deepest nesting of brackets."""
 
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-
-
-def last_boxed(text: str) -> str:
-    """Return the content of the last complete `\\boxed{...}`; empty if there is none."""
-    for piece in reversed(_BOX.split(text)[1:]):
-        if not piece.startswith("{"):
-            unbraced = re.match(r"-?\w(?:[\w.,/]*\w)?", piece)
-            if unbraced:
-                return unbraced[0]
-            continue
-        depth = 0
-        for match in re.finditer(r"\\.|[{}]", piece, re.DOTALL):  # `\{` is text, not a LaTeX brace
-            depth += (match[0] == "{") - (match[0] == "}")
-            if depth == 0:
-                if content := piece[1 : match.start()].strip():
-                    return content
-                break
-    return ""
-
-
 _FIND: dict[str, Callable[[str], str]] = {
     "tag": lambda text: (_TAG.findall(text) or [""])[-1],
     "boxed": last_boxed,

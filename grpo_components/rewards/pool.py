@@ -76,16 +76,7 @@ def reward_specs(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardSpec
 
 
 class RewardPool:
-    """Scores the samples of many threads in a few worker processes.
-
-    A reward class may set `response_cpu_s`, a limit on the CPU seconds per response; half of
-    `timeout_s` applies if that is less. If a response exceeds the limit, the kernel kills the
-    process, this reward counts as 0, and a new process runs the other rewards. A sample that misses
-    the deadline for any other reason has failed.
-
-    A reward that misses its first deadlines and has never answered would fail every sample of the
-    run. So it ends the run: `score` raises a `ConfigError` that names it.
-    """
+    """Scores the samples of many threads in a few worker processes (rules in docs/rewards.md)."""
 
     def __init__(
         self, rewards: dict[str, RewardSpec], *, num_workers: int, timeout_s: float
@@ -152,35 +143,27 @@ class RewardPool:
         too_costly: list[str] = []
         while True:
             worker = self._get_worker()
-            score = self._score_with(worker, sample, too_costly)
-            if score is not None:
+            try:
+                score = worker.score((sample, too_costly), self._timeout_s)
+                self._thread.num_missed = 0
                 return score
+            except TimeoutError:
+                return self._missed(worker)
+            except (EOFError, ConnectionError):
+                is_costly = worker.exceeded_cpu_limit()
+            except RewardPoolError:
+                if not self._closed:  # else killed by `close` during its start
+                    self._drop(worker)
+                    raise
+                is_costly = False
+            finally:
+                self._answered |= worker.answered
+            self._drop(worker)
+            if not is_costly:
+                return Score(math.nan, {}, False, f"reward {worker.running}: its process died")
             too_costly.append(worker.running)
             end = sample["response_text"][-80:]
             self._log.warning("reward %s: 0, the response costs too much: %r", worker.running, end)
-
-    def _score_with(
-        self, worker: Worker, sample: RewardInput, too_costly: list[str]
-    ) -> Score | None:
-        """Score a sample in one process; return None if a reward exceeded its CPU limit."""
-        try:
-            score = worker.score((sample, too_costly), self._timeout_s)
-            self._thread.num_missed = 0
-            return score
-        except TimeoutError:
-            return self._missed(worker)
-        except (EOFError, ConnectionError):
-            if worker.exceeded_cpu_limit():
-                self._drop(worker)
-                return None
-        except RewardPoolError:
-            if not self._closed:  # else killed by `close` during its start
-                self._drop(worker)
-                raise
-        finally:
-            self._answered |= worker.answered
-        self._drop(worker)
-        return Score(math.nan, {}, False, f"reward {worker.running}: its process died")
 
     def _missed(self, worker: Worker) -> Score:
         """Return the score of a sample whose deadline passed; refuse a reward that always hangs."""

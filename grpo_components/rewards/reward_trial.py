@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import subprocess
 import time
@@ -75,25 +76,18 @@ class RewardTrial:
         names = self._worker.with_perfect or []
         found = {(name, key): dict[int, str]() for name in names for key in data}
         deadline = time.monotonic() + _CHECK_S
-        for key, row in rows if names else ():
-            prompt = data[key][row]
-            number, sample = prompt["prompt_index"] + 1, sample_of(prompt)
-            for name in names:
-                left_s, place = deadline - time.monotonic(), f"row {number} of {key}"
-                try:
-                    score = self._score(name, sample, left_s, place)
-                except TimeoutError:
-                    return self._refused(found, data)
-                problem = "" if score.success else f"gave {score.reward:g}"
-                if score.error:
-                    problem = _problem(name, score.error).partition("\n")[0]
-                text = f"{number}: {shown(prompt['answer'])} ({problem})"
-                found[name, key][number] = text if problem else ""
-        return self._refused(found, data)
-
-    def _refused(
-        self, found: Mapping[tuple[str, str], Mapping[int, str]], data: Mapping[str, Any]
-    ) -> list[str]:
+        with contextlib.suppress(TimeoutError):
+            for key, row in rows if names else ():
+                prompt = data[key][row]
+                number, sample = prompt["prompt_index"] + 1, sample_of(prompt)
+                for name in names:
+                    left_s = deadline - time.monotonic()
+                    score = self._score(name, sample, left_s, f"row {number} of {key}")
+                    problem = "" if score.success else f"gave {score.reward:g}"
+                    if score.error:
+                        problem = _problem(name, score.error).partition("\n")[0]
+                    text = f"{number}: {shown(prompt['answer'])} ({problem})"
+                    found[name, key][number] = text if problem else ""
         lines: list[str] = []
         for (name, key), rows in found.items():
             refused = [number for number, problem in rows.items() if problem]

@@ -127,16 +127,13 @@ def python_tool(run: Callable[[str], str]) -> Tool:
 
 @dataclass
 class _ProgramTime:
-    """Counts the time of one conversation's programs."""
+    """Counts the time of one turn's programs."""
 
-    used_s: float = 0.0
-    """Seconds that all programs have run so far."""
-    remaining_s: float = 0.0
-    """Seconds left for the programs of the current turn."""
+    remaining_s: float
 
 
 _PROGRAM_TIME: ContextVar[_ProgramTime | None] = ContextVar("program_time", default=None)
-"""Program time of the conversation that calls a tool; no tool argument: the policy sets those."""
+"""Program time of the turn that calls a tool; no tool argument: the policy sets those."""
 
 
 @cache  # shared by all environments of a process, to limit the programs that run at a time
@@ -147,13 +144,12 @@ def _sandbox() -> Any:
 
 
 def run_in_sandbox(sandbox: Any, program: str) -> str:
-    """Run a program within the time that its conversation has left for this turn."""
+    """Run a program within the time that is left for this turn."""
     time = _PROGRAM_TIME.get()
     if time is None:
         outcome = sandbox.run(program)
     elif time.remaining_s > 0:
-        outcome = sandbox.run(program, wall_s=time.remaining_s, used_s=time.used_s)
-        time.used_s += outcome.wall_s
+        outcome = sandbox.run(program, wall_s=time.remaining_s)
         time.remaining_s -= outcome.wall_s
     else:
         raise ValueError(f"not run: the programs of a turn have {TURN_LIMIT_S:g} s together")
@@ -208,7 +204,7 @@ class ToolUse:
 
     def __call__(self, prompt: Prompt, seed: int) -> Callable[[str], Reply]:
         """Begin a conversation."""
-        return partial(self._respond, _ProgramTime())
+        return self._respond
 
     def trials(self) -> dict[str, Callable[[], None]]:
         """Return for each tool a function that calls it once, with arguments of the right types.
@@ -227,12 +223,11 @@ class ToolUse:
         with contextlib.suppress(ValueError):
             self._run(json.dumps({"name": name, self._arguments_key: given}))
 
-    def _respond(self, time: _ProgramTime, text: str) -> Reply:
+    def _respond(self, text: str) -> Reply:
         calls = self._find_calls(text)
         if not calls:
             return Reply(done=True)
-        time.remaining_s = TURN_LIMIT_S
-        before = _PROGRAM_TIME.set(time)
+        before = _PROGRAM_TIME.set(_ProgramTime(TURN_LIMIT_S))
         try:
             results = [self._result(call) for call in calls[:_MAX_CALLS]]
         finally:

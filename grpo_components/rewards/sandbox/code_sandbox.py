@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import platform
@@ -63,7 +62,7 @@ class Outcome:
     timed_out: bool
     """Whether the program was killed by its wall-clock or CPU limit."""
     wall_s: float = field(default=0.0, compare=False)
-    """Seconds that the program ran, without its wait in the queue."""
+    """Seconds that the program ran, without its wait for a slot."""
 
 
 class CodeSandbox:
@@ -73,7 +72,7 @@ class CodeSandbox:
     read-only root with the standard library, a private /tmp, another user id, an empty environment
     and hard limits. A seccomp filter refuses system calls that create processes or sockets, or
     allocate memory that no limit counts. This needs Linux on x86-64. Up to `max_programs` run at a
-    time; further callers wait in a `FairQueue`.
+    time; further callers wait.
 
     Raises:
         ValueError: this machine cannot sandbox programs; there is no weaker mode to fall back to.
@@ -83,7 +82,7 @@ class CodeSandbox:
         self._limits = limits or Limits()
         if self._limits.memory_mib < 128:  # with a little less, Python starts and imports fail
             raise ValueError(f"memory_mib: {self._limits.memory_mib} given; allowed: at least 128")
-        self._queue = FairQueue(max_programs)
+        self._slots = threading.BoundedSemaphore(max_programs)
         release = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
         if (sys.platform, platform.machine()) != ("linux", "x86_64") or release < _OLDEST_KERNEL:
             here = f"{platform.system()} {platform.release()} on {platform.machine()}"
@@ -95,28 +94,33 @@ class CodeSandbox:
         if outcome.stdout != "contained":
             _refuse(f"a trial program with {self._limits} ended with {outcome}")
 
-    def run(
-        self, program: str, stdin: str = "", wall_s: float | None = None, used_s: float = 0.0
-    ) -> Outcome:
+    def run(self, program: str, stdin: str = "", wall_s: float | None = None) -> Outcome:
         """Run one program until it ends. Any thread may call this; if it dies, so does the program.
 
-        `wall_s` may lower the limit; `used_s`, the seconds that the caller's earlier programs ran,
-        delay it in the queue.
+        `wall_s` may lower the limit.
         """
-        with self.opened(program, used_s) as run:
+        with self.opened(program) as run:
             return run(stdin, wall_s)
 
     @contextlib.contextmanager
-    def opened(
-        self, program: str, used_s: float = 0.0
-    ) -> Iterator[Callable[[str, float | None], Outcome]]:
+    def _slot(self) -> Iterator[None]:
+        """Context manager: wait until fewer than `max_programs` run."""
+        if not self._slots.acquire(timeout=_MAX_QUEUE_S):
+            raise SandboxError(f"a program waited {_MAX_QUEUE_S:g} s for a free sandbox")
+        try:
+            yield
+        finally:
+            self._slots.release()
+
+    @contextlib.contextmanager
+    def opened(self, program: str) -> Iterator[Callable[[str, float | None], Outcome]]:
         """Context manager: a function that runs the program with an input and a wall-clock limit.
 
         The runs share the start of one sandbox and nothing else: each is a process with limits, an
         empty /tmp and a memory of its own. After a run that hit its wall-clock limit there is none.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._queue.slot(used_s))
+            stack.enter_context(self._slot())
             files = given, out, err = [stack.enter_context(_memory_file()) for _ in range(3)]
             running = self._start({"main.py": program}, (file.fileno() for file in files), {})
             stack.callback(running.end)
@@ -143,7 +147,7 @@ class CodeSandbox:
         Files are in the root folder of a program, by name; only `program` sees `packages`.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._queue.slot())
+            stack.enter_context(self._slot())
             nothing, err = (stack.enter_context(_memory_file()) for _ in range(2))
             with contextlib.ExitStack() as pipes:
                 to_other, of_program, to_program, of_other = ends = [*os.pipe(), *os.pipe()]
@@ -269,39 +273,3 @@ def _refuse(why: str) -> NoReturn:
     allowed = "a machine where programs may create namespaces (docs/rewards.md)"
     problem = f"this machine cannot sandbox programs: {why}"
     raise ValueError(f"code sandbox: {problem}; allowed: {allowed}")
-
-
-class FairQueue:
-    """Limits how many callers run at a time; the next slot goes to the earliest ticket.
-
-    A ticket is a time: the caller's arrival plus the seconds for which it has held slots before. A
-    caller that has held slots for 8 s therefore gives way to new callers for 8 s, and nobody waits
-    forever.
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        self._free = num_slots
-        self.waiting: list[tuple[float, int]] = []
-        """Tickets of the callers that wait for a slot."""
-        self._numbers, self._changed = itertools.count(), threading.Condition()
-
-    @contextlib.contextmanager
-    def slot(self, used_s: float = 0.0, timeout_s: float = _MAX_QUEUE_S) -> Iterator[None]:
-        """Context manager: wait for a slot, and hold it during the `with` block."""
-        ticket = time.monotonic() + used_s, next(self._numbers)
-        with self._changed:
-            self.waiting.append(ticket)
-            is_next = self._changed.wait_for(
-                lambda: self._free > 0 and min(self.waiting) == ticket, timeout_s
-            )
-            self.waiting.remove(ticket)
-            self._free -= is_next
-            self._changed.notify_all()
-        if not is_next:
-            raise SandboxError(f"a program waited {timeout_s:g} s for a free sandbox")
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._free += 1
-                self._changed.notify_all()

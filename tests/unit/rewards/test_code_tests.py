@@ -104,7 +104,7 @@ def test_all_tests_of_a_response_share_one_deadline_and_one_start(monkeypatch):
     limits, starts = [], []
 
     @contextlib.contextmanager
-    def opened(self, program, used_s=0.0):
+    def opened(self, program):
         def run(stdin="", wall_s=None):
             limits.append(wall_s)
             return Outcome(0, "9\n" if stdin else "contained", "", False)

@@ -215,16 +215,8 @@ def _methods(value: Any) -> list[str]:
     return [name for name, method in found.items() if method is not None]
 
 
-class _Answers(ast.NodeTransformer):
-    """Makes an assert fail on an object of the program: an object is no answer."""
-
-    def visit_Assert(self, node: ast.Assert) -> ast.Assert:
-        call = ast.Call(ast.Name(_STATE, ast.Load()), [node.test], [])
-        node.test = ast.fix_missing_locations(ast.copy_location(call, node.test))
-        return node
-
-
 def _answer(value: Any) -> Any:
+    """Return the value of an assert, which fails on an object of the program."""
     if (state := _state(value)) and not state.made_by:
         raise TypeError("an object of the program is no answer")
     return value
@@ -235,8 +227,10 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
     def source_to_code(self, data: Any, path: Any, **_: Any) -> Any:
         tree = ast.parse(data)
-        if path == f"/{ASSERTS}":
-            _Answers().visit(tree)
+        for node in ast.walk(tree) if path == f"/{ASSERTS}" else ():
+            if isinstance(node, ast.Assert):
+                call = ast.Call(ast.Name(_STATE, ast.Load()), [node.test], [])
+                node.test = ast.fix_missing_locations(ast.copy_location(call, node.test))
         return compile(tree, path, "exec", dont_inherit=True)
 
 
