@@ -90,6 +90,7 @@ def dry_runs(folder):
     os.environ["WANDB_MODE"] = "offline"
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(total_memory=80 * 2**30)
+    shutil.disk_usage = lambda _: SimpleNamespace(free=2**50)
     for file in sorted(tracked("recipes/configs/*.yaml")):
         cfg = yaml.safe_load(file.read_text())
         is_cpu, base = cfg["device"] == "cpu", folder / Path(cfg["base_model_path"]).name
