@@ -33,7 +33,7 @@ class Rates:
     referenced: float
     """Infinite without a reference."""
     python_share: float
-    """Share of a generator's time that its interpreter lock is taken: 1 where it bounds the rate."""
+    """Share of its time in which a generator holds its interpreter lock; 1 bounds the rate."""
 
     @classmethod
     def of(
