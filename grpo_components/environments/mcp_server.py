@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
@@ -92,11 +93,9 @@ class MCPServer:
         if not self.is_running:
             answer.close()
             raise MCPServerError(f"the tool server {self.name} has ended")
-        future = asyncio.run_coroutine_threadsafe(answer, self._loop)
         try:
-            return future.result(timeout_s)
+            return asyncio.run_coroutine_threadsafe(answer, self._loop).result(timeout_s)
         except TimeoutError as error:
-            future.cancel()
             self.close()
             problem = f"the tool server {self.name} did not answer {name} within {timeout_s:g} s"
             raise MCPServerError(problem) from error
@@ -111,9 +110,9 @@ class MCPServer:
 
     def close(self) -> None:
         """End the server and all that it started; calls that wait for it fail."""
-        if self._thread.is_alive():
+        with contextlib.suppress(RuntimeError):  # its loop is closed: the server has ended by itself
             self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join(_END_S)
+        self._thread.join(_END_S)
 
     def _run(self) -> None:
         try:

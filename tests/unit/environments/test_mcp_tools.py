@@ -107,6 +107,7 @@ def test_a_call_that_hangs_fails_the_sample_and_nothing_is_left(command):
     assert len(started) >= 3  # the one that watches, the server, and what it left
     with pytest.raises(MCPServerError, match=r"did not answer hang within 0\.2 s"):
         server.call("hang", {}, 0.2)
+    server.close()  # it has ended already: no error
     assert not server.is_running
     assert until(lambda: not any(is_alive(process.pid) for process in started))
     with pytest.raises(MCPServerError, match="has ended"):
