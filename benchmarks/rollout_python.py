@@ -1,4 +1,4 @@
-"""Measure the Python that a generator runs for each single-turn sample, outside of its engine.
+"""Measure the Python that a generator runs for each sample, outside of its engine.
 
     python benchmarks/rollout_python.py          # --groups, --repeats
 
@@ -31,20 +31,22 @@ from grpo_components.rewards.pool import RewardPool, RewardSpec, Score
 from grpo_components.rollout import generator
 from grpo_components.rollout.completions import Completion
 from grpo_components.rollout.engine_use import EngineUse
-from grpo_components.rollout.generator_options import EnvironmentOptions
+from grpo_components.rollout.generator_options import EnvironmentKind, EnvironmentOptions
+from grpo_components.rollout.multi_turn import MultiTurnEnvironment, Reply
 from grpo_components.settings import GeneratorSettings
 
 GROUP_SIZE, IN_FLIGHT, RESPONSE = 8, 64, 40
+TURNS, TURN = 3, 12
+"""Turns of a conversation, and tokens of one."""
 
 
 class StandInEngine:
     """Answers every request with the same tokens, from a thread as an engine does."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         self.use = EngineUse(GROUP_SIZE * IN_FLIGHT)
-        ids = np.arange(40, 40 + RESPONSE)
-        logprobs, versions = np.full(RESPONSE, -1, np.float32), np.zeros(RESPONSE, np.int32)
-        self._answer = Completion(ids, logprobs, versions, "length")
+        logprobs, versions = np.full(size, -1, np.float32), np.zeros(size, np.int32)
+        self._answer = Completion(np.arange(40, 40 + size), logprobs, versions, "stop")
         self._asked: queue.SimpleQueue[Future[Completion] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -102,14 +104,19 @@ def tokenizer() -> Any:
     return qwen2_5_tokenizer(vocabulary, merges, special_tokens_path=special)
 
 
-def measure(open_rewards: Any, single_turn: bool, groups: int) -> tuple[float, float, int]:
+def world(prompt: Any, seed: int) -> Any:
+    """Begin a conversation that never ends by itself."""
+    return lambda text: Reply("ok")
+
+
+def measure(open_rewards: Any, kind: EnvironmentKind, groups: int) -> tuple[float, float, int]:
     """Return CPU seconds and wall seconds per sample, and the most threads at once."""
-    generator.open_engine = lambda *_, **__: StandInEngine()  # pyright: ignore
-    environment = EnvironmentOptions(
-        build_environment=partial(build_environment, OmegaConf.create(SHIPPED_ENVIRONMENT)),
-        timeout_s=600,
-        single_turn=single_turn,
-    )
+    build = partial(build_environment, OmegaConf.create(SHIPPED_ENVIRONMENT))
+    if kind == "multi_turn":
+        build = partial(MultiTurnEnvironment, TURNS, world)
+    size = TURN if kind == "multi_turn" else RESPONSE
+    generator.open_engine = lambda *_, **__: StandInEngine(size)  # pyright: ignore
+    environment = EnvironmentOptions(build_environment=build, timeout_s=600, kind=kind)
     settings = GeneratorSettings(max_response_tokens=RESPONSE, temperature=1.0, stop_token_ids=[0])
     role = generator.Generator(
         build_tokenizer=tokenizer,
@@ -130,15 +137,17 @@ def measure(open_rewards: Any, single_turn: bool, groups: int) -> tuple[float, f
             nonlocal most
             for number in numbers:
                 asked = {**prompt, "prompt_index": number}
-                await role.generate_group(asked, 0, number, 0, 1.0)
+                _, summary, _ = await role.generate_group(asked, 0, number, 0, 1.0)
+                assert not summary.errors, summary.errors[0]
                 most = max(most, threading.active_count())
 
         await asyncio.gather(*(lane() for _ in range(IN_FLIGHT)))
         return most
 
-    asyncio.run(rollouts(2 * IN_FLIGHT))  # the first groups build what later ones use
-    cpu, wall = time.process_time(), time.perf_counter()
-    most = asyncio.run(rollouts(groups))
+    with asyncio.Runner() as loop:
+        loop.run(rollouts(2 * IN_FLIGHT))  # the first groups build what later ones use
+        cpu, wall = time.process_time(), time.perf_counter()
+        most = loop.run(rollouts(groups))
     samples = groups * GROUP_SIZE
     found = (time.process_time() - cpu) / samples, (time.perf_counter() - wall) / samples, most
     role.close()
@@ -154,11 +163,11 @@ def main() -> None:
     build_tiny_policy(DEFAULT_OUTPUT_DIR)
     rows: list[list[object]] = []
     for rewards, open_rewards in (("at once", InstantRewards), ("processes", reward_processes)):
-        for path, single in (("no threads", True), ("a torchrl collector", False)):
-            found = [measure(open_rewards, single, args.groups) for _ in range(args.repeats)]
+        for kind in ("single_turn", "multi_turn", "torchrl"):
+            found = [measure(open_rewards, kind, args.groups) for _ in range(args.repeats)]
             cpu, wall = (statistics.median(each[i] for each in found) * 1e3 for i in (0, 1))
-            rows.append([rewards, path, f"{cpu:.2f}", f"{wall:.2f}", max(e[2] for e in found)])
-    head = ["rewards", "single turns by", "CPU ms per sample", "wall ms per sample", "threads"]
+            rows.append([rewards, kind, f"{cpu:.2f}", f"{wall:.2f}", max(e[2] for e in found)])
+    head = ["rewards", "environment", "CPU ms per sample", "wall ms per sample", "threads"]
     sys.stdout.write(f"{machine_line()}\n\n{markdown_table(head, rows)}\n")
 
 

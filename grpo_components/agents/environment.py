@@ -33,10 +33,7 @@ class AgentEnvironment:
         ValueError: an argument is wrong; names its key.
     """
 
-    slots_apart = True
-    """Each response has an agent of its own."""
-    runs_agents = True
-    """The generator serves agents instead of stepping an environment."""
+    kind = "agents"
 
     def __init__(
         self,

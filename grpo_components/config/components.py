@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from grpo_components.config.reading import nearest
 from grpo_components.data.columns import CALL, OF_AGENTS, other_columns
 from grpo_components.errors import ConfigError, fail, shown
+from grpo_components.rollout.generator_options import EnvironmentKind
 from grpo_components.settings import PENALTIES, Settings
 
 # Named, not imported: it needs torchrl, whose import takes seconds. A test checks that it exists.
@@ -104,20 +105,11 @@ def nested_components(node: Mapping[str, Any]) -> list[str]:
     return [key for key in node if OmegaConf.is_dict(node[key]) and "_component_" in node[key]]
 
 
-def has_slots_apart(node: DictConfig) -> bool:
-    """Whether the environment is built once per response instead of once per group."""
-    return _environment_says("slots_apart", node)
-
-
-def runs_agents(node: DictConfig) -> bool:
-    """Whether the environment serves the policy to agents."""
-    return _environment_says("runs_agents", node)
-
-
-def _environment_says(attribute: str, node: DictConfig) -> bool:
+def environment_kind(node: DictConfig) -> EnvironmentKind:
+    """Return how the environment of a config is run."""
     if node == SHIPPED_ENVIRONMENT:
-        return False
-    return bool(getattr(resolved(node._component_), attribute, False))
+        return "single_turn"
+    return getattr(resolved(node._component_), "kind", "torchrl")
 
 
 # ---- dotted paths and arguments -----------------------------------------------------------------
@@ -345,7 +337,7 @@ def check_columns(cfg: Settings, data: Mapping[str, Any]) -> None:
     """Refuse a reward that takes a column by name which a row of a data set lacks."""
     for name, node in cfg.rewards.items():
         taken = columns_taken(resolved(node._component_))
-        if set(taken) & set(OF_AGENTS) and runs_agents(cfg.environment):
+        if set(taken) & set(OF_AGENTS) and environment_kind(cfg.environment) == "agents":
             taken = [column for column in taken if column not in OF_AGENTS]
         for key, dataset in data.items() if taken else ():
             if cfg.train_from or (cfg.eval_only and key == "dataset"):

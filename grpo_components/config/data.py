@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
-from grpo_components.config.components import build, check_columns, runs_agents
+from grpo_components.config.components import build, check_columns, environment_kind
 from grpo_components.config.files import read_hf_config
 from grpo_components.data.curriculum import MAX_PROMPTS
 from grpo_components.data.datasets import PromptDataset
@@ -79,7 +79,7 @@ def build_prompts(cfg: Settings, dataset: Any) -> PromptStream | PromptCurriculu
 def sampled_ids(cfg: Settings, tokenizer: Any) -> int | None:
     """Return how many ids may be sampled, the first ones; None: the model's whole vocabulary."""
     stops = cfg.generator.stop_token_ids or getattr(tokenizer, "stop_tokens", ())
-    if runs_agents(cfg.environment):  # they have the model's own
+    if environment_kind(cfg.environment) == "agents":  # they have the model's own
         tokenizer = hugging_face_tokenizer(cfg.base_model_path)
     return num_ids(tokenizer, stops)
 

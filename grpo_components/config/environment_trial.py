@@ -17,10 +17,9 @@ from grpo_components.agents.environment import AgentEnvironment, parser_names
 from grpo_components.agents.requests import RequestError
 from grpo_components.config.components import (
     build_environment,
-    has_slots_apart,
+    environment_kind,
     imported_component,
     nested_components,
-    runs_agents,
 )
 from grpo_components.errors import ConfigError, fail
 from grpo_components.objective.component_errors import (
@@ -30,8 +29,14 @@ from grpo_components.objective.component_errors import (
     users_part,
 )
 from grpo_components.rewards.pool import Score
-from grpo_components.rollout.environment_thread import EnvironmentThread, HungCallError
+from grpo_components.rollout.environment_thread import (
+    EnvironmentThread,
+    HungCallError,
+    TimeLimit,
+)
+from grpo_components.rollout.multi_turn import Conversation
 from grpo_components.rollout.observation_text import encode_text
+from grpo_components.rollout.tools import ToolUse
 from grpo_components.settings import Settings
 from grpo_components.slow_calls import told_if_slow
 
@@ -44,44 +49,52 @@ _TRIAL_S = 30.0
 
 def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, Any]]) -> None:
     """Build the environment, call each tool of its world, and send one response to one prompt."""
-    if runs_agents(cfg.environment):
+    kind = environment_kind(cfg.environment)
+    if kind == "agents":
         return _try_agents(cfg)
     limit_s = cfg.timeouts.rollout_s
     trial_s = min(limit_s / 2, max(_TRIAL_S, limit_s / 20))
     key, name = "environment", cfg.environment._component_
     if "world" in nested_components(cfg.environment):
         key, name = "environment.world", cfg.environment.world._component_
-    num_slots = 1 if has_slots_apart(cfg.environment) else min(cfg.group_size, 2)
-    thread = EnvironmentThread(trial_s)
+    num_slots = min(cfg.group_size, 2)
+    thread, encode = EnvironmentThread(), partial(encode_text, tokenizer)
 
     def call(function: Any, *args: Any, called: str = name, allowed: str = _ALLOWED) -> Any:
         """Call a function in the environment's thread, in which `sys.exit` must be caught."""
         with told_if_slow(f"the trial of {called.rstrip(',')}", trial_s):
-            return thread.call(_guarded, key, called, allowed, function, *args)
+            return thread.call(limit, _guarded, key, called, allowed, function, *args)
 
     build = partial(
         build_environment,
         cfg.environment,
         num_slots=num_slots,
         decode=tokenizer.decode,
-        encode=partial(encode_text, tokenizer),
+        encode=encode,
         score=lambda samples: [Score(0.0, {}, False, None) for _ in samples],
         max_response_tokens=cfg.generator.max_response_tokens,
     )
+    limit = TimeLimit(trial_s)
     try:
         env = call(build)
-        _check_kind(name, env, num_slots)
+        if kind != "multi_turn":
+            _check_kind(name, env, num_slots)
         for tool, attempt in _tool_trials(env).items():
-            thread.begin()
+            limit = TimeLimit(trial_s)
             call(attempt, called=f"{name}, tool {tool},", allowed=_ERRORS)
         problems: list[ConfigError] = []
         for row, prompt in enumerate(prompts):
             asked = {**prompt, "seed": row}
             response = tokenizer.encode(str(prompt["answer"]), add_bos=False, add_eos=False)
             response = response[: cfg.generator.max_response_tokens]
-            thread.begin()
+            room = cfg.generator.max_response_tokens - len(response) - 1
+            limit = TimeLimit(trial_s)
             try:
-                _roll_out(name, env, call, [asked] * num_slots, response)
+                if kind == "multi_turn":
+                    conversation = call(Conversation, env, asked, encode)
+                    call(conversation.take_turn, tokenizer.decode(response), "stop", room)
+                else:
+                    _roll_out(name, env, call, [asked] * num_slots, response)
                 break
             except ConfigError as error:
                 problems.append(error)
@@ -97,8 +110,6 @@ def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, A
 
 def _tool_trials(env: Any) -> dict[str, Any]:
     """Return a function for each tool of an environment's world, which calls the tool once."""
-    from grpo_components.rollout.tools import ToolUse  # imports torchrl, as the environment did
-
     world = getattr(env, "world", None)
     return world.trials() if isinstance(world, ToolUse) else {}
 

@@ -11,10 +11,8 @@ from typing import Any, TypeVar, cast
 from torchtune import config
 
 from grpo_components.config.components import (
-    SHIPPED_ENVIRONMENT,
     build_environment,
-    has_slots_apart,
-    runs_agents,
+    environment_kind,
 )
 from grpo_components.config.data import sampled_ids
 from grpo_components.config.model_trial import split_learning_rate
@@ -227,9 +225,7 @@ def _generator(
             build_environment=partial(build_environment, cfg.environment),
             # Shorter than the driver's time-out for a generator: a hang costs only this group.
             timeout_s=cfg.timeouts.rollout_s / 2,
-            single_turn=cfg.environment == SHIPPED_ENVIRONMENT,
-            slots_apart=has_slots_apart(cfg.environment),
-            runs_agents=runs_agents(cfg.environment),
+            kind=environment_kind(cfg.environment),
         ),
         "open_rewards": partial(
             RewardPool,

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_components.config.components import SHIPPED_ENVIRONMENT, build, runs_agents
+from grpo_components.config.components import SHIPPED_ENVIRONMENT, build, environment_kind
 from grpo_components.config.environment_trial import try_environment
 from grpo_components.config.model_trial import try_teacher, try_training
 from grpo_components.data.columns import reward_input
@@ -256,7 +256,7 @@ def _try_built(
 def _sample(cfg: Settings, prompt: Any, response_text: str = "") -> RewardInput:
     """Return the arguments of a reward for a made-up response to a prompt."""
     sample = reward_input(prompt, response_text, "stop")
-    if not runs_agents(cfg.environment):
+    if environment_kind(cfg.environment) != "agents":
         return sample
     given = {str(node.get("name", "reward")): 0.0 for node in cfg.rewards.values()}
     return {**sample, "agent_reward": given, "transcript": []}

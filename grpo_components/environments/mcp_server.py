@@ -110,7 +110,7 @@ class MCPServer:
 
     def close(self) -> None:
         """End the server and all that it started; calls that wait for it fail."""
-        with contextlib.suppress(RuntimeError):  # its loop is closed: the server has ended by itself
+        with contextlib.suppress(RuntimeError):  # it has ended by itself
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(_END_S)
 

@@ -14,6 +14,7 @@ from torchrl.collectors import Collector
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import step_mdp
 
+from grpo_components.rewards.pool import Score
 from grpo_components.rollout.completions import Completion
 from grpo_components.rollout.engine import Engine
 from grpo_components.rollout.slots import SlotRollout, sampling_seed
@@ -83,6 +84,24 @@ class EnginePolicy:
         )
 
 
+def _extend(slot: SlotRollout, turn: Any) -> None:
+    """Append one step: the policy's turn, and what the environment's state has after it."""
+    after = turn["next"]
+    response, tokens = turn["response"].numpy(), after["tokens"].numpy()
+    known = np.concatenate([slot.prompt_ids, slot.response_ids, response])
+    if not np.array_equal(tokens[: len(known)], known):
+        raise ValueError("the environment changed tokens of earlier turns")
+    # The environment's reason takes precedence: it knows limits that the policy does not.
+    has_reason = "finish_reason" in after.keys()  # noqa: SIM118 -- of a TensorDict
+    reason = (after if has_reason else turn)["finish_reason"]
+    said = Completion(response, turn["logprobs"].numpy(), turn["versions"].numpy(), reason)
+    slot.extend(said, tokens[len(known) :])
+    if bool(after["done"]):
+        if not isinstance(score := after["score"], Score):
+            raise TypeError(f"the environment ended a slot with score {score!r:.200}")
+        slot.end(score)
+
+
 def _call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
@@ -120,6 +139,6 @@ class GroupCollector(Collector):
             tensordict = call(self.env.step, self.policy(tensordict))
             for slot, before in zip(slots, tensordict.unbind(0), strict=True):
                 if not slot.done:
-                    slot.extend(before)
+                    _extend(slot, before)
             tensordict = step_mdp(tensordict)
         return slots

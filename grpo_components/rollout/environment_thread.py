@@ -1,15 +1,23 @@
-"""Runs an environment in its own thread, and abandons the thread after a missed deadline."""
+"""Runs the code of environments in threads, and abandons a thread after a missed deadline."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from traceback import StackSummary, walk_stack
 from typing import Any
+
+from grpo_components.objective.component_errors import place_in, stack_text, users_part
+
+_QUICK_CALLS, _QUICK_S = 8, 0.01
+"""Calls that begin at once, and seconds after which the next one no longer waits for a call."""
 
 
 class HungCallError(TimeoutError):
@@ -20,62 +28,122 @@ class HungCallError(TimeoutError):
         self.stack = stack
 
 
+def hang_text(error: HungCallError) -> str:
+    """Return the error of a sample whose environment hangs, with the place in the user's code."""
+    stack = users_part(error.stack)
+    return f"environment: TimeoutError{place_in(stack)}: {error}\n{stack_text(stack)}".strip()
+
+
+class TimeLimit:
+    """Seconds that the calls of a rollout into its environment, and its rewards, take together."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = self._left_s = timeout_s
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[float]:
+        """Use up the time that passes inside; gives what is left."""
+        started = time.monotonic()
+        try:
+            yield self._left_s
+        finally:
+            self._left_s = max(0.0, self._left_s - (time.monotonic() - started))
+
+
 class EnvironmentThread:
-    """Runs the calls into one environment, one at a time and with a deadline.
+    """Makes calls into environments, one at a time.
 
     A hanging thread cannot be stopped. It is a daemon thread, so the process can exit without it.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = self._remaining_s = timeout_s
+    def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[..., Any], Any, Future[Any]] | None]
         self._calls = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="environment", daemon=True)
         self._thread.start()
 
-    def begin(self) -> None:
-        """Begin a rollout: reset the time for its calls."""
-        self._remaining_s = self._timeout_s
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in the thread; return its result, or raise its exception."""
+    def start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Call a function in the thread."""
         future: Future[Any] = Future()
         self._calls.put((function, args, future))
-        started = time.monotonic()
+        return future
+
+    def call(self, limit: TimeLimit, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in the thread; return its result, or raise its exception."""
+        future = self.start(function, *args)
         try:
-            return future.result(self._remaining_s)
+            with limit.running() as left_s:
+                return future.result(left_s)
         except TimeoutError:
             if future.done():
                 raise
-            name = getattr(function, "__name__", "call")
-            limit = f"{self._timeout_s:g} s, the limit for all calls of a rollout"
-            problem = f"the environment did not end its {name} within {limit}"
-            raise HungCallError(problem, self._stack()) from None
-        finally:
-            self._remaining_s = max(0.0, self._remaining_s - (time.monotonic() - started))
+            raise self.hung(limit, function) from None
 
-    def _stack(self) -> StackSummary:
-        """Return what the thread is doing, outermost call first."""
+    def hung(self, limit: TimeLimit, function: Callable[..., Any]) -> HungCallError:
+        """Return an error that says what the thread is doing, outermost call first."""
+        name = getattr(function, "__name__", "call")
+        within = f"{limit.timeout_s:g} s, the limit for all calls of a rollout"
         frame = sys._current_frames().get(self._thread.ident or 0)
         found = [] if frame is None else StackSummary.extract(walk_stack(frame))
-        return StackSummary.from_list(found[::-1])
+        problem = f"the environment did not end its {name} within {within}"
+        return HungCallError(problem, StackSummary.from_list(found[::-1]))
 
-    def leave(self, close: Callable[[], Any]) -> Future[Any]:
+    def leave(self, close: Callable[[], Any] = lambda: None) -> Future[Any]:
         """Let the thread end after its current call."""
-        closing: Future[Any] = Future()
-        self._calls.put((close, (), closing))
+        closing = self.start(close)
         self._calls.put(None)
         return closing
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             function, args, future = call
+            if not future.set_running_or_notify_cancel():  # its limit passed before
+                continue
             try:
                 future.set_result(function(*args))
-            except Exception as error:  # passed on to the caller
-                future.set_exception(error)
             except BaseException as error:  # sys.exit, for example, must not end this thread
-                named = RuntimeError(repr(error)).with_traceback(error.__traceback__)
-                future.set_exception(named)
-                del named
+                # asyncio cannot pass on a StopIteration.
+                if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                    future.set_exception(error)
+                else:
+                    named = RuntimeError(repr(error)).with_traceback(error.__traceback__)
+                    future.set_exception(named)
+                    del named
             del call, function, args, future  # else an idle thread would keep the environment alive
+
+
+class EnvironmentThreads:
+    """Threads for the calls of many rollouts: a few for quick calls, one more for each slow one."""
+
+    def __init__(self) -> None:
+        self._idle: deque[EnvironmentThread] = deque()
+        self._quick = asyncio.Semaphore(_QUICK_CALLS)
+
+    async def call(self, limit: TimeLimit, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in a thread; return its result, or raise its exception."""
+        await self._quick.acquire()
+        thread = self._idle.pop() if self._idle else EnvironmentThread()
+        future = thread.start(function, *args)
+        answer = asyncio.wrap_future(future)
+        try:
+            with limit.running() as left_s:
+                try:
+                    await asyncio.wait([answer], timeout=min(_QUICK_S, left_s))
+                finally:
+                    self._quick.release()
+            with limit.running() as left_s:
+                return await asyncio.wait_for(answer, left_s)
+        except TimeoutError:
+            if future.done() and not future.cancelled():
+                raise
+            raise thread.hung(limit, function) from None
+        finally:
+            if future.done():
+                self._idle.append(thread)
+            else:
+                thread.leave()
+
+    def close(self) -> None:
+        """Let the idle threads end."""
+        while self._idle:
+            self._idle.pop().leave()

@@ -12,10 +12,7 @@ from torchrl.envs import EnvBase
 
 from grpo_components.data.columns import reward_input
 from grpo_components.rewards.pool import RewardInput, Score
-
-Prompt = dict[str, Any]
-"""One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text and answer, and the
-other columns of the row. The generator adds `seed`, for anything random in the environment."""
+from grpo_components.rollout.slots import Prompt
 
 
 def set_token_specs(env: EnvBase, num_slots: int) -> None:

@@ -24,8 +24,8 @@ from grpo_components.rollout.generator_options import EngineOptions, Environment
 from grpo_components.rollout.observation_text import encode_text
 from grpo_components.rollout.schedule import Schedule
 from grpo_components.rollout.sequence_budget import SequenceBudget
-from grpo_components.rollout.single_turns import SingleTurns
 from grpo_components.rollout.slots import Prompt, Sample, SlotRollout, reward_use, sampling_seed
+from grpo_components.rollout.turn_rollouts import TurnRollouts
 from grpo_components.rollout.weight_receiver import IncomingWeights
 from grpo_components.settings import GeneratorSettings
 from grpo_components.trajectory import GroupSummary, PackedTrajectories, Trajectory, pack, summarize
@@ -74,20 +74,19 @@ class Generator:
         self._engine = open_engine(settings, engine, seed=seed, schedule=schedule)
         self._log_token_texts = log_token_texts
         self._budget = SequenceBudget(rollouts_in_flight, group_size)
-        threads = _REPLAY_THREADS if replays else rollouts_in_flight
-        threads *= group_size  # of some groups, only one response may be left
+        threads = _REPLAY_THREADS if replays else rollouts_in_flight * group_size
         shared = self._engine, self._rewards, settings, environment
-        if environment.runs_agents:
+        texts = {"decode": self._decode, "encode": partial(encode_text, self._tokenizer)}
+        if environment.kind == "agents":
             from grpo_components.rollout.agent_rollouts import AgentRollouts  # a web server
 
             self._rollouts = AgentRollouts(*shared, engine.model_path)
-        elif environment.single_turn:
-            self._rollouts = SingleTurns(*shared, self._decode)
-        else:
+        elif environment.kind == "torchrl":
             from grpo_components.rollout.rollouts import Rollouts  # torchrl
 
-            encode = partial(encode_text, self._tokenizer)
-            self._rollouts = Rollouts(*shared, decode=self._decode, encode=encode, threads=threads)
+            self._rollouts = Rollouts(*shared, **texts, threads=threads)
+        else:
+            self._rollouts = TurnRollouts(*shared, **texts)
         self.version = self._loading = BASE_VERSION
         self._rebuilt, self._rebuilding = RebuiltWeights(), asyncio.Lock()
         self._sleeps = 0

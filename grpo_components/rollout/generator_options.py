@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Literal
 
 from grpo_components.settings import LoraSettings
 
-if TYPE_CHECKING:
-    from torchrl.envs import EnvBase
+EnvironmentKind = Literal["single_turn", "multi_turn", "agents", "torchrl"]
+"""The shipped environment of one turn, which is not built; one with a world; one that runs agents;
+or an environment of a user's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +45,9 @@ class EngineOptions:
 class EnvironmentOptions:
     """Options of the environment in which the policy answers prompts."""
 
-    build_environment: Callable[..., EnvBase]
-    """Function that builds one; takes num_slots, decode, encode, score and max_response_tokens."""
+    build_environment: Callable[..., Any]
+    """Function that builds it; a torchrl one takes num_slots, decode, encode, score and
+    max_response_tokens."""
     timeout_s: float
     """Seconds for all environment calls of one rollout together, rewards included."""
-    single_turn: bool = False
-    """Whether it is the shipped one, which is not built: one turn needs no thread."""
-    slots_apart: bool = False
-    """Whether each response gets its own environment and thread, instead of one per group."""
-    runs_agents: bool = False
-    """Whether it is an `AgentEnvironment`, which takes no arguments when it is built."""
+    kind: EnvironmentKind = "torchrl"

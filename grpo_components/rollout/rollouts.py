@@ -1,4 +1,4 @@
-"""Rolls out responses in threads, each with an environment, a policy and a torchrl collector."""
+"""Rolls out groups in threads, each with a torchrl environment, a policy and a collector."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 
 from grpo_components.errors import ConfigError
-from grpo_components.objective.component_errors import (
-    failure_text,
-    place_in,
-    stack_text,
-    users_part,
-)
+from grpo_components.objective.component_errors import failure_text
 from grpo_components.rewards.pool import RewardPool, RewardPoolError
 from grpo_components.rollout.collector import EnginePolicy, GroupCollector
 from grpo_components.rollout.engine import Engine, EngineStoppedError
-from grpo_components.rollout.environment_thread import EnvironmentThread, HungCallError
+from grpo_components.rollout.environment_thread import (
+    EnvironmentThread,
+    HungCallError,
+    TimeLimit,
+    hang_text,
+)
 from grpo_components.rollout.generator_options import EnvironmentOptions
 from grpo_components.rollout.slots import Sample, SlotRollout
 from grpo_components.settings import GeneratorSettings
@@ -70,15 +70,10 @@ class Rollouts:
         """Seats that no rollout is using, by number of slots."""
 
     async def collect(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
-        """Sample and score responses, in one environment, or in one for each response."""
-        size = 1 if self._environment.slots_apart else len(samples)
-        parts = [samples[start : start + size] for start in range(0, len(samples), size)]
-        run = partial(asyncio.get_running_loop().run_in_executor, self._threads)
+        """Sample and score responses, all in one environment."""
+        run = asyncio.get_running_loop().run_in_executor
         with self._engine.use.rollout():
-            rollouts = await asyncio.gather(
-                *(run(self._collect_in_thread, part, temperature) for part in parts)
-            )
-        return [slot for slots in rollouts for slot in slots]
+            return await run(self._threads, self._collect_in_thread, samples, temperature)
 
     def _collect_in_thread(
         self, samples: Sequence[Sample], temperature: float
@@ -97,9 +92,9 @@ class Rollouts:
             seat = self._seat(len(samples))
         seat.begin(samples, temperature)
         try:
-            seat.environment.begin()
-            seat.environment.call(seat.env.ask, [sample.prompt for sample in samples])
-            slots = seat.collector.rollout(seat.environment.call)
+            call = partial(seat.environment.call, TimeLimit(self._environment.timeout_s))
+            call(seat.env.ask, [sample.prompt for sample in samples])
+            slots = seat.collector.rollout(call)
             longest = max(len(slot.response_ids) for slot in slots)
             if longest > self._settings.max_response_tokens:
                 limit = f"generator.max_response_tokens is {self._settings.max_response_tokens}"
@@ -126,12 +121,10 @@ class Rollouts:
         score = self._rewards.score.__code__
         if (score.co_filename, score.co_name) in {(f.filename, f.name) for f in error.stack}:
             return f"rewards: no score within the environment's limit: {self._rewards.late()}"
-        stack = users_part(error.stack)
-        problem = f"environment: TimeoutError{place_in(stack)}: {error}"
-        return f"{problem}\n{stack_text(stack)}".strip()
+        return hang_text(error)
 
     def _seat(self, num_slots: int) -> _Seat:
-        environment = EnvironmentThread(self._environment.timeout_s)
+        environment = EnvironmentThread()
         build = partial(
             self._environment.build_environment,
             num_slots=num_slots,
@@ -141,7 +134,7 @@ class Rollouts:
             max_response_tokens=self._settings.max_response_tokens,
         )
         try:
-            env = environment.call(build)
+            env = environment.call(TimeLimit(self._environment.timeout_s), build)
         except Exception as error:  # from a user's environment
             if isinstance(error, TimeoutError):
                 raise

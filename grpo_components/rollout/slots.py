@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # only where agents run
     from grpo_components.agents.conversation import SessionPart
 
 Prompt = dict[str, Any]
+"""One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text and answer, and the
+other columns of the row. The generator adds `seed`, for anything random in the environment."""
 
 
 def sampling_seed(*identity: int) -> int:
@@ -68,17 +70,6 @@ class SlotRollout:
         return slot
 
     @classmethod
-    def of_turn(
-        cls, prompt_ids: NDArray[np.int64], turn: Completion, text: str, score: Score
-    ) -> SlotRollout:
-        """Make the slot of a response that is one turn."""
-        slot = cls(prompt_ids)
-        slot.response_ids, slot.response_mask = turn.token_ids, np.ones(len(turn.token_ids), bool)
-        slot.logprobs, slot.versions = turn.logprobs, turn.token_versions
-        slot.finish_reason, slot.score, slot.done, slot.text = turn.finish_reason, score, True, text
-        return slot
-
-    @classmethod
     def of_session(cls, part: SessionPart, score: Score, session: dict[str, Any]) -> SlotRollout:
         """Make a slot of one trajectory of an agent's session."""
         slot = cls(part.prompt_ids)
@@ -88,35 +79,25 @@ class SlotRollout:
         slot.session = session
         return slot
 
-    def extend(self, turn: Any) -> None:
-        """Append one turn of the policy and the environment's tokens after it."""
-        after = turn["next"]
-        response = turn["response"].numpy()
-        known = np.concatenate([self.prompt_ids, self.response_ids, response])
-        if not np.array_equal(after["tokens"].numpy()[: len(known)], known):
-            raise ValueError("the environment changed tokens of earlier turns")
-        added = after["tokens"].numpy()[len(known) :]
-        self.response_ids = np.concatenate([self.response_ids, response, added])
-        self.response_mask = np.concatenate(
-            [self.response_mask, np.ones(len(response), bool), np.zeros(len(added), bool)]
-        )
-        self.logprobs = np.concatenate(
-            [self.logprobs, turn["logprobs"].numpy(), np.zeros(len(added), np.float32)]
-        )
-        self.versions = np.concatenate(
-            [self.versions, turn["versions"].numpy(), np.full(len(added), -1, np.int32)]
-        )
-        # The environment's reason takes precedence: it knows limits that the policy does not.
-        has_reason = "finish_reason" in after.keys()  # noqa: SIM118 -- of a TensorDict
-        self.finish_reason = (after if has_reason else turn)["finish_reason"]
-        self.done = bool(after["done"])
-        if self.done:
-            self.score = after["score"]
-            if not isinstance(self.score, Score):
-                raise TypeError(f"the environment ended a slot with score {self.score!r:.200}")
-            if self.score.error is None and not math.isfinite(self.score.reward):
-                why = f"the environment gave the reward {self.score.reward}"
-                self.score = Score(math.nan, {}, False, why)
+    def extend(self, turn: Completion, added: Sequence[int] | NDArray[np.int64]) -> None:
+        """Append one turn of the policy, and the environment's tokens after it."""
+        own, others = len(turn.token_ids), len(added)
+        mask = np.repeat([True, False], [own, others])
+        logprobs = turn.logprobs, np.zeros(others, np.float32)
+        versions = turn.token_versions, np.full(others, -1, np.int32)
+        added = np.asarray(added, np.int64)
+        self.response_ids = np.concatenate([self.response_ids, turn.token_ids, added])
+        self.response_mask = np.concatenate([self.response_mask, mask])
+        self.logprobs = np.concatenate([self.logprobs, *logprobs])
+        self.versions = np.concatenate([self.versions, *versions])
+        self.finish_reason = turn.finish_reason
+
+    def end(self, score: Score) -> None:
+        """End the response with its score."""
+        self.score, self.done = score, True
+        if score.error is None and not math.isfinite(score.reward):
+            why = f"the environment gave the reward {score.reward}"
+            self.score = Score(math.nan, {}, False, why)
 
     def trajectory(
         self, prompt: Prompt, *, epoch: int, group_id: int, attempt: int, temperature: float

@@ -22,9 +22,9 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from grpo_components.objective.component_errors import defined_at
-from grpo_components.rollout.environments import Prompt
 from grpo_components.rollout.multi_turn import Reply
 from grpo_components.rollout.observation_text import quoted
+from grpo_components.rollout.slots import Prompt
 from grpo_components.rollout.tool_schemas import tool_schemas
 
 Tool = Callable[..., str]

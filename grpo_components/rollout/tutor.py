@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from grpo_components.rollout.environments import Prompt
 from grpo_components.rollout.multi_turn import Reply
+from grpo_components.rollout.slots import Prompt
 
 
 class Tutor:

@@ -50,8 +50,6 @@ class Metaclass(type):
         return super().__call__(*args, **kwargs)
 
 class Names(metaclass=Metaclass):
-    slots_apart = True
-
     def __init__(self, *, num_slots, encode, part=None):
         self.given = {"num_slots": num_slots, "encode": encode, "part": part}
 

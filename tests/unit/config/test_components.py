@@ -12,7 +12,7 @@ from grpo_components.config.components import (
     SHIPPED_ENVIRONMENT,
     build,
     build_environment,
-    has_slots_apart,
+    environment_kind,
 )
 
 GRPO = "grpo_components.objective.losses.GRPOLoss"
@@ -96,6 +96,14 @@ def test_an_environment_gets_what_its_signature_names_and_its_parts_are_built(ow
     made = build_environment(component("own_parts.three", own=5), **OFFERED)
     assert made == {"num_slots": 2, "decode": str, "score": len, "own": 5}
     assert build_environment(component("own_parts.everything"), **OFFERED) == OFFERED
-    assert has_slots_apart(component("own_parts.Names"))
-    assert not has_slots_apart(component("own_parts.three"))
-    assert not has_slots_apart(OmegaConf.create(SHIPPED_ENVIRONMENT))
+
+
+def test_the_shipped_environments_are_told_from_ones_own(own):
+    kinds = {
+        "own_parts.Names": "torchrl",
+        "own_parts.three": "torchrl",
+        SHIPPED_ENVIRONMENT["_component_"]: "single_turn",
+        "grpo_components.rollout.multi_turn.MultiTurnEnvironment": "multi_turn",
+        "grpo_components.agents.environment.AgentEnvironment": "agents",
+    }
+    assert {path: environment_kind(component(path)) for path in kinds} == kinds

@@ -96,7 +96,7 @@ def run(module, tmp_path, monkeypatch):
                 agent, template, max_calls=20, tool_parser=tool_parser
             ),
             timeout_s=timeout_s,
-            runs_agents=True,
+            kind="agents",
         )
         settings = GeneratorSettings(
             max_response_tokens=200,

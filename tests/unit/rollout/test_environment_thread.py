@@ -4,14 +4,14 @@ import threading
 
 import pytest
 
-from grpo_components.rollout.environment_thread import EnvironmentThread
+from grpo_components.rollout.environment_thread import EnvironmentThread, TimeLimit
 
 
 def test_one_thread_makes_all_calls_and_it_is_not_the_callers():
-    thread = EnvironmentThread(timeout_s=10)
-    made_by = {thread.call(threading.get_ident) for _ in range(5)}
+    thread, limit = EnvironmentThread(), TimeLimit(10)
+    made_by = {thread.call(limit, threading.get_ident) for _ in range(5)}
     assert len(made_by) == 1 and threading.get_ident() not in made_by
-    assert thread.call(divmod, 7, 2) == (3, 1)
+    assert thread.call(limit, divmod, 7, 2) == (3, 1)
 
 
 @pytest.mark.parametrize("error", [KeyError("a"), TimeoutError("its own"), AssertionError("b")])
@@ -19,11 +19,11 @@ def test_what_the_environment_raises_is_raised(error):
     def fails():
         raise error
 
-    thread = EnvironmentThread(timeout_s=10)
+    thread, limit = EnvironmentThread(), TimeLimit(10)
     with pytest.raises(type(error)) as raised:
-        thread.call(fails)
+        thread.call(limit, fails)
     assert raised.value is error
-    assert thread.call(int) == 0, "the next call works"
+    assert thread.call(limit, int) == 0, "the next call works"
 
 
 @pytest.mark.parametrize("ends", [SystemExit(3), KeyboardInterrupt()])
@@ -31,23 +31,23 @@ def test_sys_exit_is_an_error_and_ends_neither_process_nor_thread(ends):
     def leaves():
         raise ends
 
-    thread = EnvironmentThread(timeout_s=10)
+    thread, limit = EnvironmentThread(), TimeLimit(10)
     with pytest.raises(RuntimeError, match=type(ends).__name__):
-        thread.call(leaves)
-    assert thread.call(int) == 0
+        thread.call(limit, leaves)
+    assert thread.call(limit, int) == 0
 
 
 def test_a_call_that_hangs_is_named_and_closed_once_it_returns():
     release, closed = threading.Event(), threading.Event()
     before = set(threading.enumerate())
-    thread = EnvironmentThread(timeout_s=0.05)
+    thread, limit = EnvironmentThread(), TimeLimit(0.05)
     (own,) = set(threading.enumerate()) - before
 
     def step():
         release.wait(30)
 
     with pytest.raises(TimeoutError, match=r"\bstep\b.* 0\.05 s"):
-        thread.call(step)
+        thread.call(limit, step)
     thread.leave(closed.set)
     assert own.daemon and own.is_alive() and not closed.is_set()
     release.set()
@@ -57,18 +57,17 @@ def test_a_call_that_hangs_is_named_and_closed_once_it_returns():
 
 def test_the_thread_ends_even_if_closing_fails():
     before = set(threading.enumerate())
-    thread = EnvironmentThread(timeout_s=10)
+    thread = EnvironmentThread()
     (own,) = set(threading.enumerate()) - before
     thread.leave(lambda: 1 / 0)
     own.join(10)
     assert not own.is_alive()
 
 
-def test_the_calls_of_a_rollout_share_one_limit_which_begin_resets():
-    thread = EnvironmentThread(timeout_s=0.6)
+def test_the_calls_of_a_rollout_share_one_limit():
+    thread, limit = EnvironmentThread(), TimeLimit(0.6)
     release = threading.Event()
     with pytest.raises(TimeoutError, match=r"\bwait\b.* 0\.6 s"):
         for _ in range(30):
-            thread.call(release.wait, 0.1)
-    thread.begin()
-    assert thread.call(int) == 0
+            thread.call(limit, release.wait, 0.1)
+    assert thread.call(TimeLimit(0.6), int) == 0

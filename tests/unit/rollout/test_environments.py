@@ -1,15 +1,25 @@
-"""The single-turn environment shows its prompts and scores the responses, slot by slot."""
+"""Environments of torchrl, the shipped one and one's own, are stepped slot by slot."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.engine import StandInEngine
 from lib.properties import many
 from lib.rows import prompt
 from tensordict import NonTensorData, TensorDict, lazy_stack
+from torchrl.envs import EnvBase
 
 from grpo_components.rewards.pool import Score
-from grpo_components.rollout.environments import SingleTurnEnvironment
+from grpo_components.rollout.completions import Completion
+from grpo_components.rollout.environments import (
+    SingleTurnEnvironment,
+    set_token_specs,
+    slot_state,
+)
 
 TOKENS = st.lists(st.integers(0, 300), min_size=1, max_size=12)
 SLOTS = st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=6)
@@ -77,3 +87,97 @@ def test_fewer_scores_than_slots_are_an_error():
     environment = make([[1], [2]], lambda samples: by_position(samples)[:1])
     with pytest.raises(ValueError):
         environment.step(answer(environment.reset(), [[4], [5]], ["stop"] * 2))
+
+
+# ---- in a collector -----------------------------------------------------------------------------
+
+
+class Countdown(EnvBase):
+    """Slot `i` ends after `i + 1` turns, and shows a 9 after each other one."""
+
+    _has_dynamic_specs_override = True
+
+    def __init__(self, num_slots):
+        super().__init__(batch_size=torch.Size([num_slots]), device=None)
+        set_token_specs(self, num_slots)
+
+    def _reset(self, tensordict=None, **_):
+        self.left = list(range(1, self.batch_size[0] + 1))
+        return lazy_stack([slot_state([1], done=False) for _ in self.left], 0)
+
+    def _step(self, tensordict):
+        results = []
+        for i, slot in enumerate(tensordict.unbind(0)):
+            self.left[i] -= 1
+            done = self.left[i] <= 0
+            shown = torch.tensor([] if done else [9], dtype=torch.int64)
+            result = slot_state(torch.cat([slot["tokens"], slot["response"], shown]), done=done)
+            result["reward"] = torch.tensor([0.0])
+            result["score"] = NonTensorData(Score(float(i), {}, True, None) if done else None)
+            result["finish_reason"] = NonTensorData("stop")
+            results.append(result)
+        return lazy_stack(results, 0)
+
+    def _set_seed(self, seed):
+        pass
+
+
+@pytest.fixture
+def collector(engine_variables):
+    from grpo_components.rollout import collector
+
+    return collector
+
+
+def policy_over(collector, engine, num_slots):
+    policy = collector.EnginePolicy(
+        engine, max_response_tokens=8, stop_token_ids=[0], truncation={}
+    )
+    policy.seeds, policy.names = list(range(num_slots)), ["a"] * num_slots
+    return policy
+
+
+def test_slots_of_one_environment_end_one_by_one_and_then_stay_as_they_are(collector):
+    def two(request):
+        versions = np.full(2, len(request.prompt_ids), np.int32)
+        return Completion(np.array([5, 6]), np.full(2, -0.5, np.float32), versions, "stop")
+
+    engine = StandInEngine(two)
+    made = collector.GroupCollector(Countdown(3), policy_over(collector, engine, 3))
+    assert not engine.requests, "torchrl would reset an environment in the constructor"
+    for _ in range(2):  # a second rollout of the same collector starts afresh
+        slots = made.rollout()
+        said = [[5, 6], [5, 6, 9, 5, 6], [5, 6, 9, 5, 6, 9, 5, 6]]
+        assert [slot.response_ids.tolist() for slot in slots] == said
+        assert slots[2].response_mask.tolist() == [True, True, False] * 2 + [True, True]
+        assert slots[2].versions.tolist() == [1, 1, -1, 4, 4, -1, 7, 7]
+        assert [slot.score.reward for slot in slots] == [0.0, 1.0, 2.0]
+    seeds = [request.seed for request in engine.requests]
+    assert seeds[:3] == [0, 1, 2] and len(set(seeds[:6])) == 6, "each turn has its own"
+
+
+def test_a_policy_without_room_names_the_limit(collector):
+    state = slot_state(range(9), done=False)
+    state["response_tokens"] = torch.tensor(8)
+    policy = policy_over(collector, SimpleNamespace(submit=print), 1)
+    with pytest.raises(ValueError, match=r"generator\.max_response_tokens\D*8"):
+        policy(lazy_stack([state], 0))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "score", "problem"),
+    [([1, 2, 4], None, "changed tokens"), ([1, 2, 3], 1.0, "ended a slot with score 1.0")],
+)
+def test_an_environment_that_changes_earlier_tokens_or_gives_no_score_is_an_error(
+    collector, tokens, score, problem
+):
+    turn = TensorDict(
+        response=torch.tensor([3]),
+        logprobs=torch.tensor([-1.0]),
+        versions=torch.tensor([0], dtype=torch.int32),
+        finish_reason=NonTensorData("stop"),
+        next=slot_state(tokens, done=True),
+    )
+    turn["next", "score"] = NonTensorData(score)
+    with pytest.raises((ValueError, TypeError), match=problem):
+        collector._extend(collector.SlotRollout(np.array([1, 2])), turn)

@@ -116,7 +116,7 @@ def make(make_generator, engine):
 @pytest.fixture
 def single(make):
     """Builds a generator over the shipped environment."""
-    return partial(make, None, single_turn=True)
+    return partial(make, None, kind="single_turn")
 
 
 @pytest.fixture
@@ -635,7 +635,8 @@ def test_a_slow_queue_of_rewards_is_not_the_environments_fault(make, environment
         return scores(samples)
 
     pool.score, pool.begin = slow, lambda sample: Future()
-    options = {"single_turn": environment is None, "timeout_s": 0.5, "in_flight": 1}
+    kind = "torchrl" if environment else "single_turn"
+    options = {"kind": kind, "timeout_s": 0.5, "in_flight": 1}
     _, summary, _ = group(make(environment, pool=pool, **options))
     released.set()
     assert len(summary.errors) == 3

@@ -1,41 +1,36 @@
 """The multi-turn environment: token ids, limits, rewards, and slots that run independently."""
 
 import asyncio
+import itertools
 import random
 import threading
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lib import rows
 from lib.engine import StandInEngine, StandInPool
+from lib.processes import until
 from lib.properties import many
-from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from grpo_components.rewards.pool import Score
 from grpo_components.rollout.completions import Completion
+from grpo_components.rollout.generator_options import EnvironmentOptions
 from grpo_components.rollout.multi_turn import MultiTurnEnvironment, Reply
+from grpo_components.rollout.slots import Sample, sampling_seed
+from grpo_components.settings import GeneratorSettings
 from grpo_components.trajectory import summarize, unpack
 
 
-def collector() -> Any:
-    """The module of collectors, imported once `module` has set what vLLM reads."""
-    from grpo_components.rollout import collector
+@pytest.fixture(scope="module", autouse=True)
+def turn_rollouts(engine_variables):
+    """Rolls out turns; imported once what vLLM reads is set."""
+    from grpo_components.rollout import turn_rollouts
 
-    return collector
-
-
-@pytest.fixture(scope="module")
-def module(engine_variables):
-    from grpo_components.rollout import generator
-
-    return generator
+    return turn_rollouts
 
 
 class Tokenizer:
@@ -43,7 +38,7 @@ class Tokenizer:
 
     def encode(self, text, add_bos, add_eos):
         assert not add_bos and not add_eos
-        return [ord(letter) for letter in text]
+        return ids(text)
 
     def decode(self, token_ids):
         return "".join(chr(token_id) for token_id in token_ids).lower()
@@ -57,45 +52,32 @@ def all_right(samples):
     return [Score(1.0, {"correctness": 1.0}, True, None) for _ in samples]
 
 
-def make(world, *, num_slots=1, max_turns=3, max_response_tokens=30, score=all_right, encode=ids):
-    env = MultiTurnEnvironment(
-        num_slots=num_slots,
-        decode=Tokenizer().decode,
-        encode=encode,
-        score=score,
-        max_response_tokens=max_response_tokens,
-        max_turns=max_turns,
-        world=world,
-    )
-    env.ask([prompt(i) for i in range(num_slots)])
-    return env
-
-
 def prompt(number):
     fields = {"prompt_text": "Q?", "answer": "42", "seed": 1000 + number}
     return rows.prompt(number, ids("Q?"), **fields)
 
 
-class Says:
-    """A policy that writes the given lines in every slot and records what it reads."""
+def says(*lines, finish_reason="stop"):
+    """An engine that writes these lines in turn; turn `n` is of version `n`."""
+    count = itertools.count(1)
 
-    def __init__(self, *lines, finish_reason="stop"):
-        self.lines, self.finish_reason, self.seen = lines, finish_reason, []
+    def line(request):
+        number = next(count)
+        said = ids(lines[(number - 1) % len(lines)])[: request.max_tokens]
+        size = len(said)
+        return Completion(
+            token_ids=np.array(said, np.int64),
+            logprobs=np.full(size, -0.5, np.float32),
+            token_versions=np.full(size, number, np.int32),
+            finish_reason=finish_reason,
+        )
 
-    def __call__(self, tensordict):
-        slots = tensordict.unbind(0)
-        for slot in slots:
-            self.seen.append("".join(map(chr, slot["tokens"].tolist())))
-            line = ids(self.lines[(len(self.seen) - 1) % len(self.lines)])
-            slot.update(
-                TensorDict(
-                    response=torch.tensor(line, dtype=torch.int64),
-                    logprobs=torch.full((len(line),), -0.5),
-                    versions=torch.full((len(line),), len(self.seen), dtype=torch.int32),
-                    finish_reason=NonTensorData(self.finish_reason),
-                )
-            )
-        return lazy_stack(list(slots), 0)
+    return StandInEngine(line)
+
+
+def read(engine):
+    """What the policy was shown before each turn."""
+    return ["".join(map(chr, request.prompt_ids)) for request in engine.requests]
 
 
 def world_of(*replies):
@@ -108,26 +90,49 @@ def world_of(*replies):
     return world
 
 
-def rollout(module, env, policy):
-    (slot,) = collector().GroupCollector(env, policy).rollout()
-    return slot.trajectory(prompt(0), epoch=0, group_id=0, attempt=0, temperature=1.0)
+@pytest.fixture(scope="module")
+def rollout(turn_rollouts):
+    """Rolls out one conversation with a world; gives its trajectory."""
+    made = []
+
+    def run(world, engine, *, max_turns=3, max_response_tokens=30, score=all_right, encode=ids):
+        made.append(
+            turn_rollouts.TurnRollouts(
+                engine,
+                StandInPool(score),
+                GeneratorSettings(max_response_tokens=max_response_tokens, temperature=1.0),
+                EnvironmentOptions(
+                    build_environment=partial(MultiTurnEnvironment, max_turns, world),
+                    timeout_s=20,
+                    kind="multi_turn",
+                ),
+                decode=Tokenizer().decode,
+                encode=encode,
+            )
+        )
+        (slot,) = asyncio.run(made[-1].collect([Sample(prompt(0), "a sample", 7)], 1.0))
+        return slot.trajectory(prompt(0), epoch=0, group_id=0, attempt=0, temperature=1.0)
+
+    yield run
+    for each in made:
+        each.close()
 
 
 # ---- token ids and replies ----------------------------------------------------------------------
 
 
-def test_the_policys_ids_stay_as_sampled_and_the_worlds_ids_are_masked(module):
-    policy = Says("AbC", "dE")
-    record = rollout(module, make(world_of(Reply("<Go>"), Reply(done=True))), policy)
+def test_the_policys_ids_stay_as_sampled_and_the_worlds_ids_are_masked(rollout):
+    engine = says("AbC", "dE")
+    record = rollout(world_of(Reply("<Go>"), Reply(done=True)), engine)
     assert record.response_ids.tolist() == ids("AbC<Go>dE")
     assert record.response_mask.tolist() == [True] * 3 + [False] * 4 + [True] * 2
     assert record.token_versions.tolist() == [1] * 3 + [-1] * 4 + [2] * 2
     assert record.generator_logprobs.tolist() == [-0.5] * 3 + [0.0] * 4 + [-0.5] * 2
-    assert policy.seen == ["Q?", "Q?AbC<Go>"], "the policy continues from its own ids"
+    assert read(engine) == ["Q?", "Q?AbC<Go>"], "the policy continues from its own ids"
     assert record.finish_reason == "stop" and record.oldest_version == 1
 
 
-def test_the_world_reads_each_turn_and_the_rewards_judge_the_last_one(module):
+def test_the_world_reads_each_turn_and_the_rewards_judge_the_last_one(rollout):
     heard, judged = [], []
 
     def world(prompt, seed):
@@ -141,7 +146,7 @@ def test_the_world_reads_each_turn_and_the_rewards_judge_the_last_one(module):
         judged.extend(samples)
         return all_right(samples)
 
-    rollout(module, make(world, score=score), Says("ONE", "TWO", "THREE"))
+    rollout(world, says("ONE", "TWO", "THREE"), score=score)
     assert heard == ["one", "two", "three"]
     shown = {"prompt_text": "Q?", "response_text": "three", "answer": "of the third"}
     assert judged == [shown | {"finish_reason": "stop", "seed": 1000}]
@@ -161,33 +166,17 @@ def test_a_reply_accepts_numpy_values():
     assert reply.done and sum(reply.rewards.values()) == -0.5
 
 
-def test_a_world_that_returns_another_type_is_an_error(module):
-    with pytest.raises(TypeError, match="Reply"):
-        rollout(module, make(lambda prompt, seed: lambda text: "Go"), Says("x"))
-    with pytest.raises(TypeError, match="function"):
-        rollout(module, make(lambda prompt, seed: "Go"), Says("x"))
+@pytest.mark.parametrize("world", [lambda prompt, seed: lambda text: "Go", lambda *_: "Go"])
+def test_a_world_that_returns_another_type_fails_its_sample(rollout, world):
+    record = rollout(world, says("x"))
+    allowed = "a function" if isinstance(world({}, 1), str) else "a Reply"
+    assert record.failed and "TypeError" in record.error and f"allowed: {allowed}" in record.error
 
 
-def test_a_world_that_changes_its_prompt_affects_no_other_conversation(module):
-    """Siblings and repeated groups share one row of the data set."""
-    seen, row = [], prompt(0) | {"board": [0]}
-
-    def world(prompt, seed):
-        seen.append(list(prompt["board"]))
-        prompt["board"].append(1)
-        return lambda text: Reply(done=True)
-
-    for _ in range(2):
-        env = make(world, num_slots=2)
-        env.ask([{**row, "seed": seed} for seed in (1, 2)])
-        collector().GroupCollector(env, Says("x")).rollout()
-    assert seen == [[0]] * 4 and row["board"] == [0]
-
-
-def test_after_an_empty_reply_the_policy_continues_its_own_text(module):
-    policy = Says("ab")
-    record = rollout(module, make(world_of(Reply(), Reply(), Reply(done=True))), policy)
-    assert policy.seen == ["Q?", "Q?ab", "Q?abab"] and record.response_mask.all()
+def test_after_an_empty_reply_the_policy_continues_its_own_text(rollout):
+    engine = says("ab")
+    record = rollout(world_of(Reply(), Reply(), Reply(done=True)), engine)
+    assert read(engine) == ["Q?", "Q?ab", "Q?abab"] and record.response_mask.all()
 
 
 # ---- limits -------------------------------------------------------------------------------------
@@ -202,112 +191,63 @@ def test_after_an_empty_reply_the_policy_continues_its_own_text(module):
     max_response_tokens=st.integers(1, 40),
 )
 def test_no_response_exceeds_a_limit_and_one_that_reaches_it_ends_with_length(
-    module, turns, max_turns, max_response_tokens
+    rollout, turns, max_turns, max_response_tokens
 ):
     """Only if the world ends the conversation is the finish reason `stop`."""
     max_response_tokens = max(max_response_tokens, turns[0][0])
     said = [Reply("w" * size, done=i == len(turns) - 1) for i, (_, size) in enumerate(turns)]
-    env = make(world_of(*said), max_turns=max_turns, max_response_tokens=max_response_tokens)
     begun = []
 
-    def policy(tensordict):
-        (slot,) = tensordict.unbind(0)
-        left = max_response_tokens - int(slot["response_tokens"])
-        assert left >= 1, "there is room for a token"
+    def policy(request):
+        assert request.max_tokens >= 1, "there is room for a token"
         wanted = turns[len(begun)][0]
-        begun.append(min(wanted, left))
-        return Says("p" * begun[-1], finish_reason="stop" if wanted <= left else "length")(
-            tensordict
+        begun.append(size := min(wanted, request.max_tokens))
+        return Completion(
+            token_ids=np.array(ids("p" * size), np.int64),
+            logprobs=np.full(size, -0.5, np.float32),
+            token_versions=np.zeros(size, np.int32),
+            finish_reason="stop" if size == wanted else "length",
         )
 
-    record = rollout(module, env, policy)
+    limits = {"max_turns": max_turns, "max_response_tokens": max_response_tokens}
+    record = rollout(world_of(*said), StandInEngine(policy), **limits)
     assert len(begun) <= max_turns and len(record.response_ids) <= max_response_tokens
     assert record.response_mask[-1], "the policy reads every reply"
     ended_itself = len(begun) == len(turns) and begun[-1] == turns[-1][0]
     assert record.finish_reason == ("stop" if ended_itself else "length")
 
 
-def test_a_reply_that_can_never_fit_is_not_tokenized(module):
+def test_a_reply_that_can_never_fit_is_not_tokenized(rollout):
     """Tokenizing it could exceed the time limit of the rollout."""
-    env = make(world_of(Reply("w" * 10**6)), max_response_tokens=30, encode=None)
-    record = rollout(module, env, Says("x"))
+    record = rollout(world_of(Reply("w" * 10**6)), says("x"), encode=None)
     assert record.finish_reason == "length" and record.response_ids.tolist() == ids("x")
-
-
-def test_a_policy_without_room_names_the_limit(module):
-    policy = collector().EnginePolicy(
-        SimpleNamespace(submit=print), max_response_tokens=5, stop_token_ids=[], truncation={}
-    )
-    policy.seeds, policy.names = [1], ["a"]
-    state = TensorDict(
-        tokens=torch.arange(9), response_tokens=torch.tensor(5), done=torch.tensor([False])
-    )
-    with pytest.raises(ValueError, match=r"generator\.max_response_tokens\D*5"):
-        policy(lazy_stack([state], 0))
-
-
-def test_an_environment_that_changes_earlier_tokens_is_an_error(module):
-    slot = collector().SlotRollout(np.array([1, 2]))
-    turn = TensorDict(
-        response=torch.tensor([3]),
-        next=TensorDict(tokens=torch.tensor([1, 2, 4]), done=torch.tensor([True])),
-    )
-    with pytest.raises(ValueError, match="tokens"):
-        slot.extend(turn)
 
 
 # ---- rewards ------------------------------------------------------------------------------------
 
 
-def test_rewards_of_turns_are_added_to_the_rewards_of_the_last_turn(module):
+def test_rewards_of_turns_are_added_to_the_rewards_of_the_last_turn(rollout):
     world = world_of(
         Reply("a", rewards={"hint": 0.25, "cost": -0.5}),
         Reply("b", rewards={"hint": 0.25}),
         Reply(done=True, rewards={"bonus": 2.0}),
     )
-    record = rollout(module, make(world), Says("x"))
+    record = rollout(world, says("x"))
     terms = {"hint": 0.5, "cost": -0.5, "bonus": 2.0, "correctness": 1.0}
     assert record.reward_terms == terms and record.success
     assert record.reward == pytest.approx(sum(terms.values()))
 
 
-def test_the_rewards_of_torchrls_steps_add_up_to_the_reward_of_the_sample(module):
-    env = make(world_of(Reply("a", rewards={"hint": 0.25}), Reply(done=True, rewards={"end": 2.0})))
-    rewards, state = [], env.reset()
-    for _ in range(2):
-        state = env.step(Says("x")(state))["next"]
-        rewards.append(float(state["reward"]))
-    assert rewards == [0.25, 3.0] and bool(state["done"])
-
-
-def test_a_failed_score_stays_failed_whatever_the_rewards_of_the_turns(module):
+def test_a_failed_score_stays_failed_whatever_the_rewards_of_the_turns(rollout):
     failed = Score(float("nan"), {}, False, "reward correctness: ValueError")
     world = world_of(Reply(done=True, rewards={"hint": 0.5}))
-    record = rollout(module, make(world, score=lambda samples: [failed]), Says("x"))
+    record = rollout(world, says("x"), score=lambda samples: [failed])
     assert record.failed and record.error == failed.error
 
 
-def test_a_world_must_not_use_the_name_of_a_reward_of_the_config(module):
-    env = make(world_of(Reply(done=True, rewards={"correctness": 0.5})))
-    with pytest.raises(ValueError, match=r"^Reply\.rewards: 'correctness'"):
-        rollout(module, env, Says("x"))
-
-
-def test_several_slots_of_one_environment_end_one_by_one_and_then_stay_as_they_are(module):
-    """For example if a factory hides the `slots_apart` of its class."""
-
-    def world(prompt, seed):
-        turns = iter(range(prompt["prompt_index"] + 1))
-        return lambda text: Reply("-", done=next(turns) == prompt["prompt_index"])
-
-    env, policy = make(world, num_slots=3), Says("xy")
-    made = collector().GroupCollector(env, policy)
-    assert not policy.seen, "torchrl would reset an environment in the constructor"
-    for _ in range(2):  # a second rollout of the same collector starts afresh
-        slots = made.rollout()
-        said = ["".join(map(chr, slot.response_ids.tolist())) for slot in slots]
-        assert said == ["xy", "xy-xy", "xy-xy-xy"]
-        assert all(slot.score == all_right([0])[0] for slot in slots)
+def test_a_world_must_not_use_the_name_of_a_reward_of_the_config(rollout):
+    record = rollout(world_of(Reply(done=True, rewards={"correctness": 0.5})), says("x"))
+    assert record.failed and "Reply.rewards: 'correctness'" in record.error
 
 
 # ---- in a generator -----------------------------------------------------------------------------
@@ -332,15 +272,15 @@ def engine():
 def over(make_generator, engine):
     """Builds a generator over a world."""
 
-    def build(world):
+    def build(world, timeout_s=20):
         return make_generator(
-            partial(MultiTurnEnvironment, max_turns=3, world=world),
+            partial(MultiTurnEnvironment, 3, world),
             engine=engine,
             pool=StandInPool(all_right),
             tokenizer=Tokenizer,
             size=12,
-            timeout_s=20,
-            slots_apart=True,
+            timeout_s=timeout_s,
+            kind="multi_turn",
         )
 
     return build
@@ -357,7 +297,7 @@ def generate(generator, group_id, number=0):
 
 
 def test_a_repeated_group_is_identical_and_its_samples_and_turns_have_seeds_of_their_own(
-    over, engine, module
+    over, engine
 ):
     """A restarted generator repeats a group, with the same dice."""
     first, again, other = (
@@ -371,7 +311,7 @@ def test_a_repeated_group_is_identical_and_its_samples_and_turns_have_seeds_of_t
         mine = [each for each in engine.requests if each.name == f"group 5 sample {i}"]
         assert [each.max_tokens for each in mine] == [12, 9, 6] * 2, "the room that is left"
         seeds = [each.seed for each in mine]
-        assert seeds[0] == module.sampling_seed(42, 0, 5, i) and len(set(seeds)) == 3
+        assert seeds[0] == sampling_seed(42, 0, 5, i) and len(set(seeds)) == 3
 
 
 def test_evaluations_of_a_prompt_always_have_the_same_seed(over):
@@ -419,13 +359,61 @@ def test_a_slow_slot_delays_neither_its_siblings_nor_other_groups(over):
         assert replace(summary, seeds=[]) == summarize(packed)
 
 
-def test_a_world_that_fails_affects_only_its_own_sample(over):
+def test_a_world_that_changes_its_prompt_affects_no_other_conversation(over):
+    """Siblings and repeated groups share one row of the data set."""
+    seen, row = [], prompt(0) | {"board": [0]}
+
+    def world(prompt, seed):
+        seen.append(list(prompt["board"]))
+        prompt["board"].append(1)
+        return lambda text: Reply(done=True)
+
+    generator = over(world)
+    for group_id in range(2):
+        asyncio.run(generator.generate_group(row, 0, group_id, 0, 1.0))
+    assert seen == [[0]] * 6 and row["board"] == [0]
+
+
+def test_no_thread_is_used_while_the_policy_samples_and_a_thread_that_hangs_is_left(over, engine):
+    """Threads are used again; a call that misses the limit fails its own sample alone."""
+    before, most, release = threading.active_count(), [], threading.Event()
+    hangs, first = threading.Lock(), threading.Lock()
+
+    def arrived(request):
+        most.append(threading.active_count() - before)
+        request.finish()
+
+    def world(prompt, seed):
+        def respond(text):
+            if hangs.locked() and first.acquire(blocking=False):
+                release.wait(30)
+            return Reply("-")
+
+        return respond
+
+    generator, engine.arrived = over(world, timeout_s=0.5), arrived
+    for group_id in range(20):
+        asyncio.run(generate(generator, group_id))
+    assert len(most) == 180 and max(most) <= 3, "as many as samples at a time"
+    with hangs:
+        _, summary, _ = asyncio.run(generate(generator, 20))
+    assert sorted(summary.finish_reasons) == ["error", "length", "length"]
+    (error,) = summary.errors
+    assert error.startswith(f"environment: TimeoutError ({__file__}:")
+    assert "did not end its take_turn within 0.5 s" in error and "release.wait(30)" in error
+    release.set()
+    generator.close()
+    assert until(lambda: threading.active_count() <= before + 1), "the reader of the pool at most"
+
+
+@pytest.mark.parametrize("raised", [KeyError("inventory"), StopIteration(), SystemExit(3)])
+def test_a_world_that_fails_affects_only_its_own_sample(over, raised):
     first = threading.Lock()
 
     def world(prompt, seed):
         def respond(text):
             if first.acquire(blocking=False):
-                raise KeyError("inventory")
+                raise raised
             return Reply(done=True)
 
         return respond
@@ -433,7 +421,8 @@ def test_a_world_that_fails_affects_only_its_own_sample(over):
     _, summary, _ = asyncio.run(generate(over(world), group_id=1))
     assert sorted(summary.finish_reasons) == ["error", "stop", "stop"]
     (error,) = summary.errors
-    assert error.startswith(f"environment: KeyError ({__file__}:")
+    named = "KeyError" if isinstance(raised, KeyError) else "RuntimeError"
+    assert error.startswith(f"environment: {named} ({__file__}:")
     assert error.splitlines()[2].endswith(", in respond"), "the world's frames only"
 
 

@@ -1,0 +1,144 @@
+"""Rolls out single turns, and conversations with a world, in the event loop of the caller."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grpo_components.data.columns import reward_input
+from grpo_components.errors import ConfigError
+from grpo_components.objective.component_errors import failure_text
+from grpo_components.rewards.pool import RewardPool, RewardPoolError, Score
+from grpo_components.rollout.engine import Engine, EngineStoppedError
+from grpo_components.rollout.environment_thread import (
+    EnvironmentThreads,
+    HungCallError,
+    TimeLimit,
+    hang_text,
+)
+from grpo_components.rollout.generator_options import EnvironmentOptions
+from grpo_components.rollout.multi_turn import Conversation, MultiTurnEnvironment
+from grpo_components.rollout.slots import Sample, SlotRollout, sampling_seed
+from grpo_components.settings import GeneratorSettings
+
+_log = logging.getLogger(__name__)
+
+
+class TurnRollouts:
+    """Samples and scores a response to each prompt; a thread is used only while a world replies."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        rewards: RewardPool,
+        settings: GeneratorSettings,
+        environment: EnvironmentOptions,
+        *,
+        decode: Callable[[list[int]], str],
+        encode: Callable[[str], list[int]],
+    ) -> None:
+        self._engine, self._rewards, self._settings = engine, rewards, settings
+        self._environment, self._decode, self._encode = environment, decode, encode
+        self._threads = EnvironmentThreads()
+        self._free: deque[MultiTurnEnvironment] = deque()
+        """Environments without a conversation: as many are built as are needed at once."""
+
+    async def collect(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
+        """Sample and score responses."""
+        with self._engine.use.rollout():
+            return await asyncio.gather(*(self._one(sample, temperature) for sample in samples))
+
+    async def _one(self, sample: Sample, temperature: float) -> SlotRollout:
+        prompt_ids = np.asarray(sample.prompt["prompt_ids"])
+        limit = TimeLimit(self._environment.timeout_s)
+        try:
+            if self._environment.kind == "single_turn":
+                slot = await self._answered(sample, prompt_ids, temperature, limit, None)
+            else:
+                slot = await self._conversation(sample, prompt_ids, temperature, limit)
+        except (EngineStoppedError, RewardPoolError, ConfigError):
+            raise
+        except HungCallError as error:
+            slot = SlotRollout.failed(prompt_ids, hang_text(error))
+        except Exception as error:  # of a world, or a prompt that is too long: this sample fails
+            slot = SlotRollout.failed(prompt_ids, failure_text("environment", error))
+        finally:
+            sample.ended()
+        assert slot.score is not None
+        if slot.score.error is not None:
+            _log.error("%s failed: %s", sample.name, slot.score.error)
+        return slot
+
+    async def _conversation(
+        self, sample: Sample, prompt_ids: NDArray[np.int64], temperature: float, limit: TimeLimit
+    ) -> SlotRollout:
+        call = partial(self._threads.call, limit)
+        build = self._environment.build_environment
+        environment = self._free.pop() if self._free else await call(build)
+        begun = await call(Conversation, environment, sample.prompt, self._encode)
+        slot = await self._answered(sample, prompt_ids, temperature, limit, begun)
+        self._free.append(environment)  # not after an error: its state is unknown
+        return slot
+
+    async def _answered(
+        self,
+        sample: Sample,
+        prompt_ids: NDArray[np.int64],
+        temperature: float,
+        limit: TimeLimit,
+        conversation: Conversation | None,
+    ) -> SlotRollout:
+        settings, slot, tokens = self._settings, SlotRollout(prompt_ids), prompt_ids.tolist()
+        while True:
+            used = len(slot.response_ids)
+            asked = self._engine.submit(
+                tokens,
+                max_tokens=settings.max_response_tokens - used,
+                temperature=temperature,
+                # A later turn must not repeat the random numbers of the first.
+                seed=sampling_seed(sample.seed, used) if used else sample.seed,
+                stop_token_ids=settings.stop_token_ids or (),
+                truncation=settings.truncation,
+                name=sample.name,
+            )
+            turn = await asyncio.wrap_future(asked)
+            token_ids = turn.token_ids.tolist()
+            text, reply_ids = self._decode(token_ids), None
+            if conversation is not None:
+                room = settings.max_response_tokens - used - len(token_ids) - 1
+                reply = conversation.take_turn, text, turn.finish_reason, room
+                reply_ids = await self._threads.call(limit, *reply)
+            slot.extend(turn, reply_ids or ())
+            if reply_ids is None:
+                break
+            tokens += token_ids + reply_ids
+        if conversation is None:
+            slot.text = text
+        else:
+            slot.finish_reason = conversation.finish_reason
+        answer = conversation and conversation.answer
+        score = await self._scored(sample, text, slot.finish_reason, answer, limit)
+        slot.end(score if conversation is None else conversation.add_rewards(score))
+        return slot
+
+    async def _scored(
+        self, sample: Sample, text: str, finish_reason: str, answer: str | None, limit: TimeLimit
+    ) -> Score:
+        scoring = self._rewards.begin(reward_input(sample.prompt, text, finish_reason, answer))
+        try:
+            with limit.running() as left_s:
+                async with asyncio.timeout(left_s):
+                    return await asyncio.wrap_future(scoring)
+        except TimeoutError:
+            late = f"no score within the environment's limit: {self._rewards.late()}"
+            return Score(float("nan"), {}, False, f"rewards: {late}")
+
+    def close(self) -> None:
+        """Let the idle threads end."""
+        self._threads.close()
