@@ -98,6 +98,17 @@ def arguments_for(
     return {name: value for name, value in sample.items() if name in parameters or name in always}
 
 
+def _counts_failures() -> str:
+    """Score a sample by a reward that raises; return what is wrong unless the sample fails."""
+
+    def raises(**sample: Any) -> float:
+        raise RuntimeError("raised on purpose, to see that it counts as a failure")
+
+    rewards = {"check": (RewardSpec("", {}, 1.0, False), raises)}
+    score = score_sample(rewards, lambda _: None, 0.0, dict.fromkeys(CALL, ""), ())
+    return "" if score.error else f"a reward that raises gives {score.reward} and no failed sample"
+
+
 def _serve(connection: Connection) -> None:
     """Run a reward process: build the rewards, then score samples until the owner exits."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -114,6 +125,9 @@ def _serve(connection: Connection) -> None:
             logging.getLogger(__name__).exception("rewards cannot be built")  # into its log
             connection.send((name, f"{describe(error)}\n{user_traceback(error)}"))
             return
+    if problem := _counts_failures():
+        connection.send((next(iter(specs)), problem))
+        return
     connection.send([n for n, (_, each) in rewards.items() if hasattr(each, "perfect_response")])
     # Nobody needs to hear the name of the only reward; a message costs more than most rewards.
     announce = connection.send if len(rewards) > 1 else lambda _: None

@@ -113,7 +113,7 @@ EXHIBITS = (
     Exhibit("temperature_ignored", MISMATCH, ("generator.temperature=0.7",)),
     Exhibit(
         "failure_as_zero",
-        Alarm(FAILURE_TRIAL, "rewards: a reward that raises"),
+        Alarm(FAILURE_TRIAL, "a reward that raises gives"),
         (
             "rewards.correctness._component_=planted_bugs.rewards.Flaky",
             "~rewards.correctness.answer_format",

@@ -1,0 +1,207 @@
+"""Measure what grows with a run: generators in the driver, and steps in the tools that read it.
+
+    python benchmarks/growth.py            # --steps 100 1000 10000 --generators 1 8 64 256
+
+The recipe's own loops run in this process with roles that answer at once, real ledger and receipts:
+what is left is the driver's own work. Their receipts, with 60 metrics a step, are then read by the
+tools, each in a process of its own. CPU seconds, of all processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from measuring import machine_line, markdown_table
+
+from grpo_components.exchange.event_order import EventOrder
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.parameter_server import VLLMParameterServer
+from grpo_components.exchange.replay_buffer import ReplayBuffer
+from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.exchange.weights import snapshot_checksum
+from grpo_components.records.receipts import Receipts
+from grpo_components.training.step_result import StepResult
+from grpo_components.trajectory import GroupSummary, pack
+from grpo_tools.simulate.roles import VirtualRole
+from grpo_tools.simulate.simulation import connected
+
+GROUP_SIZE, STALENESS, TOKENS = 8, 2, 40
+TOOLS = ("audit", "report")
+CONFIG = "max_staleness: {}\ngroups_per_step: {}\ngroup_size: {}\nnum_steps: {}\n"
+
+
+class Generator:
+    """Answers at once; it has room for two groups. `versions` gets the version of each group."""
+
+    def __init__(self, versions: dict[int, int]) -> None:
+        self.version, self._versions = 0, versions
+        self._room = asyncio.Semaphore(2)
+
+    async def reserve(self, patience_s: float) -> int:
+        """Wait for the room of one group."""
+        await self._room.acquire()
+        return 1
+
+    async def generate_group(
+        self, prompt: Mapping[str, Any], epoch: int, group_id: int, *_: Any
+    ) -> tuple[Any, GroupSummary, dict[str, Any]]:
+        """Return a group without tokens."""
+        await asyncio.sleep(0)
+        self._room.release()
+        self._versions[group_id] = self.version
+        each = {"rewards": 0.5, "successes": True, "response_tokens": TOKENS}
+        each |= {"response_lengths": TOKENS, "finish_reasons": "stop", "turns": 1}
+        lists: dict[str, Any] = {name: [value] * GROUP_SIZE for name, value in each.items()}
+        lists |= {"errors": [], "reward_terms": [{}] * GROUP_SIZE}
+        versions = {"oldest_version": self.version, "newest_version": self.version}
+        number = {"group_id": group_id, "prompt_index": prompt["prompt_index"]}
+        return pack([]), GroupSummary(**number, **lists, **versions), {}
+
+    async def load_weights(self, version: int, *buckets: Any) -> tuple[int, str, None]:
+        """Take a version."""
+        self.version = version
+        return version, snapshot_checksum(() for _ in buckets), None
+
+
+class Trainer:
+    """Trains nothing."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    async def train_step(self, *_: Any) -> StepResult:
+        """Make the next version."""
+        self.version += 1
+        facts: dict[str, Any] = {"token_versions": {}, "token_logprobs": {}, "metrics": {}}
+        facts |= {"trained_tokens": TOKENS, "skipped_because": ""}
+        return StepResult(policy_version=self.version, **facts)
+
+    async def gather_weights(self) -> int:
+        """Return the version."""
+        return self.version
+
+    async def export_weights(self, version: int) -> tuple[None, tuple[()]]:
+        """Export nothing."""
+        return None, ()
+
+
+class Run:
+    """Stands in for the run's records; writes each step's outcome, and its metrics."""
+
+    def __init__(self, folder: Path, ledger: Ledger, versions: dict[int, int]) -> None:
+        self._ledger, self._versions, self._random = ledger, versions, random.Random(0)
+        (folder / "logs").mkdir(parents=True)
+        self._metrics = (folder / "logs" / "metrics.jsonl").open("w")
+
+    async def restore(self) -> None:
+        """Nothing to restore."""
+
+    async def begin(self, tasks: asyncio.TaskGroup) -> None:
+        """Nothing to begin."""
+
+    def has_trainable(self, group: Any) -> bool:
+        """Every group."""
+        return True
+
+    async def finish_step(self, batch: Any, advantages: Any, result: StepResult) -> None:
+        """Commit the step."""
+        ledger, of_group = self._ledger, GROUP_SIZE * TOKENS
+        groups = [entry.group_id for entry in batch.entries]
+        counts: Counter[str] = Counter()
+        for group in groups:
+            counts[str(self._versions.pop(group))] += of_group
+        outcome = {"token_versions": dict(counts), "batch_hash": "hash", "correction_mass": 1.0}
+        outcome |= {"tokens": {str(group): {"trained": of_group} for group in groups}}
+        ledger.finish_step(result.policy_version, outcome)
+        found = {f"own/metric_{n}": self._random.random() for n in range(60)}
+        found |= {"rollout/reward_mean": 0.5, "rollout/trained_tokens": counts.total()}
+        step = {"step": ledger.steps_done, "attempt": 0, "policy_version": result.policy_version}
+        self._metrics.write(json.dumps({**step, **found}) + "\n")
+
+    async def finish(self) -> None:
+        """Close the metrics."""
+        self._metrics.close()
+
+
+def drive(folder: Path, generators: int, groups_per_step: int, steps: int) -> tuple[float, int]:
+    """Run the recipe's loops; return CPU seconds, and the number of events."""
+    contract = StalenessContract(STALENESS, groups_per_step)
+    prompts = (({"prompt_index": number}, 0) for number in itertools.count())
+    ledger = Ledger(contract, steps, prompts)
+    ledger.events, count = EventOrder(), itertools.count()
+    ledger.events.listen(lambda _: next(count))
+    versions: dict[int, int] = {}
+    run = Run(folder, ledger, versions)
+    settings = {"max_staleness": STALENESS, "groups_per_step": groups_per_step}
+    receipts = Receipts(folder / "receipts.jsonl", ledger, 0, settings | {"group_size": GROUP_SIZE})
+    (folder / "config.yaml").write_text(
+        CONFIG.format(STALENESS, groups_per_step, GROUP_SIZE, steps)
+    )
+    targets = {
+        "generator": [Generator(versions) for _ in range(generators)],
+        "trainer": [Trainer()],
+        "reference": [],
+        "replay_buffer": [ReplayBuffer(contract=contract, timeout_s=60)],
+        "parameter_server": [VLLMParameterServer()],
+    }
+    roles = {
+        name: [VirtualRole(f"{name}_{n}", each) for n, each in enumerate(family)]
+        for name, family in targets.items()
+    }
+    recipe = connected(ledger, roles, run, groups_per_step, "wait", 1, 1)
+    began = time.process_time()
+    asyncio.run(recipe.loops())
+    spent = time.process_time() - began
+    receipts.close()
+    return spent, next(count)
+
+
+def read(tool: str, folder: Path) -> float:
+    """Run a tool on a run; return its CPU seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "grpo_tools", tool, str(folder)]
+    subprocess.run(command, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main() -> None:
+    """Measure, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--generators", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--steps", type=int, nargs="+", default=[100, 1000, 10_000])
+    args = parser.parse_args()
+    driver, tools = [], []
+    with tempfile.TemporaryDirectory() as scratch:
+        for number in args.generators:
+            per_step = max(8, 2 * number)
+            steps = 4096 // per_step
+            spent, events = drive(Path(scratch, f"driver {number}"), number, per_step, steps)
+            groups = per_step * steps
+            row = f"{spent / groups * 1e3:.2f}", f"{spent / events * 1e6:.0f}"
+            driver.append([number, per_step, groups, *row])
+        for steps in args.steps:
+            folder = Path(scratch, f"tools {steps}")
+            drive(folder, 2, 4, steps)
+            tools.append([steps, *(f"{read(tool, folder):.1f}" for tool in TOOLS)])
+    head = ["generators", "groups per step", "groups", "CPU ms per group", "CPU us per event"]
+    sys.stdout.write(f"{machine_line()}\n\n{markdown_table(head, driver)}\n\n")
+    head = ["steps", *(f"CPU s of `grpo {tool}`" for tool in TOOLS)]
+    sys.stdout.write(f"{markdown_table(head, tools)}\n")
+
+
+if __name__ == "__main__":
+    main()
