@@ -123,7 +123,11 @@ class Run:
         counts: Counter[str] = Counter()
         for group in groups:
             counts[str(self._versions.pop(group))] += of_group
-        outcome = {"token_versions": dict(counts), "batch_hash": "hash", "correction_mass": 1.0}
+        outcome = {
+            "token_versions": dict(counts),
+            "batch_hash": f"hash {ledger.steps_done}",
+            "correction_mass": 1.0,
+        }
         outcome |= {"tokens": {str(group): {"trained": of_group} for group in groups}}
         ledger.finish_step(result.policy_version, outcome)
         found = {f"own/metric_{n}": self._random.random() for n in range(60)}
@@ -146,7 +150,8 @@ def drive(folder: Path, generators: int, groups_per_step: int, steps: int) -> tu
     versions: dict[int, int] = {}
     run = Run(folder, ledger, versions)
     settings = {"max_staleness": STALENESS, "groups_per_step": groups_per_step}
-    receipts = Receipts(folder / "receipts.jsonl", ledger, 0, settings | {"group_size": GROUP_SIZE})
+    settings |= {"group_size": GROUP_SIZE, "cpus": 2, "libraries": {}}
+    receipts = Receipts(folder / "receipts.jsonl", ledger, 0, settings)
     (folder / "config.yaml").write_text(
         CONFIG.format(STALENESS, groups_per_step, GROUP_SIZE, steps)
     )
