@@ -8,7 +8,7 @@ import math
 from collections import Counter, deque
 
 from grpo_tools.simulate.times import StepTime
-from grpo_tools.simulate.virtual_time import BusyTime
+from grpo_tools.simulate.virtual_time import BusyTime, now
 
 
 class VirtualEngine:
@@ -29,7 +29,6 @@ class VirtualEngine:
         """Heap of (step after which it ends, number, first step, result)."""
         self._arrived = asyncio.Event()
         self.busy = BusyTime()
-        """Time in which the engine sampled or loaded weights."""
 
     def sample(self, tokens: int) -> asyncio.Future[Counter[int]]:
         """Queue a response; its result is policy version -> number of tokens that it sampled."""
@@ -63,25 +62,26 @@ class VirtualEngine:
                     await self._make_steps(prompts)
 
     def _enter(self) -> int:
-        entered = 0
-        while self._waiting and len(self._running) < self._max_num_seqs:
+        """Let waiting sequences in while there is room, and return their number."""
+        entering = min(len(self._waiting), self._max_num_seqs - len(self._running))
+        for _ in range(entering):
             tokens, future = self._waiting.popleft()
-            last = self._step + max(1, tokens)
-            heapq.heappush(self._running, (last, self._number, self._step, future))
+            heapq.heappush(
+                self._running, (self._step + max(1, tokens), self._number, self._step, future)
+            )
             self._number += 1
-            entered += 1
-        return entered
+        return entering
 
     async def _make_steps(self, prompts: int) -> None:
         """Make steps until a sequence ends, or until the end of the step in which one arrives."""
-        loop, sequences = asyncio.get_running_loop(), len(self._running)
+        sequences, began = len(self._running), now()
         first, later = self._step_time.of(sequences, prompts), self._step_time.of(sequences)
-        steps, began = self._running[0][0] - self._step, loop.time()
+        steps = self._running[0][0] - self._step
         self._arrived.clear()
         try:
             async with asyncio.timeout(first + (steps - 1) * later):
                 await self._arrived.wait()
-            passed = loop.time() - began
+            passed = now() - began
             whole = 1 + math.ceil(max(0.0, passed - first) / later - 1e-9) if later else steps
             steps = min(steps, whole)
             await asyncio.sleep(max(0.0, first + (steps - 1) * later - passed))
@@ -90,11 +90,11 @@ class VirtualEngine:
         self._step += steps
         while self._running and self._running[0][0] <= self._step:
             _, _, entered, future = heapq.heappop(self._running)
-            future.set_result(self._versions(entered, self._step))
+            future.set_result(self._versions(entered))
 
-    def _versions(self, first: int, end: int) -> Counter[int]:
-        """Return the number of steps of each version in the steps from `first` to before `end`."""
-        found: Counter[int] = Counter()
+    def _versions(self, first: int) -> Counter[int]:
+        """Return the number of steps of each version in the steps since `first`."""
+        found, end = Counter[int](), self._step
         for start, version in reversed(self._swaps):
             if start < end:
                 found[version] += end - max(start, first)

@@ -12,22 +12,29 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from grpo_components.config.reading import merge_overrides, read_settings
+from grpo_components.errors import fail
 from grpo_components.files import Record, records_of
 from grpo_components.rollout.engine_use import NO_REWARD
-from grpo_tools.simulate.settings import Setup, setup_of
+from grpo_components.settings import Settings
 from grpo_tools.simulate.simulation import WARM_UP_STEPS
 from grpo_tools.simulate.times import Lengths, StepTime, Times
 
-
-class UnfitError(ValueError):
-    """A run's files lack what a simulation needs; the message says what."""
+SIMULATED = (
+    *("num_generators", "num_trainers", "num_references", "rollouts_in_flight"),
+    *("push_every_n_steps", "pull_every_m_rollouts", "max_staleness", "stale_groups"),
+    *("groups_per_step", "group_size", "num_steps"),
+    *("generator.max_response_tokens", "generator.max_num_seqs"),
+)
+"""Keys of a config that decide how a run's roles work together."""
+_NOT_SIMULATED = ("colocate", "teacher", "replay_generation")
 
 
 @dataclass(frozen=True)
 class Recorded:
     """What a simulation knows of a recorded run."""
 
-    setup: Setup
+    setup: Settings
     times: Times
     groups: tuple[tuple[int, ...], ...]
     """Tokens of each response, by group."""
@@ -40,15 +47,27 @@ class Recorded:
     dropped: Counter[str]
     """Dropped groups by reason."""
 
-    def lengths(self, setup: Setup, seed: int) -> Lengths:
+    def lengths(self, setup: Settings, seed: int) -> Lengths:
         """Return the lengths of responses for a changed setup."""
-        return Lengths(
-            self.groups,
-            seed=seed,
-            scale=setup.length_scale,
-            tail=setup.length_tail,
-            longest=setup.max_response_tokens,
-        )
+        return Lengths(self.groups, setup.generator.max_response_tokens, seed)
+
+
+def read_setup(config: Record, has_references: bool) -> Settings:
+    """Read the settings of a run; refuse what is not simulated."""
+    setup = read_settings(config)
+    for key in _NOT_SIMULATED:
+        if getattr(setup, key):
+            fail(key, "used by the recorded run, and not simulated", "a run without it")
+    return setup if has_references else setup.model_copy(update={"num_references": 0})
+
+
+def changed(setup: Settings, overrides: Sequence[str]) -> Settings:
+    """Return the settings with some keys changed."""
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key not in SIMULATED:
+            fail(key, "no key of a simulation", ", ".join(SIMULATED))
+    return read_settings(merge_overrides(setup.model_dump(), overrides))
 
 
 def fit(folder: Path) -> Recorded:
@@ -60,12 +79,12 @@ def fit(folder: Path) -> Recorded:
     records = records_of(folder / "logs" / "metrics.jsonl")
     steps = [each for each in records if each["step"] > WARM_UP_STEPS]
     if events["restart"] or events["rollback"]:
-        raise UnfitError("a role was restarted; a simulation needs an undisturbed run")
+        raise ValueError("a role was restarted; a simulation needs an undisturbed run")
     if len(steps) < WARM_UP_STEPS:
-        raise UnfitError(f"{2 * WARM_UP_STEPS} steps or more are needed")
+        raise ValueError(f"{2 * WARM_UP_STEPS} steps or more are needed")
     beats = records_of(folder / "logs" / "heartbeats.jsonl")
     roles = {beat["role"]: beat for beat in beats}  # the last heartbeat has the sums
-    setup = setup_of(config, "reference_0" in roles)
+    setup = read_setup(config, "reference_0" in roles)
     groups = tuple(tuple(event["response_tokens"]) for event in events["finish"])
     dropped = Counter[str]()
     for event in events["drop"]:
@@ -91,7 +110,7 @@ def _step_s(steps: Sequence[Record], events: Mapping[str, Sequence[Record]]) -> 
 
 
 def _times(
-    setup: Setup,
+    setup: Settings,
     events: Mapping[str, Sequence[Record]],
     steps: Sequence[Record],
     roles: Mapping[str, Record],
@@ -147,7 +166,7 @@ def _step_time(engine: Sequence[Sequence[float]]) -> StepTime:
 
 
 def _train(
-    setup: Setup, steps: Sequence[Record], prompt_tokens: float
+    setup: Settings, steps: Sequence[Record], prompt_tokens: float
 ) -> tuple[float, float, tuple[float, ...]]:
     """Return the fixed seconds of a step, those per token, and the scatter of the steps."""
     trained = [step for step in steps if step["time/update"] > 0]  # others are skipped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +13,14 @@ from numpy.typing import NDArray
 from grpo_components.exchange.weight_probe import LoadedWeights
 from grpo_components.exchange.weights import snapshot_checksum
 from grpo_components.rollout.sequence_budget import SequenceBudget
+from grpo_components.settings import Settings
 from grpo_components.training.step_result import StepResult
 from grpo_components.trajectory import GroupSummary, PackedTrajectories, pack
 from grpo_tools.simulate.engine import VirtualEngine
 from grpo_tools.simulate.times import Lengths, Times
 from grpo_tools.simulate.virtual_time import BusyTime
 
-NO_TOKENS: PackedTrajectories = pack([])
-_SIDE_BY_SIDE = ("reserve", "generate_group", "load_weights", "evaluate", "add", "take")
-"""Coroutines of the real roles: calls of them run side by side."""
+_NO_TOKENS: PackedTrajectories = pack([])
 
 
 class VirtualGenerator:
@@ -31,17 +30,12 @@ class VirtualGenerator:
     """
 
     def __init__(
-        self,
-        engine: VirtualEngine,
-        times: Times,
-        lengths: Lengths,
-        group_size: int,
-        rollouts_in_flight: int,
-        versions: dict[int, Counter[int]],
+        self, setup: Settings, times: Times, lengths: Lengths, versions: dict[int, Counter[int]]
     ) -> None:
-        self.engine, self._times, self._lengths = engine, times, lengths
-        self._group_size, self._versions = group_size, versions
-        self._budget = SequenceBudget(rollouts_in_flight, group_size)
+        self.engine = VirtualEngine(times.engine_step, times.load_s, setup.generator.max_num_seqs)
+        self._times, self._lengths, self._versions = times, lengths, versions
+        self._group_size = setup.group_size
+        self._budget = SequenceBudget(setup.rollouts_in_flight, setup.group_size)
         self._collecting = asyncio.Lock()
 
     async def reserve(self, patience_s: float) -> int:
@@ -79,7 +73,7 @@ class VirtualGenerator:
             reward_terms=[{}] * size,
             turns=[1] * size,
         )
-        return NO_TOKENS, summary, {}
+        return _NO_TOKENS, summary, {}
 
     async def _collect(self) -> None:
         """Take half of a group's work outside the engine; one interpreter does one at a time."""
@@ -95,16 +89,16 @@ class VirtualGenerator:
 class VirtualTrainer:
     """Takes the time of one trainer rank."""
 
-    def __init__(self, times: Times, group_size: int, num_ranks: int, seed: int) -> None:
-        self._times, self._group_size, self._num_ranks = times, group_size, num_ranks
-        self._random = random.Random(f"{seed} trainer")
+    def __init__(self, setup: Settings, times: Times, seed: int) -> None:
+        self._times, self._group_size, self._num_ranks = times, setup.group_size, setup.num_trainers
+        self._random = random.Random(f"{seed} trainer")  # the same on all ranks
+        self._exporting = asyncio.Lock()
         self.policy_version, self.busy = 0, BusyTime()
 
     async def train_step(self, batch: Any, lengths: NDArray[Any], step: int) -> StepResult:
         """Take the time of a step on responses of the given lengths, [S] tokens."""
-        tokens = int(lengths.sum())
-        scatter = self._random.choice(self._times.train_scatter)  # the same on all ranks
-        groups = len(lengths) / self._group_size
+        tokens, groups = int(lengths.sum()), len(lengths) / self._group_size
+        scatter = self._random.choice(self._times.train_scatter)
         with self.busy.count():
             await asyncio.sleep(self._times.train(tokens, groups, self._num_ranks) * scatter)
         self.policy_version += 1
@@ -125,34 +119,34 @@ class VirtualTrainer:
 
     async def export_weights(self, version: int) -> tuple[Any, tuple[()]]:
         """Take the time of the export, beside the next step; see `Trainer.export_weights`."""
-        await asyncio.sleep(self._times.export_s)
+        async with self._exporting:
+            await asyncio.sleep(self._times.export_s)
         return None, ()
 
 
 class VirtualReference:
-    """Takes the time of a reference, which computes each group as one of mean lengths."""
+    """Takes the time of a reference, which computes one group after the other, of mean lengths."""
 
-    def __init__(self, times: Times, group_size: int, lengths: Lengths) -> None:
-        self._seconds = times.reference(group_size * lengths.mean)
-        self._group_size, self.busy = group_size, BusyTime()
+    def __init__(self, setup: Settings, times: Times, lengths: Lengths) -> None:
+        self._seconds = times.reference(setup.group_size * lengths.mean)
+        self._computing, self.busy = asyncio.Lock(), BusyTime()
 
     async def add_logprobs(self, group: Any) -> tuple[Any, list[float]]:
         """Take the time of a group's logprobs; see `Reference.add_logprobs`."""
-        with self.busy.count():
-            await asyncio.sleep(self._seconds)
-        return group, [0.0] * self._group_size
+        async with self._computing:
+            with self.busy.count():
+                await asyncio.sleep(self._seconds)
+        return group, []
 
 
 @dataclass(frozen=True)
-class VirtualPart:
-    """One part of a call's result."""
+class _Part:
+    """The result of a call, or the item of it with a number."""
 
     result: asyncio.Task[Any]
     number: int | None
-    """Position in the returned tuple; None for a single value."""
 
     async def value(self) -> Any:
-        """Wait for the call, and return this part of its result."""
         result = await self.result
         return result if self.number is None else result[self.number]
 
@@ -164,24 +158,18 @@ class VirtualRole:
 
     def __init__(self, name: str, target: Any) -> None:
         self.name, self._target = name, target
-        self._lanes: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def submit(self, method: str, *args: Any, num_returns: int = 1, lane: str = "main") -> Any:
         """Start a call; see `Role.submit`."""
-        task = asyncio.create_task(self._run(method, args, lane))
+        task = asyncio.create_task(self._run(method, args))
         if num_returns == 1:
-            return VirtualPart(task, None)
-        return [VirtualPart(task, number) for number in range(num_returns)]
+            return _Part(task, None)
+        return [_Part(task, number) for number in range(num_returns)]
 
-    async def _run(self, method: str, args: tuple[Any, ...], lane: str) -> Any:
-        values = [await arg.value() if isinstance(arg, VirtualPart) else arg for arg in args]
-        function = getattr(self._target, method)
-        if not asyncio.iscoroutinefunction(function):
-            return function(*values)
-        if method in _SIDE_BY_SIDE:
-            return await function(*values)
-        async with self._lanes[lane]:
-            return await function(*values)
+    async def _run(self, method: str, args: tuple[Any, ...]) -> Any:
+        values = [await arg.value() if isinstance(arg, _Part) else arg for arg in args]
+        result = getattr(self._target, method)(*values)
+        return await result if asyncio.iscoroutine(result) else result
 
     async def call(
         self,
@@ -193,15 +181,13 @@ class VirtualRole:
         turn: Any = None,
     ) -> Any:
         """Call a method and wait for its result; see `Role.call`."""
-        sent = self.submit(method, *args, num_returns=num_returns, lane=lane)
+        sent = self.submit(method, *args, num_returns=num_returns)
         if num_returns == 1:
-            return await self.answer(sent, method, timeout_s)
-        return sent, await self.answer(sent[1], method, timeout_s)
+            return await sent.value()
+        return sent, await sent[1].value()
 
-    async def call_once(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Call a method and wait for its result; see `Role.call_once`."""
-        return await self.call(method, *args, timeout_s=timeout_s)
+    call_once = call
 
-    async def answer(self, reference: VirtualPart, what: str, timeout_s: float) -> Any:
+    async def answer(self, reference: _Part, what: str, timeout_s: float) -> Any:
         """Wait for a result; see `Role.answer`."""
         return await reference.value()

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step of an engine."""
+    """Seconds of one step of an engine, and those more for a sequence and for a prompt it reads."""
 
     per_step: float
-    """Seconds of every step."""
     per_sequence: float
-    """Seconds more for each sequence in the batch."""
     per_prompt: float
-    """Seconds more for each prompt that is read in the step."""
 
     def of(self, sequences: int, prompts: float = 0) -> float:
         """Return the seconds of a step with so many sequences and new prompts."""
@@ -28,7 +26,6 @@ class Times:
     """Fitted seconds of one run."""
 
     engine_step: StepTime
-    """One step of a generator's engine."""
     collect_s: float
     """A generator's work for each response outside the engine: environment, packing."""
     reward_s: float
@@ -61,33 +58,15 @@ class Times:
 
 
 class Lengths:
-    """Draws the lengths of a group's responses from those of recorded groups.
+    """Draws the lengths of a group's responses from those of recorded groups, cut at `longest`.
 
-    A group id gives the same lengths in every simulation, so that they can be compared. Lengths
-    grow by `scale`, what exceeds their median also by `tail`, and are cut off at `longest`.
+    A group id gives the same lengths in every simulation, so that they can be compared.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[Sequence[int]],
-        *,
-        seed: int,
-        scale: float = 1.0,
-        tail: float = 1.0,
-        longest: int | None = None,
-    ) -> None:
-        ordered = sorted(tokens for group in groups for tokens in group)
-        median = ordered[len(ordered) // 2]
-
-        def changed(tokens: int) -> int:
-            stretched = scale * (min(tokens, median) + tail * max(0, tokens - median))
-            return max(1, min(round(stretched), longest or round(stretched)))
-
-        self._groups = [[changed(tokens) for tokens in group] for group in groups]
+    def __init__(self, groups: Sequence[Sequence[int]], longest: int, seed: int) -> None:
         self._seed = seed
-        everything = [tokens for group in self._groups for tokens in group]
-        self.mean = sum(everything) / len(everything)
-        """Mean tokens of a response."""
+        self._groups = [[max(1, min(tokens, longest)) for tokens in group] for group in groups]
+        self.mean = statistics.fmean(tokens for group in self._groups for tokens in group)
 
     def of_group(self, group_id: int, size: int) -> list[int]:
         """Return the lengths of a group's responses, in tokens."""
