@@ -107,8 +107,11 @@ class RunAudit:
             self._follow[name](event)
         self.books.follow(event)
         self._check_books()
-        self._config.follow(event)
-        self._metrics.follow(event)
+        if name == "start":
+            self._config.begin(event)
+        if name == "step":
+            self._config.step(event)
+            self._metrics.step(event)
 
     def finish(self, unfinished: bool) -> None:
         """Make the checks that need the whole file, after its last line."""
@@ -122,10 +125,11 @@ class RunAudit:
         self._metrics.finish()
 
     def summary(self) -> str:
-        """Return one line on the run: attempts, steps, policy version and counts of groups."""
+        """Return lines on the run: attempts, steps, policy version, counts of groups, books."""
         h = self._history
         again = f", {h.reused} trained again" if h.reused else ""
         books = f"books, in groups/tokens: {self.books.line()}\n" if self._start else ""
+        books += "".join(f"note: books: {line}\n" for line in self.books.beside())
         return (
             f"{self._start.get('attempt', 0) + 1} attempt(s), {h.step} steps, policy version "
             f"{h.policy_version}: {h.issued} groups issued = {h.trained} trained + {h.dropped} "
