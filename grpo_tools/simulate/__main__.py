@@ -12,8 +12,8 @@ from pathlib import Path
 from grpo_components.errors import fail
 from grpo_components.plain_text import one_line
 from grpo_components.settings import Settings
-from grpo_tools.simulate.fit import Recorded, changed, fit
-from grpo_tools.simulate.simulation import WARM_UP_STEPS, Prediction, simulate
+from grpo_tools.simulate.fit import WARM_UP_STEPS, Recorded, changed, fit
+from grpo_tools.simulate.simulation import Prediction, simulate
 
 Split = tuple[int, int, int]
 """Number of generators, trainers and references."""
@@ -101,12 +101,12 @@ def _moves(split: Split, stride: int) -> Iterator[Split]:
 
 
 def _fitted(run: Recorded) -> list[str]:
-    times, step = run.times, run.times.engine_step
+    times = run.times
     lengths = [tokens for group in run.groups for tokens in group]
     return [
         f"fitted from {run.setup.num_steps} steps:",
-        f"  engine step   {_ms(step.per_step)} + {_ms(step.per_sequence)} a sequence"
-        f" + {_ms(step.per_prompt)} a prompt",
+        f"  engine step   {_ms(times.step_s)} + {_ms(times.step_s_per_sequence)} a sequence"
+        f" + {_ms(times.step_s_per_prompt)} a prompt",
         f"  response      {statistics.fmean(lengths):.1f} tokens, at most {max(lengths)}",
         f"  training step {_ms(times.update_s)} + {1e6 * times.train_s_per_token:.1f} us a token",
         f"  weights       gather {_ms(times.gather_s)}, swap {_ms(times.load_s)}",

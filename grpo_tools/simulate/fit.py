@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,75 @@ from grpo_components.errors import fail
 from grpo_components.files import Record, records_of
 from grpo_components.rollout.engine_use import NO_REWARD
 from grpo_components.settings import Settings
-from grpo_tools.simulate.simulation import WARM_UP_STEPS
-from grpo_tools.simulate.times import Lengths, StepTime, Times
 
+
+@dataclass(frozen=True)
+class Times:
+    """Fitted seconds of one run."""
+
+    step_s: float
+    """Part of every step of an engine."""
+    step_s_per_sequence: float
+    step_s_per_prompt: float
+    """Part for each prompt that is read in the step."""
+    collect_s: float
+    """A generator's work for each response outside the engine: environment, packing."""
+    reward_s: float
+    """From a group's last token to its last reward, without the generator's own work."""
+    load_s: float
+    """Swap of an engine's weights."""
+    update_s: float
+    """Fixed part of a training step: the optimizer."""
+    train_s_per_token: float
+    """Part of a training step for each token of prompts and responses."""
+    train_scatter: tuple[float, ...]
+    """Seconds of each recorded step, relative to the fitted ones."""
+    prompt_tokens: float
+    """Mean tokens of a prompt; trainer and reference compute a group's prompt once."""
+    gather_s: float
+    """Gather of the weights for a push."""
+    export_s: float
+    """Packing of the weights, beside the next step."""
+    reference_s_per_token: float
+    """A reference's seconds for each token of prompts and responses."""
+
+    def engine_step(self, sequences: int, prompts: float = 0) -> float:
+        """Return the seconds of a step with so many sequences and new prompts."""
+        per_sequence = self.step_s_per_sequence * sequences
+        return self.step_s + per_sequence + self.step_s_per_prompt * prompts
+
+    def train(self, response_tokens: int, groups: float, ranks: int) -> float:
+        """Return the seconds of a training step."""
+        tokens = response_tokens + groups * self.prompt_tokens
+        return self.update_s + self.train_s_per_token * tokens / ranks
+
+    def reference(self, response_tokens: float) -> float:
+        """Return the seconds of a group's reference logprobs."""
+        return self.reference_s_per_token * (response_tokens + self.prompt_tokens)
+
+
+class Lengths:
+    """Draws the lengths of a group's responses from those of recorded groups, cut at `longest`.
+
+    A group id gives the same lengths in every simulation, so that they can be compared.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[int]], longest: int, seed: int) -> None:
+        self._seed = seed
+        self._groups = [[max(1, min(tokens, longest)) for tokens in group] for group in groups]
+        self.mean = statistics.fmean(tokens for group in self._groups for tokens in group)
+
+    def of_group(self, group_id: int, size: int) -> list[int]:
+        """Return the lengths of a group's responses, in tokens."""
+        draw = random.Random(f"{self._seed} {group_id}")
+        recorded = draw.choice(self._groups)
+        if size <= len(recorded):
+            return draw.sample(recorded, size)
+        return draw.choices(recorded, k=size)
+
+
+WARM_UP_STEPS = 5
+"""Steps that no mean counts, of a recorded run and of a simulation: the pipeline fills."""
 SIMULATED = (
     *("num_generators", "num_trainers", "num_references", "rollouts_in_flight"),
     *("push_every_n_steps", "pull_every_m_rollouts", "max_staleness", "stale_groups"),
@@ -127,10 +194,13 @@ def _times(
     rewards_cpu_s = spent(generators, NO_REWARD, "cpu_seconds")
     responses = sum(sum(event["response_tokens"]) for event in events["finish"])
     groups, pushes = len(events["finish"]), max(1, len(events["push"]))
+    step_s, per_sequence, per_prompt = _step_time(engine)
     update_s, per_token, scatter = _train(setup, steps, prompt_tokens / prompts)
     trainer = [roles["trainer_0"]]
     return Times(
-        engine_step=_step_time(engine),
+        step_s=step_s,
+        step_s_per_sequence=per_sequence,
+        step_s_per_prompt=per_prompt,
         collect_s=max(0.0, outside + rewards_cpu_s) / prompts,
         reward_s=max(0.0, spent(generators, NO_REWARD) - rewards_cpu_s) / groups,
         load_s=spent(generators, "loading weights") / max(1, len(events["load"])),
@@ -145,7 +215,7 @@ def _times(
     )
 
 
-def _step_time(engine: Sequence[Sequence[float]]) -> StepTime:
+def _step_time(engine: Sequence[Sequence[float]]) -> list[float]:
     """Fit the seconds of an engine's step by least squares, no coefficient negative.
 
     `engine` has sums of steps, sequences, prompts, prompt tokens and seconds, by size of the batch.
@@ -162,7 +232,7 @@ def _step_time(engine: Sequence[Sequence[float]]) -> StepTime:
             if (found >= 0).all() and residual @ residual < least:
                 best, least = np.zeros(3), float(residual @ residual)
                 best[columns] = found
-    return StepTime(*best.tolist())
+    return best.tolist()
 
 
 def _train(

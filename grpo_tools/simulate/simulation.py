@@ -8,7 +8,7 @@ import random
 import runpy
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
 from types import SimpleNamespace
@@ -35,17 +35,15 @@ from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.settings import Settings
 from grpo_components.training.step_result import StepResult
+from grpo_tools.simulate.fit import WARM_UP_STEPS, Lengths, Times
 from grpo_tools.simulate.roles import (
     VirtualGenerator,
     VirtualReference,
     VirtualRole,
     VirtualTrainer,
 )
-from grpo_tools.simulate.times import Lengths, Times
 from grpo_tools.simulate.virtual_time import now, run_in_virtual_time
 
-WARM_UP_STEPS = 5
-"""Steps that no mean counts, of a recorded run and of a simulation: the pipeline fills."""
 _PATIENCE_S = 1e9
 """Time-outs of the virtual run, in virtual seconds."""
 
@@ -54,17 +52,17 @@ _PATIENCE_S = 1e9
 class Prediction:
     """What a run did in virtual time; means are over the steps after `WARM_UP_STEPS`."""
 
-    step_s: float = 0.0
+    step_s: float
     """Mean seconds from the end of one step to the end of the next."""
-    staleness_mean: float = 0.0
-    staleness_max: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Dropped groups by reason, of the whole run."""
-    idle: dict[str, float] = field(default_factory=dict)
-    """Share of the time in which a role does nothing, mean over the roles of a family."""
-    samples_per_s: float = 0.0
+    samples_per_s: float
     """Trained responses per second."""
-    events: list[tuple[float, Event]] = field(default_factory=list)
+    staleness_mean: float
+    staleness_max: int
+    dropped: Counter[str]
+    """Dropped groups by reason, of the whole run."""
+    idle: dict[str, float]
+    """Share of the time in which a role does nothing, mean over the roles of a family."""
+    events: list[tuple[float, Event]]
     """All events of the run, each with its virtual time."""
 
 
@@ -119,11 +117,7 @@ def simulate(
     setup: Settings, times: Times, lengths: Lengths, *, seed: int = 0, filtered: float = 0.0
 ) -> Prediction:
     """Run a job in virtual time, in which dynamic sampling discards a share of the groups."""
-
-    async def run() -> Prediction:
-        return await _Simulation(setup, times, lengths, seed, filtered).run()
-
-    return run_in_virtual_time(run())
+    return run_in_virtual_time(_Simulation(setup, times, lengths, seed, filtered).run())
 
 
 class _Simulation:
@@ -132,29 +126,35 @@ class _Simulation:
     def __init__(
         self, setup: Settings, times: Times, lengths: Lengths, seed: int, filtered: float
     ) -> None:
-        self._setup, self._prediction = setup, Prediction()
+        self._setup = setup
         contract = StalenessContract(setup.max_staleness, setup.groups_per_step)
         prompts = (({"prompt_index": number}, 0) for number in itertools.count())
         self._ledger = Ledger(contract, setup.num_steps, prompts)
+        self._events: list[tuple[float, Event]] = []
         self._ledger.events = EventOrder(
-            listeners=[lambda event: self._prediction.events.append((now(), event))]
+            listeners=[lambda event: self._events.append((now(), event))]
         )
         self._versions: dict[int, Counter[int]] = {}
+        self._oldest = 0
         self._staleness: Counter[int] = Counter()
         self._marks: list[tuple[float, dict[str, float]]] = []
-        """Time and busy seconds of each role, at the end of the warm-up and of the run."""
-        given = lengths, self._versions
-        self._generators = [
-            VirtualGenerator(setup, times, *given) for _ in range(setup.num_generators)
+        """Time and busy seconds of each family, at the end of the warm-up and of the run."""
+        generators = [
+            VirtualGenerator(setup, times, lengths, self._versions)
+            for _ in range(setup.num_generators)
         ]
-        self._trainers = [VirtualTrainer(setup, times, seed) for _ in range(setup.num_trainers)]
-        self._references = [
-            VirtualReference(setup, times, lengths) for _ in range(setup.num_references)
-        ]
+        trainers = [VirtualTrainer(setup, times, seed) for _ in range(setup.num_trainers)]
+        references = [VirtualReference(setup, times, lengths) for _ in range(setup.num_references)]
+        self._engines = [generator.engine for generator in generators]
+        self._workers = {
+            "generators": self._engines,
+            "trainers": trainers,
+            "references": references,
+        }
         families = {
-            "generator": self._generators,
-            "trainer": self._trainers,
-            "reference": self._references,
+            "generator": generators,
+            "trainer": trainers,
+            "reference": references,
             "replay_buffer": [ReplayBuffer(contract=contract, timeout_s=_PATIENCE_S)],
             "parameter_server": [VLLMParameterServer()],
         }
@@ -172,11 +172,22 @@ class _Simulation:
 
     async def run(self) -> Prediction:
         """Run the loops to their end."""
-        engines = [asyncio.create_task(each.engine.run()) for each in self._generators]
+        engines = [asyncio.create_task(engine.run()) for engine in self._engines]
         await self._recipe.loops()
         for engine in engines:
             engine.cancel()
-        return self._measured()
+        setup, ages = self._setup, self._staleness
+        (begin, before), (end, after) = self._marks
+        step_s = (end - begin) / (setup.num_steps - WARM_UP_STEPS)
+        return Prediction(
+            step_s=step_s,
+            samples_per_s=setup.groups_per_step * setup.group_size / step_s,
+            staleness_mean=sum(age * tokens for age, tokens in ages.items()) / ages.total(),
+            staleness_max=self._oldest,
+            dropped=self._ledger.dropped_groups,
+            idle={name: 1 - (after[name] - before[name]) / (end - begin) for name in after},
+            events=self._events,
+        )
 
     async def restore(self) -> None:
         """Nothing to restore."""
@@ -195,8 +206,7 @@ class _Simulation:
         done = self._ledger.steps_done
         for entry in batch.entries:
             versions = self._versions.pop(entry.group_id)
-            oldest = trained_from - min(versions)
-            self._prediction.staleness_max = max(self._prediction.staleness_max, oldest)
+            self._oldest = max(self._oldest, trained_from - min(versions))
             if done > WARM_UP_STEPS:
                 for version, tokens in versions.items():
                     self._staleness[trained_from - version] += tokens
@@ -207,20 +217,7 @@ class _Simulation:
         """Nothing is left to write."""
 
     def _busy(self) -> dict[str, float]:
-        families = {
-            "generators": [each.engine.busy.seconds() for each in self._generators],
-            "trainers": [each.busy.seconds() for each in self._trainers],
-            "references": [each.busy.seconds() for each in self._references],
+        families = self._workers.items()
+        return {
+            name: fmean(each.busy.seconds() for each in some) for name, some in families if some
         }
-        return {name: fmean(busy) for name, busy in families.items() if busy}
-
-    def _measured(self) -> Prediction:
-        found, setup = self._prediction, self._setup
-        (begin, before), (end, after) = self._marks
-        found.step_s = (end - begin) / (setup.num_steps - WARM_UP_STEPS)
-        found.idle = {name: 1 - (after[name] - before[name]) / (end - begin) for name in after}
-        tokens = self._staleness.total()
-        found.staleness_mean = sum(age * n for age, n in self._staleness.items()) / tokens
-        found.dropped = self._ledger.dropped_groups
-        found.samples_per_s = setup.groups_per_step * setup.group_size / found.step_s
-        return found
