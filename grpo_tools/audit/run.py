@@ -51,45 +51,38 @@ class Chain:
     """Checks the hash of each record, and that `receipts.end` names the last record."""
 
     def __init__(self, receipts: Path, findings: Findings) -> None:
-        self._check, self._findings = findings.check, findings
-        self._problem, self._known = "", None
+        self._findings, self._known, self._problem = findings, None, ""
         # Read before the records: read after them, it could name a record written in between.
         try:
             self._known = read_end(receipts)
+            if self._known is None:
+                self._problem = "missing; it has the hash of the last record"
         except (OSError, ValueError) as error:
             self._problem = f"cannot be read: {error}"
         self._end = End()
         self._reached = self._known == self._end
 
     def follow(self, line: bytes) -> bytes:
-        """Check the hash of the next line."""
+        """Check the hash of the next line, and return it without the hash."""
         fields, stated = split(line)
         expected = link(self._end.chain, fields)
-        self._check(
-            "chain",
-            stated == expected,
-            "hash mismatch: this record or its predecessor was changed, or a record between "
-            "them is missing",
-        )
+        problem = "hash mismatch: this record or its predecessor was changed, or a record between "
+        self._findings.check("chain", stated == expected, f"{problem}them is missing")
         self._end = End(self._end.records + 1, stated or expected)
         self._reached |= self._end == self._known
         return fields
 
     def finish(self, unfinished: bool) -> None:
         """Compare the last record with `receipts.end`."""
-        self._findings.where = END_FILE
-        self._check("chain", not self._problem, self._problem)
-        if self._problem:
-            return
-        exists = self._known is not None
-        self._check("chain", exists, "missing; it has the hash of the last record")
+        self._findings.where, check = END_FILE, self._findings.check
         if self._known is None:
+            check("chain", False, self._problem)
             return
         problem = f"names record {self._known.records} with hash {self._known.chain[:8]}...; "
         problem += f"the receipts have {self._end.records} records and not this one"
         # A run killed after writing a record and before updating receipts.end has one extra.
         extra = self._end.records - self._known.records
-        self._check("chain", self._reached and (unfinished or extra <= 1), problem)
+        check("chain", self._reached and (unfinished or extra <= 1), problem)
 
 
 class RunAudit:
@@ -152,11 +145,6 @@ class RunAudit:
             self._follow[name](event)
         self.books.follow(event)
         self._check_books()
-        if name == "start":
-            self._config.begin(event)
-        if name == "step":
-            self._config.step(event)
-            self._metrics.step(event)
 
     def finish(self, unfinished: bool) -> None:
         """Make the checks that need the whole file, after its last line."""
@@ -200,6 +188,7 @@ class RunAudit:
             if str(number) not in start["carried"]:
                 group.tokens, group.in_flight = None, False
         h.choices.begin(start, self._start, self._findings)
+        self._config.begin(start)
         self._loads, self._loaded, self._batch = [], {}, _NO_BATCH
         self._start, self._ended = start, False
 
@@ -301,6 +290,8 @@ class RunAudit:
         if after != start:  # a skipped step may lack its correction mass
             problem = "correction_mass is null, but the step was not skipped"
             check("correction", mass is not None, problem)
+        self._config.step(event)
+        self._metrics.step(event)
         h.step, h.policy_version = step, after
         if step in self._resume_points:
             self._snapshots[step] = deepcopy(h)
