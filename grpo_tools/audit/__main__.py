@@ -31,7 +31,6 @@ def audit(path: Path, unfinished: bool = False) -> tuple[Findings, str]:
         check_one_run(path, findings.check)
     except FatalViolation:
         pass
-    findings.notes += [f"books: {line}" for line in run.books.beside()]
     return findings, run.summary()
 
 
@@ -59,7 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"no receipts in {one_line(str(path))}\n")
         return 2
     sys.stdout.write(findings.table() + summary)
-    sys.stdout.writelines(f"note: {note}\n" for note in findings.notes)
     if findings.broken:
         rule = next(iter(findings.broken))
         sys.stdout.write(f"broken: {rule} ({RULES[rule]}): {findings.broken[rule]}\n")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,27 +41,11 @@ class ConfigCheck:
 
     def __init__(self, folder: Path, last_attempt: int, findings: Findings) -> None:
         self._check, self._folder, self._last = findings.check, folder, last_attempt
-        self._config: dict[str, Any] | None = None
+        self._config: dict[str, Any] = {}
 
-    def follow(self, record: Record) -> None:
-        """Compare a start record, or check the correction mass of a step."""
-        if record["event"] == "start":
-            self._config = self._config_of(record["attempt"])
-            if self._config is not None:
-                self._compare(record, self._config)
-        elif record["event"] == "step" and self._config is not None:
-            self._check_mass(record["correction_mass"], self._config)
-
-    def _config_of(self, attempt: int) -> dict[str, Any] | None:
-        path = config_path(self._folder, attempt)
-        if not path.exists():
-            return None
-        config, has_earlier = read_config(path), any(self._folder.glob("config_attempt_*.yaml"))
-        # A run that resumed in a new folder has a single config here, that of its last attempt.
-        only_last = config.get("resume_from_checkpoint") and not has_earlier
-        return None if only_last and attempt < self._last else config
-
-    def _compare(self, start: Record, config: dict[str, Any]) -> None:
+    def begin(self, start: Record) -> None:
+        """Compare a start record."""
+        config = self._config = self._config_of(start["attempt"])
         for key in start.keys() & config.keys():
             stated, setting = start[key], config[key]
             if isinstance(stated, dict):
@@ -72,9 +56,20 @@ class ConfigCheck:
             problem = f"{key} is {stated}, but {setting} in the config"
             self._check("config", stated == setting, problem)
 
-    def _check_mass(self, mass: float | None, config: dict[str, Any]) -> None:
-        low, high = correction_bounds(config.get("off_policy") or {})
-        if mass is not None:
+    def _config_of(self, attempt: int) -> dict[str, Any]:
+        """Return an attempt's config, empty if it is not here."""
+        path = config_path(self._folder, attempt)
+        config = read_config(path) if path.exists() else {}
+        has_earlier = any(self._folder.glob("config_attempt_*.yaml"))
+        # A run that resumed in a new folder has a single config here, that of its last attempt.
+        only_last = config.get("resume_from_checkpoint") and not has_earlier
+        return {} if only_last and attempt < self._last else config
+
+    def step(self, record: Record) -> None:
+        """Check the correction mass of a step."""
+        low, high = correction_bounds(self._config.get("off_policy") or {})
+        mass = record["correction_mass"]
+        if self._config and mass is not None:
             slack = _SLACK * max(1.0, mass)
             holds = low - slack <= mass <= high + slack
             bounds = f"between {low:g} and {high:g}"
@@ -86,25 +81,20 @@ class MetricsCheck:
 
     def __init__(self, folder: Path, findings: Findings) -> None:
         self._check, self._findings = findings.check, findings
-        found = {
+        self._found = {
             (record["attempt"], record["step"]): record
             for record in records_of(folder / "logs" / "metrics.jsonl")
             if record.get("step", 0) > 0
         }
-        self._found, self._seen = found, set[tuple[int, int]]()
-        self._last: dict[int, int] = {}
-        for attempt, step in found:
-            self._last[attempt] = max(step, self._last.get(attempt, 0))
+        self._seen = set[tuple[int, int]]()
 
-    def follow(self, record: Record) -> None:
+    def step(self, record: Record) -> None:
         """Compare a step record."""
-        if record["event"] != "step":
-            return
         attempt, step = record["attempt"], record["step"]
         self._seen.add((attempt, step))
         metrics = self._found.get((attempt, step))
         if metrics is None:
-            is_last = step > self._last.get(attempt, 0)
+            is_last = not any(a == attempt and n > step for a, n in self._found)
             self._check("metrics", is_last, "logs/metrics.jsonl has later steps but not this one")
             return
         for key, value in _measured(record).items():
@@ -154,17 +144,12 @@ def _same(metric: Any, value: float | None) -> bool:
     return math.isclose(metric, value, rel_tol=1e-9, abs_tol=1e-9)
 
 
-Check = Callable[[str, bool, str], Any]
-RULE = "one_run"
-_HEAD = re.compile(r"# (run|incarnation): ([0-9a-f]{32})\n")
-
-
-def check_one_run(receipts: Path, check: Check) -> None:
+def check_one_run(receipts: Path, check: Callable[[str, bool, str], Any]) -> None:
     """Check that receipts, configs and checkpoints of a folder have the same ids.
 
     A run has one id. An incarnation is the random id of a process of the run.
     """
-    folder = receipts.parent
+    folder, check_ids = receipts.parent, partial(check, "one_run")
     # Read before the receipts: a run writes the record of a step before the step's checkpoint.
     latest = folder / "checkpoints" / "latest"
     target = os.readlink(latest) if latest.is_symlink() else None
@@ -183,28 +168,20 @@ def check_one_run(receipts: Path, check: Check) -> None:
             steps[record["step"]] = (record["policy_version"], incarnations[-1])
     run = runs[0]
     other = next((each for each in runs if each != run), None)
-    check(RULE, other is None, f"the receipts name two runs: {run} and {other}")
+    check_ids(other is None, f"the receipts name two runs: {run} and {other}")
+    heads = tuple(f"# run: {run}\n# incarnation: {each}\n" for each in incarnations)
     for path in sorted(folder.glob("config*.yaml")):
-        head = _head(path)
-        allowed = incarnations[-1:] if path.name == "config.yaml" else incarnations
-        same_run = head.get("run") == run and head.get("incarnation") in allowed
-        check(RULE, same_run, f"{path.name} is of {head}, which no start record has")
+        text, allowed = path.read_text(), heads[-1:] if path.name == "config.yaml" else heads
+        problem = f"{path.name} begins with {text[: len(heads[0])]}, which no start record has"
+        check_ids(text.startswith(allowed), problem)
     for name, state in saved.items():
         identity = state["identity"]
         known = identity["run"] == run and identity["incarnation"] in incarnations
-        check(RULE, known, f"{name} is a checkpoint of {identity}, which no start record names")
+        check_ids(known, f"{name} is a checkpoint of {identity}, which no start record names")
     if target is None:
         return
     ledger = saved[target]["ledger"] if target in saved else {}
     step = steps.get(ledger.get("steps_done", -1))
-    if check(RULE, step is not None, f"latest is {target}, which is of no step that counts"):
-        assert step is not None
+    if check_ids(step is not None, f"latest is {target}, which is of no step that counts"):
         stated = ledger["policy_version"], saved[target]["identity"]["incarnation"]
-        check(RULE, stated == step, f"latest is {target} with {stated}, but its step has {step}")
-
-
-def _head(path: Path) -> dict[str, str]:
-    """Return the ids in the first two lines of a config."""
-    with path.open(encoding="utf-8") as lines:
-        found = (_HEAD.fullmatch(lines.readline()) for _ in range(2))
-        return {match[1]: match[2] for match in found if match}
+        check_ids(stated == step, f"latest is {target} with {stated}, but its step has {step}")

@@ -51,8 +51,6 @@ class Findings:
         self.checked: Counter[str] = Counter()
         self.broken: dict[str, str] = {}
         """Broken rule -> its first violation as one line of text; in the order found."""
-        self.notes: list[str] = []
-        """Remarks that are not violations, one line each."""
         self.where = ""
         """File and line that is being checked; the text of a violation begins with it."""
 

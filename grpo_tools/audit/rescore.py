@@ -53,9 +53,8 @@ class Rescored:
     """Of each segment, the differences of its trained tokens."""
     off: int = 0
     """Tokens beyond what is allowed."""
-    worst: float = -1.0
-    """Largest difference as a share of what is allowed for its token."""
-    where: str = "none"
+    worst: tuple[float, str] = (-1.0, "none")
+    """Largest difference as a share of what is allowed for its token, and where it is."""
     problems: list[str] = field(default_factory=list)
 
     def add(self, values: NDArray[np.float64], response: Response, segment: Segment) -> None:
@@ -69,13 +68,10 @@ class Rescored:
         shares = np.nan_to_num(gaps / allowed(recorded, self.dtype), nan=np.inf)
         self.gaps.append(gaps)
         self.off += int((shares > 1).sum())
-        if shares.max() > self.worst:
-            at = int(shares.argmax())
-            self.worst = float(shares[at])
-            self.where = (
-                f"{response.name}, token {segment.first + trained[at]}, version {segment.version} "
-                f"of attempt {t.attempt}: recorded {recorded[at]:.6f}, computed {computed[at]:.6f}"
-            )
+        at = int(shares.argmax())
+        where = f"{response.name}, token {segment.first + trained[at]}, version {segment.version} "
+        where += f"of attempt {t.attempt}: recorded {recorded[at]:.6f}, computed {computed[at]:.6f}"
+        self.worst = max(self.worst, (float(shares[at]), where), key=lambda each: each[0])
 
     @property
     def broken(self) -> str:
@@ -84,10 +80,8 @@ class Rescored:
         if more := len(self.problems) - len(found):
             found.append(f"and {more} more")
         if self.off:
-            tokens = sum(map(len, self.gaps))
-            found.append(
-                f"{self.off:,} of {tokens:,} tokens differ by more; the worst: {self.where}"
-            )
+            of = f"{self.off:,} of {sum(map(len, self.gaps)):,} tokens"
+            found.append(f"{of} differ by more; the worst: {self.worst[1]}")
         return "; ".join(found)
 
     def table(self) -> str:
@@ -98,8 +92,8 @@ class Rescored:
             f"{self.versions} policy versions; {self.swapped:,} responses over a swap of weights\n"
             f"difference of the logprobs: {gaps.max():.2e} at most, {gaps.mean():.2e} on average; "
             f"allowed is {TOLERANCE[self.dtype]:.0e} ({self.dtype}), and less for likely tokens: "
-            f"the worst has {self.worst:.2g} of it\n"
-            f"the worst: {self.where}\n"
+            f"the worst has {self.worst[0]:.2g} of it\n"
+            f"the worst: {self.worst[1]}\n"
         )
 
 
@@ -171,19 +165,20 @@ def _score(
         except ValueError as error:
             result.problems.append(f"{response.name}: {error}")
             continue
-        if missing := sorted({part.version for part in parts} - weights.keys()):
+        versions = {part.version for part in parts}
+        if missing := sorted(versions - weights.keys()):
             result.problems.append(f"{response.name}: version {missing[0]} has no checkpoint")
             continue
-        result.swapped += any(not part.begins for part in parts) or (
-            recompute and len({part.version for part in parts}) > 1
-        )
+        result.swapped += len(versions) > 1 if recompute else not all(p.begins for p in parts)
         for part in parts:
             todo.setdefault(part.version, []).append((part, trajectory))
     scorer, result.versions = Scorer(), len(todo)
     for version in sorted(todo):
-        folder = weights[version]
-        adapter = folder / ADAPTER_FOLDER
-        scorer.load(*((weights[0], adapter) if adapter.is_dir() else (folder,)))
+        adapter = weights[version] / ADAPTER_FOLDER
+        if adapter.is_dir():
+            scorer.load(weights[0], adapter)
+        else:
+            scorer.load(weights[version])
         for segment, values in scorer.logprobs(todo[version]):
             result.add(values, responses[segment.response], segment)
 
@@ -219,9 +214,8 @@ def _compare_checksums(weights: dict[int, Path], pulls: list[Record], result: Re
         if version == 0 or version not in weights:
             continue  # no checkpoint has version 0
         if version not in saved:
-            adapter = weights[version] / ADAPTER_FOLDER
-            is_adapter = adapter.is_dir()
-            files = [adapter / ADAPTER_FILE] if is_adapter else checkpoint_files(weights[version])
+            adapter = weights[version] / ADAPTER_FOLDER / ADAPTER_FILE
+            files = [adapter] if adapter.parent.is_dir() else checkpoint_files(weights[version])
             manifests = (pack_bucket(list(load_file(file).items()))[0] for file in files)
             saved[version] = snapshot_checksum(manifests)
         if saved[version] != pull["published"]:

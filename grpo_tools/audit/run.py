@@ -11,7 +11,7 @@ from pathlib import Path
 
 from grpo_components.exchange.event_order import FORMAT
 from grpo_components.files import records_of
-from grpo_tools.audit.chain import Chain
+from grpo_components.records.receipt_chain import END_FILE, End, link, read_end, split
 from grpo_tools.audit.choices import Choices, Group, Prompt, Record
 from grpo_tools.audit.cross_checks import ConfigCheck, MetricsCheck
 from grpo_tools.audit.findings import Findings
@@ -45,6 +45,44 @@ class History:
     unacknowledged: dict[int, int] = field(default_factory=dict)
     """Policy version that no generator acknowledged yet -> last step that trained its tokens."""
     choices: Choices = field(default_factory=Choices)
+
+
+class Chain:
+    """Checks the hash of each record, and that `receipts.end` names the last record."""
+
+    def __init__(self, receipts: Path, findings: Findings) -> None:
+        self._findings, self._known, self._problem = findings, None, ""
+        # Read before the records: read after them, it could name a record written in between.
+        try:
+            self._known = read_end(receipts)
+            if self._known is None:
+                self._problem = "missing; it has the hash of the last record"
+        except (OSError, ValueError) as error:
+            self._problem = f"cannot be read: {error}"
+        self._end = End()
+        self._reached = self._known == self._end
+
+    def follow(self, line: bytes) -> bytes:
+        """Check the hash of the next line, and return it without the hash."""
+        fields, stated = split(line)
+        expected = link(self._end.chain, fields)
+        problem = "hash mismatch: this record or its predecessor was changed, or a record between "
+        self._findings.check("chain", stated == expected, f"{problem}them is missing")
+        self._end = End(self._end.records + 1, stated or expected)
+        self._reached |= self._end == self._known
+        return fields
+
+    def finish(self, unfinished: bool) -> None:
+        """Compare the last record with `receipts.end`."""
+        self._findings.where, check = END_FILE, self._findings.check
+        if self._known is None:
+            check("chain", False, self._problem)
+            return
+        problem = f"names record {self._known.records} with hash {self._known.chain[:8]}...; "
+        problem += f"the receipts have {self._end.records} records and not this one"
+        # A run killed after writing a record and before updating receipts.end has one extra.
+        extra = self._end.records - self._known.records
+        check("chain", self._reached and (unfinished or extra <= 1), problem)
 
 
 class RunAudit:
@@ -107,8 +145,6 @@ class RunAudit:
             self._follow[name](event)
         self.books.follow(event)
         self._check_books()
-        self._config.follow(event)
-        self._metrics.follow(event)
 
     def finish(self, unfinished: bool) -> None:
         """Make the checks that need the whole file, after its last line."""
@@ -122,10 +158,11 @@ class RunAudit:
         self._metrics.finish()
 
     def summary(self) -> str:
-        """Return one line on the run: attempts, steps, policy version and counts of groups."""
+        """Return lines on the run: attempts, steps, policy version, counts of groups, books."""
         h = self._history
         again = f", {h.reused} trained again" if h.reused else ""
         books = f"books, in groups/tokens: {self.books.line()}\n" if self._start else ""
+        books += "".join(f"note: books: {line}\n" for line in self.books.beside())
         return (
             f"{self._start.get('attempt', 0) + 1} attempt(s), {h.step} steps, policy version "
             f"{h.policy_version}: {h.issued} groups issued = {h.trained} trained + {h.dropped} "
@@ -151,6 +188,7 @@ class RunAudit:
             if str(number) not in start["carried"]:
                 group.tokens, group.in_flight = None, False
         h.choices.begin(start, self._start, self._findings)
+        self._config.begin(start)
         self._loads, self._loaded, self._batch = [], {}, _NO_BATCH
         self._start, self._ended = start, False
 
@@ -252,6 +290,8 @@ class RunAudit:
         if after != start:  # a skipped step may lack its correction mass
             problem = "correction_mass is null, but the step was not skipped"
             check("correction", mass is not None, problem)
+        self._config.step(event)
+        self._metrics.step(event)
         h.step, h.policy_version = step, after
         if step in self._resume_points:
             self._snapshots[step] = deepcopy(h)

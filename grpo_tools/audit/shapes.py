@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    create_model,
-)
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from grpo_tools.books import TokenCause
-
-LARGEST = 2**53
-"""Largest number allowed in a line; the smallest is 0."""
 
 
 def _object(**types: Any) -> type[BaseModel]:
@@ -29,25 +15,11 @@ def _object(**types: Any) -> type[BaseModel]:
     return create_model("object", __config__=ConfigDict(extra="forbid", strict=True), **types)
 
 
-def _number_as_key(key: str) -> str:
-    if len(key) > len(str(LARGEST)) or int(key) > LARGEST:
-        raise ValueError("too large")
-    return key
-
-
-def _before_rounding(number: Any) -> Any:
-    if isinstance(number, int) and number > LARGEST:
-        raise ValueError("too large")  # as a float it could be rounded down to the largest
-    return number
-
-
-_Whole: Any = Annotated[int, Field(ge=0, le=LARGEST)]
+_Whole: Any = Annotated[int, Field(ge=0)]
+_Number: Any = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Range = Annotated[list[_Whole], Field(min_length=2, max_length=2)]
-_Number: Any = Annotated[
-    float, Field(ge=0, le=LARGEST, allow_inf_nan=False), BeforeValidator(_before_rounding)
-]
 # Numbers as keys have one spelling, so that two keys are never the same number.
-_Key = Annotated[str, Field(pattern="^(0|[1-9][0-9]*)$"), AfterValidator(_number_as_key)]
+_Key = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,15})$")]
 _Groups = Annotated[list[_Whole], Field(min_length=1)]
 
 _PROMPT = {"prompt": _Whole, "epoch": _Whole}
@@ -131,8 +103,6 @@ _EVENTS = {
     for name, fields in _FIELDS.items()
 }
 """Name of an event -> its type."""
-_OTHER_FIELDS = "missing", "extra_forbidden"
-"""Pydantic's types of errors about a field that lacks, or that is not known."""
 
 
 def mismatch(event: Any) -> str | None:
@@ -143,24 +113,7 @@ def mismatch(event: Any) -> str | None:
     try:
         _EVENTS[name].validate_python(event)
     except ValidationError as error:
-        return _first_problem(error.errors(include_url=False))
+        first = error.errors(include_url=False)[0]
+        path = ".".join(map(str, ("event", *first["loc"])))
+        return f"{path}: {first['msg']}: {json.dumps(first['input'])[:40]}"
     return None
-
-
-def _first_problem(errors: Sequence[ErrorDetails]) -> str:
-    first = errors[0]
-    *parents, last = first["loc"]
-    if first["type"] in _OTHER_FIELDS:
-        same_place = (each for each in errors if [*each["loc"][:-1]] == parents)
-        names = sorted(str(e["loc"][-1]) for e in same_place if e["type"] in _OTHER_FIELDS)
-        return f"{_path(parents)} has missing or unknown fields: {', '.join(names)}"
-    if last == "[key]":
-        key = json.dumps(first["input"])[:40]
-        return f"{_path(parents[:-1])} has a key that is not a number: {key}"
-    return f"{_path(first['loc'])} is {json.dumps(first['input'])[:40]}"
-
-
-def _path(loc: Sequence[int | str]) -> str:
-    """Return the path of a value, as in `event.living[3].group`."""
-    parts = (f"[{name}]" if isinstance(name, int) else f".{name}" for name in loc)
-    return "event" + "".join(parts)

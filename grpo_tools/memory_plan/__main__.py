@@ -37,16 +37,12 @@ def longest_prompt(cfg: Settings) -> int:
     """Return the tokens of the longest prompt that the config's data sets may have."""
     longest = 1
     for key in ("dataset", "eval_dataset"):
-        node = getattr(cfg, key)
-        if node is None:
-            continue
-        parts = node.get("parts") or {"": node}
-        for name, part in parts.items():
+        node: Any = getattr(cfg, key) or {"max_prompt_tokens": 1}
+        for part in (node.get("parts") or {"": node}).values():
             limit = part.get("max_prompt_tokens") or node.get("max_prompt_tokens")
             if limit is None:
-                where = f"{key}.parts.{name}" if name else key
                 problem = "not given, and the plan needs the longest prompt"
-                fail(f"{where}.max_prompt_tokens", problem, "a number")
+                fail(f"{key}.max_prompt_tokens", problem, "a number, there or of each part")
             longest = max(longest, limit)
     return longest
 
@@ -81,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if cfg.device != "cuda" and (options.gpus or options.gpu_memory):
             fail("--gpus, --gpu-memory", f"given, with device: {cfg.device}", "none")
         _check_splits(cfg)
-        found = plan_run(
+        lines, problems = plan_run(
             cfg,
             longest_prompt(cfg),
             needs_reference=any(map(needs_reference, cfg.kl_sections.values())),
@@ -91,10 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         sys.stderr.write(f"config error: {plain(str(error))}\n")
         return 2
-    sys.stdout.write("".join(f"{line}\n" for line in found.lines))
-    for problem in found.problems:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    for problem in problems:
         sys.stderr.write(f"does not fit: {problem}\n")
-    if found.problems:
+    if problems:
         return 2
     sys.stdout.write("everything fits\n")
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from grpo_components.records.resume import find_checkpoint, last_attempt, run_of
 from grpo_components.records.run_folder import free_names, is_used, real_path
 from grpo_components.settings import Settings, teachers_of
 from grpo_components.state_files import read_state
-from grpo_tools.memory_plan.plan import RunPlan, plan_run
-from grpo_tools.memory_plan.role_memory import GPU_GIB
+from grpo_tools.memory_plan.plan import plan_run
+from grpo_tools.memory_plan.role_memory import GIB, GPU_GIB
 
 _DONE = "the config is right and its components were called; nothing was started or written"
 
@@ -36,15 +36,22 @@ def plan(
 ) -> tuple[str, list[str]]:
     """Return what the run would do, as lines of text under headings, and what does not fit."""
     node = cfg.eval_dataset if cfg.evaluates else None
-    held_out = [] if node is None else build("eval_dataset", node, tokenizer)
-    memory = _memory(cfg, (dataset, held_out), objective)
+    held_out: Any = [] if node is None else build("eval_dataset", node, tokenizer)
+    gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    memory, problems = plan_run(
+        cfg,
+        max(each.max_prompt_length for each in (dataset, held_out) if len(each)),
+        needs_reference=objective.trained.needs_reference,
+        num_gpus=len(gpus) or None,
+        gpu_gib=gpus[0].total_memory / GIB if gpus else GPU_GIB,
+    )
     sections = {
         "dry run": [_DONE],
         "kind": [_kind(cfg)],
         "roles": list(_roles(cfg, objective)),
         "machine": [_machine(cfg)],
         "model": list(_model(cfg)),
-        "memory": memory.lines,
+        "memory": memory,
         "data": list(_data(cfg, dataset, held_out)),
         "rewards": list(_rewards(cfg)),
         "objective": list(_objective(cfg, objective)),
@@ -53,24 +60,12 @@ def plan(
         "doubts": list(objective.doubts),
     }
     width = max(map(len, sections)) + 2
-    lines = []
-    for heading, texts in sections.items():
-        for number, text in enumerate(texts):
-            lines.append(f"{'' if number else heading:<{width}}{text}")
-    return "\n".join(lines), memory.problems
-
-
-def _memory(cfg: Settings, data: Sequence[Any], objective: Objective) -> RunPlan:
-    num_gpus, memory = torch.cuda.device_count(), GPU_GIB
-    if num_gpus:
-        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    return plan_run(
-        cfg,
-        max(dataset.max_prompt_length for dataset in data if len(dataset)),
-        needs_reference=objective.trained.needs_reference,
-        num_gpus=num_gpus or None,
-        gpu_gib=memory,
-    )
+    lines = [
+        f"{'' if number else heading:<{width}}{text}"
+        for heading, texts in sections.items()
+        for number, text in enumerate(texts)
+    ]
+    return "\n".join(lines), problems
 
 
 def _counted(number: int, what: str) -> str:

@@ -32,7 +32,6 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         """Most bytes alive at once since the last `mark`."""
         self._sizes: dict[int, int] = {}
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def mark(self) -> int:
         """Begin a new peak, and return the last one."""
@@ -41,7 +40,7 @@ class LiveBytes(TorchDispatchMode):
 
     def resize(self, storage: torch.UntypedStorage) -> None:
         """Count a storage anew, whose size has changed in place, as FSDP does."""
-        if id(storage) in self._references:
+        if id(storage) in self._sizes:
             self._add(storage.nbytes() - self._sizes[id(storage)])
             self._sizes[id(storage)] = storage.nbytes()
 
@@ -60,17 +59,13 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)
-        if key in self._references:
-            return
+        if id(storage) not in self._sizes:
+            weakref.finalize(storage, self._freed, id(storage))
+            self._sizes[id(storage)] = storage.nbytes()
+            self._add(storage.nbytes())
 
-        def freed(_: object) -> None:
-            del self._references[key]
-            self.live -= self._sizes.pop(key)
-
-        self._references[key] = weakref.ref(storage, freed)
-        self._sizes[key] = storage.nbytes()
-        self._add(storage.nbytes())
+    def _freed(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
 
     def _add(self, nbytes: int) -> None:
         self.live += nbytes

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_components.models.flops import ModelFlops
 from grpo_components.models.hf_weights import layer_groups
 from grpo_components.models.hugging_face_policy import decoder_layers, is_transformers
 from grpo_components.models.loading import DTYPES
-from grpo_components.models.lora import (
-    adapted_model,
-    is_adapter,
-    trained_parameters,
-)
+from grpo_components.models.lora import adapted_model, is_adapter, trained_parameters
 from grpo_components.settings import LoraSettings
 
 
@@ -54,11 +50,10 @@ class ModelSizes:
         state = trained.state_dict()
         if lora is not None:
             state = {name: tensor for name, tensor in state.items() if is_adapter(name)}
-        units = [sum(state[name].numel() for name in names) for names in layer_groups(state)]
         return cls(
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
-            trained=sum(parameter.numel() for parameter in trained_parameters(trained)),
-            units=tuple(units),
+            parameters=_count(model.parameters()),
+            trained=_count(trained_parameters(trained)),
+            units=tuple(_count(map(state.__getitem__, names)) for names in layer_groups(state)),
             num_layers=len(decoder_layers(model)),
             flops=ModelFlops.of(trained),
             **(_of_transformers(model) if is_transformers(model) else _of_torchtune(model)),
@@ -83,15 +78,19 @@ class ModelSizes:
         return 2 * self.num_layers * heads * self.head_dim * DTYPES[dtype].itemsize
 
 
+def _count(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
 def _of_torchtune(model: Any) -> dict[str, int]:
-    attention = model.layers[0].attn
+    attention, (vocabulary, dim) = model.layers[0].attn, model.tok_embeddings.weight.shape
     return {
-        "dim": model.tok_embeddings.weight.shape[1],
+        "dim": dim,
         "intermediate": model.layers[0].mlp.w1.out_features,
         "num_heads": attention.num_heads,
         "num_kv_heads": attention.num_kv_heads,
         "head_dim": attention.head_dim,
-        "vocabulary": model.tok_embeddings.weight.shape[0],
+        "vocabulary": vocabulary,
     }
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
-from torchtune import training
+from torchtune import config, training
 
 from grpo_components.models.hugging_face_policy import base_of, decoder_layers, is_transformers
 from grpo_components.models.loading import DTYPES, shard_model
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.models.lora import trained_parameters
 from grpo_components.models.meshes import Sharding, arrange_ranks
+from grpo_components.settings import Settings
 from grpo_components.trajectory import TokenSequence
 from grpo_tools.memory_plan.live_bytes import LiveBytes, imagined_ranks, imagining
 
@@ -27,62 +28,54 @@ _FEW, _MORE = 3, 4
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyOptions:
-    """How a rank computes the policy; the names are those of the config."""
-
-    build_model: Callable[[], nn.Module]
-    """Builds the torchtune decoder or transformers model."""
-    build_optimizer: Callable[[Any], torch.optim.Optimizer] | None
-    """Builds the optimizer from the parameters; None leaves it out."""
-    num_ranks: int
-    sharding: Sharding
-    model_type: str | None
-    dtype: str
-    enable_activation_checkpointing: bool
-    logprob_chunk_tokens: int
-    entropy_gradient: bool
-
-
 def training_bytes(
-    options: PolicyOptions, sequences: Sequence[TokenSequence], has_gradients: bool
+    cfg: Settings,
+    build_model: Callable[[], nn.Module],
+    sequences: Sequence[TokenSequence],
+    has_gradients: bool,
 ) -> Bytes:
     """Return what training takes on rank 0."""
+    sharding = Sharding(
+        replicate=cfg.data_parallel_replicate_dim,
+        tensor=cfg.tensor_parallel_dim,
+        reduce_dtype=cfg.reduce_dtype,
+    )
 
     def run(build_model: Callable[[], nn.Module]) -> Bytes:
-        with imagined_ranks(options.num_ranks):
-            meshes = arrange_ranks(options.num_ranks, "cpu", options.sharding)
+        with imagined_ranks(cfg.num_trainers):
             model = shard_model(
                 build_model,
-                meshes,
-                options.sharding,
-                options.model_type,
-                options.dtype,
-                options.enable_activation_checkpointing,
+                arrange_ranks(cfg.num_trainers, "cpu", sharding),
+                sharding,
+                cfg.model_type,
+                cfg.dtype,
+                cfg.enable_activation_checkpointing,
             )
             with imagining() as live:
-                return _train(options, model.to_empty(device=_CPU), sequences, has_gradients, live)
+                return _train(cfg, model.to_empty(device=_CPU), sequences, has_gradients, live)
 
-    return _by_depth(options.build_model, run)
+    return _by_depth(build_model, run)
 
 
-def inference_bytes(options: PolicyOptions, sequences: Sequence[TokenSequence]) -> Bytes:
+def inference_bytes(
+    cfg: Settings, build_model: Callable[[], nn.Module], sequences: Sequence[TokenSequence]
+) -> Bytes:
     """Return what a forward pass without gradients takes, with the whole model on one device."""
 
     def run(build_model: Callable[[], nn.Module]) -> Bytes:
         with imagining() as live, torch.no_grad():
-            with training.set_default_dtype(DTYPES[options.dtype]):
+            with training.set_default_dtype(DTYPES[cfg.dtype]):
                 model = build_model().requires_grad_(False)
             found = {"weights": live.live}
             steps = _Steps(live, list(decoder_layers(model)), found)
-            logprobs = ResponseLogprobs(model, chunk_tokens=options.logprob_chunk_tokens)
+            logprobs = ResponseLogprobs(model, chunk_tokens=cfg.logprob_chunk_tokens)
             batch = token_batch(sequences)
             live.mark()
             _ = logprobs(batch)
             steps.end("logits, forward")
             return found
 
-    return _by_depth(options.build_model, run)
+    return _by_depth(build_model, run)
 
 
 class _Steps:
@@ -112,7 +105,7 @@ class _Steps:
 
 
 def _train(
-    options: PolicyOptions,
+    cfg: Settings,
     model: nn.Module,
     sequences: Sequence[TokenSequence],
     has_gradients: bool,
@@ -125,16 +118,16 @@ def _train(
     parameters = [cast(Any, parameter) for parameter in trained_parameters(model)]
     shards = [nn.Parameter(parameter.to_local()) for parameter in parameters]
     found = {"weights": live.live}
-    optimizer = options.build_optimizer and options.build_optimizer(shards)
-    if optimizer:
-        for shard in shards:
-            shard.grad = torch.empty_like(shard)
-        optimizer.step()  # makes its state
-        optimizer.zero_grad(set_to_none=True)
+    optimizer = _optimizer(cfg, shards)
+    for shard in shards:
+        shard.grad = torch.empty_like(shard)
+    optimizer.step()  # makes its state
+    optimizer.zero_grad(set_to_none=True)
     found["optimizer"] = live.live - found["weights"]
     steps = _Steps(live, list(decoder_layers(model)), found)
+    has_entropy = cfg.loss.get("entropy_coeff", 0) > 0
     logprobs = ResponseLogprobs(
-        model, chunk_tokens=options.logprob_chunk_tokens, entropy_gradient=options.entropy_gradient
+        model, chunk_tokens=cfg.logprob_chunk_tokens, entropy_gradient=has_entropy
     )
     if has_gradients:
         for parameter in parameters:
@@ -148,13 +141,22 @@ def _train(
     (values.sum() + entropies.sum()).backward()
     del batch, values, entropies
     steps.end("other layers, backward")
-    found["gradients"] = sum(parameter.grad.to_local().nbytes for parameter in parameters)
-    if optimizer:
-        for shard, parameter in zip(shards, parameters, strict=True):
-            shard.grad = parameter.grad.to_local()
-        optimizer.step()
-        steps.end("optimizer")
+    for shard, parameter in zip(shards, parameters, strict=True):
+        shard.grad = parameter.grad.to_local()
+    found["gradients"] = sum(cast(Tensor, shard.grad).nbytes for shard in shards)
+    optimizer.step()
+    steps.end("optimizer")
     return found
+
+
+def _optimizer(cfg: Settings, shards: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Build the optimizer, with a number as its learning rate."""
+    node = OmegaConf.create({**cfg.optimizer})
+    if OmegaConf.is_dict(node.get("lr")):
+        node.lr = 1.0
+    if node._component_.startswith("torchao."):  # its step is compiled, which needs memory
+        return torch.optim.SGD(shards, momentum=0.9)
+    return config.instantiate(node, shards)
 
 
 def _by_depth(

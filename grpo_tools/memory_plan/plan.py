@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import psutil
@@ -13,7 +13,7 @@ from grpo_components.records import checkpoint_folder
 from grpo_components.settings import Settings, teachers_of
 from grpo_tools.memory_plan.generator_memory import generator_memory
 from grpo_tools.memory_plan.model_sizes import ModelSizes
-from grpo_tools.memory_plan.rates import Rates
+from grpo_tools.memory_plan.rates import rate_lines
 from grpo_tools.memory_plan.role_memory import GIB, Device, RoleMemory, gib
 from grpo_tools.memory_plan.trainer_memory import reference_memory, teacher_memory, trainer_memory
 
@@ -22,16 +22,6 @@ _COLUMNS = (
     *("work", "KV cache", "push", "checkpoint", "reserve"),
 )
 _SMALL = 1e-9
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """What a run takes, and what of it does not fit."""
-
-    lines: list[str]
-    """Text for a person."""
-    problems: list[str]
-    """What does not fit: `key: problem; allowed: ...`; empty if all fits."""
 
 
 _SNAPSHOTS = 3
@@ -43,46 +33,40 @@ _RAY_SHARE = 0.3
 """Share of a node's memory that Ray takes for its object store by default."""
 
 
-class HostMemory:
-    """CPU memory of a push, in bytes, of a run's roles."""
+def object_store_bytes(cfg: Settings, sizes: ModelSizes) -> tuple[int, int]:
+    """Return the most snapshots of a node that has generators, and the bytes they take."""
+    snapshots = _DELTA_SNAPSHOTS if cfg.push == "delta" else _SNAPSHOTS
+    return snapshots, snapshots * sizes.snapshot_bytes(cfg.dtype)
 
-    def __init__(self, cfg: Settings, sizes: ModelSizes, roles: list[RoleMemory]) -> None:
-        def host(name: str) -> int:
-            return sum(r.count * sum(r.host.values()) for r in roles if r.role == name)
 
-        self.snapshot = sizes.snapshot_bytes(cfg.dtype)
-        """All weights, in the compute dtype."""
-        self.snapshots = _DELTA_SNAPSHOTS if cfg.push == "delta" else _SNAPSHOTS
-        """Snapshots in an object store at most, or as many bytes in deltas."""
-        self.object_store = self.snapshots * self.snapshot
-        """Object store of a node that has generators."""
-        self.trainers, self.generators = host("trainer"), host("generator")
-        """All trainer ranks together, and all generators together, beside their GPUs."""
-        self.first_rank = sizes.weight_bytes(cfg.dtype)
-        """The checkpoint, which rank 0 reads whole."""
+def _host_lines(cfg: Settings, sizes: ModelSizes, roles: list[RoleMemory]) -> Iterator[str]:
+    """Yield lines of text about CPU memory beside the GPUs."""
 
-    def lines(self) -> Iterator[str]:
-        """Yield lines of text about it."""
-        snapshots = f"{self.snapshots} of them, {gib(self.object_store)} GiB"
-        yield (
-            f"push: {gib(self.snapshot)} GiB of weights; the object store of each node has up to "
-            f"{snapshots} (object_store_memory; Ray takes {_RAY_SHARE:.0%} of the node's memory)"
-        )
-        yield (
-            f"host: {gib(self.trainers)} GiB of all trainers' buffers and copies, and "
-            f"{gib(self.first_rank)} GiB in trainer_0 while it reads the checkpoint"
-        )
-        if self.generators:
-            what = "for delta pushes that they rebuild, or for weights while they sleep"
-            yield f"host: {gib(self.generators)} GiB of all generators, {what}"
+    def host(name: str) -> int:
+        return sum(r.count * sum(r.host.values()) for r in roles if r.role == name)
 
-    def problem(self, cfg: Settings) -> str | None:
-        """Return what is wrong with `object_store_memory`, if anything is."""
-        given = cfg.object_store_memory
-        if given is None or given >= self.object_store:
-            return None
-        problem = f"object_store_memory: {given} given, and {self.snapshots} pushes"
-        return f"{problem} take {gib(self.object_store)} GiB; allowed: {self.object_store} or more"
+    snapshots, nbytes = object_store_bytes(cfg, sizes)
+    yield (
+        f"push: {gib(sizes.snapshot_bytes(cfg.dtype))} GiB of weights; the object store of each "
+        f"node has up to {snapshots} of them, {gib(nbytes)} GiB (object_store_memory; Ray takes "
+        f"{_RAY_SHARE:.0%} of the node's memory)"
+    )
+    yield (
+        f"host: {gib(host('trainer'))} GiB of all trainers' buffers and copies, and "
+        f"{gib(sizes.weight_bytes(cfg.dtype))} GiB in trainer_0 while it reads the checkpoint"
+    )
+    if generators := host("generator"):
+        what = "for delta pushes that they rebuild, or for weights while they sleep"
+        yield f"host: {gib(generators)} GiB of all generators, {what}"
+
+
+def _store_problem(cfg: Settings, sizes: ModelSizes) -> str | None:
+    """Return what is wrong with `object_store_memory`, if anything is."""
+    given, (snapshots, needed) = cfg.object_store_memory, object_store_bytes(cfg, sizes)
+    if given is None or given >= needed:
+        return None
+    problem = f"object_store_memory: {given} given, and {snapshots} pushes take {gib(needed)} GiB"
+    return f"{problem}; allowed: {needed} or more"
 
 
 def plan_run(
@@ -92,16 +76,21 @@ def plan_run(
     needs_reference: bool,
     num_gpus: int | None,
     gpu_gib: float,
-) -> RunPlan:
-    """Plan the memory of a run."""
+) -> tuple[list[str], list[str]]:
+    """Plan the memory of a run; return lines of text, and what does not fit.
+
+    Each problem is a line `key: problem; allowed: ...`.
+    """
     sizes = ModelSizes.of(partial(config.instantiate, cfg.model), cfg.lora)
     is_gpu = cfg.device == "cuda"
-    memory = gpu_gib if is_gpu else psutil.virtual_memory().total / GIB
-    device = Device(is_gpu, memory)
+    device = Device(is_gpu, gpu_gib if is_gpu else psutil.virtual_memory().total / GIB)
     roles = list(_roles(cfg, sizes, prompt_tokens, device, needs_reference))
-    host = HostMemory(cfg, sizes, roles)
     problems = [role.smaller for role in roles if role.role == "generator" and role.smaller]
-    lines = [*_size_lines(cfg, sizes), *_table(roles)]
+    weights = gib(sizes.weight_bytes(cfg.dtype))
+    lines = [f"{sizes.parameters:,} parameters, {weights} GiB in {cfg.dtype}"]
+    if cfg.lora is not None:
+        lines.append(f"{sizes.trained:,} parameters of adapters, which alone are trained")
+    lines += _table(roles)
     lines += [f"{role.role}: {note}" for role in roles for note in role.notes]
     if is_gpu:
         placed = roles
@@ -115,12 +104,13 @@ def plan_run(
         gpus = _place(placed)
         lines += _gpu_lines(gpus, device)
         problems += _gpu_problems(cfg, gpus, device, num_gpus)
-        lines += host.lines()
+        lines += _host_lines(cfg, sizes, roles)
         if {"generator", "trainer"} <= {role.role for role in roles}:
             cache = roles[0].parts["KV cache"]
-            lines += Rates.of(cfg, sizes, prompt_tokens, cache, needs_reference).lines(cfg)
+            lines += rate_lines(cfg, sizes, prompt_tokens, cache, needs_reference)
     else:
-        needed = sum(role.count * role.total for role in roles) + host.object_store + GIB
+        needed = sum(role.count * role.total for role in roles) + GIB
+        needed += object_store_bytes(cfg, sizes)[1]
         text = f"tensors and object store {gib(needed)} of {gib(device.nbytes)} GiB"
         lines.append(f"{text}; the libraries of each process come on top")
         if needed > device.nbytes:
@@ -128,9 +118,9 @@ def plan_run(
             problems.append(largest.smaller or f"num_{largest.role}s: too many; allowed: fewer")
     if cfg.trains:
         lines.append(_disk_line(cfg, sizes))
-    if problem := host.problem(cfg):
+    if problem := _store_problem(cfg, sizes):
         problems.append(problem)
-    return RunPlan(lines, list(dict.fromkeys(problems)))
+    return lines, list(dict.fromkeys(problems))
 
 
 def _roles(
@@ -162,7 +152,6 @@ def in_turns(
         trainer.count,
         trainer.share,
         max(generating, training),
-        parts={},
         notes=[note],
         smaller=trainer.smaller if training > device.nbytes else less_cache,
     )
@@ -176,13 +165,6 @@ def _start_problem(cfg: Settings, trainer: RoleMemory, device: Device) -> str | 
     problem = f"generator.gpu_memory_utilization: {given:g} given, which must be free when vLLM "
     problem += f"starts, and a trainer's weights take {gib(trainer.resting)} GiB"
     return f"{problem}; allowed: at most {int(100 * most) / 100:g}"
-
-
-def _size_lines(cfg: Settings, sizes: ModelSizes) -> Iterator[str]:
-    weights = gib(sizes.weight_bytes(cfg.dtype))
-    yield f"{sizes.parameters:,} parameters, {weights} GiB in {cfg.dtype}"
-    if cfg.lora is not None:
-        yield f"{sizes.trained:,} parameters of adapters, which alone are trained"
 
 
 def _disk_line(cfg: Settings, sizes: ModelSizes) -> str:
@@ -224,14 +206,14 @@ def _place(roles: Sequence[RoleMemory]) -> list[list[RoleMemory]]:
 
 
 def _gpu_lines(gpus: Sequence[Sequence[RoleMemory]], device: Device) -> Iterator[str]:
-    kinds: dict[tuple[str, ...], list[int]] = {}
-    for gpu in gpus:
-        total = sum(role.total for role in gpu)
-        kinds.setdefault(tuple(role.role for role in gpu), []).append(total)
-    for names, totals in kinds.items():
-        used = f"{gib(totals[0])} of {gib(device.nbytes)} GiB"
-        share = totals[0] / device.nbytes
-        yield f"{len(totals)} GPUs with {' + '.join(names)}: {used} ({share:.0%})"
+    alike = Counter((" + ".join(role.role for role in gpu), _total(gpu)) for gpu in gpus)
+    for (names, total), count in alike.items():
+        used = f"{gib(total)} of {gib(device.nbytes)} GiB ({total / device.nbytes:.0%})"
+        yield f"{count} GPUs with {names}: {used}"
+
+
+def _total(gpu: Sequence[RoleMemory]) -> int:
+    return sum(role.total for role in gpu)
 
 
 def _gpu_problems(
@@ -245,7 +227,7 @@ def _gpu_problems(
         problem = f"{given} and the other roles need {len(gpus)} GPUs, and there are {num_gpus}"
         yield f"{problem}; allowed: fewer roles, or gpus_per_<role> below 1"
     for gpu in gpus:
-        if sum(role.total for role in gpu) <= device.nbytes:
+        if _total(gpu) <= device.nbytes:
             continue
         if len(gpu) == 1:
             yield gpu[0].smaller or _less_for_vllm(cfg)

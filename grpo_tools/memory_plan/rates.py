@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from grpo_components.models.loading import DTYPES
 from grpo_components.settings import Settings
 from grpo_tools.memory_plan.model_sizes import ModelSizes
 
@@ -24,65 +21,42 @@ _MEAN_LENGTH = 0.4
 """Mean length of a response, as a share of the longest; assumed."""
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Tokens of responses per second, of all processes together."""
+def rate_lines(
+    cfg: Settings, sizes: ModelSizes, prompt_tokens: int, cache: int, needs_reference: bool
+) -> Iterator[str]:
+    """Yield lines of text about the rates of all processes on H100 GPUs, and who would wait.
 
-    sampled: float
-    trained: float
-    referenced: float
-    """Infinite without a reference."""
-    python_share: float
-    """Share of its time in which a generator holds its interpreter lock; 1 bounds the rate."""
-
-    @classmethod
-    def of(
-        cls, cfg: Settings, sizes: ModelSizes, prompt_tokens: int, cache: int, needs_reference: bool
-    ) -> Rates:
-        """Estimate the rates on H100 GPUs.
-
-        A decoding step reads all weights once and each sequence's KV cache, while one core
-        prepares the next: the slower of the two is the rate. Training takes 3 times
-        the operations of a forward pass, and 4 times with activation checkpointing.
-        """
-        response = max(cfg.generator.max_response_tokens * _MEAN_LENGTH, 1.0)
-        options, workers = cfg.generator, cfg.generator.tensor_parallel_size
-        per_token = sizes.kv_bytes_per_token(cfg.dtype, workers)
-        length = prompt_tokens + response / 2  # half of a response is there, on average
-        room = int(cache / (per_token * length))
-        sequences = min(options.max_num_seqs, cfg.rollouts_in_flight * cfg.group_size, room)
-        weights = sizes.parameters * DTYPES[cfg.dtype].itemsize / workers
-        read = weights + sequences * length * per_token
-        python_s = _STEP_S + sequences * (_STEP_PER_SEQUENCE_S + _SAMPLE_S / response)
-        read_s = read / (_BYTES_PER_S * _READ_SHARE)  # meanwhile: scheduling is asynchronous
-        sampled = cfg.num_generators * sequences / max(python_s, read_s)
-        forward = sizes.flops.layers(int(response), prompt_tokens)
-        forward += sizes.flops.layers(prompt_tokens) / cfg.group_size
-        forward += sizes.flops.per_logprob * response
-        passes = cfg.ppo_epochs * (4 if cfg.enable_activation_checkpointing else 3)
-        trained = cfg.num_trainers * _PEAK_FLOPS * _TRAINED_SHARE * response / (passes * forward)
-        referenced = cfg.num_references * _PEAK_FLOPS * _FORWARD_SHARE * response / forward
-        return cls(
-            sampled,
-            trained,
-            referenced if needs_reference else math.inf,
-            python_s / max(python_s, read_s),
-        )
-
-    def lines(self, cfg: Settings) -> Iterator[str]:
-        """Yield lines of text about the split of the GPUs."""
-        rates = {"generators": self.sampled, "trainers": self.trained}
-        if self.referenced < math.inf:
-            rates["references"] = self.referenced
-        shown = ", ".join(f"{role} {rate:,.0f}" for role, rate in rates.items())
-        yield f"estimate for H100 in tokens of responses per second (not measured): {shown}"
-        bound = ": Python bounds their rate" if self.python_share == 1 else ""
-        yield f"a generator's Python takes {self.python_share:.0%} of one core{bound}"
-        if cfg.max_staleness == 0:
-            yield "synchronous: they wait for each other in turn"
-            return
-        slowest = min(rates.values())
-        waits = [
-            f"{role} {1 - slowest / rate:.0%}" for role, rate in rates.items() if rate > slowest
-        ]
-        yield f"so of their time would wait: {', '.join(waits)}"
+    A decoding step reads all weights once and each sequence's KV cache, while one core prepares the
+    next: the slower of the two is the rate. Training takes 3 times the operations of a forward
+    pass, and 4 times with activation checkpointing.
+    """
+    options, workers = cfg.generator, cfg.generator.tensor_parallel_size
+    response = max(options.max_response_tokens * _MEAN_LENGTH, 1.0)
+    per_token = sizes.kv_bytes_per_token(cfg.dtype, workers)
+    length = prompt_tokens + response / 2  # half of a response is there, on average
+    room = int(cache / (per_token * length))
+    sequences = min(options.max_num_seqs, cfg.rollouts_in_flight * cfg.group_size, room)
+    read = sizes.weight_bytes(cfg.dtype) / workers + sequences * length * per_token
+    python_s = _STEP_S + sequences * (_STEP_PER_SEQUENCE_S + _SAMPLE_S / response)
+    step_s = max(python_s, read / (_BYTES_PER_S * _READ_SHARE))  # scheduling is asynchronous
+    forward = sizes.flops.layers(int(response), prompt_tokens)
+    forward += sizes.flops.layers(prompt_tokens) / cfg.group_size
+    forward += sizes.flops.per_logprob * response
+    passes = cfg.ppo_epochs * (4 if cfg.enable_activation_checkpointing else 3)
+    per_gpu = _PEAK_FLOPS * response / forward
+    rates = {
+        "generators": cfg.num_generators * sequences / step_s,
+        "trainers": cfg.num_trainers * _TRAINED_SHARE * per_gpu / passes,
+    }
+    if needs_reference:
+        rates["references"] = cfg.num_references * _FORWARD_SHARE * per_gpu
+    shown = ", ".join(f"{role} {rate:,.0f}" for role, rate in rates.items())
+    yield f"estimate for H100 in tokens of responses per second (not measured): {shown}"
+    bound = ": Python bounds their rate" if python_s == step_s else ""
+    yield f"a generator's Python takes {python_s / step_s:.0%} of one core{bound}"
+    if cfg.max_staleness == 0:
+        yield "synchronous: they wait for each other in turn"
+        return
+    slowest = min(rates.values())
+    waits = (f"{role} {1 - slowest / rate:.0%}" for role, rate in rates.items() if rate > slowest)
+    yield f"so of their time would wait: {', '.join(waits)}"

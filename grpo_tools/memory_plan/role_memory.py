@@ -17,9 +17,9 @@ class RoleMemory:
     """Number of processes, or of workers of all generators."""
     share: float
     """Share of a GPU that a process asks for."""
-    total: int
+    total: int = 0
     """Most bytes at once: on its GPU, or of its tensors on a CPU."""
-    parts: dict[str, int]
+    parts: dict[str, int] = field(default_factory=dict)
     """Bytes by what they are for; they need not be there at the same time."""
     host: dict[str, int] = field(default_factory=dict)
     """Bytes in CPU memory beside a GPU, by what they are for."""

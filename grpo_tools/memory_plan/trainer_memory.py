@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
-from omegaconf import OmegaConf
-from torch import optim
+from numpy.typing import NDArray
+from torch import nn
 from torchtune import config
 
 from grpo_components.errors import fail
 from grpo_components.models.flops import ModelFlops
 from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.loading import DTYPES
+from grpo_components.models.logprobs import parts_of
 from grpo_components.models.lora import adapted_model
-from grpo_components.models.meshes import Sharding
+from grpo_components.models.micro_batches import plan_micro_batches
+from grpo_components.models.shared_prompts import arrange
 from grpo_components.settings import Settings
+from grpo_components.trajectory import TokenSequence
 from grpo_tools.memory_plan.generator_memory import transfer_bytes
-from grpo_tools.memory_plan.longest_batch import BatchShape, MicroBatch, longest_micro_batches
 from grpo_tools.memory_plan.model_sizes import ModelSizes
-from grpo_tools.memory_plan.passes import Bytes, PolicyOptions, inference_bytes, training_bytes
+from grpo_tools.memory_plan.passes import Bytes, inference_bytes, training_bytes
 from grpo_tools.memory_plan.role_memory import (
     FRAGMENTATION,
     GPU_PROCESS_BYTES,
@@ -47,37 +49,85 @@ _KERNELS = 1.005
 """What kernels allocate for themselves, and what else is not in the passes; 1.001 was measured."""
 
 
-def policy_options(cfg: Settings) -> PolicyOptions:
-    """Return how a trainer rank computes the policy."""
-    loss_needs_entropy = cfg.loss.get("entropy_coeff", 0) > 0
+def _policy(cfg: Settings) -> Callable[[], nn.Module]:
+    """Return the builder of the policy, with its adapters."""
     build_model = partial(config.instantiate, cfg.model)
-    if cfg.lora is not None:
-        build_model = partial(adapted_model, build_model, cfg.lora, cfg.dtype)
-    return PolicyOptions(
-        build_model=build_model,
-        build_optimizer=_optimizer(cfg),
-        num_ranks=cfg.num_trainers,
-        sharding=Sharding(
-            replicate=cfg.data_parallel_replicate_dim,
-            tensor=cfg.tensor_parallel_dim,
-            reduce_dtype=cfg.reduce_dtype,
-        ),
-        model_type=cfg.model_type,
-        dtype=cfg.dtype,
-        enable_activation_checkpointing=cfg.enable_activation_checkpointing,
-        logprob_chunk_tokens=cfg.logprob_chunk_tokens,
-        entropy_gradient=loss_needs_entropy,
-    )
+    if cfg.lora is None:
+        return build_model
+    return partial(adapted_model, build_model, cfg.lora, cfg.dtype)
+
+
+_META = torch.device("meta")  # masks of long sequences would take gigabytes
+_MAX_RANKS, _MAX_ROUNDS = 4, 3
+"""Ranks and micro-batches per rank that are planned: more would be more of the same size."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The sequences of one forward pass."""
+
+    sequences: list[TokenSequence]
+    is_only: bool
+    """Whether no rank has another micro-batch in the same update."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the forward pass, each prompt counted once."""
+        return len(arrange(parts_of(self.sequences), _META).positions)
+
+
+def longest_micro_batches(
+    cfg: Settings, prompt: int, groups: int, ranks: int, flops: ModelFlops, wide: float
+) -> list[MicroBatch]:
+    """Return the micro-batches of which one takes the most memory: one or two.
+
+    Tried are batches of responses that are all as long as allowed, of lengths spread evenly below
+    that, and of short ones, whose prompts are copied most often as keys. The heaviest one that is
+    alone in its update is kept, and the heaviest one that finds gradients of an earlier one.
+    """
+    longest, same = cfg.generator.max_response_tokens, np.full(cfg.group_size, 1)
+    spread = np.linspace(max(longest // 8, 1), longest, cfg.group_size).astype(int)
+    tried = [same * longest, spread]
+    tried += [same * short for short in (prompt // 2, prompt // 4) if 0 < short < longest]
+    kept: dict[bool, MicroBatch] = {}
+    for lengths in tried:
+        batch = _largest(cfg.tokens_per_micro_batch, prompt, lengths, groups, ranks, flops)
+        other = kept.get(batch.is_only)
+        if other is None or _weight(batch.sequences, wide) > _weight(other.sequences, wide):
+            kept[batch.is_only] = batch
+    return list(kept.values())
+
+
+def _largest(
+    budget: int, prompt: int, lengths: NDArray[np.int64], groups: int, ranks: int, flops: ModelFlops
+) -> MicroBatch:
+    """Plan groups of responses of the given lengths, and return the largest micro-batch."""
+    rounds = groups * (prompt + int(lengths.sum())) / ranks / budget
+    planned = min(ranks, _MAX_RANKS) if rounds < _MAX_ROUNDS else 1
+    sequences = []
+    for group in range(math.ceil(groups * planned / ranks * min(1.0, _MAX_ROUNDS / rounds))):
+        ids = np.full(prompt, group)
+        sequences += [TokenSequence(ids, np.zeros(n, np.int64), 1.0) for n in lengths]
+    plan = plan_micro_batches(parts_of(sequences), flops.layers, planned, budget)
+    batches = [[sequences[i] for i in batch] for rank in plan for batch in rank if batch]
+    largest = max(batches, key=lambda batch: _weight(batch, 1.0))
+    return MicroBatch(largest, len(plan[0]) == 1)
+
+
+def _weight(sequences: Sequence[TokenSequence], wide: float) -> float:
+    """Return memory in units of one token's keys and values in one layer, masks left out."""
+    column = arrange(parts_of(sequences), _META)
+    keys = sum(block.keys.numel() for block in column.layout.padded.blocks)
+    return wide * len(column.positions) + keys
 
 
 def trainer_memory(
     cfg: Settings, sizes: ModelSizes, prompt_tokens: int, device: Device
 ) -> RoleMemory:
     """Predict the memory of a trainer rank."""
-    options = policy_options(cfg)
     found, batch = max(
         (
-            (training_bytes(options, batch.sequences, has_gradients=not batch.is_only), batch)
+            (training_bytes(cfg, _policy(cfg), batch.sequences, not batch.is_only), batch)
             for batch in _batches(cfg, sizes, prompt_tokens)
         ),
         key=lambda each: _peak(each[0]),
@@ -121,10 +171,10 @@ def reference_memory(
     cfg: Settings, sizes: ModelSizes, prompt_tokens: int, device: Device
 ) -> RoleMemory:
     """Predict the memory of a reference."""
-    processes = ("reference", cfg.num_references, cfg.gpus_per_reference)
+    memory = RoleMemory("reference", cfg.num_references, cfg.gpus_per_reference)
     whole = "num_references: a reference is whole on one GPU; allowed: 0, without a KL"
-    options = policy_options(cfg)
-    return _frozen_memory(cfg, options, sizes.flops, prompt_tokens, device, processes, whole)
+    _add_frozen_model(memory, cfg, _policy(cfg), sizes.flops, prompt_tokens, device, whole)
+    return memory
 
 
 def teacher_memory(cfg: Settings, path: str, prompt_tokens: int, device: Device) -> RoleMemory:
@@ -134,66 +184,48 @@ def teacher_memory(cfg: Settings, path: str, prompt_tokens: int, device: Device)
     build_model = partial(hugging_face, path)
     with torch.device("meta"):
         flops = ModelFlops.of(build_model())
-    options = replace(policy_options(cfg), build_model=build_model)
-    processes = ("teacher", cfg.num_teachers, cfg.gpus_per_teacher)
+    memory = RoleMemory("teacher", cfg.num_teachers, cfg.gpus_per_teacher)
     whole = "teacher.path: a teacher is whole on one GPU; allowed: a smaller one"
-    return _frozen_memory(cfg, options, flops, prompt_tokens, device, processes, whole)
+    _add_frozen_model(memory, cfg, build_model, flops, prompt_tokens, device, whole)
+    return memory
 
 
-def _frozen_memory(
+def _add_frozen_model(
+    memory: RoleMemory,
     cfg: Settings,
-    options: PolicyOptions,
+    build_model: Callable[[], nn.Module],
     flops: ModelFlops,
     prompt_tokens: int,
     device: Device,
-    processes: tuple[str, int, float],
     whole: str,
-) -> RoleMemory:
-    """Predict the memory of a process that computes logprobs of groups with a frozen model."""
-    role, count, share = processes
-    batches = longest_micro_batches(_shape(cfg, prompt_tokens, 1, 1), flops, 10.0)
+) -> None:
+    """Add what a process takes that computes logprobs of groups with a frozen model."""
+    batches = longest_micro_batches(cfg, prompt_tokens, 1, 1, flops, wide=10.0)
     found, batch = max(
-        ((inference_bytes(options, b.sequences), b) for b in batches), key=lambda f: _peak(f[0])
+        ((inference_bytes(cfg, build_model, b.sequences), b) for b in batches),
+        key=lambda each: _peak(each[0]),
     )
-    total, parts = _with_rest(_peak(found), batch), {"weights": found["weights"]}
-    parts["work"] = total - found["weights"]
+    weights, memory.total = found["weights"], _with_rest(_peak(found), batch)
+    memory.parts = {"weights": weights, "work": memory.total - weights}
     if device.is_gpu:
-        parts["reserve"] = int(total * FRAGMENTATION) + GPU_PROCESS_BYTES
-        total += parts["reserve"]
-    smaller = f"tokens_per_micro_batch: {cfg.tokens_per_micro_batch} given; allowed: less"
-    if found["weights"] > 0.9 * device.nbytes * share:
-        smaller = whole
-    notes = [f"longest micro-batch {batch.tokens:,} tokens"]
-    return RoleMemory(role, count, share, total, parts, notes=notes, smaller=smaller)
-
-
-def _optimizer(cfg: Settings) -> Callable[[Any], optim.Optimizer] | None:
-    """Return the optimizer's builder, with a number as its learning rate."""
-    node = OmegaConf.create({**cfg.optimizer})
-    if OmegaConf.is_dict(node.get("lr")):
-        node.lr = 1.0
-    if node._component_.startswith("torchao."):  # its step is compiled, which needs memory
-        return partial(optim.SGD, momentum=0.9)
-    return partial(config.instantiate, node)
-
-
-def _shape(cfg: Settings, prompt_tokens: int, groups: int, num_data_ranks: int) -> BatchShape:
-    lengths = (prompt_tokens, cfg.generator.max_response_tokens)
-    split = (num_data_ranks, cfg.tokens_per_micro_batch)
-    return BatchShape(groups, cfg.group_size, *lengths, *split)
+        memory.parts["reserve"] = int(memory.total * FRAGMENTATION) + GPU_PROCESS_BYTES
+        memory.total += memory.parts["reserve"]
+    memory.notes = [f"longest micro-batch {batch.tokens:,} tokens"]
+    memory.smaller = f"tokens_per_micro_batch: {cfg.tokens_per_micro_batch} given; allowed: less"
+    if weights > 0.9 * device.nbytes * memory.share:
+        memory.smaller = whole
 
 
 def _batches(cfg: Settings, sizes: ModelSizes, prompt_tokens: int) -> list[MicroBatch]:
     groups = math.ceil(cfg.groups_per_step / cfg.updates_per_batch)
     ranks = cfg.num_trainers // cfg.tensor_parallel_dim
-    shape = _shape(cfg, prompt_tokens, groups, ranks)
     kept, key = sizes.dim, 0  # per layer; with checkpointing only a layer's input is kept
     if not cfg.enable_activation_checkpointing:
         key = 2 * sizes.num_heads * sizes.head_dim
         kept = 10 * sizes.dim + 4 * sizes.intermediate
     token = sizes.num_layers * kept + 10 * sizes.dim + 6 * sizes.intermediate
     keys = sizes.num_layers * key + 4 * sizes.num_heads * sizes.head_dim
-    return longest_micro_batches(shape, sizes.flops, token / keys)
+    return longest_micro_batches(cfg, prompt_tokens, groups, ranks, sizes.flops, token / keys)
 
 
 def _peak(found: Bytes) -> int:

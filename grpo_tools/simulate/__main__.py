@@ -7,17 +7,17 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from grpo_components.errors import fail
 from grpo_components.plain_text import one_line
-from grpo_tools.simulate.fit import Recorded, fit
-from grpo_tools.simulate.settings import Setup, changed, key_of
-from grpo_tools.simulate.simulation import WARM_UP_STEPS, Prediction, simulate
+from grpo_components.settings import Settings
+from grpo_tools.simulate.fit import WARM_UP_STEPS, Recorded, changed, fit
+from grpo_tools.simulate.simulation import Prediction, simulate
 
 Split = tuple[int, int, int]
 """Number of generators, trainers and references."""
+_KEYS: tuple[str, ...] = ("num_generators", "num_trainers", "num_references")
 _SPLITS_SHOWN = 6
 
 
@@ -42,13 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if setup.num_steps < 2 * WARM_UP_STEPS:
             fail("num_steps", f"{setup.num_steps} given", f"{2 * WARM_UP_STEPS} or more")
 
-        def predict(setup: Setup) -> Prediction:
+        def predict(setup: Settings) -> Prediction:
             lengths = run.lengths(setup, options.seed)
             return simulate(setup, run.times, lengths, seed=options.seed, filtered=run.filtered)
 
-        lines = [*_fitted(run), "", *_compared(run, predict(run.setup), setup, predict(setup))]
+        predictions = [predict(each) for each in (run.setup, setup)[: 1 + bool(options.overrides)]]
+        lines = [*_fitted(run), "", *_compared(run, predictions)]
+        if options.overrides:
+            lines.append(f"changed: {' '.join(options.overrides)}")
         if options.gpus is not None:
-            lines += ["", *_advice(setup, options.gpus, advise(setup, options.gpus, predict))]
+            lines += ["", *_advice(options.gpus, advise(setup, options.gpus, predict))]
     except (OSError, ValueError) as error:
         sys.stderr.write(f"no prediction from {one_line(str(folder))}: {one_line(str(error))}\n")
         return 2
@@ -57,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def advise(
-    setup: Setup, gpus: int, predict: Callable[[Setup], Prediction]
+    setup: Settings, gpus: int, predict: Callable[[Settings], Prediction]
 ) -> dict[Split, Prediction]:
     """Search the split with the shortest step; return all that were tried, the best first.
 
@@ -72,19 +75,17 @@ def advise(
 
     def step_s(split: Split) -> float:
         if split not in tried:
-            names = ("num_generators", "num_trainers", "num_references")
-            tried[split] = predict(replace(setup, **dict(zip(names, split, strict=True))))
+            numbers = dict(zip(_KEYS, split, strict=True))
+            tried[split] = predict(setup.model_copy(update=numbers))
         return tried[split].step_s
 
     each, references = gpus // kinds, gpus // kinds * (kinds - 2)
     best, stride = (gpus - each - references, each, references), max(1, gpus // 8)
     while stride:
-        moves = [split for split in _moves(best, stride) if step_s(split) < step_s(best)]
-        if moves:
-            best = min(moves, key=step_s)
-        else:
+        better = min((best, *_moves(best, stride)), key=step_s)
+        if better == best:
             stride //= 2
-    step_s(best)
+        best = better
     return dict(sorted(tried.items(), key=lambda item: item[1].step_s))
 
 
@@ -100,59 +101,53 @@ def _moves(split: Split, stride: int) -> Iterator[Split]:
 
 
 def _fitted(run: Recorded) -> list[str]:
-    times, step = run.times, run.times.engine_step
+    times = run.times
     lengths = [tokens for group in run.groups for tokens in group]
     return [
         f"fitted from {run.setup.num_steps} steps:",
-        f"  engine step   {_ms(step.per_step)} + {_ms(step.per_sequence)} a sequence"
-        f" + {_ms(step.per_prompt)} a prompt",
+        f"  engine step   {_ms(times.step_s)} + {_ms(times.step_s_per_sequence)} a sequence"
+        f" + {_ms(times.step_s_per_prompt)} a prompt",
         f"  response      {statistics.fmean(lengths):.1f} tokens, at most {max(lengths)}",
         f"  training step {_ms(times.update_s)} + {1e6 * times.train_s_per_token:.1f} us a token",
         f"  weights       gather {_ms(times.gather_s)}, swap {_ms(times.load_s)}",
     ]
 
 
-def _compared(run: Recorded, own: Prediction, setup: Setup, other: Prediction) -> list[str]:
-    changes = [
-        f"{key_of(name)}={value}"
-        for name, value in vars(setup).items()
-        if value != getattr(run.setup, name)
-    ]
+def _compared(run: Recorded, predictions: Sequence[Prediction]) -> list[str]:
+    columns = (run, *predictions)
     rows = [
         ("", "recorded", "simulated", "changed"),
-        ("seconds a step", *(f"{each.step_s:.3f}" for each in (run, own, other))),
-        ("samples per second", "", *(f"{each.samples_per_s:.1f}" for each in (own, other))),
-        ("staleness, mean", *(f"{each.staleness_mean:.2f}" for each in (run, own, other))),
-        ("staleness, max", *(f"{each.staleness_max}" for each in (run, own, other))),
-        ("groups dropped as stale", *(f"{each.dropped['stale']}" for each in (run, own, other))),
+        ("seconds a step", *(f"{each.step_s:.3f}" for each in columns)),
+        ("samples per second", "", *(f"{each.samples_per_s:.1f}" for each in predictions)),
+        ("staleness, mean", *(f"{each.staleness_mean:.2f}" for each in columns)),
+        ("staleness, max", *(f"{each.staleness_max}" for each in columns)),
+        ("groups dropped as stale", *(f"{each.dropped['stale']}" for each in columns)),
     ]
-    families = dict.fromkeys([*own.idle, *other.idle])
-    rows += [(f"idle: {each}", "", _idle(own, each), _idle(other, each)) for each in families]
-    width = 4 if changes else 3
-    lines = [f"{row[0]:24}" + "".join(f"{cell:>12}" for cell in row[1:width]) for row in rows]
-    return [*lines, *([f"changed: {' '.join(changes)}"] if changes else [])]
+    for family in dict.fromkeys(family for each in predictions for family in each.idle):
+        rows.append((f"idle: {family}", "", *(_idle(each, family) for each in predictions)))
+    width = 1 + len(columns)
+    return [f"{row[0]:24}" + "".join(f"{cell:>12}" for cell in row[1:width]) for row in rows]
 
 
 def _idle(prediction: Prediction, family: str) -> str:
     return f"{prediction.idle[family]:.0%}" if family in prediction.idle else "none"
 
 
-def _advice(setup: Setup, gpus: int, tried: dict[Split, Prediction]) -> list[str]:
-    lines = [f"{gpus} GPUs, one for each role, each as fast as the recorded run's:"]
-    lines.append(
+def _advice(gpus: int, tried: dict[Split, Prediction]) -> Iterator[str]:
+    yield f"{gpus} GPUs, one for each role, each as fast as the recorded run's:"
+    yield (
         f"{'generators : trainers : references':36}{'s a step':>10}{'samples/s':>11}"
         f"{'staleness':>11}{'idle: generators, trainers':>29}"
     )
-    for split, found in list(tried.items())[:_SPLITS_SHOWN]:
+    for split, found in itertools.islice(tried.items(), _SPLITS_SHOWN):
         shares = f"{_idle(found, 'generators')}, {_idle(found, 'trainers')}"
-        lines.append(
+        yield (
             f"{' : '.join(map(str, split)):36}{found.step_s:10.3f}{found.samples_per_s:11.1f}"
             f"{found.staleness_mean:11.2f}{shares:>29}"
         )
-    generators, trainers, references = next(iter(tried))
-    keys = f"num_generators={generators} num_trainers={trainers}"
-    keys += f" num_references={references}" if setup.num_references else ""
-    return [*lines, f"best of {len(tried)} splits tried: {keys}"]
+    best = zip(_KEYS, next(iter(tried)), strict=True)
+    keys = " ".join(f"{key}={number}" for key, number in best if number)
+    yield f"best of {len(tried)} splits tried: {keys}"
 
 
 def _ms(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,22 +13,95 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from grpo_components.config.reading import merge_overrides, read_settings
+from grpo_components.errors import fail
 from grpo_components.files import Record, records_of
 from grpo_components.rollout.engine_use import NO_REWARD
-from grpo_tools.simulate.settings import Setup, setup_of
-from grpo_tools.simulate.simulation import WARM_UP_STEPS
-from grpo_tools.simulate.times import Lengths, StepTime, Times
+from grpo_components.settings import Settings
 
 
-class UnfitError(ValueError):
-    """A run's files lack what a simulation needs; the message says what."""
+@dataclass(frozen=True)
+class Times:
+    """Fitted seconds of one run."""
+
+    step_s: float
+    """Part of every step of an engine."""
+    step_s_per_sequence: float
+    step_s_per_prompt: float
+    """Part for each prompt that is read in the step."""
+    collect_s: float
+    """A generator's work for each response outside the engine: environment, packing."""
+    reward_s: float
+    """From a group's last token to its last reward, without the generator's own work."""
+    load_s: float
+    """Swap of an engine's weights."""
+    update_s: float
+    """Fixed part of a training step: the optimizer."""
+    train_s_per_token: float
+    """Part of a training step for each token of prompts and responses."""
+    train_scatter: tuple[float, ...]
+    """Seconds of each recorded step, relative to the fitted ones."""
+    prompt_tokens: float
+    """Mean tokens of a prompt; trainer and reference compute a group's prompt once."""
+    gather_s: float
+    """Gather of the weights for a push."""
+    export_s: float
+    """Packing of the weights, beside the next step."""
+    reference_s_per_token: float
+    """A reference's seconds for each token of prompts and responses."""
+
+    def engine_step(self, sequences: int, prompts: float = 0) -> float:
+        """Return the seconds of a step with so many sequences and new prompts."""
+        per_sequence = self.step_s_per_sequence * sequences
+        return self.step_s + per_sequence + self.step_s_per_prompt * prompts
+
+    def train(self, response_tokens: int, groups: float, ranks: int) -> float:
+        """Return the seconds of a training step."""
+        tokens = response_tokens + groups * self.prompt_tokens
+        return self.update_s + self.train_s_per_token * tokens / ranks
+
+    def reference(self, response_tokens: float) -> float:
+        """Return the seconds of a group's reference logprobs."""
+        return self.reference_s_per_token * (response_tokens + self.prompt_tokens)
+
+
+class Lengths:
+    """Draws the lengths of a group's responses from those of recorded groups, cut at `longest`.
+
+    A group id gives the same lengths in every simulation, so that they can be compared.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[int]], longest: int, seed: int) -> None:
+        self._seed = seed
+        self._groups = [[max(1, min(tokens, longest)) for tokens in group] for group in groups]
+        self.mean = statistics.fmean(tokens for group in self._groups for tokens in group)
+
+    def of_group(self, group_id: int, size: int) -> list[int]:
+        """Return the lengths of a group's responses, in tokens."""
+        draw = random.Random(f"{self._seed} {group_id}")
+        recorded = draw.choice(self._groups)
+        if size <= len(recorded):
+            return draw.sample(recorded, size)
+        return draw.choices(recorded, k=size)
+
+
+WARM_UP_STEPS = 5
+"""Steps that no mean counts, of a recorded run and of a simulation: the pipeline fills."""
+SIMULATED = (
+    *("num_generators", "num_trainers", "num_references", "rollouts_in_flight"),
+    *("push_every_n_steps", "pull_every_m_rollouts", "max_staleness", "stale_groups"),
+    *("groups_per_step", "group_size", "num_steps"),
+    *("generator.max_response_tokens", "generator.max_num_seqs"),
+)
+"""Keys of a config that decide how a run's roles work together."""
+_NOT_SIMULATED = ("colocate", "teacher", "replay_generation")
 
 
 @dataclass(frozen=True)
 class Recorded:
     """What a simulation knows of a recorded run."""
 
-    setup: Setup
+    setup: Settings
     times: Times
     groups: tuple[tuple[int, ...], ...]
     """Tokens of each response, by group."""
@@ -40,15 +114,27 @@ class Recorded:
     dropped: Counter[str]
     """Dropped groups by reason."""
 
-    def lengths(self, setup: Setup, seed: int) -> Lengths:
+    def lengths(self, setup: Settings, seed: int) -> Lengths:
         """Return the lengths of responses for a changed setup."""
-        return Lengths(
-            self.groups,
-            seed=seed,
-            scale=setup.length_scale,
-            tail=setup.length_tail,
-            longest=setup.max_response_tokens,
-        )
+        return Lengths(self.groups, setup.generator.max_response_tokens, seed)
+
+
+def read_setup(config: Record, has_references: bool) -> Settings:
+    """Read the settings of a run; refuse what is not simulated."""
+    setup = read_settings(config)
+    for key in _NOT_SIMULATED:
+        if getattr(setup, key):
+            fail(key, "used by the recorded run, and not simulated", "a run without it")
+    return setup if has_references else setup.model_copy(update={"num_references": 0})
+
+
+def changed(setup: Settings, overrides: Sequence[str]) -> Settings:
+    """Return the settings with some keys changed."""
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key not in SIMULATED:
+            fail(key, "no key of a simulation", ", ".join(SIMULATED))
+    return read_settings(merge_overrides(setup.model_dump(), overrides))
 
 
 def fit(folder: Path) -> Recorded:
@@ -60,12 +146,12 @@ def fit(folder: Path) -> Recorded:
     records = records_of(folder / "logs" / "metrics.jsonl")
     steps = [each for each in records if each["step"] > WARM_UP_STEPS]
     if events["restart"] or events["rollback"]:
-        raise UnfitError("a role was restarted; a simulation needs an undisturbed run")
+        raise ValueError("a role was restarted; a simulation needs an undisturbed run")
     if len(steps) < WARM_UP_STEPS:
-        raise UnfitError(f"{2 * WARM_UP_STEPS} steps or more are needed")
+        raise ValueError(f"{2 * WARM_UP_STEPS} steps or more are needed")
     beats = records_of(folder / "logs" / "heartbeats.jsonl")
     roles = {beat["role"]: beat for beat in beats}  # the last heartbeat has the sums
-    setup = setup_of(config, "reference_0" in roles)
+    setup = read_setup(config, "reference_0" in roles)
     groups = tuple(tuple(event["response_tokens"]) for event in events["finish"])
     dropped = Counter[str]()
     for event in events["drop"]:
@@ -91,7 +177,7 @@ def _step_s(steps: Sequence[Record], events: Mapping[str, Sequence[Record]]) -> 
 
 
 def _times(
-    setup: Setup,
+    setup: Settings,
     events: Mapping[str, Sequence[Record]],
     steps: Sequence[Record],
     roles: Mapping[str, Record],
@@ -108,10 +194,13 @@ def _times(
     rewards_cpu_s = spent(generators, NO_REWARD, "cpu_seconds")
     responses = sum(sum(event["response_tokens"]) for event in events["finish"])
     groups, pushes = len(events["finish"]), max(1, len(events["push"]))
+    step_s, per_sequence, per_prompt = _step_time(engine)
     update_s, per_token, scatter = _train(setup, steps, prompt_tokens / prompts)
     trainer = [roles["trainer_0"]]
     return Times(
-        engine_step=_step_time(engine),
+        step_s=step_s,
+        step_s_per_sequence=per_sequence,
+        step_s_per_prompt=per_prompt,
         collect_s=max(0.0, outside + rewards_cpu_s) / prompts,
         reward_s=max(0.0, spent(generators, NO_REWARD) - rewards_cpu_s) / groups,
         load_s=spent(generators, "loading weights") / max(1, len(events["load"])),
@@ -126,7 +215,7 @@ def _times(
     )
 
 
-def _step_time(engine: Sequence[Sequence[float]]) -> StepTime:
+def _step_time(engine: Sequence[Sequence[float]]) -> list[float]:
     """Fit the seconds of an engine's step by least squares, no coefficient negative.
 
     `engine` has sums of steps, sequences, prompts, prompt tokens and seconds, by size of the batch.
@@ -143,11 +232,11 @@ def _step_time(engine: Sequence[Sequence[float]]) -> StepTime:
             if (found >= 0).all() and residual @ residual < least:
                 best, least = np.zeros(3), float(residual @ residual)
                 best[columns] = found
-    return StepTime(*best.tolist())
+    return best.tolist()
 
 
 def _train(
-    setup: Setup, steps: Sequence[Record], prompt_tokens: float
+    setup: Settings, steps: Sequence[Record], prompt_tokens: float
 ) -> tuple[float, float, tuple[float, ...]]:
     """Return the fixed seconds of a step, those per token, and the scatter of the steps."""
     trained = [step for step in steps if step["time/update"] > 0]  # others are skipped

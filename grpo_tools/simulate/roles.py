@@ -1,10 +1,12 @@
-"""Roles that only take their time: generator, trainer and reference, and the calls on them."""
+"""Roles that only take their time: generators with an engine, trainers, references."""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import math
 import random
-from collections import Counter, defaultdict
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +15,108 @@ from numpy.typing import NDArray
 from grpo_components.exchange.weight_probe import LoadedWeights
 from grpo_components.exchange.weights import snapshot_checksum
 from grpo_components.rollout.sequence_budget import SequenceBudget
+from grpo_components.settings import Settings
 from grpo_components.training.step_result import StepResult
 from grpo_components.trajectory import GroupSummary, PackedTrajectories, pack
-from grpo_tools.simulate.engine import VirtualEngine
-from grpo_tools.simulate.times import Lengths, Times
-from grpo_tools.simulate.virtual_time import BusyTime
+from grpo_tools.simulate.fit import Lengths, Times
+from grpo_tools.simulate.virtual_time import BusyTime, now
 
-NO_TOKENS: PackedTrajectories = pack([])
-_SIDE_BY_SIDE = ("reserve", "generate_group", "load_weights", "evaluate", "add", "take")
-"""Coroutines of the real roles: calls of them run side by side."""
+
+class VirtualEngine:
+    """Samples one token of every running sequence per step, as vLLM does.
+
+    Steps in which no sequence comes or goes pass at once. A request or new weights that arrive
+    meanwhile enter at the end of the present step.
+    """
+
+    def __init__(self, times: Times, max_num_seqs: int) -> None:
+        self._times, self._max_num_seqs = times, max_num_seqs
+        self._swaps = [(0, 0)]
+        """(first step, version) of each version of the weights, in order."""
+        self._step = self._number = 0
+        self._waiting: deque[tuple[int, asyncio.Future[Counter[int]]]] = deque()
+        self._loads: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._running: list[tuple[int, int, int, asyncio.Future[Counter[int]]]] = []
+        """Heap of (step after which it ends, number, first step, result)."""
+        self._arrived = asyncio.Event()
+        self.busy = BusyTime()
+
+    def sample(self, tokens: int) -> asyncio.Future[Counter[int]]:
+        """Queue a response; its result is policy version -> number of tokens that it sampled."""
+        future: asyncio.Future[Counter[int]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((tokens, future))
+        self._arrived.set()
+        return future
+
+    def load(self, version: int) -> asyncio.Future[None]:
+        """Swap the weights before the next step."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loads.append((version, future))
+        self._arrived.set()
+        return future
+
+    async def run(self) -> None:
+        """Make steps forever."""
+        while True:
+            if not (self._waiting or self._loads or self._running):
+                self._arrived.clear()
+                await self._arrived.wait()
+            with self.busy.count():
+                while self._loads:
+                    version, loaded = self._loads.popleft()
+                    await asyncio.sleep(self._times.load_s)
+                    self._swaps.append((self._step, version))
+                    loaded.set_result(None)
+                    await asyncio.sleep(0)  # who waits for the weights goes on before the next step
+                prompts = self._enter()
+                if self._running:
+                    await self._make_steps(prompts)
+
+    def _enter(self) -> int:
+        """Let waiting sequences in while there is room, and return their number."""
+        entering = min(len(self._waiting), self._max_num_seqs - len(self._running))
+        for _ in range(entering):
+            tokens, future = self._waiting.popleft()
+            heapq.heappush(
+                self._running, (self._step + max(1, tokens), self._number, self._step, future)
+            )
+            self._number += 1
+        return entering
+
+    async def _make_steps(self, prompts: int) -> None:
+        """Make steps until a sequence ends, or until the end of the step in which one arrives."""
+        sequences, began = len(self._running), now()
+        first = self._times.engine_step(sequences, prompts)
+        later = self._times.engine_step(sequences)
+        steps = self._running[0][0] - self._step
+        self._arrived.clear()
+        try:
+            async with asyncio.timeout(first + (steps - 1) * later):
+                await self._arrived.wait()
+            passed = now() - began
+            whole = 1 + math.ceil(max(0.0, passed - first) / later - 1e-9) if later else steps
+            steps = min(steps, whole)
+            await asyncio.sleep(max(0.0, first + (steps - 1) * later - passed))
+        except TimeoutError:
+            pass
+        self._step += steps
+        while self._running and self._running[0][0] <= self._step:
+            _, _, entered, future = heapq.heappop(self._running)
+            future.set_result(self._versions(entered))
+
+    def _versions(self, first: int) -> Counter[int]:
+        """Return the number of steps of each version in the steps since `first`."""
+        found, end = Counter[int](), self._step
+        for start, version in reversed(self._swaps):
+            if start < end:
+                found[version] += end - max(start, first)
+                end = max(start, first)
+            if start <= first:
+                break
+        return found
+
+
+_NO_TOKENS: PackedTrajectories = pack([])
 
 
 class VirtualGenerator:
@@ -31,17 +126,12 @@ class VirtualGenerator:
     """
 
     def __init__(
-        self,
-        engine: VirtualEngine,
-        times: Times,
-        lengths: Lengths,
-        group_size: int,
-        rollouts_in_flight: int,
-        versions: dict[int, Counter[int]],
+        self, setup: Settings, times: Times, lengths: Lengths, versions: dict[int, Counter[int]]
     ) -> None:
-        self.engine, self._times, self._lengths = engine, times, lengths
-        self._group_size, self._versions = group_size, versions
-        self._budget = SequenceBudget(rollouts_in_flight, group_size)
+        self.engine = VirtualEngine(times, setup.generator.max_num_seqs)
+        self._times, self._lengths, self._versions = times, lengths, versions
+        self._group_size = setup.group_size
+        self._budget = SequenceBudget(setup.rollouts_in_flight, setup.group_size)
         self._collecting = asyncio.Lock()
 
     async def reserve(self, patience_s: float) -> int:
@@ -79,7 +169,7 @@ class VirtualGenerator:
             reward_terms=[{}] * size,
             turns=[1] * size,
         )
-        return NO_TOKENS, summary, {}
+        return _NO_TOKENS, summary, {}
 
     async def _collect(self) -> None:
         """Take half of a group's work outside the engine; one interpreter does one at a time."""
@@ -95,16 +185,16 @@ class VirtualGenerator:
 class VirtualTrainer:
     """Takes the time of one trainer rank."""
 
-    def __init__(self, times: Times, group_size: int, num_ranks: int, seed: int) -> None:
-        self._times, self._group_size, self._num_ranks = times, group_size, num_ranks
-        self._random = random.Random(f"{seed} trainer")
+    def __init__(self, setup: Settings, times: Times, seed: int) -> None:
+        self._times, self._group_size, self._num_ranks = times, setup.group_size, setup.num_trainers
+        self._random = random.Random(f"{seed} trainer")  # the same on all ranks
+        self._exporting = asyncio.Lock()
         self.policy_version, self.busy = 0, BusyTime()
 
     async def train_step(self, batch: Any, lengths: NDArray[Any], step: int) -> StepResult:
         """Take the time of a step on responses of the given lengths, [S] tokens."""
-        tokens = int(lengths.sum())
-        scatter = self._random.choice(self._times.train_scatter)  # the same on all ranks
-        groups = len(lengths) / self._group_size
+        tokens, groups = int(lengths.sum()), len(lengths) / self._group_size
+        scatter = self._random.choice(self._times.train_scatter)
         with self.busy.count():
             await asyncio.sleep(self._times.train(tokens, groups, self._num_ranks) * scatter)
         self.policy_version += 1
@@ -125,34 +215,34 @@ class VirtualTrainer:
 
     async def export_weights(self, version: int) -> tuple[Any, tuple[()]]:
         """Take the time of the export, beside the next step; see `Trainer.export_weights`."""
-        await asyncio.sleep(self._times.export_s)
+        async with self._exporting:
+            await asyncio.sleep(self._times.export_s)
         return None, ()
 
 
 class VirtualReference:
-    """Takes the time of a reference, which computes each group as one of mean lengths."""
+    """Takes the time of a reference, which computes one group after the other, of mean lengths."""
 
-    def __init__(self, times: Times, group_size: int, lengths: Lengths) -> None:
-        self._seconds = times.reference(group_size * lengths.mean)
-        self._group_size, self.busy = group_size, BusyTime()
+    def __init__(self, setup: Settings, times: Times, lengths: Lengths) -> None:
+        self._seconds = times.reference(setup.group_size * lengths.mean)
+        self._computing, self.busy = asyncio.Lock(), BusyTime()
 
     async def add_logprobs(self, group: Any) -> tuple[Any, list[float]]:
         """Take the time of a group's logprobs; see `Reference.add_logprobs`."""
-        with self.busy.count():
-            await asyncio.sleep(self._seconds)
-        return group, [0.0] * self._group_size
+        async with self._computing:
+            with self.busy.count():
+                await asyncio.sleep(self._seconds)
+        return group, []
 
 
 @dataclass(frozen=True)
-class VirtualPart:
-    """One part of a call's result."""
+class _Part:
+    """The result of a call, or the item of it with a number."""
 
     result: asyncio.Task[Any]
     number: int | None
-    """Position in the returned tuple; None for a single value."""
 
     async def value(self) -> Any:
-        """Wait for the call, and return this part of its result."""
         result = await self.result
         return result if self.number is None else result[self.number]
 
@@ -164,24 +254,18 @@ class VirtualRole:
 
     def __init__(self, name: str, target: Any) -> None:
         self.name, self._target = name, target
-        self._lanes: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def submit(self, method: str, *args: Any, num_returns: int = 1, lane: str = "main") -> Any:
         """Start a call; see `Role.submit`."""
-        task = asyncio.create_task(self._run(method, args, lane))
+        task = asyncio.create_task(self._run(method, args))
         if num_returns == 1:
-            return VirtualPart(task, None)
-        return [VirtualPart(task, number) for number in range(num_returns)]
+            return _Part(task, None)
+        return [_Part(task, number) for number in range(num_returns)]
 
-    async def _run(self, method: str, args: tuple[Any, ...], lane: str) -> Any:
-        values = [await arg.value() if isinstance(arg, VirtualPart) else arg for arg in args]
-        function = getattr(self._target, method)
-        if not asyncio.iscoroutinefunction(function):
-            return function(*values)
-        if method in _SIDE_BY_SIDE:
-            return await function(*values)
-        async with self._lanes[lane]:
-            return await function(*values)
+    async def _run(self, method: str, args: tuple[Any, ...]) -> Any:
+        values = [await arg.value() if isinstance(arg, _Part) else arg for arg in args]
+        result = getattr(self._target, method)(*values)
+        return await result if asyncio.iscoroutine(result) else result
 
     async def call(
         self,
@@ -193,15 +277,13 @@ class VirtualRole:
         turn: Any = None,
     ) -> Any:
         """Call a method and wait for its result; see `Role.call`."""
-        sent = self.submit(method, *args, num_returns=num_returns, lane=lane)
+        sent = self.submit(method, *args, num_returns=num_returns)
         if num_returns == 1:
-            return await self.answer(sent, method, timeout_s)
-        return sent, await self.answer(sent[1], method, timeout_s)
+            return await sent.value()
+        return sent, await sent[1].value()
 
-    async def call_once(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Call a method and wait for its result; see `Role.call_once`."""
-        return await self.call(method, *args, timeout_s=timeout_s)
+    call_once = call
 
-    async def answer(self, reference: VirtualPart, what: str, timeout_s: float) -> Any:
+    async def answer(self, reference: _Part, what: str, timeout_s: float) -> Any:
         """Wait for a result; see `Role.answer`."""
         return await reference.value()

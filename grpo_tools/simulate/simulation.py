@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
 import random
+import runpy
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,20 +33,17 @@ from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.settings import Settings
 from grpo_components.training.step_result import StepResult
-from grpo_tools.simulate.engine import VirtualEngine
+from grpo_tools.simulate.fit import WARM_UP_STEPS, Lengths, Times
 from grpo_tools.simulate.roles import (
     VirtualGenerator,
     VirtualReference,
     VirtualRole,
     VirtualTrainer,
 )
-from grpo_tools.simulate.settings import Setup
-from grpo_tools.simulate.times import Lengths, Times
-from grpo_tools.simulate.virtual_time import run_in_virtual_time
+from grpo_tools.simulate.virtual_time import now, run_in_virtual_time
 
-WARM_UP_STEPS = 5
-"""Steps that no mean counts, of a recorded run and of a simulation: the pipeline fills."""
 _PATIENCE_S = 1e9
 """Time-outs of the virtual run, in virtual seconds."""
 
@@ -54,29 +52,25 @@ _PATIENCE_S = 1e9
 class Prediction:
     """What a run did in virtual time; means are over the steps after `WARM_UP_STEPS`."""
 
-    step_s: float = 0.0
+    step_s: float
     """Mean seconds from the end of one step to the end of the next."""
-    staleness_mean: float = 0.0
-    staleness_max: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Dropped groups by reason, of the whole run."""
-    idle: dict[str, float] = field(default_factory=dict)
-    """Share of the time in which a role does nothing, mean over the roles of a family."""
-    samples_per_s: float = 0.0
+    samples_per_s: float
     """Trained responses per second."""
-    events: list[tuple[float, Event]] = field(default_factory=list)
+    staleness_mean: float
+    staleness_max: int
+    dropped: Counter[str]
+    """Dropped groups by reason, of the whole run."""
+    idle: dict[str, float]
+    """Share of the time in which a role does nothing, mean over the roles of a family."""
+    events: list[tuple[float, Event]]
     """All events of the run, each with its virtual time."""
 
 
-@lru_cache(maxsize=1)
+@cache
 def _recipe_class() -> Any:
     """Return the installed recipe's class."""
     path = recipes_folder() / f"{RECIPE}.py"
-    spec = importlib.util.spec_from_file_location("simulated_recipe", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.AsyncGRPOFullFinetuneRecipeDistributed
+    return runpy.run_path(str(path))["AsyncGRPOFullFinetuneRecipeDistributed"]
 
 
 def connected(
@@ -99,11 +93,8 @@ def connected(
     recipe.reward_shaping = lambda batch, step: batch.response_lengths
     recipe.advantages = lambda lengths: lengths
     recipe.dynamic_sampling = None
-    buffer, references, waits = (
-        roles["replay_buffer"][0],
-        roles["reference"],
-        stale_groups == "wait",
-    )
+    buffer, references = roles["replay_buffer"][0], roles["reference"]
+    waits = stale_groups == "wait"
     recipe.roles = Roles(
         generators=[GeneratorHandle(role, ledger, limit, limit) for role in roles["generator"]],
         buffer=ReplayBufferHandle(buffer, ledger, limit, limit, wait_for_stale=waits),
@@ -123,81 +114,80 @@ def connected(
 
 
 def simulate(
-    setup: Setup,
-    times: Times,
-    lengths: Lengths,
-    *,
-    seed: int = 0,
-    filtered: float = 0.0,
+    setup: Settings, times: Times, lengths: Lengths, *, seed: int = 0, filtered: float = 0.0
 ) -> Prediction:
-    """Run a job in virtual time."""
+    """Run a job in virtual time, in which dynamic sampling discards a share of the groups."""
     return run_in_virtual_time(_Simulation(setup, times, lengths, seed, filtered).run())
 
 
 class _Simulation:
-    def __init__(
-        self, setup: Setup, times: Times, lengths: Lengths, seed: int, filtered: float
-    ) -> None:
-        self._setup, self._times, self._lengths, self._seed = setup, times, lengths, seed
-        self._filtered = filtered
-        self._versions: dict[int, Counter[int]] = {}
-        self._prediction = Prediction()
-        self._staleness: Counter[int] = Counter()
-        self._marks: list[tuple[float, dict[str, float]]] = []
-        """Time and busy seconds of each role, at the end of the warm-up and of the run."""
+    """The run, and what its loops call of `Run`."""
 
-    async def run(self) -> Prediction:
-        setup, loop = self._setup, asyncio.get_running_loop()
+    def __init__(
+        self, setup: Settings, times: Times, lengths: Lengths, seed: int, filtered: float
+    ) -> None:
+        self._setup = setup
         contract = StalenessContract(setup.max_staleness, setup.groups_per_step)
         prompts = (({"prompt_index": number}, 0) for number in itertools.count())
         self._ledger = Ledger(contract, setup.num_steps, prompts)
-
-        def note(event: Event) -> None:
-            self._prediction.events.append((loop.time(), event))
-
-        self._ledger.events = EventOrder(listeners=[note])
-        every = setup.push_every_n_steps, setup.pull_every_m_rollouts
-        knobs = setup.groups_per_step, setup.stale_groups, *every
-        recipe = connected(self._ledger, self._roles(contract), self, *knobs)
-        if self._filtered:
-            draw = random.Random(f"{self._seed} filter")
-            keeps = SimpleNamespace(keeps=lambda *given: draw.random() >= self._filtered)
-            recipe.dynamic_sampling = keeps
-        engines = [asyncio.create_task(engine.run()) for engine in self._engines]
-        await recipe.loops()
-        for engine in engines:
-            engine.cancel()
-        return self._measured()
-
-    def _roles(self, contract: StalenessContract) -> dict[str, list[VirtualRole]]:
-        setup, times = self._setup, self._times
-        size, ranks = setup.group_size, setup.num_trainers
-        self._engines = [
-            VirtualEngine(times.engine_step, times.load_s, setup.max_num_seqs)
+        self._events: list[tuple[float, Event]] = []
+        self._ledger.events = EventOrder(
+            listeners=[lambda event: self._events.append((now(), event))]
+        )
+        self._versions: dict[int, Counter[int]] = {}
+        self._oldest = 0
+        self._staleness: Counter[int] = Counter()
+        self._marks: list[tuple[float, dict[str, float]]] = []
+        """Time and busy seconds of each family, at the end of the warm-up and of the run."""
+        generators = [
+            VirtualGenerator(setup, times, lengths, self._versions)
             for _ in range(setup.num_generators)
         ]
-        self._trainers = [VirtualTrainer(times, size, ranks, self._seed) for _ in range(ranks)]
-        self._references = [
-            VirtualReference(times, size, self._lengths) for _ in range(setup.num_references)
-        ]
+        trainers = [VirtualTrainer(setup, times, seed) for _ in range(setup.num_trainers)]
+        references = [VirtualReference(setup, times, lengths) for _ in range(setup.num_references)]
+        self._engines = [generator.engine for generator in generators]
+        self._workers = {
+            "generators": self._engines,
+            "trainers": trainers,
+            "references": references,
+        }
         families = {
-            "generator": [
-                VirtualGenerator(
-                    engine, times, self._lengths, size, setup.rollouts_in_flight, self._versions
-                )
-                for engine in self._engines
-            ],
-            "trainer": self._trainers,
-            "reference": self._references,
+            "generator": generators,
+            "trainer": trainers,
+            "reference": references,
             "replay_buffer": [ReplayBuffer(contract=contract, timeout_s=_PATIENCE_S)],
             "parameter_server": [VLLMParameterServer()],
         }
-        return {
+        roles = {
             family: [VirtualRole(f"{family}_{n}", target) for n, target in enumerate(targets)]
             for family, targets in families.items()
         }
+        every = setup.push_every_n_steps, setup.pull_every_m_rollouts
+        knobs = setup.groups_per_step, setup.stale_groups, *every
+        self._recipe = connected(self._ledger, roles, self, *knobs)
+        if filtered:
+            draw = random.Random(f"{seed} filter")
+            keeps = SimpleNamespace(keeps=lambda *group: draw.random() >= filtered)
+            self._recipe.dynamic_sampling = keeps
 
-    # What the loops call of `Run`.
+    async def run(self) -> Prediction:
+        """Run the loops to their end."""
+        engines = [asyncio.create_task(engine.run()) for engine in self._engines]
+        await self._recipe.loops()
+        for engine in engines:
+            engine.cancel()
+        setup, ages = self._setup, self._staleness
+        (begin, before), (end, after) = self._marks
+        step_s = (end - begin) / (setup.num_steps - WARM_UP_STEPS)
+        return Prediction(
+            step_s=step_s,
+            samples_per_s=setup.groups_per_step * setup.group_size / step_s,
+            staleness_mean=sum(age * tokens for age, tokens in ages.items()) / ages.total(),
+            staleness_max=self._oldest,
+            dropped=self._ledger.dropped_groups,
+            idle={name: 1 - (after[name] - before[name]) / (end - begin) for name in after},
+            events=self._events,
+        )
 
     async def restore(self) -> None:
         """Nothing to restore."""
@@ -216,33 +206,18 @@ class _Simulation:
         done = self._ledger.steps_done
         for entry in batch.entries:
             versions = self._versions.pop(entry.group_id)
-            oldest = trained_from - min(versions)
-            self._prediction.staleness_max = max(self._prediction.staleness_max, oldest)
+            self._oldest = max(self._oldest, trained_from - min(versions))
             if done > WARM_UP_STEPS:
                 for version, tokens in versions.items():
                     self._staleness[trained_from - version] += tokens
         if done in (WARM_UP_STEPS, self._setup.num_steps):
-            self._marks.append((asyncio.get_running_loop().time(), self._busy()))
+            self._marks.append((now(), self._busy()))
 
     async def finish(self) -> None:
         """Nothing is left to write."""
 
     def _busy(self) -> dict[str, float]:
-        families = {
-            "generators": [each.busy.seconds() for each in self._engines],
-            "trainers": [each.busy.seconds() for each in self._trainers],
-            "references": [each.busy.seconds() for each in self._references],
+        families = self._workers.items()
+        return {
+            name: fmean(each.busy.seconds() for each in some) for name, some in families if some
         }
-        return {name: sum(busy) / len(busy) for name, busy in families.items() if busy}
-
-    def _measured(self) -> Prediction:
-        found, setup = self._prediction, self._setup
-        (begin, before), (end, after) = self._marks
-        steps = setup.num_steps - WARM_UP_STEPS
-        found.step_s = (end - begin) / steps
-        found.idle = {name: 1 - (after[name] - before[name]) / (end - begin) for name in after}
-        tokens = sum(self._staleness.values())
-        found.staleness_mean = sum(age * n for age, n in self._staleness.items()) / tokens
-        found.dropped = self._ledger.dropped_groups
-        found.samples_per_s = setup.groups_per_step * setup.group_size / found.step_s
-        return found

@@ -149,7 +149,6 @@ EDITS = [
     ("parses", ("step", 0), ("token_versions",), {"x": 4}),
     ("parses", ("step", 4), ("correction_mass",), -0.1),
     ("parses", ("step", 4), ("token_versions",), {"03": 10, "1": 4}),
-    ("parses", ("step", 4), ("policy_version",), 2**53 + 1),
     ("parses", ("finish", 3), ("response_tokens",), []),
     ("header", ("start", 0), ("attempt",), 1),
     ("header", ("start", 0), ("format",), 3),

@@ -451,7 +451,6 @@ def test_after_kills_and_resumes_no_prompt_is_lost_or_trained_twice(schedule, ki
         report, summary = audit(Path(folder) / "receipts.jsonl")
     assert not report.broken, (summary, report.broken)
     assert report.checked["books"] > NUM_STEPS and "; residual 0/0\n" in summary
-    assert not any("is not known" in note for note in report.notes)  # the event log has the rest
     assert_trained_once(run)
     if not smaller:  # else the last steps may need fewer groups than are alive
         assert_complete(run)

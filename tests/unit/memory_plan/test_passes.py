@@ -2,13 +2,16 @@
 
 import gc
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torchtune.models.qwen2 import qwen2
 
-from grpo_components.models.meshes import Sharding
+from grpo_components.config.reading import read_settings
 from grpo_components.trajectory import TokenSequence
 from grpo_tools.memory_plan import passes
 
@@ -18,14 +21,13 @@ BUILD = partial(qwen2, **SIZES, **HEADS)
 SEQUENCES = [TokenSequence(np.full(9, n // 2), np.zeros(20, np.int64), 1.0) for n in range(6)]
 
 
-def options(**changes):
-    given = {
-        **{"build_model": BUILD, "num_ranks": 1, "sharding": Sharding(), "model_type": "QWEN2"},
-        "build_optimizer": partial(torch.optim.AdamW, lr=1.0, fused=True),
-        **{"dtype": "bf16", "logprob_chunk_tokens": 16},
-        **dict.fromkeys(("enable_activation_checkpointing", "entropy_gradient"), False),
-    }
-    return passes.PolicyOptions(**{**given, **changes})
+CONFIG: Any = OmegaConf.load(Path(__file__).parents[3] / "recipes/configs/tiny_async_grpo.yaml")
+CFG = read_settings(CONFIG).model_copy(update={"dtype": "bf16", "logprob_chunk_tokens": 16})
+
+
+def training_bytes(has_gradients, **changes):
+    cfg = CFG.model_copy(update=changes)
+    return passes.training_bytes(cfg, BUILD, SEQUENCES, has_gradients)
 
 
 @pytest.fixture(autouse=True)
@@ -36,32 +38,32 @@ def _no_garbage_of_other_tests():
 
 LAYOUTS = {
     "whole": {},
-    "sharded, checkpointing": {"enable_activation_checkpointing": True, "num_ranks": 3},
-    "tensor parallel": {"num_ranks": 4, "sharding": Sharding(tensor=2)},
-    "replicated": {"num_ranks": 4, "sharding": Sharding(replicate=2)},
+    "sharded, checkpointing": {"enable_activation_checkpointing": True, "num_trainers": 3},
+    "tensor parallel": {"num_trainers": 4, "tensor_parallel_dim": 2},
+    "replicated": {"num_trainers": 4, "data_parallel_replicate_dim": 2},
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_deep_model_follows_from_shorter_ones(layout, monkeypatch):
     changes = LAYOUTS[layout]
-    short = passes.training_bytes(options(**changes), SEQUENCES, True)
+    short = training_bytes(True, **changes)
     monkeypatch.setattr(passes, "_MORE", 7)  # now the model itself is run
-    whole = passes.training_bytes(options(**changes), SEQUENCES, True)
+    whole = training_bytes(True, **changes)
     assert short == pytest.approx(whole, rel=0.001)
 
 
 def test_so_does_a_reference(monkeypatch):
-    short = passes.inference_bytes(options(), SEQUENCES)
+    short = passes.inference_bytes(CFG, BUILD, SEQUENCES)
     monkeypatch.setattr(passes, "_MORE", 7)
-    assert passes.inference_bytes(options(), SEQUENCES) == short
+    assert passes.inference_bytes(CFG, BUILD, SEQUENCES) == short
     with torch.device("meta"):
         parameters = sum(p.numel() for p in BUILD().parameters())
     assert 2 * parameters <= short["weights"] <= 2.2 * parameters  # and the rotary table
 
 
 def test_shards_gradients_and_moments_are_a_ranks_part_in_float32():
-    found = passes.training_bytes(options(num_ranks=4), SEQUENCES, False)
+    found = training_bytes(False, num_trainers=4)
     with torch.device("meta"):
         whole = sum(4 * p.numel() for p in BUILD().parameters())
     assert found["gradients"] == pytest.approx(whole / 4, rel=0.02)
@@ -69,9 +71,9 @@ def test_shards_gradients_and_moments_are_a_ranks_part_in_float32():
 
 
 def test_checkpointing_keeps_fewer_activations_and_a_second_pass_finds_gradients():
-    kept = passes.training_bytes(options(), SEQUENCES, False)
-    again = passes.training_bytes(options(enable_activation_checkpointing=True), SEQUENCES, False)
+    kept = training_bytes(False)
+    again = training_bytes(False, enable_activation_checkpointing=True)
     assert again["activations"] < kept["activations"] / 3
-    second = passes.training_bytes(options(), SEQUENCES, True)
+    second = training_bytes(True)
     name = "peak of logits, backward"
     assert second[name] == pytest.approx(kept[name] + kept["gradients"], rel=0.05)

@@ -1,58 +1,93 @@
 """A simulation runs the product's own loops and contract, with times fitted from a run's files."""
 
+import asyncio
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from lib.rows import write_rows
 from omegaconf import OmegaConf
 
+from grpo_components.config.reading import read_settings
 from grpo_tools.simulate.__main__ import advise, main
-from grpo_tools.simulate.fit import UnfitError, fit
-from grpo_tools.simulate.settings import Setup, setup_of
+from grpo_tools.simulate.fit import Lengths, Times, fit, read_setup
+from grpo_tools.simulate.roles import VirtualEngine
 from grpo_tools.simulate.simulation import simulate
-from grpo_tools.simulate.times import Lengths, StepTime, Times
+from grpo_tools.simulate.virtual_time import DeadlockError, now, run_in_virtual_time
 
 NOTHING = Times(
-    engine_step=StepTime(0.0, 0.0, 0.0),
-    train_scatter=(1.0,),
-    **dict.fromkeys(("collect_s", "reward_s", "load_s", "update_s", "gather_s", "export_s"), 0.0),
+    **dict.fromkeys(("step_s", "step_s_per_sequence", "step_s_per_prompt", "reward_s"), 0.0),
+    **dict.fromkeys(("collect_s", "load_s", "update_s", "gather_s", "export_s"), 0.0),
     **dict.fromkeys(("train_s_per_token", "prompt_tokens", "reference_s_per_token"), 0.0),
+    train_scatter=(1.0,),
 )
 TIMES = replace(
     NOTHING,
-    engine_step=StepTime(0.007, 0.0001, 0.001),
-    train_scatter=(0.8, 1.0, 1.2),
+    **{"step_s": 0.007, "step_s_per_sequence": 0.0001, "step_s_per_prompt": 0.001},
     **{"collect_s": 0.002, "load_s": 0.02, "update_s": 0.006, "gather_s": 0.004},
     **{"export_s": 0.001, "train_s_per_token": 0.0002, "reference_s_per_token": 0.0001},
+    train_scatter=(0.8, 1.0, 1.2),
     prompt_tokens=20.0,
 )
-SETUP = Setup(
-    **{"num_generators": 1, "num_trainers": 1, "num_references": 0, "rollouts_in_flight": 8},
-    **{"push_every_n_steps": 1, "pull_every_m_rollouts": 1, "max_staleness": 0},
-    **{"groups_per_step": 1, "group_size": 2, "num_steps": 12, "stale_groups": "drop"},
-    **{"max_response_tokens": 100, "max_num_seqs": 64},
+CONFIG: Any = OmegaConf.to_container(
+    OmegaConf.load(Path(__file__).parents[3] / "recipes/configs/tiny_async_grpo.yaml"), resolve=True
 )
-RECORDED = replace(
-    SETUP,
-    **{"num_references": 1, "rollouts_in_flight": 4, "pull_every_m_rollouts": 4},
-    **{"max_staleness": 2, "groups_per_step": 4, "group_size": 4, "num_steps": 30},
-)
+
+
+def config(**changes):
+    """The demo's config with the sizes of a small synchronous job, and changes."""
+    sizes = {"rollouts_in_flight": 8, "pull_every_m_rollouts": 1, "max_staleness": 0}
+    sizes |= {"groups_per_step": 1, "group_size": 2, "num_steps": 12, "stale_groups": "drop"}
+    generator = {**CONFIG["generator"], "max_response_tokens": 100, "max_num_seqs": 64}
+    return {**CONFIG, **sizes, "generator": generator, **changes}
+
+
+def job(num_references=0, **changes):
+    return read_settings(config(**changes)).model_copy(update={"num_references": num_references})
+
+
+SETUP = job()
+RECORDED = {"rollouts_in_flight": 4, "pull_every_m_rollouts": 4, "max_staleness": 2}
+RECORDED |= {"groups_per_step": 4, "group_size": 4, "num_steps": 30, "num_references": 1}
 FITTED = replace(TIMES, train_scatter=(1.0,))
-CONFIG = Path(__file__).parents[3] / "recipes/configs/tiny_async_grpo.yaml"
 RAGGED = [[3, 9, 4, 20], [10, 10, 10, 10], [1, 2, 40, 5]]
 
 
-def lengths(groups=RAGGED, seed=0, **options):
-    return Lengths(groups, seed=seed, **options)
+def lengths(groups=RAGGED, longest=100, seed=0):
+    return Lengths(groups, longest, seed)
+
+
+def test_tokens_carry_the_version_of_the_weights_that_sampled_them():
+    async def scenario():
+        engine = VirtualEngine(replace(NOTHING, step_s=1.0, load_s=0.5), max_num_seqs=8)
+        running = asyncio.create_task(engine.run())
+        response = asyncio.ensure_future(engine.sample(6))
+        await asyncio.sleep(1.5)
+        await engine.load(3)
+        loaded_s = now()
+        await asyncio.sleep(1.2)
+        await engine.load(4)
+        versions = await response
+        running.cancel()
+        return loaded_s, versions, now()
+
+    loaded_s, versions, end = run_in_virtual_time(scenario())
+    assert loaded_s == pytest.approx(2.5)
+    assert versions == Counter({0: 2, 3: 2, 4: 2})
+    assert end == pytest.approx(6 + 2 * 0.5)
+
+
+def test_who_waits_forever_is_no_silent_wait():
+    with pytest.raises(DeadlockError, match="every task waits"):
+        run_in_virtual_time(asyncio.Event().wait())
 
 
 def test_a_synchronous_job_of_constant_times_takes_their_sum():
-    times = replace(
-        NOTHING, engine_step=StepTime(0.5, 0.0, 0.0), load_s=0.25, update_s=3.0, gather_s=0.75
-    )
+    times = replace(NOTHING, step_s=0.5, load_s=0.25, update_s=3.0, gather_s=0.75)
     found = simulate(SETUP, times, lengths([[8, 8]]))
     generate, train, push, pull = 8 * 0.5, 3.0, 0.75, 0.25
     assert found.step_s == pytest.approx(generate + train + push + pull)
@@ -63,14 +98,14 @@ def test_a_synchronous_job_of_constant_times_takes_their_sum():
 
 @pytest.mark.parametrize(("generate_s", "train_s"), [(0.1, 5.0), (5.0, 0.1)])
 def test_an_asynchronous_job_takes_the_longer_of_its_halves(generate_s, train_s):
-    times = replace(NOTHING, engine_step=StepTime(generate_s / 8, 0.0, 0.0), update_s=train_s)
-    setup = replace(SETUP, max_staleness=4, rollouts_in_flight=1, num_steps=40)
+    times = replace(NOTHING, step_s=generate_s / 8, update_s=train_s)
+    setup = job(max_staleness=4, rollouts_in_flight=1, num_steps=40)
     found = simulate(setup, times, lengths([[8, 8]]))
     assert found.step_s == pytest.approx(max(generate_s, train_s), rel=0.02)
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another():
-    setup = replace(SETUP, max_staleness=2, groups_per_step=4, group_size=4)
+    setup = job(max_staleness=2, groups_per_step=4, group_size=4)
     runs = [simulate(setup, TIMES, lengths(seed=seed), seed=seed) for seed in (1, 1, 2)]
     assert runs[0] == runs[1]
     assert runs[0].events != runs[2].events
@@ -78,19 +113,10 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another():
 
 def test_no_role_is_idle_for_more_than_all_of_the_time():
     """A step of the engine is under way when the time is taken."""
-    setup = replace(SETUP, max_staleness=1, groups_per_step=3, rollouts_in_flight=3, group_size=4)
+    setup = job(max_staleness=1, groups_per_step=3, rollouts_in_flight=3, group_size=4)
     found = simulate(setup, TIMES, lengths(seed=490519), seed=490519, filtered=0.1)
     assert all(0 <= share <= 1 + 1e-9 for share in found.idle.values())
     assert [time for time, _ in found.events] == sorted(time for time, _ in found.events)
-
-
-def test_a_longer_tail_takes_longer_and_a_limit_cuts_it():
-    setup = replace(SETUP, groups_per_step=2, group_size=4)
-    plain, longer, cut = (
-        simulate(setup, TIMES, lengths(**options)).step_s
-        for options in ({}, {"tail": 3.0}, {"tail": 3.0, "longest": 10})
-    )
-    assert cut < plain < longer
 
 
 def test_a_groups_lengths_depend_on_its_number_alone():
@@ -100,12 +126,13 @@ def test_a_groups_lengths_depend_on_its_number_alone():
     for size in (2, 9):
         assert len(drawn.of_group(0, size)) == size
     assert sorted(lengths().of_group(1, 4)) in [sorted(group) for group in RAGGED]
+    assert all(max(lengths(longest=10).of_group(group, 4)) <= 10 for group in range(9))
 
 
 def test_the_advised_split_gives_the_slow_half_more_gpus():
-    setup = replace(SETUP, max_staleness=4, groups_per_step=8, rollouts_in_flight=2)
+    setup = job(max_staleness=4, groups_per_step=8, rollouts_in_flight=2)
     for step, per_token, most in ((0.5, 1e-4, "generators"), (0.01, 1e-1, "trainers")):
-        times = replace(NOTHING, engine_step=StepTime(step, 0.0, 0.0), train_s_per_token=per_token)
+        times = replace(NOTHING, step_s=step, train_s_per_token=per_token)
         tried = advise(setup, 6, lambda each, times=times: simulate(each, times, lengths()))
         (generators, trainers, references), found = next(iter(tried.items()))
         assert (generators + trainers, references) == (6, 0)
@@ -117,12 +144,10 @@ def test_the_advised_split_gives_the_slow_half_more_gpus():
 
 @pytest.fixture
 def folder(tmp_path):
-    run = simulate(RECORDED, FITTED, lengths(seed=3), seed=3)
-    logs, config = tmp_path / "logs", vars(RECORDED) | {"generator": {}}
+    run = simulate(job(**RECORDED), FITTED, lengths(seed=3), seed=3)
+    logs = tmp_path / "logs"
     logs.mkdir()
-    for name in ("max_response_tokens", "max_num_seqs"):
-        config["generator"][name] = config.pop(name)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config(**RECORDED)))
     events = [{"event": "start", "time": 0.0}]
     finished, steps = {}, []
     for time, event in run.events:
@@ -131,7 +156,7 @@ def folder(tmp_path):
             finished[event["group"]] = event["response_tokens"]
         if event["event"] == "sample":
             tokens = sum(sum(finished[group]) for group in event["groups"])
-            seconds = FITTED.train(tokens, RECORDED.groups_per_step, 1)
+            seconds = FITTED.train(tokens, 4, 1)
             steps.append(
                 {
                     "step": event["step"],
@@ -149,11 +174,10 @@ def folder(tmp_path):
 
 
 def heartbeats(run, finished):
-    step, responses = FITTED.engine_step, len(finished) * RECORDED.group_size
-    engine = {
-        f"{size}": [100, 100 * size, new, 20 * new, *2 * [100 * step.of(size, new / 100)]]
-        for size, new in ((1, 0), (16, 0), (4, responses / 2), (8, responses / 2))
-    }
+    responses, engine = len(finished) * 4, {}
+    for size, new in ((1, 0), (16, 0), (4, responses / 2), (8, responses / 2)):
+        seconds = 100 * FITTED.engine_step(size, new / 100)
+        engine[f"{size}"] = [100, 100 * size, new, 20 * new, seconds, seconds]
     engine_s = sum(sums[5] for sums in engine.values())
     counts = [event["event"] for _, event in run.events]
     pushes, loads = counts.count("push"), counts.count("load")
@@ -177,17 +201,10 @@ def heartbeats(run, finished):
 
 def test_the_fit_finds_the_times_behind_the_files(folder):
     found = fit(folder)
-    assert found.setup == RECORDED
+    assert found.setup == read_settings(config(**RECORDED))
     times = vars(found.times)
-    assert vars(times.pop("engine_step")) == pytest.approx(vars(FITTED.engine_step), rel=1e-3)
     assert times.pop("train_scatter") == pytest.approx([1.0] * 25, rel=0.01)
     assert times == pytest.approx({name: getattr(FITTED, name) for name in times}, rel=0.01)
-
-
-def test_a_reference_takes_its_time_for_prompts_and_responses_alike():
-    """Fitted for each token of responses and applied to prompts, too, it was too long."""
-    own = replace(TIMES, reference_s_per_token=0.5, prompt_tokens=7.0)
-    assert own.reference(9) == pytest.approx(8.0)
 
 
 def test_a_simulated_run_keeps_its_contract(folder, capsys):
@@ -198,7 +215,7 @@ def test_a_simulated_run_keeps_its_contract(folder, capsys):
     recorded, own, synchronous = (float(cell) for cell in rows["seconds a step"])
     assert own == pytest.approx(recorded, rel=0.1)
     assert synchronous > own
-    assert "changed: pull_every_m_rollouts=1 max_staleness=0" in shown
+    assert "changed: max_staleness=0 pull_every_m_rollouts=1" in shown
     assert "best of" in shown and "num_trainers=" in shown
 
 
@@ -223,24 +240,29 @@ def test_a_wrong_setting_is_one_line(folder, capsys, arguments, key):
 
 
 def test_files_that_do_not_suffice_are_one_line(folder, capsys, tmp_path):
-    assert main([str(tmp_path / "nothing")]) == 2
-    assert "nothing" in capsys.readouterr().err
-    lines = (folder / "logs" / "metrics.jsonl").read_text().splitlines()
-    (folder / "logs" / "metrics.jsonl").write_text("\n".join(lines[:6]) + "\n")
-    assert main([str(folder)]) == 2
-    assert "10 steps or more are needed" in capsys.readouterr().err
+    def problem(folder):
+        assert main([str(folder)]) == 2
+        return capsys.readouterr().err
 
-
-def test_a_run_with_restarts_is_refused(folder):
+    assert "nothing" in problem(tmp_path / "nothing")
     with (folder / "receipts.jsonl").open("a") as file:
         file.write(json.dumps({"event": "restart", "role": "generator_0", "time": 1.0}) + "\n")
-    with pytest.raises(UnfitError, match="restarted"):
-        fit(folder)
+    assert "a role was restarted" in problem(folder)
+    (folder / "receipts.jsonl").write_text("")
+    lines = (folder / "logs" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "logs" / "metrics.jsonl").write_text("".join(lines[:6]))
+    assert "10 steps or more are needed" in problem(folder)
 
 
-@pytest.mark.parametrize("key", ["colocate", "teacher", "replay_generation"])
-def test_a_run_with_what_is_not_simulated_is_refused(key):
-    config = OmegaConf.to_container(OmegaConf.load(CONFIG), resolve=True)
-    assert setup_of(config, has_references=False).num_references == 0
-    with pytest.raises(ValueError, match=rf"^{key}: "):
-        setup_of(config | {key: {"path": "/models/a"}}, has_references=False)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"colocate": True},
+        {"teacher": {"path": "/models/a"}},
+        {"replay_generation": {"share": 0.5}, "max_staleness": 2, "groups_per_step": 4},
+    ],
+)
+def test_a_run_with_what_is_not_simulated_is_refused(change):
+    assert read_setup(config(), has_references=False).num_references == 0
+    with pytest.raises(ValueError, match=f"^{next(iter(change))}: used by the recorded run"):
+        read_setup(config(**change), has_references=False)
