@@ -134,29 +134,6 @@ def test_several_choices_are_trajectories_of_one_prompt(make_chat):
     assert len(session.parts()) == 2
 
 
-def test_each_call_compares_the_tool_calls_of_its_last_turn_alone(make_chat):
-    class Counted(Parser):
-        compared = 0
-
-        def same(self, one, other):
-            self.compared += 1
-            return super().same(one, other)
-
-    parse, prompt = Counted(), "q"
-    chat = make_chat(parse=parse)
-    tree, turn = Conversation(chat), '<tool_call>{"arguments":{},"name":"f"}</tool_call><|im_end|>'
-    ids = np.array(chat.encode(turn), np.int64)
-    for _ in range(5):
-        call = tree.place(prompt)
-        call.key, call.delivered = (len(call.prompt_ids), "", 0), True
-        zeros = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32)
-        call.choices = [Choice(ids, *zeros, "stop", turn, len(ids), turn, len(ids))]
-        tree.calls.append(call)
-        prompt += turn.replace(":", ": ") + "!"
-    assert len(tree.parts()) == 1
-    assert parse.compared == 4
-
-
 def test_an_answer_that_nobody_got_is_neither_trained_nor_continued(make_chat):
     chat = make_chat()
 

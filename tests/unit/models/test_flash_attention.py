@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from lib.properties import many
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune.models.qwen2 import qwen2
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -165,19 +164,6 @@ def test_float32_and_dropout_are_computed_in_blocks(flash):
     assert not made
 
 
-class Counts(TorchDispatchMode):
-    """Counts kernels, and copies between devices."""
-
-    kernels = copies = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        self.kernels += not func.is_view
-        if func.overloadpacket is aten._to_copy:
-            self.copies += args[0].device != found.device
-        return found
-
-
 def of_cuda(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
     """The kernel that CUDA takes without cuDNN; one that takes a mask takes it as numbers."""
     if attn_mask is None:
@@ -200,26 +186,23 @@ MANY = np.random.default_rng(0).lognormal(5.5, 0.5, (8, 16)).clip(16, 512).astyp
     ],
     ids=["8 groups of 16", "4 of 8000", "2 of 16000"],
 )
-def test_a_layer_of_a_3b_policy_takes_fewer_kernels_and_less_memory(flash, monkeypatch, parts):
+def test_a_layer_of_a_3b_policy_takes_less_memory(flash, monkeypatch, parts):
     """Forward and backward, on tensors that have shapes only."""
     flash(False)
     monkeypatch.setattr(functional, "scaled_dot_product_attention", of_cuda)
-    kernels, copies, gib = layer(parts)
-    assert kernels >= 28 and copies > 1 and gib > 1.5
+    assert layer_gib(parts) > 1.5
     flash(True, dtypes=(torch.bfloat16,))
     monkeypatch.setattr(shared_prompts, "varlen_attn", varlen_attn)
-    kernels, copies, gib = layer(parts)
-    assert kernels == 16 and copies == 1 and gib < 0.45
+    assert layer_gib(parts) < 0.45
 
 
-def layer(parts):
-    """Kernels, copies of the layout to the GPU, and GiB beside the inputs."""
-    with counting() as live, Counts() as counts:
+def layer_gib(parts):
+    """GiB beside the inputs."""
+    with counting() as live:
         layout = arrange(parts, META).layout
-        copies, counts.kernels = counts.copies, 0
         size = (len(layout.positions), 16, 1, 128)
         options = {"dtype": torch.bfloat16, "device": META, "requires_grad": True}
         queries, keys, values = (torch.empty(size, **options) for _ in range(3))
-        live.mark(), (before := live.live), (created := counts.kernels)
+        live.mark(), (before := live.live)
         attend(queries, keys, values, layout, 0.0, True, repeats=8).sum().backward()
-        return counts.kernels - created, copies, (live.peak - before) / 2**30
+        return (live.peak - before) / 2**30
