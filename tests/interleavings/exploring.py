@@ -69,11 +69,7 @@ def prepared() -> Iterator[Path]:
 
 class Run:
     def __init__(
-        self,
-        bound: Bound,
-        logs: Path,
-        finals: Finals,
-        replayed: Sequence[Event] | None = None,
+        self, bound: Bound, logs: Path, finals: Finals, replayed: Sequence[Event] | None = None
     ) -> None:
         self.taken: list[int] = []
         self.choices: Sequence[Choice] = []

@@ -13,13 +13,7 @@ from lib.classifier import random_classifier
 from lib.judge_server import judge_server
 from lib.shared_runs import FinishedRun
 from lib.tune import starter
-from lib.whole_runs import (
-    LORA,
-    SYNCHRONOUS,
-    succeed,
-    transformers_policy,
-    wait_for_line,
-)
+from lib.whole_runs import LORA, SYNCHRONOUS, succeed, transformers_policy, wait_for_line
 
 
 def run_of(tiny_policy, *overrides, faults=(), **options):

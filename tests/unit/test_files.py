@@ -45,13 +45,6 @@ def test_a_link_in_the_targets_place_is_replaced_and_not_followed(target, own):
     assert target.read_text() == "page"
 
 
-def test_a_folder_in_the_targets_place_is_an_error_and_leaves_nothing(target):
-    target.mkdir()
-    with pytest.raises(OSError):
-        write_whole(target, "page")
-    assert [path.name for path in target.parent.iterdir()] == ["report.html"]
-
-
 @pytest.mark.parametrize("failure", ["write", "replace"])
 def test_a_failure_keeps_the_old_file(target, monkeypatch, failure):
     target.write_text("before")

@@ -27,10 +27,7 @@ GPUS, MANY_CPUS = {"GPU": 1}, {"CPU": 9}
         ({"generator": Need(1, {"GPU": 4}, "SPREAD")}, "gpus_per_generator"),
         ({"trainer": Need(1, MANY_CPUS, "PACK")}, "cpu_threads.trainer"),
         ({"trainer": Need(4, GPUS, "PACK", together=4)}, "gpus_per_trainer"),
-        (
-            {"trainer": Need(3, GPUS, "PACK"), "generator": Need(2, GPUS, "SPREAD")},
-            "ray.address",
-        ),
+        ({"trainer": Need(3, GPUS, "PACK"), "generator": Need(2, GPUS, "SPREAD")}, "ray.address"),
     ],
 )
 def test_a_cluster_that_is_too_small_is_refused_with_the_key_to_change(needs, key):

@@ -143,11 +143,8 @@ main()
     [
         ("max_stalenes=2", "max_stalenes", ""),
         ("{base}/no.jsonl", "dataset.source", ""),
-        ("base_model_path=/nowhere", "base_model_path", ""),
         ("loss._component_=grpo_components.objective.losses.Nolo", "loss._component_", ""),
-        ("model._component_=torchtune.models.qwen9.qwen9", "model._component_", ""),
         ("resume_from_checkpoint=/nowhere", "resume_from_checkpoint", "numpy torch"),
-        ("eval_only=/nowhere", "eval_only", "numpy torch"),
         ("rewards.my._component_=no_module.Reward", "rewards.my._component_", "numpy torch"),
         ("model.num_layer=3", "model.num_layer", "numpy torch torchtune"),
     ],

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lib.config_errors import refusal_of, refused_key
+from lib.rows import Characters
 from omegaconf import OmegaConf
 
 from grpo_components.config import preflight
@@ -191,8 +192,6 @@ def none(): return 1.0
 class Agent:
     def __init__(self, task): pass
 """
-
-PROFILERS = ("nothing", "half_a_profiler")
 
 
 @pytest.fixture(scope="module")
@@ -410,20 +409,12 @@ def test_what_looks_wrong_is_a_warning_with_the_component_and_nothing_of_ours_do
 # ---- worlds and their tools ---------------------------------------------------------------------
 
 
-class Tokenizer:
-    stop_tokens = (0,)
-
-    def encode(self, text, **_):
-        return [ord(character) for character in text]
-
-    def decode(self, token_ids):
-        return "".join(map(chr, token_ids))
-
-
 @pytest.fixture
 def attempt(settings_with, own):
     """Try the environment of several turns with a world."""
     prompt = {"prompt_index": 0, "prompt_ids": [5, 6], "prompt_text": "?", "answer": "3"}
+    tokenizer = Characters()
+    tokenizer.stop_tokens = (0,)
 
     def attempt(maker, timeout_s=600.0, **arguments):
         environment = {
@@ -432,7 +423,7 @@ def attempt(settings_with, own):
             "world": {"_component_": f"my_worlds.{maker}", **arguments},
         }
         cfg = settings_with(environment=environment, timeouts={"rollout_s": timeout_s})
-        try_environment(cfg, Tokenizer(), [prompt | {"level": "3"}])
+        try_environment(cfg, tokenizer, [prompt | {"level": "3"}])
 
     return attempt
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from lib.checkpoints import write_checkpoint
+from lib.rows import Characters
 from lib.trajectories import trajectory
 
 from grpo_components.objective.losses import GRPOLoss
@@ -12,11 +13,6 @@ from grpo_components.offline.partial_runs import RecordedPrompts
 from grpo_components.offline.trajectory_file import group_line
 from grpo_components.records.run_folder import new_identity, prepare_output_folder
 from grpo_tools.memory_plan.dry_run import plan
-
-
-class Tokenizer:
-    def encode(self, text, **_):
-        return [ord(character) % 300 for character in text]
 
 
 class Prompts(list):
@@ -39,7 +35,7 @@ def planned(settings_with, tmp_path):
         data = Prompts(range(1000)) if dataset is None else dataset
         before = sorted(tmp_path.rglob("*"))
         sections = {}
-        text, problems = plan(cfg, Tokenizer(), data, objective)
+        text, problems = plan(cfg, Characters(), data, objective)
         assert not problems
         for line in text.splitlines():
             if heading := line[:11].strip():

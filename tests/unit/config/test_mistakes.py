@@ -43,18 +43,13 @@ SHORT = {
 REFUSED = f"""
 # wrong type, out of range, unknown
 group_size                   group_size=8.0
-group_size                   group_size=1
 device                       device=gpu
 shuffle                      shuffle=1
 output_dir                   output_dir=
 eval_only                    eval_only=''
 profiler.enabled             profiler.enabled=1
-optimizer.lr                 optimizer.lr=0
-optimizer.lr                 optimizer.lr=fast
-loss.clip_low                loss.clip_low=1.5
 generator.stop_token_ids     generator.stop_token_ids=[a]
 generator                    generator=7
-timeouts.rollout_s           timeouts.rollout_s=soon
 checkpointer.model_type      checkpointer.model_type=QWEN4
 checkpointer.model_type      checkpointer.model_type=QWEN3
 model                        model=Qwen
@@ -62,25 +57,18 @@ model                        model=null
 model                        model._component_=null
 packing                      packing=true
 group_sise                   group_sise=1 -> did you mean group_size? !! unknown key
-group_sise                   group_sise=8 ~group_size
 learning_rate                learning_rate=1 -> the keys that `tune cat !! unknown key
 temperature                  temperature=1 -> did you mean generator.temperature? !! unknown key
-lr                           lr=1 -> did you mean optimizer.lr? !! unknown key
 generator.max_tokens         generator.max_tokens=1 -> max_response_tokens, temp !! unknown key
 generator.temperatures  generator.temperatures=1 -> you mean generator.temperature? !! unknown key
-timeouts.rewards_s  timeouts.rewards_s=1 -> did you mean timeouts.reward_s? !! unknown key
 seed                         seed=${{nothing}}
 dataset.source               dataset.source=${{dataset.${{device}}}}
 # schedules
-loss.kl_coeff.end            loss.kl_coeff={DECAY} loss.kl_coeff.end=-0.1
-optimizer.lr.end             optimizer.lr={DECAY} optimizer.lr.end=0.0
-generator.temperature.end    generator.temperature={DECAY} generator.temperature.end=0
 loss.kl_coeff.schedule       loss.kl_coeff={DECAY} loss.kl_coeff.schedule=sudden
 loss.kl_coeff.end            loss.kl_coeff={DECAY} loss.kl_coeff.schedule=constant
 loss.kl_coeff.stop           loss.kl_coeff={DECAY} loss.kl_coeff.stop=1
 loss.kl_coeff.schedule       loss.kl_coeff={DECAY} ~loss.kl_coeff.schedule
 loss.kl_coeff.end            loss.kl_coeff={DECAY} ~loss.kl_coeff.end
-loss.kl_coeff.num_steps      loss.kl_coeff={DECAY} ~loss.kl_coeff.num_steps
 # asynchrony, weights, turns
 push_every_n_steps           push_every_n_steps=4
 push_every_n_steps           max_staleness=0 push_every_n_steps=2
@@ -109,7 +97,6 @@ gpus_per_trainer             TURNS GPU gpus_per_trainer=0.8 num_trainers=2 WORKE
 num_trainers                 num_trainers=2 updates_per_batch=33
 tokens_per_micro_batch       tokens_per_micro_batch=95
 num_references               loss.kl_coeff=0.1 num_references=0
-num_references               num_references=0 loss.kl_coeff={DECAY}
 num_references               reward_shaping.kl_coeff=0.1 num_references=0
 reward_shaping.overlong_tokens  reward_shaping.overlong_tokens=33
 advantages.kl_coeff          advantages.kl_coeff=x
@@ -118,7 +105,6 @@ lr_scheduler                 optimizer.lr={DECAY} COSINE
 off_policy                   loss={OBJECTIVE}.losses.DecoupledPPOLoss TIS
 loss.dual_clip               loss.dual_clip=3.0
 loss.kl_estimator            GSPO loss.kl_estimator=k4
-loss.entropy_coeff           loss.entropy_coeff=-1
 user                         user=3
 # trainer, adapters, teacher
 tensor_parallel_dim          SMALL num_trainers=3 tensor_parallel_dim=2
@@ -165,7 +151,6 @@ rewards.reward_model         rewards.reward_model={{_component_: a.B}} reward_mo
 eval_only                    eval_dataset=null eval_only=true
 eval_only                    eval_dataset._component_=null eval_only=true
 keep_best                    eval_dataset=null keep_best=eval/success_rate
-keep_best                    eval_dataset._component_=null keep_best=eval/success_rate
 keep_best                    keep_best=loss/total
 keep_best                    BEST=4 keep_best=eval/pass_at_8
 save_every_n_steps           BEST=5 keep_best=eval/reward_mean
@@ -177,7 +162,6 @@ REFUSED_LATER = """
 # files, folders and half runs
 resume_from_checkpoint       resume_from_checkpoint=true
 output_dir                   output_dir=.
-output_dir                   output_dir=..
 output_dir                   output_dir=${base_model_path}
 output_dir                   output_dir=${base_model_path}/config.json/run
 checkpointer._component_     checkpointer._component_=torchtune.training.FullModelMetaCheckpointer
@@ -188,13 +172,11 @@ checkpointer.checkpoint_dir  checkpointer.checkpoint_dir=/tmp
 base_model_path              base_model_path=/nowhere/tiny_policy
 checkpointer.checkpoint_files  checkpointer.checkpoint_files=[no.safetensors]
 tokenizer.path               tokenizer.path=/no/vocab.json
-tokenizer.merges_file        tokenizer.merges_file=/no/merges.txt
 tokenizer.special_tokens_path  tokenizer.special_tokens_path=/no/tokenizer.json
 dataset.source               dataset.source=/no/train.jsonl
 dataset.source               dataset.source=${base_model_path}
 dataset.source               dataset.source=rows.jsonl.gz
 dataset.source               dataset.source=folder.jsonl
-eval_dataset.source          eval_dataset.source=/no/held_out.jsonl
 reward_model.path            reward_model.path=/nowhere/classifier
 teacher.path                 teacher.path=/nowhere/Qwen2.5-7B
 rollout_only                 eval_only=true rollout_only=true
@@ -206,7 +188,6 @@ reward_model.path            train_from=/nowhere.jsonl reward_model.path=/a/mode
 # components and their arguments
 loss._component_  LOSS=own_parts.Goood -> did you mean own_parts.Good? !! No module named
 loss._component_  LOSS=own_part.Good -> did you mean own_parts.Good? !! No module named 'own_part'
-loss._component_  LOSS=grpo_components.objective.losses.GRPOLos -> .losses.GRPOLoss? !! named 'grpo
 model._component_  model._component_=torchtune.models.qwen -> torchtune.models.qwen2? !! 'torchtune
 loss._component_  LOSS=nothing_like_it.X -> a dotted path !! No module named
 loss._component_  LOSS=own_broken.X -> a dotted path !! own_broken.py:2
@@ -215,7 +196,6 @@ loss._component_  LOSS=own_parts.number -> a class or function !! cannot be call
 loss.kl_coeff     LOSS=own_parts.Takes ~loss.clip_low ~loss.clip_high
 loss.epsilon                 loss.epsilon=0.2 -> clip_low, clip_high, kl_coeff
 loss.epsilon                 GSPO loss.epsilon=3.0
-optimizer.weight_decays      optimizer.weight_decays=0 -> optimizer.weight_decay?
 model.num_layer              model.num_layer=4 -> model.num_layers?
 model.vocab_size             HUGGING model.path=${base_model_path} -> path
 dataset.src                  dataset.src=x -> source
@@ -227,12 +207,10 @@ rewards.correctness.weights  rewards.correctness.weights=1 -> correctness.weight
 rewards.correctness.answer_format  rewards.correctness.answer_format=xml -> tag
 rewards.my.limit             rewards.my._component_=own_parts.Good
 rewards.my._component_       rewards.my._component_=own_parts.judge
-rewards.my._component_       rewards.my._component_=own_broken.Reward
 rewards.my.wall_s            CODE timeouts.reward_s=8
 rewards.my.wall_s            JUDGE rewards.my.wall_s=10
 rewards.my.api_key_env       JUDGE rewards.my.api_key_env=NONE_X
 environment.max_turns        WORLD environment.max_turns=0
-environment.turns            WORLD environment.turns=3
 environment.num_slots        WORLD environment.num_slots=3
 environment.world            WORLD ~environment.world
 environment.world.tool       WORLD environment.world.tool=[]
@@ -246,12 +224,10 @@ pull_every_m_rollouts=1000 push_every_n_steps=3 push=delta
 weights=object_store train_from=groups.jsonl
 weights=nccl device=cuda num_generators=2 num_trainers=6
 TURNS
-TURNS num_generators=2 num_trainers=2
 TURNS num_generators=2 num_trainers=8 generator.tensor_parallel_size=4
 TURNS loss.kl_coeff=0.1 stale_groups=wait dynamic_sampling.enabled=true
 loss.kl_coeff=0 num_references=0
 num_trainers=2 updates_per_batch=32
-num_trainers=4 tensor_parallel_dim=2 data_parallel_replicate_dim=2
 tokens_per_micro_batch=96
 reward_shaping.overlong_tokens=32 loss.kl_coeff={DECAY}
 optimizer.lr={DECAY} TIS
@@ -259,16 +235,13 @@ COSINE
 MASK
 SMALL num_trainers=4 tensor_parallel_dim=2 data_parallel_replicate_dim=2
 SMALL num_trainers=6 tensor_parallel_dim=3 data_parallel_replicate_dim=2
-SMALL num_trainers=8 data_parallel_replicate_dim=8
 SMALL num_trainers=16 tensor_parallel_dim=2
 compile=true
 LOW_BIT optimizer.eps=1e-5
-dtype=bf16
 device=cuda dtype=bf16 reduce_dtype=bf16
 device=cuda OFFLOADING CHECKPOINTING fsdp_cpu_offload=true
 SMALL num_trainers=2 tensor_parallel_dim=2 checkpointer.model_type=LLAMA3_2
 SMALL num_trainers=2 data_parallel_replicate_dim=2 checkpointer.model_type=GEMMA
-LORA
 LORA loss.kl_coeff=0.1
 teacher.path=/a teacher.coeff=0.1
 {WARM % 100}

@@ -85,9 +85,7 @@ def test_a_warm_up_of_the_optimizers_own_schedule_counts_as_well(cfg, warmup, is
     [
         ("model", {"embed_dim": 64}, "model"),
         ("model", {"vocab_size": 10**13}, "model"),  # and takes no memory
-        ("model", {"num_kv_heads": 4}, "model"),
         ("model", {"num_layers": 3}, "model"),
-        ("model", {"no_such": 1}, "model"),
         ("model", {"_component_": "torchtune.models.llama3.llama3"}, "model"),
         ("checkpointer", {"model_type": "LLAMA3"}, "checkpointer.model_type"),
         ("optimizer", {"lr": -1.0}, "optimizer"),

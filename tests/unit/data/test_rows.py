@@ -99,7 +99,6 @@ def test_a_field_is_read_from_its_column_and_errors_name_the_column():
 
 def test_a_number_is_read_as_its_usual_text_and_what_is_neither_is_refused():
     texts = {"42": "42", " 1,234": " 1,234", 42: "42", -7: "-7", 0: "0", 0.5: "0.5", -0.25: "-0.25"}
-    texts |= {1e300: str(int(1e300)), 10**30: "1" + "0" * 30}
     for value, text in [*texts.items(), (42.0, "42")]:
         assert Row({"answer": value}, "row 1", {}).text_or_number("answer") == text
     for value in (None, True, " ", math.nan, [1]):

@@ -2,12 +2,12 @@
 
 import json
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
+from lib.trajectories import summary
 
 from grpo_components.exchange.group_reuse import (
     Candidate,
@@ -18,13 +18,6 @@ from grpo_components.exchange.group_reuse import (
 )
 from grpo_components.exchange.ledger_entry import LedgerEntry
 from grpo_components.exchange.staleness import Reused, StalenessContract
-
-
-@dataclass
-class Summary:
-    group_id: int
-    rewards: list[float]
-    oldest_version: int
 
 
 def entry(group_id):
@@ -46,7 +39,7 @@ def played(reuse, steps, version=0, first=0):
         ids = range(first, first + len(groups))
         first += len(groups)
         summaries = [
-            Summary(number, [float(reward) for reward in rewards], max(0, version - age))
+            summary([*map(float, rewards)], group_id=number, oldest_version=max(0, version - age))
             for number, (rewards, age) in zip(ids, groups, strict=True)
         ]
         reuse.begin_step(summaries)
@@ -123,7 +116,7 @@ def test_what_was_saved_follows_the_rule_of_the_resume():
 def test_a_step_says_what_it_reuses_and_what_later_choices_depend_on():
     reuse = GroupReuse(StalenessContract(2, 4), 0.5, 2)
     assert reuse.describe() == {"replay_generation": {"share": 0.5, "max_uses": 2}}
-    assert reuse.begin_step([Summary(5, [0.0, 1.0, math.nan], 0)]) == {
+    assert reuse.begin_step([summary([0.0, 1.0, math.nan], group_id=5)]) == {
         "worths": [{"spread": 0.5, "oldest_version": 0}],
         "reused": [],
     }
@@ -166,4 +159,3 @@ def test_the_spread_is_the_deviation_of_the_scored_rewards(rewards):
     known = [reward for reward in rewards if not math.isnan(reward)]
     assert spread(rewards) == pytest.approx(np.std(known) if known else 0.0)
     assert (spread(rewards) == 0) == (len(set(known)) < 2 or np.std(known) == 0)
-    assert spread([1e308, -1e308]) == 2.0**53  # no larger than receipts may say

@@ -12,15 +12,9 @@ from grpo_components.exchange.staleness import StalenessContract
 pytestmark = pytest.mark.anyio
 
 
-def endless_prompts():
-    index = 0
-    while True:
-        yield {"prompt_index": index}, 0
-        index += 1
-
-
 def make(eta, groups_per_step, num_steps):
-    return Ledger(StalenessContract(eta, groups_per_step), num_steps, endless_prompts())
+    prompts = (({"prompt_index": i}, 0) for i in range(10**6))
+    return Ledger(StalenessContract(eta, groups_per_step), num_steps, prompts)
 
 
 def recorded(ledger):

@@ -168,9 +168,7 @@ class Run:
             self.ledger.events.listen(self.prompts.follow)
         self.ledger.events.attempt = attempt
         self.buffer = ReplayBuffer(
-            contract=contract,
-            timeout_s=TIMEOUT_S,
-            stale_tokens=s.stale_tokens,
+            contract=contract, timeout_s=TIMEOUT_S, stale_tokens=s.stale_tokens
         )
         self.trained, self.saved = [], earlier and earlier.saved
         self.uses = Counter()
@@ -190,12 +188,7 @@ class Run:
         }
         self.receipts = Receipts(folder / "receipts.jsonl", self.ledger, attempt, settings)
         self.journal = Journal(
-            MagicMock(),
-            self.ledger,
-            self.prompts,
-            self.receipts,
-            self,
-            save_every_n_steps=3,
+            MagicMock(), self.ledger, self.prompts, self.receipts, self, save_every_n_steps=3
         )
         self.generators = [Generator(f"generator_{i}", v) for i, v in enumerate(s.speeds)]
         self.random = random.Random(s.seed + attempt)

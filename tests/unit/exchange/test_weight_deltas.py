@@ -190,33 +190,11 @@ def test_any_flipped_bit_is_found_and_its_tensor_named_or_it_changes_nothing(dat
         assert str(error).startswith(f"weight tensor {name} is damaged")
 
 
-@pytest.mark.parametrize("left", [0, 1, -1])
-def test_a_truncated_delta_is_found(trainers, left):
-    bucket = trainers.pushes[2][0]
-    cut = replace(bucket, packed=bucket.packed[:left])
-    with pytest.raises(ValueError, match=r"^weight tensor \w+\.0 is damaged"):
-        pushes = [*trainers.buckets(1), cut, trainers.pushes[2][1]]
-        unpack_buckets(RebuiltWeights().rebuild(2, pushes))
-
-
 def test_unchanged_weights_take_no_bytes():
     bucket = pack_bucket(tensors(1))
     manifest, packed = encode_bucket(bucket, pack_bucket(tensors(1)))
     assert len(packed) == 0
     assert [entry.checksum for entry in manifest] == [entry.checksum for entry in bucket[0]]
-
-
-def test_an_empty_tensor_is_rebuilt():
-    bucket = pack_bucket([("empty", torch.empty(0, 4))])
-    weights, encoder = RebuiltWeights(), DeltaEncoder()
-    pushes = [encoder.encode(1, bucket, NO_BASE), encoder.encode(2, bucket, 1)]
-    ((manifest, raw),) = weights.rebuild(2, pushes)
-    assert manifest == bucket[0] and len(raw) == 0
-
-
-def test_newest_manifests_of_whole_pushes_are_all_of_them():
-    assert list(newest_manifests(whole(1))) == [manifest for manifest, _ in whole(1)]
-    assert list(newest_manifests([])) == []
 
 
 def test_rebuilding_leaves_the_pushes_as_they_are(trainers):

@@ -30,20 +30,13 @@ for layer in range(LAYERS):
     of_layer |= {f"mlp.{name}_proj.weight": (HIDDEN, WIDTH) for name in ("gate", "up")}
     of_layer["mlp.down_proj.weight"] = (WIDTH, HIDDEN)
     SHAPES |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+pytestmark = pytest.mark.usefixtures("one_thread")
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are small
-    yield
-    torch.set_num_threads(threads)
-
-
-def random_weights(seed, shapes=SHAPES):
+def random_weights(seed):
     numbers = torch.Generator().manual_seed(seed)
-    return {name: 0.2 * torch.randn(shape, generator=numbers) for name, shape in shapes.items()}
+    return {name: 0.2 * torch.randn(shape, generator=numbers) for name, shape in SHAPES.items()}
 
 
 def rounded(weights):

@@ -116,11 +116,6 @@ def test_a_new_adapter_depends_on_the_seed_alone_and_changes_nothing():
     assert 0.8 * bound < first[a[0]].abs().max() <= bound
 
 
-def test_layers_that_are_fused_on_disk_are_known():
-    assert LORA.fused_targets("PHI4") == ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
-    assert LORA.fused_targets("LLAMA3_2") == []
-
-
 @pytest.mark.parametrize("text", ["", "{}", '{"r": 0, "lora_alpha": 1, "target_modules": []}'])
 def test_a_folder_that_is_no_adapter_is_refused(tmp_path, text):
     (tmp_path / "adapter_config.json").write_text(text)

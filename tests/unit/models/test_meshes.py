@@ -81,10 +81,7 @@ def one_rank(run):
 @pytest.mark.parametrize(
     ("name", "num_ranks", "sharding"),
     [("QWEN2 (tied)", num_ranks, sharding) for num_ranks, sharding in LAYOUTS]
-    + [
-        ("QWEN2 (untied)", 2, Sharding(tensor=2)),
-        ("LLAMA3_2", 4, Sharding(tensor=2)),
-    ],
+    + [("QWEN2 (untied)", 2, Sharding(tensor=2)), ("LLAMA3_2", 4, Sharding(tensor=2))],
 )
 def test_a_layout_makes_the_update_of_one_rank(run, one_rank, bases, name, num_ranks, sharding):
     """Weights exported, metrics, and clipping by the norm over all shards of all meshes."""
@@ -117,10 +114,7 @@ def test_activation_checkpointing_and_fused_adamw_work_on_every_mesh(run, name, 
 
 @pytest.mark.parametrize(
     ("name", "sharding"),
-    [
-        ("QWEN2 (tied)", Sharding(replicate=2)),
-        ("QWEN2 (tied)", Sharding(tensor=2)),
-    ],
+    [("QWEN2 (tied)", Sharding(replicate=2)), ("QWEN2 (tied)", Sharding(tensor=2))],
 )
 def test_a_checkpoint_holds_the_weights_of_every_layout(run, tmp_path, name, sharding):
     trained = [step(SIBLINGS, ADVANTAGES), *export(1)]

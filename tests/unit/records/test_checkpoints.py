@@ -32,11 +32,7 @@ from grpo_components.records.journal import Checkpoints
 from grpo_components.records.run_folder import lock_folder, new_identity
 from grpo_components.settings import Settings
 from grpo_components.state_files import read_state
-from grpo_components.training.checkpoint import (
-    MetadataReader,
-    TrainerState,
-    save_hf_weights,
-)
+from grpo_components.training.checkpoint import MetadataReader, TrainerState, save_hf_weights
 from grpo_components.training.damage import damage
 from grpo_components.trajectory import pack, summarize
 

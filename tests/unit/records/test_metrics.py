@@ -115,11 +115,6 @@ def run_with(output_dir: Path, node: dict[str, Any], rollouts: Sequence[Any] = (
     assert len(lines(output_dir)) == 2
 
 
-def test_with_torchtunes_stdout_logger(tmp_path, capsys):
-    run_with(tmp_path, {"_component_": f"{LOGGERS}.StdoutLogger"})
-    assert "Step 1 | loss/total:0.125 policy_version:1 grad_norm:nan" in capsys.readouterr().out
-
-
 def test_with_torchtunes_tensorboard_logger(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

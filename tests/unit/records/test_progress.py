@@ -24,24 +24,15 @@ METRICS = {
 }
 
 
-class Clock:
-    """A clock that the test sets."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Shown:
     """A progress in a pipe or a terminal, and what it has shown."""
 
     def __init__(self, num_steps: int, width: int = 0, encoding: str = "utf-8", **options):
-        self.clock, terminal = Clock(), {"force_terminal": True, "width": width, "_environ": {}}
+        self.now, terminal = 1000.0, {"force_terminal": True, "width": width, "_environ": {}}
         self._bytes = io.BytesIO()
         file = io.TextIOWrapper(self._bytes, encoding=encoding, write_through=True)
         given = terminal if width else {"highlight": False}
-        console = Console(file=file, get_time=self.clock, **given)
+        console = Console(file=file, get_time=lambda: self.now, **given)
         self.progress = Progress(num_steps, console, **options)
         self.update, self.phase = self.progress.update, self.progress.phase
         self.note, self.close = self.progress.note, self.progress.close
@@ -71,7 +62,7 @@ def test_a_pipe_gets_a_line_for_some_steps_and_the_last():
 def test_a_plain_line_has_all_numbers_and_is_never_wrapped():
     shown = Shown(100)
     shown.update(0, {"eval/success_rate": 0.4})
-    shown.clock.now += 3
+    shown.now += 3
     shown.update(1, METRICS)
     assert shown.text == (
         "step   1/100  reward 0.51  success 0.44  staleness 1.2 (max 2)  buffer 6"
@@ -103,8 +94,8 @@ def test_the_time_left_follows_the_recent_steps_and_counts_down(seconds, left):
     shown = Shown(1000, width=80)
     for step in range(101):
         shown.update(step, METRICS)
-        shown.clock.now += 10 if step < 50 else 2  # the slow first steps are forgotten
-    shown.clock.now += seconds - 2
+        shown.now += 10 if step < 50 else 2  # the slow first steps are forgotten
+    shown.now += seconds - 2
     shown.close()
     assert shown.display[0].endswith(f"ETA {left}")
 
@@ -114,7 +105,7 @@ def test_a_terminal_shows_everything_within_its_width():
     shown.phase("starting roles")
     for step in range(43):
         shown.update(step, METRICS | {"eval/success_rate": 0.5})
-        shown.clock.now += 1
+        shown.now += 1
     shown.note("step 25: held-out success 0.50")
     shown.close()
     bar, learning, machinery = shown.display
@@ -129,7 +120,7 @@ def test_a_terminal_shows_everything_within_its_width():
 def test_the_live_display_shows_the_phase_until_the_next_step(done):
     shown = Shown(100, width=80)
     shown.phase("evaluating")
-    shown.clock.now += 61
+    shown.now += 61
     if done:
         shown.update(0, {})
     shown.close()  # draws it once more

@@ -82,13 +82,10 @@ def throughput(record):
     return [record[f"throughput/{kind}_tokens_per_second"] for kind in kinds]
 
 
-def close_during(log, error=None):
+def close_during(log, error):
     try:
-        if error is not None:
-            raise error
+        raise error
     except BaseException:
-        log.close()
-    else:
         log.close()
 
 
@@ -371,7 +368,7 @@ def test_a_run_without_checkpoints_or_without_steps_left_tells_no_command(
     log, _ = make(num_steps=9, resume=resume)
     clock.now += 1
     log.step(steps, step_metrics(), 1)
-    close_during(log, KeyboardInterrupt() if error else None)
+    close_during(log, KeyboardInterrupt()) if error else log.close()
     assert "checkpoint" not in capsys.readouterr().out.replace(str(tmp_path), "")
 
 

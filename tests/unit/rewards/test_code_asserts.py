@@ -211,6 +211,23 @@ def test_names_without_an_import_belong_to_python_or_to_the_program(reward):
     assert scored(reward, fenced(KNOWN_NAMES), asserts=[USING_NAMES]) == 1.0
 
 
+OVERRIDES = """
+def gcd(a, b): return 6
+def sum(a, b): return a + b
+class Counter: total = 2
+"""
+
+
+@pytest.mark.parametrize(
+    "asserts",
+    ["assert gcd(1, 1) == 6", "assert sum(5, 3) == 8", "c = Counter()\nassert c.total == 2"],
+)
+def test_a_name_of_python_is_the_programs_where_the_asserts_use_no_other_name_of_it(
+    reward, asserts
+):
+    assert scored(reward, fenced(OVERRIDES), asserts=[asserts]) == 1.0
+
+
 LIAR = """
 class Liar:
     __class__ = property(lambda self: int)

@@ -74,7 +74,6 @@ CUT_OFF = ("length", "content_filter", "tool_calls", "abort", "")
         *(((404, b"", {}), 1, "HTTP status 404"), ((503, b"down", {}), 2, "HTTP status 503: down")),
         ((429, b"", {"Retry-After": "60"}), 1, "HTTP status 429"),
         ((200, b'{"choices": []}', {}), 2, "no chat completion"),
-        ((200, b"[" * 10_000, {}), 2, "no chat completion"),
         ("Score: 11", 2, "no grade in the scale .*Score: 11"),
         *((None, 2, "no grade"), (30.0, 1, "no answer in time")),
         *((sent("Score: 1", finish_reason=reason), 2, "no grade") for reason in CUT_OFF),

@@ -15,17 +15,13 @@ class Reward:
         if kind == "unbuilt":
             raise RuntimeError("no licence")  # unbuilt
 
-    def __call__(self, *, prompt_text, response_text, answer, finish_reason, level=None):
+    def __call__(self, *, prompt_text, response_text, answer, finish_reason):
         if self.kind == "raises":
             return float(self.deeper(answer))
-        return 1.0 / (level == 3)
+        return 1.0
 
     def deeper(self, answer):
         return {}[answer]  # raises
-
-
-def counting():
-    return lambda **columns: float(len(columns) == 5 and columns["level"] == 3) or float("nan")
 """
 
 
@@ -40,13 +36,8 @@ def file(tmp_path, monkeypatch):
 def attempt(component, module="tried_rewards", **kwargs):
     sample = {"prompt_text": "?", "response_text": "1", "answer": "1", "finish_reason": "stop"}
     spec = RewardSpec(f"{module}.{component}", kwargs, 1.0, False)
-    with closing(RewardTrial({"own": spec}, [{**sample, "level": 3}], 30.0)) as trial:
+    with closing(RewardTrial({"own": spec}, [sample], 30.0)) as trial:
         trial.finish()
-
-
-@pytest.mark.parametrize("component", ["Reward", "counting"])
-def test_a_reward_gets_the_columns_of_the_row(file, component):
-    attempt(component)
 
 
 @pytest.mark.parametrize(("kind", "what"), [("raises", "KeyError"), ("unbuilt", "RuntimeError")])

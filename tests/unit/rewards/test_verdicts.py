@@ -27,8 +27,3 @@ def test_a_number_is_alone_in_the_last_line_and_a_field_in_the_last_outermost_ob
     verdict, grades
 ):
     assert {reply: verdict.read(reply) for reply in grades} == grades
-
-
-def test_a_long_reply_is_read_from_its_end():
-    assert NUMBER.read("{" * 10**6 + "\nScore: 7") == 0.7
-    assert JSON.read("{" * 10**6 + '{"score": 5}') is not None
