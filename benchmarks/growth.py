@@ -62,13 +62,21 @@ class Generator:
         await asyncio.sleep(0)
         self._room.release()
         self._versions[group_id] = self.version
-        each = {"rewards": 0.5, "successes": True, "response_tokens": TOKENS}
-        each |= {"response_lengths": TOKENS, "finish_reasons": "stop", "turns": 1}
-        lists: dict[str, Any] = {name: [value] * GROUP_SIZE for name, value in each.items()}
-        lists |= {"errors": [], "reward_terms": [{}] * GROUP_SIZE}
-        versions = {"oldest_version": self.version, "newest_version": self.version}
-        number = {"group_id": group_id, "prompt_index": prompt["prompt_index"]}
-        return pack([]), GroupSummary(**number, **lists, **versions), {}
+        summary = GroupSummary(
+            group_id=group_id,
+            prompt_index=prompt["prompt_index"],
+            rewards=[0.5] * GROUP_SIZE,
+            successes=[True] * GROUP_SIZE,
+            response_tokens=[TOKENS] * GROUP_SIZE,
+            response_lengths=[TOKENS] * GROUP_SIZE,
+            oldest_version=self.version,
+            newest_version=self.version,
+            finish_reasons=["stop"] * GROUP_SIZE,
+            errors=[],
+            reward_terms=[{}] * GROUP_SIZE,
+            turns=[1] * GROUP_SIZE,
+        )
+        return pack([]), summary, {}
 
     async def load_weights(self, version: int, *buckets: Any) -> tuple[int, str, None]:
         """Take a version."""
@@ -145,8 +153,8 @@ def drive(folder: Path, generators: int, groups_per_step: int, steps: int) -> tu
     contract = StalenessContract(STALENESS, groups_per_step)
     prompts = (({"prompt_index": number}, 0) for number in itertools.count())
     ledger = Ledger(contract, steps, prompts)
-    ledger.events, count = EventOrder(), itertools.count()
-    ledger.events.listen(lambda _: next(count))
+    ledger.events, events = EventOrder(), list[Any]()
+    ledger.events.listen(events.append)
     versions: dict[int, int] = {}
     run = Run(folder, ledger, versions)
     settings = {"max_staleness": STALENESS, "groups_per_step": groups_per_step}
@@ -171,7 +179,7 @@ def drive(folder: Path, generators: int, groups_per_step: int, steps: int) -> tu
     asyncio.run(recipe.loops())
     spent = time.process_time() - began
     receipts.close()
-    return spent, next(count)
+    return spent, len(events)
 
 
 def read(tool: str, folder: Path) -> float:
