@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from grpo_components.data.curriculum import Curriculum, curriculum_of
-from grpo_components.exchange.group_reuse import Candidate, ReusePool, reused_per_step
+from grpo_components.exchange.group_reuse import Candidate, ReusePool
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.files import Record
 from grpo_tools.audit.findings import Findings
@@ -32,6 +32,8 @@ class Group:
 class Choices:
     """What the draws of prompts and the reuse of groups depend on, after a step."""
 
+    start: Record = field(default_factory=dict)
+    """The attempt's start record."""
     curriculum: Curriculum | None = None
     """Draws the prompts once more; None if the run has no curriculum, or an impossible one."""
     pool: ReusePool | None = None
@@ -41,6 +43,7 @@ class Choices:
 
     def begin(self, start: Record, before: Record, findings: Findings) -> None:
         """Check that an attempt draws and reuses by a possible rule, and as the one before it."""
+        self.start = start
         described, known = ([record.get(key) for key in _DRAWS] for record in (start, before))
         if before and described != known:
             findings.check("curriculum", False, "draws otherwise than the attempt before")
@@ -49,24 +52,20 @@ class Choices:
                 self.curriculum = curriculum_of(start)
             except ValueError as error:
                 findings.check("curriculum", False, str(error))
-        self._begin_reuse(start, findings)
-
-    def _begin_reuse(self, start: Record, findings: Findings) -> None:
-        """Go on with the groups that the attempt before left, by the attempt's own rule."""
-        rule, before, self.pool = start.get("replay_generation"), self.pool, None
+        # Go on with the groups that the attempt before left, by the attempt's own rule.
+        rule, earlier, self.pool = start.get("replay_generation"), self.pool, None
         if rule is None:
             self.once_trained = {}
             return
-        share, max_uses = rule["share"], rule["max_uses"]
-        most = reused_per_step(min(share, 1.0), start["groups_per_step"])
-        possible = share < 1 and most > 0 and max_uses > 1 and start["max_staleness"] > 0
+        contract = StalenessContract(start["max_staleness"], start["groups_per_step"])
+        pool = ReusePool(contract, min(rule["share"], 1.0), rule["max_uses"])
+        possible = rule["share"] < 1 and pool.most > 0 and pool.max_uses > 1
         problem = f"the rule {rule} can reuse nothing, or too much"
-        if findings.check("reused", possible, problem):
-            contract = StalenessContract(start["max_staleness"], start["groups_per_step"])
-            self.pool = ReusePool(contract, share, max_uses)
-            if before is not None:
-                self.pool.candidates = before.candidates
-                self.pool.forget(start["policy_version"])
+        if findings.check("reused", possible and start["max_staleness"] > 0, problem):
+            self.pool = pool
+            if earlier is not None:
+                pool.candidates = earlier.candidates
+                pool.forget(start["policy_version"])
 
     def check_draw(self, prompt: Prompt, number: int, findings: Findings) -> None:
         """Check that a new group has the prompt that the success rates and the seed give."""
@@ -76,55 +75,43 @@ class Choices:
             problem += f"but seed and success rates draw {row} of epoch {epoch}"
             findings.check("curriculum", prompt == (row, epoch), problem)
 
-    def add_result(self, event: Record, prompt: Prompt, start: Record, findings: Findings) -> None:
+    def add_result(self, event: Record, prompt: Prompt, findings: Findings) -> None:
         """Check that a generated group has a possible result exactly if there is a curriculum."""
-        number, has, wanted = event["group"], "scored" in event, "curriculum" in start
+        number, has, wanted = event["group"], "scored" in event, "curriculum" in self.start
         if not (wanted or has):
             return
         problem = f"group {number} has {'no' if wanted else 'a'} result"
         findings.check("curriculum", has == wanted, problem)
         if has:
             result = event["successes"], event["scored"]
-            possible = result[0] <= result[1] <= start["group_size"]
+            possible = result[0] <= result[1] <= self.start["group_size"]
             findings.check("curriculum", possible, f"group {number} has {result[0]} of {result[1]}")
             if self.curriculum is not None and self.curriculum.knows(prompt[0]):
                 self.curriculum.add_result(prompt[0], *result)
 
     def end_step(
-        self,
-        sample: Record,
-        step: Record,
-        trained: Mapping[int, Group],
-        start: Record,
-        findings: Findings,
+        self, sample: Record, step: Record, trained: Mapping[int, Group], findings: Findings
     ) -> dict[int, Group]:
         """Check which groups a step trained again, and return them."""
         if self.curriculum is not None:
             self.curriculum.end_step()
         groups, worths = sample["groups"], sample.get("worths") or []
         reuses = self.pool is not None
-        problem = (
-            f"{len(worths)} of {len(groups)} groups are trained with spread and oldest version"
-        )
-        findings.check("reused", len(worths) == len(groups) * reuses, problem)
+        problem = f"{len(worths)} of {len(groups)} groups are trained with spread and oldest "
+        findings.check("reused", len(worths) == len(groups) * reuses, f"{problem}version")
         for number, worth in zip(groups, worths, strict=False):
             if reuses and number in trained:
                 known = Candidate(number, worth["spread"], worth["oldest_version"])
                 self.once_trained[number] = trained[number], known
         reused: dict[int, Group] = {}
         for event in sample.get("reused") or ():
-            self._check_reuse(event, step, start, reused, findings)
+            self._check_reuse(event, step, reused, findings)
         if self.pool is not None:
             self._check_choice(self.pool, step, trained, reused, findings)
         return reused
 
     def _check_reuse(
-        self,
-        event: Record,
-        step: Record,
-        start: Record,
-        reused: dict[int, Group],
-        findings: Findings,
+        self, event: Record, step: Record, reused: dict[int, Group], findings: Findings
     ) -> None:
         """Check one reuse of a group, and add the group."""
         check, number, use = findings.check, event["group"], event["use"]
@@ -140,8 +127,10 @@ class Choices:
         most = self.pool.max_uses
         check("reused", use <= most, f"use {use} of group {number}, more than max_uses {most}")
         age = StalenessContract.staleness(worth.oldest_version, step["trained_from"])
-        problem = f"group {number} is reused {age} versions old, more than {start['max_staleness']}"
-        check("reused", age <= start["max_staleness"], problem)
+        most = self.start["max_staleness"]
+        check(
+            "reused", age <= most, f"group {number} is reused {age} versions old, more than {most}"
+        )
         reused[number] = group
 
     def _check_choice(

@@ -225,7 +225,7 @@ class RunAudit:
             check("generated", size == self._start["group_size"], problem)
             group.tokens = sum(event["response_tokens"])
             choices = self._history.choices
-            choices.add_result(event, group.prompt, self._start, self._findings)
+            choices.add_result(event, group.prompt, self._findings)
 
     def _interrupt(self, event: Record) -> None:
         if group := self._living_group(event["group"]):
@@ -276,7 +276,7 @@ class RunAudit:
         self._check_contract(event)
         self._check_weights(event, newest=after)
         trained = self._train()
-        again = h.choices.end_step(self._batch, event, trained, self._start, self._findings)
+        again = h.choices.end_step(self._batch, event, trained, self._findings)
         h.reused, self._batch = h.reused + len(again), _NO_BATCH
         wanted, groups = self._start["groups_per_step"], [*trained.values(), *again.values()]
         check("batches", len(groups) == wanted, f"trains {len(groups)} groups, not {wanted}")
