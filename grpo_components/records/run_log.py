@@ -255,11 +255,14 @@ class RunLog:
                 self.note(f"to go on from it: {self._resume}")
 
     def _report(self) -> None:
+        from grpo_tools.diagnose.rules import worst_of
         from grpo_tools.report.page import write_report  # once there is a run to show
         from grpo_tools.report.run_files import NoStepsError
 
         try:
             self.note(f"report: {write_report(self._output_dir)}")
+            if ill := worst_of(self._output_dir):
+                self.note(ill)
         except NoStepsError:  # earlier attempts have no steps either
             return
         except Exception as error:  # a failed report must not change how the run ended

@@ -15,6 +15,8 @@ from string import Template
 from typing import Any
 
 from grpo_components.files import ANSWERS, Record, records_of, write_whole
+from grpo_tools.diagnose.evidence import Run
+from grpo_tools.diagnose.rules import diagnose
 from grpo_tools.report.curves import (
     MAX_POINTS,
     Chart,
@@ -118,10 +120,11 @@ def write_report(
 def _page(folder: Path, max_groups: int, next_page_s: float | None) -> str:
     logs, parts, is_live = folder / "logs", PageParts(), next_page_s is not None
     metrics, history = read_run(folder)
+    run = Run(folder, metrics, history)
     over_time, role_events = timeline(
         records_of(folder / "receipts.jsonl"),
         list(records_of(logs / "roles.jsonl")),
-        list(records_of(logs / "heartbeats.jsonl")),
+        run.heartbeats,
         sum(values_of(metrics, "time/wait_for_batch")),
     )
     rollouts = read_rollouts(logs / "rollouts.jsonl", history.attempts, max_groups)
@@ -130,6 +133,9 @@ def _page(folder: Path, max_groups: int, next_page_s: float | None) -> str:
     others = sections.pop("Other metrics")
     trained = any(record["step"] > 0 for record in metrics)  # else it has no curves, only values
     if trained:
+        lines = [f"<li>{escaped(finding)}</li>" for finding in diagnose(run)]
+        none = ["<li>nothing looks wrong</li>"]
+        parts.add("Diagnosis", f'<ul class="box">{"".join(lines or none)}</ul>')
         parts.metrics(sections)
     parts.add("Evaluation", held_out_table(metrics) + answers_section(answers))
     if trained or rollouts.logged:

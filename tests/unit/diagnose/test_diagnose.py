@@ -1,6 +1,5 @@
 """A diagnosis names what is wrong in a run's files, the worst first, and nothing in a clean one."""
 
-import json
 import math
 import random
 from types import SimpleNamespace
@@ -14,10 +13,12 @@ from grpo_components.records.metrics import MetricLog
 from grpo_tools.diagnose.__main__ import main
 from grpo_tools.diagnose.evidence import read
 from grpo_tools.diagnose.rules import RULES, diagnose
+from grpo_tools.report.page import write_report
 
 STEPS = 40
-START = {"event": "start", "attempt": 0, "steps_done": 0, "num_steps": STEPS, "time": 0.0}
-END = {"event": "end", "attempt": 0, "step": STEPS, "finished": True}
+START = {"event": "start", "attempt": 0, "steps_done": 0, "num_steps": STEPS, "cpus": 2}
+START |= {"time": 0.0, "libraries": {}, "carried": {}}
+END = {"event": "end", "attempt": 0, "step": STEPS, "finished": True, "living": [], "time": 9.0}
 CONFIG = """
 optimizer: {lr: 1e-4}
 dtype: fp32
@@ -119,7 +120,7 @@ ILL = {
     },
     "length grows with the reward: ": {"rollout/response_tokens_mean": rising(20, 80)},
     "clipping is far above usual: ": {"ratio/clip_fraction": 0.3},
-    "weights move too often: pushes": {"time/push": 0.3},
+    "weights move too often: pushes": {"time/push": 0.5},
     "the trainer waits": {"time/wait_for_batch": 0.8},
 }
 
@@ -218,8 +219,13 @@ def test_a_run_that_goes_on_and_damaged_or_foreign_files_have_an_answer(write, t
     assert capsys.readouterr().err.startswith("no diagnosis: no run: ")
 
 
+def test_the_report_has_a_panel(write):
+    html = write_report(write(FLAT | {"rollout/cut_off_fraction": 0.5})).read_text("utf-8")
+    assert '<h2 id="diagnosis">' in html and "<li>responses are cut off: 5" in html
+    assert "<li>nothing looks wrong</li>" in write_report(write()).read_text("utf-8")
+
+
 def test_an_error_that_ended_the_run(write):
     folder = write()
     write_rows(folder / "logs/failures.jsonl", {"attempt": 0, "error": "RoleLostError: trainer_0"})
-    assert json.loads((folder / "logs/failures.jsonl").read_text())["attempt"] == 0
     assert found(folder)[0].startswith("the run ended with an error: RoleLostError: trainer_0")

@@ -302,6 +302,17 @@ def test_close_writes_the_report_and_shows_its_path(make, stepped, tmp_path, cap
     assert (tmp_path / "report.html").stat().st_size > 1e6
 
 
+def test_a_run_that_looks_ill_ends_with_a_line_that_says_so(make, clock, capsys, tmp_path):
+    log, _ = make()
+    for step in range(1, 6):
+        clock.now += 1
+        log.step(step, step_metrics() | {"rollout/cut_off_fraction": 1.0}, 1)
+    log.close()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("looks ill: responses are cut off: 100%")
+    assert f"grpo diagnose {tmp_path}" in last
+
+
 def test_a_failed_report_is_shown_in_a_line_and_does_not_fail_the_run(
     make, clock, monkeypatch, capsys
 ):
