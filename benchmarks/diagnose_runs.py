@@ -144,7 +144,7 @@ def ill(folder: Path) -> dict:
         ),
         "slow for long": (
             *(
-                "staleness drops long responses",
+                "long responses are dropped",
                 f"{REWARD}Reward",
                 "rewards.correctness.fault='slow for long'",
             ),

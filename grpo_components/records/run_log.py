@@ -172,7 +172,6 @@ class RunLog:
         dropped_groups: Mapping[str, int],
         replay: str = "",
         skipped_steps: str = "",
-        bias: str = "",
     ) -> None:
         """Show the closing summary: a row of label and value for each thing to tell."""
         rows = {"held-out success": self._change_of_success()}
@@ -186,7 +185,6 @@ class RunLog:
                 "staleness": f"{self._staleness / self._steps:.2f} policy versions on average, "
                 f"{self._stalest:.0f} at most",
                 "groups dropped": dropped or "none",
-                "bias of what was lost": bias if dropped else "",
                 "books": self._books(),
                 "steps skipped": skipped_steps,
                 "replay": replay,

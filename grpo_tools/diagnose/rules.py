@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -185,22 +186,23 @@ def _clipped(run: Run) -> Finding | None:
     return Finding(66, "clipping is far above usual", figure, cause, advice) if ill else None
 
 
-def _stale_drops(run: Run) -> Finding | None:
+def _groups_dropped(run: Run) -> Finding | None:
     lengths = {group: length for group, (length, _) in run.history.lengths.items()}
-    stale = {drop["group_id"] for drop in run.history.drops if drop["reason"] == "stale"}
-    lost, kept = (
-        [n for g, n in lengths.items() if (g in stale) is is_lost] for is_lost in (True, False)
-    )
+    dropped = {drop["group_id"]: drop["reason"] for drop in run.history.drops}
+    lost = [g for g in lengths if dropped.get(g, "filtered") != "filtered"]  # others on purpose
+    kept = [length for group, length in lengths.items() if group not in dropped]
     if len(lost) < 8 or len(kept) < 8 or len(lost) < 0.02 * len(kept):
         return None
-    longer, noise = statistics.fmean(lost) - statistics.fmean(kept), 0.0
-    noise = math.sqrt(sum(statistics.variance(each) / len(each) for each in (lost, kept)))
-    is_longer = longer > 4 * noise
-    figure = f"{len(lost)} groups ({len(lost) / len(lengths):.0%}), {longer:+.3g} tokens a response"
-    what = f"staleness drops {'long responses' if is_longer else 'many groups'}"
+    gone = [lengths[group] for group in lost]
+    noise = math.sqrt(sum(statistics.variance(each) / len(each) for each in (gone, kept)))
+    longer = statistics.fmean(gone) - statistics.fmean(kept)
+    why = ", ".join(f"{n} {reason}" for reason, n in Counter(map(dropped.get, lost)).items())
+    figure = f"{why} ({len(lost) / len(lengths):.0%}), {longer:+.3g} tokens a response"
+    biased = longer > 4 * noise
+    what = f"{'long responses' if biased else 'many groups'} are dropped"
     advice = "stale_groups=wait, stale_tokens=mask, or a larger max_staleness"
     finding = Finding(71, what, figure, "training overtakes slow groups", advice)
-    return finding if is_longer or len(lost) > 0.1 * len(kept) else None
+    return finding if biased or len(lost) > 0.1 * len(kept) else None
 
 
 def _someone_waits(run: Run) -> Finding | None:
@@ -291,7 +293,7 @@ def _evaluated(run: Run, key: str) -> tuple[float, float, float]:
 RULES = (
     *(_samples_fail, _ends_with_an_error, _steps_skipped, _roles_disagree, _runs_away),
     *(_stands_still, _entropy_collapses, _cut_off, _groups_equal, _format_only, _length_grows),
-    *(_held_out_stays, _clipped, _stale_drops, _someone_waits, _pushes_dear, _memory_grows),
+    *(_held_out_stays, _clipped, _groups_dropped, _someone_waits, _pushes_dear, _memory_grows),
     *(_disk_too_small, _evaluation_small),
 )
 """Each returns a finding, or None if the run is well in that respect."""

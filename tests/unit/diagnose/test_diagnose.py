@@ -172,7 +172,7 @@ def test_drops_that_prefer_long_responses(write):
     events = [each for n in range(60) for each in generated(n, 10 + n % 3, stale=False)]
     events += [each for n in range(60, 75) for each in generated(n, 30 + n % 3, stale=True)]
     (line,) = found(write(events=events))
-    assert line.startswith("staleness drops long responses: 15 groups (20%), +20 tokens")
+    assert line.startswith("long responses are dropped: 15 stale (20%), +20 tokens")
 
 
 def test_memory_that_grows_and_a_disk_that_is_too_small(write, monkeypatch):
