@@ -125,7 +125,7 @@ def ill(folder: Path) -> dict:
         "slow reward": ("rewards are slow", f"{REWARD}Reward", f"{fault}slow", "num_steps=20"),
         "small steps": ("weights move too often", "groups_per_step=1", "group_size=2"),
         "format only": (
-            *("the format is learned", *exact, "rewards.even.weight=1.0", "optimizer.lr=1e-3"),
+            *("the format is learned", *exact, "rewards.even.weight=1.0", "optimizer.lr=2e-4"),
             *("rewards.even._component_=diagnose_runs.Reward", "rewards.even.fault=even"),
         ),
         "entropy": ("entropy collapses", f"{LOSS}diagnose_runs.Loss", "loss.fault=entropy"),

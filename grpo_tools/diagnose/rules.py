@@ -228,7 +228,7 @@ def _pushes_dear(run: Run) -> Finding | None:
     push, load = run.share_of_step("time/push"), run.share_of_time("gen", "loading weights")
     figure = f"pushes take {push:.0%} of a step, loads {load:.0%} of a generator's time"
     advice = "a larger push_every_n_steps and pull_every_m_rollouts, push=delta, longer steps"
-    ill = push >= 0.3 or load >= 0.25
+    ill = push + load >= 0.25
     cause = "steps are short beside the move of the weights"
     return Finding(46, "weights move too often", figure, cause, advice) if ill else None
 
@@ -314,5 +314,5 @@ def diagnose(run: Run) -> Sequence[Finding]:
 def worst_of(folder: Path) -> str:
     """Return the worst finding and how to see the others, in one line; empty for a clean run."""
     found = diagnose(read(folder))
-    more = f"{len(found)} findings" if len(found) > 1 else "the whole of it"
-    return f"looks ill: {found[0]} ({more}: grpo diagnose {folder})" if found else ""
+    more = f" ({len(found) - 1} more: grpo diagnose {folder})" if len(found) > 1 else ""
+    return f"looks ill: {found[0]}{more}" if found else ""

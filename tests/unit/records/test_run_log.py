@@ -306,11 +306,12 @@ def test_a_run_that_looks_ill_ends_with_a_line_that_says_so(make, clock, capsys,
     log, _ = make()
     for step in range(1, 6):
         clock.now += 1
-        log.step(step, step_metrics() | {"rollout/cut_off_fraction": 1.0}, 1)
+        shares = dict.fromkeys(("rollout/cut_off_fraction", "rollout/zero_variance_fraction"), 1.0)
+        log.step(step, step_metrics() | shares, 1)
     log.close()
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("looks ill: responses are cut off: 100%")
-    assert f"grpo diagnose {tmp_path}" in last
+    assert last.endswith(f" (1 more: grpo diagnose {tmp_path})")
 
 
 def test_a_failed_report_is_shown_in_a_line_and_does_not_fail_the_run(
