@@ -59,7 +59,7 @@ class Loss:
         ratio = (tokens.trainer_logprobs - tokens.generator_logprobs).detach().exp()
         losses = -ratio * tokens.advantages * tokens.trainer_logprobs
         if self._fault == "entropy":
-            losses = losses + 0.5 * tokens.entropy  # the sign of the bonus is wrong
+            losses = losses + 10 * tokens.entropy  # the sign of the bonus is wrong
         if self._fault == "nan" and self._calls > 8 and self._calls % 3 == 0:
             losses = losses * float("nan")
         return losses, {"ratio/mean": ratio, "ratio/max": ratio}
@@ -128,7 +128,7 @@ def ill(folder: Path) -> dict:
             *("the format is learned", *exact, "rewards.even.weight=1.0", "optimizer.lr=2e-4"),
             *("rewards.even._component_=diagnose_runs.Reward", "rewards.even.fault=even"),
         ),
-        "entropy": ("entropy collapses", f"{LOSS}diagnose_runs.Loss", "loss.fault=entropy"),
+        "entropy": ("entropy collapses", f"{LOSS}diagnose_runs.Loss", "loss.fault=entropy", "optimizer.lr=3e-4"),
         "pays for length": (
             *("length grows", f"{REWARD}Reward", f"{fault}long", "optimizer.lr=1e-3"),
             *("generator.max_response_tokens=64", "num_steps=60"),

@@ -16,7 +16,7 @@ from grpo_components.files import Record, records_of
 from grpo_components.time_use import STARTING
 from grpo_tools.report.curves import values_of
 from grpo_tools.report.run_files import DAMAGED, History, read_history, read_metrics
-from grpo_tools.report.time_use import seconds_by_role
+from grpo_tools.report.timeline import seconds_by_role
 
 _FEWEST, _FEWEST_OF_TREND = 5, 15
 """Values from which on a median says something, and from which on a difference of thirds does."""

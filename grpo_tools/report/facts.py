@@ -29,8 +29,8 @@ def read_facts(folder: Path, metrics: Sequence[Record]) -> dict[str, str]:
     roles = [*records_of(folder / "logs/roles.jsonl")]
     last = max((role["attempt"] for role in roles), default=0)
     if hosts := [*dict.fromkeys(role["node"] for role in roles if role["attempt"] == last)]:
-        more = len(hosts) - _MAX_HOSTS
-        found["host"] = ", ".join(hosts[:_MAX_HOSTS]) + (f" and {more} more" if more > 0 else "")
+        more = f" and {len(hosts) - _MAX_HOSTS} more" if len(hosts) > _MAX_HOSTS else ""
+        found["host"] = ", ".join(hosts[:_MAX_HOSTS]) + more
     if starts:
         found["host"] = f"{found.get('host', '')} ({starts[-1]['cpus']} CPUs)".strip()
         versions = starts[-1]["libraries"].items()
@@ -47,14 +47,12 @@ def facts_line(folder: Path, metrics: Sequence[Record]) -> str:
 
 def duration(seconds: float) -> str:
     """Return a duration in words, e.g. 3 min 20 s."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days:,} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    number, parts = round(seconds), list[str]()
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s")):
+        if parts or number >= size or size == 1:
+            parts.append(f"{number // size:,} {unit}")
+        number %= size
+    return " ".join(parts[:2])
 
 
 def tiles(metrics: Sequence[Record], history: History) -> str:

@@ -7,7 +7,7 @@ import pytest
 from lib.rows import write_rows
 
 from grpo_tools.report.facts import held_out_table, read_facts
-from grpo_tools.report.time_use import seconds_by_role, time_use_charts
+from grpo_tools.report.timeline import seconds_by_role, time_use_charts
 
 
 @pytest.fixture
