@@ -90,7 +90,8 @@ def _runs_away(run: Run) -> Finding | None:
     advice = f"a tenth of optimizer.lr (now {run.setting('optimizer.lr')}), loss.kl_coeff=0.01"
     jumps = len(high) >= 3 or abs(run.late("ratio/mean") - 1) > 0.2 or far
     what, cause = "the policy runs away", "the learning rate is too high for this staleness"
-    finding = Finding(91 if jumps else 79, what, figure, cause, advice)
+    severity = 60 if reward.sigmas > 3 else 91 if jumps else 79
+    finding = Finding(severity, what, figure, cause, advice)
     return finding if jumps or fell else None
 
 
