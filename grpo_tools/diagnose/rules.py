@@ -20,7 +20,7 @@ MOST = 10
 """Findings that a diagnosis has at most."""
 _REWARD, _SUCCESS, _KL = "rollout/reward_mean", "rollout/success_rate", "mismatch/generator_kl"
 _HELD_OUT = "eval/reward_mean"
-_ERROR_CHARS = 160
+_ENDED, _ERROR_CHARS = "the run ended with an error", 160
 
 
 class Finding(NamedTuple):
@@ -52,7 +52,7 @@ def _samples_fail(run: Run) -> Finding | None:
 def _ends_with_an_error(run: Run) -> Finding | None:
     figure = shortened(run.error.partition("\n")[0], _ERROR_CHARS)
     advice = "logs/failures.jsonl has all of it, logs/ROLE.log what a role wrote"
-    finding = Finding(75, "the run ended with an error", figure, "what it says", advice)
+    finding = Finding(75, _ENDED, figure, "what it says", advice)
     return finding if run.error else None
 
 
@@ -314,6 +314,6 @@ def diagnose(run: Run) -> Sequence[Finding]:
 
 def worst_of(folder: Path) -> str:
     """Return the worst finding and how to see the others, in one line; empty for a clean run."""
-    found = diagnose(read(folder))
+    found = [each for each in diagnose(read(folder)) if each.what != _ENDED]  # it is shown anyway
     more = f" ({len(found) - 1} more: grpo diagnose {folder})" if len(found) > 1 else ""
     return f"looks ill: {found[0]}{more}" if found else ""

@@ -10,18 +10,17 @@ from pathlib import Path
 from grpo_components.files import Record, first_and_last, records_of
 from grpo_tools.report.curves import measured_after, values_of
 from grpo_tools.report.run_files import History
-from grpo_tools.report.safe_text import escaped, table
+from grpo_tools.report.safe_text import part
 
-_MAX_HOSTS, _MAX_VALUE_CHARS = 4, 80
+_MAX_HOSTS = 4
 _ARROW = " \N{RIGHTWARDS ARROW} "
 _ENDS = ("_low", "_high")
 _NOT_MEASURED = ("eval/step", "eval/policy_version", "eval/prompts")
 
 
-def read_facts(folder: Path, metrics: Sequence[Record]) -> dict[str, str]:
+def read_facts(folder: Path, metrics: Sequence[Record], starts: Sequence[Record]) -> dict[str, str]:
     """Return when, how long, where and with which versions a run ran, by name."""
     found: dict[str, str] = {}
-    starts = [*records_of(folder / "receipts.jsonl", b'"event": "start"')]
     if starts:
         found["began"] = f"{datetime.fromtimestamp(starts[0]['time'], UTC):%Y-%m-%d %H:%M} UTC"
     if took := values_of(metrics, "time/wall_clock"):
@@ -38,13 +37,6 @@ def read_facts(folder: Path, metrics: Sequence[Record]) -> dict[str, str]:
     return found
 
 
-def facts_line(folder: Path, metrics: Sequence[Record]) -> str:
-    """Return the known facts as one line of HTML."""
-    facts = read_facts(folder, metrics).items()
-    parts = (f"<span>{name} <b>{escaped(fact, 1000)}</b></span>" for name, fact in facts)
-    return f'<p class="run-facts">{"".join(parts)}</p>'
-
-
 def duration(seconds: float) -> str:
     """Return a duration in words, e.g. 3 min 20 s."""
     number, parts = round(seconds), list[str]()
@@ -53,14 +45,6 @@ def duration(seconds: float) -> str:
             parts.append(f"{number // size:,} {unit}")
         number %= size
     return " ".join(parts[:2])
-
-
-def tiles(metrics: Sequence[Record], history: History) -> str:
-    """Return HTML of the key figures."""
-    return "".join(
-        f'<div class="tile"><b>{escaped(value, _MAX_VALUE_CHARS)}</b><span>{name}</span></div>'
-        for name, value in key_figures(metrics, history).items()
-    )
 
 
 def key_figures(
@@ -81,7 +65,7 @@ def key_figures(
         mean = _mean(steps, "staleness/mean")
         found["staleness, mean and largest"] = f"{mean}, {max(stalest):.0f}"
     for kind in ("generated", "trained"):
-        speed = _per_second(steps, history, f"throughput/{kind}_tokens_per_second")
+        speed = _per_second(steps, f"throughput/{kind}_tokens_per_second")
         found[f"{kind} tokens per second"] = speed
     dropped = Counter(drop["reason"] for drop in history.drops)
     each = ", ".join(f"{n} {why}" for why, n in dropped.items())
@@ -109,15 +93,14 @@ def held_out_table(metrics: Sequence[Record]) -> str:
     version, prompts = (last.get(f"eval/{key}", "-") for key in ("policy_version", "prompts"))
     about = f"after step {measured_after(last, 'eval/step')}: policy version {version}, "
     columns = ("metric", "mean over prompts", "95 % interval")
-    about = f'<p class="about">{about}{prompts} prompts</p>'
-    return f'<div class="box">{about}{table(columns, rows)}</div>'
+    return part("box", columns, rows, "", f"{about}{prompts} prompts")
 
 
-def _per_second(steps: Sequence[Record], history: History, key: str) -> str:
+def _per_second(steps: Sequence[Record], key: str) -> str:
     """Return tokens per second over all steps; a mean of rates would overweight short steps."""
     tokens = seconds = 0.0
     for record in steps:
-        trained = history.trained_tokens.get(record["step"], 0)
+        trained = sum(values_of([record], "rollout/trained_tokens"))
         speed = sum(values_of([record], "throughput/trained_tokens_per_second"))
         took = trained / speed if trained and speed else sum(values_of([record], "time/step"))
         for rate in values_of([record], key):

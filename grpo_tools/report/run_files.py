@@ -47,8 +47,6 @@ class History:
     """Attempt -> error that ended it, or None if a person stopped it."""
     last_steps: dict[int, int] = field(default_factory=dict)
     """Last step of each attempt that trained a step or wrote an end record."""
-    trained_tokens: dict[int, int] = field(default_factory=dict)
-    """Number of trained tokens in each step, from the last attempt that trained it."""
     drops: list[Record] = field(default_factory=list)
     """Dropped groups with step, attempt, group_id, prompt_index, epoch, reason and reissue."""
     results: list[Record] = field(default_factory=list)
@@ -81,7 +79,6 @@ def _follow(history: History, prompts: dict[int, Record], event: Record) -> None
     elif name == "end":
         history.ends[attempt], history.last_steps[attempt] = event, event["step"]
     elif name == "step":
-        history.trained_tokens[event["step"]] = sum(event["token_versions"].values())
         history.step = history.last_steps[attempt] = event["step"]
         history.attempts.steps_done.setdefault(attempt, history.starts[-1]["steps_done"])
     elif name == "issue":

@@ -340,7 +340,7 @@ def write_starts(tmp_path, *attempts):
     ("error", "shown"),
     [
         (RoleFailedError("trainer_0", "died <b>", "a.log", "died"), "trainer_0 died &lt;b&gt;"),
-        (ExceptionGroup("loops", [KeyError("reward")]), "KeyError: &#x27;reward&#x27;"),
+        (ExceptionGroup("loops", [KeyError("reward")]), "KeyError: &#39;reward&#39;"),
         (KeyboardInterrupt(), "interrupted; 1"),
     ],
 )
