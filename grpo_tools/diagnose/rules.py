@@ -178,12 +178,9 @@ def _held_out_stays(run: Run) -> Finding | None:
 def _clipped(run: Run) -> Finding | None:
     share, high = run.late("ratio/clip_fraction"), run.setting("loss.clip_high", 0.2)
     figure = f"{share:.0%} of the tokens are outside the range; below 5 % is usual"
-    passes = "ppo_epochs={} updates_per_batch={}".format(
-        *map(run.setting, ("ppo_epochs", "updates_per_batch"))
-    )
     advice = f"fewer of them, or a lower optimizer.lr (now {run.setting('optimizer.lr')})"
     ill = share >= 0.12 and not (isinstance(high, float) and high < 0.05)  # as GSPO's
-    cause = f"too many or too large updates by one batch ({passes})"
+    cause = f"too many or too large updates by one batch (ppo_epochs={run.setting('ppo_epochs')})"
     return Finding(66, "clipping is far above usual", figure, cause, advice) if ill else None
 
 

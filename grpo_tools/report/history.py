@@ -19,14 +19,6 @@ _REASONS = {
 }
 
 
-def state_and_error(
-    history: History, metrics: Sequence[Record], live: bool
-) -> tuple[str, str | None]:
-    """Return the run's state in one line, and the error that ended it, if any."""
-    why = history.failures.get(history.starts[-1]["attempt"]) if history.starts else None
-    return state_text(history, metrics, live=live), why
-
-
 def state_text(history: History, metrics: Sequence[Record], *, live: bool = False) -> str:
     """Return the run's state in a few words."""
     how, planned = "running" if live else "running or killed", ""

@@ -25,12 +25,7 @@ from grpo_tools.report.curves import (
     values_of,
 )
 from grpo_tools.report.facts import held_out_table, key_figures, read_facts
-from grpo_tools.report.history import (
-    dropped_section,
-    history_tables,
-    state_and_error,
-    token_accounts,
-)
+from grpo_tools.report.history import dropped_section, history_tables, state_text, token_accounts
 from grpo_tools.report.rollouts import MAX_BYTES, MAX_GROUPS, read_answers, read_rollouts
 from grpo_tools.report.run_files import read_run
 from grpo_tools.report.safe_text import part, script_json, whole_page
@@ -128,11 +123,12 @@ def _page(folder: Path, max_groups: int, next_page_s: float | None) -> str:
     configs = [path for path in (folder / "config.yaml", *earlier) if path.exists()]
     parts.sections["Config"] = part("configs", configs, bool(earlier))
     parts.sections |= others
-    facts = read_facts(folder, metrics, history.starts)
+    state = state_text(history, metrics, live=is_live)
+    top = part("top", state, run.error, read_facts(folder, metrics, history.starts))
     figures = part("tiles", key_figures(metrics, history))
     return parts.html(
         f"Run {folder.resolve().name}",
-        part("top", *state_and_error(history, metrics, is_live), facts),
+        top,
         figures + controls(metrics) if trained else figures,
         str(folder),
         rollouts=rollouts.groups,

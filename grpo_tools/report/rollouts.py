@@ -7,13 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from grpo_components.files import Record, record_in
 from grpo_tools.report.run_files import Attempts
 from grpo_tools.report.safe_text import text
 
-_T = TypeVar("_T")
 MAX_GROUPS = 200
 MAX_BYTES = 12 * 2**20
 """Maximum total size of the shown groups' lines; with long groups, fewer are shown."""
@@ -91,7 +90,7 @@ def _read(path: Path, attempts: Attempts, limit: int, spread: _Spread) -> Rollou
     return RolloutSample(groups, len(places), superseded, known)
 
 
-def _spread(places: Sequence[_T], limit: int) -> list[_T]:
+def _spread(places: Sequence[Any], limit: int) -> list[Any]:
     """Choose up to `limit` evenly spaced places, including the first and the last."""
     if len(places) <= limit:
         return list(places)
