@@ -66,15 +66,15 @@ def _steps_skipped(run: Run) -> Finding | None:
 
 
 def _roles_disagree(run: Run) -> Finding | None:
-    kl, late = run.trend("mismatch/fresh_kl"), run.late("mismatch/fresh_kl")
-    usual = 1e-4 if run.setting("dtype") == "fp32" else 0.05
-    bound = run.setting("max_generator_kl", usual)
+    kl, each = run.trend("mismatch/fresh_kl"), run.values("mismatch/fresh_kl")
+    usual = statistics.median(each) if each else math.nan  # an asynchronous run has few
+    bound = run.setting("max_generator_kl", 1e-4 if run.setting("dtype") == "fp32" else 0.05)
     drifts = kl.sigmas > 3 and kl.after > 5 * kl.before and kl.after > bound / 100
     what = f"generator and trainer {'drift apart' if drifts else 'disagree'}"
-    figure = f"mismatch/fresh_kl is {late:.2g} nats a token" + (f", from {kl}" if drifts else "")
+    figure = f"mismatch/fresh_kl is {usual:.2g} nats a token" + (f", from {kl}" if drifts else "")
     cause = "weights, or settings of sampling or model, that only one side has"
     advice = "generator.top_p=1 generator.top_k=0, `model` as in config.json, dtype=fp32"
-    ill = drifts or late > bound / 4 or "trainer and generator disagree" in run.error
+    ill = drifts or usual > bound / 4 or "trainer and generator disagree" in run.error
     return Finding(92, what, figure, cause, advice) if ill else None
 
 
@@ -116,10 +116,8 @@ def _entropy_collapses(run: Run) -> Finding | None:
 
 
 def _cut_off(run: Run) -> Finding | None:
-    share, limit = (
-        run.late("rollout/cut_off_fraction"),
-        run.setting("generator.max_response_tokens"),
-    )
+    share = run.late("rollout/cut_off_fraction")
+    limit = run.setting("generator.max_response_tokens")
     figure = f"{share:.0%} of them in the last third, at {limit} tokens"
     cause = "the limit is too small, or nothing pays for an end"
     advice = "a larger generator.max_response_tokens, reward_shaping.overlong_tokens"
@@ -143,7 +141,8 @@ def _groups_equal(run: Run) -> Finding | None:
 def _format_only(run: Run) -> Finding | None:
     rewards, success = run.setting("rewards", {}), run.trend(_SUCCESS)
     names = [name for name, each in rewards.items() if not (each or {}).get("is_success")]
-    for name, term in ((name, run.trend(f"reward_terms/{name}_mean")) for name in names):
+    for name in names if len(names) < len(rewards) else ():
+        term = run.trend(f"reward_terms/{name}_mean")
         learned = term.sigmas > 3 and term.after > term.before + 0.15
         if learned and success.sigmas < 2 and success.after < 0.5:
             figure = f"{name} {term}, success {success}"
@@ -170,9 +169,8 @@ def _held_out_stays(run: Run) -> Finding | None:
     advice = "more prompts or fewer epochs; compare dataset with eval_dataset"
     chosen = run.setting("curriculum") or run.setting("dynamic_sampling.enabled")
     ill = reward.sigmas > 3 and rise > 0.05 and gain + noise < rise > 3 * gain and not chosen
-    return (
-        Finding(73, "the reward rises, held-out does not", figure, cause, advice) if ill else None
-    )
+    finding = Finding(73, "the reward rises, held-out does not", figure, cause, advice)
+    return finding if ill else None
 
 
 def _clipped(run: Run) -> Finding | None:
@@ -236,10 +234,10 @@ def _memory_grows(run: Run) -> Finding | None:
     for beat in run.heartbeats:
         by_role.setdefault(str(beat["role"]), []).extend(values_of([beat], "rss_mib"))
     for role, used in by_role.items():
-        third = len(used) // 3
-        if third < 3:
-            continue
-        a, b, c = (statistics.median(used[i * third :][:third]) / 1024 for i in range(3))
+        third = max(3, len(used) // 3)
+        a, b, c = (
+            statistics.median(used[i:][:third] or [0]) / 1024 for i in range(0, 3 * third, third)
+        )
         if min(b - a, c - b) > max(0.2, 0.1 * a):
             more = 1.5 * (c - a) / max(1, len(run.steps)) * run.steps_left
             figure = f"{role} has grown from {a:.1f} to {c:.1f} GiB"

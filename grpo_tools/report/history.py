@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from grpo_components.files import Record
-from grpo_tools.books import close_books
 from grpo_tools.report.run_files import History
 from grpo_tools.report.safe_text import part
 
@@ -45,29 +43,17 @@ def history_tables(
         if why := history.failures.get(attempt):
             how += f": {why}"
         rows.append((attempt, done, history.last_steps.get(attempt, done), how))
-    about = "A later attempt replaces all steps after the one it resumes from, "
-    columns = ("attempt", "resumes after step", "last step", "how it ended")
-    found = part("box", columns, rows, "Attempts", about + "once it has trained a step.")
+    found = part("attempts", rows)
     if events := [event for event in role_events if event["event"] != "start"]:
         keys = ("minute", "event", "attempt", "role")
         rows = [
             [*map(e.get, keys), f"{e['what']}{'; given up' if e.get('given_up') else ''}"]
             for e in events[-_MAX_EVENTS:]
         ]
-        about = f"the last {len(rows)} of {len(events)}" if len(events) > len(rows) else "all"
-        columns = ("minute", "what", "attempt", "role", "why")
-        found += part("box", columns, rows, "Restarts and rollbacks", about)
+        found += part("restarts", rows, len(events))
     if last := [each for each in phases if each["attempt"] == phases[-1]["attempt"]]:
-        rows = [(each["phase"], round(each["seconds"], 1)) for each in last]
-        about = "last attempt, from the command on; a report made after the run also has its end"
-        found += part("box", ("phase", "seconds"), rows, "Start and end", about)
+        found += part("phases", [(each["phase"], round(each["seconds"], 1)) for each in last])
     return found
-
-
-def token_accounts(folder: Path) -> str:
-    """Return HTML with both sides of the token accounts and their residual."""
-    books = close_books(folder)
-    return part("accounts", books) if books.generated.groups else ""
 
 
 def dropped_section(drops: Sequence[Record], failed_samples: Sequence[Record]) -> str:
@@ -91,9 +77,7 @@ def dropped_section(drops: Sequence[Record], failed_samples: Sequence[Record]) -
             errors = "\n".join(f"{n} x {error}" for error, n in record["errors"].items())
             place = (str(record.get("attempt", 0)), where, str(record.get("prompt_index")))
             rows.append((*place, errors))
-        about = f"the last {len(rows)} of {len(failed_samples):,} records in "
-        columns = ("attempt", "where", "prompt", "errors")
-        found += part("box", columns, rows, "Failed samples", about + "logs/failed_samples.jsonl")
+        found += part("failed", rows, len(failed_samples))
     return found
 
 

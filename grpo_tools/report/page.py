@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_components.files import ANSWERS, Record, records_of, write_whole
+from grpo_tools.books import close_books
 from grpo_tools.diagnose.evidence import Run
 from grpo_tools.diagnose.rules import diagnose
 from grpo_tools.report.curves import (
@@ -25,7 +26,7 @@ from grpo_tools.report.curves import (
     values_of,
 )
 from grpo_tools.report.facts import held_out_table, key_figures, read_facts
-from grpo_tools.report.history import dropped_section, history_tables, state_text, token_accounts
+from grpo_tools.report.history import dropped_section, history_tables, state_text
 from grpo_tools.report.rollouts import MAX_BYTES, MAX_GROUPS, read_answers, read_rollouts
 from grpo_tools.report.run_files import read_run
 from grpo_tools.report.safe_text import part, script_json, whole_page
@@ -118,7 +119,7 @@ def _page(folder: Path, max_groups: int, next_page_s: float | None) -> str:
     parts.sections["Timeline"] = times
     failed_samples = list(records_of(logs / "failed_samples.jsonl"))
     dropped = dropped_section(history.drops, failed_samples)
-    parts.sections["Dropped groups"] = token_accounts(folder) + dropped
+    parts.sections["Dropped groups"] = part("accounts", close_books(folder)) + dropped
     earlier = sorted(folder.glob("config_attempt_*.yaml"), key=lambda path: (len(path.name), path))
     configs = [path for path in (folder / "config.yaml", *earlier) if path.exists()]
     parts.sections["Config"] = part("configs", configs, bool(earlier))

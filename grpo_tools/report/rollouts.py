@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,11 +101,9 @@ def _spread(places: Sequence[Any], limit: int) -> list[Any]:
 
 def _spread_evaluations(places: Sequence[_Place], limit: int) -> list[_Place]:
     """Choose evenly spaced evaluations with up to `limit` places; of a single one, some places."""
-    by_step: defaultdict[tuple[int, int], list[_Place]] = defaultdict(list)
-    for place in places:
-        by_step[place.attempt, place.step].append(place)
-    most = max(map(len, by_step.values()), default=1)
-    evaluations = _spread([*by_step.values()], max(1, limit // most))
+    by_step = [[*each] for _, each in groupby(places, lambda place: (place.attempt, place.step))]
+    most = max(map(len, by_step), default=1)
+    evaluations = _spread(by_step, max(1, limit // most))
     return _spread([place for evaluation in evaluations for place in evaluation], limit)
 
 

@@ -6,7 +6,6 @@ import functools
 import html
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +59,7 @@ def _templates() -> Environment:
         keep_trailing_newline=True,
         finalize=lambda value: value if isinstance(value, Markup) else text(value),
     )
-    templates.filters |= {"cut": text, "thousands": "{:,}".format, "pairs": _pairs}
+    templates.filters |= {"cut": text, "thousands": "{:,}".format}
     templates.filters["anchor"] = lambda name: name.lower().replace(" ", "-")
+    templates.filters["pairs"] = lambda values: [(value, value) for value in values]
     return templates
-
-
-def _pairs(values: Iterable[str]) -> list[tuple[str, str]]:
-    return [(value, value) for value in values]
