@@ -16,8 +16,6 @@ from grpo_tools.diagnose.evidence import Run, read
 from grpo_tools.report.curves import values_of
 from grpo_tools.report.run_files import DAMAGED
 
-MOST = 10
-"""Findings that a diagnosis has at most."""
 _REWARD, _SUCCESS, _KL = "rollout/reward_mean", "rollout/success_rate", "mismatch/generator_kl"
 _HELD_OUT = "eval/reward_mean"
 _ENDED, _ERROR_CHARS = "the run ended with an error", 160
@@ -304,7 +302,7 @@ def diagnose(run: Run) -> Sequence[Finding]:
         except DAMAGED as error:
             figure, cause = f"{rule.__name__[1:]}: {type(error).__name__}: {error}", "other writers"
             found.append(Finding(1, "a file is damaged", figure, cause, f"grpo audit {run.folder}"))
-    return sorted(filter(None, found), key=lambda each: -each.severity)[:MOST]
+    return sorted(filter(None, found), key=lambda each: -each.severity)[:10]
 
 
 def worst_of(folder: Path) -> str:

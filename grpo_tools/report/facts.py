@@ -87,9 +87,9 @@ def held_out_table(metrics: Sequence[Record]) -> str:
     rows = []
     for key in last:
         if key.startswith("eval/") and not key.endswith(_ENDS) and key not in _NOT_MEASURED:
-            value, *ends = (_number(last.get(key + end)) for end in ("", *_ENDS))
-            interval = None if None in ends else " to ".join(map(str, ends))
-            rows.append((key.removeprefix("eval/"), value, interval))
+            known = [f"{v:.4g}" for end in ("", *_ENDS) for v in values_of([last], key + end)]
+            interval = " to ".join(known[1:]) if len(known) == 3 else None
+            rows.append((key.removeprefix("eval/"), known[0] if known else None, interval))
     version, prompts = (last.get(f"eval/{key}", "-") for key in ("policy_version", "prompts"))
     about = f"after step {measured_after(last, 'eval/step')}: policy version {version}, "
     columns = ("metric", "mean over prompts", "95 % interval")
@@ -111,7 +111,3 @@ def _per_second(steps: Sequence[Record], key: str) -> str:
 def _mean(records: Sequence[Record], key: str) -> str:
     values = values_of(records, key)
     return f"{sum(values) / len(values):.2f}" if values else "-"
-
-
-def _number(value: float | None) -> str | None:
-    return None if value is None else f"{value:.4g}"

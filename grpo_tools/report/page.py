@@ -32,10 +32,8 @@ from grpo_tools.report.run_files import read_run
 from grpo_tools.report.safe_text import part, script_json, whole_page
 from grpo_tools.report.timeline import timeline
 
-_PAIRS = (
-    *(("trainer", "generator"), ("trainer", "reference"), ("generator", "reference")),
-    ("trainer", "teacher"),
-)
+_FILES = files("grpo_tools.report")
+_DIFFERENCES = "trainer - generator, trainer - reference, generator - reference, trainer - teacher"
 """Pairs of logprobs whose difference can color the tokens."""
 
 
@@ -65,13 +63,17 @@ class PageParts:
         from plotly.offline import get_plotlyjs  # imported here because it reads 5 MB
 
         data = {"charts": self._figures, **data}
-        script, plotly = _resource("page.js"), get_plotlyjs()
+        script, plotly = (_FILES / "page.js").read_text("utf-8"), get_plotlyjs()
         return whole_page(
             **{"title": title, "state": state, "top": top, "command": command},
             sections=self.sections,
             written=f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
             data={name: script_json(value) for name, value in data.items()},
-            **{"style": _resource("page.css"), "plotly": plotly, "script": script},
+            **{
+                "style": (_FILES / "page.css").read_text("utf-8"),
+                "plotly": plotly,
+                "script": script,
+            },
             hashes=[*map(_hash, (plotly, script))],
         )
 
@@ -109,7 +111,8 @@ def _page(folder: Path, max_groups: int, next_page_s: float | None) -> str:
         others = parts.metrics(metric_charts(metrics))
     parts.sections["Evaluation"] = held_out_table(metrics) + part("answers", answers)
     if trained or rollouts.logged:
-        differences = [" - ".join(pair) for pair in _PAIRS if rollouts.logprobs.issuperset(pair)]
+        known, pairs = rollouts.logprobs, _DIFFERENCES.split(", ")
+        differences = [each for each in pairs if known.issuperset(each.split(" - "))]
         shown = part("rollouts", rollouts, differences, MAX_BYTES // 2**20)
         parts.sections["Rollouts"] = shown
     phases = list(records_of(logs / "phases.jsonl"))
@@ -155,10 +158,6 @@ def clock(metrics: Sequence[Record]) -> dict[str, list[float]]:
     minutes = [record["time/wall_clock"] / 60 for record in timed]
     steps, minutes = thinned([record["step"] for record in timed], minutes, max)
     return {"steps": steps, "minutes": minutes}
-
-
-def _resource(name: str) -> str:
-    return (files("grpo_tools.report") / name).read_text(encoding="utf-8")
 
 
 def _hash(script: str) -> str:
