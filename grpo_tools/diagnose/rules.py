@@ -108,9 +108,9 @@ def _entropy_collapses(run: Run) -> Finding | None:
     figure = f"{entropy} nats a token, reward {late} since"
     cause = "what the policy already does gets all the weight: learning rate, no entropy bonus"
     advice = "a larger loss.clip_high or loss.entropy_coeff, a lower optimizer.lr"
-    ill = entropy.after < entropy.before / 4 and entropy.sigmas < -3 and late.sigmas < 2
-    solved = run.late(_SUCCESS) > 0.8
-    return Finding(88, "entropy collapses", figure, cause, advice) if ill and not solved else None
+    ill = entropy.after < entropy.before / 4 and entropy.sigmas < -3
+    well = run.late(_SUCCESS) > 0.8 or (late.sigmas > 2 and late.after > 1.05 * late.before)
+    return Finding(88, "entropy collapses", figure, cause, advice) if ill and not well else None
 
 
 def _cut_off(run: Run) -> Finding | None:
@@ -125,7 +125,9 @@ def _cut_off(run: Run) -> Finding | None:
 
 def _groups_equal(run: Run) -> Finding | None:
     share, right = run.late("rollout/zero_variance_fraction"), run.late(_SUCCESS)
-    if not share >= 0.6 or abs(run.trend(_REWARD).sigmas) > 3:
+    trend = run.trend(_REWARD)
+    moves = abs(trend.sigmas) > 3 and abs(trend.after - trend.before) > 0.05 * abs(trend.before)
+    if not share >= 0.6 or moves:
         return None
     right = min(share, max(0.0, right - (1 - share) / 2))  # half of the mixed groups are right
     easy, reward = right > share / 2, run.late(_REWARD)
