@@ -27,7 +27,7 @@ from grpo_tools.report.curves import (
 )
 from grpo_tools.report.facts import held_out_table, key_figures, read_facts
 from grpo_tools.report.history import dropped_section, history_tables, state_text
-from grpo_tools.report.rollouts import MAX_BYTES, MAX_GROUPS, read_answers, read_rollouts
+from grpo_tools.report.rollouts import MAX_BYTES, MAX_GROUPS, read_groups
 from grpo_tools.report.run_files import read_run
 from grpo_tools.report.safe_text import part, script_json, whole_page
 from grpo_tools.report.timeline import timeline
@@ -103,8 +103,8 @@ def _page(folder: Path, max_groups: int, next_page_s: float | None) -> str:
         run.heartbeats,
         sum(values_of(metrics, "time/wait_for_batch")),
     )
-    rollouts = read_rollouts(logs / "rollouts.jsonl", history.attempts, max_groups)
-    answers = read_answers(logs / ANSWERS, history.attempts, max_groups)
+    rollouts = read_groups(logs / "rollouts.jsonl", history.attempts, max_groups)
+    answers = read_groups(logs / ANSWERS, history.attempts, max_groups, of_evaluations=True)
     trained, others = bool(run.steps), {}  # else it has no curves, only values
     if trained:
         parts.sections["Diagnosis"] = part("findings", diagnose(run))

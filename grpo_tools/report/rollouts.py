@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -48,23 +48,14 @@ class _Place(NamedTuple):
     step: int
 
 
-_Spread = Callable[[Sequence[_Place], int], list[_Place]]
-
-
-def read_rollouts(path: Path, attempts: Attempts, max_groups: int = MAX_GROUPS) -> RolloutSample:
-    """Choose groups spread over the run and read them."""
-    return _read(path, attempts, max_groups, _spread)
-
-
-def read_answers(path: Path, attempts: Attempts, max_prompts: int = MAX_GROUPS) -> RolloutSample:
-    """Choose evaluations spread over the run and read their answers; a group is a prompt's answers.
+def read_groups(
+    path: Path, attempts: Attempts, limit: int = MAX_GROUPS, *, of_evaluations: bool = False
+) -> RolloutSample:
+    """Choose groups spread over the run and read them; of evaluations, a prompt's answers.
 
     Whole evaluations are chosen, so that the same prompts can be compared.
     """
-    return _read(path, attempts, max_prompts, _spread_evaluations)
-
-
-def _read(path: Path, attempts: Attempts, limit: int, spread: _Spread) -> RolloutSample:
+    spread = _spread_evaluations if of_evaluations else _spread
     if not path.exists():
         return RolloutSample([], 0, 0, set())
     places: list[_Place] = []
