@@ -115,8 +115,7 @@ def _entropy_collapses(run: Run) -> Finding | None:
 
 def _cut_off(run: Run) -> Finding | None:
     share = run.late("rollout/cut_off_fraction")
-    limit = run.setting("generator.max_response_tokens")
-    figure = f"{share:.0%} of them in the last third, at {limit} tokens"
+    figure = f"{share:.0%} of them, at {run.setting('generator.max_response_tokens')} tokens"
     cause = "the limit is too small, or nothing pays for an end"
     advice = "a larger generator.max_response_tokens, reward_shaping.overlong_tokens"
     finding = Finding(50 + 40 * share, "responses are cut off", figure, cause, advice)
@@ -275,15 +274,11 @@ def _evaluation_small(run: Run) -> Finding | None:
 
 def _evaluated(run: Run, key: str) -> tuple[float, float, float]:
     """Return a metric of the first and last evaluation, and the 95 % bound of their difference."""
-    if len(run.evaluations) < 2:
-        return math.nan, math.nan, math.nan
-    ends = run.evaluations[0], run.evaluations[-1]
-    before, after, *bounds = (
-        (values_of([each], key + end) or [math.nan])[0]
-        for end in ("", "_low", "_high")
-        for each in ends
-    )
-    return before, after, math.hypot(bounds[2] - bounds[0], bounds[3] - bounds[1]) / 2
+    found = run.evaluations if len(run.evaluations) > 1 else [{}]
+    ends = found[0], found[-1]
+    values = ([*values_of([e], key + end), math.nan] for end in ("", "_low", "_high") for e in ends)
+    before, after, low, low_after, high, high_after = (found[0] for found in values)
+    return before, after, math.hypot(high - low, high_after - low_after) / 2
 
 
 RULES = (

@@ -47,14 +47,12 @@ def duration(seconds: float) -> str:
     return " ".join(parts[:2])
 
 
-def key_figures(
-    metrics: Sequence[Record], history: History, ends: str | None = None
-) -> dict[str, str]:
+def key_figures(metrics: Sequence[Record], history: History, ends: str = "") -> dict[str, str]:
     """Return the key figures by name, without those that the run did not measure."""
     steps = [record for record in metrics if record["step"] > 0]
     first, last = first_and_last(steps)
-    if ends is None:
-        ends = f"first and last {len(first)} steps" if len(first) > 1 else "first and last step"
+    several = f"first and last {len(first)} steps" if len(first) > 1 else "first and last step"
+    ends = ends or several
     found = {}
     for kind, key in {"reward": "rollout/reward_mean", "success": "rollout/success_rate"}.items():
         before, after = _mean(first, key), _mean(last, key)

@@ -26,14 +26,11 @@ def state_text(history: History, metrics: Sequence[Record], *, live: bool = Fals
         planned = f" of {start['num_steps']}"
         if start["num_steps"] == 0:
             return f"{how}; only an evaluation"
-    attempts = len(history.starts)
-    several = f", {attempts} attempts" if attempts > 1 else ""
+    several = f", {len(history.starts)} attempts" if len(history.starts) > 1 else ""
     return f"{how}; {metrics[-1]['step']}{planned} steps{several}"
 
 
-def history_tables(
-    history: History, role_events: Sequence[Record], phases: Sequence[Record]
-) -> str:
+def history_tables(history: History, events: Sequence[Record], phases: Sequence[Record]) -> str:
     """Return HTML tables of attempts, restarts and rollbacks, and of the last attempt's phases."""
     if not history.starts:
         return part("about", "no receipts.jsonl: attempts are unknown")
@@ -44,7 +41,7 @@ def history_tables(
             how += f": {why}"
         rows.append((attempt, done, history.last_steps.get(attempt, done), how))
     found = part("attempts", rows)
-    if events := [event for event in role_events if event["event"] != "start"]:
+    if events := [event for event in events if event["event"] != "start"]:
         keys = ("minute", "event", "attempt", "role")
         rows = [
             [*map(e.get, keys), f"{e['what']}{'; given up' if e.get('given_up') else ''}"]
