@@ -10,6 +10,7 @@ _COMMANDS = {
     "report": ("report", "write the page of a run, or overlay the curves of several"),
     "plan": ("memory_plan", "estimate the memory of each role of a config, without GPUs"),
     "simulate": ("simulate", "predict a run with other settings from a finished one"),
+    "diagnose": ("diagnose", "say what looks wrong in a run, the worst first, and what to try"),
     "replay": ("replay", "repeat a finished run in the order of its events, to the same bits"),
 }
 _USAGE = "usage: grpo COMMAND ...    (grpo COMMAND --help says more)\n\n" + "".join(

@@ -83,7 +83,7 @@ def open_run(
         ),
         skipped_steps=SkippedSteps(cfg.max_skipped_steps, log.note),
         rollouts_logged=cfg.rollouts_logged_per_step,
-        watch=_watch(cfg, ledger, log, tokenizer),
+        watch=_watch(cfg, log, tokenizer),
         curriculum=curriculum,
     )
 
@@ -95,15 +95,13 @@ def build_reuse(cfg: Settings) -> GroupReuse:
     return GroupReuse(contract, **rule.model_dump()) if rule else GroupReuse(contract)
 
 
-def _watch(cfg: Settings, ledger: Ledger, log: RunLog, tokenizer: Any) -> RunWatch:
-    """Return what warns of silent mistakes, and let it follow the ledger's events."""
+def _watch(cfg: Settings, log: RunLog, tokenizer: Any) -> RunWatch:
+    """Return what warns of silent mistakes."""
     names = {token_id: name for name, token_id in getattr(tokenizer, "special_tokens", {}).items()}
     stops = cfg.generator.stop_token_ids or tokenizer.stop_tokens
     ends = ", ".join(f"{i} ({names[i]})" if i in names else f"{i}" for i in stops)
     averages_tokens = cfg.aggregation._component_ == _TOKEN_MEAN
-    watch = RunWatch(log.note, averages_tokens=averages_tokens, ends=ends)
-    ledger.events.listen(watch.follow)
-    return watch
+    return RunWatch(log.note, averages_tokens=averages_tokens, ends=ends)
 
 
 def open_log(

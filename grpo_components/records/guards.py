@@ -12,7 +12,6 @@ from typing import Any
 
 from grpo_components.errors import DisagreementError, FailedSamplesError, SkippedStepsError
 from grpo_components.exchange.ledger import LedgerEntry
-from grpo_components.records.loss_bias import LossBias
 from grpo_components.trajectory import GroupSummary
 
 _FEW_TOKENS = 16
@@ -139,19 +138,16 @@ class FailedSamples:
 
 
 class RunWatch:
-    """Shows each kind of warning once in a run: loss out of balance, seeds used twice, bias."""
+    """Shows each kind of warning once in a run: loss out of balance, seeds used twice, jumps."""
 
     def __init__(self, note: Callable[[str], None], *, averages_tokens: bool, ends: str) -> None:
         self._note, self._averages_tokens, self._ends = note, averages_tokens, ends
         self._shown: set[str] = set()
         self._seeds: dict[int, int] = {}  # seed -> group that it sampled for
         self._mismatch: deque[float] = deque(maxlen=50)
-        self.bias = LossBias()
-        """Compares lost groups with trained ones."""
 
     def count_group(self, group: GroupSummary) -> None:
-        """Compare the seeds of a generated group with those of other groups; note its rewards."""
-        self.bias.count_group(group)
+        """Compare the seeds of a generated group with those of other groups."""
         for seed in group.seeds:
             other = self._seeds.setdefault(seed, group.group_id)
             if other != group.group_id or group.seeds.count(seed) > 1:
@@ -199,12 +195,6 @@ class RunWatch:
                 f"the tokens is {known:.5g}: tokens do not weigh the same, as where each rank or "
                 "micro-batch divides by its own number of tokens",
             )
-
-    def follow(self, event: Mapping[str, Any]) -> None:
-        """Follow an event of the ledger: how do lost groups differ from trained ones."""
-        if self.bias.follow(event):
-            for name, what in self.bias.warnings().items():
-                self._once(name, f"warning: {what}")
 
     def _once(self, kind: str, line: str) -> None:
         if kind not in self._shown:

@@ -128,8 +128,7 @@ class Run:
         skipped, recording = self._records.skipped_steps, self._ledger.events.recording
         replayed = recording.summary() if recording else ""
         self._journal.close()  # the books need the end record
-        bias = self._records.watch.bias.summary()
-        self._log.summary(self._ledger.dropped_groups, replayed, skipped.summary(), bias)
+        self._log.summary(self._ledger.dropped_groups, replayed, skipped.summary())
         skipped.check_trained()
 
     async def _evaluate(self, step: int) -> None:
@@ -149,6 +148,5 @@ class Run:
             "buffer/filtered": self._ledger.dropped_groups["filtered"],
             "rollout/failed_samples": self._records.failures.take_count(),
             **rollout_metrics(groups[0], trained_from, result.token_versions, groups[1]),
-            **self._records.watch.bias.metrics(),
             **result.metrics,
         }

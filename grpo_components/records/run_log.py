@@ -172,7 +172,6 @@ class RunLog:
         dropped_groups: Mapping[str, int],
         replay: str = "",
         skipped_steps: str = "",
-        bias: str = "",
     ) -> None:
         """Show the closing summary: a row of label and value for each thing to tell."""
         rows = {"held-out success": self._change_of_success()}
@@ -186,7 +185,6 @@ class RunLog:
                 "staleness": f"{self._staleness / self._steps:.2f} policy versions on average, "
                 f"{self._stalest:.0f} at most",
                 "groups dropped": dropped or "none",
-                "bias of what was lost": bias if dropped else "",
                 "books": self._books(),
                 "steps skipped": skipped_steps,
                 "replay": replay,
@@ -255,11 +253,14 @@ class RunLog:
                 self.note(f"to go on from it: {self._resume}")
 
     def _report(self) -> None:
+        from grpo_tools.diagnose.rules import worst_of
         from grpo_tools.report.page import write_report  # once there is a run to show
         from grpo_tools.report.run_files import NoStepsError
 
         try:
             self.note(f"report: {write_report(self._output_dir)}")
+            if ill := worst_of(self._output_dir):
+                self.note(ill)
         except NoStepsError:  # earlier attempts have no steps either
             return
         except Exception as error:  # a failed report must not change how the run ended

@@ -25,25 +25,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what += "folder for several runs)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=what)
     what = f"show at most N groups, spread over the run (default {MAX_GROUPS})"
-    parser.add_argument("--rollouts", type=_count, default=MAX_GROUPS, metavar="N", help=what)
+    parser.add_argument("--rollouts", type=int, default=MAX_GROUPS, metavar="N", help=what)
     options = parser.parse_args(arguments)
     folders, target = options.output_dirs, options.output
     try:
         if len(folders) > 1:
             page = write_comparison(folders, target or Path("comparison.html"))
         else:
-            page = write_report(folders[0], options.rollouts, target=target)
+            page = write_report(folders[0], max(0, options.rollouts), target=target)
     except OSError as error:
         sys.stderr.write(f"no report: {error}\n")
         return 2
     sys.stdout.write(f"{page} ({page.stat().st_size / 1e6:.1f} MB)\n")
     return 0
-
-
-def _count(argument: str) -> int:
-    if not argument.isdecimal():
-        raise argparse.ArgumentTypeError(f"{argument!r} given; allowed: 0 or more")
-    return int(argument)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from grpo_tools.report.facts import key_figures, read_facts
 from grpo_tools.report.history import state_text
 from grpo_tools.report.page import PageParts, clock, controls
 from grpo_tools.report.run_files import read_run
-from grpo_tools.report.safe_text import escaped, table, text
+from grpo_tools.report.safe_text import part, text
 
 _MAX_NAME_CHARS, _MAX_VALUE_CHARS, _MAX_KEYS = 40, 100, 500
 
@@ -31,17 +31,15 @@ def write_comparison(folders: Sequence[Path], target: Path) -> Path:
         metrics.append(found)
         state = {"state": state_text(history, found)}
         values = key_figures(found, history, "first and last steps")
-        figures.append(state | read_facts(folder, found) | values)
+        figures.append(state | read_facts(folder, found, history.starts) | values)
     parts = PageParts()
-    parts.add("Runs", _table("", names, figures))
-    sections = metric_charts(*metrics, names=names)
-    others = sections.pop("Other metrics")
-    parts.metrics(sections)
-    parts.add("Differences in the configs", _differences(names, [*map(_config, folders)]))
-    parts.others(others)
+    parts.sections["Runs"] = _table("", names, figures)
+    others = parts.metrics(metric_charts(*metrics, names=names))
+    parts.sections["Differences in the configs"] = _differences(names, [*map(_config, folders)])
+    parts.sections |= others
     page = parts.html(
         f"{len(folders)} runs",
-        f'<p class="state">{escaped(", ".join(names))}</p>',
+        part("top", ", ".join(names), None, {}),
         controls(*metrics),
         " ".join(map(str, folders)),
         rollouts=[],
@@ -56,7 +54,7 @@ def _table(first: str, names: Sequence[str], columns: Sequence[Mapping[str, str]
     """Return an HTML table with a column for each run, and a row for each key of any run."""
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [(key, *(column.get(key) for column in columns)) for key in keys]
-    return f'<div class="box">{table((first, *names), rows)}</div>'
+    return part("box", (first, *names), rows)
 
 
 def _config(folder: Path) -> dict[str, str]:
@@ -77,7 +75,7 @@ def _differences(names: Sequence[str], configs: Sequence[Mapping[str, str]]) -> 
     keys = dict.fromkeys(key for config in configs for key in config)
     differing = [key for key in keys if len({config.get(key) for config in configs}) > 1]
     if not differing:
-        return '<p class="about">The configs are the same.</p>'
+        return part("about", "The configs are the same.")
     shown = differing[:_MAX_KEYS]
     columns = [{key: config[key] for key in shown if key in config} for config in configs]
     return _table("key", names, columns)

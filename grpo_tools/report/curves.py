@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from statistics import fmean
@@ -47,12 +47,7 @@ def metric_charts(*runs: Sequence[Record], names: Sequence[str] = ("",)) -> dict
     others = [Panel(key, "", {key: key}) for key in keys if key not in drawn | BOOKKEEPING]
     panels["Other metrics"] = others[:MAX_OTHER_CHARTS]
     return {
-        section: [
-            chart
-            for panel in of_section
-            for part in (_parts(panel) if len(runs) > 1 else [panel])
-            if (chart := _chart(runs, names, part))
-        ]
+        section: [drawn for panel in of_section for drawn in _charts(runs, names, panel)]
         for section, of_section in panels.items()
     }
 
@@ -134,42 +129,41 @@ def difficulty_charts(results: Sequence[Record]) -> Sequence[Chart]:
     return [chart("Difficulty of the prompts", about, traces, x_title="success rate")]
 
 
-def _parts(panel: Panel) -> list[Panel]:
-    """Return a panel for each curve if there are many: several runs in one would be unreadable."""
-    if len(panel.curves) <= _MAX_CURVES_PER_RUN:
-        return [panel]
-    return [
-        replace(panel, title=f"{panel.title}: {name}", curves={key: name})
-        for key, name in panel.curves.items()
-    ]
-
-
-def _chart(runs: Sequence[Sequence[Record]], names: Sequence[str], panel: Panel) -> Chart | None:
+def _charts(
+    runs: Sequence[Sequence[Record]], names: Sequence[str], panel: Panel
+) -> Iterator[Chart]:
+    """Yield the chart of a panel; with several runs, one for each of many curves."""
     several = len(panel.curves) > 1  # even if only one of them has data
+    if len(runs) > 1 and len(panel.curves) > _MAX_CURVES_PER_RUN:
+        for key, name in panel.curves.items():
+            one = replace(panel, title=f"{panel.title}: {name}", curves={key: name})
+            yield from _charts(runs, names, one)
+        return
     traces = []
     for run, (metrics, run_name) in enumerate(zip(runs, names, strict=True)):
         for number, (key, name) in enumerate(panel.curves.items()):
-            style = {"run": run, "color": number}
+            style: dict[str, Any] = {"run": run, "color": number}
             if len(runs) > 1:  # a color for each run, a dash for each curve
                 name = f"{run_name}: {name}" if several else run_name
                 style |= {"color": run, "dash": number}
-            if trace := _trace(metrics, key, name, panel, style):
-                traces.append(trace)
-    if not traces:
-        return None
+            if values := values_of(metrics, key):
+                traces.append(_trace(metrics, key, name, values, panel, style))
     axis: dict[str, Any] = {"type": "log"} if panel.log else {}
     axis |= {"range": list(panel.range)} if panel.range else {}
     axis |= {"rangemode": "tozero"} if panel.from_zero else {}
-    legend = several or len(runs) > 1
-    return chart(panel.title, panel.about, traces, yaxis=axis, showlegend=legend)
+    if traces:
+        legend = several or len(runs) > 1
+        yield chart(panel.title, panel.about, traces, yaxis=axis, showlegend=legend)
 
 
 def _trace(
-    metrics: Sequence[Record], key: str, name: str, panel: Panel, style: dict[str, Any]
-) -> dict[str, Any] | None:
-    values = values_of(metrics, key)
-    if not values:
-        return None
+    metrics: Sequence[Record],
+    key: str,
+    name: str,
+    values: Sequence[float],
+    panel: Panel,
+    style: dict[str, Any],
+) -> dict[str, Any]:
     steps = [measured_after(each, key) for each in metrics if values_of([each], key)]
     if key.startswith("eval/"):
         line = {} if "dash" in style else {"dash": "dot"}

@@ -10,18 +10,17 @@ from pathlib import Path
 from grpo_components.files import Record, first_and_last, records_of
 from grpo_tools.report.curves import measured_after, values_of
 from grpo_tools.report.run_files import History
-from grpo_tools.report.safe_text import escaped, table
+from grpo_tools.report.safe_text import part
 
-_MAX_HOSTS, _MAX_VALUE_CHARS = 4, 80
+_MAX_HOSTS = 4
 _ARROW = " \N{RIGHTWARDS ARROW} "
 _ENDS = ("_low", "_high")
 _NOT_MEASURED = ("eval/step", "eval/policy_version", "eval/prompts")
 
 
-def read_facts(folder: Path, metrics: Sequence[Record]) -> dict[str, str]:
+def read_facts(folder: Path, metrics: Sequence[Record], starts: Sequence[Record]) -> dict[str, str]:
     """Return when, how long, where and with which versions a run ran, by name."""
     found: dict[str, str] = {}
-    starts = [*records_of(folder / "receipts.jsonl", b'"event": "start"')]
     if starts:
         found["began"] = f"{datetime.fromtimestamp(starts[0]['time'], UTC):%Y-%m-%d %H:%M} UTC"
     if took := values_of(metrics, "time/wall_clock"):
@@ -29,8 +28,8 @@ def read_facts(folder: Path, metrics: Sequence[Record]) -> dict[str, str]:
     roles = [*records_of(folder / "logs/roles.jsonl")]
     last = max((role["attempt"] for role in roles), default=0)
     if hosts := [*dict.fromkeys(role["node"] for role in roles if role["attempt"] == last)]:
-        more = len(hosts) - _MAX_HOSTS
-        found["host"] = ", ".join(hosts[:_MAX_HOSTS]) + (f" and {more} more" if more > 0 else "")
+        more = f" and {len(hosts) - _MAX_HOSTS} more" if len(hosts) > _MAX_HOSTS else ""
+        found["host"] = ", ".join(hosts[:_MAX_HOSTS]) + more
     if starts:
         found["host"] = f"{found.get('host', '')} ({starts[-1]['cpus']} CPUs)".strip()
         versions = starts[-1]["libraries"].items()
@@ -38,41 +37,22 @@ def read_facts(folder: Path, metrics: Sequence[Record]) -> dict[str, str]:
     return found
 
 
-def facts_line(folder: Path, metrics: Sequence[Record]) -> str:
-    """Return the known facts as one line of HTML."""
-    facts = read_facts(folder, metrics).items()
-    parts = (f"<span>{name} <b>{escaped(fact, 1000)}</b></span>" for name, fact in facts)
-    return f'<p class="run-facts">{"".join(parts)}</p>'
-
-
 def duration(seconds: float) -> str:
     """Return a duration in words, e.g. 3 min 20 s."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days:,} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    number, parts = round(seconds), list[str]()
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s")):
+        if parts or number >= size or size == 1:
+            parts.append(f"{number // size:,} {unit}")
+        number %= size
+    return " ".join(parts[:2])
 
 
-def tiles(metrics: Sequence[Record], history: History) -> str:
-    """Return HTML of the key figures."""
-    return "".join(
-        f'<div class="tile"><b>{escaped(value, _MAX_VALUE_CHARS)}</b><span>{name}</span></div>'
-        for name, value in key_figures(metrics, history).items()
-    )
-
-
-def key_figures(
-    metrics: Sequence[Record], history: History, ends: str | None = None
-) -> dict[str, str]:
+def key_figures(metrics: Sequence[Record], history: History, ends: str = "") -> dict[str, str]:
     """Return the key figures by name, without those that the run did not measure."""
     steps = [record for record in metrics if record["step"] > 0]
     first, last = first_and_last(steps)
-    if ends is None:
-        ends = f"first and last {len(first)} steps" if len(first) > 1 else "first and last step"
+    several = f"first and last {len(first)} steps" if len(first) > 1 else "first and last step"
+    ends = ends or several
     found = {}
     for kind, key in {"reward": "rollout/reward_mean", "success": "rollout/success_rate"}.items():
         before, after = _mean(first, key), _mean(last, key)
@@ -83,7 +63,7 @@ def key_figures(
         mean = _mean(steps, "staleness/mean")
         found["staleness, mean and largest"] = f"{mean}, {max(stalest):.0f}"
     for kind in ("generated", "trained"):
-        speed = _per_second(steps, history, f"throughput/{kind}_tokens_per_second")
+        speed = _per_second(steps, f"throughput/{kind}_tokens_per_second")
         found[f"{kind} tokens per second"] = speed
     dropped = Counter(drop["reason"] for drop in history.drops)
     each = ", ".join(f"{n} {why}" for why, n in dropped.items())
@@ -105,21 +85,20 @@ def held_out_table(metrics: Sequence[Record]) -> str:
     rows = []
     for key in last:
         if key.startswith("eval/") and not key.endswith(_ENDS) and key not in _NOT_MEASURED:
-            value, *ends = (_number(last.get(key + end)) for end in ("", *_ENDS))
-            interval = None if None in ends else " to ".join(map(str, ends))
-            rows.append((key.removeprefix("eval/"), value, interval))
+            known = [f"{v:.4g}" for end in ("", *_ENDS) for v in values_of([last], key + end)]
+            interval = " to ".join(known[1:]) if len(known) == 3 else None
+            rows.append((key.removeprefix("eval/"), known[0] if known else None, interval))
     version, prompts = (last.get(f"eval/{key}", "-") for key in ("policy_version", "prompts"))
     about = f"after step {measured_after(last, 'eval/step')}: policy version {version}, "
     columns = ("metric", "mean over prompts", "95 % interval")
-    about = f'<p class="about">{about}{prompts} prompts</p>'
-    return f'<div class="box">{about}{table(columns, rows)}</div>'
+    return part("box", columns, rows, "", f"{about}{prompts} prompts")
 
 
-def _per_second(steps: Sequence[Record], history: History, key: str) -> str:
+def _per_second(steps: Sequence[Record], key: str) -> str:
     """Return tokens per second over all steps; a mean of rates would overweight short steps."""
     tokens = seconds = 0.0
     for record in steps:
-        trained = history.trained_tokens.get(record["step"], 0)
+        trained = sum(values_of([record], "rollout/trained_tokens"))
         speed = sum(values_of([record], "throughput/trained_tokens_per_second"))
         took = trained / speed if trained and speed else sum(values_of([record], "time/step"))
         for rate in values_of([record], key):
@@ -130,7 +109,3 @@ def _per_second(steps: Sequence[Record], history: History, key: str) -> str:
 def _mean(records: Sequence[Record], key: str) -> str:
     values = values_of(records, key)
     return f"{sum(values) / len(values):.2f}" if values else "-"
-
-
-def _number(value: float | None) -> str | None:
-    return None if value is None else f"{value:.4g}"

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from grpo_components.files import Record
-from grpo_tools.books import close_books
 from grpo_tools.report.run_files import History
-from grpo_tools.report.safe_text import escaped, table
+from grpo_tools.report.safe_text import part
 
-_MAX_ROWS, _MAX_EVENTS, _MAX_ERROR_CHARS, _MAX_LINE_CHARS = 100, 200, 4000, 300
+_MAX_ROWS, _MAX_EVENTS = 100, 200
 _REASONS = {
     "stale": "older than max_staleness when the batch was formed",
     "failed": "none of its samples could be scored, or its generator was lost",
     "filtered": "dynamic sampling replaced its prompt with another",
 }
-_ACCOUNTS = (
-    "What became of every group whose generation ended, over all attempts, and of every token that "
-    "the policy sampled for them. Both sides are counted apart, so the residual is 0 only if "
-    "nothing is missing."
-)
-
-
-def state_line(history: History, metrics: Sequence[Record], *, live: bool) -> str:
-    """Return HTML with the run's state in one line, and the error that ended it, if any."""
-    state = f'<p class="state">{escaped(state_text(history, metrics, live=live))}</p>'
-    why = history.failures.get(history.starts[-1]["attempt"]) if history.starts else None
-    return state + (f'<pre class="warn">{escaped(why, _MAX_ERROR_CHARS)}</pre>' if why else "")
 
 
 def state_text(history: History, metrics: Sequence[Record], *, live: bool = False) -> str:
@@ -40,56 +26,36 @@ def state_text(history: History, metrics: Sequence[Record], *, live: bool = Fals
         planned = f" of {start['num_steps']}"
         if start["num_steps"] == 0:
             return f"{how}; only an evaluation"
-    attempts = len(history.starts)
-    several = f", {attempts} attempts" if attempts > 1 else ""
+    several = f", {len(history.starts)} attempts" if len(history.starts) > 1 else ""
     return f"{how}; {metrics[-1]['step']}{planned} steps{several}"
 
 
-def history_tables(
-    history: History, role_events: Sequence[Record], phases: Sequence[Record]
-) -> str:
+def history_tables(history: History, events: Sequence[Record], phases: Sequence[Record]) -> str:
     """Return HTML tables of attempts, restarts and rollbacks, and of the last attempt's phases."""
     if not history.starts:
-        return '<p class="about">no receipts.jsonl: attempts are unknown</p>'
+        return part("about", "no receipts.jsonl: attempts are unknown")
     rows = []
     for attempt, done in ((start["attempt"], start["steps_done"]) for start in history.starts):
         how = _ending(history, attempt) or "no end recorded"
         if why := history.failures.get(attempt):
             how += f": {why}"
         rows.append((attempt, done, history.last_steps.get(attempt, done), how))
-    about = "A later attempt replaces all steps after the one it resumes from, "
-    columns = ("attempt", "resumes after step", "last step", "how it ended")
-    found = _box("Attempts", about + "once it has trained a step.", columns, rows)
-    if events := [event for event in role_events if event["event"] != "start"]:
+    found = part("attempts", rows)
+    if events := [event for event in events if event["event"] != "start"]:
         keys = ("minute", "event", "attempt", "role")
         rows = [
             [*map(e.get, keys), f"{e['what']}{'; given up' if e.get('given_up') else ''}"]
             for e in events[-_MAX_EVENTS:]
         ]
-        about = f"the last {len(rows)} of {len(events)}" if len(events) > len(rows) else "all"
-        columns = ("minute", "what", "attempt", "role", "why")
-        found += _box("Restarts and rollbacks", about, columns, rows)
+        found += part("restarts", rows, len(events))
     if last := [each for each in phases if each["attempt"] == phases[-1]["attempt"]]:
-        rows = [(each["phase"], round(each["seconds"], 1)) for each in last]
-        about = "last attempt, from the command on; a report made after the run also has its end"
-        found += _box("Start and end", about, ("phase", "seconds"), rows)
+        found += part("phases", [(each["phase"], round(each["seconds"], 1)) for each in last])
     return found
-
-
-def token_accounts(folder: Path) -> str:
-    """Return HTML with both sides of the token accounts and their residual."""
-    books = close_books(folder)
-    if not books.generated.groups:
-        return ""
-    notes = "".join(f'<p class="about">{_line(line)}</p>' for line in books.beside())
-    problem = f'<p class="warn">{_line(books.problem)}</p>' if books.problem else ""
-    rows = table(("books", "groups", "tokens"), books.table())
-    return f'<div class="box"><p class="about">{_ACCOUNTS}</p>{rows}{problem}{notes}</div>'
 
 
 def dropped_section(drops: Sequence[Record], failed_samples: Sequence[Record]) -> str:
     """Return HTML that lists dropped groups and failed samples."""
-    found = '<p class="about">No group was dropped.</p>'
+    found = part("about", "No group was dropped.")
     if drops:
         counts = Counter(drop["reason"] for drop in drops).most_common()
         why = [(reason, n, _REASONS.get(reason, "")) for reason, n in counts]
@@ -98,12 +64,7 @@ def dropped_section(drops: Sequence[Record], failed_samples: Sequence[Record]) -
             [*map(drop.get, keys), "yes" if drop["reissue"] else "no"]
             for drop in drops[-_MAX_ROWS:]
         ]
-        columns = ("before step", "group", "reason", "prompt", "epoch", "issued again")
-        found = (
-            f'<div class="box">{table(("reason", "groups", "meaning"), why)}'
-            f"<details><summary>the last {len(last)} of {len(drops):,}</summary>"
-            f"{table(columns, last)}</details></div>"
-        )
+        found = part("drops", why, last, len(drops))
     if failed_samples:
         rows = []
         for record in failed_samples[-_MAX_ROWS:]:
@@ -113,9 +74,7 @@ def dropped_section(drops: Sequence[Record], failed_samples: Sequence[Record]) -
             errors = "\n".join(f"{n} x {error}" for error, n in record["errors"].items())
             place = (str(record.get("attempt", 0)), where, str(record.get("prompt_index")))
             rows.append((*place, errors))
-        about = f"the last {len(rows)} of {len(failed_samples):,} records in "
-        columns = ("attempt", "where", "prompt", "errors")
-        found += _box("Failed samples", about + "logs/failed_samples.jsonl", columns, rows)
+        found += part("failed", rows, len(failed_samples))
     return found
 
 
@@ -126,12 +85,3 @@ def _ending(history: History, attempt: int) -> str | None:
     if attempt not in history.ends:
         return None
     return "finished" if history.ends[attempt]["finished"] else "stopped early"
-
-
-def _box(title: str, about: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    head = f'<div class="box"><h3>{title}</h3><p class="about">{about}</p>'
-    return f"{head}{table(columns, rows)}</div>"
-
-
-def _line(text: str) -> str:
-    return escaped(text, _MAX_LINE_CHARS)

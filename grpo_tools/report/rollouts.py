@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from grpo_components.files import Record, record_in
 from grpo_tools.report.run_files import Attempts
 from grpo_tools.report.safe_text import text
 
-_T = TypeVar("_T")
 MAX_GROUPS = 200
 MAX_BYTES = 12 * 2**20
 """Maximum total size of the shown groups' lines; with long groups, fewer are shown."""
@@ -49,23 +48,14 @@ class _Place(NamedTuple):
     step: int
 
 
-_Spread = Callable[[Sequence[_Place], int], list[_Place]]
-
-
-def read_rollouts(path: Path, attempts: Attempts, max_groups: int = MAX_GROUPS) -> RolloutSample:
-    """Choose groups spread over the run and read them."""
-    return _read(path, attempts, max_groups, _spread)
-
-
-def read_answers(path: Path, attempts: Attempts, max_prompts: int = MAX_GROUPS) -> RolloutSample:
-    """Choose evaluations spread over the run and read their answers; a group is a prompt's answers.
+def read_groups(
+    path: Path, attempts: Attempts, limit: int = MAX_GROUPS, *, of_evaluations: bool = False
+) -> RolloutSample:
+    """Choose groups spread over the run and read them; of evaluations, a prompt's answers.
 
     Whole evaluations are chosen, so that the same prompts can be compared.
     """
-    return _read(path, attempts, max_prompts, _spread_evaluations)
-
-
-def _read(path: Path, attempts: Attempts, limit: int, spread: _Spread) -> RolloutSample:
+    spread = _spread_evaluations if of_evaluations else _spread
     if not path.exists():
         return RolloutSample([], 0, 0, set())
     places: list[_Place] = []
@@ -91,7 +81,7 @@ def _read(path: Path, attempts: Attempts, limit: int, spread: _Spread) -> Rollou
     return RolloutSample(groups, len(places), superseded, known)
 
 
-def _spread(places: Sequence[_T], limit: int) -> list[_T]:
+def _spread(places: Sequence[Any], limit: int) -> list[Any]:
     """Choose up to `limit` evenly spaced places, including the first and the last."""
     if len(places) <= limit:
         return list(places)
@@ -102,11 +92,9 @@ def _spread(places: Sequence[_T], limit: int) -> list[_T]:
 
 def _spread_evaluations(places: Sequence[_Place], limit: int) -> list[_Place]:
     """Choose evenly spaced evaluations with up to `limit` places; of a single one, some places."""
-    by_step: defaultdict[tuple[int, int], list[_Place]] = defaultdict(list)
-    for place in places:
-        by_step[place.attempt, place.step].append(place)
-    most = max(map(len, by_step.values()), default=1)
-    evaluations = _spread([*by_step.values()], max(1, limit // most))
+    by_step = [[*each] for _, each in groupby(places, lambda place: (place.attempt, place.step))]
+    most = max(map(len, by_step), default=1)
+    evaluations = _spread(by_step, max(1, limit // most))
     return _spread([place for evaluation in evaluations for place in evaluation], limit)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from grpo_components.files import FAILURES, Record, records_of
+
+DAMAGED = (KeyError, IndexError, TypeError, ValueError, AttributeError)
+"""What a line of a damaged or foreign file raises."""
 
 
 class NoStepsError(FileNotFoundError):
@@ -43,46 +47,52 @@ class History:
     """Attempt -> error that ended it, or None if a person stopped it."""
     last_steps: dict[int, int] = field(default_factory=dict)
     """Last step of each attempt that trained a step or wrote an end record."""
-    trained_tokens: dict[int, int] = field(default_factory=dict)
-    """Number of trained tokens in each step, from the last attempt that trained it."""
     drops: list[Record] = field(default_factory=list)
     """Dropped groups with step, attempt, group_id, prompt_index, epoch, reason and reissue."""
     results: list[Record] = field(default_factory=list)
     """With a curriculum: generated groups with step, attempt, prompt_index, successes, scored."""
+    lengths: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """Generated group -> its mean tokens per response, and its responses."""
+    step: int = 0
+    """Last step that the receipts have."""
 
 
 def read_history(folder: Path) -> History:
-    """Read a run's receipts and failures."""
-    history, step = History(), 0
-    prompts: dict[int, Record] = {}
+    """Read a run's receipts and failures; a damaged line is skipped."""
+    history, prompts = History(), dict[int, Record]()
     for event in records_of(folder / "receipts.jsonl"):
-        name, attempt = event["event"], event["attempt"]
-        if name == "start":
-            history.starts.append(event)
-            step = event["steps_done"]
-        elif name == "end":
-            history.ends[attempt] = event
-            history.last_steps[attempt] = event["step"]
-        elif name == "step":
-            step = history.last_steps[attempt] = event["step"]
-            history.attempts.steps_done.setdefault(attempt, history.starts[-1]["steps_done"])
-            history.trained_tokens[step] = sum(event["token_versions"].values())
-        elif name == "issue":
-            prompts[event["group"]] = {"prompt_index": event["prompt"], "epoch": event["epoch"]}
-        elif name == "finish" and event.get("scored") is not None:
-            place = {"step": step + 1, "attempt": attempt, "prompt_index": event["prompt"]}
-            result = {key: event[key] for key in ("successes", "scored")}
-            history.results.append(place | result)
-        elif name == "drop":
-            why = {"reason": event["reason"], "reissue": event["reissue"]}
-            for group_id in event["groups"]:
-                place = {"step": step + 1, "attempt": attempt, "group_id": group_id}
-                history.drops.append({**place, **prompts.get(group_id, {}), **why})
+        with contextlib.suppress(*DAMAGED):
+            _follow(history, prompts, event)
     for found in (history.drops, history.results):
         found[:] = filter(history.attempts.counts, found)
-    failures = records_of(folder / "logs" / FAILURES)
-    history.failures = {record["attempt"]: record["error"] for record in failures}
+    failures = records_of(folder / "logs" / FAILURES, b'"error"')
+    history.failures = {record.get("attempt", 0): record["error"] for record in failures}
     return history
+
+
+def _follow(history: History, prompts: dict[int, Record], event: Record) -> None:
+    name, attempt, at = event["event"], event["attempt"], history.step
+    place = {"step": at + 1, "attempt": attempt}
+    if name == "start":
+        history.step = event["steps_done"]
+        history.starts.append(event)
+    elif name == "end":
+        history.ends[attempt], history.last_steps[attempt] = event, event["step"]
+    elif name == "step":
+        history.step = history.last_steps[attempt] = event["step"]
+        history.attempts.steps_done.setdefault(attempt, history.starts[-1]["steps_done"])
+    elif name == "issue":
+        prompts[event["group"]] = {"prompt_index": event["prompt"], "epoch": event["epoch"]}
+    elif name == "finish":
+        if tokens := event.get("response_tokens"):
+            history.lengths[event["group"]] = sum(tokens) / len(tokens), len(tokens)
+        if event.get("scored") is not None:
+            result = {key: event[key] for key in ("successes", "scored")}
+            history.results.append({**place, "prompt_index": event["prompt"], **result})
+    elif name == "drop":
+        why = {"reason": event["reason"], "reissue": event["reissue"]}
+        for group in event["groups"]:
+            history.drops.append({**place, "group_id": group, **prompts.get(group, {}), **why})
 
 
 def read_run(folder: Path) -> tuple[list[Record], History]:
@@ -95,8 +105,12 @@ def read_run(folder: Path) -> tuple[list[Record], History]:
 
 
 def read_metrics(path: Path, attempts: Attempts) -> list[Record]:
-    """Read the metrics of each step, in order, from the last attempt that trained the step."""
-    records = list(records_of(path))
+    """Read the metrics of each step, in order, from the last attempt that trained the step.
+
+    Records of another kind are skipped.
+    """
+    found = ({"attempt": 0, **record} for record in records_of(path, b'"step"'))
+    records = [each for each in found if {type(each["step"]), type(each["attempt"])} == {int}]
     for record in records:
         if record["step"] > 0:
             attempts.steps_done.setdefault(record["attempt"], record["step"] - 1)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import json
 import re
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from grpo_components.plain_text import plain
 
-_MAX_LABEL_CHARS, _MAX_CELL_CHARS = 60, 500
+_MAX_LABEL_CHARS = 60
 _NOT_PLAIN = re.compile(r"[^\x20-\x7e\n\t]+")
 
 
@@ -21,11 +25,6 @@ def text(value: Any, max_chars: int | None = None) -> str:
         head, tail = whole[: max_chars * 3 // 4], whole[len(whole) - max_chars // 4 :]
         whole = f"{head}\n[... {len(whole) - max_chars:,} characters omitted ...]\n{tail}"
     return _NOT_PLAIN.sub(lambda match: plain(match[0]), whole)
-
-
-def escaped(value: Any, max_chars: int | None = None) -> str:
-    """Return a value as HTML text; the arguments are those of `text`."""
-    return html.escape(text(value, max_chars))
 
 
 def label(value: Any) -> str:
@@ -41,14 +40,26 @@ def script_json(value: Any) -> str:
     return found
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return an HTML table, with numbers aligned right."""
-    head = "".join(f'<th scope="col">{escaped(column)}</th>' for column in columns)
-    body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
-    parts = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-    return f'<div class="scroll"><table>{parts}</table></div>'
+def part(name: str, *values: Any) -> Markup:
+    """Return HTML by a macro of `parts.html`, in which all values are text."""
+    return getattr(_templates().get_template("parts.html").module, name)(*values)
 
 
-def _cell(value: Any) -> str:
-    kind = ' class="number"' if isinstance(value, (int, float)) else ""
-    return f"<td{kind}>{escaped('-' if value is None else value, _MAX_CELL_CHARS)}</td>"
+def whole_page(**values: Any) -> str:
+    """Return a page by `page.html`."""
+    return _templates().get_template("page.html").render(values)
+
+
+@functools.cache
+def _templates() -> Environment:
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        finalize=lambda value: value if isinstance(value, Markup) else text(value),
+    )
+    templates.filters |= {"cut": text, "thousands": "{:,}".format}
+    templates.filters["anchor"] = lambda name: name.lower().replace(" ", "-")
+    templates.filters["pairs"] = lambda values: [(value, value) for value in values]
+    return templates

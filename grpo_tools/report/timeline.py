@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from grpo_components.files import Record
+from grpo_components.rollout.engine_use import NO_GROUP, NO_REWARD
+from grpo_components.time_use import IDLE, STARTING
 from grpo_tools.report.curves import Chart, chart, curve
 from grpo_tools.report.safe_text import label
-from grpo_tools.report.time_use import time_use_charts
 
-_ROLE_EVENTS = ("start", "restart", "rollback")
-"""Kinds of events that `timeline` returns."""
+_MARKS = {"restart": ("x", "#c2410c"), "rollback": ("diamond", "#7c3aed")}
+"""Symbol and color of what happens to a role."""
 _ROLLBACK = {"color": "#7c3aed", "width": 1, "dash": "dot"}
-_Points = dict[str, list[tuple[float, float]]]
-"""Name of a curve -> its minutes and values."""
+_ROLES: dict[str, Any] = {"autorange": "reversed", "automargin": True, "dtick": 1}
+_NO_BATCH, _BETWEEN_STEPS = f"{IDLE}: no batch", f"{IDLE}: between steps"
+_KINDS = {
+    "working": (),
+    "weights, checkpoints": (
+        *("loading weights", "gather_weights", "export_weights", "load_weights", "send_weights"),
+        *("next_request", "hold_state", "write_state", "load_state", "read_state"),
+    ),
+    **{"starting": (STARTING,), "no reward": (NO_REWARD,), "no group": (NO_GROUP,)},
+    **{"idle": (IDLE, _BETWEEN_STEPS), "no batch": (_NO_BATCH,)},
+}
+"""What a bar shows as one part, in the order of the page's colors; what is not listed is work."""
+_KIND_OF = {activity: kind for kind, activities in _KINDS.items() for activity in activities}
+_Points = list[tuple[float, float]]
+"""Times and values of a curve."""
 
 
 def timeline(
@@ -26,8 +40,8 @@ def timeline(
     waited_s: float = 0.0,
 ) -> tuple[list[Chart], list[Record]]:
     """Draw charts over time, and collect the starts, restarts and rollbacks of roles."""
-    versions: _Points = defaultdict(list)
-    role_events: list[Record] = []
+    versions, memory = defaultdict[str, _Points](list), defaultdict[str, _Points](list)
+    found: list[Record] = []
     times = [beat["time"] for beat in heartbeats] + [start["started"] for start in starts]
     first, last = min(times, default=0.0), max(times, default=0.0)
     for event in events:
@@ -36,46 +50,113 @@ def timeline(
         if kind in ("publish", "load"):
             name = "published" if kind == "publish" else event["role"]
             versions[name].append((time, event["version"]))
-        elif kind in _ROLE_EVENTS:
-            role_events.append(event)
-    role_events = [
-        {**event, "minute": round((event["time"] - first) / 60, 2)} for event in role_events
-    ]
-    memory: _Points = defaultdict(list)
+        elif kind == "start" or kind in _MARKS:
+            found.append(event)
     for beat in heartbeats:
         if "rss_mib" in beat:
             memory[beat["role"]].append((beat["time"], beat["rss_mib"] / 1024))
-    charts = [
-        _versions_chart(versions, role_events, first),
-        _processes_chart(starts, role_events, first, last),
-        *time_use_charts(heartbeats, waited_s),
-        _memory_chart(memory, first),
-    ]
-    return [each for each in charts if each], role_events
+    happened = [{**event, "minute": round((event["time"] - first) / 60, 2)} for event in found]
+    charts = [*_versions_chart(versions, happened, first)]
+    charts += _processes_chart(starts, happened, first, last)
+    charts += time_use_charts(heartbeats, waited_s)
+    if memory:
+        about = "GiB of each process, without shared memory and child processes"
+        traces = [curve(role, *_minutes(memory[role], first)) for role in sorted(memory)]
+        charts.append(_over_minutes("Memory by role", about, traces))
+    return charts, happened
 
 
-def _versions_chart(versions: _Points, role_events: Sequence[Record], first: float) -> Chart | None:
-    if not versions:
-        return None
+def seconds_by_role(
+    heartbeats: Sequence[Record], waited_s: float = 0.0
+) -> dict[str, dict[str, float]]:
+    """Add up the time of each role's processes by activity."""
+    total: dict[str, dict[str, float]] = {}
+    for role, processes in _processes(heartbeats).items():
+        seconds = defaultdict[str, float](float)
+        for activity, value in (
+            each for beats in processes for each in beats[-1]["seconds"].items()
+        ):
+            seconds[activity] += value
+        if role.startswith("trainer_") and IDLE in seconds:
+            idle = seconds.pop(IDLE)
+            seconds[_NO_BATCH] = min(idle, waited_s)
+            seconds[_BETWEEN_STEPS] = idle - seconds[_NO_BATCH]
+        total[role] = dict(seconds)
+    return total
+
+
+def time_use_charts(heartbeats: Sequence[Record], waited_s: float) -> list[Chart]:
+    """Draw the time of each role by activity, and the share of each engine's sequences in use."""
+    by_role = dict(sorted(seconds_by_role(heartbeats, waited_s).items()))
+    if not by_role:
+        return []
+    walls, traces = [sum(seconds.values()) for seconds in by_role.values()], []
+    for color, kind in enumerate(_KINDS):
+        parts = [
+            sum(s for what, s in seconds.items() if _KIND_OF.get(what, "working") == kind)
+            for seconds in by_role.values()
+        ]
+        if any(parts):
+            both = [*zip(parts, walls, strict=True)]
+            bars = {"y": [*map(label, by_role)], "x": [round(s / wall, 5) for s, wall in both]}
+            bars["text"] = [f"{s:.1f} s of {wall:.1f} s" for s, wall in both]
+            template = "%{y}: %{text}, %{x:.1%}<extra>%{fullData.name}</extra>"
+            traces.append(_bars(label(kind), bars, template) | {"meta": {"color": color}})
+    about = "share of the time of each role's processes, from their start to the last heartbeat"
+    layout: dict[str, Any] = {"yaxis": _ROLES, "barmode": "stack", "bargap": 0.35}
+    layout["xaxis"] = {"range": [0, 1], "tickformat": ".0%", "title": {"text": "share"}}
+    charts = [chart("Time of each role", about, traces, "share", rows=len(by_role), **layout)]
+    first, engines = min(beat["time"] for beat in heartbeats), []
+    for role, processes in sorted(_processes(heartbeats).items()):
+        if points := [point for beats in processes for point in _sequence_shares(beats)]:
+            engines.append(curve(role, *_minutes(points, first)))
+    if engines:
+        about = "mean share of generator.max_num_seqs in use between two heartbeats"
+        charts.append(_over_minutes("Sequences in the engine", about, engines, tickformat=".0%"))
+    return charts
+
+
+def _sequence_shares(beats: Sequence[Record]) -> Iterator[tuple[float, float]]:
+    """Yield times, and the share of `max_num_seqs` in use since the heartbeat before."""
+    used = before = 0.0  # seconds: full-engine time, and all time
+    for beat in beats:
+        wall = sum(value for key, value in beat["seconds"].items() if key != STARTING)
+        if "sequence_share" in beat and wall > before:
+            yield beat["time"], (beat["sequence_share"] * wall - used) / (wall - before)
+            used, before = beat["sequence_share"] * wall, wall
+
+
+def _processes(heartbeats: Sequence[Record]) -> dict[str, list[list[Record]]]:
+    """Return the heartbeats that carry times: by role, and by process of that role."""
+    by_role: dict[str, list[list[Record]]] = {}
+    for beat in heartbeats:
+        if seconds := beat.get("seconds"):
+            processes = by_role.setdefault(beat["role"], [])
+            if not processes or sum(seconds.values()) < sum(processes[-1][-1]["seconds"].values()):
+                processes.append([])  # its clock began again: a new process
+            processes[-1].append(beat)
+    return by_role
+
+
+def _versions_chart(
+    versions: dict[str, _Points], happened: Sequence[Record], first: float
+) -> Iterator[Chart]:
     traces = []
     for name in sorted(versions, key=lambda name: (name != "published", name)):
         line = {"shape": "hv", "width": 2.5 if name == "published" else 1.2}
-        traces.append(_curve(name, versions[name], first, line=line))
+        traces.append(curve(name, *_minutes(versions[name], first), line=line))
+    rollbacks = [event["minute"] for event in happened if event["event"] == "rollback"]
+    line = {"type": "line", "y0": 0, "y1": 1, "yref": "paper", "line": _ROLLBACK}
     about = "policy version published by the trainers and loaded by each generator"
-    rollbacks = [event["minute"] for event in role_events if event["event"] == "rollback"]
-    shapes = [
-        {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": _ROLLBACK}
-        for x in rollbacks
-    ]
     about += "; a dotted line is a rollback" if rollbacks else ""
-    return chart("Policy versions", about, traces, "minutes", shapes=shapes)
+    if traces:
+        shapes = [{**line, "x0": x, "x1": x} for x in rollbacks]
+        yield chart("Policy versions", about, traces, "minutes", shapes=shapes)
 
 
 def _processes_chart(
-    starts: Sequence[Record], role_events: Sequence[Record], first: float, last: float
-) -> Chart | None:
-    if not starts:
-        return None
+    starts: Sequence[Record], happened: Sequence[Record], first: float, last: float
+) -> Iterator[Chart]:
     by_role: dict[str, list[Record]] = {}
     for start in starts:
         by_role.setdefault(start["role"], []).append(start)
@@ -83,40 +164,35 @@ def _processes_chart(
     for name, own in by_role.items():
         ends = [start["started"] for start in own[1:]] + [last]
         for number, (start, end) in enumerate(zip(own, ends, strict=True), start=1):
-            bars["y"].append(label(name))
-            bars["base"].append(round((start["started"] - first) / 60, 3))
-            bars["x"].append(round((end - start["started"]) / 60, 3))
             process = f"process {number}, attempt {start['attempt']}, pid {start['pid']}"
-            bars["text"].append(label(process))
-    traces: list[dict[str, Any]] = [
-        {
-            **{"type": "bar", "orientation": "h", "name": "processes", **bars},
-            **{"hovertemplate": "%{y}: %{text}<extra></extra>", "textposition": "none"},
-        }
-    ]
-    for kind, symbol, color in (("restart", "x", "#c2410c"), ("rollback", "diamond", "#7c3aed")):
-        found = [e for e in role_events if e["event"] == kind and e.get("role") in by_role]
-        if found:
-            places = {"x": [e["minute"] for e in found], "y": [label(e["role"]) for e in found]}
+            begin, length = start["started"] - first, end - start["started"]
+            row = (label(name), round(length / 60, 3), round(begin / 60, 3), label(process))
+            for values, value in zip(bars.values(), row, strict=True):
+                values.append(value)
+    traces = [_bars("processes", bars, "%{y}: %{text}<extra></extra>")]
+    for kind, (symbol, color) in _MARKS.items():
+        events = [e for e in happened if e["event"] == kind and e.get("role") in by_role]
+        if events:
+            places = {"x": [e["minute"] for e in events], "y": [label(e["role"]) for e in events]}
             marker = {"symbol": symbol, "size": 10, "color": color}
-            trace = {"type": "scatter", "mode": "markers", "name": kind, "marker": marker, **places}
-            traces.append(trace)
+            traces.append({"type": "scatter", "mode": "markers", "name": kind, "marker": marker})
+            traces[-1] |= places
     about = "from the start of each process to the next one or the end of the run; "
     about += f"minute 0 is {datetime.fromtimestamp(first, UTC):%Y-%m-%d %H:%M:%S} UTC"
-    axis = {"autorange": "reversed", "automargin": True, "dtick": 1}
-    layout = {"yaxis": axis, "bargap": 0.35}
-    return chart("Role processes", about, traces, "minutes", rows=len(by_role), **layout)
+    if by_role:
+        layout, rows = {"yaxis": _ROLES, "bargap": 0.35}, len(by_role)
+        yield chart("Role processes", about, traces, "minutes", rows=rows, **layout)
 
 
-def _memory_chart(memory: _Points, first: float) -> Chart | None:
-    if not memory:
-        return None
-    traces = [_curve(role, points, first) for role, points in sorted(memory.items())]
-    about = "GiB of each process, without shared memory and child processes"
-    layout = {"yaxis": {"rangemode": "tozero"}, "showlegend": True}
-    return chart("Memory by role", about, traces, "minutes", **layout)
+def _bars(name: str, bars: dict[str, Any], template: str) -> dict[str, Any]:
+    shown = {"type": "bar", "orientation": "h", "name": name, "textposition": "none"}
+    return {**shown, **bars, "hovertemplate": template}
 
 
-def _curve(name: str, points: Sequence[tuple[float, float]], first: float, **trace: Any) -> Record:
-    minutes = [(time - first) / 60 for time, _ in points]
-    return curve(name, minutes, [value for _, value in points], **trace)
+def _over_minutes(title: str, about: str, traces: Sequence[Any], **axis: str) -> Chart:
+    layout: dict[str, Any] = {"yaxis": {"rangemode": "tozero", **axis}, "showlegend": True}
+    return chart(title, about, traces, "minutes", **layout)
+
+
+def _minutes(points: _Points, first: float) -> tuple[list[float], list[float]]:
+    return [(time - first) / 60 for time, _ in points], [value for _, value in points]

@@ -8,7 +8,7 @@ from grpo_components._tune_run import RECIPE
 from grpo_tools import __main__ as grpo
 from grpo_tools.replay import __main__ as replay
 
-COMMANDS = ("audit", "report", "plan", "simulate", "replay")
+COMMANDS = ("audit", "report", "plan", "simulate", "diagnose", "replay")
 
 
 def run(monkeypatch, *arguments):
@@ -37,7 +37,8 @@ def test_the_help_of_each_command_has_an_example(monkeypatch, capsys, name):
 
 
 def test_a_folder_that_is_no_run_is_one_line(monkeypatch, capsys, tmp_path):
-    for name, more in (("audit", ()), ("report", ()), ("simulate", ()), ("replay", ("a=1",))):
+    folder_alone = ("audit", "report", "simulate", "diagnose")
+    for name, more in (*((name, ()) for name in folder_alone), ("replay", ("a=1",))):
         assert run(monkeypatch, name, str(tmp_path), *more) == 2
         assert capsys.readouterr().err.count("\n") == 1
 

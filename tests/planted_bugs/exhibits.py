@@ -129,7 +129,7 @@ EXHIBITS = (
     Exhibit("trained_twice", AUDIT, ("max_staleness=1",), resumes=True),
     Exhibit(
         "long_ones_dropped",
-        Alarm("lengths of dropped and trained groups", "warning: dropped groups are longer"),
+        Alarm("the diagnosis of the run", "looks ill: long responses are dropped: "),
         ("num_steps=12",),
     ),
     Exhibit(

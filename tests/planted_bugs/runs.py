@@ -111,4 +111,5 @@ def caught(exhibit: Exhibit, outcome: Outcome) -> str:
         named = re.search(r"step \d+", text) or re.search(r"receipts.jsonl line \d+", text)
         return named[0] if named else "audit"
     after = re.search(r"^step +(\d+)/", text[found.end() :], re.MULTILINE)  # not each is printed
-    return f"by step {after[1]}" if after else f"step {len(outcome.rewards) + 1}"
+    end = f"step {len(outcome.rewards) + 1}" if outcome.code else "end"
+    return f"by step {after[1]}" if after else end

@@ -28,7 +28,6 @@ class Setting:
         calls.roles.server.begin_again = AsyncMock()
         calls.ledger.policy_version, calls.ledger.dropped_groups = 0, {"filtered": 4}
         calls.failures.take_count.return_value = 0
-        calls.watch.bias.metrics.return_value = {}
         names = ("evaluation", "failures", "agreement", "skipped_steps", "watch")
         self.records = RunRecords(
             *(calls.start, calls.ledger, calls.journal, calls.log),

@@ -299,6 +299,18 @@ def test_close_writes_the_report_and_shows_its_path(make, stepped, tmp_path, cap
     assert (tmp_path / "report.html").stat().st_size > 1e6
 
 
+def test_a_run_that_looks_ill_ends_with_a_line_that_says_so(make, clock, capsys, tmp_path):
+    log, _ = make()
+    for step in range(1, 6):
+        clock.now += 1
+        shares = dict.fromkeys(("rollout/cut_off_fraction", "rollout/zero_variance_fraction"), 1.0)
+        log.step(step, step_metrics() | shares, 1)
+    log.close()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("looks ill: responses are cut off: 100%")
+    assert last.endswith(f" (1 more: grpo diagnose {tmp_path})")
+
+
 def test_a_failed_report_is_shown_in_a_line_and_does_not_fail_the_run(
     make, clock, monkeypatch, capsys
 ):
@@ -325,7 +337,7 @@ def write_starts(tmp_path, *attempts):
     ("error", "shown"),
     [
         (RoleFailedError("trainer_0", "died <b>", "a.log", "died"), "trainer_0 died &lt;b&gt;"),
-        (ExceptionGroup("loops", [KeyError("reward")]), "KeyError: &#x27;reward&#x27;"),
+        (ExceptionGroup("loops", [KeyError("reward")]), "KeyError: &#39;reward&#39;"),
         (KeyboardInterrupt(), "interrupted; 1"),
     ],
 )

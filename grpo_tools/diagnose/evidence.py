@@ -1,0 +1,121 @@
+"""Answers what rules ask of a run: late values, trends, shares of time, settings."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections import Counter
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from grpo_components.files import Record, records_of
+from grpo_components.time_use import STARTING
+from grpo_tools.report.curves import values_of
+from grpo_tools.report.run_files import DAMAGED, History, read_history, read_metrics
+from grpo_tools.report.timeline import seconds_by_role
+
+_FEWEST, _FEWEST_OF_TREND = 5, 15
+"""Values from which on a median says something, and from which on a difference of thirds does."""
+
+
+class Trend(NamedTuple):
+    """Means of the first and the last third of the steps; NaN with few steps."""
+
+    before: float = math.nan
+    after: float = math.nan
+    sigmas: float = 0.0
+    """Their difference in standard errors, above 0 if the values rise."""
+
+    def __str__(self) -> str:
+        return f"{self.before:.2g} to {self.after:.2g}"
+
+
+class Run:
+    """A run that has ended, is running or was killed; its files may be damaged.
+
+    What was not measured is NaN, so that every comparison with it is false.
+    """
+
+    def __init__(self, folder: Path, metrics: list[Record], history: History) -> None:
+        self.folder, self.history = folder, history
+        self.steps = [each for each in metrics if each["step"] > 0]
+        self.evaluations = [each for each in metrics if values_of([each], "eval/success_rate")]
+        start = history.starts[-1] if history.starts else {}
+        attempt = start.get("attempt", 0)
+        self.error = history.failures.get(attempt) or ""
+        """Error that ended the last attempt, if any."""
+        done = self.steps[-1]["step"] if self.steps else 0
+        over = attempt in {*history.ends, *history.failures}
+        self.steps_left = 0 if over else max(0, start.get("num_steps", 0) - done)
+        self.failed_samples = Counter[str]()
+        for record in records_of(folder / "logs" / "failed_samples.jsonl", b'"errors"'):
+            with contextlib.suppress(*DAMAGED):
+                self.failed_samples.update(record["errors"])
+        try:
+            config = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
+        except (OSError, yaml.YAMLError, UnicodeDecodeError):
+            config = None
+        self._config = config if isinstance(config, dict) else {}
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """Return the value of a dotted key of the config; the default if it has none."""
+        node: Any = self._config
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        return default if node is None else node
+
+    def values(self, key: str) -> list[float]:
+        """Return a metric's values, step by step."""
+        return values_of(self.steps, key)
+
+    def late(self, key: str) -> float:
+        """Return the median of a metric in the last third of the steps."""
+        values = self.values(key)
+        few = len(values) < _FEWEST
+        return math.nan if few else statistics.median(values[-(len(values) // 3) :])
+
+    def trend(self, key: str, since: float = 0.0) -> Trend:
+        """Compare the first and the last third of a metric, from a share of the steps on."""
+        values = self.values(key)
+        values = values[int(since * len(values)) :]
+        if len(values) < _FEWEST_OF_TREND:
+            return Trend()
+        third = len(values) // 3
+        first, last = values[:third], values[-third:]
+        before, after = statistics.fmean(first), statistics.fmean(last)
+        noise = math.sqrt((statistics.variance(first) + statistics.variance(last)) / third)
+        return Trend(before, after, (after - before) / max(noise, 1e-12))
+
+    def share_of_step(self, key: str) -> float:
+        """Return the share of `time/step` that a time took, after the first two steps."""
+        whole = sum(values_of(self.steps[2:], "time/step"))
+        return sum(values_of(self.steps[2:], key)) / whole if whole else math.nan
+
+    def share_of_time(self, roles: str, *activities: str) -> float:
+        """Return the share of activities in the time of a kind of roles, their start left out."""
+        times = [each for role, each in self._seconds.items() if role.startswith(roles)]
+        whole = sum(sum(each.values()) - each.get(STARTING, 0.0) for each in times)
+        spent = sum(each.get(activity, 0.0) for each in times for activity in activities)
+        return spent / whole if whole else math.nan
+
+    @cached_property
+    def heartbeats(self) -> list[Record]:
+        """The heartbeats of all roles."""
+        return [*records_of(self.folder / "logs" / "heartbeats.jsonl", b'"role"')]
+
+    @cached_property
+    def _seconds(self) -> dict[str, dict[str, float]]:
+        return seconds_by_role(self.heartbeats)
+
+
+def read(folder: Path) -> Run:
+    """Read what a folder has of a run; a FileNotFoundError if that is nothing."""
+    history, path = read_history(folder), folder / "logs" / "metrics.jsonl"
+    metrics = read_metrics(path, history.attempts)
+    if not metrics and not history.starts:
+        raise FileNotFoundError(f"no run: neither {path} nor receipts.jsonl has a record of one")
+    return Run(folder, metrics, history)

@@ -1,0 +1,309 @@
+"""Rules that say what is wrong with a run, each for one illness; add yours to `RULES`."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from grpo_components.plain_text import one_line, shortened
+from grpo_components.rollout.engine_use import NO_GROUP, NO_REWARD
+from grpo_tools.diagnose.evidence import Run, read
+from grpo_tools.report.curves import values_of
+from grpo_tools.report.run_files import DAMAGED
+
+_REWARD, _SUCCESS, _KL = "rollout/reward_mean", "rollout/success_rate", "mismatch/generator_kl"
+_HELD_OUT = "eval/reward_mean"
+_ENDED, _ERROR_CHARS = "the run ended with an error", 160
+
+
+class Finding(NamedTuple):
+    """One line of a diagnosis."""
+
+    severity: float
+    """From 0 to 100; the worst are shown first."""
+    what: str
+    figure: str
+    cause: str
+    advice: str
+
+    def __str__(self) -> str:
+        line = f"{self.what}: {self.figure}. Likely cause: {self.cause}. Try: {self.advice}"
+        return one_line(line)
+
+
+def _samples_fail(run: Run) -> Finding | None:
+    failed, ended = run.failed_samples, sum(size for _, size in run.history.lengths.values())
+    share = failed.total() / max(1, failed.total(), ended)
+    if failed.total() < 3 or share < 0.01:
+        return None
+    error, count = failed.most_common(1)[0]
+    figure = f"{failed.total():,} ({share:.0%}), {count:,} with {shortened(error, _ERROR_CHARS)}"
+    advice = "mend what logs/failed_samples.jsonl names"
+    return Finding(70 + 30 * share, "samples fail", figure, "a reward or environment", advice)
+
+
+def _ends_with_an_error(run: Run) -> Finding | None:
+    figure = shortened(run.error.partition("\n")[0], _ERROR_CHARS)
+    advice = "logs/failures.jsonl has all of it, logs/ROLE.log what a role wrote"
+    finding = Finding(75, _ENDED, figure, "what it says", advice)
+    return finding if run.error else None
+
+
+def _steps_skipped(run: Run) -> Finding | None:
+    skipped, steps = max(run.values("skipped_steps"), default=0), len(run.steps)
+    figure = f"{skipped:.0f} of {steps} steps"
+    cause = "loss or gradient is not finite: the learning rate is too high, or a loss divides by 0"
+    advice = f"a lower optimizer.lr (now {run.setting('optimizer.lr')}), dtype=fp32"
+    severity = 60 + 40 * skipped / max(1, steps)
+    return Finding(severity, "gradients are skipped", figure, cause, advice) if skipped else None
+
+
+def _roles_disagree(run: Run) -> Finding | None:
+    kl, each = run.trend("mismatch/fresh_kl"), run.values("mismatch/fresh_kl")
+    usual = statistics.median(each) if each else math.nan  # an asynchronous run has few
+    bound = run.setting("max_generator_kl", 1e-4 if run.setting("dtype") == "fp32" else 0.05)
+    drifts = kl.sigmas > 3 and kl.after > 5 * kl.before and kl.after > bound / 100
+    what = f"generator and trainer {'drift apart' if drifts else 'disagree'}"
+    figure = f"mismatch/fresh_kl is {usual:.2g} nats a token" + (f", from {kl}" if drifts else "")
+    cause = "weights, or settings of sampling or model, that only one side has"
+    advice = "generator.top_p=1 generator.top_k=0, `model` as in config.json, dtype=fp32"
+    ill = drifts or usual > bound / 4 or "trainer and generator disagree" in run.error
+    return Finding(92, what, figure, cause, advice) if ill else None
+
+
+def _runs_away(run: Run) -> Finding | None:
+    high, reward = [kl for kl in run.values(_KL) if kl > 0.1], run.trend(_REWARD)
+    reference, (before, after, noise) = run.trend("loss/kl_reference"), _evaluated(run, _HELD_OUT)
+    fell = reward.sigmas < -4 and reward.after < 0.9 * reward.before
+    fell |= before - after > max(noise, 0.1 * before)
+    far = run.late("loss/kl_reference") > 1 and reference.after > 2 * reference.before
+    figure = f"KL to the generator above 0.1 nats a token in {len(high)} steps, "
+    figure += f"{max(high, default=0.0):.2g} at most; " + (f"to the reference {reference}; " * far)
+    figure += f"reward {reward}, held-out {before:.2g} to {after:.2g}"
+    advice = f"a tenth of optimizer.lr (now {run.setting('optimizer.lr')}), loss.kl_coeff=0.01"
+    jumps = len(high) >= 3 or abs(run.late("ratio/mean") - 1) > 0.2 or far
+    what, cause = "the policy runs away", "the learning rate is too high for this staleness"
+    severity = 60 if reward.sigmas > 3 else 91 if jumps else 79
+    finding = Finding(severity, what, figure, cause, advice)
+    return finding if jumps or fell else None
+
+
+def _stands_still(run: Run) -> Finding | None:
+    kl, staleness = run.late(_KL), run.late("staleness/mean")
+    figure = f"the KL to weights {staleness:.1f} steps older is {kl:.1g}"
+    advice = f"a higher optimizer.lr (now {run.setting('optimizer.lr')}); is grad_norm above 0?"
+    is_still = kl < 1e-9 and staleness >= 0.5 and not run.trend(_REWARD).sigmas > 3
+    ill = is_still and run.late("rollout/zero_variance_fraction") < 0.6
+    finding = Finding(67, "the policy does not move", figure, "learning rate of 0", advice)
+    return finding if ill else None
+
+
+def _entropy_collapses(run: Run) -> Finding | None:
+    entropy, late = run.trend("entropy"), run.trend(_REWARD, since=1 / 3)
+    figure = f"{entropy} nats a token, reward {late} since"
+    cause = "what the policy already does gets all the weight: learning rate, no entropy bonus"
+    advice = "a larger loss.clip_high or loss.entropy_coeff, a lower optimizer.lr"
+    ill = entropy.after < entropy.before / 4 and entropy.sigmas < -3
+    well = run.late(_SUCCESS) > 0.8 or (late.sigmas > 2 and late.after > 1.05 * late.before)
+    return Finding(88, "entropy collapses", figure, cause, advice) if ill and not well else None
+
+
+def _cut_off(run: Run) -> Finding | None:
+    share = run.late("rollout/cut_off_fraction")
+    figure = f"{share:.0%} of them, at {run.setting('generator.max_response_tokens')} tokens"
+    cause = "the limit is too small, or nothing pays for an end"
+    advice = "a larger generator.max_response_tokens, reward_shaping.overlong_tokens"
+    finding = Finding(50 + 40 * share, "responses are cut off", figure, cause, advice)
+    return finding if share >= 0.25 else None
+
+
+def _groups_equal(run: Run) -> Finding | None:
+    share, right = run.late("rollout/zero_variance_fraction"), run.late(_SUCCESS)
+    trend = run.trend(_REWARD)
+    moves = abs(trend.sigmas) > 3 and abs(trend.after - trend.before) > 0.05 * abs(trend.before)
+    if not share >= 0.6 or moves:
+        return None
+    right = min(share, max(0.0, right - (1 - share) / 2))  # half of the mixed groups are right
+    easy, reward = right > share / 2, run.late(_REWARD)
+    figure = f"it stays at {reward:.2f}; {share:.0%} of the groups have equal rewards, about "
+    figure += f"{right:.0%} are all right and {share - right:.0%} all wrong"
+    cause = f"the prompts are too {'easy' if easy else 'hard'}, or the reward tells nothing apart"
+    advice = f"{'harder' if easy else 'easier'} prompts, curriculum, dynamic_sampling.enabled=true"
+    return Finding(55 + 30 * share, "the reward is flat", figure, cause, advice)
+
+
+def _format_only(run: Run) -> Finding | None:
+    rewards, success = run.setting("rewards", {}), run.trend(_SUCCESS)
+    names = [name for name, each in rewards.items() if not (each or {}).get("is_success")]
+    for name in names if len(names) < len(rewards) else ():
+        term = run.trend(f"reward_terms/{name}_mean")
+        learned = term.sigmas > 3 and term.after > term.before + 0.15
+        if learned and success.sigmas < 2 and success.after < 0.5:
+            figure = f"{name} {term}, success {success}"
+            advice = f"a smaller rewards.{name}.weight, or pay it only with a right answer"
+            what, cause = "the format is learned and the answer is not", "it is the easier reward"
+            return Finding(74, what, figure, cause, advice)
+    return None
+
+
+def _length_grows(run: Run) -> Finding | None:
+    length, reward = run.trend("rollout/response_tokens_mean"), run.trend(_REWARD)
+    figure = f"{length} tokens, reward {reward}, success {run.trend(_SUCCESS)}"
+    cause = "a reward, or a loss averaged by response, pays for length"
+    advice = "aggregation TokenMean, reward_shaping.overlong_tokens; compare at equal length"
+    ill = length.sigmas > 4 and length.after > 1.4 * length.before and reward.sigmas > 2
+    return Finding(84, "length grows with the reward", figure, cause, advice) if ill else None
+
+
+def _held_out_stays(run: Run) -> Finding | None:
+    reward, before, after, noise = run.trend(_REWARD), *_evaluated(run, _HELD_OUT)
+    rise, gain = reward.after - reward.before, after - before
+    figure = f"training {reward}, held-out {before:.2f} to {after:.2f}"
+    cause = "training prompts are learned by heart, or held-out ones are of another kind"
+    advice = "more prompts or fewer epochs; compare dataset with eval_dataset"
+    chosen = run.setting("curriculum") or run.setting("dynamic_sampling.enabled")
+    ill = reward.sigmas > 3 and rise > 0.05 and gain + noise < rise > 3 * gain and not chosen
+    finding = Finding(73, "the reward rises, held-out does not", figure, cause, advice)
+    return finding if ill else None
+
+
+def _clipped(run: Run) -> Finding | None:
+    share, high = run.late("ratio/clip_fraction"), run.setting("loss.clip_high", 0.2)
+    figure = f"{share:.0%} of the tokens are outside the range; below 5 % is usual"
+    advice = f"fewer of them, or a lower optimizer.lr (now {run.setting('optimizer.lr')})"
+    ill = share >= 0.12 and not (isinstance(high, float) and high < 0.05)  # as GSPO's
+    cause = f"too many or too large updates by one batch (ppo_epochs={run.setting('ppo_epochs')})"
+    return Finding(66, "clipping is far above usual", figure, cause, advice) if ill else None
+
+
+def _groups_dropped(run: Run) -> Finding | None:
+    lengths = {group: length for group, (length, _) in run.history.lengths.items()}
+    dropped = {drop["group_id"]: drop["reason"] for drop in run.history.drops}
+    lost = [g for g in lengths if dropped.get(g, "filtered") != "filtered"]  # others on purpose
+    kept = [length for group, length in lengths.items() if group not in dropped]
+    if len(lost) < 8 or len(kept) < 8 or len(lost) < 0.02 * len(kept):
+        return None
+    gone = [lengths[group] for group in lost]
+    noise = math.sqrt(sum(statistics.variance(each) / len(each) for each in (gone, kept)))
+    longer = statistics.fmean(gone) - statistics.fmean(kept)
+    why = ", ".join(f"{n} {reason}" for reason, n in Counter(map(dropped.get, lost)).items())
+    figure = f"{why} ({len(lost) / len(lengths):.0%}), {longer:+.3g} tokens a response"
+    biased = longer > 4 * noise
+    what = f"{'long responses' if biased else 'many groups'} are dropped"
+    advice = "stale_groups=wait, stale_tokens=mask, or a larger max_staleness"
+    finding = Finding(71, what, figure, "training overtakes slow groups", advice)
+    return finding if biased or len(lost) > 0.1 * len(kept) else None
+
+
+def _someone_waits(run: Run) -> Finding | None:
+    waits, slow = run.share_of_step("time/wait_for_batch"), run.share_of_time("gen", NO_REWARD)
+    idle = run.share_of_time("gen", NO_GROUP)
+    figure = f"the trainer waits {waits:.0%} of a step, generators {slow:.0%} of their time for "
+    figure += f"rewards or environments, {idle:.0%} for a group"
+    in_turns = run.setting("max_staleness") == 0 or run.setting("colocate")
+    if slow >= 0.4:
+        workers = f"a quicker reward, reward_workers={2 * run.setting('reward_workers', 1)}"
+        return Finding(58, "rewards are slow", figure, "a reward or environment", workers)
+    numbers = run.setting("num_generators", 1), run.setting("num_trainers", 1)
+    work = (1 - slow - idle) * numbers[0] / (run.share_of_time("trainer_", "train_step") or 1)
+    advice = f"{work:.1f} generators for each trainer, now {numbers[0]}:{numbers[1]}; "
+    advice += f"grpo simulate {run.folder} --gpus {max(4, sum(numbers))}"
+    if waits >= 0.6 and slow + idle < 0.4 and not in_turns:
+        return Finding(45, "the trainer waits", figure, "too few generators", advice)
+    ill = idle >= 0.6 and waits < 0.2 and not in_turns
+    return Finding(44, "generators idle", figure, "too few trainers", advice) if ill else None
+
+
+def _pushes_dear(run: Run) -> Finding | None:
+    push, load = run.share_of_step("time/push"), run.share_of_time("gen", "loading weights")
+    figure = f"pushes take {push:.0%} of a step, loads {load:.0%} of a generator's time"
+    advice = "a larger push_every_n_steps and pull_every_m_rollouts, push=delta, longer steps"
+    ill = push + load >= 0.25
+    cause = "steps are short beside the move of the weights"
+    return Finding(46, "weights move too often", figure, cause, advice) if ill else None
+
+
+def _memory_grows(run: Run) -> Finding | None:
+    by_role: dict[str, list[float]] = {}
+    for beat in run.heartbeats:
+        by_role.setdefault(str(beat["role"]), []).extend(values_of([beat], "rss_mib"))
+    for role, used in by_role.items():
+        third = max(3, len(used) // 3)
+        a, b, c = (
+            statistics.median(used[i:][:third] or [0]) / 1024 for i in range(0, 3 * third, third)
+        )
+        if min(b - a, c - b) > max(0.2, 0.1 * a):
+            more = 1.5 * (c - a) / max(1, len(run.steps)) * run.steps_left
+            figure = f"{role} has grown from {a:.1f} to {c:.1f} GiB"
+            figure += f"; {more:.1f} GiB more until the last step" if more else ""
+            advice = f"logs/{role}.log; a resumed run begins with little"
+            cause = "something keeps what it should forget, such as a list in a reward"
+            return Finding(62, "memory will not last", figure, cause, advice)
+    return None
+
+
+def _disk_too_small(run: Run) -> Finding | None:
+    folders = [path for path in run.folder.glob("checkpoints/step_*") if path.is_dir()]
+    sizes = [sum(f.stat().st_size for f in each.rglob("*") if f.is_file()) for each in folders]
+    saves = math.ceil(run.steps_left / run.setting("save_every_n_steps", math.inf))
+    keep = run.setting("keep_last_n", saves + len(sizes))
+    needed = min(saves, max(0, keep + 1 - len(sizes))) * max(sizes, default=0) / 2**30
+    free = shutil.disk_usage(run.folder).free / 2**30
+    figure = f"{free:.1f} GiB are free, checkpoints to come need {needed:.1f}"
+    advice = "a smaller keep_last_n, a larger save_every_n_steps, another output_dir"
+    ill = needed > free or "No space left" in run.error
+    return Finding(90, "the disk will not last", figure, "checkpoints", advice) if ill else None
+
+
+def _evaluation_small(run: Run) -> Finding | None:
+    before, after, noise = _evaluated(run, "eval/success_rate")
+    prompts = run.evaluations[-1].get("eval/prompts", "few") if run.evaluations else 0
+    figure = f"success {before:.2f} to {after:.2f} on {prompts} prompts is known to {noise:.2f}"
+    needed = 2 * 1.96**2 / 4 / max(abs(after - before), 0.05) ** 2
+    advice = f"{math.ceil(needed / 50) * 50} prompts" if needed > 0 else "more prompts"
+    ill = noise > max(0.15, abs(after - before))
+    advice += " in eval_dataset, or a larger eval.samples_per_prompt"
+    finding = Finding(40, "the evaluation is too small", figure, "few held-out prompts", advice)
+    return finding if ill else None
+
+
+def _evaluated(run: Run, key: str) -> tuple[float, float, float]:
+    """Return a metric of the first and last evaluation, and the 95 % bound of their difference."""
+    found = run.evaluations if len(run.evaluations) > 1 else [{}]
+    ends = found[0], found[-1]
+    values = ([*values_of([e], key + end), math.nan] for end in ("", "_low", "_high") for e in ends)
+    before, after, low, low_after, high, high_after = (found[0] for found in values)
+    return before, after, math.hypot(high - low, high_after - low_after) / 2
+
+
+RULES = (
+    *(_samples_fail, _ends_with_an_error, _steps_skipped, _roles_disagree, _runs_away),
+    *(_stands_still, _entropy_collapses, _cut_off, _groups_equal, _format_only, _length_grows),
+    *(_held_out_stays, _clipped, _groups_dropped, _someone_waits, _pushes_dear, _memory_grows),
+    *(_disk_too_small, _evaluation_small),
+)
+"""Each returns a finding, or None if the run is well in that respect."""
+
+
+def diagnose(run: Run) -> Sequence[Finding]:
+    """Return what looks wrong, the worst first."""
+    found = []
+    for rule in RULES:
+        try:
+            found.append(rule(run))
+        except DAMAGED as error:
+            figure, cause = f"{rule.__name__[1:]}: {type(error).__name__}: {error}", "other writers"
+            found.append(Finding(1, "a file is damaged", figure, cause, f"grpo audit {run.folder}"))
+    return sorted(filter(None, found), key=lambda each: -each.severity)[:10]
+
+
+def worst_of(folder: Path) -> str:
+    """Return the worst finding and how to see the others, in one line; empty for a clean run."""
+    found = [each for each in diagnose(read(folder)) if each.what != _ENDED]  # it is shown anyway
+    more = f" ({len(found) - 1} more: grpo diagnose {folder})" if len(found) > 1 else ""
+    return f"looks ill: {found[0]}{more}" if found else ""

@@ -1,0 +1,231 @@
+"""A diagnosis names what is wrong in a run's files, the worst first, and nothing in a clean one."""
+
+import math
+import random
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+from lib.rows import write_rows
+
+from grpo_components.records.guards import FailedSamples
+from grpo_components.records.metrics import MetricLog
+from grpo_tools.diagnose.__main__ import main
+from grpo_tools.diagnose.evidence import read
+from grpo_tools.diagnose.rules import RULES, diagnose
+from grpo_tools.report.page import write_report
+
+STEPS = 40
+START = {"event": "start", "attempt": 0, "steps_done": 0, "num_steps": STEPS, "cpus": 2}
+START |= {"time": 0.0, "libraries": {}, "carried": {}}
+END = {"event": "end", "attempt": 0, "step": STEPS, "finished": True, "living": [], "time": 9.0}
+CONFIG = """
+optimizer: {lr: 1e-4}
+dtype: fp32
+max_staleness: 2
+save_every_n_steps: 1
+rewards: {right: {is_success: true}, form: {weight: 0.1}}
+"""
+
+
+def learning(at):
+    """A reward that rises from 0.3 to 0.7."""
+    return 0.3 + 0.4 * at
+
+
+HEALTHY = {
+    "rollout/reward_mean": learning,
+    "rollout/success_rate": learning,
+    "rollout/reward_std": 0.4,
+    "rollout/zero_variance_fraction": 0.2,
+    "rollout/response_tokens_mean": 20.0,
+    "rollout/cut_off_fraction": 0.02,
+    "entropy": lambda at: 0.5 - 0.3 * at,
+    "mismatch/generator_kl": 3e-4,
+    "mismatch/fresh_kl": 1e-9,
+    "ratio/mean": 1.0,
+    "ratio/clip_fraction": 0.01,
+    "staleness/mean": 1.5,
+    "skipped_steps": 0,
+    "time/step": 1.0,
+    "time/wait_for_batch": 0.3,
+    "time/push": 0.02,
+}
+FLAT = {"rollout/reward_mean": 0.4, "rollout/success_rate": 0.4}
+WAITS = {"idle: no group": 10.0, "idle: rewards, environments": 5.0, "sampling": 80.0}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write the files of a run as the recipe's own writers do; what is not given is healthy."""
+
+    def write(planted=(), evaluated=((0.3, 200), (0.7, 200)), seconds=WAITS, events=(), num=STEPS):
+        draw = random.Random(3)
+        (tmp_path / "logs/metrics.jsonl").unlink(missing_ok=True)
+        log = MetricLog(str(tmp_path), MagicMock(), 1)
+        ends = dict(zip((0, num), evaluated, strict=True))
+        for step in range(num + 1):
+            metrics = {"attempt": 0}
+            if step:
+                for key, value in (HEALTHY | dict(planted)).items():
+                    exact = value(step / num) if callable(value) else value
+                    metrics[key] = exact * (1 + 0.05 * draw.uniform(-1, 1)) if exact else exact
+            if step in ends:
+                rate, prompts = ends[step]
+                half = 1.96 * math.sqrt(0.25 / prompts)
+                for key in ("eval/success_rate", "eval/reward_mean"):
+                    metrics |= {key: rate, f"{key}_low": rate - half, f"{key}_high": rate + half}
+                metrics["eval/prompts"] = prompts
+            log.log(step, metrics)
+        log.close()
+        (tmp_path / "config.yaml").write_text(CONFIG)
+        write_rows(tmp_path / "receipts.jsonl", START, *events, END)
+        roles = {"generator_0": seconds, "trainer_0": {"train_step": 60.0, "idle": 40.0}}
+        beats = ({"role": role, "time": 1.0, "seconds": each} for role, each in roles.items())
+        write_rows(tmp_path / "logs/heartbeats.jsonl", *beats)
+        return tmp_path
+
+    return write
+
+
+def found(folder):
+    return [str(finding) for finding in diagnose(read(folder))]
+
+
+def rising(first, last):
+    return lambda at: first + (last - first) * at
+
+
+def generated(group, tokens, stale=False):
+    finish = {"event": "finish", "attempt": 0, "group": group, "response_tokens": [tokens] * 2}
+    drop = {"event": "drop", "attempt": 0, "groups": [group], "reason": "stale", "reissue": True}
+    return [finish, *([drop] if stale else [])]
+
+
+ILL = {
+    "gradients are skipped: 9 of 40 steps": {"skipped_steps": lambda at: int(at * 9.5)},
+    "generator and trainer disagree": {"mismatch/fresh_kl": 9e-5},
+    "generator and trainer drift apart": {"mismatch/fresh_kl": lambda at: 1e-9 * 10 ** (4 * at)},
+    "the policy runs away: KL to the gen": {"mismatch/generator_kl": rising(0.001, 0.9)},
+    "the policy runs away: KL": {"rollout/reward_mean": rising(0.7, 0.1)},
+    "the policy does not move": {**FLAT, "mismatch/generator_kl": 1e-13},
+    "entropy collapses: 0.": {**FLAT, "entropy": lambda at: 0.5 * 0.01**at},
+    "responses are cut off: ": {"rollout/cut_off_fraction": 0.5},
+    "the reward is flat: it stays at 0.9": {
+        **{"rollout/reward_mean": 0.97, "rollout/success_rate": 0.97},
+        "rollout/zero_variance_fraction": 0.9,
+    },
+    "the format is learned and the answer is not: form": {
+        **{"rollout/success_rate": 0.2, "reward_terms/form_mean": rising(0.2, 0.9)},
+    },
+    "length grows with the reward: ": {"rollout/response_tokens_mean": rising(20, 80)},
+    "clipping is far above usual: ": {"ratio/clip_fraction": 0.3},
+    "weights move too often: pushes": {"time/push": 0.5},
+    "the trainer waits": {"time/wait_for_batch": 0.8},
+}
+
+
+@pytest.mark.parametrize("line", ILL)
+def test_each_illness_is_named_first(write, line):
+    assert found(write(ILL[line]))[0].startswith(line)
+
+
+def test_a_clean_run_has_no_finding_whatever_its_length(write, capsys):
+    for num in (1, 4, 16, STEPS):
+        assert found(write(num=num)) == []
+    folder = write()
+    assert main([str(folder)]) == 0
+    assert capsys.readouterr().out == "nothing looks wrong in 40 steps\n"
+
+
+def test_what_the_evaluations_say(write):
+    (line,) = found(write(evaluated=((0.3, 400), (0.31, 400))))
+    assert line.startswith("the reward rises, held-out does not: training 0.3")
+
+
+def test_an_evaluation_on_few_prompts(write):
+    (line,) = found(write(FLAT, evaluated=((0.3, 12), (0.45, 12))))
+    assert line.startswith("the evaluation is too small: success 0.30 to 0.45 on 12 prompts")
+
+
+def test_who_waits_for_whom(write):
+    slow = WAITS | {"idle: rewards, environments": 90.0}
+    assert found(write(seconds=slow))[0].startswith("rewards are slow: the trainer waits 30%")
+
+
+def test_idle_generators_get_a_split_to_try(write):
+    idle = WAITS | {"idle: no group": 300.0}
+    (line,) = found(write({"time/wait_for_batch": 0.05}, seconds=idle))
+    assert line.startswith("generators idle") and "--gpus 4" in line
+
+
+def test_failing_samples_are_named_by_their_most_frequent_error(write, tmp_path):
+    folder = write(events=[each for n in range(20) for each in generated(n, 5)])
+    failures = FailedSamples(0.9, 8, folder / "logs", 0, lambda _: None)
+    entry = SimpleNamespace(group_id=1, epoch=0, prompt={"prompt_index": 1, "prompt_text": "?"})
+    group = SimpleNamespace(rewards=[0.0] * 6, errors=["reward form: KeyError"] * 4 + ["late"])
+    failures.count_group(entry, group)
+    assert found(folder)[0].startswith("samples fail: 5 (12%), 4 with reward form: KeyError")
+
+
+def test_drops_that_prefer_long_responses(write):
+    events = [each for n in range(60) for each in generated(n, 10 + n % 3, stale=False)]
+    events += [each for n in range(60, 75) for each in generated(n, 30 + n % 3, stale=True)]
+    (line,) = found(write(events=events))
+    assert line.startswith("long responses are dropped: 15 stale (20%), +20 tokens")
+
+
+def test_memory_that_grows_and_a_disk_that_is_too_small(write, monkeypatch):
+    folder = write()
+    write_rows(folder / "receipts.jsonl", START | {"num_steps": 1000})
+    beats = ({"role": "driver", "rss_mib": 1000 + 300 * n} for n in range(12))
+    write_rows(folder / "logs/heartbeats.jsonl", *beats)
+    (folder / "checkpoints/step_40").mkdir(parents=True)
+    (folder / "checkpoints/step_40/model").write_bytes(bytes(2**20))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**29))
+    disk, memory = found(folder)
+    assert disk.startswith("the disk will not last: 0.5 GiB are free, checkpoints to come need 0.9")
+    assert memory.startswith("memory will not last: driver has grown from 1.")
+    assert "more until the last step" in memory
+
+
+def test_the_worst_come_first_and_ten_at_most(write):
+    planted = {key: value for each in ILL.values() for key, value in each.items()}
+    lines = diagnose(read(write(planted, evaluated=((0.5, 8), (0.5, 8)))))
+    assert len(lines) <= 10 < len(RULES)
+    assert [each.severity for each in lines] == sorted((e.severity for e in lines), reverse=True)
+
+
+def test_a_run_that_goes_on_and_damaged_or_foreign_files_have_an_answer(write, tmp_path, capsys):
+    folder = write({"rollout/cut_off_fraction": 0.5})
+    for name in ("receipts", "logs/metrics", "logs/heartbeats", "logs/failed_samples"):
+        path = folder / f"{name}.jsonl"
+        path.touch()
+        lines = path.read_bytes().splitlines(keepends=True)
+        foreign = [
+            b'{"event": 3}\n',
+            b'{"step": "x", "role": 1, "errors": [], "error": 1}\n',
+            b"\xff\n",
+        ]
+        path.write_bytes(b"".join([*lines[:-1], *foreign, *(line[:9] for line in lines[-1:])]))
+    (folder / "config.yaml").write_text("a: [")
+    assert main([str(folder)]) == 0
+    assert capsys.readouterr().out.startswith("responses are cut off")
+    write_rows(folder / "receipts.jsonl", START)
+    (folder / "logs/metrics.jsonl").unlink()
+    assert main([str(folder)]) == 0
+    assert "0 steps" in capsys.readouterr().out
+    assert main([str(tmp_path / "logs")]) == 2
+    assert capsys.readouterr().err.startswith("no diagnosis: no run: ")
+
+
+def test_the_report_has_a_panel(write):
+    html = write_report(write(FLAT | {"rollout/cut_off_fraction": 0.5})).read_text("utf-8")
+    assert '<h2 id="diagnosis">' in html and "<li>responses are cut off: 5" in html
+    assert "<li>nothing looks wrong</li>" in write_report(write()).read_text("utf-8")
+
+
+def test_an_error_that_ended_the_run(write):
+    folder = write()
+    write_rows(folder / "logs/failures.jsonl", {"attempt": 0, "error": "RoleLostError: trainer_0"})
+    assert found(folder)[0].startswith("the run ended with an error: RoleLostError: trainer_0")
