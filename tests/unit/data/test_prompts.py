@@ -246,7 +246,6 @@ WITH_TOOLS = (
     "{% if tools %}{% for tool in tools %}<{{ tool.function.name }}>{% endfor %}{% endif %}"
 )
 
-
 TYPED = "\n".join(json.dumps(tool) for tool in TOOLS)
 
 
