@@ -9,7 +9,6 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from lib.tracked import tracked
@@ -66,7 +65,7 @@ class Install:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     build = ["pip", "wheel", "-qq", "--no-deps", "--no-build-isolation", "-w", str(folder)]
     subprocess.run([sys.executable, "-m", *build, str(REPOSITORY)], check=True)
@@ -75,12 +74,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def editable_install() -> Install:
+def editable_install():
     return Install(Path(sys.executable).parent)
 
 
 @pytest.fixture(scope="module")
-def wheel_install(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Install:
+def wheel_install(wheel, tmp_path_factory):
     venv = tmp_path_factory.mktemp("venv")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     (site_packages,) = venv.glob("lib/python*/site-packages")
@@ -92,10 +91,8 @@ def wheel_install(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Inst
 
 
 @pytest.mark.parametrize("kind", ["editable", "wheel"])
-def test_every_command_knows_the_recipe_and_its_configs(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path
-):
-    install: Install = request.getfixturevalue(f"{kind}_install")
+def test_every_command_knows_the_recipe_and_its_configs(kind, request, tmp_path):
+    install = request.getfixturevalue(f"{kind}_install")
     by_name = ("run", RECIPE, "--config", TINY, "group_size=1")
     torchrun = ("run", "--nproc_per_node", "2", *by_name[1:])
     good = [("ls",), *(("cp", name, ".") for name in (RECIPE, *CONFIGS))]
@@ -127,7 +124,7 @@ def assert_lists_the_recipe_with_every_config_tiny_ones_first(table: str) -> Non
     assert listed[0] == TINY
 
 
-def test_run_executes_a_copied_recipe_with_a_copied_config(wheel_install: Install, tmp_path: Path):
+def test_run_executes_a_copied_recipe_with_a_copied_config(wheel_install, tmp_path):
     main = 'if __name__ == "__main__":'
     recipe = RECIPE_FILE.read_text()
     assert recipe.count(main) == 1
@@ -155,13 +152,11 @@ class Registry:
     def __init__(self, *names: str) -> None:
         self._ALL_RECIPES = [SimpleNamespace(name=name) for name in names]
 
-    def get_all_recipes(self) -> list[Any]:
+    def get_all_recipes(self) -> list[SimpleNamespace]:
         return self._ALL_RECIPES
 
 
-def test_a_recipe_that_is_nowhere_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-):
+def test_a_recipe_that_is_nowhere_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_grpo.py").touch()
     (tmp_path / "sub").mkdir()
@@ -170,15 +165,13 @@ def test_a_recipe_that_is_nowhere_is_refused_in_one_line(
     hints |= dict.fromkeys(("sub/nothing.py", "/nowhere/at/all.py"), "`tune ls`")
     for given, hint in hints.items():
         with pytest.raises(SystemExit) as end:
-            _tune_run.complete(cast(Any, Registry(RECIPE)), given)
+            _tune_run.complete(Registry(RECIPE), given)
         (line,) = capsys.readouterr().err.splitlines()
         assert end.value.code == 2 and given in line and line.endswith(hint) == hint.endswith("?")
         assert hint in line and "; allowed: " in line
 
 
-def test_a_path_is_registered_that_torchtune_cannot_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_path_is_registered_that_torchtune_cannot_run(tmp_path, monkeypatch):
     here = tmp_path / "here"
     (here / "sub").mkdir(parents=True)
     monkeypatch.chdir(here)
@@ -186,18 +179,16 @@ def test_a_path_is_registered_that_torchtune_cannot_run(
         (here / name).touch()
     for given in ("./my_grpo.py", "../here/my_grpo.py", f"{here}/my_grpo.py"):
         registry = Registry(RECIPE)
-        _tune_run.complete(cast(Any, registry), given)
+        _tune_run.complete(registry, given)
         (found,) = registry.get_all_recipes()[1:]
         assert found.name == given and Path(found.file_path) == here / "my_grpo.py"
     for given in (RECIPE, "my_grpo.py", "my_grpo", "sub/mine.py", "timeit"):
         registry = Registry(RECIPE)
-        _tune_run.complete(cast(Any, registry), given)
+        _tune_run.complete(registry, given)
         assert len(registry.get_all_recipes()) == 1, given
 
 
-def test_only_commands_that_run_our_recipe_say_that_it_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_only_commands_that_run_our_recipe_say_that_it_loads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("from grpo_components.cluster import supervision\n")
     (tmp_path / "theirs.py").write_text("import torch\n")
@@ -211,7 +202,7 @@ def test_only_commands_that_run_our_recipe_say_that_it_loads(
         assert not _tune_run.is_run_of_ours(other.split())
 
 
-def test_ctrl_c_while_torch_is_imported_shows_one_line_and_is_not_lost(tmp_path: Path):
+def test_ctrl_c_while_torch_is_imported_shows_one_line_and_is_not_lost(tmp_path):
     lost = "import signal\ntry: signal.raise_signal(signal.SIGINT)\nexcept BaseException: pass\n"
     (tmp_path / "torchtune.py").write_text(lost)
     program = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -232,7 +223,7 @@ def assert_refused(code: int, output: str, key: str) -> None:
     assert f"{key}: " in line
 
 
-def test_the_wheel_carries_the_recipes_inside_the_package_only(wheel: Path):
+def test_the_wheel_carries_the_recipes_inside_the_package_only(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert f"grpo_components/_recipes/{RECIPE}.py" in names
     for name in CONFIGS:
@@ -244,7 +235,7 @@ def test_the_wheel_carries_the_recipes_inside_the_package_only(wheel: Path):
 
 
 def test_registering_twice_adds_the_recipe_once():
-    registry: Any = Registry()
+    registry = Registry()
     for _ in range(2):
         _plugin.register(registry)
     (recipe,) = registry.get_all_recipes()
@@ -252,16 +243,14 @@ def test_registering_twice_adds_the_recipe_once():
     assert Path(recipe.file_path) == RECIPE_FILE
 
 
-def test_configs_in_subfolders_are_named_as_torchtune_names_them(tmp_path: Path):
+def test_configs_in_subfolders_are_named_as_torchtune_names_them(tmp_path):
     for name in ("zebra.yaml", "dev/ant.yaml", "tiny_b.yaml", "tiny_a.yaml", "notes.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert list(_plugin.config_files(tmp_path)) == ["tiny_a", "tiny_b", "dev/ant", "zebra"]
 
 
-def test_a_broken_installation_warns_and_breaks_neither_torch_nor_tune(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_broken_installation_warns_and_breaks_neither_torch_nor_tune(monkeypatch, tmp_path):
     monkeypatch.setattr(_plugin, "__file__", str(tmp_path / "grpo_components" / "_plugin.py"))
     monkeypatch.setitem(sys.modules, "torchtune._recipe_registry", Registry())
     with pytest.warns(UserWarning, match="not added to `tune`"):

@@ -111,14 +111,8 @@ def versions(options):
         except ModuleNotFoundError:
             continue
     if options.device == "cuda":
-        query = [
-            "nvidia-smi",
-            "--query-gpu=name,memory.total,driver_version",
-            "--format=csv,noheader",
-        ]
-        cards = subprocess.run(
-            query, capture_output=True, text=True, check=True
-        ).stdout.splitlines()
+        query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+        cards = subprocess.check_output(["nvidia-smi", *query], text=True).splitlines()
         found |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}
         found |= {"GPUs": f"{len(cards)} x {cards[0]}"}
     return True, ", ".join(f"{name} {value}" for name, value in found.items())
@@ -153,9 +147,8 @@ def engine_under_load(options):
     done, seconds = sampled(options, swap=False)
     tokens = sum(len(each.token_ids) for each in done)
     finite = all(torch.from_numpy(each.logprobs).isfinite().all() for each in done)
-    return finite and len(
-        done
-    ) == options.requests, f"{tokens / seconds:,.0f} tokens/s, {tokens:,} tokens"
+    whole = finite and len(done) == options.requests
+    return whole, f"{tokens / seconds:,.0f} tokens/s, {tokens:,} tokens"
 
 
 def weights_under_load(options):
@@ -204,10 +197,8 @@ def run_of(name, *overrides, steps=STEPS, gpus=0, tiny=False):
         arguments = [f"num_steps={steps}", f"save_every_n_steps={steps}"]
         arguments += [f"output_dir={folder}/run", *overrides]
         if tiny:
-            arguments += [
-                "generator.backend=vllm",
-                *(ON_ONE_GPU if options.device == "cuda" else ()),
-            ]
+            on_gpu = ON_ONE_GPU if options.device == "cuda" else ()
+            arguments += ["generator.backend=vllm", *on_gpu]
         else:
             model = model_of(options, name)
             arguments += [f"base_model_path={model}", "eval_dataset.num_rows=16"]
@@ -235,10 +226,8 @@ def judged(found, steps, tiny, planned):
     seconds = sorted(each["time/step"] for each in found)[len(found) // 2]
     peak = max(each.get("memory/trainer_peak_gib", 0.0) for each in found)
     fits = planned is None or peak <= planned
-    text = (
-        f"{seconds:.2g} s a step, mismatch of fresh tokens {fresh:.2g}, of all {kl:.2g} at most, "
-    )
-    text += f"{last['throughput/trained_tokens_per_second']:,.0f} tokens/s trained"
+    text = f"{seconds:.2g} s a step, mismatch of fresh tokens {fresh:.2g}, of all {kl:.2g} at most"
+    text += f", {last['throughput/trained_tokens_per_second']:,.0f} tokens/s trained"
     text += f", reward {gain:+.2f}" if tiny else ""
     text += f", trainer's peak {peak:.1f} GiB of {planned:.1f} planned" if planned else ""
     learns = not tiny or gain > LEARNS
@@ -330,9 +319,8 @@ def what_is_missing(options):
     if options.device == "cuda" and not torch.cuda.is_available():
         return "PyTorch finds no GPU here, so nothing was tried"
     if not (TINY / "config.json").is_file():
-        return (
-            f"no tiny policy in {TINY}; `python -m grpo_components.examples.tiny_policy` makes it"
-        )
+        make_it = "python -m grpo_components.examples.tiny_policy"
+        return f"no tiny policy in {TINY}; `{make_it}` makes it"
     if not (Path(options.model) / "config.json").is_file() and not options.random:
         get_it = f"tune download Qwen/Qwen2.5-0.5B --output-dir {options.model}"
         return f"no model in {options.model}; `{get_it}` makes it, --random takes one of no use"

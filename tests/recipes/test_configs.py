@@ -28,7 +28,6 @@ NUM_GPUS |= {"qwen14B_async_grpo": 16, "qwen32B_async_grpo": 64}
 NAMES = {"tiny_async_grpo", "tiny_async_grpo_2x2", "tiny_lora_async_grpo", *NUM_GPUS}
 RECIPE = "async_grpo_full_finetune_distributed"
 
-
 DOCUMENTED = (FOLDER.parents[1] / "docs" / "objectives.md").read_text()
 PRESETS = dict(re.findall(r"^\| ([^|]+) \| `([^`|]+)` \|$", DOCUMENTED, re.MULTILINE))
 

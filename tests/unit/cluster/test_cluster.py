@@ -138,9 +138,8 @@ async def test_a_role_answers_keeps_its_state_and_is_recorded(cluster, output_di
     starting, ready = start_notes
     assert starting == "starting counter ..." and ready.startswith("counter is ready after ")
     (record,) = starts_of(role, output_dir)
-    assert (record["pid"], record["attempt"]) == (role.process.pid, 0) and psutil.pid_exists(
-        role.process.pid
-    )
+    assert (record["pid"], record["attempt"]) == (role.process.pid, 0)
+    assert psutil.pid_exists(role.process.pid)
     assert (output_dir / "logs" / "counter.log").exists()
 
 

@@ -274,7 +274,6 @@ async def test_a_restored_run_publishes_its_weights_and_every_living_generator_l
 
 async def test_generators_rebuild_every_version_from_what_they_hold():
     """One pulls each version, one every third; a process that is replaced begins anew."""
-
     setting = Setting(m=1, deltas=True)
     often, seldom = setting.generators
     for generator in setting.generators:

@@ -71,7 +71,6 @@ def tiny_config():
 @pytest.fixture(scope="session")
 def values_with(tiny_config):
     """Plain values of the tiny config with others at some keys, whose dots are written `__`."""
-
     tiny = OmegaConf.to_container(tiny_config, resolve=True)
 
     def values(**changes):

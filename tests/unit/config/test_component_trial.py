@@ -210,7 +210,7 @@ def own(tmp_path_factory):
         patch.syspath_prepend(folder)
         yield folder
     own = {"own_parts", "own_rewards", "my_losses", "my_rewards", "my_environments", "my_worlds"}
-    for name in own | {"fine_agent", "broken_agent", "doubtful"}:
+    for name in own | {"fine_agent", "broken_agent"}:
         sys.modules.pop(name, None)
 
 
@@ -389,20 +389,11 @@ def test_what_fits_is_let_through_and_not_disturbed(tried, overrides):
     assert getattr(objective.trained.loss, "own_calls", 0) == 0
 
 
-NOT_DETACHED = """
-class Clipped:
-    def __call__(self, tokens):
-        ratio = (tokens.trainer_logprobs - tokens.anchor_logprobs).exp()
-        return -ratio.clamp(0.8, 1.2) * tokens.advantages, {}
-"""
-
-
-def test_what_looks_wrong_is_a_warning_with_the_component_and_nothing_of_ours_does(tried, own):
-    (own / "doubtful.py").write_text(NOT_DETACHED)
+def test_what_looks_wrong_is_a_warning_with_the_component_and_nothing_of_ours_does(tried):
     assert tried("loss.kl_coeff=0.1").doubts == ()
-    doubtful = component("loss", "doubtful.Clipped")
+    doubtful = component("loss", "planted_bugs.losses.ClippedWeightInGradient")
     (line,) = tried(*doubtful).doubts
-    assert line.startswith("warning: loss: ") and "Clipped: a token whose ratio" in line
+    assert line.startswith("warning: loss: ") and "Gradient: a token whose ratio" in line
     assert tried(*doubtful, "max_staleness=0", "pull_every_m_rollouts=1").doubts == ()
 
 

@@ -21,7 +21,6 @@ REWARDS = "grpo_components.rewards"
 JUDGE = {"_component_": f"{REWARDS}.judge.LLMJudge", "base_url": "http://localhost:1/v1"}
 JUDGE |= {"model": "m", "rubric": "{{ response }}"}
 
-
 MULTI_TURN = (
     "environment._component_=grpo_components.rollout.multi_turn.MultiTurnEnvironment "
     "environment.max_turns=4 environment.world._component_=grpo_components.rollout.tools."

@@ -14,7 +14,7 @@ from grpo_components.config.components import (
     check_components,
     columns_taken,
 )
-from grpo_components.config.data import build_data, build_prompts, shared_prompts
+from grpo_components.config.data import build_data, build_prompts
 from grpo_components.data.curriculum import MAX_PROMPTS
 from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.data.prompt_stream import PromptStream
@@ -226,12 +226,6 @@ def test_a_missing_column_is_answered_with_the_key_that_names_it(data_cfg, key, 
     assert error.allowed.startswith(naming) and "prompt" in error.allowed
     OmegaConf.update(data_cfg, naming, "prompt", force_add=True)
     build_data(data_cfg)
-
-
-def test_prompts_that_are_trained_on_and_held_out_are_counted():
-    trained, held_out = ([{"prompt_ids": [i, 0]} for i in numbers] for numbers in ((1, 2), (2, 3)))
-    assert shared_prompts(trained, held_out).startswith("eval_dataset: 1 of its 2 prompts ")
-    assert shared_prompts(trained[:1], held_out) == ""
 
 
 # ---- columns that rewards take ------------------------------------------------------------------

@@ -55,7 +55,6 @@ checkpointer.model_type      checkpointer.model_type=QWEN3
 model                        model=Qwen
 model                        model=null
 model                        model._component_=null
-packing                      packing=true
 group_sise                   group_sise=1 -> did you mean group_size? !! unknown key
 learning_rate                learning_rate=1 -> the keys that `tune cat !! unknown key
 temperature                  temperature=1 -> did you mean generator.temperature? !! unknown key
@@ -77,7 +76,6 @@ replay_generation.share      replay_generation.share=0.1
 replay_generation.share      replay_generation.share=0.5 groups_per_step=1
 replay_generation            replay_generation.max_uses=3 max_staleness=0 pull_every_m_rollouts=1
 replay_generation            replay_generation.max_uses=3 rollout_only=true
-replay_generation            replay_generation.max_uses=3 train_from=a.jsonl
 weights                      weights=nccl
 weights                      weights=nccl device=cuda train_from=groups.jsonl
 weights                      weights=nccl device=cuda gpus_per_trainer=0.5 gpus_per_generator=0.5
@@ -88,8 +86,6 @@ pull_every_m_rollouts        TURNS pull_every_m_rollouts=2
 num_trainers                 TURNS num_trainers=2
 num_trainers                 TURNS generator.tensor_parallel_size=2
 colocate                     TURNS eval_only=true
-colocate                     TURNS rollout_only=true
-colocate                     TURNS train_from=/tmp/trajectories.jsonl
 gpus_per_generator           TURNS GPU gpus_per_generator=0.5
 generator.kv_cache_gib       TURNS GPU generator.kv_cache_gib=null
 gpus_per_trainer             TURNS GPU gpus_per_trainer=0.8 num_trainers=2 WORKERS=2
@@ -133,7 +129,6 @@ reward_shaping.kl_coeff      LORA reward_shaping.kl_coeff=0.1
 teacher.path                 teacher.coeff=1
 # sampling, lengths
 generator.top_p              generator.top_p=0.9
-generator.top_k              generator.top_k=50
 generator.repetition_penalty  generator.repetition_penalty=1.1
 generator.temperature.warmup_steps  {WARM % 101}
 generator.max_model_len      generator.max_model_len=95
@@ -149,7 +144,6 @@ rewards.correctness.is_success  rewards.correctness.is_success=1
 rewards                      rewards.other={{_component_: a.B, is_success: true}}
 rewards.reward_model         rewards.reward_model={{_component_: a.B}} reward_model.path=/a/model
 eval_only                    eval_dataset=null eval_only=true
-eval_only                    eval_dataset._component_=null eval_only=true
 keep_best                    eval_dataset=null keep_best=eval/success_rate
 keep_best                    keep_best=loss/total
 keep_best                    BEST=4 keep_best=eval/pass_at_8
@@ -165,7 +159,6 @@ output_dir                   output_dir=.
 output_dir                   output_dir=${base_model_path}
 output_dir                   output_dir=${base_model_path}/config.json/run
 checkpointer._component_     checkpointer._component_=torchtune.training.FullModelMetaCheckpointer
-checkpointer.output_dir      checkpointer.output_dir=/dev/null
 metric_logger.log_dir        metric_logger.log_dir=/dev/null/x
 profiler.output_dir          profiler.enabled=true profiler.output_dir=/dev/null/x
 checkpointer.checkpoint_dir  checkpointer.checkpoint_dir=/tmp

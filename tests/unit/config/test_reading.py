@@ -24,7 +24,6 @@ SCHEDULED = [
     *("generator.temperature", "reward_shaping.kl_coeff"),
 ]
 
-
 NUMBERS = {key: schema for key, schema in leaves() if schema.get("type") in ("integer", "number")}
 NULL = {
     "lora": {"rank": 8, "alpha": 16},

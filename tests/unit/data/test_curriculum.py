@@ -51,10 +51,8 @@ def counted(curriculum, results, number, steps=1):
 
 
 def test_each_prompt_is_drawn_in_proportion_to_its_weight():
-    rule, results = (
-        CurriculumSettings(low=0.2, high=0.8, floor=0.1, decay=1.0),
-        {3: (0, 8), 5: (4, 8), 8: (8, 8)},
-    )
+    rule = CurriculumSettings(low=0.2, high=0.8, floor=0.1, decay=1.0)
+    results = {3: (0, 8), 5: (4, 8), 8: (8, 8)}
     drawn = counted(Curriculum([((3, 5, 8), 1.0)], rule, 7), results, 1500)
     rates = np.array([(k + 0.125) / 8.25 for k in (0, 4, 8)])
     weights = weights_of(rule, rates)

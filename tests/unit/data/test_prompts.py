@@ -203,13 +203,6 @@ def test_an_end_of_turn_from_the_tokenizer_is_not_part_of_the_prompt():
     assert text == "user:1 + 1?\0assistant:"
 
 
-def test_without_a_chat_the_prompt_is_the_text(make_folder):
-    tokenizer = tune_tokenizer(make_folder(CHAT_ML))
-    ids, text = prompt_encoder(tokenizer, "Q: {question}\nA:", None, None)("{question}")
-    assert text == "Q: {question}\nA:"
-    assert ids == tokenizer.encode(text, add_bos=True, add_eos=False)
-
-
 ONLY_USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 
 
@@ -245,7 +238,6 @@ TOOLS = [schema("calculator"), schema("search")]
 WITH_TOOLS = (
     "{% if tools %}{% for tool in tools %}<{{ tool.function.name }}>{% endfor %}{% endif %}"
 )
-
 
 TYPED = "\n".join(json.dumps(tool) for tool in TOOLS)
 

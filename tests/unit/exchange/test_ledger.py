@@ -47,7 +47,6 @@ async def test_the_target_step_is_the_turn_of_the_place_in_the_queue():
 
 async def test_reuse_lets_in_no_more_groups_than_later_steps_take_and_as_many_as_the_next_needs():
     """Two of four groups of a step may be reused ones; only the first step cannot reuse any."""
-
     ledger = make(eta=1, groups_per_step=4, num_steps=3)
     ledger.reuse = GroupReuse(StalenessContract(1, 4), 0.5, 2)
     events = recorded(ledger)
@@ -79,7 +78,6 @@ async def test_reuse_lets_in_no_more_groups_than_later_steps_take_and_as_many_as
 
 async def test_a_step_waits_for_groups_that_too_few_new_ones_of_later_steps_would_make_stale():
     """Without reuse, the step after the next would take all four groups in flight, in time."""
-
     ledger = make(eta=2, groups_per_step=4, num_steps=9)
     ledger.reuse = GroupReuse(StalenessContract(2, 4), 0.5, 2)
     assert [entry.group_id for entry in await admit_all(ledger)] == list(range(8))
@@ -101,7 +99,6 @@ async def test_a_step_waits_for_groups_that_too_few_new_ones_of_later_steps_woul
 
 async def test_a_step_waits_for_its_batch_before_it_looks_for_groups_that_it_makes_stale():
     """Else one that starts meanwhile with old weights is overtaken by one with newer ones."""
-
     ledger = make(eta=1, groups_per_step=1, num_steps=3)
     await ledger.enter_buffer((await ledger.admit("test", 1)).group_id)
     await ledger.take([0])
@@ -155,7 +152,6 @@ async def test_an_admission_that_is_never_granted_says_what_it_waited_for():
 
 async def test_no_wait_ends_while_an_evaluation_keeps_the_weights():
     """However long it takes; the time-out counts from its end."""
-
     ledger = make(eta=0, groups_per_step=1, num_steps=5)
     await admit_all(ledger)
     with ledger.pin_weights():

@@ -77,7 +77,6 @@ async def test_a_group_is_stale_by_its_oldest_token_or_by_its_newest_where_old_o
 
 async def test_a_replay_takes_and_drops_the_groups_of_the_recorded_run():
     """Whatever their versions; it waits until they are there."""
-
     buffer = make()
     for group_id, version in ((0, 9), (1, 0), (2, 5), (3, 9)):
         await buffer.add(*group(group_id, version))
@@ -93,7 +92,6 @@ async def test_a_replay_takes_and_drops_the_groups_of_the_recorded_run():
 
 async def test_groups_to_reuse_follow_the_new_ones_and_the_others_are_forgotten():
     """Live and in a replay; after a restart, it has what it is given to keep."""
-
     buffer = make()
     for group_id in range(6):
         await buffer.add(*group(group_id))

@@ -178,7 +178,6 @@ class Run:
             self.prompts.load_state_dict(driver["prompts"])
             self.ledger.load_state_dict(driver["ledger"])
             self.trained = earlier.trained[: self.ledger.trained_groups]
-        self.resumed_living = len(self.ledger.living())
         settings = {
             "max_staleness": s.max_staleness,
             "groups_per_step": s.groups_per_step,

@@ -29,7 +29,6 @@ def make(prompt_length, mask):
 
 RAGGED = [make(3, [True] * 5), make(7, [True, False, True]), make(1, [True] * 9)]
 
-
 MASKS = [t.response_mask for t in RAGGED]
 for number, trajectory in enumerate(RAGGED):
     trajectory.temperature = 0.7 + 0.3 * number

@@ -1,13 +1,11 @@
 """Adapters: what is trained, and that their export means the same for Hugging Face's models."""
 
-from functools import partial
-
 import pytest
 import torch
 from equivalence.families import FAMILIES, random_checkpoint
+from lib.trainer_ranks import checkpointer_of
 from peft import PeftModel
 from torchtune.modules.peft import LoRALinear
-from torchtune.training import FullModelHFCheckpointer
 from transformers import AutoModelForCausalLM
 
 from grpo_components.models.hf_weights import hf_converter
@@ -34,16 +32,6 @@ def of_family(family):
     return LoraSettings(rank=3, alpha=12.0, target_modules=targets)
 
 
-def checkpointer(family, base):
-    return partial(
-        FullModelHFCheckpointer,
-        checkpoint_dir=str(base),
-        checkpoint_files=["model.safetensors"],
-        model_type=family.model_type,
-        output_dir=str(base.parent / "unused"),
-    )
-
-
 # Biases, rows in another order, heads of a width of their own, fused layers.
 KINDS = ("QWEN2 (tied)", "LLAMA3", "LLAMA3_2", "GEMMA", "PHI4")
 
@@ -54,7 +42,8 @@ def adapted(request, tmp_path):
     family = FAMILIES[request.param]
     base, lora = random_checkpoint(family, tmp_path / "base", seed=0), of_family(family)
     model = adapted_model(family.build_model, lora, "fp32")
-    model.load_state_dict(checkpointer(family, base)().load_checkpoint()["model"], strict=False)
+    checkpointer = checkpointer_of(base, tmp_path / "unused", family.model_type)()
+    model.load_state_dict(checkpointer.load_checkpoint()["model"], strict=False)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             torch.nn.init.normal_(parameter, std=0.2)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from planted_bugs.losses import ClippedWeightInGradient, ClippingOff, RatioIsOne
 
 from grpo_components.config.trial import made_inputs
 from grpo_components.objective import advantages as ours
@@ -46,21 +47,8 @@ def ratio_of(tokens):
     return (tokens.trainer_logprobs - tokens.anchor_logprobs).exp()
 
 
-def over_itself(tokens):
-    log_ratio = tokens.trainer_logprobs - tokens.trainer_logprobs.detach()
-    return -log_ratio.exp() * tokens.advantages, {}
-
-
-def not_detached(tokens):
-    return -ratio_of(tokens).clamp(0.8, 1.2) * tokens.advantages, {}
-
-
 def one_sided(tokens):
     return -ratio_of(tokens).clamp(max=5) * tokens.advantages, {}
-
-
-def without_bounds(tokens):
-    return -ratio_of(tokens) * tokens.advantages, {}
 
 
 def weighted(tokens):
@@ -72,10 +60,10 @@ def weighted(tokens):
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (over_itself, ["the ratio to the generator changes no gradient"]),
-        (not_detached, ["has no gradient"]),
+        (RatioIsOne(), ["the ratio to the generator changes no gradient"]),
+        (ClippedWeightInGradient(), ["has no gradient"]),
         (one_sided, ["ratio to the generator is 1000 and its advantage below 0 has no gradient"]),
-        (without_bounds, ["the gradient is unbounded"]),
+        (ClippingOff(), ["the gradient is unbounded"]),
         (weighted, []),
     ],
 )

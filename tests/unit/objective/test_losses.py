@@ -78,10 +78,9 @@ def reinforce(tokens, anchors, advantage, low, high):
 
 def decoupled(tokens, anchors, advantage, low, high):
     cuts = [min(math.exp(a - t.generator), 1.5) for t, a in zip(tokens, anchors, strict=True)]
-    values, slopes = grpo(tokens, anchors, advantage, low, high)
-    return [c * v for c, v in zip(cuts, values, strict=True)], [
-        c * s for c, s in zip(cuts, slopes, strict=True)
-    ]
+    pairs = zip(*grpo(tokens, anchors, advantage, low, high), strict=True)
+    cut = [(c * value, c * slope) for c, (value, slope) in zip(cuts, pairs, strict=True)]
+    return zip(*cut, strict=True)
 
 
 def kl(name, policy, other):

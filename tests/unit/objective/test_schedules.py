@@ -60,7 +60,6 @@ def test_a_number_is_the_constant_schedule(value, step):
 
 LINEAR = {"schedule": "linear", "start": 0.1, "end": 0.0, "num_steps": 10}
 
-
 CONSTANT = {"schedule": "constant", "start": 0.1}
 
 

@@ -261,7 +261,6 @@ async def test_all_parts_are_of_one_step_latest_points_at_it_and_the_umask_is_ke
 @pytest.mark.parametrize("harm", ["not finite", "garbled"])
 async def test_a_damaged_moment_is_refused_by_the_trainer(tmp_path, harm):
     """The driver reads the weights only."""
-
     run = Run(tmp_path)
     await run.step()
     (moments,) = run.policy.optimizer.state.values()

@@ -1,6 +1,5 @@
 """The chain continues after any end of its writer, and never hides lost records."""
 
-import errno
 import json
 
 import pytest
@@ -76,16 +75,3 @@ def test_lost_records_leave_a_gap_that_no_later_record_closes(path):
     write(path, 4)
     write(path, 5)
     assert not is_chained(path)
-
-
-def test_an_end_file_that_cannot_be_written_is_an_error_with_its_name(path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(receipt_chain.os, "pwrite", full)
-    file = ChainedFile(path)
-    with pytest.raises(OSError) as failed:
-        file.append({"value": 4})
-    assert failed.value.filename == str(path.with_name(END_FILE))
-    assert file.closed
-    file.close()

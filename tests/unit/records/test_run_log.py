@@ -395,14 +395,14 @@ class Prompts(list):
         self.note = note
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_notes_on_the_data_are_shown_at_the_start(cfg, capsys, trains):
+@pytest.mark.parametrize(("trains", "held"), [(True, 2), (False, 2), (True, 4)])
+def test_notes_on_the_data_are_shown_at_the_start(cfg, capsys, trains, held):
     cfg.trains = trains
     left_out = "dataset a: 2 prompts of 3 rows; 1 in other parts"
-    dataset, held_out = Prompts(1, 2, note=left_out), Prompts(2, 3, note=left_out)
+    dataset, held_out = Prompts(1, 2, note=left_out), Prompts(held, 3, note=left_out)
     open_log(cfg, 0, "moved aside", dataset, held_out).close()
     shared = ["eval_dataset: 1 of its 2 prompts are also trained on"]
-    told = ["moved aside", left_out, f"eval_{left_out}", *shared * trains]
+    told = ["moved aside", left_out, f"eval_{left_out}", *shared * (trains and held == 2)]
     assert capsys.readouterr().out.splitlines() == told
 
 

@@ -102,7 +102,6 @@ class Equal(int):
     __hash__ = int.__hash__
 """
 
-
 TRICKS = [
     "def square(x): return x + 6",
     "def square(x): return 9",
@@ -297,7 +296,6 @@ def undocumented(): pass
 DISGUISED = [f"a_{base}() == {right!r}" for base, (_, right) in BASES.items()]
 DISGUISED += ["third() == Fraction(1, 3)", "undocumented.__doc__"]
 DISGUISED += ["isinstance(plain(), (Iterator, Sized, Callable))", "isinstance(plain(), Iterable)"]
-
 
 CLASSES = """
 import collections, contextlib

@@ -44,7 +44,6 @@ def test_the_output_is_compared_for_every_input(reward, program, worth):
 
 PROGRAM = "def square(x): return x * x"
 
-
 BLOCK = f"```python\n{PROGRAM}\n```"
 WITH_PROGRAM = [BLOCK, f"```\n{PROGRAM}\n```", f"```py\npass\n```\nNo:\n```py\n{PROGRAM}\n```"]
 WITH_PROGRAM += [f"~~~Python3\n{PROGRAM}\n~~~~", f'````PYTHON title="a.py"\n{PROGRAM}\n````']

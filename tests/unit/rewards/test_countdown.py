@@ -55,9 +55,8 @@ def test_any_combination_of_the_numbers_scores_by_its_value(numbers, seed):
     for number in numbers[1:]:
         sign = rng.choice("+-*/")
         text = f"({text}) {sign} {number}"
-        value = {"+": value + number, "-": value - number, "*": value * number}.get(
-            sign, value / number
-        )
+        results = {"+": value + number, "-": value - number, "*": value * number}
+        value = results.get(sign, value / number)
     target = int(value) if value.denominator == 1 else 10**9
     shuffled = rng.sample(numbers, len(numbers))
     answer = json.dumps({"numbers": shuffled, "target": target})

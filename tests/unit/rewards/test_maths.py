@@ -25,7 +25,6 @@ HUGE += [r"\sum_{i=1}^{9999}\sum_{j=1}^{9999} ij", r"{10^9 \choose 5^8}", "[(" *
 HUGE += [r"\gcd(9^{99999999}, 3)", r"\sqrt{" * 100 + "5" + "}" * 100]
 HUGE += [r"\binom{1000000000}{500000000}", r"\prod_{k=1}^{100000000} k", r"\sin(10^{9999999})"]
 
-
 REWARDS = {answer_format: MathCorrectness(answer_format) for answer_format in MARKED}
 
 

@@ -6,7 +6,6 @@ from grpo_components.rewards.judge import Verdict
 
 NUMBER, JSON = Verdict(), Verdict("json", scale=(1, 5))
 
-
 NUMBERS = {"7": 0.7, "Score: 7": 0.7, "**Score:** **7.5**": 0.75, "Final grade = 0.": 0.0}
 NUMBERS |= {"Score: 10": 1.0, "I give 3 points for style.\n\nScore: 7/10\n": 0.7}
 NO_NUMBERS = ["Score: 11", "Score: -1", "Score: 7 or 8", "Score: seven", "Score: 7\nOr more?"]

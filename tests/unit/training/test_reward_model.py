@@ -35,7 +35,6 @@ SHAPE = {
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} . {% endfor %}"
 RESPONSES = ["It is five .", "six", "It is five ? It is six . It is", "five five five", ""]
 
-
 MODELS = {
     "decoder": (GPTNeoXConfig, GPTNeoXForSequenceClassification),
     "encoder": (BertConfig, BertForSequenceClassification),

@@ -287,7 +287,6 @@ outcome = CodeSandbox(Limits(wall_s=60)).run(sys.stdin.read(), wall_s=float(sys.
 print(outcome.status, outcome.timed_out)
 """
 
-
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 NEW_USER = ["unshare", "--user", "--map-root-user"]
 
