@@ -12,6 +12,8 @@ from typing import Any, TextIO, TypeVar
 
 ANSWERS = "evaluation_answers.jsonl"
 """Has one line for each logged prompt of each evaluation."""
+EVALUATIONS = "evaluations.jsonl"
+"""Has one line for each evaluation: the success on each prompt."""
 FAILURES = "failures.jsonl"
 """Has one line per attempt that ended early: `attempt`, `error` (null if a person stopped it)."""
 STEPS_PER_END = 10

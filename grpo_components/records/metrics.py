@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtune.training.metric_logging import MetricLoggerInterface, WandBLogger
 
-from grpo_components.files import ANSWERS, append_line
+from grpo_components.files import ANSWERS, EVALUATIONS, append_line
 from grpo_components.plain_text import plain
 
 _OF_GROUP = ("attempt", "group_id", "prompt_index", "epoch", "prompt", "answer")
@@ -35,9 +35,9 @@ class MetricLog:
     ) -> None:
         folder = Path(output_dir) / "logs"
         folder.mkdir(parents=True, exist_ok=True)
-        names = ("metrics.jsonl", "rollouts.jsonl", ANSWERS)
+        names = ("metrics.jsonl", "rollouts.jsonl", ANSWERS, EVALUATIONS)
         self._files = [(folder / name).open("a", encoding="utf-8") for name in names]
-        self._metrics, self._rollouts, self._answers = self._files
+        self._metrics, self._rollouts, self._answers, self._evaluations = self._files
         self._metric_logger = metric_logger
         self._log_every_n_steps = log_every_n_steps
 
@@ -62,8 +62,11 @@ class MetricLog:
             with _named(step):
                 _log_rollout_table(step, plain_groups)
 
-    def log_answers(self, step: int, prompts: Sequence[Mapping[str, Any]]) -> None:
-        """Write an evaluation's answers to `logs/evaluation_answers.jsonl`."""
+    def log_answers(
+        self, step: int, prompts: Sequence[Mapping[str, Any]], success: Mapping[str, Any]
+    ) -> None:
+        """Write an evaluation's success by prompt, and the answers to some of the prompts."""
+        append_line(self._evaluations, _line({"step": step, **success}))
         for prompt in prompts:
             append_line(self._answers, _line({"step": step, **_plain(prompt)}))
 

@@ -127,17 +127,22 @@ class RunLog:
         )
 
     def evaluation_answers(self, step: int, results: Sequence[Mapping[str, Any]]) -> None:
-        """Log an evaluation's answers as text, one line per prompt."""
+        """Log an evaluation's success by prompt, and answers as text, one line per prompt."""
         versions = (result["oldest_version"] for result in results)
         version = next((version for version in versions if version is not None), None)
         lines: dict[int, dict[str, Any]] = {}
+        success: dict[int, list[bool]] = {}
         for result in results:
+            success.setdefault(result["prompt_index"], []).append(result["success"])
             if "readable" in result:
                 index, prompt = result["prompt_index"], result["prompt_text"]
                 line = {"attempt": self.attempt, "policy_version": version, "prompt_index": index}
                 line |= {"prompt": prompt, "answer": result["answer"], "responses": []}
                 lines.setdefault(index, line)["responses"].append(result["readable"])
-        self._metric_log.log_answers(step, list(lines.values()))
+        means = {index: sum(each) / len(each) for index, each in sorted(success.items())}
+        of_prompts = {"attempt": self.attempt, "prompt_index": [*means]}
+        of_prompts["success"] = [*means.values()]
+        self._metric_log.log_answers(step, list(lines.values()), of_prompts)
 
     def rollouts(
         self,

@@ -1,4 +1,4 @@
-"""Write the report of a run as one HTML page, or overlay the curves of several runs."""
+"""Write the report of a run as one HTML page, or compare several runs in one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folders, target = options.output_dirs, options.output
     try:
         if len(folders) > 1:
-            page = write_comparison(folders, target or Path("comparison.html"))
+            page, lines = write_comparison(folders, target or Path("comparison.html"))
+            sys.stdout.writelines(f"{line}\n" for line in lines)
         else:
             page = write_report(folders[0], max(0, options.rollouts), target=target)
     except OSError as error:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from grpo_components.files import write_whole
+from grpo_tools.report.better import verdicts
 from grpo_tools.report.curves import metric_charts
 from grpo_tools.report.facts import key_figures, read_facts
 from grpo_tools.report.history import state_text
@@ -20,8 +21,8 @@ from grpo_tools.report.safe_text import part, text
 _MAX_NAME_CHARS, _MAX_VALUE_CHARS, _MAX_KEYS = 40, 100, 500
 
 
-def write_comparison(folders: Sequence[Path], target: Path) -> Path:
-    """Write a page with the curves of several runs in the same charts."""
+def write_comparison(folders: Sequence[Path], target: Path) -> tuple[Path, list[str]]:
+    """Write a page with the curves of several runs; return it, and which run is better."""
     paths = [folder.resolve() for folder in folders]
     shared = os.path.commonpath([path.parent for path in paths])
     names = [text(path.relative_to(shared))[-_MAX_NAME_CHARS:] for path in paths]
@@ -34,8 +35,11 @@ def write_comparison(folders: Sequence[Path], target: Path) -> Path:
         figures.append(state | read_facts(folder, found, history.starts) | values)
     parts = PageParts()
     parts.sections["Runs"] = _table("", names, figures)
+    configs = [*map(_config, folders)]
     others = parts.metrics(metric_charts(*metrics, names=names))
-    parts.sections["Differences in the configs"] = _differences(names, [*map(_config, folders)])
+    if lines := verdicts(folders, names, configs):
+        parts.sections["Which is better"] = part("about", "\n".join(lines))
+    parts.sections["Differences in the configs"] = _differences(names, configs)
     parts.sections |= others
     page = parts.html(
         f"{len(folders)} runs",
@@ -47,7 +51,7 @@ def write_comparison(folders: Sequence[Path], target: Path) -> Path:
         page={"clocks": [*map(clock, metrics)], "live": None},
     )
     write_whole(target, page)
-    return target
+    return target, lines
 
 
 def _table(first: str, names: Sequence[str], columns: Sequence[Mapping[str, str]]) -> str:

@@ -162,14 +162,18 @@ def answered(prompt, version, *rewards, logged=True):
     for reward in rewards:
         error = "failed" if reward is None else None
         result = {"prompt_index": prompt, "prompt_text": f"{prompt}+1?", "error": error}
-        result |= {"reward": reward, "oldest_version": None if error else version}
+        result |= {
+            "success": reward == 1,
+            "reward": reward,
+            "oldest_version": None if error else version,
+        }
         if logged:
             readable = READABLE | {"reward": reward, "error": error}
             result |= {"answer": f"{prompt + 1}", "readable": readable}
         yield result
 
 
-def test_the_answers_of_an_evaluation_are_written_with_one_line_per_prompt(make, tmp_path):
+def test_the_answers_and_the_success_of_an_evaluation_are_written_by_prompt(make, tmp_path):
     log, _ = make(attempt=1)
     results = [*answered(4, 7, None, 0.5), *answered(5, 7, 1, 1, logged=False), *answered(6, 7, 1)]
     log.evaluation_answers(10, results)
@@ -183,6 +187,8 @@ def test_the_answers_of_an_evaluation_are_written_with_one_line_per_prompt(make,
         ],
     }
     assert second["prompt_index"] == 6 and len(second["responses"]) == 1
+    [line] = records(tmp_path, "evaluations")
+    assert line == {"step": 10, "attempt": 1, "prompt_index": [4, 5, 6], "success": [0, 1, 1]}
 
 
 # ---- the summary --------------------------------------------------------------------------------

@@ -3,10 +3,13 @@
 import json
 import re
 
+import numpy as np
 import pytest
 from lib.rows import write_rows
 
+from grpo_components.files import EVALUATIONS
 from grpo_tools.report.__main__ import main
+from grpo_tools.report.better import verdicts
 from grpo_tools.report.comparison import write_comparison
 from grpo_tools.report.run_files import NoStepsError
 
@@ -30,7 +33,7 @@ def make(tmp_path):
 
 def page(*folders):
     target = folders[0].parent / "page.html"
-    html = write_comparison(folders, target).read_text(encoding="utf-8")
+    html = write_comparison(folders, target)[0].read_text(encoding="utf-8")
     data = re.search(r'id="data-charts">(.*?)</script>', html)
     assert data is not None
     return html, json.loads(data[1])
@@ -87,3 +90,66 @@ def test_the_command_overlays_several_runs_in_the_current_folder_or_in_a_file(
     }
     assert not list(tmp_path.glob("*/report.html"))
     assert main([*runs, "--output", "no/such/folder.html"]) == 2
+
+
+# ---- which is better ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compare(tmp_path):
+    """Compare jobs, each of the arrays of success [prompts] of its seeds; gives the verdicts."""
+
+    def compare(*jobs, **config):
+        folders, configs = [], []
+        for number, seeds in enumerate(jobs):
+            for seed, success in enumerate(seeds):
+                folder = tmp_path / f"{number} {seed}"
+                line = {"step": 9, "prompt_index": [*range(len(success))], "success": [*map(float, success)]}
+                write_rows(folder / "logs" / EVALUATIONS, line | {"step": 1}, line)
+                own = {"optimizer.lr": str(number), "seed": str(seed), "output_dir": folder.name}
+                folders.append(folder)
+                configs.append(own | ({} if number else config))
+        return verdicts(folders, [folder.name for folder in folders], configs)
+
+    return compare
+
+
+def runs(random, rates, seeds, effect=0.0):
+    """Answers to prompts of different difficulty; each seed moves all of them by its own effect."""
+    moved = (np.clip(rates + random.normal(0, effect), 0, 1) for _ in range(seeds))
+    return [random.random(len(rates)) < each for each in moved]
+
+
+def test_a_clear_difference_is_named_and_its_direction(compare):
+    base, better = np.arange(200) % 2 == 0, np.arange(200) % 10 > 0
+    [line] = compare([base], [better])
+    assert line.startswith("1 0 against 0 0: better: held-out success 0.500 to 0.900, +0.400 (+0.3")
+    assert "200 prompts, 1 and 1 runs, steps 9 and 9. Another seed may differ by more" in line
+    [line] = compare([better] * 3, [base] * 3)
+    assert ": worse: " in line and "3 and 3 runs" in line and "Another seed" not in line
+
+
+def test_the_same_prompts_count_more_than_as_many_others(compare):
+    """What is hard for both runs tells nothing about the difference."""
+    hard = np.arange(200) < 100
+    few_more = hard | (np.arange(200) % 20 == 19)
+    [line] = compare([hard], [few_more])
+    assert ": better: " in line, "5 prompts of 200 gained, none lost"
+
+
+@pytest.mark.parametrize(("seeds", "effect"), [(1, 0.0), (3, 0.1)])
+def test_runs_that_are_alike_are_called_different_in_few_cases(compare, seeds, effect):
+    random, wrong = np.random.default_rng(5), 0
+    for _ in range(200):
+        rates = random.random(60)
+        pair = (runs(random, rates, seeds, effect) for _ in range(2))
+        wrong += "not enough to tell" not in compare(*pair)[0]
+    assert wrong <= 18, "5 % of 200, and three standard deviations"
+
+
+def test_other_evaluations_are_not_compared_and_missing_ones_are_named(compare, make):
+    alike = [np.ones(9)]
+    assert "not comparable" in compare(alike, alike, **{"eval_dataset.source": "x"})[0]
+    [line] = verdicts([make("a"), make("b")], ["a", "b"], [{"a": "1"}, {"a": "2"}])
+    assert line == "b against a: not enough to tell: a has no evaluation"
+    assert verdicts([make("c"), make("d")], ["c", "d"], [{"seed": "1"}, {"seed": "2"}]) == []

@@ -1,0 +1,96 @@
+"""Says whether one run is better than another: the difference of held-out success, with 95 %."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grpo_components.files import EVALUATIONS, records_of
+from grpo_tools.report.run_files import DAMAGED
+
+_T_QUANTILES = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""97.5 % quantile of Student's t for 1 to 10 degrees of freedom."""
+_EVALUATED = ("eval_dataset.", "eval.", "rewards.", "timeouts.")
+"""Keys that decide what an evaluation measures."""
+_OF_A_SEED = ("seed", "output_dir", "metric_logger.", "checkpointer.", "resume_")
+"""Keys in which the runs of one job differ."""
+
+
+class _Job(NamedTuple):
+    """Runs that differ in nothing but their seed."""
+
+    name: str
+    steps: list[int]
+    success: list[dict[int, float]]
+    """For each run, the success on each held-out prompt in its last evaluation."""
+
+    def on(self, prompts: Sequence[int]) -> NDArray[np.float64]:
+        """Return the success [runs, prompts]."""
+        return np.array([[each[prompt] for prompt in prompts] for each in self.success])
+
+
+def verdicts(
+    folders: Sequence[Path], names: Sequence[str], configs: Sequence[Mapping[str, str]]
+) -> list[str]:
+    """Compare each job with the first; folders whose configs differ in the seed are one job."""
+    jobs: dict[tuple[tuple[str, str], ...], _Job] = {}
+    for folder, name, config in zip(folders, names, configs, strict=True):
+        own = {key: value for key, value in config.items() if not key.startswith(_OF_A_SEED)}
+        job = jobs.setdefault(tuple(sorted(own.items())), _Job(name, [], []))
+        for record in _last_evaluation(folder):
+            job.steps.append(record[0])
+            job.success.append(record[1])
+    keys, (first, *others) = [*jobs], jobs.values()
+    return [
+        _verdict(first, other, _measured_alike(dict(keys[0]), dict(key)))
+        for key, other in zip(keys[1:], others, strict=True)
+    ]
+
+
+def _measured_alike(first: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    differ = {key for key in first.keys() | other.keys() if first.get(key) != other.get(key)}
+    return not any(key.startswith(_EVALUATED) for key in differ)
+
+
+def _last_evaluation(folder: Path) -> list[tuple[int, dict[int, float]]]:
+    found: list[tuple[int, dict[int, float]]] = []
+    for record in records_of(folder / "logs" / EVALUATIONS, b'"success"'):
+        try:
+            pairs = zip(record["prompt_index"], record["success"], strict=True)
+            found = [(record["step"], {index: float(value) for index, value in pairs})]
+        except DAMAGED:
+            continue
+    return found
+
+
+def _verdict(first: _Job, other: _Job, measured_alike: bool) -> str:
+    what = f"{other.name} against {first.name}: "
+    if missing := [job.name for job in (first, other) if not job.success]:
+        return f"{what}not enough to tell: {missing[0]} has no evaluation"
+    shared = set.intersection(*(set(each) for each in (*first.success, *other.success)))
+    if not measured_alike or len(shared) < 2:
+        return f"{what}not comparable: they were evaluated on other prompts, or by other rewards"
+    a, b = (job.on(sorted(shared)) for job in (first, other))
+    differences = b.mean(0) - a.mean(0)  # of the same prompts: their difficulty cancels
+    squared = differences.var(ddof=1) / len(differences)
+    runs, free = (len(a), len(b)), len(a) + len(b) - 2
+    several = min(runs) > 1
+    if several:
+        squared += sum(means.var(ddof=1) / len(means) for means in (a.mean(1), b.mean(1)))
+    quantile = 1.96 if not several else _T_QUANTILES[free - 1] if free <= 10 else 1.96 + 2.4 / free
+    change, half = float(differences.mean()), quantile * math.sqrt(squared)
+    word = "better" if change > half else "worse" if change < -half else "not enough to tell"
+    line = f"{what}{word}: held-out success {a.mean():.3f} to {b.mean():.3f}, {change:+.3f} "
+    line += f"({change - half:+.3f} to {change + half:+.3f} with 95 %); {len(shared)} prompts, "
+    line += f"{runs[0]} and {runs[1]} runs, steps {_steps(first)} and {_steps(other)}"
+    return line if several else f"{line}. Another seed may differ by more: give several of each"
+
+
+def _steps(job: _Job) -> str:
+    low, high = min(job.steps), max(job.steps)
+    return f"{low}" if low == high else f"{low} to {high}"
