@@ -7,14 +7,13 @@ import shlex
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import cast
 
 import pytest
 import yaml
 from lib.examples import PAGES as ALL_PAGES
 from lib.examples import blocks, examples, files
 from lib.tracked import tracked
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
 from grpo_components.config import preflight
@@ -97,7 +96,6 @@ def test_a_documented_run_passes_the_checks(
     own = [each for each in overrides if not EXTERNAL_PATHS.match(each)]
     own = [each.replace(SAMPLES, f"{here}/data").replace(POLICY, str(tiny_policy)) for each in own]
     config = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml"))
-    assert isinstance(config, dict)
     folders = (f"output_dir={here / 'run'}", f"base_model_path={tiny_policy}")
     cfg = _merge_yaml_and_cli_args(Namespace(**config), [*own, *folders])
     try_training(preflight.check(cfg))
@@ -110,11 +108,10 @@ def test_a_documented_part_of_a_config_is_accepted(tiny_policy, folder_of, page,
     sample_data.main([str(here / "data")])
     for name in ("claims.jsonl", "more_claims.jsonl"):
         (here / name).touch()
-    cfg = cast(DictConfig, OmegaConf.load(CONFIGS / "tiny_async_grpo.yaml"))
+    cfg = OmegaConf.load(CONFIGS / "tiny_async_grpo.yaml")
     snippet = OmegaConf.to_container(
         OmegaConf.create(yaml.safe_dump(snippet).replace(SAMPLES, str(here / "data")))
     )
-    assert isinstance(snippet, dict)
     for key, value in snippet.items():
         replaced = {"_component_", "code"} & set(value) if isinstance(value, dict) else True
         new = replaced or cfg.get(key) is None

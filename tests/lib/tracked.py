@@ -11,33 +11,29 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 
 
-def tracked(*patterns: str, repository: Path = REPOSITORY) -> list[Path]:
+def tracked(*patterns: str) -> list[Path]:
     """Return the tracked files that exist, sorted; outside of git, all files but hidden ones."""
-    if (repository / ".git").exists():
-        found = _git_files("--cached", *patterns, repository=repository)
+    if (REPOSITORY / ".git").exists():
+        found = _git_files("--cached", *patterns)
     else:  # an unpacked archive: nothing tells its files from the reader's
-        found = [path for pattern in patterns for path in repository.glob(pattern)]
-        found = [path for path in found if not _is_hidden(path.relative_to(repository))]
+        found = [path for pattern in patterns for path in REPOSITORY.glob(pattern)]
+        found = [path for path in found if "/." not in f"/{path.relative_to(REPOSITORY)}"]
     return sorted({path for path in found if path.is_file()})
 
 
-def left_out(*patterns: str, repository: Path = REPOSITORY) -> list[Path]:
+def left_out(*patterns: str) -> list[Path]:
     """Return the files that git neither tracks nor ignores, sorted."""
-    if not (repository / ".git").exists():
+    if not (REPOSITORY / ".git").exists():
         return []
-    return _git_files("--others", "--exclude-standard", *patterns, repository=repository)
+    return _git_files("--others", "--exclude-standard", *patterns)
 
 
-def _git_files(*arguments: str, repository: Path) -> list[Path]:
+def _git_files(*arguments: str) -> list[Path]:
     options = [each for each in arguments if each.startswith("--")]
     globs = [f":(glob){each}" for each in arguments if not each.startswith("--")]
-    command = ["git", "-C", str(repository), "ls-files", "-z", *options, "--", *globs]
+    command = ["git", "-C", str(REPOSITORY), "ls-files", "-z", *options, "--", *globs]
     listed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return sorted(repository / name for name in listed.split("\0") if name)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+    return sorted(REPOSITORY / name for name in listed.split("\0") if name)
 
 
 def main(arguments: list[str]) -> None:

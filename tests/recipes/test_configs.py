@@ -3,14 +3,12 @@
 import json
 import re
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
 from lib.tracked import tracked
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
@@ -32,18 +30,12 @@ DOCUMENTED = (FOLDER.parents[1] / "docs" / "objectives.md").read_text()
 PRESETS = dict(re.findall(r"^\| ([^|]+) \| `([^`|]+)` \|$", DOCUMENTED, re.MULTILINE))
 
 
-def load(name: str) -> DictConfig:
-    cfg = OmegaConf.load(FOLDER / f"{name}.yaml")
-    assert isinstance(cfg, DictConfig)
-    return cfg
-
-
-def as_written(cfg: DictConfig) -> dict[str, Any]:
-    return cast(dict[str, Any], OmegaConf.to_container(cfg))
+def load(name):
+    return OmegaConf.load(FOLDER / f"{name}.yaml")
 
 
 @pytest.fixture
-def base_model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def base_model_path(tmp_path, monkeypatch):
     """A folder with the files that a base model has; the current folder is another one."""
     base, here = tmp_path / "base", tmp_path / "here"
     for folder in (base / "data", here):
@@ -88,14 +80,12 @@ def test_these_objectives_are_documented_as_overrides():
 
 
 @pytest.fixture
-def with_preset(base_model_path: Path, tmp_path: Path) -> Callable[..., Settings]:
+def with_preset(base_model_path, tmp_path):
     paths = (f"base_model_path={base_model_path}", f"output_dir={tmp_path / 'run'}")
 
-    def check(name: str, *more: str) -> Settings:
-        given = Namespace(**as_written(load("tiny_async_grpo")))
-        return preflight.check(
-            _merge_yaml_and_cli_args(given, [*PRESETS[name].split(), *paths, *more])
-        )
+    def check(name):
+        given = Namespace(**OmegaConf.to_container(load("tiny_async_grpo")))
+        return preflight.check(_merge_yaml_and_cli_args(given, [*PRESETS[name].split(), *paths]))
 
     return check
 

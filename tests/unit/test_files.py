@@ -28,13 +28,8 @@ def test_it_replaces_the_old_file_and_leaves_no_other(target, durable):
     write_whole(target, "äfter", durable=durable)
     assert target.read_bytes() == "äfter".encode()
     assert [path.name for path in target.parent.iterdir()] == ["report.html"]
-    assert stat.S_IMODE(target.stat().st_mode) == 0o666 & ~current_umask()
-
-
-def current_umask():
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    os.umask(mask := os.umask(0))
+    assert stat.S_IMODE(target.stat().st_mode) == 0o666 & ~mask
 
 
 def test_a_link_in_the_targets_place_is_replaced_and_not_followed(target, own):

@@ -61,8 +61,7 @@ def test_the_tests_of_every_program_match_its_prompt(folder):
             if kind == "stdin_stdout":
                 assert int(case["output"]) == int(case["input"]) * number
             else:
-                argument, expected = case.removeprefix("assert add(").split(") == ")
-                assert int(expected) == int(argument) + number
+                exec(case, {"add": number.__add__})
     assert kinds == {"stdin_stdout", "asserts"}
 
 
