@@ -1,4 +1,4 @@
-"""Flash attention over a column gives what masked blocks give; a loop stands for the kernel."""
+"""Flash attention over a column gives what masked blocks give, in less; a loop stands for it."""
 
 import numpy as np
 import pytest
@@ -7,14 +7,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lib.properties import many
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 from torchtune.models.qwen2 import qwen2
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_components.models import hugging_face_attention, shared_prompts
 from grpo_components.models.hugging_face_policy import prepared
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
+from grpo_components.models.shared_prompts import Part, arrange, attend
 from grpo_components.trajectory import TokenSequence
+from grpo_tools.memory_plan.live_bytes import counting
 
+aten, META = torch.ops.aten, torch.device("meta")
 GROUPS = st.lists(
     st.tuples(st.integers(1, 9), st.lists(st.integers(0, 12), min_size=1, max_size=5)),
     min_size=1,
@@ -158,3 +162,47 @@ def test_float32_and_dropout_are_computed_in_blocks(flash):
     made = flash(True, dtypes=(torch.bfloat16,))
     run(random_weights(qwen2(**TUNE, attn_dropout=0.5)).to(torch.bfloat16), groups)
     assert not made
+
+
+def of_cuda(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
+    """The kernel that CUDA takes without cuDNN; one that takes a mask takes it as numbers."""
+    if attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+    bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, -torch.inf)
+    over = -bias.shape[-1] % 8
+    bias = functional.pad(bias, (0, over))[..., : k.shape[2]].expand(*q.shape[:3], -1)
+    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True)[0]
+
+
+MANY = np.random.default_rng(0).lognormal(5.5, 0.5, (8, 16)).clip(16, 512).astype(int).tolist()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [Part(n, 160, size) for n, sizes in enumerate(MANY) for size in sizes],
+        [Part(0, 500, 8000)] * 4,
+        [Part(0, 500, 16000)] * 2,
+    ],
+    ids=["8 groups of 16", "4 of 8000", "2 of 16000"],
+)
+def test_a_layer_of_a_3b_policy_takes_less_memory(flash, monkeypatch, parts):
+    """Forward and backward, on tensors that have shapes only."""
+    flash(False)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", of_cuda)
+    assert layer_gib(parts) > 1.5
+    flash(True, dtypes=(torch.bfloat16,))
+    monkeypatch.setattr(shared_prompts, "varlen_attn", varlen_attn)
+    assert layer_gib(parts) < 0.45
+
+
+def layer_gib(parts):
+    """GiB beside the inputs."""
+    with counting() as live:
+        layout = arrange(parts, META).layout
+        size = (len(layout.positions), 16, 1, 128)
+        options = {"dtype": torch.bfloat16, "device": META, "requires_grad": True}
+        queries, keys, values = (torch.empty(size, **options) for _ in range(3))
+        live.mark(), (before := live.live)
+        attend(queries, keys, values, layout, 0.0, True, repeats=8).sum().backward()
+        return (live.peak - before) / 2**30
