@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from grpo_components.files import records_of
+from grpo_components.files import Record, records_of
 
 TokenCause = Literal[
     "trained",
@@ -38,7 +38,6 @@ _UNDONE = "undone by a rollback or resume"
 _IN_FLIGHT = "in flight at the end"
 _LAST = (_AGAIN, _UNDONE, _IN_FLIGHT)
 _ORDER = [*_OF_TOKENS.values(), "filtered", "dropped: failed", "dropped: stale"]
-Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -200,8 +200,6 @@ class Rescored:
     def broken(self) -> str:
         """What does not hold; empty if all does."""
         found = self.problems[:_MAX_PROBLEMS]
-        if more := len(self.problems) - len(found):
-            found.append(f"and {more} more")
         if self.off:
             of = f"{self.off:,} of {sum(map(len, self.gaps)):,} tokens"
             found.append(f"{of} differ by more; the worst: {self.worst[1]}")
@@ -366,5 +364,4 @@ def _check_sampling(config: Record) -> None:
     for name, neutral in TRUNCATION.items():
         given = (config.get("generator") or {}).get(name, neutral)
         if given != neutral and not (name == "top_k" and given == -1):
-            problem = f"generator.{name}: {given:g} given; only {neutral:g} is scored"
-            raise CannotRescoreError(problem)
+            raise CannotRescoreError(f"generator.{name}: {given:g} given; scored is {neutral:g}")

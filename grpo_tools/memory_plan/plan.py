@@ -149,10 +149,7 @@ def _roles(
 def in_turns(
     trainer: RoleMemory, generator: RoleMemory, device: Device, less_cache: str
 ) -> RoleMemory:
-    """Return the memory of a trainer and a generator's worker that take turns on one GPU.
-
-    It is that of the larger turn: all that one role takes, and what stays of the other.
-    """
+    """Return the larger turn of a GPU: all that one role takes, and what stays of the other."""
     generating, training = generator.total + trainer.resting, trainer.total + generator.resting
     note = f"{gib(generating)} GiB while it generates, {gib(trainer.resting)} of them the trainer's"
     note += f"; {gib(training)} while it trains, {gib(generator.resting)} of them the generator's"
