@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from grpo_components.files import records_of
+from grpo_components.files import Record, records_of
 
 TokenCause = Literal[
     "trained",
@@ -38,20 +38,23 @@ _UNDONE = "undone by a rollback or resume"
 _IN_FLIGHT = "in flight at the end"
 _LAST = (_AGAIN, _UNDONE, _IN_FLIGHT)
 _ORDER = [*_OF_TOKENS.values(), "filtered", "dropped: failed", "dropped: stale"]
-Record = Mapping[str, Any]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Amount:
     """A number of groups, and of tokens that the policy sampled for them."""
 
     groups: int = 0
     tokens: int = 0
 
-    def add(self, groups: int, tokens: int) -> None:
-        """Add groups and tokens."""
-        self.groups += groups
-        self.tokens += tokens
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.groups + other.groups, self.tokens + other.tokens)
+
+    def __sub__(self, other: Amount) -> Amount:
+        return Amount(self.groups - other.groups, self.tokens - other.tokens)
+
+    def __str__(self) -> str:
+        return f"{self.groups:,}/{self.tokens:,}"
 
 
 @dataclass
@@ -61,19 +64,19 @@ class _Account:
     outcomes: dict[str, Amount] = field(default_factory=dict)
     stock: dict[int, int] = field(default_factory=dict)
     """Group that is generated and has no outcome yet -> tokens sampled for it."""
-    again: Amount = field(default_factory=Amount)
+    again: Amount = Amount()
     """Groups trained by one more step: each such use."""
     ungenerated: int = 0
     """Groups dropped before their generation ended."""
 
     def end(self, cause: str, groups: int, tokens: int) -> None:
-        self.outcomes.setdefault(cause, Amount()).add(groups, tokens)
+        self.outcomes[cause] = self.outcomes.get(cause, Amount()) + Amount(groups, tokens)
+
+    def in_flight(self) -> Amount:
+        return Amount(len(self.stock), sum(self.stock.values()))
 
     def total(self) -> Amount:
-        total = Amount(len(self.stock), sum(self.stock.values()))
-        for amount in self.outcomes.values():
-            total.add(amount.groups, amount.tokens)
-        return total
+        return sum(self.outcomes.values(), self.in_flight())
 
 
 class Books:
@@ -103,19 +106,14 @@ class Books:
     @property
     def residual(self) -> Amount:
         """Generated groups and tokens less those of all outcomes: 0 if the books close."""
-        right = self._account.total()
-        right.add(self._undone.groups, self._undone.tokens)
-        left = self.generated
-        return Amount(left.groups - right.groups, left.tokens - right.tokens)
+        return self.generated - self._account.total() - self._undone
 
     def outcomes(self) -> dict[str, Amount]:
         """Return the right side: cause in words -> its groups and tokens; none without either."""
-        found, stock = dict(self._account.outcomes), self._account.stock
-        found[_UNDONE] = self._undone
-        found[_IN_FLIGHT] = Amount(len(stock), sum(stock.values()))
+        found = {_UNDONE: self._undone, _IN_FLIGHT: self._account.in_flight()}
+        found |= self._account.outcomes
         order = [*_ORDER, *sorted(found.keys() - {*_ORDER, *_LAST}), *_LAST]
-        rows = ((cause, found[cause]) for cause in order if cause in found)
-        return {cause: amount for cause, amount in rows if amount != Amount()}
+        return {cause: found[cause] for cause in order if found.get(cause, Amount()) != Amount()}
 
     def table(self) -> list[tuple[str, int, int]]:
         """Return the rows (what, groups, tokens) of both sides and of the residual."""
@@ -133,8 +131,8 @@ class Books:
 
     def line(self) -> str:
         """Return both sides in one line, each amount as groups and tokens."""
-        right = " + ".join(f"{_of(amount)} {cause}" for cause, amount in self.outcomes().items())
-        return f"{_of(self.generated)} generated = {right or 0}; residual {_of(self.residual)}"
+        right = " + ".join(f"{amount} {cause}" for cause, amount in self.outcomes().items())
+        return f"{self.generated} generated = {right or 0}; residual {self.residual}"
 
     def follow(self, event: Record) -> None:
         """Add the next event."""
@@ -144,7 +142,7 @@ class Books:
                 self._begin(event)
             case "finish":
                 tokens = sum(event["response_tokens"])
-                self.generated.add(1, tokens)
+                self.generated += Amount(1, tokens)
                 account.stock[event["group"]] = tokens
             case "interrupt":
                 if (tokens := account.stock.pop(event["group"], None)) is not None:
@@ -164,9 +162,7 @@ class Books:
 
     def _begin(self, start: Record) -> None:
         before, now = self._account, deepcopy(self._kept.get(start["steps_done"], _Account()))
-        for account, sign in ((before, 1), (now, -1)):
-            total = account.total()
-            self._undone.add(sign * total.groups, sign * total.tokens)
+        self._undone += before.total() - now.total()
         carried = {int(group): tokens for group, tokens in start["carried"].items()}
         for group in [group for group in now.stock if group not in carried]:
             now.end(_AGAIN, 1, now.stock.pop(group))
@@ -190,13 +186,13 @@ class Books:
         if tokens is None:
             account.ungenerated += 1
         else:
-            account.end(_dropped(reason), 1, tokens)
+            account.end(reason if reason == "filtered" else f"dropped: {reason}", 1, tokens)
 
     def _train(self, step: Record, account: _Account) -> None:
         skipped = step["policy_version"] == step["trained_from"]
         counts = {int(group): causes for group, causes in step["tokens"].items()}
         for group in counts.keys() - {*self._batch}:
-            account.again.add(1, counts[group].get("trained", 0))
+            account.again += Amount(1, counts[group].get("trained", 0))
         for group in self._batch:
             causes, known = counts.get(group), account.stock.pop(group, None)
             self._compare(group, known, causes and sum(causes.values()), "the trainers count")
@@ -225,11 +221,3 @@ def close_books(folder: Path) -> Books:
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(f"a line is not as expected: {problem}") from error
     return books
-
-
-def _dropped(reason: str) -> str:
-    return reason if reason == "filtered" else f"dropped: {reason}"
-
-
-def _of(amount: Amount) -> str:
-    return f"{amount.groups:,}/{amount.tokens:,}"

@@ -63,8 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"broken: {rule} ({RULES[rule]}): {findings.broken[rule]}\n")
     else:
         sys.stdout.write("every rule holds\n")
-    code = _rescore(options.output_dir) if options.rescore else 0
-    return code or int(bool(findings.broken))
+    return (options.rescore and _rescore(options.output_dir)) or int(bool(findings.broken))
 
 
 def _rescore(output_dir: Path) -> int:

@@ -28,6 +28,9 @@ class Group:
     """Whether it was issued since its generator was lost."""
 
 
+Groups = Mapping[int, Group]
+
+
 @dataclass
 class Choices:
     """What the draws of prompts and the reuse of groups depend on, after a step."""
@@ -90,7 +93,7 @@ class Choices:
                 self.curriculum.add_result(prompt[0], *result)
 
     def end_step(
-        self, sample: Record, step: Record, trained: Mapping[int, Group], findings: Findings
+        self, sample: Record, step: Record, trained: Groups, findings: Findings
     ) -> dict[int, Group]:
         """Check which groups a step trained again, and return them."""
         if self.curriculum is not None:
@@ -134,12 +137,7 @@ class Choices:
         reused[number] = group
 
     def _check_choice(
-        self,
-        pool: ReusePool,
-        step: Record,
-        trained: Mapping[int, Group],
-        reused: Mapping[int, Group],
-        findings: Findings,
+        self, pool: ReusePool, step: Record, trained: Groups, reused: Groups, findings: Findings
     ) -> None:
         """Check that a step reused the groups that the rule chooses, and count their uses."""
         before, after = step["trained_from"], step["policy_version"]

@@ -16,8 +16,7 @@ from grpo_components.files import records_of
 from grpo_tools.audit.choices import Record
 from grpo_tools.audit.findings import Findings
 
-_SLACK = 1e-6
-"""Relative tolerance: the order of summation changes the rounding of a mean."""
+Check = Callable[[str, bool, str], Any]
 
 
 def config_path(folder: Path, attempt: int) -> Path:
@@ -36,44 +35,23 @@ def read_config(path: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
-class ConfigCheck:
-    """Compares the settings in each start record with the attempt's config."""
-
-    def __init__(self, folder: Path, last_attempt: int, findings: Findings) -> None:
-        self._check, self._folder, self._last = findings.check, folder, last_attempt
-        self._config: dict[str, Any] = {}
-
-    def begin(self, start: Record) -> None:
-        """Compare a start record."""
-        config = self._config = self._config_of(start["attempt"])
-        for key in start.keys() & config.keys():
-            stated, setting = start[key], config[key]
-            if isinstance(stated, dict):
-                section = setting or {}
-                setting = {name: float(section.get(name, "nan")) for name in stated}
-            elif key == "num_steps" and config.get("eval_only"):
-                setting = 0
-            problem = f"{key} is {stated}, but {setting} in the config"
-            self._check("config", stated == setting, problem)
-
-    def _config_of(self, attempt: int) -> dict[str, Any]:
-        """Return an attempt's config, empty if it is not here."""
-        path = config_path(self._folder, attempt)
-        config = read_config(path) if path.exists() else {}
-        has_earlier = any(self._folder.glob("config_attempt_*.yaml"))
-        # A run that resumed in a new folder has a single config here, that of its last attempt.
-        only_last = config.get("resume_from_checkpoint") and not has_earlier
-        return {} if only_last and attempt < self._last else config
-
-    def step(self, record: Record) -> None:
-        """Check the correction mass of a step."""
-        low, high = correction_bounds(self._config.get("off_policy") or {})
-        mass = record["correction_mass"]
-        if self._config and mass is not None:
-            slack = _SLACK * max(1.0, mass)
-            holds = low - slack <= mass <= high + slack
-            bounds = f"between {low:g} and {high:g}"
-            self._check("correction", holds, f"correction_mass is {mass}; off_policy: {bounds}")
+def check_config(folder: Path, start: Record, last_attempt: int, check: Check) -> None:
+    """Compare the settings in a start record with the attempt's config, if that is here."""
+    path = config_path(folder, start["attempt"])
+    config = read_config(path) if path.exists() else {}
+    has_earlier = any(folder.glob("config_attempt_*.yaml"))
+    # A run that resumed in a new folder has a single config here, that of its last attempt.
+    only_last = config.get("resume_from_checkpoint") and not has_earlier
+    if only_last and start["attempt"] < last_attempt:
+        return
+    for key in start.keys() & config.keys():
+        stated, setting = start[key], config[key]
+        if isinstance(stated, dict):
+            section = setting or {}
+            setting = {name: float(section.get(name, "nan")) for name in stated}
+        elif key == "num_steps" and config.get("eval_only"):
+            setting = 0
+        check("config", stated == setting, f"{key} is {stated}, but {setting} in the config")
 
 
 class MetricsCheck:
@@ -112,17 +90,6 @@ class MetricsCheck:
             self._check("metrics", not missing, problem)
 
 
-def correction_bounds(off_policy: dict[str, Any]) -> tuple[float, float]:
-    """Return the bounds of the mean weight that an off-policy correction can give to tokens."""
-    component = str(off_policy.get("_component_", "")).rpartition("off_policy.")[2]
-    if component == "NoCorrection":
-        return 1.0, 1.0
-    if component == "GeometricMask":
-        return 0.0, 1.0
-    key = {"TokenTIS": "cap", "SequenceTIS": "cap", "MaskedIS": "high"}.get(component, "")
-    return 0.0, float(off_policy.get(key, math.inf))
-
-
 def _measured(record: Record) -> dict[str, float | None]:
     """Compute metrics of a step from its record."""
     counts = {int(version): n for version, n in record["token_versions"].items()}
@@ -144,7 +111,7 @@ def _same(metric: Any, value: float | None) -> bool:
     return math.isclose(metric, value, rel_tol=1e-9, abs_tol=1e-9)
 
 
-def check_one_run(receipts: Path, check: Callable[[str, bool, str], Any]) -> None:
+def check_one_run(receipts: Path, check: Check) -> None:
     """Check that receipts, configs and checkpoints of a folder have the same ids.
 
     A run has one id. An incarnation is the random id of a process of the run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 
 from grpo_components.plain_text import one_line
@@ -28,7 +29,7 @@ RULES = {
     "synchronous": "at max_staleness 0 no group is dropped as stale",
     "tokens": "a step trains at most as many tokens as its responses have",
     "hashes": "every batch has a hash, and no two are equal",
-    "correction": "correction_mass is within the bounds of the config's off_policy",
+    "correction": "a step that was not skipped has a correction_mass",
     "metrics": "logs/metrics.jsonl has the same version, tokens, staleness and correction mass",
     "accounted": "issued = trained + dropped + living at the end, and no prompt is lost",
     "books": "generated = trained + masked + filtered + failed + dropped + in flight: residual 0",
@@ -37,7 +38,7 @@ RULES = {
 }
 """Rule -> what it requires; in the order of the printed table."""
 
-_MAX_VIOLATION_CHARS = 300
+_MAX_CHARS = 300
 
 
 class FatalViolation(Exception):
@@ -58,10 +59,8 @@ class Findings:
         """Record the outcome of one check."""
         self.checked[rule] += 1
         if not holds:
-            line = one_line(f"{self.where}: {problem}"[: 2 * _MAX_VIOLATION_CHARS])
-            if len(line) > _MAX_VIOLATION_CHARS:
-                line = f"{line[: _MAX_VIOLATION_CHARS - 3]}..."
-            self.broken.setdefault(rule, line)
+            line = one_line(f"{self.where}: {problem}")
+            self.broken.setdefault(rule, textwrap.shorten(line, _MAX_CHARS, placeholder="..."))
             if fatal:
                 raise FatalViolation
         return holds

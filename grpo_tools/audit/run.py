@@ -13,7 +13,7 @@ from grpo_components.exchange.event_order import FORMAT
 from grpo_components.files import records_of
 from grpo_components.records.receipt_chain import END_FILE, End, link, read_end, split
 from grpo_tools.audit.choices import Choices, Group, Prompt, Record
-from grpo_tools.audit.cross_checks import ConfigCheck, MetricsCheck
+from grpo_tools.audit.cross_checks import MetricsCheck, check_config
 from grpo_tools.audit.findings import Findings
 from grpo_tools.audit.shapes import mismatch
 from grpo_tools.books import Amount, Books
@@ -89,14 +89,15 @@ class RunAudit:
     """Checks a run's receipts line by line."""
 
     def __init__(self, path: Path, findings: Findings) -> None:
-        self._name, self._findings, self._check = path.name, findings, findings.check
+        self._folder, self._name = path.parent, path.name
+        self._findings, self._check = findings, findings.check
         self._chain = Chain(path, findings)
         starts = [
             (start["attempt"], start["steps_done"])
             for start in records_of(path, b'"event": "start"')
             if type(start.get("attempt")) is type(start.get("steps_done")) is int
         ]
-        self._config = ConfigCheck(path.parent, max(starts, default=(0, 0))[0], findings)
+        self._last_attempt = max(starts, default=(0, 0))[0]
         self._metrics = MetricsCheck(path.parent, findings)
         self._resume_points = [step for _, step in starts]
         self.books = Books(self._resume_points)
@@ -188,7 +189,7 @@ class RunAudit:
             if str(number) not in start["carried"]:
                 group.tokens, group.in_flight = None, False
         h.choices.begin(start, self._start, self._findings)
-        self._config.begin(start)
+        check_config(self._folder, start, self._last_attempt, check)
         self._loads, self._loaded, self._batch = [], {}, _NO_BATCH
         self._start, self._ended = start, False
 
@@ -290,7 +291,6 @@ class RunAudit:
         if after != start:  # a skipped step may lack its correction mass
             problem = "correction_mass is null, but the step was not skipped"
             check("correction", mass is not None, problem)
-        self._config.step(event)
         self._metrics.step(event)
         h.step, h.policy_version = step, after
         if step in self._resume_points:

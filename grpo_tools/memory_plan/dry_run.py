@@ -104,10 +104,9 @@ def _roles(cfg: Settings, objective: Objective) -> Iterator[str]:
         ("parameter_server", 1, PARAMETER_SERVER, ""),
     ]
     for role, count, path, details in counted:
-        stands_in = path not in (GENERATOR, TRAINER) and role in ("generator", "trainer")
-        device = "cpu" if stands_in or role in ("replay_buffer", "parameter_server") else cfg.device
+        computes = path in (GENERATOR, TRAINER, REFERENCE, REWARD_MODEL)  # others stand in
         share = getattr(cfg, f"gpus_per_{role}", 1.0)
-        device = f"each {share:g} of a GPU" if device == "cuda" else "cpu"
+        device = f"each {share:g} of a GPU" if computes and cfg.device == "cuda" else "cpu"
         if path == GENERATOR and (workers := cfg.generator.tensor_parallel_size) > 1:
             place = "GPUs" if cfg.device == "cuda" else "processes on the CPU"
             device = f"each on {workers} {place}"

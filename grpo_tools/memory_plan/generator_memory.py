@@ -61,8 +61,7 @@ def generator_memory(
     notes = [f"{many}; {at_once:,} run at once, of {wanted:,} that a generator has room for"]
     if fits < at_once:
         notes.append(f"where more than {fits:,} are so long, vLLM recomputes the others later")
-    share = cfg.gpus_per_generator
-    count = cfg.num_generators * workers
+    count, share = cfg.num_generators * workers, cfg.gpus_per_generator
     memory = RoleMemory("generator", count, share, total, parts, host, notes)
     memory.resting = parts["reserve"] - loading  # vLLM's sleep frees neither context nor graphs
     if fits < 1 or (device.is_gpu and weights > _MAX_WEIGHTS * device.nbytes):
@@ -108,9 +107,7 @@ def _smaller(cfg: Settings, weights: int, cache: int, sequence: int, device: Dev
         return f"{problem} GiB; allowed: {gib(1.05 * sequence)} or more"
     workers, memory = options.tensor_parallel_size, options.gpu_memory_utilization
     if memory < 0.9 * cfg.gpus_per_generator and not splits:
-        problem = (
-            f"generator.gpu_memory_utilization: {memory:g} given, {gib(-cache)} GiB too little"
-        )
-        return f"{problem}; allowed: up to gpus_per_generator: {cfg.gpus_per_generator:g}"
+        problem = f"generator.gpu_memory_utilization: {memory:g} given, {gib(-cache)} GiB too "
+        return f"{problem}little; allowed: up to gpus_per_generator: {cfg.gpus_per_generator:g}"
     problem = f"generator.tensor_parallel_size: {workers} given, and weights of {gib(weights)} GiB"
     return f"{problem} leave no room for a sequence; allowed: {2 * workers} or more"

@@ -85,7 +85,9 @@ class _Steps:
         self._live, self._found = live, found
         layers[-1].register_forward_hook(self._after_last_layer)
         if len(layers) > 1:
-            layers[-2].register_forward_hook(self._after_layer_before)
+            layers[-2].register_forward_hook(
+                lambda *args: self._at_gradient(args[-1], "last layer, backward")
+            )
 
     def end(self, part: str) -> None:
         """End a part of a pass."""
@@ -95,9 +97,6 @@ class _Steps:
     def _after_last_layer(self, *args: Any) -> None:
         self.end("layers, forward")
         self._at_gradient(args[-1], "logits, backward")
-
-    def _after_layer_before(self, *args: Any) -> None:
-        self._at_gradient(args[-1], "last layer, backward")
 
     def _at_gradient(self, output: Tensor, ended: str) -> None:
         if output.requires_grad:

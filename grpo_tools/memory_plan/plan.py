@@ -13,17 +13,26 @@ from grpo_components.records import checkpoint_folder
 from grpo_components.settings import Settings, teachers_of
 from grpo_tools.memory_plan.generator_memory import generator_memory
 from grpo_tools.memory_plan.model_sizes import ModelSizes
-from grpo_tools.memory_plan.rates import rate_lines
 from grpo_tools.memory_plan.role_memory import GIB, Device, RoleMemory, gib
 from grpo_tools.memory_plan.trainer_memory import reference_memory, teacher_memory, trainer_memory
 
+_PEAK_FLOPS, _BYTES_PER_S = 989.4e12, 3.35e12
+"""Of an H100 SXM in bf16 without sparsity, from NVIDIA's data sheet."""
+_TRAINED_SHARE, _FORWARD_SHARE, _READ_SHARE = 0.35, 0.45, 0.6
+"""Shares of these peaks that training, forward passes alone (of a reference: nothing to reduce over
+ranks) and decoding reach: assumed, not measured by us."""
+_STEP_S, _STEP_PER_SEQUENCE_S = 2.4e-3, 22e-6
+"""Seconds of one core that an engine step takes, beside the GPU's work: scheduler, launches and
+outputs. Measured on an H100's machine: see docs/results/gpu.md."""
+_SAMPLE_S = 0.3e-3
+"""Seconds of Python of each response, under the same interpreter lock: environment and rewards."""
+_MEAN_LENGTH = 0.4
+"""Mean length of a response, as a share of the longest; assumed."""
 _COLUMNS = (
     *("weights", "gradients", "optimizer", "activations"),
     *("work", "KV cache", "push", "checkpoint", "reserve"),
 )
 _SMALL = 1e-9
-
-
 _SNAPSHOTS = 3
 """Snapshots in the object store at most: the newest one, one that a generator still reads, and one
 that is being stored."""
@@ -107,7 +116,7 @@ def plan_run(
         lines += _host_lines(cfg, sizes, roles)
         if {"generator", "trainer"} <= {role.role for role in roles}:
             cache = roles[0].parts["KV cache"]
-            lines += rate_lines(cfg, sizes, prompt_tokens, cache, needs_reference)
+            lines += _rate_lines(cfg, sizes, prompt_tokens, cache, needs_reference)
     else:
         needed = sum(role.count * role.total for role in roles) + GIB
         needed += object_store_bytes(cfg, sizes)[1]
@@ -140,10 +149,7 @@ def _roles(
 def in_turns(
     trainer: RoleMemory, generator: RoleMemory, device: Device, less_cache: str
 ) -> RoleMemory:
-    """Return the memory of a trainer and a generator's worker that take turns on one GPU.
-
-    It is that of the larger turn: all that one role takes, and what stays of the other.
-    """
+    """Return the larger turn of a GPU: all that one role takes, and what stays of the other."""
     generating, training = generator.total + trainer.resting, trainer.total + generator.resting
     note = f"{gib(generating)} GiB while it generates, {gib(trainer.resting)} of them the trainer's"
     note += f"; {gib(training)} while it trains, {gib(generator.resting)} of them the generator's"
@@ -238,9 +244,47 @@ def _gpu_problems(
 
 
 def _less_for_vllm(cfg: Settings) -> str:
-    options = cfg.generator
-    if options.kv_cache_gib is not None:
-        given = f"generator.kv_cache_gib: {options.kv_cache_gib:g} given"
-        return f"{given}, too much beside the other roles of its GPU; allowed: less"
-    given = f"generator.gpu_memory_utilization: {options.gpu_memory_utilization:g} given"
+    key = "gpu_memory_utilization" if cfg.generator.kv_cache_gib is None else "kv_cache_gib"
+    given = f"generator.{key}: {getattr(cfg.generator, key):g} given"
     return f"{given}, too much beside what else is on its GPU; allowed: less"
+
+
+def _rate_lines(
+    cfg: Settings, sizes: ModelSizes, prompt_tokens: int, cache: int, needs_reference: bool
+) -> Iterator[str]:
+    """Yield lines of text about the rates of all processes on H100 GPUs, and who would wait.
+
+    A decoding step reads all weights once and each sequence's KV cache, while one core prepares the
+    next: the slower of the two is the rate. Training takes 3 times the operations of a forward
+    pass, and 4 times with activation checkpointing.
+    """
+    options, workers = cfg.generator, cfg.generator.tensor_parallel_size
+    response = max(options.max_response_tokens * _MEAN_LENGTH, 1.0)
+    per_token = sizes.kv_bytes_per_token(cfg.dtype, workers)
+    length = prompt_tokens + response / 2  # half of a response is there, on average
+    room = int(cache / (per_token * length))
+    sequences = min(options.max_num_seqs, cfg.rollouts_in_flight * cfg.group_size, room)
+    read = sizes.weight_bytes(cfg.dtype) / workers + sequences * length * per_token
+    python_s = _STEP_S + sequences * (_STEP_PER_SEQUENCE_S + _SAMPLE_S / response)
+    step_s = max(python_s, read / (_BYTES_PER_S * _READ_SHARE))  # scheduling is asynchronous
+    forward = sizes.flops.layers(int(response), prompt_tokens)
+    forward += sizes.flops.layers(prompt_tokens) / cfg.group_size
+    forward += sizes.flops.per_logprob * response
+    passes = cfg.ppo_epochs * (4 if cfg.enable_activation_checkpointing else 3)
+    per_gpu = _PEAK_FLOPS * response / forward
+    rates = {
+        "generators": cfg.num_generators * sequences / step_s,
+        "trainers": cfg.num_trainers * _TRAINED_SHARE * per_gpu / passes,
+    }
+    if needs_reference:
+        rates["references"] = cfg.num_references * _FORWARD_SHARE * per_gpu
+    shown = ", ".join(f"{role} {rate:,.0f}" for role, rate in rates.items())
+    yield f"estimate for H100 in tokens of responses per second (not measured): {shown}"
+    bound = ": Python bounds their rate" if python_s == step_s else ""
+    yield f"a generator's Python takes {python_s / step_s:.0%} of one core{bound}"
+    if cfg.max_staleness == 0:
+        yield "synchronous: they wait for each other in turn"
+        return
+    slowest = min(rates.values())
+    waits = (f"{role} {1 - slowest / rate:.0%}" for role, rate in rates.items() if rate > slowest)
+    yield f"so of their time would wait: {', '.join(waits)}"

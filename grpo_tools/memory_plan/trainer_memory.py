@@ -125,13 +125,11 @@ def trainer_memory(
     cfg: Settings, sizes: ModelSizes, prompt_tokens: int, device: Device
 ) -> RoleMemory:
     """Predict the memory of a trainer rank."""
-    found, batch = max(
-        (
-            (training_bytes(cfg, _policy(cfg), batch.sequences, not batch.is_only), batch)
-            for batch in _batches(cfg, sizes, prompt_tokens)
-        ),
-        key=lambda each: _peak(each[0]),
+    runs = (
+        (training_bytes(cfg, _policy(cfg), batch.sequences, not batch.is_only), batch)
+        for batch in _batches(cfg, sizes, prompt_tokens)
     )
+    found, batch = max(runs, key=lambda each: _peak(each[0]))
     parts = {name: found[name] for name in (*_STATIC, "activations")}
     static = sum(parts[name] for name in _STATIC)
     push = _PUSHED_LAYERS * max(sizes.units) * DTYPES[cfg.dtype].itemsize
@@ -201,10 +199,8 @@ def _add_frozen_model(
 ) -> None:
     """Add what a process takes that computes logprobs of groups with a frozen model."""
     batches = longest_micro_batches(cfg, prompt_tokens, 1, 1, flops, wide=10.0)
-    found, batch = max(
-        ((inference_bytes(cfg, build_model, b.sequences), b) for b in batches),
-        key=lambda each: _peak(each[0]),
-    )
+    runs = ((inference_bytes(cfg, build_model, batch.sequences), batch) for batch in batches)
+    found, batch = max(runs, key=lambda each: _peak(each[0]))
     weights, memory.total = found["weights"], _with_rest(_peak(found), batch)
     memory.parts = {"weights": weights, "work": memory.total - weights}
     if device.is_gpu:

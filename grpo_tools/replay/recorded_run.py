@@ -148,12 +148,8 @@ def _check_same(what: str, given: Any, recorded: Any) -> None:
 
 
 def _is_ordered(event: Event) -> bool:
-    """Return whether a replay must repeat an event's place in the order.
-
-    Of restarts, it must repeat only a generator's, which loses the responses being sampled. Other
-    roles give the same answers to the same calls, however often they are restarted.
-    """
-    if event["event"] == "restart":
+    """Return whether a replay must repeat an event's place in the order."""
+    if event["event"] == "restart":  # other roles answer as before, a generator loses responses
         return event["role"].startswith("generator_")
     return event["event"] in ORDERED
 
@@ -169,10 +165,7 @@ def _describe(event: str, fields: Mapping[str, Any]) -> str:
 
 
 class RecordedSchedule:
-    """The `RecordedCommands` of one process of a generator: (engine step, name) of each.
-
-    A process that was killed may get more commands than it took.
-    """
+    """The `RecordedCommands` of one process of a generator: (engine step, name) of each."""
 
     def __init__(
         self,
@@ -189,7 +182,7 @@ class RecordedSchedule:
 
     def expect(self, name: str) -> None:
         """Refuse a command that the recorded engine did not get."""
-        if self._killed:
+        if self._killed:  # it may have been sent more commands than it took
             return
         if not self._left[name]:
             raise ReplayError(f"the recorded run had no {name} here (any more)")
@@ -247,13 +240,10 @@ def read_schedule(
 
 
 class Replay:
-    """What a replay injects into a run: the order of its events, the schedules of its engines.
-
-    The time that a replay may stand still is below the roles' own time-outs, whose errors would not
-    say what was waited for.
-    """
+    """What a replay injects into a run: the order of its events, the schedules of its engines."""
 
     def __init__(self, run: Path, rollout_s: float) -> None:
+        # It is below the roles' time-outs, whose errors would not say what was waited for.
         events, stall_limit_s = read_events(run), rollout_s / 2
         self.cpus: int = events[0]["cpus"]
         """CPUs that the roles shared: they decide how sums are split, and so their last bits."""

@@ -29,18 +29,18 @@ class Times:
     step_s_per_sequence: float
     step_s_per_prompt: float
     """Part for each prompt that is read in the step."""
-    collect_s: float
-    """A generator's work for each response outside the engine: environment, packing."""
-    reward_s: float
-    """From a group's last token to its last reward, without the generator's own work."""
-    load_s: float
-    """Swap of an engine's weights."""
     update_s: float
     """Fixed part of a training step: the optimizer."""
     train_s_per_token: float
     """Part of a training step for each token of prompts and responses."""
     train_scatter: tuple[float, ...]
     """Seconds of each recorded step, relative to the fitted ones."""
+    collect_s: float
+    """A generator's work for each response outside the engine: environment, packing."""
+    reward_s: float
+    """From a group's last token to its last reward, without the generator's own work."""
+    load_s: float
+    """Swap of an engine's weights."""
     prompt_tokens: float
     """Mean tokens of a prompt; trainer and reference compute a group's prompt once."""
     gather_s: float
@@ -194,19 +194,13 @@ def _times(
     rewards_cpu_s = spent(generators, NO_REWARD, "cpu_seconds")
     responses = sum(sum(event["response_tokens"]) for event in events["finish"])
     groups, pushes = len(events["finish"]), max(1, len(events["push"]))
-    step_s, per_sequence, per_prompt = _step_time(engine)
-    update_s, per_token, scatter = _train(setup, steps, prompt_tokens / prompts)
     trainer = [roles["trainer_0"]]
     return Times(
-        step_s=step_s,
-        step_s_per_sequence=per_sequence,
-        step_s_per_prompt=per_prompt,
+        *_step_time(engine),
+        *_train(setup, steps, prompt_tokens / prompts),
         collect_s=max(0.0, outside + rewards_cpu_s) / prompts,
         reward_s=max(0.0, spent(generators, NO_REWARD) - rewards_cpu_s) / groups,
         load_s=spent(generators, "loading weights") / max(1, len(events["load"])),
-        update_s=update_s,
-        train_s_per_token=per_token,
-        train_scatter=scatter,
         prompt_tokens=prompt_tokens / prompts,
         gather_s=spent(trainer, "gather_weights") / pushes,
         export_s=spent(trainer, "export_weights") / pushes,
@@ -215,7 +209,7 @@ def _times(
     )
 
 
-def _step_time(engine: Sequence[Sequence[float]]) -> list[float]:
+def _step_time(engine: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     """Fit the seconds of an engine's step by least squares, no coefficient negative.
 
     `engine` has sums of steps, sequences, prompts, prompt tokens and seconds, by size of the batch.
@@ -232,7 +226,8 @@ def _step_time(engine: Sequence[Sequence[float]]) -> list[float]:
             if (found >= 0).all() and residual @ residual < least:
                 best, least = np.zeros(3), float(residual @ residual)
                 best[columns] = found
-    return best.tolist()
+    step, per_sequence, per_prompt = best.tolist()
+    return step, per_sequence, per_prompt
 
 
 def _train(

@@ -19,7 +19,7 @@ from grpo_components.settings import Settings
 from grpo_components.training.step_result import StepResult
 from grpo_components.trajectory import GroupSummary, PackedTrajectories, pack
 from grpo_tools.simulate.fit import Lengths, Times
-from grpo_tools.simulate.virtual_time import BusyTime, now
+from grpo_tools.simulate.virtual_time import BusyTime, T, now
 
 
 class VirtualEngine:
@@ -43,15 +43,15 @@ class VirtualEngine:
 
     def sample(self, tokens: int) -> asyncio.Future[Counter[int]]:
         """Queue a response; its result is policy version -> number of tokens that it sampled."""
-        future: asyncio.Future[Counter[int]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((tokens, future))
-        self._arrived.set()
-        return future
+        return self._queue(self._waiting, tokens)
 
     def load(self, version: int) -> asyncio.Future[None]:
         """Swap the weights before the next step."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._loads.append((version, future))
+        return self._queue(self._loads, version)
+
+    def _queue(self, queue: deque[tuple[int, asyncio.Future[T]]], given: int) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        queue.append((given, future))
         self._arrived.set()
         return future
 

@@ -211,13 +211,12 @@ class _Simulation:
                 for version, tokens in versions.items():
                     self._staleness[trained_from - version] += tokens
         if done in (WARM_UP_STEPS, self._setup.num_steps):
-            self._marks.append((now(), self._busy()))
+            busy = {
+                family: fmean(each.busy.seconds() for each in workers)
+                for family, workers in self._workers.items()
+                if workers
+            }
+            self._marks.append((now(), busy))
 
     async def finish(self) -> None:
         """Nothing is left to write."""
-
-    def _busy(self) -> dict[str, float]:
-        families = self._workers.items()
-        return {
-            name: fmean(each.busy.seconds() for each in some) for name, some in families if some
-        }

@@ -43,7 +43,6 @@ CORRUPTIONS = {
     ),
     "a token less was trained": lambda r: step(r, 3)["tokens"]["7"].update(skipped=6),
     "a token more is masked": lambda r: step(r, 2)["tokens"]["5"].update(stale=1),
-    "a token more failed": lambda r: step(r, 2)["tokens"]["5"].update(failed=1),
     "a group has no count": lambda r: step(r, 2)["tokens"].pop("5"),
     "a group is counted that was not trained": lambda r: step(r, 2)["tokens"].update(
         {"99": {"trained": 7}}
@@ -51,7 +50,6 @@ CORRUPTIONS = {
     "two groups are mixed up": lambda r: step(r, 2)["tokens"].update(
         {"5": {"trained": 8}, "6": {"trained": 6}}
     ),
-    "a dropped token is missing": lambda r: of(r, "drop")[2].update(tokens=[6]),
     "a filtered token is missing": lambda r: of(r, "drop")[0].update(tokens=[None]),
     "a failed group has tokens": lambda r: of(r, "drop")[1].update(tokens=[7]),
     "a trained token is of no version": lambda r: step(r, 2).update(

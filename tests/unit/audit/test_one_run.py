@@ -59,13 +59,11 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_resumed_run_is_one_run(folder):
+def test_a_resumed_run_is_one_run_and_receipts_alone_are_enough(folder, tmp_path):
     assert not problem(folder)
-
-
-def test_receipts_alone_are_enough(tmp_path):
-    write_receipts(tmp_path, start(0, 0, FIRST), *steps(0, 1))
-    assert not problem(tmp_path)
+    (tmp_path / "alone").mkdir()
+    write_receipts(tmp_path / "alone", start(0, 0, FIRST), *steps(0, 1))
+    assert not problem(tmp_path / "alone")
 
 
 def latest_is_of_a_superseded_step(folder):

@@ -3,7 +3,7 @@
 import pytest
 from lib.token_engine import policy, sample
 
-from grpo_tools.audit.scoring import Scorer, segments
+from grpo_tools.audit.rescore import Scorer, segments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,8 +8,8 @@ from lib.dry_runs import published_config
 from omegaconf import OmegaConf
 from transformers import LlamaConfig
 
-from grpo_components.settings import Settings
-from grpo_tools.memory_plan.__main__ import main
+from grpo_components.config.reading import read_settings
+from grpo_tools.memory_plan.__main__ import main, read
 from grpo_tools.memory_plan.plan import in_turns
 from grpo_tools.memory_plan.role_memory import GIB, Device, RoleMemory
 
@@ -118,19 +118,16 @@ def test_a_config_on_a_cpu_counts_processes(capsys, tmp_path):
     assert float(weights) == pytest.approx(4 * parameters / 2**30, abs=0.05)
 
 
-def role(name, total, resting, smaller=""):
-    found = RoleMemory(name, 4, 1.0, int(total * GIB), {}, smaller=smaller)
-    found.resting = int(resting * GIB)
-    return found
-
-
 @pytest.mark.parametrize(
     ("training", "sampling", "most", "smaller"),
     [(60, 50, 62, "less cache"), (50, 60, 70, "less cache"), (79, 20, 81, "num_trainers")],
 )
 def test_a_gpu_holds_the_larger_turn_and_what_stays_of_the_other(training, sampling, most, smaller):
-    trainer = role("trainer", training, 10, smaller="num_trainers")
-    together = in_turns(trainer, role("generator", sampling, 2), GPU, "less cache")
+    trainer = RoleMemory(
+        "trainer", 4, 1.0, training * GIB, resting=10 * GIB, smaller="num_trainers"
+    )
+    generator = RoleMemory("generator", 4, 1.0, sampling * GIB, resting=2 * GIB)
+    together = in_turns(trainer, generator, GPU, "less cache")
     assert (together.count, together.share, together.total) == (4, 1.0, most * GIB)
     assert together.smaller == smaller
 
@@ -159,12 +156,10 @@ def test_what_does_not_fit_is_named_and_a_reference_is_beside_both_turns(capsys)
     assert named == ["generator.gpu_memory_utilization:", "generator.kv_cache_gib:"]
 
 
-@pytest.mark.parametrize("name", GPU_CONFIGS)
-def test_time_outs_follow_from_lengths(name):
-    cfg = Settings.model_validate(
-        OmegaConf.to_container(OmegaConf.load(FOLDER / f"{name}.yaml"), resolve=True)
-    )
-    limits, response = cfg.timeouts, cfg.generator.max_response_tokens
-    assert limits.rollout_s == max(600, 0.15 * response)
-    assert limits.batch_s >= 2 * limits.rollout_s
-    assert limits.train_step_s >= limits.collective_s
+def test_time_outs_follow_from_lengths():
+    for name in OFTEN:
+        cfg = read_settings(read(name, ()))
+        limits, response = cfg.timeouts, cfg.generator.max_response_tokens
+        assert limits.rollout_s == max(600, 0.15 * response)
+        assert limits.batch_s >= 2 * limits.rollout_s
+        assert limits.train_step_s >= limits.collective_s
