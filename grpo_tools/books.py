@@ -20,7 +20,7 @@ TokenCause = Literal[
     "skipped",
     "written",
 ]
-"""What a training step made of a sampled token; docs/receipts.md explains the causes."""
+"""What a training step made of a sampled token; docs/reproducibility.md explains the causes."""
 TRAINED_FROM = ("trained", "off_policy", "skipped", "written")
 """Causes of the tokens that a step's `token_versions` counts."""
 _OF_TOKENS = {

@@ -25,8 +25,8 @@ _LIBRARIES = (
 class Receipts:
     """Writes the ledger's events to `receipts.jsonl`, between a start and an end of each attempt.
 
-    The fields are explained in docs/receipts.md; `grpo audit` checks them. Each line is flushed,
-    and has a hash of itself and of all lines before it.
+    docs/reproducibility.md explains the fields; `grpo audit` checks them. Each line is flushed, and
+    has a hash of itself and of all lines before it.
     """
 
     def __init__(

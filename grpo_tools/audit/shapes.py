@@ -1,4 +1,4 @@
-"""Defines fields and types of each line in receipts.jsonl, which docs/receipts.md explains."""
+"""Defines fields and types of each line of receipts.jsonl; see docs/reproducibility.md."""
 
 from __future__ import annotations
 

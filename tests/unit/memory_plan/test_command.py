@@ -138,7 +138,7 @@ def test_turns_take_less_than_both_roles_and_no_less_than_either(capsys):
     totals = [float(total) for total in re.findall(r"^1 x \w+ .* ([\d.]+)$", shown, re.MULTILINE)]
     (used,) = re.findall(r"in turns: ([\d.]+) of 80.0 GiB", shown)
     assert max(totals) < float(used) < sum(totals)
-    docs = (Path(__file__).parents[3] / "docs/sizing.md").read_text()
+    docs = (Path(__file__).parents[3] / "docs/memory_plan.md").read_text()
     printed = [line for line in shown.splitlines() if re.match("1 x |.* in turns: ", line)]
     assert len(printed) == 4 and all(line in docs for line in printed)
     code, shown, errors = plan(capsys, "--config", COLOCATED, "colocate=false", "--gpus", "1")
