@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -16,9 +15,7 @@ from grpo_components.files import append_line, cut_torn_line
 
 END_FILE = "receipts.end"
 """File beside receipts.jsonl that has the number of its records and the hash in the last one."""
-_MAX_BYTES = 200
 _HASH = re.compile(rb', "chain": "([0-9a-f]{64})"\}$')
-_END = re.compile(rb'\{"records": {1,20}([0-9]{1,15}), "chain": "([0-9a-f]{64}|)"\} {0,20}\n?')
 
 
 @dataclass(frozen=True)
@@ -45,18 +42,16 @@ def split(line: bytes) -> tuple[bytes, str | None]:
 def read_end(receipts: Path) -> End | None:
     """Read from `receipts.end` how many records were written, and the last hash."""
     path = receipts.with_name(END_FILE)
-    if not path.exists() and not path.is_symlink():
+    if not path.exists():
         return None
-    if not path.is_file():
-        raise ValueError("it is not a file")
-    with path.open("rb") as file:
-        content = file.read(_MAX_BYTES + 1)
-    if not content:
+    if not (content := path.read_bytes()):
         return End()  # created, but not yet written
-    found = _END.fullmatch(content)
-    if found is None:
-        raise ValueError("it does not contain one number of records and one hash")
-    return End(int(found[1]), found[2].decode())
+    try:
+        found = json.loads(content)
+        return End(int(found["records"]), str(found["chain"]))
+    except (ValueError, KeyError, TypeError):
+        problem = "it does not contain one number of records and one hash"
+        raise ValueError(problem) from None
 
 
 class ChainedFile:
@@ -71,13 +66,10 @@ class ChainedFile:
         cut_torn_line(path)
         self._path, self._end = path, _continue_from(path)
         self._file = path.open("a", encoding="utf-8")
+        end_file = path.with_name(END_FILE)
+        end_file.touch()
         # It is overwritten in place: one short write is never partial, and it fits on a full disk.
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            self._end_file: int | None = os.open(path.with_name(END_FILE), flags, 0o666)
-        except OSError:
-            self._file.close()
-            raise
+        self._end_file = end_file.open("r+b", buffering=0)
 
     @property
     def closed(self) -> bool:
@@ -101,20 +93,18 @@ class ChainedFile:
 
     def close(self) -> None:
         """Close both files; a second call does nothing."""
-        end_file, self._end_file = self._end_file, None
-        if end_file is not None:
-            os.close(end_file)
+        self._end_file.close()
         with suppress(OSError):  # the failed write was already reported
             self._file.close()
 
     def _write_end(self) -> None:
-        assert self._end_file is not None
-        line = f'{{"records": {self._end.records:>15}, "chain": "{self._end.chain}"}}\n'.encode()
+        line = f'{{"records": {self._end.records:>15}, "chain": "{self._end.chain}"}}\n'
         try:
-            written = os.pwrite(self._end_file, line, 0)
-            os.ftruncate(self._end_file, written)
+            self._end_file.seek(0)
+            self._end_file.write(line.encode())
+            self._end_file.truncate()
         except OSError as error:
-            path = str(self._path.with_name(END_FILE))
+            path = self._end_file.name
             raise OSError(error.errno, f"cannot be written: {error.strerror}", path) from error
 
 

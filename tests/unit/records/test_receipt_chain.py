@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from grpo_components.records import receipt_chain
 from grpo_components.records.receipt_chain import END_FILE, ChainedFile, End, link, read_end, split
 
 
@@ -52,7 +51,7 @@ def test_the_chain_continues_after_a_kill_between_record_and_end_file(path, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(receipt_chain.os, "pwrite", killed)
+        patch.setattr(ChainedFile, "_write_end", killed)
         with pytest.raises(KeyboardInterrupt):
             write(path, 4)
     assert (len(path.read_text().splitlines()), read_end(path).records) == (4, 3)

@@ -1,7 +1,6 @@
 """Receipts have each event of the ledger, between the start and the end of each attempt."""
 
 import asyncio
-import errno
 import json
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.records import receipt_chain
 from grpo_components.records.receipts import Receipts
 
 SETTINGS = {"max_staleness": 1, "groups_per_step": 2, "group_size": 2}
@@ -110,16 +108,14 @@ def test_a_resumed_attempt_says_which_groups_it_carries(tmp_path):
     assert (again["event"], again["group"], again["attempt"]) == ("issue", 0, 1)
 
 
-def test_on_a_full_disk_a_record_is_an_error_and_the_end_hides_no_other(tmp_path, monkeypatch):
+def test_on_a_full_disk_a_record_is_an_error_and_the_end_hides_no_other(tmp_path):
     failing, receipts = make(tmp_path)
     (tmp_path / "other").mkdir()
     _, closed = make(tmp_path / "other")
 
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(receipt_chain.os, "pwrite", full)
-    with pytest.raises(OSError, match=r"cannot be written.*receipts\.end"):
+    for each in (receipts, closed):
+        each._file._end_file = open("/dev/full", "wb", buffering=0)
+    with pytest.raises(OSError, match="cannot be written: No space.*/dev/full"):
         failing.events.note("publish", version=1)
     receipts.close()
     closed.close()  # the run has failed by something else: that is told, not this
