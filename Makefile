@@ -39,10 +39,10 @@ gate: install-dev tiny-policy  ## Prove that a change moved no number: short run
 gate-goldens: install-dev tiny-policy  ## Make the goldens of `make gate` from this code (3 minutes)
 	@PYTHONPATH='$(CURDIR)/tests' $(BIN)/python tests/gate/gate.py --write
 
-equivalence: tiny-policy  ## Measure what must come out the same; writes docs/equivalence.md (about 3 minutes)
+equivalence: tiny-policy  ## Measure what must come out the same; writes docs/results/equivalence.md (about 3 minutes)
 	@PYTHONPATH=tests $(BIN)/python -m equivalence
 
-museum: tiny-policy  ## Plant published silent bugs, see which alarm names each; writes docs/museum.md (about 20 minutes)
+museum: tiny-policy  ## Plant published silent bugs, see which alarm names each; writes docs/results/museum.md (about 20 minutes)
 	@PYTHONPATH=tests $(BIN)/python -m planted_bugs
 
 interleavings: install-dev  ## Explore all interleavings of small runs, and plant known races (hours)

@@ -22,7 +22,7 @@ from grpo_components.config.model_trial import try_training
 from grpo_components.examples import sample_data
 from grpo_components.settings import Settings
 
-PAGES = [page for page in ALL_PAGES if page in tracked("*.md", "docs/*.md")]
+PAGES = [page for page in ALL_PAGES if page in tracked("*.md", "docs/**/*.md")]
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 SAMPLES = "/tmp/torchtune-async-grpo/samples"
 POLICY = "/tmp/torchtune-async-grpo/tiny_policy"
