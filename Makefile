@@ -24,7 +24,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help gpu-test install install-dev tiny-policy demo gate gate-goldens equivalence museum \
-	interleavings check test nightly lint typecheck format clean
+	interleavings check test nightly lint typecheck format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,6 +82,9 @@ lint: install-dev  ## Check style and spelling
 
 typecheck: install-dev  ## Check types
 	$(CHECK_TYPES)
+
+docs: install-dev  ## Build the guides as a site in build/docs; a broken link is an error
+	$(BIN)/mkdocs build --strict --quiet
 
 format: install-dev  ## Repair style in place
 	$(BIN)/ruff check --fix

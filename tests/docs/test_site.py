@@ -1,0 +1,33 @@
+"""The guides build as a site without a broken link, and look there as they do on GitHub."""
+
+import re
+
+import pytest
+from lib.examples import PAGES, REPOSITORY
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+UNRENDERED = re.compile(r"<p>[^<]*(?:\n(?:[-*]|\d+\.) |```)|<p>\|")
+"""A list, code block or table that Python-Markdown takes for text."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    build(load_config(str(REPOSITORY / "mkdocs.yml"), site_dir=str(folder), strict=True))
+    return folder
+
+
+def test_the_site_has_every_page(site):
+    pages = [page for page in PAGES if page.parent != REPOSITORY]
+    names = {page.relative_to(REPOSITORY / "docs").with_suffix("") for page in pages}
+    built = {page.relative_to(site).parent for page in site.rglob("index.html")}
+    assert {str(name).removesuffix("index") for name in names} == {
+        str(name).removesuffix(".") for name in built
+    }
+
+
+def test_lists_and_tables_of_the_site_are_rendered(site):
+    for page in site.rglob("*.html"):
+        found = UNRENDERED.search(page.read_text())
+        assert not found, f"{page.relative_to(site)}: {found[0]}"
