@@ -1,6 +1,7 @@
 """The guides build as a site without a broken link, and look there as they do on GitHub."""
 
 import re
+import runpy
 
 import pytest
 from lib.examples import PAGES, REPOSITORY
@@ -31,3 +32,12 @@ def test_lists_and_tables_of_the_site_are_rendered(site):
     for page in site.rglob("*.html"):
         found = UNRENDERED.search(page.read_text())
         assert not found, f"{page.relative_to(site)}: {found[0]}"
+
+
+def test_the_pictures_of_concepts_are_those_of_their_script(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "docs")
+    runpy.run_path(str(REPOSITORY / "docs" / "concept_pictures.py"))["main"](tmp_path)
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    folder = REPOSITORY / "docs" / "pictures"
+    assert drawn == {path.name: path.read_text() for path in folder.iterdir()}
+    assert all(len(svg) < 40_000 for svg in drawn.values())
