@@ -84,7 +84,7 @@ typecheck: install-dev  ## Check types
 	$(CHECK_TYPES)
 
 docs: install-dev  ## Build the guides as a site in build/docs; a broken link is an error
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 format: install-dev  ## Repair style in place
 	$(BIN)/ruff check --fix
