@@ -24,7 +24,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help gpu-test install install-dev tiny-policy demo gate gate-goldens equivalence museum \
-	interleavings check test nightly lint typecheck format clean
+	interleavings check test nightly lint typecheck format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,10 +39,10 @@ gate: install-dev tiny-policy  ## Prove that a change moved no number: short run
 gate-goldens: install-dev tiny-policy  ## Make the goldens of `make gate` from this code (3 minutes)
 	@PYTHONPATH='$(CURDIR)/tests' $(BIN)/python tests/gate/gate.py --write
 
-equivalence: tiny-policy  ## Measure what must come out the same; writes docs/equivalence.md (about 3 minutes)
+equivalence: tiny-policy  ## Measure what must come out the same; writes docs/results/equivalence.md (about 3 minutes)
 	@PYTHONPATH=tests $(BIN)/python -m equivalence
 
-museum: tiny-policy  ## Plant published silent bugs, see which alarm names each; writes docs/museum.md (about 20 minutes)
+museum: tiny-policy  ## Plant published silent bugs, see which alarm names each; writes docs/results/museum.md (about 20 minutes)
 	@PYTHONPATH=tests $(BIN)/python -m planted_bugs
 
 interleavings: install-dev  ## Explore all interleavings of small runs, and plant known races (hours)
@@ -82,6 +82,9 @@ lint: install-dev  ## Check style and spelling
 
 typecheck: install-dev  ## Check types
 	$(CHECK_TYPES)
+
+docs: install-dev  ## Build the guides as a site in build/docs; a broken link is an error
+	$(BIN)/mkdocs build --strict
 
 format: install-dev  ## Repair style in place
 	$(BIN)/ruff check --fix

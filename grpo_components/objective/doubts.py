@@ -1,7 +1,7 @@
 """Tries a loss and advantages for known mistakes that no error shows; pure torch.
 
-Each was made in public code, and trained on without a word: see docs/museum.md. What is found is a
-warning, as a loss may do all of this on purpose.
+Each was made in public code, and trained on without a word: see docs/results/museum.md. What is
+found is a warning, as a loss may do all of this on purpose.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from grpo_components.config.model_trial import try_training
 from grpo_components.examples import sample_data
 from grpo_components.settings import Settings
 
-PAGES = [page for page in ALL_PAGES if page in tracked("*.md", "docs/*.md")]
+PAGES = [page for page in ALL_PAGES if page in tracked("*.md", "docs/**/*.md")]
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 SAMPLES = "/tmp/torchtune-async-grpo/samples"
 POLICY = "/tmp/torchtune-async-grpo/tiny_policy"
@@ -29,6 +29,7 @@ EXTERNAL_PATHS = re.compile(
     r"(train_from|replay_events|eval_only|teacher\.path)=/|reward_model\.path=|resume_|replay_(until|without)="
 )
 """Overrides that name the output of another command, or a file of the reader."""
+NO_GPU = {"device=cuda": "device=cpu"}
 
 
 def runs(page):
@@ -93,7 +94,7 @@ def test_a_documented_run_passes_the_checks(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     sample_data.main([str(here / "data")])
-    own = [each for each in overrides if not EXTERNAL_PATHS.match(each)]
+    own = [NO_GPU.get(each, each) for each in overrides if not EXTERNAL_PATHS.match(each)]
     own = [each.replace(SAMPLES, f"{here}/data").replace(POLICY, str(tiny_policy)) for each in own]
     config = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml"))
     folders = (f"output_dir={here / 'run'}", f"base_model_path={tiny_policy}")

@@ -12,7 +12,6 @@ from lib.rows import write_rows
 
 README = REPOSITORY / "README.md"
 RECIPE = REPOSITORY / "recipes" / "async_grpo_full_finetune_distributed.py"
-RESULTS = sorted((REPOSITORY / "docs" / "results").glob("*.md"))
 PICTURE = runpy.run_path(str(REPOSITORY / "docs" / "run_picture.py"))
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 CODE = re.compile(r"```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
@@ -37,7 +36,7 @@ def test_readme_names_every_config():
     assert {name for name in names if f"`{name}`" not in README.read_text()} == set()
 
 
-@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_links_of_a_page_lead_somewhere(page):
     for name, anchor in LINK.findall(CODE.sub("", page.read_text())):
         target = (page.parent / name).resolve() if name else page

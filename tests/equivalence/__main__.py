@@ -31,8 +31,7 @@ def page(ladder: Sequence[Rung], differences: Sequence[float]) -> str:
         "Each rung runs the real classes two ways on a CPU, in float32, and measures the largest\n"
         "difference. Tolerance 0 means bit-identical. If a rung does not hold, `make test` fails,\n"
         "or `make nightly` for the few that take long.\n"
-        "[This table](architecture.md#the-tests-engine-and-a-gpus) lists how the engine on a GPU "
-        "differs.\n\n"
+        "How the engine on a GPU differs is in [architecture.md](../architecture.md).\n\n"
         "| | rung | what is compared | tolerance | measured difference | holds |\n"
         "|---|---|---|---|---|---|\n" + "".join(rows)
     )
@@ -44,7 +43,7 @@ def _number(value: float) -> str:
 
 def main(arguments: list[str] | None = None, ladder: Sequence[Rung] = RUNGS) -> int:
     parser = argparse.ArgumentParser(prog="python -m equivalence", description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("docs/equivalence.md"))
+    parser.add_argument("--output", type=Path, default=Path("docs/results/equivalence.md"))
     parser.add_argument("--policy", type=Path, help="folder of the tiny policy")
     options = parser.parse_args(arguments)
     console = Console(stderr=True, soft_wrap=True)

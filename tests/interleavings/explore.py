@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m interleavings.explore max_staleness=1 steps=2 crash=trainer_0
     PYTHONPATH=tests python -m interleavings.explore --race group_not_given_back
     PYTHONPATH=tests python -m interleavings.explore --race torn_checkpoint --schedule 3.0.1
-    PYTHONPATH=tests python -m interleavings.explore --tables  # docs/interleavings.md; some hours
+    PYTHONPATH=tests python -m interleavings.explore --tables  # of the page of results; hours
 
 The keys are those of `Bound` in `world.py`. A schedule is the number of the step taken at each
 point; with `--schedule` it is run again, and shown step by step with the events of the run.
@@ -121,7 +121,7 @@ def row(bound: Bound, found: Explored) -> str:
 
 
 def tables(logs: Path, max_cpu_s: float) -> int:
-    """Write the tables of docs/interleavings.md; return 1 if a rule breaks or a race escapes."""
+    """Write the tables of the page of results; return 1 if a rule breaks or a race escapes."""
     failed = False
     for bound in BOUNDS:
         found = explore(bound, logs=logs, max_cpu_s=max_cpu_s)

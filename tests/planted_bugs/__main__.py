@@ -14,7 +14,7 @@ from planted_bugs.bugs import BUGS
 from planted_bugs.exhibits import CLEAN, EXHIBITS
 from planted_bugs.runs import caught, run
 
-PAGE = Path("docs/museum.md")
+PAGE = Path("docs/results/museum.md")
 _FOLDER = Path(tempfile.gettempdir()) / "torchtune-async-grpo" / "museum"
 
 
