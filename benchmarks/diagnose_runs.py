@@ -35,7 +35,8 @@ nan              | gradients are skipped | {loss}=nan
 top k            | generator and trainer disagree | generator.backend=vllm generator.top_k=2 \
                    generator.allow_biased_sampling=true max_generator_kl=null
 long dropped     | long responses are dropped | --bug=long_ones_dropped num_steps=20
-epochs           | clipping is far above usual | ppo_epochs=8 optimizer.lr=4e-4 num_steps=20
+epochs           | clipping is far above usual | ppo_epochs=8 optimizer.lr=2e-4 num_steps=20 \
+                   loss.clip_low=0.05 loss.clip_high=0.05
 slow training    | generators idle | ppo_epochs=16 optimizer.lr=2e-6 num_steps=20
 no learning rate | the policy does not move | optimizer.lr=1e-12
 drift            | generator and trainer drift apart |
@@ -60,7 +61,7 @@ gspo             | {losses}.GSPOLoss loss.clip_low=0.05 loss.clip_high=0.05
 cispo            | {losses}.CISPOLoss loss.clip_low=1.0 loss.clip_high=4.0
 decoupled        | {losses}.DecoupledPPOLoss loss.max_weight=5.0 updates_per_batch=2
 reference        | loss.kl_coeff=0.01
-lora             | --config=tiny_lora_async_grpo
+lora             | --config=tiny_lora_async_grpo generator.backend=vllm
 2x2              | --config=tiny_async_grpo_2x2 num_steps=20
 dynamic sampling | dynamic_sampling.enabled=true
 push 2           | push_every_n_steps=2 pull_every_m_rollouts=8

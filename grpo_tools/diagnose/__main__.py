@@ -27,7 +27,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = [str(finding) for finding in diagnose(run)]
     sys.stdout.write("\n".join(lines or [f"nothing looks wrong in {len(run.steps)} steps"]) + "\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

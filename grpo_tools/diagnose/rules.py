@@ -174,9 +174,9 @@ def _held_out_stays(run: Run) -> Finding | None:
 
 def _clipped(run: Run) -> Finding | None:
     share, high = run.late("ratio/clip_fraction"), run.setting("loss.clip_high", 0.2)
-    figure = f"{share:.0%} of the tokens are outside the range; below 5 % is usual"
+    figure = f"{share:.0%} of the tokens are outside the range; below 1 % is usual"
     advice = f"fewer of them, or a lower optimizer.lr (now {run.setting('optimizer.lr')})"
-    ill = share >= 0.12 and not (isinstance(high, float) and high < 0.05)  # as GSPO's
+    ill = share >= 0.05 and not (isinstance(high, float) and high < 0.05)  # as GSPO's
     cause = f"too many or too large updates by one batch (ppo_epochs={run.setting('ppo_epochs')})"
     return Finding(66, "clipping is far above usual", figure, cause, advice) if ill else None
 
@@ -213,7 +213,7 @@ def _someone_waits(run: Run) -> Finding | None:
     work = (1 - slow - idle) * numbers[0] / (run.share_of_time("trainer_", "train_step") or 1)
     advice = f"{work:.1f} generators for each trainer, now {numbers[0]}:{numbers[1]}; "
     advice += f"grpo simulate {run.folder} --gpus {max(4, sum(numbers))}"
-    if waits >= 0.6 and slow + idle < 0.4 and not in_turns:
+    if waits >= 0.7 and slow + idle < 0.4 and not in_turns:
         return Finding(45, "the trainer waits", figure, "too few generators", advice)
     ill = idle >= 0.6 and waits < 0.2 and not in_turns
     return Finding(44, "generators idle", figure, "too few trainers", advice) if ill else None
