@@ -91,11 +91,7 @@ class RoleFailedError(RuntimeError):
 
 
 class RoleLostError(RuntimeError):
-    """A role is lost for good, and the run goes on without it.
-
-    Args:
-        role: name of the role.
-    """
+    """A role is lost for good, and the run goes on without it."""
 
     def __init__(self, role: str) -> None:
         super().__init__(f"{role} was given up")

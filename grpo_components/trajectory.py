@@ -91,11 +91,7 @@ class Trajectory:
     the first trajectory of a session has its facts, too (docs/agents.md). None without an agent."""
 
     def check(self) -> None:
-        """Assert the record's invariants: equal lengths, finite logprobs, known versions.
-
-        Raises:
-            AssertionError: an invariant is broken; names the field.
-        """
+        """Assert the record's invariants: equal lengths, finite logprobs, known versions."""
         length = len(self.response_ids)
         assert len(self.prompt_ids) > 0, "prompt_ids: empty"
         for name in ("response_mask", "generator_logprobs", "token_versions"):
@@ -120,15 +116,9 @@ class Trajectory:
 
 
 def pack(trajectories: Sequence[Trajectory]) -> PackedTrajectories:
-    """Turn records into flat arrays plus lengths.
+    """Turn records into `(flat, lengths)` for [P] and [R] fields, arrays for scalars, lists else.
 
-    Args:
-        trajectories: any number of records, all with or all without `reference_logprobs`, and
-            likewise `teacher_logprobs`.
-
-    Returns:
-        A dictionary by field: `(flat, lengths)` for [P] and [R] fields, an array for scalars, a
-        list for the rest.
+    All records have `reference_logprobs`, or none; likewise `teacher_logprobs`.
     """
     packed: PackedTrajectories = {}
     for name, dtype in _RAGGED.items():
@@ -146,15 +136,7 @@ def pack(trajectories: Sequence[Trajectory]) -> PackedTrajectories:
 
 
 def split(packed: PackedTrajectories, name: str) -> list[NDArray[Any]]:
-    """Cut one [P] or [R] field into one array per trajectory.
-
-    Args:
-        packed: packed trajectories, from `pack`.
-        name: name of the field; logprobs of reference or teacher only if there are any.
-
-    Returns:
-        The arrays in order, as views of the flat one.
-    """
+    """Cut one [P] or [R] field into one array per trajectory, views of the flat one."""
     flat, lengths = packed[name]
     sizes = lengths.tolist()
     ends = itertools.accumulate(sizes)
@@ -162,14 +144,7 @@ def split(packed: PackedTrajectories, name: str) -> list[NDArray[Any]]:
 
 
 def unpack(packed: PackedTrajectories) -> list[Trajectory]:
-    """Turn flat arrays back into records; the inverse of `pack`.
-
-    Args:
-        packed: packed trajectories, from `pack`.
-
-    Returns:
-        The records, in order. Their arrays are views of the flat ones.
-    """
+    """Turn flat arrays back into records, whose arrays are views; the inverse of `pack`."""
     size = len(packed["group_id"])
     columns: dict[str, list[Any]] = {
         name: [None] * size if packed[name] is None else split(packed, name) for name in _RAGGED
@@ -193,26 +168,14 @@ class TokenSequence(NamedTuple):
 
 
 def token_sequences(packed: PackedTrajectories) -> list[TokenSequence]:
-    """View packed trajectories as token sequences, in order.
-
-    Args:
-        packed: packed trajectories, from `pack`.
-    """
+    """View packed trajectories as token sequences, in order."""
     columns = (split(packed, "prompt_ids"), split(packed, "response_ids"))
     parts = zip(*columns, packed["temperature"].tolist(), strict=True)
     return [TokenSequence(*part) for part in parts]
 
 
 def concatenate(groups: Iterable[PackedTrajectories]) -> PackedTrajectories:
-    """Join packed groups into one packed batch, in the order given.
-
-    Args:
-        groups: any number of packed groups, all alike with or without `reference_logprobs` and
-            `teacher_logprobs`. Groups without trajectories are skipped.
-
-    Returns:
-        The same as `pack` of all their trajectories, bit for bit, in new arrays.
-    """
+    """Join packed groups in new arrays: the same as `pack` of all their trajectories."""
     parts = [group for group in groups if len(group["group_id"])]
     if not parts:
         return pack([])
@@ -234,10 +197,8 @@ def concatenate(groups: Iterable[PackedTrajectories]) -> PackedTrajectories:
 def response_numbers(packed: PackedTrajectories) -> NDArray[np.int64]:
     """Return [S] number of each trajectory's response in the batch, counted from 0, in order.
 
-    Trajectories of one session have the same number; any other is a response of its own.
-
-    Args:
-        packed: packed trajectories; those of a session follow each other.
+    Trajectories of one session follow each other and have the same number; any other is a response
+    of its own.
     """
     sessions, groups = packed["session"], packed["group_id"].tolist()
     numbers: list[int] = []
@@ -257,14 +218,10 @@ def _all_missing(values: Sequence[Any], name: str) -> bool:
 
 
 def batch_hash(packed: PackedTrajectories) -> str:
-    """Compute a fingerprint of a batch: equal only for equal trajectories in the same order.
+    """Return a fingerprint of a batch: xxh3 of 128 bits, over trajectories and their order.
 
-    Args:
-        packed: packed trajectories, from `pack` or `concatenate`.
-
-    Returns:
-        xxh3 (128 bits, hexadecimal) over all fields but `attempt`, which a resume increments, and
-        `error`, whose text may name a process and is not trained on; of `session`, the response.
+    It leaves out `attempt`, which a resume increments, and `error`, whose text may name a process;
+    of `session`, it has the response.
     """
     digest = xxhash.xxh3_128()
 
@@ -325,12 +282,7 @@ class GroupSummary:
 
 
 def summarize(group: PackedTrajectories) -> GroupSummary:
-    """Reduce one group to the numbers that scheduling, advantages and metrics need.
-
-    Args:
-        group: packed trajectories of one prompt. At least one token was sampled, or all samples
-            failed.
-    """
+    """Reduce one group to the numbers that scheduling, advantages and metrics need."""
     masks, group_id = split(group, "response_mask"), int(group["group_id"][0])
     versions = group["token_versions"][0][group["response_mask"][0]]
     if not len(versions):

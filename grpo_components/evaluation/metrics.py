@@ -47,10 +47,7 @@ def share_interval(shares: Sequence[float], num_responses: int) -> tuple[float, 
     This is Wilson's score interval for the effective number of responses: the number of responses
     divided by Kish's design effect, because responses to one prompt are alike. With one response
     per prompt, it is the plain Wilson interval. A single prompt counts as one response.
-
-    Args:
-        shares: [P] share of right responses to each prompt, between 0 and 1.
-        num_responses: number of responses to all prompts; the effective number is at most this.
+    `shares` are those of right responses to each prompt.
     """
     mean, between = fmean(shares), pvariance(shares)
     n = float(len(shares))
@@ -64,11 +61,7 @@ def share_interval(shares: Sequence[float], num_responses: int) -> tuple[float, 
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Compute the 95 % interval of a mean, by the normal distribution; NaN for a single value.
-
-    Args:
-        values: [P] one value per prompt.
-    """
+    """Compute the 95 % interval of a mean, by the normal distribution; NaN for a single value."""
     if len(values) < 2:
         return math.nan, math.nan
     half = _Z * stdev(values) / math.sqrt(len(values))

@@ -76,16 +76,7 @@ def table_rows(rng: random.Random, count: int) -> Rows:
 
 
 def write_sample_data(folder: Path, *, rows: int = 64, seed: int = 0) -> list[Path]:
-    """Write `math.jsonl`, `countdown.json`, `code.jsonl` and `table.csv`.
-
-    Args:
-        folder: created if missing; existing files of these names are replaced.
-        rows: number of rows in each file.
-        seed: the same seed gives the same files.
-
-    Returns:
-        Paths of the files.
-    """
+    """Write `math.jsonl`, `countdown.json`, `code.jsonl` and `table.csv`; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / name for name in ("math.jsonl", "countdown.json", "code.jsonl", "table.csv")]
     maths, countdown, code, table = files
@@ -100,14 +91,7 @@ def write_sample_data(folder: Path, *, rows: int = 64, seed: int = 0) -> list[Pa
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the files and print their paths.
-
-    Args:
-        arguments: command-line arguments; None takes them from `sys.argv`.
-
-    Returns:
-        Exit code 0; for a wrong argument, argparse exits with 2.
-    """
+    """Write the files and print their paths."""
     parser = argparse.ArgumentParser(
         prog="python -m grpo_components.examples.sample_data",
         description="Write small generated data sets: math, countdown, code and a table.",

@@ -88,11 +88,7 @@ class Problem(NamedTuple):
     result: int
 
     def answer(self, result: int) -> str:
-        """Return the worked answer in GSM8K's form, ending in `#### result`.
-
-        Args:
-            result: the final number, right or wrong.
-        """
+        """Return the worked answer in GSM8K's form, ending in `#### result`."""
         return f"{self.sum}={result}\n#### {result}"
 
     @property
@@ -102,14 +98,7 @@ class Problem(NamedTuple):
 
 
 def make_problems(seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Generate training and held-out problems; a template with the same numbers is never in both.
-
-    Args:
-        seed: decides the split, and the names and things in each problem.
-
-    Returns:
-        Training and held-out problems.
-    """
+    """Make training and held-out problems; a template with the same numbers is never in both."""
     rng = random.Random(seed)
     digits = range(10)
     keys = [(*t, a, b) for t in TEMPLATES for a in digits for b in digits if t[1] == "+" or a >= b]
@@ -223,18 +212,11 @@ def build_tiny_policy(
 ) -> dict[str, int | float]:
     """Build the policy, its tokenizer and its data in a folder, unless the same build is there.
 
-    Args:
-        output_dir: folder for the build; must be missing, empty, or have an earlier build.
-        seed: seed of the data, the initial weights and the training order.
-        steps: number of supervised training steps.
-        force: whether to build even if the same build is there.
-
     Returns:
         The record of the build, which is also written to `tiny_policy.json`.
 
     Raises:
-        ValueError: if the folder contains something else, `steps` is below 1, or an installed
-            package does not fit PyTorch.
+        ValueError: the folder contains something else, or `steps` is below 1.
     """
     if steps < 1:
         raise ValueError(f"--steps: {steps} given; allowed: at least 1")
@@ -300,14 +282,7 @@ def _build_into(folder: Path, *, seed: int, steps: int) -> dict[str, int | float
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Build the tiny policy.
-
-    Args:
-        arguments: command-line arguments; None takes them from `sys.argv`.
-
-    Returns:
-        Exit code: 0, or 2 for a wrong argument.
-    """
+    """Build the tiny policy; returns 0, or 2 for a wrong argument."""
     parser = argparse.ArgumentParser(
         prog="python -m grpo_components.examples.tiny_policy",
         description="Build the tiny policy and its word problems for CPU demos and tests.",

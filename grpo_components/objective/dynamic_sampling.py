@@ -15,14 +15,7 @@ from grpo_components.errors import ConfigError, StarvedError
 
 
 class DynamicSampling:
-    """Decides which groups to keep, and ends the run after too many discarded groups in a row.
-
-    Args:
-        max_discarded: groups that may be discarded in a row.
-
-    Raises:
-        ValueError: max_discarded is not a whole number >= 1.
-    """
+    """Decides which groups to keep, and ends the run after too many discarded groups in a row."""
 
     def __init__(self, max_discarded: int) -> None:
         # To Python a bool is an int, but in a config it is not a count.
