@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
@@ -114,8 +115,8 @@ def test_on_a_full_disk_a_record_is_an_error_and_the_end_hides_no_other(tmp_path
     _, closed = make(tmp_path / "other")
 
     for each in (receipts, closed):
-        each._file._end_file = open("/dev/full", "wb", buffering=0)
-    with pytest.raises(OSError, match="cannot be written: No space.*/dev/full"):
+        each._file._end_file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
+    with pytest.raises(OSError, match=r"cannot be written: No space.*/dev/full"):
         failing.events.note("publish", version=1)
     receipts.close()
     closed.close()  # the run has failed by something else: that is told, not this

@@ -104,7 +104,8 @@ def compare(tmp_path):
         for number, seeds in enumerate(jobs):
             for seed, success in enumerate(seeds):
                 folder = tmp_path / f"{number} {seed}"
-                line = {"step": 9, "prompt_index": [*range(len(success))], "success": [*map(float, success)]}
+                line = {"step": 9, "prompt_index": [*range(len(success))]}
+                line |= {"success": [*map(float, success)]}
                 write_rows(folder / "logs" / EVALUATIONS, line | {"step": 1}, line)
                 own = {"optimizer.lr": str(number), "seed": str(seed), "output_dir": folder.name}
                 folders.append(folder)
