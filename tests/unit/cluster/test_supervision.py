@@ -57,7 +57,9 @@ def missing_key():
 WRONG = "loss.clip_low: 2  given;\n\tallowed: above 0"
 OF_A_COMPONENT = ConfigError("advantages", "my.Ranks returned shape [3]", "[B, G]")
 TRACE = 'Traceback (most recent call last):\n  File "/here/my.py", line 3, in f\nKeyError: 1\n'
-WITH_TRACE = ConfigError("loss", "my.Loss raised KeyError (/here/my.py:3): 1", "...", TRACE)
+WITH_TRACE = ConfigError(
+    "loss", "my.Loss raised KeyError (/here/my.py:3): 1", "...", TRACE.rstrip()
+)
 
 
 @pytest.mark.parametrize(
