@@ -33,7 +33,7 @@ class AgentEnvironment:
         ValueError: an argument is wrong; names its key.
     """
 
-    kind = "agents"
+    environment_kind = "agents"
 
     def __init__(
         self,

@@ -109,7 +109,7 @@ def environment_kind(node: DictConfig) -> EnvironmentKind:
     """Return how the environment of a config is run."""
     if node == SHIPPED_ENVIRONMENT:
         return "single_turn"
-    return getattr(resolved(node._component_), "kind", "torchrl")
+    return getattr(resolved(node._component_), "environment_kind", "torchrl")
 
 
 # ---- dotted paths and arguments -----------------------------------------------------------------

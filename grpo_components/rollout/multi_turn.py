@@ -79,7 +79,7 @@ class MultiTurnEnvironment:
         world: function that begins each conversation, see `World`.
     """
 
-    kind = "multi_turn"
+    environment_kind = "multi_turn"
 
     def __init__(self, max_turns: int, world: World) -> None:
         self.max_turns, self.world = max_turns, world
