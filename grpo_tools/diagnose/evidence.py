@@ -6,6 +6,7 @@ import contextlib
 import math
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,11 +73,10 @@ class Run:
         """Return a metric's values, step by step."""
         return values_of(self.steps, key)
 
-    def late(self, key: str) -> float:
-        """Return the median of a metric in the last third of the steps."""
+    def late(self, key: str, of: Callable[[list[float]], float] = statistics.median) -> float:
+        """Return the median of a metric in the last third of the steps; of shares, the mean."""
         values = self.values(key)
-        few = len(values) < _FEWEST
-        return math.nan if few else statistics.median(values[-(len(values) // 3) :])
+        return math.nan if len(values) < _FEWEST else of(values[-(len(values) // 3) :])
 
     def trend(self, key: str, since: float = 0.0) -> Trend:
         """Compare the first and the last third of a metric, from a share of the steps on."""

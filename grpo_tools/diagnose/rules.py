@@ -114,7 +114,7 @@ def _entropy_collapses(run: Run) -> Finding | None:
 
 
 def _cut_off(run: Run) -> Finding | None:
-    share = run.late("rollout/cut_off_fraction")
+    share = run.late("rollout/cut_off_fraction", statistics.fmean)
     figure = f"{share:.0%} of them, at {run.setting('generator.max_response_tokens')} tokens"
     cause = "the limit is too small, or nothing pays for an end"
     advice = "a larger generator.max_response_tokens, reward_shaping.overlong_tokens"
@@ -123,14 +123,17 @@ def _cut_off(run: Run) -> Finding | None:
 
 
 def _groups_equal(run: Run) -> Finding | None:
-    share, right = run.late("rollout/zero_variance_fraction"), run.late(_SUCCESS)
+    share, right, stays = (
+        run.late(key, statistics.fmean)
+        for key in ("rollout/zero_variance_fraction", _SUCCESS, _REWARD)
+    )
     trend = run.trend(_REWARD)
     moves = abs(trend.sigmas) > 3 and abs(trend.after - trend.before) > 0.05 * abs(trend.before)
     if not share >= 0.6 or moves:
         return None
     right = min(share, max(0.0, right - (1 - share) / 2))  # half of the mixed groups are right
-    easy, reward = right > share / 2, run.late(_REWARD)
-    figure = f"it stays at {reward:.2f}; {share:.0%} of the groups have equal rewards, about "
+    easy = right > share / 2
+    figure = f"it stays at {stays:.2f}; {share:.0%} of the groups have equal rewards, about "
     figure += f"{right:.0%} are all right and {share - right:.0%} all wrong"
     cause = f"the prompts are too {'easy' if easy else 'hard'}, or the reward tells nothing apart"
     advice = f"{'harder' if easy else 'easier'} prompts, curriculum, dynamic_sampling.enabled=true"
