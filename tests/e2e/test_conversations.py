@@ -7,7 +7,7 @@ import pytest
 from lib.classifier import random_classifier
 from lib.whole_runs import SHORT, assert_audited, metrics, records, succeed
 
-REWARDS = Path(__file__).parents[2] / "docs" / "rewards.md"
+QUICKSTART = Path(__file__).parents[2] / "docs" / "quickstart.md"
 TOOLS = '''
 import json
 
@@ -63,11 +63,13 @@ WEIGHTS = {"correctness": 1.0, "brevity": 0.1, "printed": 0.5, "reward_model": 0
 def test_a_tutor_a_tool_a_reward_in_the_sandbox_a_learned_one_and_one_of_the_users_own(
     tune, tmp_path, tiny_policy
 ):
-    """The user's reward is the one in docs/rewards.md, as printed.
+    """The user's reward is the one in docs/quickstart.md, as printed.
 
     With a reference, whose logprobs of what the world said are nobody's.
     """
-    (source,) = re.findall(r"```python\n(# my_rewards.py\n.*?)```", REWARDS.read_text(), re.DOTALL)
+    (source,) = re.findall(
+        r"```python\n(# my_rewards.py\n.*?)```", QUICKSTART.read_text(), re.DOTALL
+    )
     (tmp_path / "my_rewards.py").write_text(source)
     (tmp_path / "my_tools.py").write_text(TOOLS)
     _, output_dir = succeed(
