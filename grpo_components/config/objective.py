@@ -8,16 +8,16 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from grpo_components.config.components import build
+from grpo_components.config.components import build, parameters_of
 from grpo_components.config.trial import try_components
-from grpo_components.errors import DryRunEnd
+from grpo_components.errors import DryRunEnd, fail
 from grpo_components.objective.dynamic_sampling import DynamicSampling
 from grpo_components.objective.losses import at_step
 from grpo_components.objective.objective import Objective, TrainedObjective
 from grpo_components.objective.penalties import Penalties
 from grpo_components.objective.reward_shaping import RewardShaping
 from grpo_components.schedules import as_schedule
-from grpo_components.settings import PENALTIES, Settings
+from grpo_components.settings import CLIP, PENALTIES, Settings
 
 
 def build_loss(cfg: Settings, default_loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,6 +25,11 @@ def build_loss(cfg: Settings, default_loss: Callable[..., Any]) -> Callable[...,
     section = {str(key): cfg.loss[key] for key in cfg.loss if key not in PENALTIES}
     if "_component_" in section:
         return build("loss", OmegaConf.create(section))
+    taken = parameters_of(default_loss)
+    if all(parameter.kind != parameter.VAR_KEYWORD for parameter in taken):
+        for key in section.keys() - {parameter.name for parameter in taken}:  # a fork has no clip
+            if section.pop(key) != CLIP.get(key):
+                fail(f"loss.{key}", "given, and the recipe's loss does not take it", "no such key")
     return at_step(default_loss, section)
 
 

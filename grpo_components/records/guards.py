@@ -126,7 +126,7 @@ class FailedSamples:
             file.write(json.dumps(record) + "\n")
         shown = _first_line(errors[-1])[:_MAX_ERROR_CHARS]
         if self._count == 0:
-            self._note(f"{len(errors)} failed in {where}: {shown} (all errors: {self._path})")
+            self._note(f"samples failed in {where}: {shown} (all errors: {self._path})")
         self._count += len(errors)
         if self._count >= self._max_failed_samples * max(self._ended, self._step_samples):
             raise FailedSamplesError(

@@ -52,8 +52,11 @@ class RewardTrial:
                     break
                 problems.append(_problem(name, score.error))
             else:
-                is_ours = spec.component.startswith(_OURS)
-                raise self._error(name, problems[0], _SCORES if is_ours else _ALLOWED)
+                allowed = _SCORES if spec.component.startswith(_OURS) else _ALLOWED
+                if allowed == _ALLOWED and not problems[0].startswith("raised TypeError"):
+                    answer = shown(self._samples[0]["response_text"])
+                    allowed = f"one that scores a known answer, such as {answer}, as the response"
+                raise self._error(name, problems[0], allowed)
 
     def _score(self, name: str, sample: RewardInput, timeout_s: float, row: str = "") -> Score:
         """Let one reward score a sample; with a row's name, its perfect response to the sample."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -27,6 +28,8 @@ from grpo_components.rollout.multi_turn import Conversation, MultiTurnEnvironmen
 from grpo_components.rollout.slots import Sample, SlotRollout, sampling_seed
 from grpo_components.settings import GeneratorSettings
 
+_SHOWN_CHARS = 500
+"""Characters of a response that its error shows."""
 _log = logging.getLogger(__name__)
 
 
@@ -124,6 +127,8 @@ class TurnRollouts:
             slot.finish_reason = conversation.finish_reason
         answer = conversation and conversation.answer
         score = await self._scored(sample, text, slot.finish_reason, answer, limit)
+        if score.error is not None:
+            score = replace(score, error=f"{score.error}\nresponse: {text[:_SHOWN_CHARS]!r}")
         slot.end(score if conversation is None else conversation.add_rewards(score))
         return slot
 

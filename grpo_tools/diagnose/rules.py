@@ -18,7 +18,8 @@ from grpo_tools.report.run_files import DAMAGED
 
 _REWARD, _SUCCESS, _KL = "rollout/reward_mean", "rollout/success_rate", "mismatch/generator_kl"
 _HELD_OUT = "eval/reward_mean"
-_ENDED, _ERROR_CHARS = "the run ended with an error", 160
+_ENDED, _SMALL_TEST = "the run ended with an error", "the evaluation is too small"
+_ERROR_CHARS = 160
 
 
 class Finding(NamedTuple):
@@ -136,6 +137,8 @@ def _groups_equal(run: Run) -> Finding | None:
     figure = f"it stays at {stays:.2f}; {share:.0%} of the groups have equal rewards, about "
     figure += f"{right:.0%} are all right and {share - right:.0%} all wrong"
     cause = f"the prompts are too {'easy' if easy else 'hard'}, or the reward tells nothing apart"
+    if run.late("rollout/cut_off_fraction") > 0.5:
+        cause = "most responses are cut off before they end"
     advice = f"{'harder' if easy else 'easier'} prompts, curriculum, dynamic_sampling.enabled=true"
     return Finding(55 + 30 * share, "the reward is flat", figure, cause, advice)
 
@@ -271,7 +274,7 @@ def _evaluation_small(run: Run) -> Finding | None:
     advice = f"{math.ceil(needed / 50) * 50} prompts" if needed > 0 else "more prompts"
     ill = noise > max(0.15, abs(after - before))
     advice += " in eval_dataset, or a larger eval.samples_per_prompt"
-    finding = Finding(40, "the evaluation is too small", figure, "few held-out prompts", advice)
+    finding = Finding(40, _SMALL_TEST, figure, "few held-out prompts", advice)
     return finding if ill else None
 
 
@@ -307,6 +310,7 @@ def diagnose(run: Run) -> Sequence[Finding]:
 
 def worst_of(folder: Path) -> str:
     """Return the worst finding and how to see the others, in one line; empty for a clean run."""
-    found = [each for each in diagnose(read(folder)) if each.what != _ENDED]  # it is shown anyway
+    not_ill = _ENDED, _SMALL_TEST  # an error is shown anyway
+    found = [each for each in diagnose(read(folder)) if each.what not in not_ill]
     more = f" ({len(found) - 1} more: grpo diagnose {folder})" if len(found) > 1 else ""
     return f"looks ill: {found[0]}{more}" if found else ""

@@ -113,7 +113,7 @@ def test_each_failure_is_written_with_its_prompt_and_counted_until_the_step(
     assert (evaluation["evaluation"], evaluation["prompt"]) == (4, "held out 1")
     assert "\x1b" not in (tmp_path / "failed_samples.jsonl").read_text()
     (note,) = notes
-    assert "3 failed in group 103: a" in note and str(tmp_path) in note
+    assert "samples failed in group 103: a" in note and str(tmp_path) in note
     assert (failures.take_count(), failures.take_count()) == (4, 0)
     assert failures.count_group(entry(3), sampled("a", "b", scored=0)) is True, "all failed"
 

@@ -242,7 +242,7 @@ def test_a_failed_score_stays_failed_whatever_the_rewards_of_the_turns(rollout):
     failed = Score(float("nan"), {}, False, "reward correctness: ValueError")
     world = world_of(Reply(done=True, rewards={"hint": 0.5}))
     record = rollout(world, says("x"), score=lambda samples: [failed])
-    assert record.failed and record.error == failed.error
+    assert record.failed and record.error == f"{failed.error}\nresponse: 'x'"
 
 
 def test_a_world_must_not_use_the_name_of_a_reward_of_the_config(rollout):
