@@ -1,5 +1,7 @@
 """Registers our recipe and its configs with torchtune when torchtune's registry is imported."""
 
+import argparse
+import importlib
 import importlib.util
 import logging
 import sys
@@ -29,6 +31,20 @@ def install() -> None:
         # torchtune needs a torchao that is too old for this torch. torchao then leaves out its C++
         # kernels, which we do not use, and warns at every start: these programs hide the warning.
         logging.getLogger("torchao").addFilter(lambda record: "cpp extensions" not in record.msg)
+
+
+def list_or_copy() -> None:
+    """Run `tune ls` or `tune cp` without torch, which torchtune's own package imports: 4 s."""
+    if "torchtune" not in sys.modules and (spec := importlib.util.find_spec("torchtune")):
+        stub = sys.modules["torchtune"] = ModuleType("torchtune")
+        stub.__path__, stub.__file__ = [*(spec.submodule_search_locations or ())], spec.origin
+    register(importlib.import_module(_REGISTRY))
+    parser = argparse.ArgumentParser(prog="tune")
+    subparsers = parser.add_subparsers()
+    for module, command in (("ls", "List"), ("cp", "Copy")):
+        getattr(importlib.import_module(f"torchtune._cli.{module}"), command).create(subparsers)
+    options = parser.parse_args()
+    options.func(options)
 
 
 def register(registry: ModuleType) -> None:

@@ -78,15 +78,9 @@ Scheduled = float | Mapping[str, Any] | Schedule
 
 
 def as_schedule(key: str, value: Scheduled) -> Schedule:
-    """Make the schedule of one setting from its value in the config.
+    """Make the schedule of one setting from its value in the config: a number, or a mapping.
 
-    Args:
-        key: the setting's config key, for error messages.
-        value: a number (constant), a mapping with the keys `schedule` (constant, linear or cosine),
-            `start`, `end`, `num_steps` and `warmup_steps`, or a schedule, returned as it is.
-
-    Raises:
-        ValueError: a key is missing, unknown or out of range; the message names it.
+    A mapping has the fields of `Schedule`; a schedule is returned as it is. Errors name the key.
     """
     if isinstance(value, Schedule):
         return value

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from grpo_components._plugin import config_files, recipes_folder
+from grpo_components._plugin import config_files, list_or_copy, recipes_folder
 from grpo_components._tune_run import RECIPE
 from grpo_components._tune_run import main as tune
 from grpo_components.config.preflight import check_values_and_files, check_what_is_imported
@@ -28,6 +28,8 @@ _RESUME = "resume_from_checkpoint"
 
 def main() -> Any:
     """Run torchtune's command `tune`; a wrong config ends a run of ours before Ray is imported."""
+    if sys.argv[1:2] in (["ls"], ["cp"]):
+        return list_or_copy()
     words = sys.argv[2:] if sys.argv[1:2] == ["run"] else []
     settings = _or_exit(check_early, words, sys.exit)
     # Nothing has begun, and Python would take a second to clear all modules.

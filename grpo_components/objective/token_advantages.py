@@ -22,13 +22,7 @@ class TokenAdvantages(Protocol):
     def __call__(
         self, batch: Sequence[Trajectory], trained: Sequence[NDArray[np.bool_]], step: int
     ) -> list[NDArray[np.float32]]:
-        """Return the advantages of all trained tokens of a batch, the same on every trainer rank.
-
-        Args:
-            batch: S responses, each with its `advantage`.
-            trained: for each response, [R] bool: which of its R tokens are trained.
-            step: training steps done before this one, for schedules.
-        """
+        """Return the advantages of all tokens that are `trained`, [R] for each response."""
         ...
 
 

@@ -35,6 +35,9 @@ for arguments in json.loads(sys.argv[2]):
         except SystemExit as stop:
             code = stop.code or 0
     results.append([code, output.getvalue()])
+    if not hasattr(sys.modules.get("torchtune"), "__version__"):  # `ls` and `cp` leave out torch
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchtune"]:
+            del sys.modules[name]
 sys.stdout.write(json.dumps(results))
 """
 
