@@ -133,7 +133,8 @@ class RunLog:
         lines: dict[int, dict[str, Any]] = {}
         success: dict[int, list[bool]] = {}
         for result in results:
-            success.setdefault(result["prompt_index"], []).append(result["success"])
+            if result["error"] is None:
+                success.setdefault(result["prompt_index"], []).append(result["success"])
             if "readable" in result:
                 index, prompt = result["prompt_index"], result["prompt_text"]
                 line = {"attempt": self.attempt, "policy_version": version, "prompt_index": index}

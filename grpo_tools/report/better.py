@@ -15,8 +15,8 @@ from grpo_tools.report.run_files import DAMAGED
 
 _T_QUANTILES = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """97.5 % quantile of Student's t for 1 to 10 degrees of freedom."""
-_EVALUATED = ("eval_dataset.", "eval.", "rewards.", "timeouts.")
-"""Keys that decide what an evaluation measures."""
+_EVALUATED = ("eval_dataset.", "eval.", "timeouts.reward_s")
+"""Keys that decide what an evaluation measures, beside those of the reward that is the success."""
 _OF_A_SEED = ("seed", "output_dir", "metric_logger.", "checkpointer.", "resume_")
 """Keys in which the runs of one job differ."""
 
@@ -54,7 +54,9 @@ def verdicts(
 
 def _measured_alike(first: Mapping[str, str], other: Mapping[str, str]) -> bool:
     differ = {key for key in first.keys() | other.keys() if first.get(key) != other.get(key)}
-    return not any(key.startswith(_EVALUATED) for key in differ)
+    judges = [key for key in first if key.endswith(".is_success") and first[key] == "True"]
+    decisive = *_EVALUATED, *(key.removesuffix("is_success") for key in judges)
+    return not any(key.startswith(decisive) and not key.endswith(".weight") for key in differ)
 
 
 def _last_evaluation(folder: Path) -> list[tuple[int, dict[int, float]]]:

@@ -108,6 +108,7 @@ def compare(tmp_path):
                 line |= {"success": [*map(float, success)]}
                 write_rows(folder / "logs" / EVALUATIONS, line | {"step": 1}, line)
                 own = {"optimizer.lr": str(number), "seed": str(seed), "output_dir": folder.name}
+                own |= {"rewards.right.is_success": "True"}
                 folders.append(folder)
                 configs.append(own | ({} if number else config))
         return verdicts(folders, [folder.name for folder in folders], configs)
@@ -150,7 +151,10 @@ def test_runs_that_are_alike_are_called_different_in_few_cases(compare, seeds, e
 
 def test_other_evaluations_are_not_compared_and_missing_ones_are_named(compare, make):
     alike = [np.ones(9)]
-    assert "not comparable" in compare(alike, alike, **{"eval_dataset.source": "x"})[0]
+    for key in ("eval_dataset.source", "timeouts.reward_s", "rewards.right.answer_format"):
+        assert "not comparable" in compare(alike, alike, **{key: "x"})[0]
+    for key in ("timeouts.startup_s", "rewards.right.weight", "rewards.other.max_words"):
+        assert "not enough to tell" in compare(alike, alike, **{key: "x"})[0]
     [line] = verdicts([make("a"), make("b")], ["a", "b"], [{"a": "1"}, {"a": "2"}])
     assert line == "b against a: not enough to tell: a has no evaluation"
     assert verdicts([make("c"), make("d")], ["c", "d"], [{"seed": "1"}, {"seed": "2"}]) == []
