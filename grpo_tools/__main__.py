@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 _COMMANDS = {
@@ -27,7 +28,13 @@ def main() -> int:
         (sys.stderr if wrong else sys.stdout).write(problem + _USAGE)
         return 2 if wrong else 0
     module = importlib.import_module(f"grpo_tools.{_COMMANDS[name][0]}.__main__")
-    return module.main(arguments)
+    try:
+        code = module.main(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as `| head` ends: Python would flush what is left, and fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
 
 
 if __name__ == "__main__":

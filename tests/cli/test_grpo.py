@@ -1,5 +1,7 @@
 """The command `grpo` names what it can do, and hands over the rest of its arguments."""
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -41,6 +43,17 @@ def test_a_folder_that_is_no_run_is_one_line(monkeypatch, capsys, tmp_path):
     for name, more in (*((name, ()) for name in folder_alone), ("replay", ("a=1",))):
         assert run(monkeypatch, name, str(tmp_path), *more) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    talks = "from grpo_tools.audit import __main__ as audit; audit.main = print\n"
+    code = talks + "import sys; from grpo_tools.__main__ import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "audit", "much to say"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_a_replay_is_a_run_with_the_config_and_the_events_of_the_first(monkeypatch, tmp_path):
