@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
-from grpo_components.config.components import build, check_columns, environment_kind
+from grpo_components.config.components import build, environment_kind
 from grpo_components.config.files import read_hf_config
 from grpo_components.data.curriculum import MAX_PROMPTS
 from grpo_components.data.datasets import PromptDataset
@@ -62,7 +62,6 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
                 _check_prompts(cfg, where, nodes[part], parts[part].prompts, limit, vocab_size)
         elif not isinstance(dataset, RecordedPrompts):  # those were checked above
             _check_prompts(cfg, key, getattr(cfg, key), dataset, limit, vocab_size)
-    check_columns(cfg, data)
     return tokenizer, data["dataset"], data.get("eval_dataset", PromptDataset([]))
 
 

@@ -195,7 +195,6 @@ dataset.src                  dataset.src=x -> source
 lr_scheduler.step_size       lr_scheduler={_component_: torch.optim.lr_scheduler.StepLR}
 checkpointer                 checkpointer=null -> `_component_` and its arguments
 profiler.steps               profiler.enabled=true profiler.steps=3 -> active_steps
-metric_logger                ~metric_logger.log_dir metric_logger._component_=builtins.dict
 rewards.correctness.weights  rewards.correctness.weights=1 -> correctness.weight?
 rewards.correctness.answer_format  rewards.correctness.answer_format=xml -> tag
 rewards.my.limit             rewards.my._component_=own_parts.Good
