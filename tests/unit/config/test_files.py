@@ -11,9 +11,7 @@ from omegaconf import OmegaConf
 
 from grpo_components.config.files import (
     check_against_model,
-    check_heads,
     check_output,
-    check_tensor_parallel,
     read_hf_config,
 )
 from grpo_components.config.reading import is_path, read_settings
@@ -36,8 +34,6 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size"
 @pytest.mark.parametrize(
     ("hf_config", "overrides", "key"),
     [
-        ({"model_type": "gemma2"}, "", "base_model_path"),
-        ({"model_type": "vl", "vision_config": {}}, "", "base_model_path"),
         (HEADS, "num_trainers=4 tensor_parallel_dim=4", "tensor_parallel_dim"),
         (HEADS, "generator.tensor_parallel_size=3", "generator.tensor_parallel_size"),
     ],
@@ -70,36 +66,6 @@ def test_tokens_and_lengths_are_those_of_the_model(settings_with, name, fits, wr
 
     check_against_model(given(fits), HF_CONFIG)
     assert refused_key(check_against_model, given(wrong), HF_CONFIG) == f"generator.{name}"
-
-
-SIZES = HEADS | {"vocab_size": 1000}  # padded to 1024
-
-
-@pytest.mark.parametrize("workers", [1, 2, 4, 8])  # 4 and 8 workers replicate the 2 kv heads
-def test_layers_that_can_be_shared_are_accepted(workers):
-    check_tensor_parallel(workers, SIZES)
-    check_tensor_parallel(workers, {"num_attention_heads": 8})  # as many kv heads
-
-
-@pytest.mark.parametrize(
-    ("workers", "sizes"),
-    [
-        (3, {}),
-        (4, {"intermediate_size": 98}),
-        (3, {"num_attention_heads": 12}),  # the padded vocabulary
-        (4, {"num_attention_heads": 12, "num_key_value_heads": 6}),
-    ],
-)
-def test_every_size_that_is_split_must_fit(workers, sizes):
-    key = "generator.tensor_parallel_size"
-    assert refused_key(check_tensor_parallel, workers, SIZES | sizes) == key
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_every_size_that_is_split_must_be_divisible(name):
-    sizes = HEADS | {"num_key_value_heads": 8}
-    check_heads(4, sizes)
-    assert refused_key(check_heads, 4, sizes | {name: 6}) == "tensor_parallel_dim"
 
 
 @pytest.mark.parametrize("where", ["folder", "hub"])
@@ -231,8 +197,6 @@ def test_a_folder_of_its_own_is_accepted_and_not_made(values, tmp_path):
     check_with(values)
     check_with(values, tmp_path / "a" / "run")
     assert sorted(tmp_path.iterdir()) == before
-    Path("train").mkdir()  # the name of a split as well
-    check_with(values, "train")
 
 
 def check_with(values, output_dir=None, **changes):
@@ -255,13 +219,6 @@ def test_a_folder_that_holds_what_is_read_is_refused(values, tmp_path, key, fold
     (tmp_path / "link").symlink_to(tmp_path / folder)
     output_dir = where.format(tmp_path / folder, tmp_path / "link", folder)
     assert key in is_refused(values, output_dir)
-
-
-@pytest.mark.parametrize("key", ["base_model_path", "reward_model.path", "replay_events"])
-def test_a_folder_inside_of_what_is_read_is_refused(values, tmp_path, key):
-    (tmp_path / "link").symlink_to(tmp_path / INPUTS[key])
-    for inside in (tmp_path / INPUTS[key] / "a" / "b", tmp_path / "link" / "a"):
-        assert key in is_refused(values, inside)
 
 
 def test_a_link_to_what_lies_in_the_folder_is_followed(values, tmp_path):
@@ -298,7 +255,7 @@ def test_a_run_goes_on_in_its_folder_whatever_else_lies_there(values, tmp_path):
     is_refused(values, None)
 
 
-@pytest.mark.parametrize("output_dir", ["kept/step_2", "kept/step_2/more", "kept"])
+@pytest.mark.parametrize("output_dir", ["kept/step_2", "kept"])
 def test_the_checkpoint_of_another_run_is_not_written_to(values, tmp_path, output_dir):
     write_checkpoint(tmp_path / "kept/step_2")
     (tmp_path / "kept/receipts.jsonl").write_text('{"event": "start"}\n')

@@ -159,8 +159,6 @@ output_dir                   output_dir=.
 output_dir                   output_dir=${base_model_path}
 output_dir                   output_dir=${base_model_path}/config.json/run
 checkpointer._component_     checkpointer._component_=torchtune.training.FullModelMetaCheckpointer
-metric_logger.log_dir        metric_logger.log_dir=/dev/null/x
-profiler.output_dir          profiler.enabled=true profiler.output_dir=/dev/null/x
 checkpointer.checkpoint_dir  checkpointer.checkpoint_dir=/tmp
 base_model_path              base_model_path=/nowhere/tiny_policy
 checkpointer.checkpoint_files  checkpointer.checkpoint_files=[no.safetensors]
