@@ -12,6 +12,7 @@ from grpo_components.config.replayed import available_cpus, replay_of
 from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.errors import fail
 from grpo_components.evaluation.evaluation import Evaluation
+from grpo_components.evaluation.metrics import evaluation_metrics
 from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
@@ -60,9 +61,16 @@ def open_run(
     failures = FailedSamples(cfg.max_failed_samples, step_samples, logs, start.attempt, log.note)
     checkpoints = Checkpoints(cfg, ledger, prompts, log, start)
     ledger.events.listen(log.follow)
-    on_result = log.evaluation, checkpoints.add_evaluation
-    on_group = failures.count_evaluation, ledger.pin_weights, log.evaluation_answers
-    evaluation = Evaluation(cfg, held_out, temperature, *on_group, on_result)
+
+    def evaluated(step: int, results: list[dict[str, Any]]) -> dict[str, float]:
+        log.evaluation_answers(step, results)
+        scored = failures.count_evaluation(step, results)
+        metrics = {"eval/step": step, **evaluation_metrics(scored)}
+        log.evaluation(step, metrics)
+        checkpoints.add_evaluation(step, metrics)
+        return metrics
+
+    evaluation = Evaluation(cfg, held_out, temperature, ledger.pin_weights, evaluated)
     journal = Journal(
         *(start, ledger, prompts, receipts, checkpoints),
         save_every_n_steps=cfg.save_every_n_steps,
