@@ -10,7 +10,7 @@ import contextlib
 import copy
 import random
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -78,7 +78,6 @@ def try_components(
         trial = _begin_rewards(cfg, dataset)
         if trial is not None:  # it runs in the background meanwhile
             ending.callback(trial.close)
-        _check_tokenizer(cfg.tokenizer._component_, tokenizer)
         if cfg.trains:
             doubts += _try_objective(cfg, objective.trained)
         rewards = _made_rewards(min(cfg.group_size, _MOST_SIBLINGS))
@@ -228,16 +227,6 @@ def _try_ptx(ptx: Any) -> None:
         right = bool(batch) and all(isinstance(sample, TrainSample) for sample in batch)
         if not (right and coeff >= 0 and sum(sample.num_tokens for sample in batch)):
             fail("ptx", f"{name} gives no examples with tokens", allowed)
-
-
-def _check_tokenizer(name: str, tokenizer: Any) -> None:
-    allowed = "a tokenizer of torchtune, or one like it: encode, decode and stop_tokens"
-    with named_failure("tokenizer", name, _RAISES, allowed):
-        decode = cast(Callable[[list[int]], Any], tokenizer.decode)
-        ids = tokenizer.encode("1 + 1", add_bos=False, add_eos=False)
-        whole = all(type(token_id) is int for token_id in (*ids, *tokenizer.stop_tokens))
-        if not whole or not isinstance(decode(list(ids)), str):
-            fail("tokenizer", f"{name} makes no token ids", allowed)
 
 
 def _sample(cfg: Settings, prompt: Any, response_text: str = "") -> RewardInput:

@@ -24,11 +24,16 @@ KEYS = ("dataset", "eval_dataset")
 BOTH = pytest.mark.parametrize("key", KEYS)
 MY_DATA = """
 class CharacterTokenizer:
+    stop_tokens = [0]
+
     def __init__(self, prompt_template=None):
         pass
 
     def encode(self, text, add_bos, add_eos):
         return [ord(character) for character in text]
+
+    def decode(self, token_ids):
+        return "".join(map(chr, token_ids))
 
 class Rows(list):
     max_prompt_length = 3
