@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from grpo_components.errors import fail, shown
 from grpo_components.records import checkpoint_folder
-from grpo_components.records.run_folder import is_used, real_path, refuse_folder_in_use, short
+from grpo_components.records.run_folder import is_used, real_path, refuse_folder_in_use
 from grpo_components.settings import Settings
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -195,7 +195,7 @@ def check_output(settings: Settings) -> None:
         named["resume_from_checkpoint"] = str(checkpoint)
     for key, path in named.items():
         if real_path(path).is_relative_to(output_dir):
-            problem = f"{short(Path(path))} lies in {short(output_dir)}, and is {key}"
+            problem = f"{path} lies in {output_dir}, and is {key}"
             fail("output_dir", problem, allowed)
     is_used(output_dir)
 
@@ -243,7 +243,7 @@ def check_disk(settings: Settings) -> None:
     free = shutil.disk_usage(place).free
     if most * each > free + there:
         gib = 2**30
-        problem = f"{short(output_dir)} has {free / gib:.3g} GiB free, and {most} checkpoints of "
+        problem = f"{output_dir} has {free / gib:.3g} GiB free, and {most} checkpoints of "
         problem += f"{each / gib:.3g} GiB are there at once"
         allowed = "a larger disk, a larger save_every_n_steps or a smaller keep_last_n"
         fail("output_dir", problem, allowed)

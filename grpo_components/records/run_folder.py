@@ -29,7 +29,6 @@ CODE = "code"
 _CONFIG_HEAD = "# run: "
 """First characters of every run's config.yaml."""
 _NOBODYS = (LOCK, "lost+found", ".gitkeep", ".gitignore", ".DS_Store")
-_MAX_PATH_CHARS = 100
 _GIT_S = 10.0
 _log = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class FolderLock:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a+", encoding="utf-8")
         except OSError as error:
-            problem = f"{short(folder)} cannot be written to: {error.strerror}"
+            problem = f"{folder} cannot be written to: {error.strerror}"
             fail("output_dir", problem, "a writable folder")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -66,7 +65,7 @@ class FolderLock:
             holder = self._file.read() or "another process"
             self._file.close()
             allowed = "another folder, or this one after that run has ended"
-            fail("output_dir", f"{short(folder)} is in use by {holder}", allowed)
+            fail("output_dir", f"{folder} is in use by {holder}", allowed)
         except OSError as error:
             _log.warning("%s has no file locks: start no second run in it (%s)", folder, error)
         self._file.truncate(0)
@@ -102,12 +101,6 @@ def real_path(path: str | Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def short(path: Path) -> str:
-    """Return a path as text for a message; only the end of a very long path."""
-    text = str(path)
-    return text if len(text) <= _MAX_PATH_CHARS else f"...{text[3 - _MAX_PATH_CHARS :]}"
-
-
 def prepare_output_folder(
     folder: Path, cfg: Settings, identity: RunIdentity
 ) -> tuple[FolderLock, Path | None]:
@@ -136,7 +129,7 @@ def is_used(folder: Path) -> bool:
         with config.open(encoding="utf-8", errors="replace") as file:
             if file.read(len(_CONFIG_HEAD)) == _CONFIG_HEAD:
                 return True
-    problem = f"{short(folder)} is not empty and does not contain a run of this recipe"
+    problem = f"{folder} is not empty and does not contain a run of this recipe"
     fail("output_dir", problem, "a new or empty folder, or the folder of a run")
 
 
@@ -150,7 +143,7 @@ def _move_aside(folder: Path) -> Path:
     try:
         return folder.rename(free_name(folder))
     except OSError as error:
-        problem = f"{short(folder)} contains an earlier run and cannot be moved aside"
+        problem = f"{folder} contains an earlier run and cannot be moved aside"
         fail("output_dir", f"{problem}: {error.strerror}", "another folder")
 
 
