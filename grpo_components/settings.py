@@ -15,14 +15,12 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
-    GetCoreSchemaHandler,
     GetPydanticSchema,
     PlainSerializer,
     Tag,
     model_validator,
     with_config,
 )
-from pydantic_core import CoreSchema, core_schema
 from typing_extensions import TypedDict
 
 from grpo_components.errors import ConfigError, fail, shown
@@ -150,62 +148,45 @@ def component(
         defaults: values of keys that are not given.
     """
 
-    def read(given: Any, check: Callable[[Any], dict[str, Any] | None]) -> DictConfig | None:
-        if isinstance(given, dict):
-            given = _with_defaults(given, defaults)
-            given = None if given.get("_component_", "") is None else given
-        checked = check(given)
-        return None if checked is None else OmegaConf.create({**given, **checked})
+    def filled(given: Any) -> Any:
+        given = {**defaults, **given} if isinstance(given, dict) else given
+        return None if isinstance(given, dict) and given.get("_component_", "") is None else given
 
-    return _as_dict_config(read, _node({"_component_": Required[Text], **(keys or {})}), null=null)
-
-
-def _with_defaults(given: dict[Any, Any], defaults: dict[str, Any]) -> dict[Any, Any]:
-    return {**given, **{name: defaults[name] for name in defaults if name not in given}}
+    node = _node({"_component_": Required[Text], **(keys or {})})
+    return _as_dict_config(filled, node | None if null else node)
 
 
 def loss_section() -> GetPydanticSchema:
     """Return the pydantic type of the section `loss`: the recipe's own loss, or a component."""
 
-    def read(given: Any, check: Callable[[Any], dict[str, Any]]) -> DictConfig:
+    def filled(given: Any) -> Any:
         if not isinstance(given, dict):
             raise ConfigError("", f"{shown(given)} given", "a section; loss._component_ names one")
         if given.get("_component_", "") is None:
             given = {name: given[name] for name in given if name != "_component_"}
-        defaults = PENALTIES if "_component_" in given else CLIP | PENALTIES
-        given = _with_defaults(given, defaults)
-        return OmegaConf.create({**given, **check(given)})
+        return {**({} if "_component_" in given else CLIP), **PENALTIES, **given}
 
     default: Any = Annotated[_node({**_CLIP_TYPES, **_PENALTY_TYPES}, _SECTION), Tag("<default>")]
     keys = {"_component_": Required[Text], **_PENALTY_TYPES}
     named: Any = Annotated[_node(keys), Tag("<named>")]
     is_named = Discriminator(lambda given: "<named>" if "_component_" in given else "<default>")
-    return _as_dict_config(read, Annotated[default | named, is_named])
+    return _as_dict_config(filled, Annotated[default | named, is_named])
 
 
 def free_section() -> GetPydanticSchema:
     """Return the pydantic type of the section `user`: any keys and values, passed through."""
-
-    def read(given: Any, check: Callable[[Any], dict[str, Any]]) -> DictConfig:
-        return OmegaConf.create(check({} if given is None else given))
-
-    return _as_dict_config(read, dict[Any, Any])
+    return _as_dict_config(lambda given: {} if given is None else given, dict[Any, Any])
 
 
-def _as_dict_config(
-    read: Callable[..., DictConfig | None], plain: Any, *, null: bool = False
-) -> GetPydanticSchema:
-    """Return the pydantic type of a DictConfig."""
+def _as_dict_config(filled: Callable[[Any], Any], plain: Any) -> GetPydanticSchema:
+    """Return the pydantic type of a DictConfig, from that of its plain values once filled in."""
 
-    def schema(_: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        serialization = core_schema.plain_serializer_function_ser_schema(
-            OmegaConf.to_container, when_used="unless-none"
-        )
-        inner = handler.generate_schema(plain)
-        inner = core_schema.nullable_schema(inner) if null else inner
-        return core_schema.no_info_wrap_validator_function(read, inner, serialization=serialization)
+    def made(checked: dict[str, Any] | None) -> DictConfig | None:
+        return None if checked is None else OmegaConf.create(checked)
 
-    return GetPydanticSchema(schema)
+    back = PlainSerializer(OmegaConf.to_container, when_used="unless-none")
+    typed = Annotated[plain, BeforeValidator(filled), AfterValidator(made), back]
+    return GetPydanticSchema(lambda _, handler: handler.generate_schema(typed))
 
 
 Component = Annotated[DictConfig, component()]
@@ -399,48 +380,10 @@ class TeacherSettings(BaseModel):
 _DERIVED: Any = None
 
 
-_SECONDS_PER_SAMPLED_TOKEN = 0.15
-"""Of one response in a full batch; an engine whose cache is full takes a third of this."""
-_SECONDS_PER_TRAINED_TOKEN = 0.01
-"""Of a trainer rank; a slow one of a large model takes a tenth of this."""
-_ROLLOUT_S, _BATCH_S, _TRAIN_STEP_S, _COLLECTIVE_S = 600.0, 1200.0, 1800.0, 600.0
-"""Lowest limits, for short responses: starts, compilation and pulls take time as well."""
-_STARTUP_S, _WEIGHTS_S = 600.0, 300.0
-"""Lowest limits, for small models."""
-_SECONDS_PER_WEIGHT_BYTE = 1e-8
-"""Of a slow disk or network, 100 MB/s."""
-_LONGEST_S = 1e6
-"""Highest limit: what a config allows is twice this."""
-
-
-def derived_limits(
-    *,
-    prompt_tokens: int,
-    response_tokens: int,
-    samples_per_rank: float,
-    tokens_per_micro_batch: int,
-    passes: int,
-    weight_bytes: int,
-) -> dict[str, float]:
-    """Return the time-outs that depend on lengths, or on the model's size, in seconds."""
-    rollout = max(_ROLLOUT_S, response_tokens * _SECONDS_PER_SAMPLED_TOKEN)
-    tokens = samples_per_rank * (prompt_tokens + response_tokens) * passes
-    limits = {
-        "startup_s": max(_STARTUP_S, 2 * weight_bytes * _SECONDS_PER_WEIGHT_BYTE),
-        "weights_s": max(_WEIGHTS_S, weight_bytes * _SECONDS_PER_WEIGHT_BYTE),
-        "rollout_s": rollout,
-        "batch_s": max(_BATCH_S, 2 * rollout),
-        "train_step_s": max(_TRAIN_STEP_S, tokens * _SECONDS_PER_TRAINED_TOKEN),
-        "collective_s": max(_COLLECTIVE_S, tokens_per_micro_batch * _SECONDS_PER_TRAINED_TOKEN),
-    }
-    return {name: min(limit_s, _LONGEST_S) for name, limit_s in limits.items()}
-
-
 class Timeouts(BaseModel):
     """How long the driver and the roles wait, in seconds; null: the default.
 
-    Where the default depends on lengths or the model, `derived_limits` sets it once the whole
-    config is read.
+    Where the default depends on lengths or the model, it is set once the whole config is read.
     """
 
     model_config = _SECTION
@@ -653,20 +596,9 @@ class Settings(BaseModel):
     def _fill_in(self) -> Self:
         """Replace null by the defaults that depend on other keys."""
         is_cuda = self.device == "cuda"
-        parts = max(self.num_trainers // self.tensor_parallel_dim, 1)
-        limits = derived_limits(
-            prompt_tokens=self.dataset.get("max_prompt_tokens") or 0,
-            response_tokens=self.generator.max_response_tokens,
-            samples_per_rank=self.groups_per_step * self.group_size / parts,
-            tokens_per_micro_batch=self.tokens_per_micro_batch,
-            passes=self.ppo_epochs,
-            weight_bytes=sum(
-                file.stat().st_size for file in Path(self.base_model_path).glob("*.safetensors")
-            ),
-        )
         cache = {} if is_cuda else {"kv_cache_gib": 1.0}
         filled: dict[str, Any] = {
-            "timeouts": _without_nulls(self.timeouts, **limits),
+            "timeouts": _without_nulls(self.timeouts, **self._time_limits()),
             "generator": _without_nulls(
                 self.generator,
                 backend=self.default_backend,
@@ -683,6 +615,25 @@ class Settings(BaseModel):
             filled["profiler"] = OmegaConf.create({**profile, **self.profiler})
         vars(self).update(filled)  # frozen for everybody else
         return self
+
+    def _time_limits(self) -> dict[str, float]:
+        """Return the time-outs that depend on lengths, or on the model's size, in seconds."""
+        response, micro_batch = self.generator.max_response_tokens, self.tokens_per_micro_batch
+        longest = (self.dataset.get("max_prompt_tokens") or 0) + response
+        ranks = max(self.num_trainers // self.tensor_parallel_dim, 1)
+        trained = self.groups_per_step * self.group_size / ranks * longest * self.ppo_epochs
+        files = Path(self.base_model_path).glob("*.safetensors")
+        weights_s = sum(file.stat().st_size for file in files) * 1e-8  # a slow disk or network
+        rollout_s = max(600.0, response * 0.15)  # a token of one response in a full batch
+        limits = {
+            "startup_s": max(600.0, 2 * weights_s),
+            "weights_s": max(300.0, weights_s),
+            "rollout_s": rollout_s,
+            "batch_s": max(1200.0, 2 * rollout_s),
+            "train_step_s": max(1800.0, trained * 0.01),  # a token of a slow trainer rank
+            "collective_s": max(600.0, micro_batch * 0.01),
+        }
+        return {name: min(limit_s, 1e6) for name, limit_s in limits.items()}
 
     # ---- values that contradict each other ------------------------------------------------------
 

@@ -1,9 +1,8 @@
-"""Reads the config and the overrides of a command, and derives the command that resumes its run."""
+"""Reads the config and the overrides of a command `tune run`, before anything heavy is imported."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,7 +22,6 @@ from grpo_components.errors import ConfigError
 from grpo_components.settings import Settings
 
 T = TypeVar("T")
-_RESUME = "resume_from_checkpoint"
 
 
 def main() -> Any:
@@ -72,30 +70,3 @@ def _given(words: Sequence[str]) -> DictConfig | None:
         raise
     except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException):
         return None
-
-
-def resume_command(argv: Sequence[str]) -> str:
-    """Return the command that resumes a run, as its user would type it; empty if unknown."""
-    recipe, *arguments = argv
-    if not any(argument.partition("=")[0] == "--config" for argument in arguments):
-        return ""
-    names = {str(path): name for name, path in config_files(recipes_folder() / "configs").items()}
-    kept = [names.get(argument, argument) for argument in arguments if not _resumes(argument)]
-    return shlex.join(["tune", "run", _recipe_name(recipe), *kept, f"{_RESUME}=true"])
-
-
-def _resumes(argument: str) -> bool:
-    return argument.lstrip("~").partition("=")[0] == _RESUME
-
-
-def _recipe_name(recipe: str) -> str:
-    """Return the name or path by which `tune run` finds a recipe."""
-    path = Path(recipe)
-    if not path.is_file():
-        path = Path(f"{recipe.replace('.', '/')}.py")
-    if path.resolve().parent == recipes_folder().resolve():
-        return path.stem
-    if not path.is_file():
-        return recipe
-    below = path.resolve().is_relative_to(Path.cwd().resolve())
-    return os.path.relpath(path) if below else str(path.resolve())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import netrc
 import os
@@ -20,7 +21,7 @@ from urllib.parse import urlparse
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_components.config.reading import nearest
-from grpo_components.data.columns import CALL, OF_AGENTS, other_columns
+from grpo_components.data.columns import CALL
 from grpo_components.errors import ConfigError, fail, shown
 from grpo_components.rollout.generator_options import EnvironmentKind
 from grpo_components.settings import PENALTIES, Settings
@@ -50,10 +51,6 @@ _READ = ("grpo_components", "torch", "torchao", "torchtune")
 """Packages whose files are searched for a component before they are imported."""
 _SLOW = ("torchtune.", "grpo_components.data.")
 """Prefixes of components that import torchtune."""
-_MAX_SHOWN = 10
-"""Number of columns that an error lists."""
-_PACKAGES = {"TensorBoardLogger": "tensorboard", "WandBLogger": "wandb", "CometLogger": "comet_ml"}
-"""Packages that torchtune's loggers import when they are built."""
 
 # ---- building -----------------------------------------------------------------------------------
 
@@ -168,7 +165,7 @@ def check_components(settings: Settings) -> None:
         _check_arguments(f"environment.{name}", part)
         if part["_component_"].startswith("grpo_components."):
             build(f"environment.{name}", part)
-    _check_logger(settings.metric_logger)
+    _check_login(settings.metric_logger)
     _check_same_prompts(settings)
     for name, node in settings.rewards.items():
         _check_reward(f"rewards.{name}", node, settings)
@@ -266,28 +263,18 @@ def _check_reward(key: str, node: DictConfig, settings: Settings) -> None:
         fail(f"{key}.wall_s", problem, "a number below timeouts.reward_s")
 
 
-def _check_logger(node: DictConfig) -> None:
-    """Refuse a logger that cannot be built: a run builds it when it has its folder already."""
-    key, path, environment = "metric_logger", node["_component_"], os.environ
-    logger = resolved(path)
-    if inspect.isclass(logger):  # what a function returns is checked once it exists
-        check_logger_methods(path, logger)
-    name = path.rpartition(".")[2]
-    package = _PACKAGES.get(name, "torchtune")
-    if find_spec(package) is None:
-        allowed = f"another logger, or `pip install {package}` first"
-        fail(key, f"{path} needs the package {package}, which is not installed", allowed)
-    mode = node.get("mode") or environment.get("WANDB_MODE", "online")
-    if name != "WandBLogger" or mode in ("offline", "disabled"):
+def _check_login(node: DictConfig) -> None:
+    """Refuse Weights & Biases without a login: its logger is built when the run has a folder."""
+    mode = node.get("mode") or os.environ.get("WANDB_MODE", "online")
+    if not node["_component_"].endswith(".WandBLogger") or mode in ("offline", "disabled"):
         return
-    host = urlparse(environment.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
-    try:
-        known = host is not None and netrc.netrc().authenticators(host) is not None
-    except (FileNotFoundError, netrc.NetrcParseError):
-        known = False
-    if not (known or environment.get("WANDB_API_KEY") or sys.stdin.isatty()):
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    known = os.environ.get("WANDB_API_KEY")
+    with contextlib.suppress(FileNotFoundError):
+        known = known or netrc.netrc().authenticators(host)
+    if not (known or sys.stdin.isatty()):
         allowed = "`wandb login` first, or WANDB_API_KEY, or WANDB_MODE=offline in the environment"
-        fail(key, "Weights & Biases has no login here", allowed)
+        fail("metric_logger", "Weights & Biases has no login here", allowed)
 
 
 def check_logger_methods(path: str, logger: Any) -> None:
@@ -316,36 +303,3 @@ def _check_same_prompts(settings: Settings) -> None:
             problem += "would look different"
             allowed = f"${{dataset.{name}}}, or eval.allow_other_prompts: true"
             fail(f"eval_dataset.{name}", problem, allowed)
-
-
-# ---- columns that rewards take ------------------------------------------------------------------
-
-
-def columns_taken(component: Any) -> list[str]:
-    """Return the columns that objects of a reward's class must get; none for a function."""
-    mro = component.__mro__ if inspect.isclass(component) else ()
-    call = next((vars(base)["__call__"] for base in mro if "__call__" in vars(base)), None)
-    if call is None:
-        return []
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = list(inspect.signature(call).parameters.values())[1:]  # without self
-    required = [p.name for p in parameters if p.kind in named and p.default is p.empty]
-    return [name for name in required if name not in CALL]
-
-
-def check_columns(cfg: Settings, data: Mapping[str, Any]) -> None:
-    """Refuse a reward that takes a column by name which a row of a data set lacks."""
-    for name, node in cfg.rewards.items():
-        taken = columns_taken(resolved(node._component_))
-        if set(taken) & set(OF_AGENTS) and environment_kind(cfg.environment) == "agents":
-            taken = [column for column in taken if column not in OF_AGENTS]
-        for key, dataset in data.items() if taken else ():
-            if cfg.train_from or (cfg.eval_only and key == "dataset"):
-                continue  # it is not judged
-            for row in range(len(dataset)):
-                columns = other_columns(dataset[row])
-                if lacking := [column for column in taken if column not in columns]:
-                    index = dataset[row]["prompt_index"] + 1
-                    problem = f"{node._component_} takes {lacking[0]}, which row {index} of {key}"
-                    has = ", ".join(list(columns)[:_MAX_SHOWN]) or "none"
-                    fail(f"rewards.{name}", f"{problem} lacks", f"its other columns: {has}")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
-from grpo_components.config.components import build, check_columns, environment_kind
+from grpo_components.config.components import build, environment_kind
 from grpo_components.config.files import read_hf_config
 from grpo_components.data.curriculum import MAX_PROMPTS
 from grpo_components.data.datasets import PromptDataset
@@ -19,16 +19,17 @@ from grpo_components.data.prompt_mix import PromptMix, takes_tools
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.data.tokenizers import hugging_face_tokenizer, num_ids
 from grpo_components.errors import ConfigError, fail
+from grpo_components.objective.component_errors import named_failure
 from grpo_components.offline.partial_runs import RecordedPrompts
 from grpo_components.settings import HUGGING_FACE, Settings
+
+_RAISES = (Exception, SystemExit)
 
 
 def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
     """Build the tokenizer, the data set and the evaluation data set."""
     tokenizer = build("tokenizer", cfg.tokenizer)
-    if not hasattr(tokenizer, "encode"):
-        problem = f"{cfg.tokenizer._component_} returns an object without `encode`"
-        fail("tokenizer", problem, "a tokenizer with the methods of torchtune's")
+    _check_tokenizer(cfg.tokenizer._component_, tokenizer)
     tools, data = _tools_of(cfg.environment), {}
     for key in ("dataset", "eval_dataset"):
         if (node := getattr(cfg, key)) is not None:
@@ -62,7 +63,6 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
                 _check_prompts(cfg, where, nodes[part], parts[part].prompts, limit, vocab_size)
         elif not isinstance(dataset, RecordedPrompts):  # those were checked above
             _check_prompts(cfg, key, getattr(cfg, key), dataset, limit, vocab_size)
-    check_columns(cfg, data)
     return tokenizer, data["dataset"], data.get("eval_dataset", PromptDataset([]))
 
 
@@ -116,26 +116,31 @@ def _lowest(limits: Mapping[str, int | None]) -> tuple[str, int]:
     return min(given, key=lambda item: item[1])
 
 
+def _check_tokenizer(name: str, tokenizer: Any) -> None:
+    allowed = "a tokenizer of torchtune, or one like it: encode, decode and stop_tokens"
+    with named_failure("tokenizer", name, _RAISES, allowed):
+        ids = tokenizer.encode("1 + 1", add_bos=False, add_eos=False)
+        whole = all(type(token_id) is int for token_id in (*ids, *tokenizer.stop_tokens))
+        if not whole or not isinstance(tokenizer.decode([*ids]), str):
+            fail("tokenizer", f"{name} makes no token ids", allowed)
+
+
 def _check_rows(key: str, component: str, dataset: Any) -> None:
     """Refuse a data set without the fields that the recipe reads, of the types that it needs."""
-    fields = ("prompt_index", "prompt_ids", "prompt_text", "answer")
-    problem = ""
-    try:
+    fields, problem = ("prompt_index", "prompt_ids", "prompt_text", "answer"), ""
+    allowed = "rows by index with a whole number as prompt_index, a list of them as prompt_ids,"
+    allowed += " a text as prompt_text, and an answer; and a max_prompt_length"
+    with named_failure(key, component, _RAISES, allowed):
         rows = [[dataset[i][field] for field in fields] for i in range(len(dataset))]
-        indices, _ = {index for index, *_ in rows}, dataset.max_prompt_length
-        index, ids, text, _ = rows[0] if rows else (0, [], "", None)
-        numbers = np.asarray(ids)
-        is_ids = numbers.ndim == 1 and (numbers.dtype.kind in "iu" or not numbers.size)
-        if not rows or len(indices) < len(rows):
+        if not rows or len({index for index, *_ in rows}) < len(rows):
             problem = "gives no rows" if not rows else "gives two rows with the same prompt_index"
-        elif not (isinstance(index, Integral) and is_ids and isinstance(text, str)):
-            problem = f"gives {index!r}, {ids!r}, {text!r} as {', '.join(fields[:3])}"
-    except (Exception, SystemExit) as error:  # a user's data set may raise anything
-        problem = f"gives no prompts, {type(error).__name__}: {error}"
-    if problem:
-        allowed = "rows by index with a whole number as prompt_index, a list of them as prompt_ids,"
-        allowed += " a text as prompt_text, and an answer; and a max_prompt_length"
-        raise ConfigError(key, f"{component} {problem}", allowed)
+        else:
+            (index, ids, text, _), _ = rows[0], dataset.max_prompt_length
+            is_ids = np.ndim(ids) == 1 and (np.asarray(ids).dtype.kind in "iu" or not len(ids))
+            if not (isinstance(index, Integral) and is_ids and isinstance(text, str)):
+                problem = f"gives {index!r}, {ids!r}, {text!r} as {', '.join(fields[:3])}"
+        if problem:
+            fail(key, f"{component} {problem}", allowed)
 
 
 def _check_prompts(

@@ -6,6 +6,7 @@ import difflib
 import inspect
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -22,18 +23,9 @@ from grpo_components.config.components import (
     nested_components,
 )
 from grpo_components.errors import ConfigError, fail
-from grpo_components.objective.component_errors import (
-    named_failure,
-    place_in,
-    stack_text,
-    users_part,
-)
+from grpo_components.objective.component_errors import named_failure
 from grpo_components.rewards.pool import Score
-from grpo_components.rollout.environment_thread import (
-    EnvironmentThread,
-    HungCallError,
-    TimeLimit,
-)
+from grpo_components.rollout.completions import Completion
 from grpo_components.rollout.multi_turn import Conversation
 from grpo_components.rollout.observation_text import encode_text
 from grpo_components.rollout.tools import ToolUse
@@ -42,133 +34,93 @@ from grpo_components.slow_calls import told_if_slow
 
 _ALLOWED = "a torchrl EnvBase with `ask`, see docs/environments.md"
 _ERRORS = "one that returns a text, and raises a ValueError for arguments it cannot use"
-_IN_TIME = "one that answers in time"
-_TRIAL_S = 30.0
-"""Seconds for the trial of an environment; a twentieth of `timeouts.rollout_s` if that is more."""
+_RAISES = (Exception, SystemExit)
 
 
 def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, Any]]) -> None:
-    """Build the environment, call each tool of its world, and send one response to one prompt."""
+    """Build the environment, call each tool of its world, and send the answer of one prompt."""
     kind = environment_kind(cfg.environment)
     if kind == "agents":
         return _try_agents(cfg)
-    limit_s = cfg.timeouts.rollout_s
-    trial_s = min(limit_s / 2, max(_TRIAL_S, limit_s / 20))
     key, name = "environment", cfg.environment._component_
     if "world" in nested_components(cfg.environment):
         key, name = "environment.world", cfg.environment.world._component_
-    num_slots = min(cfg.group_size, 2)
-    thread, encode = EnvironmentThread(), partial(encode_text, tokenizer)
-
-    def call(function: Any, *args: Any, called: str = name, allowed: str = _ALLOWED) -> Any:
-        """Call a function in the environment's thread, in which `sys.exit` must be caught."""
-        with told_if_slow(f"the trial of {called.rstrip(',')}", trial_s):
-            return thread.call(limit, _guarded, key, called, allowed, function, *args)
-
+    encode, most = partial(encode_text, tokenizer), cfg.generator.max_response_tokens
     build = partial(
         build_environment,
         cfg.environment,
-        num_slots=num_slots,
+        num_slots=min(cfg.group_size, 2),
         decode=tokenizer.decode,
         encode=encode,
         score=lambda samples: [Score(0.0, {}, False, None) for _ in samples],
-        max_response_tokens=cfg.generator.max_response_tokens,
+        max_response_tokens=most,
     )
-    limit = TimeLimit(trial_s)
-    try:
-        env = call(build)
-        if kind != "multi_turn":
-            _check_kind(name, env, num_slots)
-        for tool, attempt in _tool_trials(env).items():
-            limit = TimeLimit(trial_s)
-            call(attempt, called=f"{name}, tool {tool},", allowed=_ERRORS)
+    named = partial(named_failure, key, kinds=_RAISES)
+    with told_if_slow(f"the trial of {name}"):
+        with named(name, allowed=_ALLOWED):
+            env = build()
+        world = getattr(env, "world", None)
+        for tool, attempt in world.trials().items() if isinstance(world, ToolUse) else ():
+            with named(f"{name}, tool {tool},", allowed=_ERRORS):
+                attempt()
         problems: list[ConfigError] = []
         for row, prompt in enumerate(prompts):
             asked = {**prompt, "seed": row}
-            response = tokenizer.encode(str(prompt["answer"]), add_bos=False, add_eos=False)
-            response = response[: cfg.generator.max_response_tokens]
-            room = cfg.generator.max_response_tokens - len(response) - 1
-            limit = TimeLimit(trial_s)
+            answer = tokenizer.encode(str(prompt["answer"]), add_bos=False, add_eos=False)[:most]
             try:
-                if kind == "multi_turn":
-                    conversation = call(Conversation, env, asked, encode)
-                    call(conversation.take_turn, tokenizer.decode(response), "stop", room)
-                else:
-                    _roll_out(name, env, call, [asked] * num_slots, response)
+                with named(name, allowed=_ALLOWED):
+                    if kind == "multi_turn":
+                        conversation = Conversation(env, asked, encode)
+                        room = most - len(answer) - 1
+                        conversation.take_turn(tokenizer.decode(answer), "stop", room)
+                    else:
+                        _roll_out(name, env, asked, min(cfg.group_size, 2), answer, most)
                 break
-            except ConfigError as error:
+            except ConfigError as error:  # failing for some prompts is allowed
                 problems.append(error)
-                env = call(build)
+                env = build()
         else:
             raise problems[0]
-    except HungCallError as error:
-        stack = users_part(error.stack)
-        problem = f"{name} hangs{place_in(stack)}: {error}"
-        raise ConfigError(key, problem, _IN_TIME, stack_text(stack)) from error
-    thread.leave(getattr(env, "close", lambda: None))
+    getattr(env, "close", lambda: None)()
 
 
-def _tool_trials(env: Any) -> dict[str, Any]:
-    """Return a function for each tool of an environment's world, which calls the tool once."""
-    world = getattr(env, "world", None)
-    return world.trials() if isinstance(world, ToolUse) else {}
+class _Answers:
+    """Stand-in for an engine that has one answer to everything."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self._token_ids = np.array(token_ids, np.int64)
+
+    def submit(self, prompt_ids: list[int], *, max_tokens: int, **_: Any) -> Future[Completion]:
+        ids, future = self._token_ids[:max_tokens], Future[Completion]()
+        size = len(ids)
+        future.set_result(
+            Completion(ids, np.full(size, -1, np.float32), np.zeros(size, np.int32), "stop")
+        )
+        return future
 
 
-def _guarded(key: str, name: str, allowed: str, function: Any, *args: Any) -> Any:
-    with named_failure(key, name, (Exception, SystemExit), allowed):
-        return function(*args)
-
-
-def _check_kind(name: str, env: Any, num_slots: int) -> None:
+def _roll_out(
+    name: str, env: Any, prompt: dict[str, Any], num_slots: int, answer: list[int], most: int
+) -> None:
+    """Roll out a group in a torchrl environment, as the run will."""
     from torchrl.envs import EnvBase  # takes seconds; only needed for a user's environment
+
+    from grpo_components.rollout.collector import EnginePolicy, GroupCollector
 
     if not (isinstance(env, EnvBase) and hasattr(env, "ask")):
         fail("environment", f"{name} makes a {type(env).__name__}", _ALLOWED)
     if tuple(env.batch_size) != (num_slots,):
         problem = f"{name} has batch size {list(env.batch_size)} for {num_slots} slots"
         fail("environment", problem, "[num_slots]")
-
-
-def _roll_out(
-    name: str, env: Any, call: Any, prompts: list[dict[str, Any]], response: list[int]
-) -> None:
-    """Play one turn as `rollout/collector.py` does, and check what the environment returns."""
-    import torch
-    from tensordict import NonTensorData, TensorDict, lazy_stack
-
-    call(env.ask, prompts)
-    slots = call(env.reset).unbind(0)
-    tokens_so_far = []
-    for slot, prompt in zip(slots, prompts, strict=True):
-        if not np.array_equal(slot.get("tokens", torch.empty(0)), prompt["prompt_ids"]):
+    engine: Any = _Answers(answer or [0])
+    policy = EnginePolicy(engine, max_response_tokens=most, stop_token_ids=(), truncation={})
+    policy.names, policy.seeds = [""] * num_slots, [0] * num_slots
+    ask: Any = env.ask
+    ask([prompt] * num_slots)
+    for slot in GroupCollector(env, policy).rollout():
+        if not np.array_equal(slot.prompt_ids, prompt["prompt_ids"]):
             problem = f"{name} does not start with the prompt's tokens as `tokens`"
             fail("environment", problem, _ALLOWED)
-        tokens_so_far.append(slot["tokens"].tolist() + response)
-        size = len(response)
-        slot.update(
-            TensorDict(
-                response_tokens=torch.tensor(0),
-                response=torch.tensor(response, dtype=torch.int64),
-                logprobs=torch.full((size,), -1.0),
-                versions=torch.zeros(size, dtype=torch.int32),
-                finish_reason=NonTensorData("stop"),
-            )
-        )
-    after = call(env.step, lazy_stack(list(slots), 0))
-    for slot, known in zip(after.unbind(0), tokens_so_far, strict=True):
-        _check_turn(name, slot["next"], known)
-
-
-def _check_turn(name: str, after: Any, known: list[int]) -> None:
-    problem, given = "", set(after.keys())
-    if missing := [key for key in ("tokens", "done", "reward") if key not in given]:
-        problem = f"does not set {missing[0]} in its step"
-    elif not np.array_equal(after["tokens"].numpy()[: len(known)], known):
-        problem = "changes earlier tokens"
-    elif bool(after["done"]) and not ("score" in given and isinstance(after["score"], Score)):
-        problem = "ends a slot without a Score as its score"
-    if problem:
-        fail("environment", f"{name} {problem}", _ALLOWED)
 
 
 # ---- agents -------------------------------------------------------------------------------------

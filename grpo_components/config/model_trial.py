@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from transformers import AutoTokenizer
 
 from grpo_components.config.components import build
 from grpo_components.config.files import longest_sequence
-from grpo_components.errors import ConfigError, fail
+from grpo_components.errors import ConfigError, fail, shown
 from grpo_components.exchange.weights import (
     check_names_and_shapes,
     check_output_head,
@@ -74,7 +75,16 @@ def try_training(cfg: Settings) -> list[str]:
 
 
 def try_teacher(settings: Settings, path: str) -> None:
-    """Refuse a teacher whose weights differ from its files, or whose logprobs are wrong."""
+    """Refuse a teacher of another tokenizer or weights than its files, or of wrong logprobs."""
+    ours, theirs = (
+        AutoTokenizer.from_pretrained(folder).get_vocab()
+        for folder in (settings.base_model_path, path)
+    )
+    for token, number in ours.items():
+        if theirs.get(token) != number:
+            problem = f"{path} has another tokenizer: token {shown(token)} is {number} of the "
+            problem += f"policy, and {theirs.get(token, 'no id')} there"
+            fail("teacher.path", problem, "one with the policy's tokens")
     try:
         with torch.device("meta"):
             model = hugging_face(path)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-import sys
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from grpo_components._plugin import recipes_folder
-from grpo_components.config.command_line import resume_command
 from grpo_components.config.components import build, check_logger_methods
 from grpo_components.config.data import shared_prompts
 from grpo_components.config.replayed import available_cpus, replay_of
 from grpo_components.data.prompt_curriculum import PromptCurriculum
-from grpo_components.errors import ConfigError, fail
+from grpo_components.errors import fail
 from grpo_components.evaluation.evaluation import Evaluation
+from grpo_components.evaluation.metrics import evaluation_metrics
 from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
@@ -61,14 +56,21 @@ def open_run(
     receipts = build_receipts(cfg, ledger, *told)
     if isinstance(prompts, PromptCurriculum):
         ledger.events.listen(prompts.follow)
-    log = open_log(cfg, start.attempt, start.note, dataset, held_out, recipe)
+    log = open_log(cfg, start.attempt, start.note, dataset, held_out)
     step_samples, logs = cfg.groups_per_step * cfg.group_size, Path(cfg.output_dir) / "logs"
     failures = FailedSamples(cfg.max_failed_samples, step_samples, logs, start.attempt, log.note)
     checkpoints = Checkpoints(cfg, ledger, prompts, log, start)
     ledger.events.listen(log.follow)
-    on_result = log.evaluation, checkpoints.add_evaluation
-    on_group = failures.count_evaluation, ledger.pin_weights, log.evaluation_answers
-    evaluation = Evaluation(cfg, held_out, temperature, *on_group, on_result)
+
+    def evaluated(step: int, results: list[dict[str, Any]]) -> dict[str, float]:
+        log.evaluation_answers(step, results)
+        scored = failures.count_evaluation(step, results)
+        metrics = {"eval/step": step, **evaluation_metrics(scored)}
+        log.evaluation(step, metrics)
+        checkpoints.add_evaluation(step, metrics)
+        return metrics
+
+    evaluation = Evaluation(cfg, held_out, temperature, ledger.pin_weights, evaluated)
     journal = Journal(
         *(start, ledger, prompts, receipts, checkpoints),
         save_every_n_steps=cfg.save_every_n_steps,
@@ -104,16 +106,9 @@ def _watch(cfg: Settings, log: RunLog, tokenizer: Any) -> RunWatch:
     return RunWatch(log.note, averages_tokens=averages_tokens, ends=ends)
 
 
-def open_log(
-    cfg: Settings,
-    attempt: int,
-    note: str,
-    dataset: Any,
-    held_out: Any,
-    recipe: str | None = None,
-) -> RunLog:
+def open_log(cfg: Settings, attempt: int, note: str, dataset: Any, held_out: Any) -> RunLog:
     """Open the run log, and show the notes on the start and the data sets."""
-    with without_prints(cfg.log_level), _without_half_made():
+    with without_prints(cfg.log_level):
         logger = build("metric_logger", cfg.metric_logger)
     check_logger_methods(cfg.metric_logger._component_, logger)
     run_log = RunLog(
@@ -122,9 +117,8 @@ def open_log(
         cfg.log_every_n_steps,
         cfg.num_steps,
         attempt,
-        resume_command(sys.argv) if cfg.trains else "",
-        _next_ideas(cfg, recipe),
-        cfg.log_level in ("INFO", "DEBUG"),
+        resumable=cfg.trains,
+        show_phases=cfg.log_level in ("INFO", "DEBUG"),
     )
     left_out = re.sub("^dataset", "eval_dataset", getattr(held_out, "note", ""), flags=re.MULTILINE)
     shared = shared_prompts(dataset, held_out) if cfg.trains else ""
@@ -133,28 +127,3 @@ def open_log(
     for line in filter(None, (note, getattr(dataset, "note", ""), left_out, shared, none)):
         run_log.note(line)
     return run_log
-
-
-@contextlib.contextmanager
-def _without_half_made() -> Iterator[None]:
-    """Context manager: drop a logger that could not be made, without the traceback of its end.
-
-    torchtune's DiskLogger closes its file in `__del__`, also if it has none.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        shown, sys.unraisablehook = sys.unraisablehook, lambda _: None
-        traceback.clear_frames(error.__cause__ and error.__cause__.__traceback__)
-        sys.unraisablehook = shown
-        raise
-
-
-def _next_ideas(cfg: Settings, recipe: str | None) -> list[str]:
-    """Suggest what the user of this config and recipe has not done yet."""
-    ideas: list[str] = []
-    if cfg.max_staleness:
-        ideas.append("a synchronous run: add max_staleness=0 pull_every_m_rollouts=1")
-    if recipe is not None and Path(recipe).resolve().parent == recipes_folder().resolve():
-        ideas.append(f"a recipe of your own: tune cp {Path(recipe).stem} my_grpo.py")
-    return ideas

@@ -16,9 +16,6 @@ from yaml import YAMLError
 from grpo_components.errors import ConfigError, fail, shown
 from grpo_components.settings import Settings
 
-_PATHS = ("path", "dir", "file", "folder", "source", "eval_only", "train_from", "replay_events")
-"""Words that end the keys of paths (`path`, `merges_file`), also among a component's arguments."""
-
 
 def merge_overrides(given: dict[str, Any], overrides: Sequence[str]) -> DictConfig:
     """Merge a config with overrides as torchtune does, which refuses `=` in a value.
@@ -64,7 +61,7 @@ def _remove(section: dict[str, Any], name: str, *rest: str) -> None:
 
 
 def read_settings(given: Mapping[str, Any] | DictConfig) -> Settings:
-    """Check all values, fill in the defaults, replace interpolations, and expand `~` in paths.
+    """Check all values, fill in the defaults, replace interpolations, and expand a leading `~`.
 
     A reward that is null is left out: so a command line removes one, `rewards.format=null`.
     """
@@ -80,24 +77,19 @@ def read_settings(given: Mapping[str, Any] | DictConfig) -> Settings:
         left = {name: node for name, node in rewards.items() if node is not None}
         values = {**values, "rewards": left}
     try:
-        return Settings.model_validate(_expanded("", values))
+        return Settings.model_validate(_expanded(values))
     except ValidationError as error:
         errors = error.errors(include_url=False)
         unknown = (each for each in errors if each["type"] == "extra_forbidden")
         _refuse(values, next(unknown, errors[0]))
 
 
-def is_path(key: str) -> bool:
-    """Whether a key holds a path, judged by the last name in the key."""
-    return key == "resume_from_checkpoint" or key.rpartition("_")[2] in _PATHS or key in _PATHS
-
-
-def _expanded(key: str, value: Any) -> Any:
+def _expanded(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _expanded(str(name), item) for name, item in value.items()}
+        return {name: _expanded(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_expanded("", item) for item in value]
-    return os.path.expanduser(value) if isinstance(value, str) and is_path(key) else value
+        return [_expanded(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def _refuse(given: Mapping[str, Any], error: Mapping[str, Any]) -> NoReturn:

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import random
 import tempfile
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -19,7 +19,6 @@ import cloudpickle
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from omegaconf import DictConfig, OmegaConf
 
 from grpo_components.config.components import SHIPPED_ENVIRONMENT, build, environment_kind
 from grpo_components.config.environment_trial import try_environment
@@ -69,15 +68,16 @@ def try_components(
     doubts = about_rates if cfg.trains else []
     if cfg.teacher:
         try_teacher(cfg, cfg.teacher.path)
-    if cfg.profiler.enabled:
-        _try_built("profiler", cfg.profiler, lambda made: made[0], ("start", "step", "stop"))
     if cfg.checkpointer is not None and not cfg.is_hugging_face:
-        _try_built("checkpointer", cfg.checkpointer, lambda made: made, ("load_checkpoint",))
+        node = cfg.checkpointer.copy()
+        with tempfile.TemporaryDirectory() as folder:  # it makes its folder: not the run's
+            if "output_dir" in node:
+                node.output_dir = folder
+            build("checkpointer", node)
     with _undisturbed(), contextlib.ExitStack() as ending:
         trial = _begin_rewards(cfg, dataset)
         if trial is not None:  # it runs in the background meanwhile
             ending.callback(trial.close)
-        _check_tokenizer(cfg.tokenizer._component_, tokenizer)
         if cfg.trains:
             doubts += _try_objective(cfg, objective.trained)
         rewards = _made_rewards(min(cfg.group_size, _MOST_SIBLINGS))
@@ -227,30 +227,6 @@ def _try_ptx(ptx: Any) -> None:
         right = bool(batch) and all(isinstance(sample, TrainSample) for sample in batch)
         if not (right and coeff >= 0 and sum(sample.num_tokens for sample in batch)):
             fail("ptx", f"{name} gives no examples with tokens", allowed)
-
-
-def _check_tokenizer(name: str, tokenizer: Any) -> None:
-    allowed = "a tokenizer of torchtune, or one like it: encode, decode and stop_tokens"
-    with named_failure("tokenizer", name, _RAISES, allowed):
-        decode = cast(Callable[[list[int]], Any], tokenizer.decode)
-        ids = tokenizer.encode("1 + 1", add_bos=False, add_eos=False)
-        whole = all(type(token_id) is int for token_id in (*ids, *tokenizer.stop_tokens))
-        if not whole or not isinstance(decode(list(ids)), str):
-            fail("tokenizer", f"{name} makes no token ids", allowed)
-
-
-def _try_built(
-    key: str, node: DictConfig, part: Callable[[Any], Any], methods: Sequence[str]
-) -> None:
-    """Build what the trainers will build, and check the methods that they call."""
-    path, allowed = node["_component_"], f"one like torchtune's, with {', '.join(methods)}"
-    with tempfile.TemporaryDirectory() as folder:  # both make their folder: not the run's
-        there = {"output_dir": folder} if "output_dir" in node else {}
-        made = build(key, OmegaConf.create({**node, **there}))
-    with named_failure(key, path, _RAISES, allowed):
-        made = part(made)
-    if missing := [name for name in methods if not callable(getattr(made, name, None))]:
-        fail(key, f"{path} makes a {type(made).__name__} without {missing[0]}", allowed)
 
 
 def _sample(cfg: Settings, prompt: Any, response_text: str = "") -> RewardInput:

@@ -9,7 +9,6 @@ from typing import Any
 
 from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.errors import RoleLostError
-from grpo_components.evaluation.metrics import evaluation_metrics
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.offline.partial_runs import evaluated_version
 from grpo_components.schedules import Schedule, as_schedule
@@ -17,12 +16,8 @@ from grpo_components.settings import Settings
 
 Results = list[dict[str, Any]]
 _VERSIONS = ("oldest_version", "newest_version")
-Scored = Callable[[int, Results], Results]
-"""Function of step and results; returns those results that have a score, and counts the others."""
-OnResult = Callable[[int, dict[str, float]], None]
-"""Function of step and metrics; called with each evaluation."""
-OnAnswers = Callable[[int, Results], None]
-"""Function of step and results; called with the results of each evaluation, failed ones too."""
+Ended = Callable[[int, Results], dict[str, float]]
+"""Function of step and results, failed ones too; returns the metrics of the evaluation."""
 Pull = Callable[[GeneratorHandle, str], Awaitable[None]]
 """Function of generator and purpose; loads the published weights into the generator."""
 PinWeights = Callable[[], AbstractContextManager[None]]
@@ -37,10 +32,8 @@ class Evaluation:
         cfg: Settings,
         held_out: Sequence[Any],
         temperature: Schedule,
-        scored: Scored,
         pin_weights: PinWeights,
-        on_answers: OnAnswers,
-        on_result: Sequence[OnResult],
+        ended: Ended,
     ) -> None:
         self._held_out, self._cfg = held_out if cfg.evaluates else (), cfg
         self.is_on = bool(self._held_out)
@@ -53,8 +46,7 @@ class Evaluation:
         self._began, self._first_version = 0, evaluated_version(cfg)
         given = cfg.eval.temperature
         self._temperature = temperature if given is None else as_schedule("eval.temperature", given)
-        self._scored, self._pin_weights = scored, pin_weights
-        self._on_answers, self._on_result = on_answers, on_result
+        self._pin_weights, self._ended = pin_weights, ended
         self._running: asyncio.Task[None] | None = None
         self._metrics: dict[str, float] = {}
 
@@ -109,10 +101,7 @@ class Evaluation:
             for name in _VERSIONS:
                 if result[name] is not None:
                     result[name] += self._first_version
-        self._on_answers(step, results)
-        self._metrics = {"eval/step": step, **evaluation_metrics(self._scored(step, results))}
-        for call in self._on_result:
-            call(step, self._metrics)
+        self._metrics = self._ended(step, results)
 
     async def _try(
         self,

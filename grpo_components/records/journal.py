@@ -114,7 +114,7 @@ class Checkpoints:
         self, cfg: Settings, ledger: Ledger, prompts: Stateful, log: RunLog, start: RunStart
     ) -> None:
         self._cfg, self._ledger, self._prompts, self._log = cfg, ledger, prompts, log
-        self._identity, self._verify = start.identity, start.lock.verify
+        self._identity = start.identity
         self._folder = Path(cfg.output_dir) / "checkpoints"
         self._versions: dict[int, int] = {}
         """Step of the last checkpoint -> its policy version."""
@@ -190,7 +190,6 @@ class Checkpoints:
         buffer: ReplayBufferHandle,
     ) -> None:
         try:
-            self._verify()
             folder = await asyncio.to_thread(
                 checkpoint_folder.begin, self._folder, step, self._identity.incarnation
             )
@@ -200,11 +199,9 @@ class Checkpoints:
             for failure in (*failures[0], failures[1]):
                 if failure is not None:
                     raise OSError(failure)
-            self._verify()
             checkpoint = await asyncio.to_thread(self._publish, folder, step, state)
         except OSError as error:
             with contextlib.suppress(OSError):
-                self._verify()  # never clean up the folder of another run
                 await asyncio.to_thread(checkpoint_folder.clean, self._folder)
             last = await asyncio.to_thread(checkpoint_folder.latest, self._folder)
             problem = f"the checkpoint of step {step} could not be written: {error}"

@@ -14,13 +14,6 @@ from torchtune.training.metric_logging import MetricLoggerInterface, WandBLogger
 from grpo_components.files import ANSWERS, EVALUATIONS, append_line
 from grpo_components.plain_text import plain
 
-_OF_GROUP = ("attempt", "group_id", "prompt_index", "epoch", "prompt", "answer")
-_OF_RESPONSE = ("response", "reward", "success", "finish_reason", "response_tokens", "error")
-_LOGPROBS = (
-    *("tokens", "generator_logprobs", "trainer_logprobs"),
-    *("reference_logprobs", "teacher_logprobs"),
-)
-
 
 class MetricLog:
     """Writes metrics to `{output_dir}/logs/metrics.jsonl` and, every n steps, to a logger.
@@ -116,20 +109,21 @@ def _log_rollout_table(step: int, groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def rollout_rows(step: int, groups: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """Return the table's column names, and one row per response."""
-    responses = [response for group in groups for response in group["responses"]]
-    terms = list(dict.fromkeys(name for r in responses for name in r["reward_terms"]))
-    logprobs = [name for name in _LOGPROBS if any(r.get(name) for r in responses)]
-    columns = ["step", *_OF_GROUP, *_OF_RESPONSE, "advantage", "oldest_version", "newest_version"]
-    columns += [f"reward_terms/{name}" for name in terms] + logprobs
-    rows = []
+    """Return the table's column names, and one row per response; no column without a value."""
+    rows: list[dict[str, Any]] = []
     for group in groups:
+        shared = {name: group[name] for name in group if name not in ("responses", "advantages")}
         for response, advantage in zip(group["responses"], group["advantages"], strict=True):
-            values = [step, *map(group.get, _OF_GROUP), *map(response.get, _OF_RESPONSE), advantage]
-            values += response["versions"] or [None, None]
-            values += [response["reward_terms"].get(name) for name in terms]
-            cells = [plain(value) if isinstance(value, str) else value for value in values]
-            # As JSON text: W&B needs one type in a column, and some logprobs are null.
-            lists = (response.get(name) for name in logprobs)
-            rows.append([*cells, *("" if each is None else json.dumps(each) for each in lists)])
-    return columns, rows
+            row = {"step": step, **shared, **response}
+            oldest, newest = row.pop("versions") or (None, None)
+            terms = row.pop("reward_terms").items()
+            row |= {"advantage": advantage, "oldest_version": oldest, "newest_version": newest}
+            rows.append(row | {f"reward_terms/{name}": value for name, value in terms})
+    columns = dict.fromkeys(name for row in rows for name in row if row[name] is not None)
+    return [*columns], [[_cell(row.get(name)) for name in columns] for row in rows]
+
+
+def _cell(value: Any) -> Any:
+    # Lists as JSON text: W&B needs one type in a column, and some logprobs are null.
+    value = json.dumps(value) if isinstance(value, list | dict) else value
+    return plain(value) if isinstance(value, str) else value

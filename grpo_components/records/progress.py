@@ -8,7 +8,6 @@ import math
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -29,7 +28,6 @@ _MACHINERY = (
     "buffer {buffer}",
     "tokens/s {generated} generated, {trained} trained",
 )
-BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))  # eighths of a line, low to high
 
 
 class Progress:
@@ -42,7 +40,6 @@ class Progress:
         self._num_steps = num_steps
         self._step = 0
         self._metrics: Mapping[str, float] = {}
-        self._success: list[float] = []
         self._held_out = math.nan
         self._step_ends: deque[float] = deque(maxlen=STEPS_FOR_ETA + 1)
         self._started = self._console.get_time()
@@ -71,9 +68,6 @@ class Progress:
         self._phase = ""
         self._step, self._metrics = step, metrics
         self._held_out = metrics.get("eval/success_rate", self._held_out)
-        success = metrics.get("rollout/success_rate", math.nan)
-        if math.isfinite(success):
-            self._success.append(success)
         self._step_ends.append(self._console.get_time())
         is_due = step <= EVERY_STEP_UNTIL or step % THEN_EVERY_N_STEPS == 0
         if self._live is None and step > 0 and (is_due or step == self._num_steps):
@@ -150,11 +144,10 @@ class Progress:
                 f"elapsed {_duration(seconds)}",
                 f"ETA {fields['left']}",
             )
-            text = "reward {reward}   success {success}   held-out {held-out}   ".format(**fields)
-            curve = "" if self._console.options.ascii_only else sparkline(self._success, 30)
-            learning = Text.assemble(text, (curve, "green"), no_wrap=True, overflow="crop")
+            learning = "reward {reward}   success {success}   held-out {held-out}".format(**fields)
             machinery = "   ".join(_MACHINERY).format(**fields)
-            lines += [bar, learning, Text(machinery, style="dim", no_wrap=True, overflow="crop")]
+            lines += [bar, Text(learning, no_wrap=True, overflow="crop")]
+            lines += [Text(machinery, style="dim", no_wrap=True, overflow="crop")]
         if self._phase:
             elapsed = _duration(self._console.get_time() - self._phase_started)
             self._spinner.update(text=Text(f"{self._phase} ({elapsed})"))
@@ -171,15 +164,6 @@ def _without_terminal() -> Iterator[None]:
         if error.errno != errno.EIO:
             raise
         leave_terminal()
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw values as a line of blocks, each the mean of an equally long part of the values."""
-    columns = min(width, len(values))
-    edges = [column * len(values) // columns for column in range(columns + 1)] if columns else [0]
-    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
-    top = len(BLOCKS) - 1
-    return "".join(BLOCKS[round(min(max(mean, 0.0), 1.0) * top)] for mean in means)
 
 
 def _number(value: float | None, spec: str) -> str:

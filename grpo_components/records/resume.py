@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -120,50 +119,29 @@ def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool])
 
 def begin_run(cfg: Settings, ledger: Stateful, prompts: Stateful) -> RunStart:
     """Make or reopen the run's folder, and restore ledger and prompts."""
-    folder = real_path(cfg.output_dir)
+    folder, state, notes = real_path(cfg.output_dir), None, list[str]()
     checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)
+    if checkpoint is not None:
+        state = _load(checkpoint, ledger, prompts)
+    identity = new_identity((state or {}).get("identity", {}).get("run"))
     if checkpoint is not None and run_of(checkpoint) == folder:
-        return _resume_in_place(cfg, folder, ledger, prompts)
-    state, run, attempt, notes = None, None, 0, []
-    if checkpoint is not None:
-        state = _load(checkpoint, ledger, prompts)
-        run = state.get("identity", {}).get("run") or last_start(run_of(checkpoint)).get("run")
-    identity = new_identity(run)
-    lock, moved_to = prepare_output_folder(folder, cfg, identity)
-    if checkpoint is not None:
-        _copy_history(run_of(checkpoint), folder)
-        attempt = last_attempt(folder) + 1
-        notes.append(f"resumed from {checkpoint} (attempt {attempt})")
-    if moved_to:
-        notes.append(f"{cfg.output_dir} was in use: the earlier run is now {moved_to}")
-    driver = state or {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
-    return RunStart(attempt, checkpoint, _noted(notes, lock), folder, driver, identity, lock)
-
-
-def _resume_in_place(cfg: Settings, folder: Path, ledger: Stateful, prompts: Stateful) -> RunStart:
-    """Start another attempt in the folder of the run."""
-    with ExitStack() as held:
-        lock = lock_folder(folder)
-        held.callback(lock.release)
-        # Look again: until the lock was taken, another run could write a checkpoint.
-        checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)
-        assert checkpoint is not None, "it was there before the lock was taken"
-        state = _load(checkpoint, ledger, prompts)
-        known, saved = last_start(folder).get("run"), state.get("identity", {}).get("run")
-        if known is not None and saved not in (None, known):
-            problem = f"{shown(cfg.resume_from_checkpoint)} given, which is of run {saved}"
-            allowed = f"a checkpoint of run {known}, as in output_dir"
-            fail("resume_from_checkpoint", problem, allowed)
-        identity = new_identity(known or saved)
+        lock, attempt = lock_folder(folder), last_attempt(folder) + 1
         newest = latest(checkpoint.parent)
         point_latest(checkpoint)  # later checkpoints belong to the old attempt
-        attempt = last_attempt(folder) + 1
         reopen_output_folder(folder, cfg, attempt, identity)
-        note = f"resumed from {checkpoint} (attempt {attempt})"
         if newest is not None and (problem := damage(newest)):
-            note += f", because {newest.name} is damaged: {problem}"
-        held.pop_all()
-    return RunStart(attempt, checkpoint, _noted([note], lock), folder, state, identity, lock)
+            notes.append(f"{newest.name} is damaged: {problem}")
+    else:
+        lock, moved_to = prepare_output_folder(folder, cfg, identity)
+        if checkpoint is not None:
+            _copy_history(run_of(checkpoint), folder)
+        if moved_to:
+            notes.append(f"{cfg.output_dir} was in use: the earlier run is now {moved_to}")
+        attempt = last_attempt(folder) + 1
+    if checkpoint is not None:
+        notes.append(f"resumed from {checkpoint} (attempt {attempt})")
+    driver = state or {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
+    return RunStart(attempt, checkpoint, "; ".join(notes), folder, driver, identity, lock)
 
 
 def _load(checkpoint: Path, ledger: Stateful, prompts: Stateful) -> dict[str, Any]:
@@ -173,21 +151,15 @@ def _load(checkpoint: Path, ledger: Stateful, prompts: Stateful) -> dict[str, An
     return state
 
 
-def _noted(notes: list[str], lock: FolderLock) -> str:
-    unsafe = f"{lock.folder} has no file locks: do not start two runs in it at the same time"
-    return "; ".join(notes if lock.atomic else [*notes, unsafe])
-
-
 def roll_back(run_start: RunStart, ledger: Stateful, prompts: Stateful) -> RunStart:
     """Set ledger and prompts back to the run's last checkpoint or, without one, to its start."""
-    checkpoint, state = run_start.checkpoint, run_start.driver
     newest = run_start.output_dir / "checkpoints" / "latest"
     if newest.exists():
-        checkpoint = newest.resolve()
-        state = read_state(checkpoint / "state", "driver")
-    ledger.load_state_dict(copy.deepcopy(state["ledger"]))
-    prompts.load_state_dict(copy.deepcopy(state["prompts"]))
-    return replace(run_start, attempt=run_start.attempt + 1, checkpoint=checkpoint, driver=state)
+        state = read_state(newest / "state", "driver")
+        run_start = replace(run_start, checkpoint=newest.resolve(), driver=state)
+    ledger.load_state_dict(copy.deepcopy(run_start.driver["ledger"]))
+    prompts.load_state_dict(copy.deepcopy(run_start.driver["prompts"]))
+    return replace(run_start, attempt=run_start.attempt + 1)
 
 
 def run_of(checkpoint: Path) -> Path:
@@ -197,12 +169,8 @@ def run_of(checkpoint: Path) -> Path:
 
 def last_attempt(output_dir: Path) -> int:
     """Return the number of the last attempt in a run's receipts; -1 if there is none."""
-    return last_start(output_dir).get("attempt", -1)
-
-
-def last_start(output_dir: Path) -> dict[str, Any]:
-    """Return the start record of the last attempt in a run's receipts; empty if there is none."""
-    return [{}, *records_of(output_dir / "receipts.jsonl", b'{"event": "start"')][-1]
+    starts = records_of(output_dir / "receipts.jsonl", b'{"event": "start"')
+    return [-1, *(start["attempt"] for start in starts)][-1]
 
 
 def _copy_history(run: Path, folder: Path) -> None:

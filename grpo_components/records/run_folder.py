@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import importlib.metadata
 import itertools
 import json
+import logging
 import os
 import platform
 import secrets
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,9 +29,8 @@ CODE = "code"
 _CONFIG_HEAD = "# run: "
 """First characters of every run's config.yaml."""
 _NOBODYS = (LOCK, "lost+found", ".gitkeep", ".gitignore", ".DS_Store")
-_NAME_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
-_MAX_PATH_CHARS = 100
 _GIT_S = 10.0
+_log = logging.getLogger(__name__)
 
 
 class RunIdentity(NamedTuple):
@@ -54,15 +51,13 @@ class FolderLock:
     """A lock on a folder (flock), which the kernel releases when this process ends."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self._path = folder / LOCK
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / LOCK).open("a+", encoding="utf-8")
+            self._file = self._path.open("a+", encoding="utf-8")
         except OSError as error:
-            problem = f"{short(folder)} cannot be written to: {error.strerror}"
+            problem = f"{folder} cannot be written to: {error.strerror}"
             fail("output_dir", problem, "a writable folder")
-        self.atomic = True
-        """Whether the file system has locks."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -70,26 +65,18 @@ class FolderLock:
             holder = self._file.read() or "another process"
             self._file.close()
             allowed = "another folder, or this one after that run has ended"
-            fail("output_dir", f"{short(folder)} is in use by {holder}", allowed)
-        except OSError:
-            self.atomic = False
+            fail("output_dir", f"{folder} is in use by {holder}", allowed)
+        except OSError as error:
+            _log.warning("%s has no file locks: start no second run in it (%s)", folder, error)
         self._file.truncate(0)
         self._file.write(f"pid {os.getpid()} on {socket.gethostname()[:64]}")
         self._file.flush()
 
-    def verify(self) -> None:
-        """Raise an OSError if the folder was moved, removed or replaced during the run."""
-        if not self.holds():
-            problem = "no longer belongs to this run: it was moved, removed or replaced"
-            raise OSError(errno.ESTALE, problem, str(self.folder))
-
     def holds(self) -> bool:
         """Whether the folder still has the file that is locked."""
-        try:
-            here = os.lstat(self.folder / LOCK)
-        except FileNotFoundError:
-            return False
-        return os.path.samestat(os.fstat(self._file.fileno()), here)
+        return self._path.exists() and os.path.samestat(
+            os.fstat(self._file.fileno()), self._path.stat()
+        )
 
     def release(self) -> None:
         """Release the folder; a second call does nothing."""
@@ -114,12 +101,6 @@ def real_path(path: str | Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def short(path: Path) -> str:
-    """Return a path as text for a message; only the end of a very long path."""
-    text = str(path)
-    return text if len(text) <= _MAX_PATH_CHARS else f"...{text[3 - _MAX_PATH_CHARS :]}"
-
-
 def prepare_output_folder(
     folder: Path, cfg: Settings, identity: RunIdentity
 ) -> tuple[FolderLock, Path | None]:
@@ -128,55 +109,42 @@ def prepare_output_folder(
     Only the holder of its lock moves a folder, so that a running run keeps its folder.
     """
     moved_to = None
-    while True:
-        is_used(folder)  # first, so that no lock file is made in a foreign folder
-        with ExitStack() as held:
-            lock = lock_folder(folder)
-            held.callback(lock.release)
-            if not is_used(folder):
-                _write_config(folder, cfg, identity)
-                (folder / "logs").mkdir(exist_ok=True)
-                held.pop_all()
-                return lock, moved_to
-            moved_to = _move_aside(folder)
+    is_used(folder)  # first, so that no lock file is made in a foreign folder
+    lock = lock_folder(folder)
+    if is_used(folder):
+        moved_to = _move_aside(folder)
+        lock.release()
+        lock = lock_folder(folder)
+    _write_config(folder, cfg, identity)
+    (folder / "logs").mkdir(exist_ok=True)
+    return lock, moved_to
 
 
 def is_used(folder: Path) -> bool:
     """Whether a folder has an earlier run, to be moved aside; refuses one with anything else."""
-    allowed = "a new or empty folder, or the folder of a run"
-    try:
-        names = {each.name for each in folder.iterdir()}
-    except FileNotFoundError:  # perhaps just moved aside by another run
-        return False
-    except OSError as error:
-        fail("output_dir", f"{short(folder)} cannot be read: {error.strerror}", allowed)
+    names = {each.name for each in folder.iterdir()} if folder.is_dir() else set[str]()
     if names <= {*_NOBODYS}:
         return False
     if (config := folder / "config.yaml").is_file():
         with config.open(encoding="utf-8", errors="replace") as file:
             if file.read(len(_CONFIG_HEAD)) == _CONFIG_HEAD:
                 return True
-    problem = f"{short(folder)} is not empty and does not contain a run of this recipe"
-    fail("output_dir", problem, allowed)
+    problem = f"{folder} is not empty and does not contain a run of this recipe"
+    fail("output_dir", problem, "a new or empty folder, or the folder of a run")
 
 
-def free_names(folder: Path) -> Iterator[Path]:
-    """Yield the paths to which an earlier run may be moved, `<name>-1`, `-2`, ..., if not taken."""
-    paths = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
-    return (path for path in paths if not os.path.lexists(path))
+def free_name(folder: Path) -> Path:
+    """Return the path to which an earlier run is moved: `<name>-1`, `-2`, ..., if not taken."""
+    names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def _move_aside(folder: Path) -> Path:
-    for moved_to in free_names(folder):
-        try:
-            folder.rename(moved_to)
-        except OSError as error:
-            if error.errno in _NAME_TAKEN:  # another process took it just now
-                continue
-            problem = f"{short(folder)} contains an earlier run and cannot be moved aside"
-            fail("output_dir", f"{problem}: {error.strerror}", "another folder")
-        return moved_to
-    raise AssertionError("the names do not end")
+    try:
+        return folder.rename(free_name(folder))
+    except OSError as error:
+        problem = f"{folder} contains an earlier run and cannot be moved aside"
+        fail("output_dir", f"{problem}: {error.strerror}", "another folder")
 
 
 def reopen_output_folder(folder: Path, cfg: Settings, attempt: int, identity: RunIdentity) -> None:

@@ -43,8 +43,8 @@ class RunLog:
         log_every_n_steps: int,
         num_steps: int,
         attempt: int,
-        resume: str = "",
-        try_next: Sequence[str] = (),
+        *,
+        resumable: bool = False,
         show_phases: bool = False,
     ) -> None:
         prints = type(metric_logger).__name__ == "StdoutLogger"
@@ -57,7 +57,7 @@ class RunLog:
         self._staleness = 0.0
         self._evaluations: list[Mapping[str, float]] = []
         """The first and the last one."""
-        self._checkpoint, self._resume, self._try_next = "", resume, "\n".join(try_next)
+        self._checkpoint, self._resumable = "", resumable
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=STEPS_SHOWN)
         """Seconds, generated and trained tokens of the last steps."""
         self._num_steps = self._steps_left = num_steps
@@ -199,8 +199,7 @@ class RunLog:
             }
         rows["metrics"] = str(self._logs / "metrics.jsonl")
         if self._steps:
-            rows |= {"sample rollouts": str(self._logs / "rollouts.jsonl")}
-            rows |= {"try next": self._try_next}
+            rows["sample rollouts"] = str(self._logs / "rollouts.jsonl")
         self._progress.summary([(label, value) for label, value in rows.items() if value])
 
     def _books(self) -> str:
@@ -251,12 +250,12 @@ class RunLog:
         self._phases.end()
         if error is not None and self._steps and (books := self._books()):
             self._progress.summary([("books", books)])
-        if error is not None and self._resume and self._steps_left:
+        if error is not None and self._resumable and self._steps_left:
             checkpoint = latest(self._output_dir / "checkpoints")
             none = "none, the run ended before the first one was saved"
             self.note(f"last checkpoint: {checkpoint or none}")
             if checkpoint:
-                self.note(f"to go on from it: {self._resume}")
+                self.note("to go on from it: the same command with resume_from_checkpoint=true")
 
     def _report(self) -> None:
         from grpo_tools.diagnose.rules import worst_of

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 
 from grpo_components._plugin import config_files, recipes_folder
-from grpo_components.config.files import check_heads, check_tensor_parallel
+from grpo_components.config.files import check_splits
 from grpo_components.config.reading import merge_overrides, read_settings
 from grpo_components.errors import fail
 from grpo_components.plain_text import plain
@@ -54,10 +54,8 @@ def _check_splits(cfg: Settings) -> None:
         "num_attention_heads": sizes.num_heads,
         "num_key_value_heads": sizes.num_kv_heads,
         "intermediate_size": sizes.intermediate,
-        "vocab_size": sizes.vocabulary,
     }
-    check_heads(cfg.tensor_parallel_dim, named)
-    check_tensor_parallel(cfg.generator.tensor_parallel_size, named)
+    check_splits(cfg, named)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

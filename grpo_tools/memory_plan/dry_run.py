@@ -22,7 +22,7 @@ from grpo_components.objective.component_errors import name_of
 from grpo_components.objective.objective import Objective
 from grpo_components.offline.partial_runs import TRAJECTORIES, roles_of
 from grpo_components.records.resume import find_checkpoint, last_attempt, run_of
-from grpo_components.records.run_folder import free_names, is_used, real_path
+from grpo_components.records.run_folder import free_name, is_used, real_path
 from grpo_components.settings import Settings, teachers_of
 from grpo_components.state_files import read_state
 from grpo_tools.memory_plan.plan import plan_run
@@ -202,6 +202,6 @@ def _output(cfg: Settings) -> Iterator[str]:
         if run_of(checkpoint) == folder:
             return
     if is_used(folder):
-        yield f"the earlier run there would be moved to {next(free_names(folder))}"
+        yield f"the earlier run there would be moved to {free_name(folder)}"
     elif not Path(folder).exists():
         yield "a new folder"

@@ -10,9 +10,7 @@ from omegaconf import OmegaConf
 
 from grpo_components.config.components import (
     SHIPPED_ENVIRONMENT,
-    check_columns,
     check_components,
-    columns_taken,
 )
 from grpo_components.config.data import build_data, build_prompts
 from grpo_components.data.curriculum import MAX_PROMPTS
@@ -26,11 +24,16 @@ KEYS = ("dataset", "eval_dataset")
 BOTH = pytest.mark.parametrize("key", KEYS)
 MY_DATA = """
 class CharacterTokenizer:
+    stop_tokens = [0]
+
     def __init__(self, prompt_template=None):
         pass
 
     def encode(self, text, add_bos, add_eos):
         return [ord(character) for character in text]
+
+    def decode(self, token_ids):
+        return "".join(map(chr, token_ids))
 
 class Rows(list):
     max_prompt_length = 3
@@ -226,40 +229,6 @@ def test_a_missing_column_is_answered_with_the_key_that_names_it(data_cfg, key, 
     assert error.allowed.startswith(naming) and "prompt" in error.allowed
     OmegaConf.update(data_cfg, naming, "prompt", force_add=True)
     build_data(data_cfg)
-
-
-# ---- columns that rewards take ------------------------------------------------------------------
-
-PROMPT = {"prompt_index": 0, "prompt_ids": [1], "prompt_text": "?", "answer": "1"}
-
-
-class ByName:
-    def __call__(self, *, prompt_text, response_text, answer, finish_reason, level, hint=""):
-        return float(level)
-
-
-class AllColumns:
-    def __call__(self, *, prompt_text, response_text, answer, finish_reason, **columns):
-        return float(len(columns))
-
-
-def test_a_column_that_a_reward_takes_by_name_is_in_every_row_that_it_judges(settings_with):
-    assert columns_taken(ByName) == ["level"]
-    assert columns_taken(AllColumns) == columns_taken(len) == []
-
-    def judged_by(component, **changes):
-        rewards = {"own": {"_component_": f"{__name__}.{component}", "is_success": True}}
-        return settings_with(rewards=rewards, **changes)
-
-    both = {key: [PROMPT | {"level": 1}] * 2 for key in ("dataset", "eval_dataset")}
-    check_columns(judged_by("ByName"), both)
-    for key in both:
-        lacking = both | {key: [*both[key], PROMPT | {"kind": "x"}]}
-        assert refused_key(check_columns, judged_by("ByName"), lacking) == "rewards.own"
-        check_columns(judged_by("AllColumns"), lacking)
-    lacking = {"dataset": [PROMPT], "eval_dataset": [PROMPT | {"level": 1}]}
-    check_columns(judged_by("ByName", eval_only=True), lacking)
-    check_columns(judged_by("ByName", train_from="/a/trajectories.jsonl"), lacking)
 
 
 # ---- curriculum ---------------------------------------------------------------------------------

@@ -159,8 +159,6 @@ output_dir                   output_dir=.
 output_dir                   output_dir=${base_model_path}
 output_dir                   output_dir=${base_model_path}/config.json/run
 checkpointer._component_     checkpointer._component_=torchtune.training.FullModelMetaCheckpointer
-metric_logger.log_dir        metric_logger.log_dir=/dev/null/x
-profiler.output_dir          profiler.enabled=true profiler.output_dir=/dev/null/x
 checkpointer.checkpoint_dir  checkpointer.checkpoint_dir=/tmp
 base_model_path              base_model_path=/nowhere/tiny_policy
 checkpointer.checkpoint_files  checkpointer.checkpoint_files=[no.safetensors]
@@ -195,7 +193,6 @@ dataset.src                  dataset.src=x -> source
 lr_scheduler.step_size       lr_scheduler={_component_: torch.optim.lr_scheduler.StepLR}
 checkpointer                 checkpointer=null -> `_component_` and its arguments
 profiler.steps               profiler.enabled=true profiler.steps=3 -> active_steps
-metric_logger                ~metric_logger.log_dir metric_logger._component_=builtins.dict
 rewards.correctness.weights  rewards.correctness.weights=1 -> correctness.weight?
 rewards.correctness.answer_format  rewards.correctness.answer_format=xml -> tag
 rewards.my.limit             rewards.my._component_=own_parts.Good

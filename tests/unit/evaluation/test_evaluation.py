@@ -9,6 +9,7 @@ from lib.role import stand_in_role, waits_of
 from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.errors import RoleFailedError
 from grpo_components.evaluation.evaluation import Evaluation
+from grpo_components.evaluation.metrics import evaluation_metrics
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.schedules import as_schedule
@@ -63,11 +64,14 @@ class Run:
         )
         self.evaluation = Evaluation(
             *(cfg, range(rows), as_schedule("generator.temperature", temperature)),
-            scored=lambda step, results: results,
             pin_weights=self.ledger.pin_weights,
-            on_answers=lambda *answers: self.answers.append(answers),
-            on_result=[lambda *result: self.results.append(result)],
+            ended=self.ended,
         )
+
+    def ended(self, step, results):
+        self.answers.append((step, results))
+        self.results.append((step, evaluation_metrics(results)))
+        return self.results[-1][1]
 
     async def pull(self, generator, cause):
         assert cause.startswith("evaluation 3") and generator.swapping.locked()
@@ -96,7 +100,6 @@ def test_generators_share_the_prompts_and_answer_each_once():
     assert sorted(p for g in generators for p in g.asked) == list(range(10))
     assert metrics["eval/success_rate"] == 0.5
     assert (metrics["eval/prompts"], metrics["eval/policy_version"]) == (10, 7)
-    assert metrics["eval/step"] == 3
     assert run.results == [(3, metrics)]
     assert not any(generator.handle.swapping.locked() for generator in generators)
 

@@ -77,9 +77,7 @@ def test_recorded_tokens_unknown_to_the_model_are_refused_by_their_line(tmp_path
 def test_a_model_to_evaluate_is_a_folder_with_weights(tmp_path):
     assert refusal(eval_only=str(tmp_path)).startswith("eval_only: ")
     (tmp_path / "model.safetensors").touch()
-    for other in ("", "{", "[]", '{"model_type": "qwen2"}'):
-        (tmp_path / "config.json").write_text(other)
-        assert refusal(eval_only=str(tmp_path)).startswith("eval_only: ")
+    assert refusal(eval_only=str(tmp_path)).startswith("eval_only: ")
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
     check_partial_run(values(eval_only=str(tmp_path)))
 

@@ -29,7 +29,7 @@ from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.checkpoint_folder import latest, point_latest
 from grpo_components.records.journal import Checkpoints
-from grpo_components.records.run_folder import lock_folder, new_identity
+from grpo_components.records.run_folder import new_identity
 from grpo_components.settings import Settings
 from grpo_components.state_files import read_state
 from grpo_components.training.checkpoint import MetadataReader, TrainerState, save_hf_weights
@@ -153,11 +153,11 @@ class Run:
         self.identity = new_identity()
         self.configure(**options)
 
-    def configure(self, verify=lambda: None, **options):
+    def configure(self, **options):
         log = SimpleNamespace(
             checkpoint=lambda *saved: self.shown.append(saved), note=self.shown.append
         )
-        start = SimpleNamespace(identity=self.identity, lock=SimpleNamespace(verify=verify))
+        start = SimpleNamespace(identity=self.identity)
         cfg = {"output_dir": str(self.folder.parent), "async_checkpoint": False, "seed": 7}
         settings = Settings.model_construct(**cfg | options)
         self.checkpoints = Checkpoints(settings, self.ledger, self.prompts, log, start)
@@ -280,21 +280,6 @@ async def test_a_damaged_moment_is_refused_by_the_trainer(tmp_path, harm):
         Run(tmp_path).policy.load_state(checkpoint)
     assert refused.value.key == "resume_from_checkpoint"
     assert str(checkpoint) in refused.value.problem
-
-
-@pytest.mark.parametrize("failure", ["error", "warn"])
-async def test_nothing_is_written_to_a_folder_that_belongs_to_another_run_now(tmp_path, failure):
-    lock = lock_folder(tmp_path / "run")
-    run = await Run(tmp_path, checkpoint_failure=failure, verify=lock.verify).stepped()
-    (tmp_path / "run").rename(tmp_path / "moved")
-    others = run.folder / ".step_2.unfinished" / "model.safetensors"
-    others.parent.mkdir(parents=True)
-    others.write_text("half of it")
-    await run.step()
-    message = await run.problem(failure)
-    assert "step 2" in message and str(tmp_path / "run") in message
-    assert [path for path in run.folder.rglob("*") if path.is_file()] == [others]
-    lock.release()
 
 
 async def test_a_checkpoint_written_in_the_background_is_of_its_own_step(tmp_path):
