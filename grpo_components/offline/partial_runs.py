@@ -103,8 +103,6 @@ def _adapter_folder(folder: Path) -> Path | None:
 
 def evaluated_version(cfg: Settings) -> int:
     """Return the policy version of the weights that generators start with."""
-    from grpo_components.training.damage import UNREADABLE
-
     if not cfg.eval_only:
         return 0  # training starts at version 0, even from weights of another run
     state = Path(cfg.base_model_path if cfg.eval_only is True else cfg.eval_only) / "state"
@@ -112,7 +110,7 @@ def evaluated_version(cfg: Settings) -> int:
         return 0
     try:
         return operator.index(read_state(state, "driver")["ledger"]["policy_version"])
-    except UNREADABLE as error:
+    except Exception as error:  # a reader of bytes that it did not write raises anything
         problem = f"{state}/driver.json or .npz cannot be used: {type(error).__name__}: {error}"
         raise ConfigError("eval_only", problem, "a whole checkpoint") from error
 
