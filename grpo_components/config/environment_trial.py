@@ -1,4 +1,4 @@
-"""Tries the environment of a config, its world, tools or agents once, before anything starts."""
+"""Tries the environment of a config, its world or agents once, before anything starts."""
 
 from __future__ import annotations
 
@@ -36,19 +36,17 @@ from grpo_components.rollout.environment_thread import (
 )
 from grpo_components.rollout.multi_turn import Conversation
 from grpo_components.rollout.observation_text import encode_text
-from grpo_components.rollout.tools import ToolUse
 from grpo_components.settings import Settings
 from grpo_components.slow_calls import told_if_slow
 
 _ALLOWED = "a torchrl EnvBase with `ask`, see docs/environments.md"
-_ERRORS = "one that returns a text, and raises a ValueError for arguments it cannot use"
 _IN_TIME = "one that answers in time"
 _TRIAL_S = 30.0
 """Seconds for the trial of an environment; a twentieth of `timeouts.rollout_s` if that is more."""
 
 
 def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, Any]]) -> None:
-    """Build the environment, call each tool of its world, and send one response to one prompt."""
+    """Build the environment, and send one response to one prompt."""
     kind = environment_kind(cfg.environment)
     if kind == "agents":
         return _try_agents(cfg)
@@ -60,10 +58,10 @@ def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, A
     num_slots = min(cfg.group_size, 2)
     thread, encode = EnvironmentThread(), partial(encode_text, tokenizer)
 
-    def call(function: Any, *args: Any, called: str = name, allowed: str = _ALLOWED) -> Any:
+    def call(function: Any, *args: Any) -> Any:
         """Call a function in the environment's thread, in which `sys.exit` must be caught."""
-        with told_if_slow(f"the trial of {called.rstrip(',')}", trial_s):
-            return thread.call(limit, _guarded, key, called, allowed, function, *args)
+        with told_if_slow(f"the trial of {name}", trial_s):
+            return thread.call(limit, _guarded, key, name, function, *args)
 
     build = partial(
         build_environment,
@@ -79,9 +77,6 @@ def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, A
         env = call(build)
         if kind != "multi_turn":
             _check_kind(name, env, num_slots)
-        for tool, attempt in _tool_trials(env).items():
-            limit = TimeLimit(trial_s)
-            call(attempt, called=f"{name}, tool {tool},", allowed=_ERRORS)
         problems: list[ConfigError] = []
         for row, prompt in enumerate(prompts):
             asked = {**prompt, "seed": row}
@@ -108,14 +103,8 @@ def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, A
     thread.leave(getattr(env, "close", lambda: None))
 
 
-def _tool_trials(env: Any) -> dict[str, Any]:
-    """Return a function for each tool of an environment's world, which calls the tool once."""
-    world = getattr(env, "world", None)
-    return world.trials() if isinstance(world, ToolUse) else {}
-
-
-def _guarded(key: str, name: str, allowed: str, function: Any, *args: Any) -> Any:
-    with named_failure(key, name, (Exception, SystemExit), allowed):
+def _guarded(key: str, name: str, function: Any, *args: Any) -> Any:
+    with named_failure(key, name, (Exception, SystemExit), _ALLOWED):
         return function(*args)
 
 
