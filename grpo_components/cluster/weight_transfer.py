@@ -19,14 +19,15 @@ from grpo_components.exchange.weight_probe import LoadedWeights
 
 _GRACE_S = 30.0
 """Seconds added to the roles' own time-outs, so that a role's error, the clearer one, is first."""
+_LINKS = "links"
+"""Lane of the sender's quick calls, which do not wait for a step."""
 
 
 class WeightTransfer:
     """Makes pulls in which the weights go straight from the sender to the generators' workers."""
 
     def __init__(self, sender: Role, timeout_s: float) -> None:
-        self._sender, self._timeout_s = sender, timeout_s
-        self._limit_s = timeout_s + _GRACE_S
+        self._sender, self._limit_s = sender, timeout_s + _GRACE_S
         self._numbers = count()
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """Lock of each generator: in a replay its pulls may overlap, and it has one group."""
@@ -42,56 +43,43 @@ class WeightTransfer:
         async with self._turns[receiver.name]:
             if receiver.is_restarting:
                 return await receiver.restarted()
-            number, process = next(self._numbers), receiver.process
-            announced = (version, number, self._sender.name, self._timeout_s, *manifests)
-            receiving = receiver.submit("receive_weights", *announced)
-            whole = await self._transfer(number, receiver, receiving, buckets)
-        limit_s = self._limit_s if whole else _GRACE_S
+            process = receiver.process
+            loaded = await self._transfer(receiver, version, buckets, manifests)
         # Without the lock: if this restarts the generator, the restart pulls.
-        return await receiver.outcome(receiving, process, "load_weights", limit_s)
+        return await receiver.outcome(loaded, process, "load_weights", self._limit_s)
 
     async def _transfer(
-        self, number: int, receiver: Role, receiving: Any, buckets: Sequence[Any]
-    ) -> bool:
-        """Send the snapshot; return whether the receiver got it, or else has to be restarted."""
-        incarnation, sender = receiver.process.incarnation, self._sender
-        link, to = f"{receiver.name}.{incarnation}", (number, receiver.name)
-        sending = sender.submit("send_weights", *to, incarnation, *buckets, lane=f"send {link}")
+        self, receiver: Role, version: int, buckets: Sequence[Any], manifests: Sequence[Any]
+    ) -> Awaitable[LoadedWeights]:
+        """Send the snapshot; return what to wait for: the receiver's result, or the failure."""
+        sender, number = self._sender, next(self._numbers)
+        link = receiver.name, receiver.process.incarnation
+        group = sender.submit("transfer_group", *link, lane=_LINKS)
+        receiving = receiver.submit("receive_weights", version, number, group, *manifests)
+        awaited = receiver.submit("weights_awaited", number)
         received = _task(receiver.answer(receiving, "load_weights", self._limit_s))
-        reason = "the run went back to a checkpoint, or ended"
+        is_whole = False
         try:
-            await self._relay(to, receiver, received)
-            await sender.answer(sending, "send_weights", self._limit_s)
-            reason = ""
+            ready = receiver.answer(awaited, "weights_awaited", self._limit_s)
+            await _unless_failed(received, ready)
+            lane = f"send {receiver.name}.{receiver.process.incarnation}"
+            sending = sender.submit("send_weights", receiver.name, *buckets, lane=lane)
+            sent = sender.answer(sending, "send_weights", self._limit_s)
+            await _unless_failed(received, sent)
+            is_whole = True
         except RoleFailedError as failure:
-            reason = str(failure).splitlines()[0]
             if failure.role == sender.name and failure.kind != "raised":
                 raise
+            if not received.done():  # it waits in vain
+                return _failed(receiver.name, f"got no weights: {failure}")
         finally:
-            if reason:
-                sender.submit("abandon_send", *to, reason, lane="abandon")
-                if not receiver.is_restarting:
-                    receiver.submit("abandon_weights", number, reason)
-        return not reason
+            if not is_whole:
+                sender.submit("abandon_send", *link, lane=_LINKS)
+        return receiving
 
-    async def _relay(
-        self, to: tuple[int, str], receiver: Role, received: asyncio.Task[Any]
-    ) -> None:
-        """Make the sender's calls in the receiver, until there is no more."""
-        sender, answered, process = self._sender, False, receiver.process
-        lane = f"relay {receiver.name}.{process.incarnation}"
-        while True:
-            asked = sender.submit("next_request", *to, answered, lane=lane)
-            request = await _unless_failed(
-                received, sender.answer(asked, "next_request", self._limit_s)
-            )
-            if request is None:
-                return
-            if receiver.is_restarting or receiver.process is not process:
-                raise RoleFailedError(receiver.name, "is being restarted", "", "died")
-            made = receiver.submit("answer_request", to[0], *request)
-            await _unless_failed(received, receiver.answer(made, "answer_request", self._limit_s))
-            answered = True
+
+async def _failed(role: str, what: str) -> Any:
+    raise RoleFailedError(role, what, "", "raised")
 
 
 async def _unless_failed(received: asyncio.Task[Any], work: Awaitable[Any]) -> Any:

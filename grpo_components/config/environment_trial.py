@@ -1,4 +1,4 @@
-"""Tries the environment of a config, its world, tools or agents once, before anything starts."""
+"""Tries the environment of a config, its world or agents once, before anything starts."""
 
 from __future__ import annotations
 
@@ -28,17 +28,15 @@ from grpo_components.rewards.pool import Score
 from grpo_components.rollout.completions import Completion
 from grpo_components.rollout.multi_turn import Conversation
 from grpo_components.rollout.observation_text import encode_text
-from grpo_components.rollout.tools import ToolUse
 from grpo_components.settings import Settings
 from grpo_components.slow_calls import told_if_slow
 
 _ALLOWED = "a torchrl EnvBase with `ask`, see docs/environments.md"
-_ERRORS = "one that returns a text, and raises a ValueError for arguments it cannot use"
 _RAISES = (Exception, SystemExit)
 
 
 def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, Any]]) -> None:
-    """Build the environment, call each tool of its world, and send the answer of one prompt."""
+    """Build the environment, and send the answer of one prompt."""
     kind = environment_kind(cfg.environment)
     if kind == "agents":
         return _try_agents(cfg)
@@ -59,10 +57,6 @@ def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, A
     with told_if_slow(f"the trial of {name}"):
         with named(name, allowed=_ALLOWED):
             env = build()
-        world = getattr(env, "world", None)
-        for tool, attempt in world.trials().items() if isinstance(world, ToolUse) else ():
-            with named(f"{name}, tool {tool},", allowed=_ERRORS):
-                attempt()
         problems: list[ConfigError] = []
         for row, prompt in enumerate(prompts):
             asked = {**prompt, "seed": row}

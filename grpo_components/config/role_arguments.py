@@ -120,8 +120,7 @@ def _trainer(
     )
     sender = None
     if cfg.weights != "object_store":
-        workers, timeout_s = cfg.generator.tensor_parallel_size, cfg.timeouts.weights_s
-        sender = partial(open_sender, cfg.device, workers=workers, timeout_s=timeout_s)
+        sender = partial(open_sender, cfg.device, workers=cfg.generator.tensor_parallel_size)
     optimizer, learning_rate = split_learning_rate(cfg.optimizer)
     steps, build_lr_scheduler = cfg.num_steps, None
     if cfg.lr_scheduler:

@@ -19,7 +19,7 @@ from grpo_components.rollout.completions import Backend, Completion, Request, Re
 from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.rollout.schedule import STOP, Schedule
-from grpo_components.rollout.weight_receiver import IncomingWeights, TransferCancelledError
+from grpo_components.rollout.weight_receiver import IncomingWeights
 from grpo_components.settings import GeneratorSettings
 
 
@@ -101,14 +101,13 @@ class Engine:
         """Abort what runs, and free GPU memory until `load_weights`. Any thread may call this."""
         return self._command("sleep", "sleep", None)
 
-    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[Any]:
+    def load_weights(
+        self, version: int, weights: Mapping[str, torch.Tensor] | IncomingWeights
+    ) -> Future[Any]:
         """Swap weights between two steps, wake a sleeping engine, and read the weight probe."""
-        check_names_and_shapes(shapes_of(tensors), self._expected_shapes)
-        return self._command(f"weights {version}", "weights", (version, tensors))
-
-    def receive_weights(self, version: int, weights: IncomingWeights) -> Future[Any]:
-        """Swap the weights between two steps, while they arrive; as `load_weights` otherwise."""
-        check_names_and_shapes(weights.shapes, self._expected_shapes)
+        is_coming = isinstance(weights, IncomingWeights)
+        shapes = weights.shapes if is_coming else shapes_of(weights)
+        check_names_and_shapes(shapes, self._expected_shapes)
         return self._command(f"weights {version}", "weights", (version, weights))
 
     def close(self) -> None:
@@ -145,11 +144,8 @@ class Engine:
                         waiting.set_result(None)
                         return
                     if kind == "weights":
-                        try:
-                            self._swap_weights(*payload)
-                            self._add_probe(waiting)
-                        except TransferCancelledError as error:
-                            waiting.set_exception(error)
+                        self._swap_weights(*payload)
+                        self._add_probe(waiting)
                     elif kind == "sleep":
                         waiting.set_result(self._fall_asleep())
                     else:

@@ -6,7 +6,7 @@ import asyncio
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -90,8 +90,9 @@ class Generator:
         self.version = self._loading = BASE_VERSION
         self._rebuilt, self._rebuilding = RebuiltWeights(), asyncio.Lock()
         self._sleeps = 0
-        self._incoming: dict[int, Future[IncomingWeights]] = {}
-        """The last transfer, by its number."""
+        self._awaited: dict[int, Future[None]] = {}
+        """Whether the engine waits for the first tensor, by the number of a transfer: the last."""
+        self._receiving: Future[Any] | None = None
 
     async def reserve(self, patience_s: float) -> int:
         """Wait until whole groups have room, and keep it for the next calls of `generate_group`."""
@@ -191,51 +192,40 @@ class Generator:
         return version, snapshot_checksum(manifest for manifest, _ in buckets), probe
 
     async def receive_weights(
-        self, version: int, number: int, sender: str, timeout_s: float, *manifests: Manifest
+        self, version: int, number: int, group: dict[str, Any], *manifests: Manifest
     ) -> LoadedWeights:
         """Receive new weights through vLLM's transfer engine, between two engine steps."""
-        coming = self._transfer(number)
-        self._incoming = {number: coming}
+        awaited = self._awaited.setdefault(number, Future())
+        self._awaited = {number: awaited}
         try:
-            weights = IncomingWeights(manifests, sender, timeout_s)
-            receive = partial(self._engine.receive_weights, version, weights)
-            begun = partial(coming.set_result, weights)
-            probe = await self._swap(version, self._sleeps, receive, begun)
+            weights = IncomingWeights(manifests, group, awaited)
+            probe = await self._swap(
+                version, self._sleeps, partial(self._receive, version, weights)
+            )
         except (ValueError, RuntimeError) as error:
-            if coming.done():  # the engine may have ended before
-                coming.result().end(error)
-            else:
-                coming.set_exception(error)
+            if not awaited.done():
+                awaited.set_exception(error)
             raise
         return version, snapshot_checksum(manifests), probe
 
-    async def answer_request(self, number: int, kind: str, info: Any) -> None:
-        """Make a call of the sender in the engine; see `IncomingWeights.ask`."""
-        weights = await asyncio.wrap_future(self._transfer(number))
-        await asyncio.wrap_future(weights.ask(kind, info))
+    def _receive(self, version: int, weights: IncomingWeights) -> Future[Any]:
+        self._receiving = self._engine.load_weights(version, weights)
+        return self._receiving
 
-    async def abandon_weights(self, number: int, reason: str) -> None:
-        """End a transfer whose sender failed; see `IncomingWeights.abandon`."""
-        coming = self._incoming.get(number)
-        if coming is not None:
-            (await asyncio.wrap_future(coming)).abandon(reason)
-
-    def _transfer(self, number: int) -> Future[IncomingWeights]:
-        """Return the transfer, whichever of its calls comes first."""
-        return self._incoming.setdefault(number, Future())
+    async def weights_awaited(self, number: int) -> None:
+        """Wait until the engine waits for the first tensor of a transfer."""
+        await asyncio.wrap_future(self._awaited.setdefault(number, Future()))
 
     async def _swap(
         self,
         version: int,
         sleeps: int,
         load: Callable[[], Future[ProbeReading | None]],
-        begun: Callable[[], None] = lambda: None,
     ) -> ProbeReading | None:
         """Let the engine load weights, unless newer ones have overtaken them."""
         # No await from this check to the update of `_loading`: newer weights may arrive in one.
         self._refuse_late(version, sleeps)
         loading, self._loading = load(), version
-        begun()
         probe = await asyncio.wrap_future(loading)
         self.version = version
         await asyncio.to_thread(give_back_freed)
@@ -249,9 +239,8 @@ class Generator:
 
     def begin_attempt(self) -> None:
         """Forget reserved room, accept older weights: the run begins again at a checkpoint."""
-        for coming in self._incoming.values():
-            if coming.done() and not coming.exception():
-                coming.result().wait_ended(_END_S)
+        if self._receiving is not None and not wait([self._receiving], _END_S).done:
+            raise RuntimeError("the engine still waits for weights of the earlier attempt")
         self._loading = BASE_VERSION
         self._rebuilt.forget()
         self._budget.begin_attempt()

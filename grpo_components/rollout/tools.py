@@ -6,7 +6,6 @@ The policy reads the error messages of its calls, so a new wording would change 
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib
 import inspect
 import json
@@ -14,18 +13,17 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
+from grpo_components.errors import ConfigError
 from grpo_components.objective.component_errors import defined_at
 from grpo_components.rollout.multi_turn import Reply
 from grpo_components.rollout.observation_text import quoted
 from grpo_components.rollout.slots import Prompt
-from grpo_components.rollout.tool_schemas import tool_schemas
 
 Tool = Callable[..., str]
 """Function that takes named arguments, checked against its annotations, and returns a text. The
@@ -48,8 +46,6 @@ _TYPE_NAMES: dict[type, str] = {
     dict: "an object",
 }
 """Annotations that are checked (the types of JSON), and their names in error messages."""
-_MADE: dict[Any, Any] = {str: "1", int: 1, float: 1.0, bool: True}
-"""Arguments with which a tool is tried, by annotation."""
 _OPENING_TAG = re.compile(r"<tool_call>\s*(?=[\[{])|</?think>")
 _ANY_TAG = re.compile(r"</?tool_call>")
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -199,29 +195,12 @@ class ToolUse:
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """Descriptions of all tools, for the prompt; see `rollout/tool_schemas.py`."""
-        return tool_schemas({name: tool for name, (tool, _) in self._tools.items()})
+        """Descriptions of all tools, for the prompt, as transformers makes them of a function."""
+        return [_schema(name, tool) for name, (tool, _) in self._tools.items()]
 
     def __call__(self, prompt: Prompt, seed: int) -> Callable[[str], Reply]:
         """Begin a conversation."""
         return self._respond
-
-    def trials(self) -> dict[str, Callable[[], None]]:
-        """Return for each tool a function that calls it once, with arguments of the right types.
-
-        An error that the policy would read is none of the tool; any other is raised.
-        """
-        return {name: partial(self._try, name) for name in self._tools}
-
-    def _try(self, name: str) -> None:
-        parameters = self._tools[name][1].parameters.values()
-        given = {
-            p.name: _made(p.annotation)
-            for p in parameters
-            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        }
-        with contextlib.suppress(ValueError):
-            self._run(json.dumps({"name": name, self._arguments_key: given}))
 
     def _respond(self, text: str) -> Reply:
         calls = self._find_calls(text)
@@ -268,17 +247,23 @@ class ToolUse:
         return result
 
 
-def _made(annotation: Any) -> Any:
-    """Return a value of JSON that fits an argument's annotation; a text if any may fit."""
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return inner[0]
-    if origin in (Union, UnionType, Annotated):
-        return _made(inner[0])
-    kind = origin or annotation
-    if kind in (list, tuple, set, Sequence, Iterable, Set):
-        return [_made(inner[0])] if inner else []
-    return {} if kind in (dict, Mapping) else _MADE.get(kind, "1")
+def _schema(name: str, tool: Tool) -> dict[str, Any]:
+    from transformers.utils import chat_template_utils  # its import takes seconds
+
+    refused = (
+        chat_template_utils.DocstringParsingException,
+        chat_template_utils.TypeHintParsingException,
+    )
+    try:
+        found = chat_template_utils.get_json_schema(tool)["function"]
+    except refused as error:
+        allowed = "a function with annotations, and a docstring in Google's format"
+        raise ConfigError("environment.world", f"tools.{name}: {error}", allowed) from error
+    wanted = ("description", "parameters")
+    return {
+        "type": "function",
+        "function": {"name": name, **{key: found[key] for key in wanted}},
+    }
 
 
 def _signature(tool: Tool) -> inspect.Signature:

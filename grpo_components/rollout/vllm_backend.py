@@ -41,6 +41,7 @@ from grpo_components.rollout.vllm_weights import (
     load_into_worker,
     load_into_workers,
     never_sample_from,
+    receive_into_worker,
     swap_adapter,
 )
 from grpo_components.rollout.weight_receiver import IncomingWeights
@@ -84,6 +85,8 @@ class VLLMBackend:
             swap_adapter(self._engine, lora, adapter)
         self.max_model_len: int = self._engine.model_config.max_model_len
         self._watched: dict[str, _WatchedRequest] = {}
+        self._group: dict[str, Any] | None = None
+        """vLLM's description of the group over which a trainer sends weights."""
         self._layers: dict[str, int] | None = None
         # vLLM scales an adapter's B; it packs or quantizes some layers, and with more workers than
         # key heads it has some values twice.
@@ -160,17 +163,20 @@ class VLLMBackend:
 
     def load(self, version: int, weights: Mapping[str, torch.Tensor] | IncomingWeights) -> None:
         """Replace the weights or the adapter, and wake up."""
-        executor = cast(Any, self._core.model_executor)
         with self._sleep.woken():
             if self._lora is not None:
                 assert not isinstance(weights, IncomingWeights), "preflight refuses it"
                 swap_adapter(self._engine, self._lora, weights)
             elif isinstance(weights, IncomingWeights):
-                weights.receive(executor.collective_rpc)
+                group = None if weights.group == self._group else weights.group
+                weights.awaited.set_result(None)
+                receive = cast(Any, receive_into_worker)
+                self._engine.collective_rpc(receive, args=(group, weights.entries))
+                self._group = weights.group
             elif self._workers is None:
                 self._engine.collective_rpc(cast(Any, load_into_worker), args=(weights,))
             else:
-                load_into_workers(executor, weights)
+                load_into_workers(cast(Any, self._core.model_executor), weights)
         self._label(version)
         self._layers = self._hash() if self._keeps_values else None
         if not self._recompute_kv:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -32,8 +32,9 @@ from grpo_components.exchange.shared_weights import (
     open_shared,
     split,
 )
-from grpo_components.exchange.weights import hash_share
+from grpo_components.exchange.weights import TensorEntry, hash_share
 from grpo_components.models.lora import ADAPTER_FILE, peft_config, reserved_rank
+from grpo_components.rollout.weight_receiver import CheckedModel
 from grpo_components.settings import LoraSettings
 
 _PART_BYTES = 256 * 2**20
@@ -63,11 +64,44 @@ def never_sample_from(worker: Any, num_ids: int | None) -> None:
 
 def load_into_worker(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Replace the weights of the one worker of an engine, which runs in this process."""
-    parameters = _begin(worker)
-    loaded = _load_part(worker, tensors)
+    missing = _begin(worker)
+    missing -= _load_part(worker, tensors)
     _finish(worker)
-    if missing := sorted(parameters - loaded):
-        raise RuntimeError(f"vLLM did not load the parameters {', '.join(missing):.200}")
+    _refuse_missing(missing)
+
+
+def receive_into_worker(
+    worker: Any, group: dict[str, Any] | None, entries: Mapping[str, TensorEntry]
+) -> None:
+    """Replace the weights of a worker by those that a trainer sends.
+
+    The worker joins the trainer's group before, if that is given; and leaves the former one.
+    """
+    if group is not None:
+        worker.shutdown_weight_transfer_engine()
+        worker.init_weight_transfer_engine(group)
+    missing = _begin(worker)
+    engine = worker.weight_transfer_engine
+    checked = CheckedModel(engine.model, entries)
+    engine.set_weight_update_target(checked, engine.model_config)
+    with set_current_vllm_config(worker.vllm_config):
+        engine.update_weights(
+            {
+                "names": list(entries),
+                "dtype_names": [entry.dtype for entry in entries.values()],
+                "shapes": [list(entry.shape) for entry in entries.values()],
+            }
+        )
+    engine.reset_weight_update_target()
+    missing -= checked.loaded()
+    _finish(worker)
+    _refuse_missing(missing)
+
+
+def _refuse_missing(missing: set[str], worker: str = "vLLM") -> None:
+    if missing:
+        names = ", ".join(sorted(missing))
+        raise RuntimeError(f"{worker} did not load the parameters {names:.200}")
 
 
 def load_into_workers(executor: Any, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -100,9 +134,7 @@ def load_into_workers(executor: Any, tensors: Mapping[str, torch.Tensor]) -> Non
             memory.close()
     call(_finish).result()
     for number, left in enumerate(missing):
-        if left:
-            names = ", ".join(sorted(left))
-            raise RuntimeError(f"vLLM's worker {number} did not load the parameters {names:.200}")
+        _refuse_missing(left, f"vLLM's worker {number}")
 
 
 def hash_parameters(worker: Any) -> dict[str, tuple[int, int]]:
@@ -112,10 +144,17 @@ def hash_parameters(worker: Any) -> dict[str, tuple[int, int]]:
 
 
 def _begin(worker: Any) -> set[str]:
-    """Prepare a worker for new weights; return the names of its parameters."""
+    """Begin a reload by vLLM, with what it forgets; return the names of the parameters."""
     with _loading(worker) as model:
         parameters = {name for name, _ in model.named_parameters()}
-    begin_reload(worker, partial(initialize_layerwise_reload, model))
+        if worker.device.type == "cpu":
+            for module in model.modules():  # else vLLM packs experts only at the first load
+                method: Any = getattr(module, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None:
+                    method.moe_kernel = None
+        initialize_layerwise_reload(model)
+        for module in _written_directly(model):
+            materialize_layer(module, get_layerwise_info(module))
     return parameters
 
 
@@ -131,33 +170,13 @@ def _load_part(worker: Any, tensors: Mapping[str, torch.Tensor] | SharedTensors)
 
 
 def _finish(worker: Any) -> None:
-    """Put the loaded weights into use."""
-    with _loading(worker) as model:
-        config = worker.model_runner.model_config
-    finish_reload(worker, partial(finalize_layerwise_reload, model, config))
-
-
-def begin_reload(worker: Any, initialize: Callable[[], None]) -> None:
-    """Begin a reload by vLLM, with what it forgets."""
-    with _loading(worker) as model:
-        if worker.device.type == "cpu":
-            for module in model.modules():  # else vLLM packs experts only at the first load
-                method: Any = getattr(module, "quant_method", None)
-                if getattr(method, "moe_kernel", None) is not None:
-                    method.moe_kernel = None
-        initialize()
-        for module in _written_directly(model):
-            materialize_layer(module, get_layerwise_info(module))
-
-
-def finish_reload(worker: Any, finalize: Callable[[], None]) -> None:
-    """End a reload by vLLM, with what it forgets."""
+    """End a reload by vLLM, with what it forgets, and put the loaded weights into use."""
     with _loading(worker) as model:
         for module in _written_directly(model):
             _layerwise_process(module, get_layerwise_info(module))
         if missed := _missed(model):
             raise RuntimeError(f"vLLM's reload does not see the parameters {missed:.200}")
-        finalize()
+        finalize_layerwise_reload(model, worker.model_runner.model_config)
         _repack_tied_head(model)
 
 

@@ -6,7 +6,6 @@ DCP is `torch.distributed.checkpoint`; its state can be loaded by another number
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 import warnings
 from collections import Counter
@@ -22,7 +21,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -52,21 +50,6 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _WHOLE = StateDictOptions()
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 """Without frozen weights, which the base model's folder has."""
-_METADATA_CLASSES = {
-    "pathlib": {"PosixPath", "Path", "PurePosixPath"},
-    "torch": {"Size", *(n for n, v in vars(torch).items() if isinstance(v, torch.dtype))},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        *("ChunkStorageMetadata", "Metadata", "MetadataIndex"),
-        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-    },
-    "torch.serialization": {"_get_layout"},
-}
-"""Allowlist: module -> names of its classes that DCP's metadata file may hold.
-
-Not BytesStorageMetadata: torch would unpickle such an entry without any check."""
-
-
 _ANOTHER = "another checkpoint of the run"
 
 
@@ -145,7 +128,7 @@ class TrainerState:
         from the saved run's, the saved rates, also the scheduler's, are scaled by their ratio.
         """
         plain = read_state(folder / "state", "trainer")
-        reader = MetadataReader(folder / "state" / "trainer")
+        reader = FileSystemReader(folder / "state" / "trainer")
         saved = reader.read_metadata().state_dict_metadata
         tensors = _named("model", get_model_state_dict(self._model, options=_TRAINED))
         moments: dict[str, Any] = {}
@@ -201,26 +184,6 @@ class TrainerState:
         if self._device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self._device)
         return states
-
-
-class MetadataReader(FileSystemReader):
-    """Reads the metadata of a DCP checkpoint with an unpickler that allows listed classes only.
-
-    The tensors need no such guard: torch reads them with `weights_only=True`.
-    """
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the names and shapes of the tensors, and where each part of them is stored."""
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _METADATA_CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"a checkpoint's .metadata must not hold {module}.{name}")
-        return super().find_class(module, name)
 
 
 def save_adapter(

@@ -121,8 +121,9 @@ class Trainer:
         if self._profiler is not None:
             self._profiler.start()
         if options.open_sender is not None and rank == 0:  # its methods run beside the training
-            calls = options.open_sender(host=rendezvous.host).calls
-            self.send_weights, self.next_request, self.abandon_send = calls
+            sender = options.open_sender(host=rendezvous.host)
+            self.transfer_group, self.send_weights = sender.transfer_group, sender.send_weights
+            self.abandon_send = sender.abandon_send
 
     def train_step(
         self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,18 +22,15 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from grpo_components.exchange.weights import Manifest, TensorEntry
 from grpo_components.rendezvous import open_rendezvous
-from grpo_components.training.relayed_client import RelayedClient, Request
 
 
 class SnapshotSource(WeightSource):
     """The tensors of a snapshot in CPU memory, copied to the device one by one as they are sent."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, buckets: Sequence[tuple[Manifest, NDArray[np.uint8]]]
+    ) -> None:
         self._device = device
-        self._tensors: list[tuple[TensorEntry, Tensor]] = []
-
-    def fill(self, buckets: Sequence[tuple[Manifest, NDArray[np.uint8]]]) -> None:
-        """Take the buckets of a snapshot; of none, to keep no memory."""
         self._tensors = [
             (entry, _view(entry, bucket)) for manifest, bucket in buckets for entry in manifest
         ]
@@ -50,20 +47,29 @@ class SnapshotSource(WeightSource):
             yield entry.name, tensor.to(self._device)
 
 
+class _NobodyToAsk:
+    """Has the methods of vLLM's `VLLMWeightSyncClient`; the receiver knows what it has to do."""
+
+    def init_weight_transfer_engine(self, init_info: Any) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def update_weights(self, update_info: Any) -> None: ...
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
 @dataclass
 class _Link:
     """Connection to one process of a receiver."""
 
     incarnation: int
-    source: SnapshotSource
-    number: int = -1
-    """Number of the last transfer."""
+    group: NCCLTrainerInitInfo
     engine: TrainerWeightTransferEngine[Any] | None = None
+    closed: bool = False
     closing: threading.Lock = field(default_factory=threading.Lock)
 
     def close(self) -> None:
         """Leave the group, which also ends a send that waits for a receiver."""
         with self.closing:
+            self.closed = True
             if self.engine is not None:
                 self.engine.shutdown()
 
@@ -71,93 +77,59 @@ class _Link:
 class WeightSender:
     """Sends snapshots to receivers, each over a group of its own, side by side."""
 
-    def __init__(
-        self,
-        device: str,
-        *,
-        workers: int,
-        host: str,
-        timeout_s: float,
-        buffer_bytes: int,
-    ) -> None:
+    def __init__(self, device: str, *, workers: int, host: str, buffer_bytes: int) -> None:
         self._device, self._workers = torch.device(device), workers
-        self._host, self._timeout_s, self._buffer_bytes = host, timeout_s, buffer_bytes
+        self._host, self._buffer_bytes = host, buffer_bytes
         self._links: dict[str, _Link] = {}
-        self._clients: dict[int, RelayedClient] = {}
-        """Client of each transfer that is not over, or was given up, by the transfer's number."""
         self._lock = threading.Lock()
 
-    @property
-    def calls(self) -> tuple[Callable[..., Any], ...]:
-        """What a role offers the driver: `send_weights`, `next_request` and `abandon_send`."""
-        return self.send_weights, self.next_request, self.abandon_send
+    def transfer_group(self, receiver: str, incarnation: int) -> dict[str, Any]:
+        """Return how a receiver's process joins the group that it shares with this one."""
+        with self._lock:
+            link = old = self._links.get(receiver)
+            if old is None or old.closed or old.incarnation != incarnation:
+                link = self._links[receiver] = _Link(incarnation, self._new_group())
+        assert link is not None
+        if old is not None and old is not link:
+            old.close()
+        group = link.group
+        return {
+            "master_address": group.master_address,
+            "master_port": group.master_port,
+            "world_size": group.world_size,
+            "rank_offset": 1,
+            "packed": group.packed,
+            "packed_buffer_size_bytes": group.packed_buffer_size_bytes,
+            "packed_num_buffers": group.packed_num_buffers,
+        }
 
-    def send_weights(
-        self,
-        number: int,
-        receiver: str,
-        incarnation: int,
-        *buckets: tuple[Manifest, NDArray[np.uint8]],
-    ) -> None:
+    def send_weights(self, receiver: str, *buckets: tuple[Manifest, NDArray[np.uint8]]) -> None:
         """Send a snapshot to one receiver, which takes it at the same time."""
-        client, link = self._client(number, receiver), self._link(receiver, incarnation)
-        if client.abandoned:
-            raise ConnectionError(client.abandoned)
-        link.number = number
+        link = self._links[receiver]
+        source = SnapshotSource(self._device, buckets)
         try:
-            link.source.fill(buckets)
-            if link.engine is None:
+            if link.engine is None and not link.closed:
                 link.engine = WeightTransferTrainerFactory.trainer_init(
-                    self._init_info(), client=client, source=link.source
+                    link.group, client=_NobodyToAsk(), source=source
                 )
-            link.engine.client = client
+            if link.closed or link.engine is None:
+                raise ConnectionError(f"the sending of weights to {receiver} was given up")
+            link.engine.source = source
             link.engine.send_weights()
         except BaseException:
-            self._drop(receiver, link)
+            link.close()
             raise
         finally:
-            link.source.fill([])
-            client.end()
+            if link.engine is not None:
+                link.engine.source = None  # else it would keep the snapshot
 
-    def next_request(self, number: int, receiver: str, answered: bool) -> Request | None:
-        """Wait for the next call to relay to the receiver; see `RelayedClient.next_request`."""
-        client = self._client(number, receiver)
-        request = client.next_request(answered=answered)
-        if request is None and not client.abandoned:
-            with self._lock:
-                del self._clients[number]
-        return request
-
-    def abandon_send(self, number: int, receiver: str, reason: str) -> None:
+    def abandon_send(self, receiver: str, incarnation: int) -> None:
         """End a transfer whose receiver failed, and leave the group."""
-        self._client(number, receiver).abandon(reason)
-        with self._lock:
-            link = self._links.get(receiver)
-        if link is not None and link.number <= number:  # else a later transfer has it
-            self._drop(receiver, link)
+        link = self._links[receiver]
+        if link.incarnation == incarnation:
+            link.close()
 
-    def _client(self, number: int, receiver: str) -> RelayedClient:
-        with self._lock:
-            return self._clients.setdefault(number, RelayedClient(receiver, self._timeout_s))
-
-    def _link(self, receiver: str, incarnation: int) -> _Link:
-        with self._lock:
-            old = self._links.get(receiver)
-            if old is not None and old.incarnation == incarnation:
-                return old
-            link = _Link(incarnation, SnapshotSource(self._device))
-            self._links[receiver] = link
-        if old is not None:
-            old.close()
-        return link
-
-    def _drop(self, receiver: str, link: _Link) -> None:
-        with self._lock:
-            if self._links.get(receiver) is link:
-                del self._links[receiver]
-        link.close()
-
-    def _init_info(self) -> NCCLTrainerInitInfo:
+    def _new_group(self) -> NCCLTrainerInitInfo:
         rendezvous = open_rendezvous(self._host)
         assert rendezvous.listener is not None
         os.close(rendezvous.listener)  # vLLM opens the port itself

@@ -22,7 +22,7 @@ _KINDS = {
     "working": (),
     "weights, checkpoints": (
         *("loading weights", "gather_weights", "export_weights", "load_weights", "send_weights"),
-        *("next_request", "hold_state", "write_state", "load_state", "read_state"),
+        *("transfer_group", "hold_state", "write_state", "load_state", "read_state"),
     ),
     **{"starting": (STARTING,), "no reward": (NO_REWARD,), "no group": (NO_GROUP,)},
     **{"idle": (IDLE, _BETWEEN_STEPS), "no batch": (_NO_BATCH,)},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -102,26 +101,17 @@ class StandInEngine:
         self.loaded.append("asleep")
         return _done(self.left)
 
-    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[Any]:
-        check_names_and_shapes(shapes_of(tensors), self.shapes)
-        self.loaded.append((version, tensors))
-        return _done(self.probe)
-
-    def receive_weights(self, version: int, weights: IncomingWeights) -> Future[Any]:
-        """See `Engine.receive_weights`; the calls of the transfer do nothing."""
-        check_names_and_shapes(weights.shapes, self.shapes)
+    def load_weights(
+        self, version: int, weights: Mapping[str, torch.Tensor] | IncomingWeights
+    ) -> Future[Any]:
+        """See `Engine.load_weights`; the first of arriving weights are awaited at once."""
+        is_coming = not isinstance(weights, Mapping)
+        shapes = weights.shapes if is_coming else shapes_of(weights)
+        check_names_and_shapes(shapes, self.shapes)
+        if is_coming:
+            weights.awaited.set_result(None)
         self.loaded.append((version, weights))
-        received: Future[Any] = Future()
-
-        def receive() -> None:
-            try:
-                weights.receive(lambda *_, **__: None)
-                received.set_result(None)
-            except RuntimeError as error:
-                received.set_exception(error)
-
-        threading.Thread(target=receive).start()
-        return received
+        return _done(None if is_coming else self.probe)
 
     def close(self) -> None: ...
 

@@ -131,10 +131,7 @@ class Rates:
 """
 
 WORLDS = """
-from typing import Literal
-
 from grpo_components.rollout.multi_turn import Reply
-from grpo_components.rollout.tools import ToolUse
 
 def right(prompt, seed):
     return lambda text: Reply("again", done=text == prompt["level"])
@@ -147,25 +144,6 @@ def asks_for_a_column(prompt, seed):
 
 def make_asking():
     return asks_for_a_column
-
-def fine(text: str, number: int, kind: Literal["a", "b"], names: list[str], more: dict | None):
-    assert (text, number, kind, names, more) == ("1", 1, "a", ["1"], {})
-    return "fine"
-
-def picky(day):
-    raise ValueError("no such day")
-
-def broken(word: str) -> str:
-    return {}[word]  # raises in a tool
-
-def silent(word: str = "x"):
-    return None
-
-def leaving():
-    raise SystemExit(0)
-
-def tools(names):
-    return ToolUse({name: globals()[name] for name in names})
 """
 
 AGENTS = """
@@ -371,7 +349,7 @@ def test_what_looks_wrong_is_a_warning_with_the_component_and_nothing_of_ours_do
     assert tried(*doubtful, "max_staleness=0", "pull_every_m_rollouts=1").doubts == ()
 
 
-# ---- worlds and their tools ---------------------------------------------------------------------
+# ---- worlds --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -393,32 +371,18 @@ def attempt(settings_with, own):
     return attempt
 
 
-def test_a_world_that_answers_and_tools_that_refuse_their_arguments_pass(attempt):
+def test_a_world_that_answers_passes(attempt):
     attempt("make_right")
-    attempt("tools", names=["fine", "picky"])
 
 
-@pytest.mark.parametrize(
-    ("maker", "tool", "mark"),
-    [
-        ("make_asking", None, "# raises"),
-        ("tools", "broken", "# raises in a tool"),
-        ("tools", "silent", None),
-        ("tools", "leaving", "raise SystemExit(0)"),
-    ],
-)
-def test_a_world_or_tool_that_would_fail_samples_is_refused_with_its_line(
-    attempt, own, maker, tool, mark
-):
-    names = {"names": ["fine", tool]} if tool else {}
-    error = refusal_of(attempt, maker, **names)
-    assert error.key == "environment.world" and (tool or maker) in error.problem
-    if mark:
-        file = own / "my_worlds.py"
-        line = next(n for n, text in enumerate(WORLDS.splitlines(), 1) if mark in text)
-        assert f"({file}:{line})" in error.problem
-        first = next(s for s in error.user_traceback.splitlines() if s.startswith("  File "))
-        assert first.startswith(f'  File "{file}", line {line}, in ')
+def test_a_world_that_would_fail_samples_is_refused_with_its_line(attempt, own):
+    error = refusal_of(attempt, "make_asking")
+    assert error.key == "environment.world" and "make_asking" in error.problem
+    file = own / "my_worlds.py"
+    line = next(n for n, text in enumerate(WORLDS.splitlines(), 1) if "# raises" in text)
+    assert f"({file}:{line})" in error.problem
+    first = next(s for s in error.user_traceback.splitlines() if s.startswith("  File "))
+    assert first.startswith(f'  File "{file}", line {line}, in ')
 
 
 # ---- agents -------------------------------------------------------------------------------------

@@ -52,12 +52,11 @@ def test_a_generator_gets_a_gpu_for_each_tensor_parallel_worker(
 def test_the_engine_receives_and_the_first_rank_sends_the_same_way(settings_with, arguments):
     workers = {"generator__tensor_parallel_size": 2, "generator__enforce_eager": True}
     for way in ("object_store", "nccl"):
-        given = {"device": "cuda", "weights": way, "timeouts": {"weights_s": 7.0}, **workers}
-        roles = arguments(settings_with(**given))
+        roles = arguments(settings_with(device="cuda", weights=way, **workers))
         opens = roles.trainer["options"].open_sender
         assert roles.generator["engine"].weight_transfer == (None if way == "object_store" else way)
         assert (opens is None) == (way == "object_store")
-    assert opens.args == ("cuda",) and opens.keywords == {"workers": 2, "timeout_s": 7.0}
+    assert opens.args == ("cuda",) and opens.keywords == {"workers": 2}
 
 
 def test_adapters_are_the_engines_too(settings_with, arguments):

@@ -18,6 +18,7 @@ from lib.trajectories import response
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -32,7 +33,7 @@ from grpo_components.records.journal import Checkpoints
 from grpo_components.records.run_folder import new_identity
 from grpo_components.settings import Settings
 from grpo_components.state_files import read_state
-from grpo_components.training.checkpoint import MetadataReader, TrainerState, save_hf_weights
+from grpo_components.training.checkpoint import TrainerState, save_hf_weights
 from grpo_components.training.damage import damage
 from grpo_components.trajectory import pack, summarize
 
@@ -258,19 +259,20 @@ async def test_all_parts_are_of_one_step_latest_points_at_it_and_the_umask_is_ke
     assert run.names == ["latest", "step_1"]
 
 
-@pytest.mark.parametrize("harm", ["not finite", "garbled"])
-async def test_a_damaged_moment_is_refused_by_the_trainer(tmp_path, harm):
-    """The driver reads the weights only."""
+@pytest.mark.parametrize("harm", ["weight", "moment", "garbled"])
+async def test_damaged_values_are_refused_by_the_trainer(tmp_path, harm):
+    """The driver reads sizes only."""
     run = Run(tmp_path)
     await run.step()
     (moments,) = run.policy.optimizer.state.values()
-    if harm == "not finite":
-        moments["momentum_buffer"].to_local().fill_(torch.nan)
+    if harm != "garbled":
+        damaged = moments["momentum_buffer"] if harm == "moment" else run.policy.model.weight.data
+        damaged.to_local().fill_(torch.nan)
     await run.save()
     checkpoint = run.folder / "step_1"
     if harm == "garbled":
         trainer = checkpoint / "state" / "trainer"
-        stored = MetadataReader(trainer).read_metadata().storage_data
+        stored = FileSystemReader(trainer).read_metadata().storage_data
         (part,) = (p for index, p in stored.items() if "momentum" in index.fqn)
         with (trainer / part.relative_path).open("r+b") as file:
             file.seek(part.offset)

@@ -433,61 +433,53 @@ def test_a_load_that_a_rolled_back_attempt_began_does_not_wake_the_engine(
 def test_weights_that_arrive_through_an_engine_are_acknowledged_as_those_of_the_object_store(
     generator, engine
 ):
-    """The driver's calls come in any order; what fails the weights fails all of them."""
+    """The driver's calls come in any order; what fails the weights fails both."""
     manifests = [bucket_of(name)[0] for name in ("query", "value")]
 
-    async def transfer(version, number, *manifests):
-        kinds = ("start", "update", "finish")
-        receiving = generator.receive_weights(version, number, "trainer_0", 9.0, *manifests)
-        answers = [generator.answer_request(number, kind, None) for kind in kinds]
-        return await asyncio.gather(answers[0], receiving, *answers[1:], return_exceptions=True)
+    async def transfer(version, number, *manifests, awaited_first=True):
+        receive = partial(generator.receive_weights, version, number, {}, *manifests)
+        calls = [partial(generator.weights_awaited, number), receive]
+        order = calls if awaited_first else calls[::-1]
+        tasks = {call: asyncio.ensure_future(call()) for call in order}
+        return await asyncio.gather(*(tasks[call] for call in calls), return_exceptions=True)
 
-    _, acknowledged, *_ = asyncio.run(transfer(5, 0, *manifests))
-    assert acknowledged[:2] == (5, snapshot_checksum(manifests)) and generator.version == 5
+    for number, first in enumerate((True, False)):
+        answers = asyncio.run(transfer(5, number, *manifests, awaited_first=first))
+        assert answers[0] is None and answers[1][:2] == (5, snapshot_checksum(manifests))
+    assert generator.version == 5
     for wrong, facts in [
         ((manifests[0],), "missing tensor value"),
         (manifests * 2, "query appears"),
     ]:
-        failures = asyncio.run(transfer(6, 1 + len(wrong), *wrong))
+        failures = asyncio.run(transfer(6, 2 + len(wrong), *wrong))
         assert all(re.search(facts, str(failure)) for failure in failures)
-    engine.receive_weights = lambda *_: dead
+    engine.load_weights = lambda *_: dead
     dead = Future()
     dead.set_exception(RuntimeError("the vLLM engine stopped"))
     failures = asyncio.run(transfer(5, 10, *manifests))
     assert all("engine stopped" in str(failure) for failure in failures)
     failures = asyncio.run(transfer(4, 11, *manifests))
     assert all(re.search(r"\b4\b.*\b5\b", str(failure)) for failure in failures)
-    assert generator.version == 5 and len(engine.loaded) == 1
+    assert generator.version == 5 and len(engine.loaded) == 2
 
 
-def test_an_abandoned_transfer_ends_before_the_next_attempt_or_the_generator_is_restarted(
+def test_a_transfer_ends_before_the_next_attempt_or_the_generator_is_restarted(
     generator, engine, module, monkeypatch
 ):
     manifests = [bucket_of(name)[0] for name in ("query", "value")]
-
-    async def abandon():
-        receiving = generator.receive_weights(5, 0, "trainer_0", 9.0, *manifests)
-        await asyncio.gather(
-            receiving, generator.abandon_weights(0, "trainer_0 died"), return_exceptions=True
-        )
-
-    asyncio.run(abandon())
+    asyncio.run(generator.receive_weights(5, 0, {}, *manifests))
     generator.begin_attempt()
-    assert generator.version == 0
     monkeypatch.setattr(module, "_END_S", 0.05)
     stuck = Future()
-    engine.receive_weights = lambda version, weights: stuck
+    engine.load_weights = lambda version, weights: stuck
 
     async def hang():
-        receiving = asyncio.ensure_future(
-            generator.receive_weights(6, 1, "trainer_0", 9.0, *manifests)
-        )
+        receiving = asyncio.ensure_future(generator.receive_weights(6, 1, {}, *manifests))
         await asyncio.sleep(0)
-        await generator.abandon_weights(1, "trainer_0 died")
         receiving.cancel()
 
     asyncio.run(hang())
-    with pytest.raises(RuntimeError, match="still waits for weights of trainer_0"):
+    with pytest.raises(RuntimeError, match="still waits for weights"):
         generator.begin_attempt()
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lib.config_errors import refused_key
 
 from grpo_components.rollout import tools
 from grpo_components.rollout.observation_text import unquoted
@@ -282,3 +283,48 @@ def test_the_result_of_a_program_says_how_it_failed(status, stdout, stderr, time
 def test_a_wrong_setting_is_refused_with_its_key(key, value):
     with pytest.raises(ValueError, match=rf"^{key}: .* given; allowed: "):
         shipped_tools(**{key: value})
+
+
+# ---- schemas ------------------------------------------------------------------------------------
+
+
+def search(query: str, limit: int = 3, exact: bool = False) -> str:
+    """Find pages.
+
+    Args:
+        query: words to look for.
+        limit: most pages to return.
+        exact: whether the order of the words counts.
+    """
+    return f"{query}{limit}{exact}"
+
+
+def test_a_tool_is_described_by_its_docstring_and_annotations_in_the_form_of_chat_templates():
+    (schema,) = ToolUse({"find": search}).tool_schemas
+    assert schema["type"] == "function" and next(iter(schema["function"])) == "name"
+    function = schema["function"]
+    assert (function["name"], function["description"]) == ("find", "Find pages.")
+    parameters = function["parameters"]
+    assert parameters["required"] == ["query"]
+    assert parameters["properties"]["query"] == {
+        "type": "string",
+        "description": "words to look for.",
+    }
+    kinds = {name: each["type"] for name, each in parameters["properties"].items()}
+    assert kinds == {"query": "string", "limit": "integer", "exact": "boolean"}
+
+
+def test_a_tool_without_a_docstring_cannot_be_described():
+    def bare(text: str) -> str:
+        return text
+
+    assert refused_key(lambda: ToolUse({"bare": bare}).tool_schemas) == "environment.world"
+
+
+@pytest.mark.parametrize("tool", [calculator, python_tool(lambda program: program)])
+def test_our_tools_are_described_whole(tool):
+    (schema,) = ToolUse({"mine": tool}).tool_schemas
+    function = schema["function"]
+    assert function["name"] == "mine" and function["description"]
+    ((_, argument),) = function["parameters"]["properties"].items()
+    assert argument["type"] == "string" and argument["description"]

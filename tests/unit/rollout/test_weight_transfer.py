@@ -1,7 +1,6 @@
 """Real weights through vLLM's engines of `nccl`, on a CPU: exact, checked, never half in use."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,7 @@ from lib.nccl_on_cpu import nccl_on_cpu
 from lib.real_engine import assert_same, done, submit, under_way, weights
 
 from grpo_components.exchange.weights import pack_bucket
-from grpo_components.training import open_sender, relayed_client
+from grpo_components.training import open_sender
 
 LIMIT_S = 60
 
@@ -22,43 +21,31 @@ def snapshot(path, ranks=2):
     return [pack_bucket(tensors[rank::ranks]) for rank in range(ranks)]
 
 
-class Relay:
-    """Stands for the driver: makes the sender's calls in the receiver, both in this process."""
+class Way:
+    """Stands for the driver: lets the sender send and the receiver receive, in this process."""
 
-    def __init__(self, workers=1, timeout_s=20.0):
-        self.sender = open_sender.open_sender(
-            "cpu", workers=workers, timeout_s=timeout_s, host="127.0.0.1"
-        )
-        self.timeout_s, self.number, self.kinds = timeout_s, 0, []
+    def __init__(self, workers=1):
+        self.sender = open_sender.open_sender("cpu", workers=workers, host="127.0.0.1")
+        self.groups = set()
         self.pool = ThreadPoolExecutor(4)
-
-    def send(self, incarnation, buckets):
-        self.number += 1
-        return self.pool.submit(
-            self.sender.send_weights, self.number, "generator_0", incarnation, *buckets
-        )
 
     def push(self, engine, version, buckets, announced=None, incarnation=0):
         """Send a snapshot; `announced` replaces the manifests that the receiver gets."""
         from grpo_components.rollout.weight_receiver import IncomingWeights
 
         manifests = announced or [manifest for manifest, _ in buckets]
-        incoming = IncomingWeights(manifests, "trainer_0", self.timeout_s)
-        received = engine.receive_weights(version, incoming)
-        sent, number, answered = self.send(incarnation, buckets), self.number, False
+        group, awaited = self.sender.transfer_group("generator_0", incarnation), Future()
+        self.groups.add(group["master_port"])
+        received = engine.load_weights(version, IncomingWeights(manifests, group, awaited))
+        awaited.result(timeout=LIMIT_S)
+        sent = self.pool.submit(self.sender.send_weights, "generator_0", *buckets)
         try:
-            while request := self.sender.next_request(number, "generator_0", answered):
-                self.kinds.append(request[0])
-                incoming.ask(*request).result(timeout=LIMIT_S)
-                answered = True
-            sent.result(timeout=LIMIT_S)
-        except Exception as error:
-            self.sender.abandon_send(number, "generator_0", repr(error))
-            incoming.abandon(repr(error))
+            return received.result(timeout=LIMIT_S)
+        except Exception:
+            self.sender.abandon_send("generator_0", incarnation)
             raise
         finally:
-            received.exception(timeout=LIMIT_S)
-        return received.result()
+            sent.exception(timeout=LIMIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +57,12 @@ def on_cpu(build_engine):
 
 
 @pytest.fixture
-def relay(on_cpu, monkeypatch):
+def open_way(on_cpu, monkeypatch):
     monkeypatch.setattr(open_sender, "BUFFER_BYTES", 2**14)  # more than two buffers full
     made = []
 
     def make(**options):
-        made.append(Relay(**options))
+        made.append(Way(**options))
         return made[-1]
 
     yield make
@@ -86,16 +73,16 @@ def relay(on_cpu, monkeypatch):
 @pytest.mark.filterwarnings("ignore:Tensor .* exceeds buffer_size_bytes")
 @pytest.mark.parametrize("kind", ["tied", "untied", "experts"])
 def test_weights_that_were_sent_are_those_of_the_object_store_and_of_a_fresh_engine(
-    make_engine, checkpoints, relay, kind
+    make_engine, checkpoints, open_way, kind
 ):
     old, new = checkpoints / f"{kind}_A", checkpoints / f"{kind}_B"
-    engine, way = make_engine(old, weight_transfer="nccl"), relay()
+    engine, way = make_engine(old, weight_transfer="nccl"), open_way()
     before, already = done(submit(engine)), nccl_on_cpu.Communicator.broadcasts
     way.push(engine, 3, snapshot(new))
     assert nccl_on_cpu.Communicator.broadcasts - already > 8, "several buffers"
     sent = done(submit(engine))
     way.push(engine, 4, snapshot(old, ranks=1))
-    assert way.kinds == ["init", "start", "update", "finish", "start", "update", "finish"]
+    assert len(way.groups) == 1, "one group for all transfers to a process"
     assert_same(done(submit(engine)), before)
     engine.load_weights(5, weights(new)).result(timeout=LIMIT_S)
     assert_same(done(submit(engine)), sent)
@@ -104,10 +91,10 @@ def test_weights_that_were_sent_are_those_of_the_object_store_and_of_a_fresh_eng
 
 
 def test_tokens_have_exact_versions_under_load_with_the_scheduling_of_a_gpu(
-    make_engine, checkpoints, relay, force_cuda_defaults
+    make_engine, checkpoints, open_way, force_cuda_defaults
 ):
     force_cuda_defaults()
-    engine, way = make_engine(checkpoints / "tied_A", weight_transfer="nccl"), relay()
+    engine, way = make_engine(checkpoints / "tied_A", weight_transfer="nccl"), open_way()
     other = make_engine(checkpoints / "tied_A", weight_transfer="nccl")
     sampled = {}
     for each, swap in (
@@ -134,10 +121,10 @@ NORM = "model.norm.weight"
 
 
 def test_what_is_found_on_arrival_stops_the_engine_with_the_tensors_name_and_no_token_is_sampled(
-    make_engine, checkpoints, relay
+    make_engine, checkpoints, open_way
 ):
     """The model is half loaded. A new engine joins another group, and takes the same snapshot."""
-    engine, way = make_engine(checkpoints / "tied_A", weight_transfer="nccl"), relay()
+    engine, way = make_engine(checkpoints / "tied_A", weight_transfer="nccl"), open_way()
     good = snapshot(checkpoints / "tied_B", ranks=1)
     running = submit(engine, max_tokens=400)
     (manifest, raw), (entry,) = good[0], [e for e in good[0][0] if e.name == NORM]
@@ -150,43 +137,28 @@ def test_what_is_found_on_arrival_stops_the_engine_with_the_tensors_name_and_no_
     engine.close()
     again = make_engine(checkpoints / "tied_A", weight_transfer="nccl")
     way.push(again, 1, good, incarnation=1)
-    assert way.kinds.count("init") == 2
+    assert len(way.groups) == 2
     assert_same(done(submit(again)), done(submit(make_engine(checkpoints / "tied_B"))))
 
 
-def test_a_wrong_shape_and_a_sender_that_never_starts_leave_the_engine_as_it_is(
-    make_engine, checkpoints, relay
-):
-    from grpo_components.rollout.weight_receiver import IncomingWeights, TransferCancelledError
-
-    engine, way = make_engine(checkpoints / "tied_A", weight_transfer="nccl"), relay()
+def test_a_wrong_shape_leaves_the_engine_as_it_is(make_engine, checkpoints, open_way):
+    engine, way = make_engine(checkpoints / "tied_A", weight_transfer="nccl"), open_way()
     before = done(submit(engine))
     good = snapshot(checkpoints / "tied_B", ranks=1)
-    manifest, reshaped = good[0][0], changed(good[0], NORM, shape=(5,))[0]
+    reshaped = changed(good[0], NORM, shape=(5,))[0]
     with pytest.raises(ValueError, match=rf"{NORM}.*\[5\].*\[64\]"):
         way.push(engine, 1, good, announced=[reshaped])
-    incoming = IncomingWeights([manifest], "trainer_0", LIMIT_S)
-    received = engine.receive_weights(1, incoming)
-    incoming.abandon("trainer_0 died")
-    with pytest.raises(TransferCancelledError, match="trainer_0 died"):
-        received.result(LIMIT_S)
     assert_same(done(submit(engine)), before)
-    late = IncomingWeights([manifest], "trainer_0", 0.2)
-    received = engine.receive_weights(1, late)
-    with pytest.raises(TimeoutError, match=r"engine waited 0\.2 s for trainer_0 to send weights"):
-        received.result(LIMIT_S)
-    with pytest.raises(TimeoutError):
-        late.ask("start").result(LIMIT_S)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.nightly
 def test_each_tensor_parallel_worker_takes_its_part_and_checks_the_whole(
-    make_engine, checkpoints, relay, monkeypatch
+    make_engine, checkpoints, open_way, monkeypatch
 ):
     monkeypatch.setenv("PYTHONPATH", nccl_on_cpu.FOLDER)  # of the workers
     engine = make_engine(checkpoints / "tied_A", weight_transfer="nccl", workers=2)
-    way, good = relay(workers=2), snapshot(checkpoints / "tied_B")
+    way, good = open_way(workers=2), snapshot(checkpoints / "tied_B")
     way.push(engine, 7, good)
     one_worker = done(submit(make_engine(checkpoints / "tied_B")))
     for two, one in zip(done(submit(engine)), one_worker, strict=True):
@@ -204,15 +176,12 @@ def test_each_tensor_parallel_worker_takes_its_part_and_checks_the_whole(
 class Model:
     """Has two parameters, and loads what it is given."""
 
-    def __init__(self, loads=("a", "b")):
-        self.loads, self.taken = set(loads), {}
-
-    def named_parameters(self):
-        return [("a", None), ("b", None)]
+    def __init__(self):
+        self.taken = {}
 
     def load_weights(self, weights):
         self.taken |= dict(weights)
-        return self.taken.keys() & self.loads
+        return set(self.taken)
 
 
 A, B = torch.arange(6.0).view(2, 3), torch.ones(4, dtype=torch.bfloat16)
@@ -257,44 +226,22 @@ def test_only_the_announced_tensors_are_loaded_and_all_of_them(build_engine, arr
     checked = CheckedModel(model, entries)
     with pytest.raises(ValueError, match=facts):
         checked.load_weights(arrived.items())
-        checked.check_complete()
+        checked.loaded()
     assert model.taken.keys() <= {"a"}, "what is wrong is not passed on"
     checked = CheckedModel(Model(), entries)
     assert checked.load_weights([("a", A)]) | checked.load_weights([("b", B)]) == {"a", "b"}
-    checked.check_complete()
-    checked = CheckedModel(Model(loads="a"), entries)
-    checked.load_weights([("a", A), ("b", B)])
-    with pytest.raises(RuntimeError, match=r"vLLM did not load the parameters b$"):
-        checked.check_complete()
+    assert checked.loaded() == {"a", "b"}
 
 
-def test_a_sender_that_gets_no_answer_names_the_receiver_and_a_given_up_one_the_reason():
-    slow = relayed_client.RelayedClient("generator_3", 0.1)
-    with pytest.raises(TimeoutError, match=r"waited 0\.1 s for generator_3 to answer 'start'"):
-        slow.start_weight_update()
-    client, failed = relayed_client.RelayedClient("generator_3", LIMIT_S), []
-
-    def send():
-        try:
-            client.update_weights({"names": []})
-        except ConnectionError as error:
-            failed.append(str(error))
-
-    sending = threading.Thread(target=send)
-    sending.start()
-    assert client.next_request(answered=False) == ("update", {"names": []})
-    client.abandon("generator_3 died")
-    sending.join(LIMIT_S)
-    assert failed == ["generator_3 died"]
-    with pytest.raises(ConnectionError, match="generator_3 died"):
-        client.finish_weight_update()
-    assert client.next_request(answered=False) is None
-
-
-def test_a_send_that_was_given_up_before_it_began_reaches_nobody(build_engine, relay):
-    way, bucket = relay(), pack_bucket([("a", A)])
-    way.sender.abandon_send(1, "generator_0", "generator_0 died")
-    with pytest.raises(ConnectionError, match="generator_0 died"):
-        way.send(0, [bucket]).result(LIMIT_S)
-    assert way.sender.next_request(1, "generator_0", False) is None
-    assert way.sender.next_request(1, "generator_0", False) is None, "nobody waits for a call"
+def test_a_send_that_was_given_up_reaches_nobody_and_the_next_process_gets_a_group_of_its_own(
+    build_engine, open_way
+):
+    way, bucket = open_way(), pack_bucket([("a", A)])
+    given_up = way.sender.transfer_group("generator_0", 0)
+    way.sender.abandon_send("generator_0", 0)
+    with pytest.raises(ConnectionError, match="generator_0 was given up"):
+        way.sender.send_weights("generator_0", bucket)
+    again = way.sender.transfer_group("generator_0", 1)
+    assert again != given_up
+    way.sender.abandon_send("generator_0", 0)  # late
+    assert way.sender.transfer_group("generator_0", 1) == again
