@@ -15,7 +15,7 @@ from grpo_components.config.command_line import resume_command
 from grpo_components.config.components import build, check_logger_methods
 from grpo_components.config.data import shared_prompts
 from grpo_components.config.replayed import available_cpus, replay_of
-from grpo_components.data.prompt_curriculum import PromptCurriculum
+from grpo_components.data.prompt_stream import PromptCurriculum
 from grpo_components.errors import ConfigError, fail
 from grpo_components.evaluation.evaluation import Evaluation
 from grpo_components.exchange.event_order import EventOrder
