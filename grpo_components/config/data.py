@@ -14,9 +14,8 @@ from grpo_components.config.components import build, environment_kind
 from grpo_components.config.files import read_hf_config
 from grpo_components.data.curriculum import MAX_PROMPTS
 from grpo_components.data.datasets import PromptDataset
-from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.data.prompt_mix import PromptMix, takes_tools
-from grpo_components.data.prompt_stream import PromptStream
+from grpo_components.data.prompt_stream import PromptCurriculum, PromptStream
 from grpo_components.data.tokenizers import hugging_face_tokenizer, num_ids
 from grpo_components.errors import ConfigError, fail
 from grpo_components.objective.component_errors import named_failure

@@ -9,7 +9,7 @@ from typing import Any
 from grpo_components.config.components import build, check_logger_methods
 from grpo_components.config.data import shared_prompts
 from grpo_components.config.replayed import available_cpus, replay_of
-from grpo_components.data.prompt_curriculum import PromptCurriculum
+from grpo_components.data.prompt_stream import PromptCurriculum
 from grpo_components.errors import fail
 from grpo_components.evaluation.evaluation import Evaluation
 from grpo_components.evaluation.metrics import evaluation_metrics

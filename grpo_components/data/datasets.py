@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
 from torch.utils.data import Dataset
+from tqdm import tqdm
 from typing_extensions import TypedDict
 
 from grpo_components.data.boxes import last_boxed
 from grpo_components.data.columns import OWN_FIELDS, filled, plain_value
-from grpo_components.data.in_processes import in_processes
-from grpo_components.data.prompts import Encode, prompt_encoder
+from grpo_components.data.prompts import prompt_encoder
 from grpo_components.data.row_choice import Partition, RowFilters
 from grpo_components.data.rows import Question, Row, is_question, read_rows
 from grpo_components.errors import ConfigError
 from grpo_components.shapes import AnyText, described_as, fits, read_as
 
 Prompt = dict[str, Any]
+Kept = TypeVar("Kept")
+Sent = TypeVar("Sent")
+Got = TypeVar("Got")
+_ALONE, _CHUNK = 4096, 256
+"""Rows that this process tokenizes alone, and those that another one gets at a time."""
+_work: Callable[[Any], Any]
+"""What a forked process calls: a tokenizer need not be picklable."""
 ReadRow = Callable[[Row], tuple[Question, str]]
 """Function from a row to its question and known answer; raises a ValueError that names the row."""
 
@@ -108,128 +118,115 @@ def prompt_dataset(
     chat["chat_template_kwargs"] = chat_template_kwargs
     lengths = {"num_rows": num_rows, "max_prompt_tokens": max_prompt_tokens, "too_long": too_long}
     read_as(_KEYS, {"source": source, "split": split, "name": name, **chat, **lengths}, "dataset")
-    builder = _PromptBuilder(
-        source=source,
-        read=read,
-        columns=columns or {},
-        encode=prompt_encoder(
-            *(tokenizer, prompt_template, chat_template, system_prompt, tools),
-            variables=chat_template_kwargs or {},
-        ),
-        keep=RowFilters({} if filters is None else filters),
-        in_part=Partition("1/1" if partition is None else partition),
-        max_prompt_tokens=max_prompt_tokens,
-        drop_too_long=too_long == "drop",
+    rows = read_rows(source, name, split) if rows is None else rows
+    columns, where = columns or {}, f"dataset {source}"
+    variables = chat_template_kwargs or {}
+    encode = prompt_encoder(
+        *(tokenizer, prompt_template, chat_template, system_prompt, tools), variables=variables
     )
-    return builder.build(read_rows(source, name, split) if rows is None else rows, num_rows, tools)
+    keep = RowFilters({} if filters is None else filters)
+    in_part = Partition("1/1" if partition is None else partition)
+    too_many = f"longer than {max_prompt_tokens} tokens"
+    left_out = dict.fromkeys(("filtered out", "in other parts", too_many), 0)
+    num_read, asked = 0, set[str]()
 
-
-@dataclass
-class _PromptBuilder:
-    """Turns the rows of one source into prompts, and counts the rows that it leaves out."""
-
-    source: str
-    read: ReadRow
-    columns: Mapping[str, str]
-    encode: Encode
-    keep: RowFilters
-    in_part: Partition
-    max_prompt_tokens: int | None
-    drop_too_long: bool
-    fields_read: set[str] = field(default_factory=set)
-    num_read: int = 0
-    num_filtered: int = 0
-    num_in_other_parts: int = 0
-    num_too_long: int = 0
-
-    def build(
-        self, rows: Iterable[Any], num_rows: int | None, tools: Sequence[Mapping[str, Any]]
-    ) -> PromptDataset:
-        prompts: list[Prompt] = []
-        questions = self._questions(rows)
-        found = ((others, self._encoded(question)) for others, question in questions)
-        if num_rows is None:  # else rows would be read that are not used
-            found = in_processes(self._encoded, questions, self.source)
-        for others, prompt in found:
-            if self._fits(prompt["prompt_ids"], others["prompt_index"] + 1):
-                prompts.append({**others, **prompt})
-            if len(prompts) == num_rows:
-                break
-        left_out = {
-            "filtered out": self.num_filtered,
-            "in other parts": self.num_in_other_parts,
-            f"longer than {self.max_prompt_tokens} tokens": self.num_too_long,
-        }
-        why = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
-        if not prompts:
-            raise ValueError(f"dataset {self.source}: no rows{f' left: {why}' if why else ''}")
-        self._check_columns()
-        prompts = filled(prompts)
-        rows_left = f"dataset {self.source}: {len(prompts)} prompts of {self.num_read} rows; {why}"
-        notes = (rows_left if why else "", self._unnamed_tools(prompts[0], tools))
-        return PromptDataset(prompts, "\n".join(filter(None, notes)))
-
-    def _unnamed_tools(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Return a note on tools that a prompt does not name; empty if it names all."""
-        names = [tool["function"]["name"] for tool in tools]
-        missing = [name for name in names if name not in prompt["prompt_text"]]
-        note = f"dataset {self.source}: its prompts do not name the tool {''.join(missing[:1])}; "
-        note += "{tools} in dataset.system_prompt or dataset.prompt_template describes all tools"
-        return note if missing else ""
-
-    def _questions(self, rows: Iterable[Any]) -> Iterator[tuple[Prompt, tuple[int, Question]]]:
+    def questions() -> Iterator[tuple[Prompt, tuple[int, Question]]]:
         """Yield what a prompt has besides its tokens, and its row's number and question."""
+        nonlocal num_read
         for number, values in enumerate(rows, start=1):
-            self.num_read, where = number, self._where(number)
-            if not self.keep(Row(values, where, None)):
-                self.num_filtered += 1
+            num_read, place = number, f"{where}, row {number}"
+            if not keep(Row(values, place, None)):
+                left_out["filtered out"] += 1
                 continue
-            row = Row(values, where, self.columns)
-            question, answer = self.read(row)
-            self.fields_read |= row.asked
+            row = Row(values, place, columns)
+            question, answer = read(row)
+            asked.update(row.asked)
             if not (is_question(question) and isinstance(answer, str)):
                 given = f"{question!r} and {answer!r}"
-                raise ValueError(f"{where}: read as {given}; allowed: question and answer as texts")
-            if not self.in_part(question if isinstance(question, str) else json.dumps(question)):
-                self.num_in_other_parts += 1
-                continue
-            others = {**self._others(values), "prompt_index": number - 1, "answer": answer}
-            yield others, (number, question)
+                raise ValueError(f"{place}: read as {given}; allowed: question and answer as texts")
+            if in_part(question if isinstance(question, str) else json.dumps(question)):
+                others = _others(values, columns) | {"prompt_index": number - 1, "answer": answer}
+                yield others, (number, question)
+            else:
+                left_out["in other parts"] += 1
 
-    def _encoded(self, given: tuple[int, Question]) -> Prompt:
-        number, question = given
+    def encoded(given: tuple[int, Question]) -> Prompt:
         try:
-            ids, text = self.encode(question)
+            ids, text = encode(given[1])
         except ConfigError as error:
-            problem = f"{self._where(number)}: {error.problem}"
+            problem = f"{where}, row {given[0]}: {error.problem}"
             raise ConfigError(error.key, problem, error.allowed) from error
         return {"prompt_ids": ids, "prompt_text": text}
 
-    def _fits(self, ids: Sequence[int], number: int) -> bool:
-        if self.max_prompt_tokens is None or len(ids) <= self.max_prompt_tokens:
-            return True
-        if not self.drop_too_long:
-            raise ValueError(
-                f"{self._where(number)}, field question: the prompt has {len(ids)} tokens; "
-                f"allowed: max_prompt_tokens, {self.max_prompt_tokens}"
-            )
-        self.num_too_long += 1
-        return False
+    prompts: list[Prompt] = []
+    if num_rows is None:
+        found = _in_processes(encoded, [*questions()], source)
+    else:  # rows that are not used are not read
+        found = ((others, encoded(given)) for others, given in questions())
+    for others, prompt in found:
+        length = len(prompt["prompt_ids"])
+        if length <= (max_prompt_tokens or length):
+            prompts.append({**others, **prompt})
+        elif too_long == "drop":
+            left_out[too_many] += 1
+        else:
+            problem = f"the prompt has {length} tokens"
+            allowed = f"max_prompt_tokens, {max_prompt_tokens}"
+            place = f"{where}, row {others['prompt_index'] + 1}, field question"
+            raise ValueError(f"{place}: {problem}; allowed: {allowed}")
+        if len(prompts) == num_rows:
+            break
+    why = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
+    if not prompts:
+        raise ValueError(f"{where}: no rows{f' left: {why}' if why else ''}")
+    for name in sorted(columns.keys() - asked):
+        raise ConfigError(f"dataset.columns.{name}", "unknown field", ", ".join(sorted(asked)))
+    note = f"{where}: {len(prompts)} prompts of {num_read} rows; {why}" if why else ""
+    notes = filter(None, (note, _unnamed_tools(where, prompts[0], tools)))
+    return PromptDataset(filled(prompts), "\n".join(notes))
 
-    def _where(self, number: int) -> str:
-        return f"dataset {self.source}, row {number}"
 
-    def _others(self, values: Any) -> Prompt:
-        """Return the columns of a row besides question and answer, under their own names."""
-        if not isinstance(values, dict):
-            return {}
-        used = {*OWN_FIELDS, *(self.columns.get(name, name) for name in ("question", "answer"))}
-        return {name: plain_value(values[name]) for name in values if name not in used}
+def _in_processes(
+    work: Callable[[Sent], Got], items: list[tuple[Kept, Sent]], name: str
+) -> Iterator[tuple[Kept, Got]]:
+    """Yield what is kept of each item, and the result for the rest; other processes do the work.
 
-    def _check_columns(self) -> None:
-        for name in sorted(self.columns.keys() - self.fields_read):
-            allowed = ", ".join(sorted(self.fields_read))
-            raise ConfigError(f"dataset.columns.{name}", "unknown field", allowed)
+    It shows progress after 5 s. A few items are not worth other processes.
+    """
+    global _work
+    _work, sent = work, [each for _, each in items]
+    with contextlib.ExitStack() as stack:
+        results = map(work, sent)
+        if len(items) > _ALONE:
+            # Forked, and before Ray starts: spawned processes would have to get the tokenizer.
+            forked, count = multiprocessing.get_context("fork"), len(os.sched_getaffinity(0))
+            pool = stack.enter_context(ProcessPoolExecutor(count, mp_context=forked))
+            results = pool.map(_work_here, sent, chunksize=_CHUNK)
+        shown = tqdm(
+            results, f"tokenizing {name}", len(items), unit=" prompts", delay=5, mininterval=1
+        )
+        yield from zip((kept for kept, _ in items), shown, strict=True)
+
+
+def _work_here(item: Any) -> Any:
+    return _work(item)
+
+
+def _others(values: Any, columns: Mapping[str, str]) -> Prompt:
+    """Return the columns of a row besides question and answer, under their own names."""
+    if not isinstance(values, dict):
+        return {}
+    used = {*OWN_FIELDS, *(columns.get(name, name) for name in ("question", "answer"))}
+    return {name: plain_value(values[name]) for name in values if name not in used}
+
+
+def _unnamed_tools(where: str, prompt: Prompt, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return a note on a tool that a prompt does not name; empty if it names all."""
+    names = [tool["function"]["name"] for tool in tools]
+    missing = next((name for name in names if name not in prompt["prompt_text"]), "")
+    note = f"{where}: its prompts do not name the tool {missing}; "
+    note += "{tools} in dataset.system_prompt or dataset.prompt_template describes all tools"
+    return note if missing else ""
 
 
 _STRICT = ConfigDict(strict=True)

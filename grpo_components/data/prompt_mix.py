@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -12,54 +14,49 @@ from torch.utils.data import Dataset
 from torchtune import config
 from torchtune.config._utils import _get_component_from_path
 
-from grpo_components.data.columns import other_columns
+from grpo_components.data.columns import filled
 from grpo_components.errors import ConfigError
 
 Prompt = dict[str, Any]
 
 
-class MixedPart(Dataset[Prompt]):
-    """One data set of a mix; its prompt_index values follow those of the parts before it."""
+@dataclass(frozen=True)
+class MixedPart:
+    """One data set of a mix, with its weight."""
 
-    def __init__(self, prompts: Any, weight: float, first_index: int) -> None:
-        self.prompts, self.weight, self.first_index = prompts, weight, first_index
-        self.columns: dict[str, None] = {}
-        """Columns of the whole mix: those that a row lacks are None."""
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def __getitem__(self, index: int) -> Prompt:
-        prompt = self.prompts[index]
-        index = self.first_index + prompt["prompt_index"]
-        return {**self.columns, **prompt, "prompt_index": index}
+    prompts: Any
+    weight: float
+    rows: Any
+    """The prompts as the mix has them: their prompt_index follows those of the parts before."""
 
 
 class PromptMix(Dataset[Prompt]):
     """Prompt data sets one after the other, from which `PromptStream` draws by weight."""
 
-    def __init__(self, parts: Mapping[str, MixedPart]) -> None:
-        self.parts = parts
-        self.max_prompt_length = max(part.prompts.max_prompt_length for part in parts.values())
+    def __init__(self, parts: Mapping[str, tuple[Any, float]]) -> None:
+        rows: list[Prompt] = []
+        first, ends = 0, [0]
+        for prompts, _ in parts.values():
+            own = [prompts[row] for row in range(len(prompts))]
+            rows += [{**row, "prompt_index": first + row["prompt_index"]} for row in own]
+            first += 1 + max(row["prompt_index"] for row in own)
+            ends.append(len(rows))
+        self._rows = filled(rows)
+        extents = zip(parts.items(), pairwise(ends), strict=True)
+        self.parts = {
+            name: MixedPart(prompts, weight, self._rows[begin:end])
+            for (name, (prompts, weight)), (begin, end) in extents
+        }
+        self.max_prompt_length = max(prompts.max_prompt_length for prompts, _ in parts.values())
         """Length of the longest prompt, in tokens."""
-        notes = [getattr(part.prompts, "note", "") for part in parts.values()]
+        notes = [getattr(prompts, "note", "") for prompts, _ in parts.values()]
         self.note = "\n".join(filter(None, notes))
-        columns: dict[str, None] = {}
-        for part in parts.values():
-            for row in range(len(part)):
-                columns.update(dict.fromkeys(other_columns(part[row])))
-        for part in parts.values():
-            part.columns = columns
 
     def __len__(self) -> int:
-        return sum(map(len, self.parts.values()))
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> Prompt:
-        for part in self.parts.values():
-            if index < len(part):
-                return part[index]
-            index -= len(part)
-        raise IndexError("PromptMix: index out of range")
+        return self._rows[index]
 
 
 def takes_tools(node: Mapping[str, Any]) -> bool:
@@ -90,8 +87,7 @@ def mixed_dataset(
     """
     if not isinstance(parts, Mapping) or not parts:
         raise ConfigError("dataset.parts", f"{parts} given", "a `_component_` for each name")
-    built: dict[str, MixedPart] = {}
-    first_index = 0
+    built: dict[str, tuple[Any, float]] = {}
     for name, node in parts.items():
         key = f"dataset.parts.{name}"
         if not isinstance(node, Mapping) or "_component_" not in node:
@@ -107,7 +103,7 @@ def mixed_dataset(
             prompts = config.instantiate(OmegaConf.create(arguments), tokenizer, **offered)
             if isinstance(prompts, PromptMix):
                 raise ValueError("is a mix itself; allowed: single data sets")
-            last = max(prompts[index]["prompt_index"] for index in range(len(prompts)))
+            max(prompts[row]["prompt_index"] for row in range(len(prompts)))  # raises without rows
         except ValueError as error:
             text = str(error).replace("allowed: dataset.", f"allowed: {key}.")
             own = text.removeprefix("dataset.")
@@ -115,6 +111,5 @@ def mixed_dataset(
         except Exception as error:  # a component may raise anything on wrong arguments
             what = f"{node['_component_']} cannot be built: {type(error).__name__}: {error}"
             raise ValueError(f"{key}: {what}") from error
-        built[name] = MixedPart(prompts, weight, first_index)
-        first_index += last + 1
+        built[name] = prompts, weight
     return PromptMix(built)

@@ -1,16 +1,17 @@
-"""The endless stream of a run's prompts, with a position that can be saved and restored."""
+"""The endless streams of a run's prompts, with positions that can be saved and restored."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import default_convert
-from torchdata.stateful_dataloader import StatefulDataLoader
 
-from grpo_components.data.part_turns import PartTurns
+from grpo_components.data.curriculum import Curriculum, PartTurns
 from grpo_components.data.prompt_mix import MixedPart, PromptMix
 from grpo_components.errors import ConfigError
+from grpo_components.settings import CurriculumSettings
 
 Prompt = dict[str, Any]
 _SEED_STRIDE = 1_000_003
@@ -27,78 +28,106 @@ class PromptStream:
     """
 
     def __init__(self, dataset: Any, *, shuffle: bool, seed: int) -> None:
-        mixed = isinstance(dataset, PromptMix)
-        parts = list(dataset.parts.values()) if mixed else [MixedPart(dataset, 1.0, 0)]
-        self._passes = [
-            _Passes(part, shuffle, seed + number * _SEED_STRIDE)
-            for number, part in enumerate(parts)
-        ]
-        self._turns = PartTurns([part.weight for part in parts], seed)
+        self._parts = _parts_of(dataset)
+        self._shuffle, self._seed = shuffle, seed
+        self._turns = PartTurns([part.weight for part in self._parts], seed)
+        self._orders: dict[int, tuple[int, Sequence[int]]] = {}
+        """Epoch and order of the rows of each part that has given one."""
 
     def __iter__(self) -> PromptStream:
         return self
 
     def __next__(self) -> tuple[Prompt, int]:
-        return next(self._passes[self._turns.next()])
+        number = self._turns.next()
+        rows = self._parts[number].rows
+        epoch, place = divmod(self._turns.taken[number] - 1, len(rows))
+        return _converted(rows[self._order(number, epoch)[place]]), epoch
+
+    def _order(self, number: int, epoch: int) -> Sequence[int]:
+        known, order = self._orders.get(number, (-1, ()))
+        if known != epoch:
+            order = range(len(self._parts[number].rows))
+            if self._shuffle:
+                seed = self._seed + number * _SEED_STRIDE + epoch
+                random = torch.Generator().manual_seed(seed)
+                order = torch.randperm(len(order), generator=random).tolist()
+            self._orders[number] = epoch, order
+        return order
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: prompts drawn from each part, and the state of each loader."""
-        drawn = list(self._turns.taken)
-        return {"drawn": drawn, "parts": [part.state_dict() for part in self._passes]}
+        """Return the position: prompts drawn from each part."""
+        return {"num_rows": _num_rows(self._parts), "drawn": list(self._turns.taken)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the position of another stream over the same data."""
-        had, has = ([p["num_rows"] for p in state["parts"]], [p.num_rows for p in self._passes])
-        if had != has:
-            rows, before = (" + ".join(map(str, numbers)) for numbers in (has, had))
-            raise ConfigError(
-                "dataset", f"it has {rows} rows", f"the {before} rows of the checkpoint"
-            )
+        _check_num_rows(state, self._parts)
         self._turns.taken = list(state["drawn"])
-        for part, position in zip(self._passes, state["parts"], strict=True):
-            part.load_state_dict(position)
 
 
-def converted(row: Any) -> Any:
-    """Return a row as PyTorch's own `default_convert` does, which visits every token id."""
-    if not isinstance(row, dict) or not isinstance(row.get("prompt_ids"), list):
-        return default_convert(row)
-    others = {name: value for name, value in row.items() if name != "prompt_ids"}
-    converted = default_convert(others) | {"prompt_ids": list(row["prompt_ids"])}
-    return {name: converted[name] for name in row}
+class PromptCurriculum:
+    """An endless iterator over (prompt, epoch) pairs, which follows the success rates of a run.
 
+    `epoch` counts the draws of a prompt. A pair of prompt_index and epoch never occurs twice.
+    """
 
-class _Passes:
-    """Repeats one data set endlessly; if shuffled, in another order in each epoch."""
+    def __init__(self, dataset: Any, rule: CurriculumSettings, seed: int) -> None:
+        self._parts = _parts_of(dataset)
+        weighted: list[tuple[list[int], float]] = []
+        self._places: dict[int, tuple[Any, int]] = {}
+        """Rows of its part, and its place in them, of each prompt_index."""
+        for part in self._parts:
+            indices = [int(part.rows[row]["prompt_index"]) for row in range(len(part.rows))]
+            self._places |= {index: (part.rows, row) for row, index in enumerate(indices)}
+            weighted.append((indices, float(part.weight)))
+        self.curriculum = Curriculum(weighted, rule, seed)
+        """What decides the draws."""
 
-    def __init__(self, dataset: Any, shuffle: bool, seed: int) -> None:
-        self.num_rows, self._seed = len(dataset), seed
-        self._generator = torch.Generator()
-        self._loader = StatefulDataLoader(
-            dataset,
-            batch_size=None,
-            shuffle=shuffle,
-            generator=self._generator,
-            collate_fn=converted,
-        )
-        self._begin(epoch=0)
-
-    def _begin(self, epoch: int) -> None:
-        # Reseed in each epoch: a restored loader draws once more from its generator than an
-        # uninterrupted one does. Without a new seed, all later epochs would get another order.
-        self._generator.manual_seed(self._seed + epoch)
-        self._rows, self._epoch = iter(self._loader), epoch
+    def __iter__(self) -> PromptCurriculum:
+        return self
 
     def __next__(self) -> tuple[Prompt, int]:
-        while True:
-            for row in self._rows:
-                return row, self._epoch
-            self._begin(self._epoch + 1)
+        index, epoch = self.curriculum.draw()
+        rows, row = self._places[index]
+        return _converted(rows[row]), epoch
+
+    def follow(self, event: Mapping[str, Any]) -> None:
+        """Learn from an event of the ledger: a group was generated, or a step was trained."""
+        if event["event"] == "finish":
+            result = event["prompt"], event["successes"], event["scored"]
+            self.curriculum.add_result(*result)
+        elif event["event"] == "step":
+            self.curriculum.end_step()
 
     def state_dict(self) -> dict[str, Any]:
-        loader = self._loader.state_dict()
-        return {"num_rows": self.num_rows, "epoch": self._epoch, "loader": loader}
+        """Return the state between two training steps: draws and success rates."""
+        return {"num_rows": _num_rows(self._parts), **self.curriculum.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loader.load_state_dict(state["loader"])
-        self._begin(state["epoch"])
+        """Continue from the state of another stream over the same data."""
+        _check_num_rows(state, self._parts)
+        self.curriculum.load_state_dict(state)
+
+
+def _parts_of(dataset: Any) -> list[MixedPart]:
+    is_mix = isinstance(dataset, PromptMix)
+    return [*dataset.parts.values()] if is_mix else [MixedPart(dataset, 1.0, dataset)]
+
+
+def _num_rows(parts: Sequence[MixedPart]) -> list[int]:
+    return [len(part.rows) for part in parts]
+
+
+def _check_num_rows(state: Mapping[str, Any], parts: Sequence[MixedPart]) -> None:
+    had, has = state["num_rows"], _num_rows(parts)
+    if had != has:
+        rows, before = (" + ".join(map(str, numbers)) for numbers in (has, had))
+        raise ConfigError("dataset", f"it has {rows} rows", f"the {before} rows of the checkpoint")
+
+
+def _converted(row: Mapping[str, Any]) -> Prompt:
+    """Return a row with tensors in place of arrays; PyTorch's function visits every token id."""
+    is_plain = isinstance(row.get("prompt_ids"), list)
+    return {
+        name: value if is_plain and name == "prompt_ids" else default_convert(value)
+        for name, value in row.items()
+    }

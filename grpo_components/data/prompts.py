@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ def prompt_encoder(
         allowed = "a text that contains {question} once"
         raise ConfigError("dataset.prompt_template", f"{template!r} given", allowed)
     texts = {"prompt_template": template, "system_prompt": system_prompt or ""}
-    described = _TOOLS in template + texts["system_prompt"] or _has_schemas(texts.values(), tools)
+    described = _TOOLS in template + texts["system_prompt"]
     filled = {key: _with_tools(key, text, tools) for key, text in texts.items()}
     template = filled["prompt_template"]
     system_prompt = None if system_prompt is None else filled["system_prompt"]
@@ -77,13 +76,6 @@ def _with_tools(key: str, text: str, tools: Sequence[Mapping[str, Any]]) -> str:
         problem = f"has {_TOOLS}, and environment.world has no tools"
         raise ConfigError(f"dataset.{key}", problem, f"a text without {_TOOLS}")
     return text.replace(_TOOLS, "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-
-
-def _has_schemas(texts: Iterable[str], tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether texts describe all tools by JSON schemas, as typed by hand."""
-    whole = "\n".join(texts)
-    names = [f'"{tool["function"]["name"]}"' for tool in tools]
-    return '"parameters"' in whole and all(name in whole for name in names)
 
 
 def _plain(tokenizer: Any) -> _EncodeChat:
@@ -136,12 +128,6 @@ def _hugging_face_chat(
     tokenizer, template = _chat_tokenizer(folder)
     # As in vLLM: some templates expect the content as a text, some as a list of parts.
     in_parts = reads_parts(template)
-    from transformers import PreTrainedTokenizerBase
-
-    arguments = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"kwargs"}
-    if taken := sorted(arguments & variables.keys()):
-        key = f"dataset.chat_template_kwargs.{taken[0]}"
-        raise ConfigError(key, "given, an argument of the tokenizer", "variables of the template")
     plain_variables: Any = OmegaConf.to_container(OmegaConf.create(dict(variables)))
 
     def render(messages: list[dict[str, Any]]) -> str:

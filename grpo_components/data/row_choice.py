@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import (
@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 
 from grpo_components.data.rows import Row
 from grpo_components.errors import ConfigError
-from grpo_components.shapes import AnyText, described_as, read_as
+from grpo_components.shapes import described_as, read_as
 
 _PARTITION = re.compile(r"(\d+)(?:-(\d+))?/(\d+)")
 _Bound = Annotated[
@@ -38,7 +38,7 @@ class _Conditions(TypedDict, total=False):
     allowed: Annotated[list[Any], Strict(), Field(min_length=1), described_as("a list of values")]
     min: _Bound
     max: _Bound
-    regex: Annotated[AnyText, described_as("a text")]
+    regex: Annotated[re.Pattern[str], described_as("a regular expression")]
 
 
 _OneOrMore = Annotated[
@@ -51,48 +51,30 @@ class RowFilters:
     """Keeps the rows that meet all conditions on their columns."""
 
     def __init__(self, filters: Mapping[str, Mapping[str, Any]]) -> None:
-        self._checks: list[tuple[str, Callable[[Row, str], bool]]] = []
-        read_as(_FILTERS, filters, "dataset.filters")
-        for column, conditions in filters.items():
-            for name, wanted in conditions.items():
-                check = _condition(f"dataset.filters.{column}.{name}", name, wanted)
-                self._checks.append((column, check))
+        self._filters = read_as(_FILTERS, filters, "dataset.filters")
 
     def __call__(self, row: Row) -> bool:
         """Whether to use a row. A null meets only an `allowed` that lists null."""
-        return all(check(row, column) for column, check in self._checks)
+        return all(
+            _meets(row, column, name, wanted)
+            for column, conditions in self._filters.items()
+            for name, wanted in conditions.items()
+        )
 
 
-def _condition(key: str, name: str, wanted: Any) -> Callable[[Row, str], bool]:
-    if name == "allowed":
-        return lambda row, column: row.value(column) in wanted
-    if name == "regex":
-        try:
-            pattern = re.compile(wanted)
-        except re.error as error:
-            problem = f"{wanted!r} given: {error}"
-            raise ConfigError(key, problem, "a regular expression") from None
-        return lambda row, column: _matches(row, column, pattern)
-    sign = 1 if name == "min" else -1
-    return lambda row, column: _is_at_least(row, column, sign, sign * wanted)
-
-
-def _is_at_least(row: Row, column: str, sign: int, bound: float) -> bool:
+def _meets(row: Row, column: str, name: str, wanted: Any) -> bool:
     value = row.value(column)
-    if value is None:
-        return False
+    if name == "allowed" or value is None:
+        return name == "allowed" and value in wanted
+    if name == "regex":
+        if not isinstance(value, str):
+            row.refuse(column, f"{value!r} is not a text, but a filter has a regex")
+        return wanted.search(value) is not None
     try:
         number = float(value)  # a CSV file has only texts
     except (TypeError, ValueError):
         row.refuse(column, f"{value!r} is not a number, but a filter has min or max")
-    return sign * number >= bound
-
-
-def _matches(row: Row, column: str, pattern: re.Pattern[str]) -> bool:
-    value = row.value(column)
-    if not isinstance(value, str | None):
-        row.refuse(column, f"{value!r} is not a text, but a filter has a regex")
-    return value is not None and pattern.search(value) is not None
+    return number >= wanted if name == "min" else number <= wanted
 
 
 class Partition:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, BinaryIO, Literal, NoReturn
 
 import datasets
 import pyarrow
@@ -135,13 +136,12 @@ def _at(values: Mapping[str, Any], column: str) -> Any:
 def read_rows(source: str, name: str | None, split: str) -> Iterable[Any]:
     """Read the rows of a source in order."""
     path = Path(source)
-    if path.suffix in _READERS:
-        return _READERS[path.suffix](path)
-    if path.exists() or source.startswith(("/", ".")):
+    if path.suffix in _READERS and path.is_file():
+        return _rows_of(path)
+    if path.exists() or path.suffix in _READERS or source.startswith(("/", ".")):
+        problem = "not readable" if path.exists() else "no such file"
         kinds = ", ".join(_READERS)
-        raise ValueError(
-            f"dataset {source}: not readable; allowed: a file of {kinds}, or a hub name"
-        )
+        raise ValueError(f"dataset {source}: {problem}; allowed: a file of {kinds}, or a hub name")
     try:
         return datasets.load_dataset(source, name, split=split)
     except (OSError, ValueError, DatasetsError) as error:
@@ -149,67 +149,49 @@ def read_rows(source: str, name: str | None, split: str) -> Iterable[Any]:
         raise ValueError(f"dataset {source}: cannot be loaded: {cause}") from error
 
 
-def _check_there(path: Path) -> None:
-    if not path.is_file():
-        raise ValueError(f"dataset {path}: no such file")
-
-
-def _json_lines(path: Path) -> Iterator[Any]:
-    _check_there(path)
-    with path.open("rb") as file:
-        lines = (line for line in file if line.strip())
-        for number, line in enumerate(lines, start=1):
-            try:
-                yield json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"dataset {path}, row {number}: not readable: {error}") from None
-
-
-def _json_list(path: Path) -> Iterator[Any]:
-    _check_there(path)
+def _rows_of(path: Path) -> Iterator[Any]:
+    number = 1
     try:
-        rows = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"dataset {path}: not readable: {error}") from None
+        with path.open("rb") as file:
+            for number, row in enumerate(_READERS[path.suffix](file), start=1):
+                yield row
+                number += 1
+    except (OSError, ValueError, RecursionError, csv.Error, pyarrow.ArrowException) as error:
+        where = f"dataset {path}, from row {number} on"
+        raise ValueError(f"{where}: not readable: {error}") from error
+
+
+def _json_lines(file: BinaryIO) -> Iterator[Any]:
+    for line in filter(bytes.strip, file):
+        yield json.loads(line)
+
+
+def _json_list(file: BinaryIO) -> Iterator[Any]:
+    rows = json.load(file)
     if not isinstance(rows, list):
-        raise ValueError(f"dataset {path}: must be one list of rows (a row per line is .jsonl)")
+        raise ValueError("must be one list of rows (a row per line is .jsonl)")
     yield from rows
 
 
-def _csv_rows(path: Path) -> Iterator[Any]:
-    _check_there(path)
-    number = 0  # the last row read; the header does not count
+def _csv_rows(file: BinaryIO) -> Iterator[Any]:
     csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is less than many tests of programs
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            lines = filter(None, csv.reader(file, strict=True))  # skip empty lines
-            names = next(lines, [])
-            if len(set(names)) < len(names):
-                raise ValueError("two columns have one name")
-            for values in lines:
-                number += 1
-                if len(values) != len(names):
-                    raise ValueError(f"{len(values)} values for {len(names)} columns")
-                yield dict(zip(names, values, strict=True))
-    except (csv.Error, ValueError) as error:
-        where = f"dataset {path}, at row {number}" if number else f"dataset {path}"
-        raise ValueError(f"{where}: not readable: {error}") from None
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    lines = filter(None, csv.reader(text, strict=True))  # skip empty lines
+    names = next(lines, [])
+    if len(set(names)) < len(names):
+        raise ValueError("two columns have one name")
+    for values in lines:
+        if len(values) != len(names):
+            raise ValueError(f"{len(values)} values for {len(names)} columns")
+        yield dict(zip(names, values, strict=True))
 
 
-def _parquet_rows(path: Path) -> Iterator[Any]:
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield row
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        after = f", after row {number}" if number else ""
-        raise ValueError(f"dataset {path}{after}: cannot be loaded: {error}") from error
+def _parquet_rows(file: BinaryIO) -> Iterator[Any]:
+    for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+        yield from batch.to_pylist()
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
+_READERS: dict[str, Callable[[BinaryIO], Iterator[Any]]] = {
     ".jsonl": _json_lines,
     ".json": _json_list,
     ".parquet": _parquet_rows,

@@ -5,17 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator
 from fractions import Fraction
-from itertools import permutations
 from operator import add, mul, sub, truediv
 
-from grpo_components.rewards.maths import RESPONSE_CPU_S, WRITE
+from grpo_components.rewards.maths import RESPONSE_CPU_S
 
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _MAX_EXPRESSION_CHARS = 500
-_MAX_SEARCHED = 4
-"""Most numbers to search for an expression: six of them take minutes."""
 _SIGNS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv}
 _ASCII_OPERATORS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})  # noqa: RUF001
 
@@ -59,30 +55,6 @@ class CountdownCorrectness:
             return float(_value(tree, left) == target and not left)
         except (SyntaxError, ValueError, RecursionError, MemoryError, ZeroDivisionError):
             return 0.0
-
-    def perfect_response(self, *, answer: str) -> str | None:
-        """Return a right expression as a response has it; None for more than four numbers."""
-        known = json.loads(answer)
-        if len(known["numbers"]) > _MAX_SEARCHED:
-            return None
-        terms = [(Fraction(number), str(number)) for number in known["numbers"]]
-        expression = next(_expressions(terms, known["target"]), None)
-        if expression is None:
-            raise ValueError("no expression of these numbers equals the target")
-        return WRITE.get(self._format, "{}").format(expression)
-
-
-def _expressions(terms: list[tuple[Fraction, str]], target: int) -> Iterator[str]:
-    """Yield expressions equal to the target, each with all terms: a value and its text."""
-    if len(terms) == 1 and terms[0][0] == target:
-        yield terms[0][1]
-    for one, other in permutations(range(len(terms)), 2):
-        (a, left), (b, right) = terms[one], terms[other]
-        rest = [term for place, term in enumerate(terms) if place not in (one, other)]
-        joined = [("+", a + b), ("*", a * b)] if one < other else []
-        joined += [("-", a - b), *([("/", a / b)] if b else [])]
-        for sign, value in joined:
-            yield from _expressions([*rest, (value, f"({left} {sign} {right})")], target)
 
 
 def _value(tree: ast.expr, left: list[int]) -> Fraction:

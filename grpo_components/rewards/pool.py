@@ -18,15 +18,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Pipe
 from typing import Any
 
-from grpo_components.errors import ConfigError
-
 _START_TIMEOUT_S = 120.0
 """Seconds for a process to import and build a reward."""
 _EXIT_TIMEOUT_S = 10.0
 """Seconds for a process to exit after it closed its connection."""
-_MISSES_OF_A_HANG = 2
-"""Missed deadlines in a row, in one process's thread, after which a reward that has not answered
-once is taken to hang always."""
 
 RewardInput = dict[str, Any]
 """Keyword arguments of a reward: prompt_text, response_text, answer, finish_reason, and the other
@@ -83,8 +78,6 @@ class RewardPool:
     ) -> None:
         self._rewards, self._timeout_s = rewards, timeout_s
         self._log = logging.getLogger(__name__)
-        self._answered: set[str] = set()
-        """Names of the rewards that have answered for at least one sample."""
         self._late: Counter[str] = Counter()
         """Missed deadlines by the name of the reward."""
         self._thread = threading.local()
@@ -144,11 +137,11 @@ class RewardPool:
         while True:
             worker = self._get_worker()
             try:
-                score = worker.score((sample, too_costly), self._timeout_s)
-                self._thread.num_missed = 0
-                return score
+                return worker.score((sample, too_costly), self._timeout_s)
             except TimeoutError:
-                return self._missed(worker)
+                self._late[worker.running] += 1
+                self._drop(worker)
+                return _failed(worker, f"TimeoutError: no score after {self._timeout_s:g} s")
             except (EOFError, ConnectionError):
                 is_costly = worker.exceeded_cpu_limit()
             except RewardPoolError:
@@ -156,34 +149,21 @@ class RewardPool:
                     self._drop(worker)
                     raise
                 is_costly = False
-            finally:
-                self._answered |= worker.answered
             self._drop(worker)
             if not is_costly:
-                return Score(math.nan, {}, False, f"reward {worker.running}: its process died")
+                return _failed(worker, "its process died")
             too_costly.append(worker.running)
             end = sample["response_text"][-80:]
             self._log.warning("reward %s: 0, the response costs too much: %r", worker.running, end)
-
-    def _missed(self, worker: Worker) -> Score:
-        """Return the score of a sample whose deadline passed; refuse a reward that always hangs."""
-        name = worker.running
-        self._late[name] += 1
-        self._drop(worker)
-        missed = self._thread.num_missed = getattr(self._thread, "num_missed", 0) + 1
-        if name not in self._answered | worker.answered and missed >= _MISSES_OF_A_HANG:
-            problem = f"{self._rewards[name].component} hangs: no answer for the first "
-            problem += f"{missed} samples, {self._timeout_s:g} s each (timeouts.reward_s)"
-            error = ConfigError(f"rewards.{name}", problem, "one that answers")
-            self._log.error("%s", error)
-            raise error
-        error = f"reward {name}: TimeoutError: no score after {self._timeout_s:g} s"
-        return Score(math.nan, {}, False, error)
 
     def _drop(self, worker: Worker) -> None:
         self._thread.worker = None
         self._workers.discard(worker)
         worker.kill()
+
+
+def _failed(worker: Worker, why: str) -> Score:
+    return Score(math.nan, {}, False, f"reward {worker.running}: {why}")
 
 
 class Worker:
@@ -210,8 +190,6 @@ class Worker:
         self._connection.send((rewards, max_cpu_s))
         self.with_perfect: list[str] | None = None
         """Names of the rewards that have a `perfect_response`, once all are built."""
-        self.answered: set[str] = set()
-        """Names of the rewards that have returned or raised."""
         self.running = next(iter(rewards), "")
         """Name of the reward that is built or called, or was last."""
 
@@ -239,15 +217,12 @@ class Worker:
         if problem := self.wait_until_built(_START_TIMEOUT_S).partition("\n")[0]:
             raise RewardPoolError(f"rewards cannot be built: reward {self.running}: {problem}")
         self._connection.send(call)
-        deadline, begun = time.monotonic() + timeout_s, False
+        deadline = time.monotonic() + timeout_s
         while self._connection.poll(max(0.0, deadline - time.monotonic())):
             message = self._connection.recv()
             if isinstance(message, Score):
-                self.answered.add(self.running)
                 return message
-            if begun:
-                self.answered.add(self.running)
-            self.running, begun = message, True
+            self.running = message
         raise TimeoutError
 
     def exceeded_cpu_limit(self) -> bool:

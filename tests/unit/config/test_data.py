@@ -14,8 +14,7 @@ from grpo_components.config.components import (
 )
 from grpo_components.config.data import build_data, build_prompts
 from grpo_components.data.curriculum import MAX_PROMPTS
-from grpo_components.data.prompt_curriculum import PromptCurriculum
-from grpo_components.data.prompt_stream import PromptStream
+from grpo_components.data.prompt_stream import PromptCurriculum, PromptStream
 from grpo_components.settings import CurriculumSettings
 
 GSM8K = "grpo_components.data.datasets.gsm8k_dataset"

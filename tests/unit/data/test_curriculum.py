@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from lib.properties import many
 
 from grpo_components.data.curriculum import Curriculum, curriculum_of, weights_of
-from grpo_components.data.prompt_curriculum import PromptCurriculum
-from grpo_components.data.prompt_mix import MixedPart, PromptMix
+from grpo_components.data.prompt_mix import PromptMix
+from grpo_components.data.prompt_stream import PromptCurriculum
 from grpo_components.settings import CurriculumSettings
 from grpo_components.state_files import read_state, write_state
 
@@ -153,7 +153,7 @@ def test_the_stream_gives_the_rows_that_are_drawn_and_continues_from_a_file(tmp_
     def new():
         odd = Prompts({"prompt_index": i, "prompt_ids": [i]} for i in (4, 1, 7))
         even = Prompts({"prompt_index": i, "prompt_ids": [i]} for i in (0, 2))
-        mix = PromptMix({"odd": MixedPart(odd, 1.0, 0), "even": MixedPart(even, 2.0, 8)})
+        mix = PromptMix({"odd": (odd, 1.0), "even": (even, 2.0)})
         return PromptCurriculum(mix, RULE, 3)
 
     def finish(stream, prompt, successes):

@@ -4,23 +4,21 @@ import os
 
 import pytest
 
-from grpo_components.data import in_processes as module
+from grpo_components.data import datasets as module
 
 
 @pytest.fixture(autouse=True)
 def few_alone(monkeypatch):
-    monkeypatch.setattr(module, "ALONE", 3)
+    monkeypatch.setattr(module, "_ALONE", 3)
     monkeypatch.setattr(module, "_CHUNK", 2)
 
 
 @pytest.mark.parametrize("count", [0, 2, 3, 4, 100])
 def test_every_item_comes_once_and_in_order(count):
     items = [(f"kept {n}", n) for n in range(count)]
-    found = list(module.in_processes(lambda n: (n * n, os.getpid()), items, "squares"))
+    found = list(module._in_processes(lambda n: (n * n, os.getpid()), items, "squares"))
     assert [(kept, square) for kept, (square, _) in found] == [(k, n * n) for k, n in items]
-    others = {pid for _, (_, pid) in found[3:]}
-    assert os.getpid() not in others
-    assert {pid for _, (_, pid) in found[:3]} <= {os.getpid()}
+    assert all((pid == os.getpid()) == (count < 4) for _, (_, pid) in found)
 
 
 def test_an_error_of_another_process_is_raised_here():
@@ -30,4 +28,4 @@ def test_an_error_of_another_process_is_raised_here():
         return n
 
     with pytest.raises(ValueError, match="row 51 is none"):
-        list(module.in_processes(work, [(None, n) for n in range(100)], "rows"))
+        list(module._in_processes(work, [(None, n) for n in range(100)], "rows"))

@@ -28,7 +28,6 @@ def test_every_prompt_has_a_unique_index_and_every_part_a_weight(parts):
     prompts = [mix[index] for index in range(len(mix))]
     assert [prompt["prompt_text"] for prompt in prompts] == ["one?", "2?", "three?", "4?"]
     assert [prompt["prompt_index"] for prompt in prompts] == [0, 2, 3, 4]
-    assert mix.parts["b"].first_index == 3
     assert mix.max_prompt_length == 7
     assert [part.weight for part in mix.parts.values()] == [1.0, 3]
     (line,) = mix.note.splitlines()  # of all parts

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lib.properties import many
 
-from grpo_components.data.prompt_mix import MixedPart, PromptMix
+from grpo_components.data.prompt_mix import PromptMix
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.state_files import read_state, write_state
 
@@ -23,12 +23,12 @@ class Prompts(list):
 
 def mix(*parts, shuffle=True, seed=3):
     """A stream over parts, each (number of rows, weight), whose prompt_index values have gaps."""
-    built, first = {}, 0
+    given = {}
     for number, (num_rows, weight) in enumerate(parts):
         rows = Prompts({"prompt_index": 2 * i} for i in range(num_rows))
-        built[f"part_{number}"] = MixedPart(rows, weight, first)
-        first += 2 * num_rows
-    return PromptStream(PromptMix(built), shuffle=shuffle, seed=seed), built
+        given[f"part_{number}"] = rows, weight
+    built = PromptMix(given)
+    return PromptStream(built, shuffle=shuffle, seed=seed), built.parts
 
 
 def test_every_epoch_has_every_row_once_and_an_order_of_its_own():
@@ -44,7 +44,7 @@ PARTS = st.lists(st.tuples(st.integers(1, 5), st.floats(0.05, 9)), min_size=1, m
 @given(parts=PARTS, seed=st.integers(0, 9), length=st.integers(1, 80))
 def test_each_part_of_a_mix_has_its_share_at_any_time(parts, seed, length):
     whole, _ = mix(*parts, seed=seed)
-    firsts = [2 * sum(n for n, _ in parts[:number]) for number in range(len(parts) + 1)]
+    firsts = [sum(2 * n - 1 for n, _ in parts[:number]) for number in range(len(parts) + 1)]
     total = sum(weight for _, weight in parts)
     drawn = [0] * len(parts)
     for count, (row, _) in enumerate(islice(whole, length), start=1):
@@ -59,7 +59,7 @@ def test_each_prompt_of_a_mix_occurs_once_in_each_epoch(parts, seed):
     pairs = [(row["prompt_index"], epoch) for row, epoch in islice(whole, 120)]
     assert len(set(pairs)) == len(pairs)
     for part in built.values():
-        indices = {part[i]["prompt_index"] for i in range(len(part))}
+        indices = {row["prompt_index"] for row in part.rows}
         epochs = [epoch for index, epoch in pairs if index in indices]
         assert epochs == sorted(epochs)
         for epoch in range(max(epochs, default=0)):  # every epoch that has ended

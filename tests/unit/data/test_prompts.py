@@ -156,13 +156,8 @@ def test_a_chat_template_gets_its_variables(make_folder):
     assert plain.endswith("assistant\n")
 
 
-def test_variables_need_a_chat_template_that_takes_them_and_are_no_arguments_of_a_tokenizer(
-    make_folder,
-):
+def test_variables_need_a_chat_template_that_takes_them(make_folder):
     folder, section = make_folder(CHAT_ML), "dataset.chat_template_kwargs"
-    for name in ("tokenize", "tools", "add_generation_prompt"):
-        given = (None, "{question}", str(folder), None)
-        assert refused_key(prompt_encoder, *given, variables={name: True}) == f"{section}.{name}"
     for chat_template in (None, "torchtune"):
         given = (tune_tokenizer(folder), "{question}", chat_template, None)
         variables = {"enable_thinking": False}
@@ -259,8 +254,6 @@ def test_tools_are_put_where_the_prompt_asks_for_them_and_a_place_without_tools_
         with_tools(make_folder, *texts.values(), tools=())
 
 
-def test_a_chat_template_that_knows_tools_gets_them_unless_they_are_typed_by_hand(make_folder):
+def test_a_chat_template_that_knows_tools_gets_them(make_folder):
     assert "<calculator><search>" in with_tools(make_folder, system="Use the calculator.")
     assert "<calculator>" not in with_tools(make_folder, tools=())
-    text = with_tools(make_folder, system=TYPED)
-    assert "<calculator>" not in text and text.count('"calculator"') == 1

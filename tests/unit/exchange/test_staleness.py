@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from lib.properties import many
 from lib.trajectories import response
 
-from grpo_components.data.prompt_curriculum import PromptCurriculum
-from grpo_components.data.prompt_stream import PromptStream
+from grpo_components.data.prompt_stream import PromptCurriculum, PromptStream
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer

@@ -9,7 +9,6 @@ import pytest
 from grpo_components.data.columns import reward_input
 from grpo_components.errors import ConfigError
 from grpo_components.rewards.code_tests import CodeTests
-from grpo_components.rewards.countdown import CountdownCorrectness
 from grpo_components.rewards.maths import WRITE, MathCorrectness
 from grpo_components.rewards.pool import RewardSpec
 from grpo_components.rewards.reward_trial import RewardTrial
@@ -128,13 +127,3 @@ def test_a_row_of_code_is_tried_with_its_solution(tests, solution, worth):
 def test_asserts_that_no_program_can_pass_need_no_solution(asserts):
     with pytest.raises(ValueError, match="answer: "):
         CodeTests().perfect_response(answer=json.dumps({"asserts": [asserts]}))
-
-
-@pytest.mark.parametrize("answer_format", ["tag", "last_line"])
-def test_a_countdown_is_searched_for_an_expression(answer_format):
-    reward = CountdownCorrectness(answer_format)
-    for numbers, target in (([3, 3, 8, 8], 24), ([3, 8, 1], 24), ([7], 7), ([0, 5], 0)):
-        assert solved(reward, answer=json.dumps({"numbers": numbers, "target": target})) == 1.0
-    with pytest.raises(ValueError, match="no expression"):
-        solved(reward, answer='{"numbers": [1, 1, 1, 1], "target": 24}')
-    assert solved(reward, answer='{"numbers": [1, 2, 3, 4, 5, 6], "target": 999}') is None
