@@ -14,7 +14,7 @@ class Turn(NamedTuple):
     """A turn of the policy."""
 
     content: str
-    """Text that is no call of a tool."""
+    """Text outside the tool calls."""
     calls: list[tuple[str, str]]
     """Name and arguments, as JSON text, of each call."""
 
