@@ -83,8 +83,8 @@ class Books:
     """Adds up the events of receipts.jsonl: generated = the sum of all outcomes.
 
     The left side counts each group where its generation ended. The right side counts it where it
-    left: the trainers count the tokens of a step's groups by what they do with each, the ledger
-    those of dropped and of living groups. So a count that is wrong on either side is a residual.
+    ended up: the trainers count the tokens of a step's groups by what they do with each, the ledger
+    counts those of dropped and living groups. So a wrong count on either side shows as a residual.
     """
 
     def __init__(self, resume_points: Iterable[int]) -> None:
@@ -109,7 +109,7 @@ class Books:
         return self.generated - self._account.total() - self._undone
 
     def outcomes(self) -> dict[str, Amount]:
-        """Return the right side: cause in words -> its groups and tokens; none without either."""
+        """Return the right side: cause in words -> its groups and tokens, if it has any."""
         found = {_UNDONE: self._undone, _IN_FLIGHT: self._account.in_flight()}
         found |= self._account.outcomes
         order = [*_ORDER, *sorted(found.keys() - {*_ORDER, *_LAST}), *_LAST]
@@ -170,7 +170,7 @@ class Books:
         self._account, self._batch = now, []
 
     def _carry(self, counted: Mapping[int, int], account: _Account) -> None:
-        """Go on with the ledger's own count of the generated living groups."""
+        """Continue with the ledger's own count of the generated living groups."""
         for group in sorted(counted.keys() | account.stock.keys()):
             self._compare(group, account.stock.get(group), counted.get(group), "the ledger counts")
         account.stock = dict(counted)

@@ -42,11 +42,11 @@ _OFFLOADED_LAYERS = 6
 _PUSHED_LAYERS = 3
 """Copies of a unit during a push: the shard's cast, the gathered tensor, the renamed one."""
 _PINNED = 2
-"""Page-locked memory that a tensor takes at most, over its bytes: PyTorch rounds up to 2**n."""
+"""Largest ratio of page-locked memory to a tensor's bytes: PyTorch rounds up to 2**n."""
 _BYTES_PER_TOKEN = 256
 """Of losses, metrics and their inputs, for each token of a micro-batch: 32 numbers of 64 bits."""
 _KERNELS = 1.005
-"""What kernels allocate for themselves, and what else is not in the passes; 1.001 was measured."""
+"""Factor for what kernels allocate, and for all else that passes miss; 1.001 was measured."""
 
 
 def _policy(cfg: Settings) -> Callable[[], nn.Module]:
@@ -59,7 +59,7 @@ def _policy(cfg: Settings) -> Callable[[], nn.Module]:
 
 _META = torch.device("meta")  # masks of long sequences would take gigabytes
 _MAX_RANKS, _MAX_ROUNDS = 4, 3
-"""Ranks and micro-batches per rank that are planned: more would be more of the same size."""
+"""Most ranks, and most micro-batches per rank, that are planned: more have no other sizes."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def _above(found: Bytes, part: str, base: int) -> int:
 
 
 def host_bytes(cfg: Settings, sizes: ModelSizes) -> dict[str, int]:
-    """Return what a rank holds in CPU memory for pushes, and with copies for checkpoints."""
+    """Return what a rank holds in CPU memory for pushes, and for copies of checkpoints."""
     bucket = sizes.largest_bucket(cfg.dtype, cfg.num_trainers)
     # A delta is there beside the bytes that were compared, and may be as long as either.
     host = {"push": 3 * bucket if cfg.push == "delta" else bucket}

@@ -105,7 +105,7 @@ def measured_after(record: Record, key: str) -> int:
 
 
 def values_of(records: Sequence[Record], key: str) -> list[float]:
-    """Return the values of a metric in the records that have one: null is none."""
+    """Return the values of a metric in the records that have one; null does not count."""
     return [record[key] for record in records if isinstance(record.get(key), int | float)]
 
 

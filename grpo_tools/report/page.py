@@ -86,7 +86,7 @@ def write_report(
 ) -> Path:
     """Write the report of a run that has ended or was killed.
 
-    With `next_page_s`, the run goes on: its page reloads itself after so many seconds.
+    With `next_page_s`, the run is in progress: its page reloads itself after this many seconds.
     """
     target = target or folder / "report.html"
     write_whole(target, _page(folder, max_groups, next_page_s))

@@ -61,7 +61,7 @@ class Prediction:
     dropped: Counter[str]
     """Dropped groups by reason, of the whole run."""
     idle: dict[str, float]
-    """Share of the time in which a role does nothing, mean over the roles of a family."""
+    """Share of the time in which a role does nothing; mean over the roles of each family."""
     events: list[tuple[float, Event]]
     """All events of the run, each with its virtual time."""
 
