@@ -65,7 +65,7 @@ class _Account:
     stock: dict[int, int] = field(default_factory=dict)
     """Group that is generated and has no outcome yet -> tokens sampled for it."""
     again: Amount = Amount()
-    """Groups trained by one more step: each such use."""
+    """Reuses: groups trained by one more step, each use counted."""
     ungenerated: int = 0
     """Groups dropped before their generation ended."""
 
@@ -105,7 +105,7 @@ class Books:
 
     @property
     def residual(self) -> Amount:
-        """Generated groups and tokens less those of all outcomes: 0 if the books close."""
+        """Generated groups and tokens minus all outcomes: 0 if the books close."""
         return self.generated - self._account.total() - self._undone
 
     def outcomes(self) -> dict[str, Amount]:
@@ -121,7 +121,7 @@ class Books:
         return [(what, amount.groups, amount.tokens) for what, amount in rows.items()]
 
     def beside(self) -> list[str]:
-        """Return in words what is not in the balance, one line each."""
+        """Return lines of text about what the balance leaves out."""
         lines = []
         if again := self.again.groups:
             lines.append(f"{again:,} uses of groups trained again: {self.again.tokens:,} tokens")

@@ -24,10 +24,10 @@ class AgentEnvironment:
 
     Args:
         agent: dotted path of a function, sync or async; or `command: [program, argument, ...]`.
-        chat_template: None for that of the model; `plain` writes the messages' contents one after
-            the other; or the path of a file with a Jinja template.
-        tool_parser: vLLM's parser for the model's tool calls, such as `hermes`; None refuses tools.
-        max_calls: largest number of requests of one session.
+        chat_template: None for the model's template; `plain` writes the messages' contents one
+        after the other; or the path of a file with a Jinja template. tool_parser: vLLM's parser for
+        the model's tool calls, such as `hermes`; None refuses tools. max_calls: largest number of
+        requests of one session.
 
     Raises:
         ValueError: an argument is wrong; names its key.

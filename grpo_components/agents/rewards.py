@@ -26,8 +26,8 @@ class AgentReward:
     """Reward that the agent returned or posted.
 
     Args:
-        name: name of the reward to take, if the agent gives several. max_reward: the largest one,
-        at which a session succeeds.
+        name: name of the reward to take, if the agent gives several.
+        max_reward: the largest reward, at which a session succeeds.
     """
 
     def __init__(self, name: str = "reward", max_reward: float = 1.0) -> None:

@@ -188,9 +188,9 @@ class Cluster:
     ) -> None:
         """Run the loops to their end, and restart roles that fail.
 
-        A role with `restarts_alone` is restarted while the loops go on, and `recover` brings it up
-        to date. If a role without it fails, or data is lost with a node, all roles without it are
-        restarted together, and the loops start again after `begin_again`.
+        A role with `restarts_alone` is restarted while the loops continue, and `recover` brings it
+        up to date. If a role without it fails, or data is lost with a node, all roles without it
+        are restarted together, and the loops start again after `begin_again`.
         """
         self._recover = recover
         with (self._logs / "heartbeats.jsonl").open("a", encoding="utf-8") as file:

@@ -120,7 +120,7 @@ class GeneratorHandle:
         return aborted
 
     async def begin_attempt(self) -> None:
-        """Forget reserved room and allow older weights: a new attempt starts at a checkpoint."""
+        """Cancel reservations and allow older weights: a new attempt starts at a checkpoint."""
         self._reserved = 0
         await self.role.call("begin_attempt", timeout_s=self._weights_s)
 
@@ -202,7 +202,7 @@ class ReplayBufferHandle:
         await self._ledger.enter_buffer(entry.group_id)
 
     async def take(self, num_groups: int) -> Batch:
-        """Wait for a batch of whole, fresh groups; drop stale ones and reissue their prompts."""
+        """Wait for a batch of whole, fresh groups; drop stale groups and reissue their prompts."""
         began, ledger, dropped = time.perf_counter(), self._ledger, 0
         while True:
             if self._wait_for_stale:
@@ -235,7 +235,7 @@ class ReplayBufferHandle:
             return None
 
     async def write_state(self, folder: Path, parts: Sequence[Any]) -> str | None:
-        """Write buffered groups to a checkpoint, while other calls go on."""
+        """Write buffered groups to a checkpoint, during other calls."""
         call = {"lane": CHECKPOINT_LANE, "timeout_s": self._timeout_s}
         return await self.role.call("write_state", str(folder), *parts, **call)
 

@@ -51,7 +51,7 @@ class Need:
 
     count: int
     resources: Mapping[str, float]
-    """Ray's resources of one process, which is never split over two nodes."""
+    """Resources that Ray gives to one process, which is never split over two nodes."""
     strategy: Literal["PACK", "SPREAD"]
     """PACK: on as few nodes as possible, as they talk to each other. SPREAD: on many nodes."""
     together: int = 1
@@ -241,7 +241,7 @@ def family_of(name: str) -> str:
 
 
 def check_room(needs: Mapping[str, Need], nodes: Sequence[Mapping[str, float]]) -> None:
-    """Refuse needs that nodes with these resources could not meet even if nobody used them."""
+    """Refuse needs that nodes with these resources could not meet even if all were free."""
     for family, need in needs.items():
         for name, amount in need.resources.items():
             largest = max((node.get(name, 0) for node in nodes), default=0)

@@ -23,14 +23,14 @@ _ANSWER_S = 5.0
 _PENDING_CALLS_S = 60.0
 """Longest wait for the pending calls of a killed process to fail, in seconds."""
 _ROOM_CHECK_S = 5.0
-"""Seconds from one look at the nodes to the next, while a process starts."""
+"""Seconds between two checks of the nodes, while a process starts."""
 
 
 class Role:
     """Calls one role of a run, and replaces the role's process when it fails.
 
     If the process dies, hangs or raises, it is restarted within the run's budget and the pending
-    calls are repeated: those who wait for a result only wait longer.
+    calls are repeated: whoever waits for a result only waits longer.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Role:
 
     @property
     def is_restarting(self) -> bool:
-        """Whether a restart is under way in another task than the current one."""
+        """Whether another task than the current one is restarting the role."""
         return self._restarting is not None and asyncio.current_task() is not self._restarting
 
     async def restarted(self) -> None:

@@ -71,7 +71,7 @@ class WeightSync:
         await self._ledger.publish(version)
 
     async def pull_if_due(self, generator: GeneratorHandle, entry: LedgerEntry) -> None:
-        """Pull weights every m rollouts, and when a group needs newer ones."""
+        """Pull weights every m rollouts, and when a group needs newer weights."""
         ledger = self._ledger
 
         def due() -> bool:
@@ -136,7 +136,7 @@ class WeightSync:
             return self._pushed[1:]
 
     async def restore(self) -> None:
-        """Publish the trainers' weights, even older ones, and load them into every generator."""
+        """Publish the trainers' weights, even if older, and load them into every generator."""
         self._pushes.forget()
         self._probe.forget()
         await self.push()
@@ -171,7 +171,7 @@ class _Push:
 
 
 class Pushes:
-    """Starts each push, whole or as a delta from the one before.
+    """Starts each push, whole or as a delta from the previous push.
 
     After a whole push, up to `MAX_DELTAS` pushes are deltas, as long as these are together smaller
     than the whole push. Only the weights decide, so a replay decides the same.

@@ -57,7 +57,7 @@ class ReusePool:
     def choose(self, policy_version: int) -> list[int]:
         """Return the ids of the groups that the step from this version trains again, sorted.
 
-        They have the highest priorities; among equal ones, the older group goes first.
+        They have the highest priorities; of groups with equal priority, the older is chosen.
         """
 
         def order(candidate: Candidate) -> tuple[float, int]:
@@ -152,7 +152,7 @@ class GroupReuse:
         }
 
     def end_step(self, trained: Iterable[LedgerEntry], before: int, after: int) -> None:
-        """Count the uses of a step, and choose for the next one."""
+        """Count the uses of a step, and choose groups for the next step."""
         if not self.on:
             return
         reused = [entry.group_id for entry in self.chosen]

@@ -35,7 +35,7 @@ class Ledger:
         self.policy_version = 0
         """The trainers' policy version after their last step."""
         self.published_version = 0
-        """Newest policy version that generators can pull; 0 is the base model, their first one."""
+        """Newest policy version that generators can pull; they start with 0, the base model."""
         self.steps_done = 0
         self.issued = 0
         self.trained_groups = 0

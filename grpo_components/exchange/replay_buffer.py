@@ -187,7 +187,7 @@ class ReplayBuffer:
         self._kept = {item.summary.group_id: item for item in _items(parts)}
 
     async def refill(self, *parts: Any) -> None:
-        """Replace the buffer's groups; the capacity grows if there are more new ones than fit."""
+        """Replace the buffer's groups; the capacity grows if not all of the new groups fit."""
         items = _items(parts)
         self._make_room(max(self._capacity, len(items)))
         for item in items:

@@ -107,7 +107,7 @@ class StalenessContract:
         version s can last be trained in the step from version s + max_staleness. So of the groups
         that are left, at most (s + max_staleness - policy_version) * groups_per_step may have
         started with version s or less. If no group is in flight, admission has ensured this. With
-        reuse, the steps take as many fewer groups.
+        reuse, the steps take that many fewer groups.
         """
         taken = self.groups_of(1, reused)
         remaining = sorted([*in_flight, *sorted(buffered)[taken:]])

@@ -66,7 +66,7 @@ class DeltaBucket:
 
 
 class DeltaEncoder:
-    """Compares each bucket with the one before, which it keeps."""
+    """Encodes each bucket as a delta from the previous one, which it keeps."""
 
     def __init__(self) -> None:
         self._last: tuple[int, Manifest, Bytes] | None = None
@@ -128,7 +128,7 @@ class RebuiltWeights:
         self._kept = buckets
 
     def forget(self) -> None:
-        """Keep nothing: the next weights come as a whole push."""
+        """Drop the kept bytes: the next weights come as a whole push."""
         self._kept = []
 
 

@@ -70,7 +70,7 @@ class WeightProbe:
             del self._pushed[min(self._pushed)]
 
     def forget(self) -> None:
-        """Forget all versions: an attempt begins, whose versions have the same numbers."""
+        """Forget all versions: a new attempt uses the same version numbers again."""
         self._pushed.clear()
         self._layers.clear()
 

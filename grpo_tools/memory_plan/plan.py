@@ -22,7 +22,7 @@ _TRAINED_SHARE, _FORWARD_SHARE, _READ_SHARE = 0.35, 0.45, 0.6
 """Shares of these peaks that training, forward passes alone (of a reference: nothing to reduce over
 ranks) and decoding reach: assumed, not measured by us."""
 _STEP_S, _STEP_PER_SEQUENCE_S = 2.4e-3, 22e-6
-"""Seconds of one core that an engine step takes, beside the GPU's work: scheduler, launches and
+"""Seconds of one core that an engine step takes, during the GPU's work: scheduler, launches and
 outputs. Measured on an H100's machine: see docs/results/gpu.md."""
 _SAMPLE_S = 0.3e-3
 """Seconds of Python of each response, under the same interpreter lock: environment and rewards."""
@@ -34,8 +34,8 @@ _COLUMNS = (
 )
 _SMALL = 1e-9
 _SNAPSHOTS = 3
-"""Snapshots in the object store at most: the newest one, one that a generator still reads, and one
-that is being stored."""
+"""Most snapshots in the object store: the newest, one that a generator still reads, and one that is
+being stored."""
 _DELTA_SNAPSHOTS = _SNAPSHOTS + 2
 """With delta pushes, the newest snapshot and one that is still read may also have full deltas."""
 _RAY_SHARE = 0.3

@@ -40,7 +40,7 @@ _OFFLOADED_LAYERS = 6
 """Layers whose activations torchtune's offloading has on the GPU: five that leave, one that comes.
 """
 _PUSHED_LAYERS = 3
-"""Copies of a unit during a push: the shard's cast, the gathered tensor, the renamed one."""
+"""Copies of a unit during a push: the cast shard, the gathered tensor, the renamed tensor."""
 _PINNED = 2
 """Largest ratio of page-locked memory to a tensor's bytes: PyTorch rounds up to 2**n."""
 _BYTES_PER_TOKEN = 256
@@ -79,11 +79,11 @@ class MicroBatch:
 def longest_micro_batches(
     cfg: Settings, prompt: int, groups: int, ranks: int, flops: ModelFlops, wide: float
 ) -> list[MicroBatch]:
-    """Return the micro-batches of which one takes the most memory: one or two.
+    """Return one or two micro-batches, one of which takes the most memory of all.
 
-    Tried are batches of responses that are all as long as allowed, of lengths spread evenly below
-    that, and of short ones, whose prompts are copied most often as keys. The heaviest one that is
-    alone in its update is kept, and the heaviest one that finds gradients of an earlier one.
+    It tries responses that are all as long as allowed, responses of evenly spread lengths, and
+    short responses, whose prompts are copied most often as keys. It keeps the heaviest batch that
+    is alone in its update, and the heaviest that follows another in its update.
     """
     longest, same = cfg.generator.max_response_tokens, np.full(cfg.group_size, 1)
     spread = np.linspace(max(longest // 8, 1), longest, cfg.group_size).astype(int)

@@ -37,7 +37,7 @@ class _Job(NamedTuple):
 def verdicts(
     folders: Sequence[Path], names: Sequence[str], configs: Sequence[Mapping[str, str]]
 ) -> list[str]:
-    """Compare each job with the first; folders whose configs differ in the seed are one job."""
+    """Compare each job with the first; folders whose configs differ only in seed are one job."""
     jobs: dict[tuple[tuple[str, str], ...], _Job] = {}
     for folder, name, config in zip(folders, names, configs, strict=True):
         own = {key: value for key, value in config.items() if not key.startswith(_OF_A_SEED)}

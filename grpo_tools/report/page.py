@@ -52,7 +52,7 @@ class PageParts:
         return part("charts", cards)
 
     def metrics(self, sections: dict[str, list[Chart]]) -> dict[str, str]:
-        """Add a section for each that has charts; return that of the other metrics, folded."""
+        """Add each section that has charts; return the other metrics' section, folded."""
         others = sections.pop("Other metrics")
         self.sections |= {name: self.charts(found) for name, found in sections.items() if found}
         folded = part("folded", f"{len(others)} more", self.charts(others)) if others else ""

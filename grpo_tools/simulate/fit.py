@@ -108,7 +108,7 @@ class Recorded:
     filtered: float
     """Share of the generated groups that dynamic sampling discarded."""
     step_s: float
-    """Mean seconds of a step, from the end of the one before; without evaluations and saves."""
+    """Mean seconds from the end of a step to the end of the next, without evaluations and saves."""
     staleness_mean: float
     staleness_max: int
     dropped: Counter[str]
@@ -169,7 +169,7 @@ def fit(folder: Path) -> Recorded:
 
 
 def _step_s(steps: Sequence[Record], events: Mapping[str, Sequence[Record]]) -> float:
-    """Return the mean seconds of a step, without those that an evaluation or a save delayed."""
+    """Return the mean seconds of the steps that no evaluation and no save delayed."""
     ends = {event["step"]: event["time"] for event in events["step"]}
     evaluated = {event["step"] for event in events["evaluate"]}
     last = [each["step"] - 1 for each in steps]
