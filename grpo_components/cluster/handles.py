@@ -45,7 +45,7 @@ class GeneratorHandle:
     ) -> None:
         self.role, self.name = role, role.name
         self.version = 0
-        """Policy version of the generator's weights; -1 if it has none, or another attempt's."""
+        """Policy version of the generator's weights; -1 for none, or weights of another attempt."""
         self.held_version = -1
         """Version whose bytes it keeps, as loaded from pushes of this attempt; -1 if none."""
         self.load_s = 0.0

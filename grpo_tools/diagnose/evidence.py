@@ -29,7 +29,7 @@ class Trend(NamedTuple):
     before: float = math.nan
     after: float = math.nan
     sigmas: float = 0.0
-    """Their difference in standard errors, above 0 if the values rise."""
+    """Difference of the means in standard errors; above 0 if the values rise."""
 
     def __str__(self) -> str:
         return f"{self.before:.2g} to {self.after:.2g}"

@@ -229,12 +229,12 @@ def _peak(found: Bytes) -> int:
 
 
 def _with_rest(peak: int, batch: MicroBatch) -> int:
-    """Add to a peak of the passes what else a step holds."""
+    """Return the bytes of a step: a peak of its passes, and what else it holds."""
     return int(_KERNELS * peak) + _BYTES_PER_TOKEN * batch.tokens
 
 
 def _above(found: Bytes, part: str, base: int) -> int:
-    """Return the most bytes of a part's peaks in the backward pass above what is kept."""
+    """Return by how many bytes a part's largest peak in a backward pass exceeds `base`."""
     peaks = [n for name, n in found.items() if f"{part}," in name and "backward" in name]
     return max(max(peaks, default=base) - base, 0)
 
