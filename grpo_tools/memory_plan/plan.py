@@ -37,8 +37,7 @@ _SNAPSHOTS = 3
 """Most snapshots in the object store: the newest, one that a generator still reads, and one that is
 being stored."""
 _DELTA_SNAPSHOTS = _SNAPSHOTS + 2
-"""With delta pushes also the deltas of the newest snapshot and of one still read, up to its
-size."""
+"""With delta pushes also deltas of the newest snapshot and of one still read, up to its size."""
 _RAY_SHARE = 0.3
 """Share of a node's memory that Ray takes for its object store by default."""
 
