@@ -63,7 +63,7 @@ class _Account:
 
     outcomes: dict[str, Amount] = field(default_factory=dict)
     stock: dict[int, int] = field(default_factory=dict)
-    """Group that is generated and has no outcome yet -> tokens sampled for it."""
+    """Generated group without an outcome yet -> tokens sampled for it."""
     again: Amount = Amount()
     """Reuses: groups trained by one more step, each use counted."""
     ungenerated: int = 0

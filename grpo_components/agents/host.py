@@ -107,7 +107,7 @@ def _run(
 
 
 def _in_child(work: Callable[..., None], *arguments: Any, **more: Any) -> None:
-    """Do the work of a forked process, and end it."""
+    """Run the work of a forked process, and end the process."""
     status = 1
     try:
         work(*arguments, **more)

@@ -14,7 +14,7 @@ _LARGE_GPU_GIB, _TOKENS_LARGE, _TOKENS_SMALL = 70, 16384, 8192
 _MAX_WEIGHTS = 0.8
 """Share of a GPU above which weights leave too little memory for a cache."""
 _GRAPHS_BYTES = GIB
-"""CUDA graphs of one engine; not measured by us."""
+"""Bytes of the CUDA graphs of one engine; not measured by us."""
 _LOGIT_COPIES = 4
 """float32 copies of a step's logits in vLLM's sampler: as they come, processed, as logprobs, and as
 probabilities."""

@@ -190,13 +190,13 @@ class _Simulation:
         )
 
     async def restore(self) -> None:
-        """Nothing to restore."""
+        """Do nothing: there is nothing to restore."""
 
     async def begin(self, tasks: asyncio.TaskGroup) -> None:
-        """No evaluation before the first step."""
+        """Do nothing: no evaluation comes before the first step."""
 
     def has_trainable(self, group: Group) -> bool:
-        """Every group can be trained."""
+        """Return True: every group can be trained."""
         return True
 
     async def finish_step(self, batch: Batch, advantages: NDArray[Any], result: StepResult) -> None:
@@ -219,4 +219,4 @@ class _Simulation:
             self._marks.append((now(), busy))
 
     async def finish(self) -> None:
-        """Nothing is left to write."""
+        """Do nothing: nothing is left to write."""
