@@ -49,10 +49,10 @@ def recipe_argument(argv: Sequence[str]) -> str | None:
 
 
 def complete(registry: ModuleType, recipe: str) -> None:
-    """Register a recipe's file whose path torchtune cannot run; refuse a recipe that is nowhere.
+    """Register a recipe file that torchtune cannot import; refuse a recipe that does not exist.
 
-    torchtune turns a path into a dotted module name, which works for files below the current
-    folder only, and not with a leading `./`.
+    torchtune turns a path into a dotted module name: this fails outside the current folder, and
+    with a leading `./`.
     """
     recipes = registry.get_all_recipes()
     names = [each.name for each in recipes]

@@ -1,4 +1,4 @@
-"""The command `grpo`: what a person runs beside a training run, on the files it leaves."""
+"""The command `grpo`: tools that read the files of a run, while it trains or afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _USAGE = "usage: grpo COMMAND ...    (grpo COMMAND --help says more)\n\n" + "".j
 
 
 def main() -> int:
-    """Run the command that the first argument names, with the others."""
+    """Run the command that the first argument names, with the other arguments."""
     name, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
     if name not in _COMMANDS:
         wrong = name not in ("", "-h", "--help")

@@ -63,9 +63,9 @@ class _Account:
 
     outcomes: dict[str, Amount] = field(default_factory=dict)
     stock: dict[int, int] = field(default_factory=dict)
-    """Group that is generated and has no outcome yet -> tokens sampled for it."""
+    """Generated group without an outcome yet -> tokens sampled for it."""
     again: Amount = Amount()
-    """Groups trained by one more step: each such use."""
+    """Reuses: groups trained by one more step, each use counted."""
     ungenerated: int = 0
     """Groups dropped before their generation ended."""
 
@@ -83,8 +83,8 @@ class Books:
     """Adds up the events of receipts.jsonl: generated = the sum of all outcomes.
 
     The left side counts each group where its generation ended. The right side counts it where it
-    left: the trainers count the tokens of a step's groups by what they do with each, the ledger
-    those of dropped and of living groups. So a count that is wrong on either side is a residual.
+    ended up: the trainers count the tokens of a step's groups by what they do with each, the ledger
+    counts those of dropped and living groups. So a wrong count on either side shows as a residual.
     """
 
     def __init__(self, resume_points: Iterable[int]) -> None:
@@ -105,11 +105,11 @@ class Books:
 
     @property
     def residual(self) -> Amount:
-        """Generated groups and tokens less those of all outcomes: 0 if the books close."""
+        """Generated groups and tokens minus all outcomes: 0 if the books close."""
         return self.generated - self._account.total() - self._undone
 
     def outcomes(self) -> dict[str, Amount]:
-        """Return the right side: cause in words -> its groups and tokens; none without either."""
+        """Return the right side: cause in words -> its groups and tokens, if it has any."""
         found = {_UNDONE: self._undone, _IN_FLIGHT: self._account.in_flight()}
         found |= self._account.outcomes
         order = [*_ORDER, *sorted(found.keys() - {*_ORDER, *_LAST}), *_LAST]
@@ -121,7 +121,7 @@ class Books:
         return [(what, amount.groups, amount.tokens) for what, amount in rows.items()]
 
     def beside(self) -> list[str]:
-        """Return in words what is not in the balance, one line each."""
+        """Return lines of text about what the balance leaves out."""
         lines = []
         if again := self.again.groups:
             lines.append(f"{again:,} uses of groups trained again: {self.again.tokens:,} tokens")
@@ -170,7 +170,7 @@ class Books:
         self._account, self._batch = now, []
 
     def _carry(self, counted: Mapping[int, int], account: _Account) -> None:
-        """Go on with the ledger's own count of the generated living groups."""
+        """Continue with the ledger's own count of the generated living groups."""
         for group in sorted(counted.keys() | account.stock.keys()):
             self._compare(group, account.stock.get(group), counted.get(group), "the ledger counts")
         account.stock = dict(counted)

@@ -1,4 +1,4 @@
-"""Writes messages as the text of a prompt, in the format of the policy, and reads its turns."""
+"""Formats messages as the text of a prompt for the policy, and finds the policy's turns in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN = "plain"
 """Name of the template that writes the contents of all messages one after the other."""
 _PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 _BEFORE = 8
-"""Tokens before a text with which it is decoded: some tokenizers drop a leading space."""
+"""Preceding tokens with which a text is decoded, as some tokenizers drop a leading space."""
 
 
 class Chat:
@@ -72,7 +72,7 @@ class Chat:
         return self.decode([*tail, *token_ids])[len(self.decode(tail)) :]
 
     def encode_after(self, before: Sequence[int], text: str) -> list[int] | None:
-        """Tokenize a text that follows tokens; None if these would read as another text."""
+        """Tokenize a text that follows tokens; None if the result decodes to a different text."""
         found = self.encode(text)
         return found if self.decode_after(before, found) == text else None
 
@@ -81,10 +81,10 @@ class Chat:
         return next((stop for stop in self._stops if turn.endswith(stop)), "")
 
     def turn_length(self, text: str, turn: str, least: int) -> int | None:
-        """Return how many characters at the start of a text are a turn; None if it is another one.
+        """Return how many characters at the start of a text are a turn; None if they are not.
 
-        The same tool calls in another spelling of JSON, of at least some characters, are the same
-        turn: what the policy wrote is kept. Anything else that differs is another turn.
+        A turn whose tool calls differ only in their JSON's spelling is the same turn, if it ends
+        after at least `least` characters: what the policy wrote is kept.
         """
         if text.startswith(turn):
             return len(turn)

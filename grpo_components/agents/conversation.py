@@ -28,14 +28,14 @@ class Choice:
     num_sampled: int
     """Tokens that the engine sampled for it, also those after the end."""
     content: str
-    """Text that the client gets: without what ended it."""
+    """Text that the client gets, without the stop string or end of turn."""
     content_tokens: int
-    """Number of first tokens that are exactly this text; 0 if no number of them is."""
+    """Number of first tokens whose text is exactly `content`; 0 if there is no such number."""
     continued: bool = False
     """Whether a later call continues it."""
 
     def drop_end(self) -> None:
-        """Forget the tokens after the content: a prompt goes on without them."""
+        """Drop the tokens after `content`: a later prompt continues without them."""
         size = self.content_tokens
         self.token_ids, self.logprobs = self.token_ids[:size], self.logprobs[:size]
         self.versions, self.text = self.versions[:size], self.content
@@ -50,17 +50,17 @@ class Call:
     parent: tuple[Call, Choice] | None = None
     """Call and answer that the prompt continues, token for token."""
     key: tuple[int, str, int] = (0, "", 0)
-    """Length and digest of the prompt, and how many equal ones came before: the same in a replay,
-    also if requests run in parallel and arrive in another order."""
+    """Length and digest of the prompt, and how many equal requests came before: the same in a
+    replay, also if parallel requests arrive in another order."""
     choices: list[Choice] = field(default_factory=list)
     delivered: bool = False
-    """Whether the client was there to get the answer; only then it is trained and continued."""
+    """Whether the client got the answer; only then it is trained, and may be continued."""
     cached_tokens: int = 0
     """Tokens of the prompt whose keys and values were in the engine's prefix cache."""
 
     @property
     def path(self) -> list[tuple[Call, Choice]]:
-        """The conversation before the call, from its first one on."""
+        """The calls and answers that the call continues, from the conversation's first call on."""
         path, step = [], self.parent
         while step is not None:
             path.append(step)
@@ -84,9 +84,9 @@ class Conversation:
     """Keeps what was sampled as token ids, and lets later calls continue it.
 
     A prompt whose text begins with an earlier prompt and its answer continues these tokens: only
-    the rest of the text is tokenized. If it goes on without what ended the answer (a stop, an end
-    of turn), these tokens leave the record. Any other prompt is tokenized as a whole, and begins a
-    trajectory of its own.
+    the rest of the text is tokenized. If the prompt continues without the answer's end (a stop
+    string, an end of turn), the end's tokens leave the record. Any other prompt is tokenized as a
+    whole, and begins a trajectory of its own.
     """
 
     def __init__(self, chat: Chat) -> None:
@@ -140,17 +140,17 @@ class Conversation:
                 yield from ((call, choice) for choice in call.choices)
 
     def _in_order(self) -> list[tuple[Call, Choice]]:
-        """Return the answers such that of equal ones always the same comes first."""
+        """Return the answers in an order that is the same in a replay, also of equal answers."""
         return sorted(self._answers(), key=lambda pair: _order(*pair))
 
 
 def _order(call: Call, choice: Choice) -> tuple[tuple[int, str, int], int]:
-    """Return the place of an answer in an order that is not that of arrival, which may differ."""
+    """Return an answer's sort key, which does not depend on the order of arrival."""
     return call.key, call.choices.index(choice)
 
 
 def _joined(steps: list[tuple[Call, Choice]]) -> SessionPart:
-    """Join answers and what lies between them; what lies before the first one is the prompt."""
+    """Join answers and the tokens between them; tokens before the first answer are the prompt."""
     prompt_ids = steps[0][0].prompt_ids
     ids: list[NDArray[np.int64]] = []
     masks: list[NDArray[np.bool_]] = []

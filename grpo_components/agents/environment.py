@@ -1,4 +1,4 @@
-"""The environment of a config in which the policy serves an agent that somebody else wrote."""
+"""The environment in which the policy serves an agent that somebody else wrote."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_CALLS = 100
 
 
 class AgentEnvironment:
-    """Runs an agent for each response, and trains what the policy answers it.
+    """Runs an agent for each response, and trains the policy's answers to it.
 
     The agent is a function of a task (a dictionary with the row's columns, `prompt_text`, `answer`
     and `seed`), or a command that reads the task as JSON from its standard input. It reaches the
@@ -24,10 +24,10 @@ class AgentEnvironment:
 
     Args:
         agent: dotted path of a function, sync or async; or `command: [program, argument, ...]`.
-        chat_template: None for that of the model; `plain` writes the messages' contents one after
-            the other; or the path of a file with a Jinja template.
-        tool_parser: vLLM's parser for the model's tool calls, such as `hermes`; None refuses tools.
-        max_calls: most requests of one session.
+        chat_template: None for the model's template; `plain` writes the messages' contents one
+        after the other; or the path of a file with a Jinja template. tool_parser: vLLM's parser for
+        the model's tool calls, such as `hermes`; None refuses tools. max_calls: largest number of
+        requests of one session.
 
     Raises:
         ValueError: an argument is wrong; names its key.
@@ -62,7 +62,7 @@ def _checked_agent(agent: Any) -> str | list[str]:
 
 
 def parser_names() -> list[str]:
-    """Return the names of vLLM's parsers of tool calls without its import, which takes seconds.
+    """Return the names of vLLM's tool call parsers without importing vLLM, which takes seconds.
 
     Empty if vLLM keeps its table elsewhere; the generator asks vLLM itself.
     """

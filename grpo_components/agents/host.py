@@ -1,8 +1,8 @@
 """The process that starts agents: imports the agent once, then forks a watcher for each session.
 
-A watcher forks the agent and adopts all that this starts. It kills them when the agent has ended,
-and when the owner ends the session's connection, as its death does. What a killed watcher leaves
-is adopted here, and killed at the end.
+A watcher forks the agent and adopts all processes that the agent starts. It kills them when the
+agent has ended, or when the owner closes the session's connection or dies. What a killed watcher
+leaves is adopted here, and killed at the end.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from grpo_components.objective.component_errors import failure_text
 
 _PDEATHSIG, _SUBREAPER = 1, 36
 READY = b"ready"
-"""Said to the owner once the agent is imported; else why it is not."""
+"""Sent to the owner once the agent is imported; if the import fails, the reason is sent."""
 _MAX_SAID = 1 << 20
-"""Bytes that are kept of the end of a result, or of what a command says."""
+"""Bytes kept of the end of a result, or of a command's output."""
 _libc = ctypes.CDLL(None)
 _Agent = Callable[[Any], Any] | list[str]
 """A function of a task, or a command."""
@@ -82,7 +82,7 @@ def _watch(connection: socket.socket, agent: _Agent) -> None:
 
 
 def _read(reading: int, agent: _Agent) -> bytes:
-    """Read a part of an agent's result, or of what a command says, which is for the log, too."""
+    """Read a part of an agent's result, or of a command's output, which goes to the log, too."""
     part = os.read(reading, _MAX_SAID)
     if isinstance(agent, list):
         os.write(2, part)
@@ -107,7 +107,7 @@ def _run(
 
 
 def _in_child(work: Callable[..., None], *arguments: Any, **more: Any) -> None:
-    """Do the work of a forked process, and end it."""
+    """Run the work of a forked process, and end the process."""
     status = 1
     try:
         work(*arguments, **more)
@@ -122,7 +122,7 @@ def _in_child(work: Callable[..., None], *arguments: Any, **more: Any) -> None:
 
 
 def _kill_children() -> None:
-    """Kill all children; what these leave behind becomes a child, and is killed, too."""
+    """Kill all children; the processes that these leave become children, and are killed, too."""
     children = Path("/proc/self/task", str(os.getpid()), "children")
     while found := [int(pid) for pid in children.read_text().split()]:
         for pid in found:
@@ -162,7 +162,7 @@ def _die_with(parent: int) -> None:
 
 
 def main() -> None:
-    """Import the agent, say so, and serve the owner."""
+    """Import the agent, tell the owner, and serve it."""
     owner = socket.socket(fileno=int(sys.argv[1]))
     agent, parent = json.loads(sys.argv[2]), os.getppid()
     os.environ["PYTHONPATH"] = sys.argv[3]  # the owner's: an agent's Python may be another one

@@ -21,7 +21,7 @@ _START_S = 120.0
 _KILL_S = 20.0
 """Seconds until the kernel has ended a killed agent."""
 _MAX_SAID = 1000
-"""Characters of the end of what a command said, in its error."""
+"""Characters of the end of a command's output that its error quotes."""
 
 
 class AgentImportError(RuntimeError):
@@ -35,11 +35,11 @@ class Outcome:
     reward: dict[str, float] | None = None
     """Rewards that it returned, by name."""
     error: str | None = None
-    """Why its sample has failed; None if it ended well."""
+    """Why the agent's sample has failed; None if the agent ended well."""
 
 
 class AgentProcesses:
-    """Starts an agent for each session, through a process that has imported it already."""
+    """Starts an agent for each session, through a process that has already imported it."""
 
     def __init__(self, agent: str | list[str]) -> None:
         self._agent = agent
@@ -55,7 +55,7 @@ class AgentProcesses:
         timeout_s: float,
         failure: asyncio.Future[str],
     ) -> Outcome:
-        """Run an agent to its end; whatever happens, nothing of it is left."""
+        """Run an agent to its end; whatever happens, none of its processes is left."""
         ours, theirs = socket.socketpair()
         with theirs:
             await self._start_watcher(theirs)

@@ -1,7 +1,7 @@
-"""Reads requests for a turn of a chat: what is honoured, what changes nothing, what is refused.
+"""Reads requests for a turn of a chat: which fields are honoured, ignored or refused.
 
-A request may not change the distribution that tokens are sampled from: the trainer computes their
-log-probabilities under that of the run.
+A request may not change the distribution that tokens are sampled from, because the trainer computes
+their log-probabilities under the run's distribution.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Values that leave the distribution and the answer as they are."""
 _TAKEN = ("conversation", "tools", "chat_template", "tokenize", "return_tensors", "return_dict")
-"""Arguments of the tokenizer that are no variables of a template."""
+"""Arguments of `apply_chat_template` that are not variables of a template."""
 
 
 class RequestError(ValueError):
@@ -65,11 +65,11 @@ class ChatRequest:
     template_arguments: dict[str, Any]
     num_choices: int
     stop: tuple[str, ...]
-    """Texts before which an answer ends."""
+    """Stop strings: an answer ends before the first of them."""
     max_tokens: int | None
     """Longest answer in tokens; None for as long as there is room."""
     seed: int | None
-    """Repeats the answer of an equal request of the session; None for another one each time."""
+    """Equal requests of a session with equal seeds get one answer; None: a new one each time."""
     stream: bool
     include_usage: bool
     """Whether a stream ends with the numbers of tokens."""

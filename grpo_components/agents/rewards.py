@@ -1,4 +1,4 @@
-"""Rewards that an agent gives itself, and the component that puts them into the sum of rewards."""
+"""Rewards that an agent gives itself, and the component that adds them to a run's rewards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def checked_reward(value: Any) -> dict[str, float] | None:
-    """Return a reward of an agent as numbers by name."""
+    """Return an agent's reward as a mapping of names to numbers."""
     if value is None:
         return None
     named = value if isinstance(value, Mapping) else {"reward": value}
@@ -26,8 +26,8 @@ class AgentReward:
     """Reward that the agent returned or posted.
 
     Args:
-        name: its name, if the agent gives several.
-        max_reward: the largest one, at which a session succeeds.
+        name: name of the reward to take, if the agent gives several.
+        max_reward: the largest reward, at which a session succeeds.
     """
 
     def __init__(self, name: str = "reward", max_reward: float = 1.0) -> None:

@@ -23,7 +23,7 @@ from grpo_components.agents.session import Session
 _HOST = "127.0.0.1"
 _STOP_S = 10.0
 _MAX_BODY = 1 << 21
-"""Bytes of a request: the tokenizer reads it in the event loop that all sessions share."""
+"""Largest request, in bytes: the tokenizer reads it in the event loop of all sessions."""
 _KEEP_ALIVE_S = 3600
 """Seconds that an idle connection is kept: a client that reuses a closed one sees an error."""
 

@@ -21,16 +21,16 @@ from grpo_components.agents.rewards import checked_reward
 from grpo_components.settings import GeneratorSettings
 
 _MOST_CHARACTERS = 16
-"""Characters a token of the longest prompt, on average; text in any language has fewer."""
+"""Most characters per token of the longest prompt; text of any language has fewer per token."""
 _MOST_BYTES = 4
-"""Tokens that one character may take, at most."""
+"""Most tokens that one character may take."""
 _SLACK = 16
-"""Tokens that one step of the engine may add, at most."""
+"""Most tokens that one step of the engine may add."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a request, which counts once the client is there to get it."""
+    """The answer to a request, which counts only if the client receives it."""
 
     call: Call
     request: ChatRequest
@@ -70,19 +70,19 @@ class Session:
         self._max_response_tokens = settings.max_response_tokens
         self._temperature, self._any_temperature = temperature, any_temperature
         self._sampling: set[asyncio.Task[None]] = set()
-        """What is sampled, also for clients that have gone."""
+        """Tasks that sample answers, also for clients that have disconnected."""
         self._conversation = Conversation(chat)
         self._equal: Counter[str] = Counter()
-        """Requests so far, by digest."""
+        """Number of requests so far, by digest."""
         self._num_requests = 0
         self.closed = False
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done if the session cannot go on: why; `error` is what was raised, if anything was."""
+        """Done once the session cannot continue: the reason; `error` is the exception, if any."""
         self.error: Exception | None = None
         self.reward: dict[str, float] | None = None
         """Rewards by name that the agent posted; None without any."""
         self.transcript: list[dict[str, Any]] = []
-        """Messages of the last chat that was answered, with the answer."""
+        """Messages of the last chat that was answered, answer included."""
         self.last_text, self.finish_reason = "", "stop"
         """The last answer, and why it ended."""
 
@@ -126,7 +126,7 @@ class Session:
         return Answer(call, request, {**fields, **content})
 
     def deliver(self, answer: Answer) -> None:
-        """Note that the client is there to get an answer."""
+        """Note that the client receives an answer."""
         if self.closed:
             return
         answer.call.delivered = True
@@ -135,7 +135,7 @@ class Session:
         self.last_text, self.finish_reason = last["content"], answer.call.choices[-1].finish_reason
 
     async def settle(self) -> None:
-        """Wait until nothing is sampled any more, so that the record has all of it."""
+        """Wait until all sampling has ended, so that the record is complete."""
         await asyncio.gather(*self._sampling, return_exceptions=True)
 
     def post_reward(self, body: Mapping[str, Any]) -> None:
@@ -147,7 +147,7 @@ class Session:
 
     @property
     def has_equal_requests(self) -> bool:
-        """Whether requests were told apart by nothing but their arrival."""
+        """Whether some requests differed only in their time of arrival."""
         return any(count > 1 for count in self._equal.values())
 
     def parts(self) -> list[SessionPart]:
@@ -155,7 +155,7 @@ class Session:
         return self._conversation.parts()
 
     def facts(self) -> dict[str, int]:
-        """Return what the record says of the session, for its first trajectory."""
+        """Return facts about the session, which its first trajectory carries."""
         calls = self._conversation.calls
         answers = [(call, choice) for call in calls for choice in call.choices]
         return {
@@ -215,13 +215,13 @@ class Session:
         call.choices = [self._cut(call, completion, request.stop) for completion in found]
 
     def _has_stop(self, stops: Sequence[str], token_ids: Sequence[int]) -> bool:
-        """Whether the end of what was sampled has a stop; the engine calls this after each step."""
+        """Whether the last tokens contain a stop string; the engine calls this after each step."""
         size = (max(map(len, stops)) + 1) * _MOST_BYTES + _SLACK
         text = self._chat.decode(token_ids[-size:])
         return any(stop in text for stop in stops)
 
     def _cut(self, call: Call, completion: Any, stops: Sequence[str]) -> Choice:
-        """Make a choice of what the engine sampled, up to the token that completes a stop."""
+        """Make a choice of the sampled tokens, up to the token that completes a stop string."""
         ids: list[int] = completion.token_ids.tolist()
 
         def decode(size: int) -> str:
@@ -270,7 +270,7 @@ def _delta(choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _digest(call: Call, request: ChatRequest, room: int) -> str:
-    """Return a fingerprint of what is sampled: the same for an equal request in a replay."""
+    """Return a fingerprint of a request, which an equal request in a replay has, too."""
     asked = [request.num_choices, request.stop, room, request.seed, bool(request.tools)]
     return hashlib.sha256(json.dumps([call.prompt_ids, *asked]).encode()).hexdigest()
 

@@ -14,7 +14,7 @@ class Turn(NamedTuple):
     """A turn of the policy."""
 
     content: str
-    """Text that is no call of a tool."""
+    """Text outside the tool calls."""
     calls: list[tuple[str, str]]
     """Name and arguments, as JSON text, of each call."""
 
@@ -49,7 +49,7 @@ class TurnParser:
         return Turn(found.content or "", calls)
 
     def same(self, one: str, other: str) -> bool:
-        """Whether two texts are the same turn with calls, up to the spelling of its JSON."""
+        """Whether two texts are the same turn with tool calls, apart from the JSON's spelling."""
         first, second = (self(text, [_ANY_TOOL]) for text in (one, other))
         same_text = first.content.strip() == second.content.strip()
         return bool(first.calls) and same_text and _values(first) == _values(second)

@@ -28,7 +28,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Batch:
-    """The whole groups of one training step: new ones by group id, then reused ones by group id."""
+    """The groups of one training step: new ones, then reused ones, each sorted by group id."""
 
     packed: Any
     """Ray reference to the packed trajectories, S = B * G."""
@@ -44,7 +44,7 @@ class Batch:
     began: float = field(default_factory=time.perf_counter)
     """When the trainers began to wait, by `time.perf_counter`."""
     reused: int = 0
-    """Number of groups, the last ones, that earlier steps have trained, too."""
+    """Number of groups that earlier steps have trained, too; they come last."""
 
     @property
     def group_ids(self) -> NDArray[np.int64]:

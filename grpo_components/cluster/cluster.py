@@ -59,9 +59,9 @@ class Cluster:
         """Why the trainers were restarted last."""
         self.roles: list[Role] = []
         self._rendezvous: dict[str, Any] = {}
-        """References to where the processes of a family find each other, by family."""
+        """Family of roles -> reference to the address where its processes find each other."""
         self._gpus: dict[str, Any] = {}
-        """References to the GPUs of each role that shares them with another."""
+        """Role that shares its GPUs with another role -> reference to these GPUs."""
         folder, store = output_dir.absolute(), object_store_memory
         self._ray = RayCluster(folder, log_level, note, address, store)
         self._start_phase = "joining the Ray cluster" if address else "starting Ray"
@@ -133,7 +133,7 @@ class Cluster:
         return role
 
     def _can_spare(self, name: str, min_living: int | None) -> bool:
-        """Return whether enough others of a role's family are left to go on without it."""
+        """Return whether a role's family has enough other roles for the run to continue."""
         family = [r for r in self.roles if family_of(r.name) == family_of(name) and r.name != name]
         return min_living is not None and sum(not role.lost for role in family) >= min_living
 
@@ -188,9 +188,9 @@ class Cluster:
     ) -> None:
         """Run the loops to their end, and restart roles that fail.
 
-        A role with `restarts_alone` is restarted while the loops go on, and `recover` brings it up
-        to date. If one without it fails, or data is lost with a node, all roles without it are
-        restarted together, and the loops start again after `begin_again`.
+        A role with `restarts_alone` is restarted while the loops continue, and `recover` brings it
+        up to date. If a role without it fails, or data is lost with a node, all roles without it
+        are restarted together, and the loops start again after `begin_again`.
         """
         self._recover = recover
         with (self._logs / "heartbeats.jsonl").open("a", encoding="utf-8") as file:
@@ -235,7 +235,7 @@ class Cluster:
                     await begin_again()
 
     def _mends(self, failure: RoleFailedError) -> bool:
-        """Return whether a common restart, from the last checkpoint, may mend a failure."""
+        """Return whether a joint restart, from the last checkpoint, may repair a failure."""
         names = [role.name for role in self._restarted_together()]
         return failure.role in names or failure.kind == "lost"
 

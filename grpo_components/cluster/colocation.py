@@ -15,8 +15,8 @@ from grpo_components.exchange.ledger import Ledger
 class Colocation:
     """Puts all generators to sleep while the trainers train or load a checkpoint.
 
-    A generator that slept has no weights, so that the next group or evaluation pulls, which wakes
-    it. Nothing can pull before the step is over: its groups are all there, and the staleness
+    A generator that slept has no weights, so the next group or evaluation pulls, which wakes it.
+    Nothing can pull before the step is over: all its groups are complete, and the staleness
     contract lets the next ones start only with the weights that the step makes. (After a skipped
     step they start with the same weights, which are pulled once more.)
     """
@@ -35,8 +35,8 @@ class Colocation:
     ) -> AsyncIterator[dict[str, float]]:
         """Context manager: the trainers have the GPUs; entered once every generator sleeps.
 
-        It first waits for a running evaluation. It gives the metrics `time/wake`, the longest load
-        that woke a generator before, and `time/sleep`, seconds until all slept.
+        It first waits for a running evaluation. It yields metrics in seconds: `time/wake`, the
+        longest load that woke a generator before this turn, and `time/sleep`, until all slept.
         """
         async with AsyncExitStack() as held:
             began = time.perf_counter()
@@ -55,7 +55,7 @@ class Colocation:
                 self._ended.set()
 
     async def _put_to_sleep(self, generators: Sequence[GeneratorHandle]) -> None:
-        """Return once all generators sleep, those too that restarted while others fell asleep."""
+        """Return once all generators sleep, also those that restarted while others fell asleep."""
         self._asleep.clear()
         while awake := [g for g in generators if not g.lost and g.name not in self._asleep]:
             await asyncio.gather(*map(self._sleep, awake))

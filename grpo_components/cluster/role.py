@@ -23,14 +23,14 @@ _ANSWER_S = 5.0
 _PENDING_CALLS_S = 60.0
 """Longest wait for the pending calls of a killed process to fail, in seconds."""
 _ROOM_CHECK_S = 5.0
-"""Seconds from one look at the nodes to the next, while a process starts."""
+"""Seconds between two checks of the nodes, while a process starts."""
 
 
 class Role:
     """Calls one role of a run, and replaces the role's process when it fails.
 
     If the process dies, hangs or raises, it is restarted within the run's budget and the pending
-    calls are repeated: those who wait for a result only wait longer.
+    calls are repeated: whoever waits for a result only waits longer.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Role:
     ) -> Any:
         """Call a method and wait for its result; repeat the call after a restart of the role.
 
-        Of several results, the references to all are returned, and the value of the second.
+        With several results, it returns references to all of them, and the value of the second.
         """
         last_error = ""
         while True:
@@ -105,7 +105,7 @@ class Role:
     async def outcome(
         self, reference: Any, process: RoleProcess, method: str, timeout_s: float
     ) -> Any:
-        """Wait for the result of a call to a process; None if that is replaced meanwhile."""
+        """Wait for the result of a call to a process; None if the process is replaced meanwhile."""
         try:
             answer = await self.answer(reference, method, timeout_s)
         except RoleFailedError as failure:
@@ -135,7 +135,7 @@ class Role:
 
     @property
     def is_restarting(self) -> bool:
-        """Whether a restart is under way in another task than the current one."""
+        """Whether another task than the current one is restarting the role."""
         return self._restarting is not None and asyncio.current_task() is not self._restarting
 
     async def restarted(self) -> None:
@@ -194,8 +194,8 @@ class Role:
     async def begin_again(self) -> None:
         """Replace the process by a new one.
 
-        Nobody watches a role between two attempts: if the old process has died by itself, or the
-        new one dies before the role is built, that is a restart like any other.
+        No role is watched between two attempts: if the old process has died by itself, or the new
+        one dies before the role is built, that counts as a restart like any other.
         """
         await self.wait_idle()
         process, dead = self.process, await self.process_failure(_ANSWER_S)
@@ -259,7 +259,7 @@ class Role:
     async def _handle_failure(
         self, failure: RoleFailedError, process: RoleProcess, *, repeated: bool = False
     ) -> None:
-        """Restart the role unless done already; raise a failure that this cannot mend."""
+        """Restart the role unless done already; raise a failure that a restart cannot repair."""
         # The call needed another role's result, or one that is lost.
         of_another = failure.role != self.name or failure.kind == "lost"
         if of_another or not self.restarts_alone or asyncio.current_task() is self._restarting:
@@ -295,7 +295,7 @@ class Role:
             self._restarting = None
 
     async def _end_failed(self, failure: RoleFailedError, repeated: bool) -> float | None:
-        """End a failed process; return the pause before the next, or None: the role is given up."""
+        """End a failed process; return the pause before a restart, or None to give the role up."""
         try:
             no_room = self._why_no_room()
             pause_s = self._budget.spend(failure, repeated=repeated, no_room=no_room)
@@ -359,5 +359,5 @@ class RestartBudget:
         return min(_FIRST_PAUSE_S * 2**of_role, _LONGEST_PAUSE_S)
 
     def used(self) -> str:
-        """Return how much of the budget is used, as text for a message."""
+        """Return how much of the restart budget is used, as text for a message."""
         return f"restart {len(self._restarts)} of at most {self._max_restarts}"

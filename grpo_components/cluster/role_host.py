@@ -81,7 +81,7 @@ class RoleHost:
         return self._name
 
     def open_rendezvous(self) -> Rendezvous:
-        """Listen for the other ranks of this role's group, on the address that Ray has for it."""
+        """Listen for the other ranks of this role's group, on this node's address in Ray."""
         self._rendezvous = open_rendezvous(ray.util.get_node_ip_address())
         return self._rendezvous
 
@@ -134,7 +134,7 @@ class RoleHost:
 
     @contextlib.contextmanager
     def _timed(self, method: str, lane: str) -> Iterator[None]:
-        """Context manager: count the time as that of the method, unless the main lane works too."""
+        """Context manager: add the time to the method's, unless the main lane works as well."""
         call = object()
         self._running[call] = lane, method
         self._time_use.begin(self._activity())
@@ -192,7 +192,7 @@ def named_failure(role: str, log_file: str, method: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _collect_does_nothing() -> Iterator[None]:
-    """Context manager: skip the collection of vLLM's shutdown, a second in a process that ends."""
+    """Context manager: skip garbage collection in vLLM's shutdown, which takes a second."""
     collect = gc.collect
     gc.collect = lambda generation=2: 0
     try:
@@ -227,9 +227,9 @@ def resource_use() -> dict[str, Any]:
 
 
 def network_environment(address: str) -> dict[str, str]:
-    """Return the variables by which gloo, NCCL and vLLM use the interface that has an address.
+    """Return variables that make gloo, NCCL and vLLM use the interface that has an address.
 
-    Left alone, each picks one by itself, maybe one that other nodes cannot reach.
+    Without them, each picks an interface by itself, maybe one that other nodes cannot reach.
     """
     for name, addresses in psutil.net_if_addrs().items():
         if address in (each.address for each in addresses):

@@ -1,4 +1,4 @@
-"""One process of a role: its calls and signals, and the words for its end."""
+"""One process of a role: its calls and signals, and messages that say how it ended."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RoleProcess:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the process is replaced."""
     _senders: dict[int, Callable[..., Any]] = field(default_factory=dict)
-    """Functions that send a call, which Ray takes long to build, by number of results."""
+    """Number of results -> function that sends a call; Ray takes long to build one."""
 
     def send(self, method: str, lane: str, args: tuple[Any, ...], num_returns: int) -> Any:
         """Send a call; return Ray's reference to its result, or to each of several."""

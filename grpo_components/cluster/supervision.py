@@ -34,7 +34,7 @@ _WITHOUT_TRACEBACK = (
     *(ReplayError, StarvedError, SkippedStepsError, FailedSamplesError, DisagreementError),
     *(ConfigError, TimeoutError, OSError),
 )
-"""Errors that are not bugs: shown in one line, like a role's failure."""
+"""Errors that are not bugs: each is shown in one line, like a role's failure."""
 _ENDS = {signal.SIGTERM: ("terminated", 143), signal.SIGHUP: ("terminal closed", 129)}
 """Signals that end a run as Ctrl-C does: what the run says, and its exit code."""
 _CONFIG_ERRORS = (ValueError, YAMLError, OmegaConfBaseException)
@@ -50,7 +50,7 @@ def dump_task_stacks(logs: Path, why: str) -> None:
 
 
 async def apart(work: Coroutine[Any, Any, None]) -> None:
-    """Run work in its own task, so that its failure cannot hide a cancellation, as by Ctrl-C.
+    """Run work in its own task, so that its failure cannot hide a cancellation by Ctrl-C.
 
     A task group that is cancelled from outside while one of its tasks fails raises the failure.
     """

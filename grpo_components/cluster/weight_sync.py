@@ -16,7 +16,7 @@ from grpo_components.exchange.weight_probe import WeightProbe
 from grpo_components.exchange.weights import pushed_layers, snapshot_checksum
 
 MAX_DELTAS = 64
-"""Most deltas between two whole pushes: a new generator gets them all, and each push names them."""
+"""Most deltas between two whole pushes: a new generator gets all, and each push names all."""
 
 
 class WeightSync:
@@ -39,7 +39,7 @@ class WeightSync:
         self._push_early, self._probe = push_early, WeightProbe(probe_kl)
         self._pushes = Pushes(roles.trainers, deltas=deltas)
         self._pushed: tuple[list[Any], str, dict[str, int] | None] = [], "", None
-        """References to the manifests of the snapshot pulled last, its checksum and layers."""
+        """Of the snapshot pulled last: references to its manifests, checksum, hashes of layers."""
         self._ever_pushed, self._reading_manifests = False, asyncio.Lock()
 
     async def push_if_due(
@@ -47,7 +47,7 @@ class WeightSync:
     ) -> dict[str, float]:
         """Push the weights every n steps, and whenever an evaluation or a generator needs them.
 
-        A generator needs them if it slept and nothing was pushed yet: the first step was skipped.
+        A generator that slept needs them if nothing was pushed yet: the first step was skipped.
         """
         due = 1 if self._push_early(self._ledger.steps_done + 1) else self._push_every_n_steps
         if not self._ever_pushed and any(g.version < 0 for g in self._roles.living_generators()):
@@ -71,7 +71,7 @@ class WeightSync:
         await self._ledger.publish(version)
 
     async def pull_if_due(self, generator: GeneratorHandle, entry: LedgerEntry) -> None:
-        """Pull weights every m rollouts, and when a group needs newer ones."""
+        """Pull weights every m rollouts, and when a group needs newer weights."""
         ledger = self._ledger
 
         def due() -> bool:
@@ -136,7 +136,7 @@ class WeightSync:
             return self._pushed[1:]
 
     async def restore(self) -> None:
-        """Publish the trainers' weights, even older ones, and load them into every generator."""
+        """Publish the trainers' weights, even if older, and load them into every generator."""
         self._pushes.forget()
         self._probe.forget()
         await self.push()
@@ -167,14 +167,14 @@ class _Push:
     buckets: list[Any]
     manifests: list[Any]
     nbytes: int | None = None
-    """Known once it is packed."""
+    """Bytes of the push; known once it is packed."""
 
 
 class Pushes:
-    """Starts each push, whole or as a delta from the one before.
+    """Starts each push, whole or as a delta from the previous push.
 
-    After a whole push, pushes are deltas as long as they take less room together than the whole
-    one, and are at most `MAX_DELTAS`. Only the weights decide, so a replay decides the same.
+    After a whole push, up to `MAX_DELTAS` pushes are deltas, as long as these are together smaller
+    than the whole push. Only the weights decide, so a replay decides the same.
     """
 
     def __init__(self, trainers: TrainersHandle, *, deltas: bool) -> None:
@@ -185,7 +185,7 @@ class Pushes:
         """Bytes of the last push that is packed, of all ranks; 0 before the first."""
 
     async def wait_packed(self) -> None:
-        """Wait until the last push is packed, if its size is not known: it decides on the next."""
+        """Wait until the last push is packed, if its size is unknown: it decides on the next."""
         last = self._chain[-1] if self._chain else None
         if last is None or last.nbytes is not None:
             return

@@ -18,27 +18,27 @@ from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.weight_probe import LoadedWeights
 
 _GRACE_S = 30.0
-"""Seconds added to the roles' own time-outs, so that a role's error, the clearer one, is first."""
+"""Seconds added to the roles' own time-outs, so that a role's own, clearer error comes first."""
 _LINKS = "links"
 """Lane of the sender's quick calls, which do not wait for a step."""
 
 
 class WeightTransfer:
-    """Makes pulls in which the weights go straight from the sender to the generators' workers."""
+    """Makes pulls in which weights go directly from the trainer to the generators' workers."""
 
     def __init__(self, sender: Role, timeout_s: float) -> None:
         self._sender, self._limit_s = sender, timeout_s + _GRACE_S
         self._numbers = count()
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Lock of each generator: in a replay its pulls may overlap, and it has one group."""
+        """Lock of each generator: its pulls may overlap in a replay, but it has one NCCL group."""
 
     async def load(
         self, receiver: Role, version: int, buckets: Sequence[Any], manifests: Sequence[Any]
     ) -> LoadedWeights | None:
         """Load one published snapshot into a generator.
 
-        Whatever breaks a transfer, the generator is restarted, because its model is half loaded,
-        and then pulls again. Only the end of the sender, or a time-out, ends the loops.
+        If a transfer breaks, the generator is restarted, because its model is half loaded, and then
+        pulls again. Only the end of the sender, or a time-out, ends the loops.
         """
         async with self._turns[receiver.name]:
             if receiver.is_restarting:
@@ -83,7 +83,7 @@ async def _failed(role: str, what: str) -> Any:
 
 
 async def _unless_failed(received: asyncio.Task[Any], work: Awaitable[Any]) -> Any:
-    """Return the result of work, or raise what the receiver failed with before."""
+    """Return the result of work, or raise the receiver's failure if that comes first."""
     working = _task(work)
     await asyncio.wait((working, received), return_when=asyncio.FIRST_COMPLETED)
     if not working.done():

@@ -91,8 +91,8 @@ class GymnasiumWorld:
         observe: dotted path of a function that returns the text of an observation; None takes
             `str`.
         act: dotted path of a function of a text and the action space, which returns the action, or
-            raises a ValueError that the policy reads. None takes the text itself for a Text space,
-            and its last whole number for a Discrete one.
+            raises a ValueError, whose message the policy reads. None takes the text itself for a
+            Text space, and its last whole number for a Discrete one.
         reply_template: text around each `{observation}` after the first, such as the frame of a
             chat's next turn.
 

@@ -1,7 +1,7 @@
-"""Runs a tool server as its child, and ends it with all it started when its owner ends.
+"""Runs a tool server as a child process, and ends it with all it started when the owner ends.
 
-It is run as a file, and imports nothing but the standard library: the server may be of another
-environment.
+It is run as a file, and imports only the standard library, because the server may use another
+Python environment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A tool server that speaks MCP over its standard input and output, as a process of this one."""
+"""Runs a tool server, which speaks MCP over standard input and output, as a child process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_components.slow_calls import told_if_slow
 _START_S = 60.0
 """Seconds for a server to start."""
 _END_S = 10.0
-"""Seconds for a server to end; it is killed before."""
+"""Seconds to wait for the end of a server, which is killed before."""
 _RUNNER = Path(__file__).with_name("mcp_process.py")
 
 

@@ -20,15 +20,15 @@ from grpo_components.rollout.tools import ToolUse
 class MCPTools:
     """World that runs the policy's tool calls in a tool server, on this machine.
 
-    A generator starts servers as its conversations need them, each for one call at a time: a server
-    that ends, or misses the deadline of a call, fails only that sample, and another is started in
-    its place. A server must keep no state between calls, because the next may go to another one.
+    A generator starts servers as its conversations need them, each for one call at a time: if a
+    server ends, or misses the deadline of a call, only that sample fails, and another server is
+    started. A server must keep no state between calls, because the next may go to another one.
 
     Args:
         command: the server's program and arguments.
         call_format: see `ToolUse`.
         timeout_s: deadline of one call, in seconds.
-        num_servers: most servers of a generator; further calls wait for one.
+        num_servers: largest number of servers of a generator; further calls wait for one.
         max_result_characters: see `ToolUse`.
 
     Raises:
@@ -87,7 +87,7 @@ def _servers_of(command: tuple[str, ...], num_servers: int) -> _Servers:
 
 
 class _Servers:
-    """Starts tool servers when they are needed, and others in place of those that have ended."""
+    """Starts tool servers when they are needed, and replaces servers that have ended."""
 
     def __init__(self, command: tuple[str, ...], num_servers: int) -> None:
         self.name = " ".join(command)
@@ -98,7 +98,7 @@ class _Servers:
         self._schemas: list[dict[str, Any]] | None = None
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Return the tools' schemas; asked of a server that ends with the answer."""
+        """Return the tools' schemas, from a server that is ended after its answer."""
         with self._listing:
             if self._schemas is None:
                 server = self._start()
@@ -110,7 +110,7 @@ class _Servers:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[MCPServer]:
-        """Wait for a server, and have it alone for one call."""
+        """Context manager: wait for a server, and use it for one call that no other shares."""
         with self._free:
             try:
                 server = self._idle.pop()

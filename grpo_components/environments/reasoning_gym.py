@@ -35,10 +35,10 @@ def reasoning_gym_dataset(
 
     Args:
         tokenizer: torchtune's tokenizer.
-        task: name of the task there, such as `chain_sum`.
+        task: name of the task in reasoning-gym, such as `chain_sum`.
         num_rows: number of rows to generate.
-        seed: seed of the rows; a data set for evaluation has another one.
-        options: settings of the task, by their names there; its defaults for the others.
+        seed: seed of the rows; a data set for evaluation needs a different one.
+        options: settings of the task by name; the others keep reasoning-gym's defaults.
         prompt_template: text of the prompt; contains `{question}` once.
         chat_template: see `prompt_dataset`.
         chat_template_kwargs: see `prompt_dataset`.
@@ -91,6 +91,6 @@ def _rows(task: str, options: Mapping[str, Any], rows: Any) -> Iterator[dict[str
 
 
 def _question_and_answer(row: Row) -> tuple[str, str]:
-    """Return a row's question, and its answer; empty where only the task's score can tell."""
+    """Return a row's question and answer, which is empty if only the task's score can judge."""
     answer = row.value("answer")
     return row.text("question"), "" if answer is None else str(answer)

@@ -90,7 +90,7 @@ class ReasoningGymScore:
         return float(task.score_answer(given.strip(), ast.literal_eval(reasoning_gym["entry"])))
 
     def perfect_response(self, *, reasoning_gym: Mapping[str, Any]) -> str | None:
-        """Return the task's own answer as a response has it; None where it gives none.
+        """Return the task's own answer in the form of a response; None if the task gives none.
 
         Args:
             reasoning_gym: the row's column of this name.

@@ -191,7 +191,7 @@ def _success_rate(
     problems: list[Problem],
     samples: int,
 ) -> float:
-    """Return the share of right answers at temperature 1; if `samples` is 0, of greedy ones."""
+    """Return the share of right answers at temperature 1; greedy answers if `samples` is 0."""
     prompts = tokenizer([p.prompt for p in problems], padding=True, return_tensors="pt")
     responses = policy.generate(  # pyright: ignore[reportAttributeAccessIssue]
         input_ids=prompts["input_ids"],

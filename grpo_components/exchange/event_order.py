@@ -1,4 +1,4 @@
-"""The order of a run's scheduling events: free in a live run; a replay brings the recorded one."""
+"""Orders a run's scheduling events: as they come in a live run, as recorded in a replay."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ class Recording(Protocol):
         ...
 
     def repeat(self, event: str, fields: Mapping[str, Any]) -> None:
-        """Compare an event, whose turn it must be, with the recorded one; go on to the next."""
+        """Check that an event equals the next recorded one, and advance to the one after it."""
 
     def compare(self, event: Event) -> None:
-        """Compare what an event trained or loaded with what the recorded one did."""
+        """Compare what an event trained or loaded with what the recorded event did."""
 
     def has(self, event: str, **identity: Any) -> bool:
-        """Return whether an event is still to come."""
+        """Return whether the recording has an event that is still to come."""
         ...
 
     def next_batch(self) -> tuple[list[int], list[int]] | None:
         """Return the groups that leave the buffer next: for a step, or as stale."""
 
     def why_restarted(self) -> str:
-        """Return why the role was restarted whose restart is next."""
+        """Return the reason of the next recorded restart."""
         ...
 
     def pulled_again(self, role: str, cause: str, next_try: str) -> bool:
-        """Return whether a pull was made again, and not for its group issued anew."""
+        """Return whether a failed pull was repeated, rather than its group issued again."""
         ...
 
     def summary(self) -> str:
-        """Return what was repeated; raise an error if it is not all."""
+        """Return what was repeated; raise an error if recorded events are left."""
         ...
 
 
@@ -76,7 +76,7 @@ class EventOrder:
         """Record an ordered event and let the next one happen.
 
         In a replay, the event's turn must have come: no await may lie between `wait_turn` and this
-        call. What is in `outcome` need not be as in the recorded run.
+        call. `outcome` may differ from that of the recorded run.
         """
         if self.recording is not None:
             self.recording.repeat(event, fields)

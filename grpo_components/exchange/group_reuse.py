@@ -24,7 +24,7 @@ _LARGEST = 2.0**53
 
 @dataclass
 class Candidate:
-    """What the choice depends on of one trained group."""
+    """The properties of a trained group on which the choice depends."""
 
     group_id: int
     spread: float
@@ -57,7 +57,7 @@ class ReusePool:
     def choose(self, policy_version: int) -> list[int]:
         """Return the ids of the groups that the step from this version trains again, sorted.
 
-        They have the highest priorities; among equal ones, the older group goes first.
+        They have the highest priorities; of groups with equal priority, the older is chosen.
         """
 
         def order(candidate: Candidate) -> tuple[float, int]:
@@ -98,7 +98,7 @@ class GroupReuse:
         self._trained: list[Candidate] = []
         """New groups of the step in training."""
         self.chosen: list[LedgerEntry] = []
-        """Groups that the next step trains again, or the one in training does, by group id."""
+        """Groups that the step in training, or else the next step, trains again, by group id."""
         self.metrics: dict[str, float] = {}
         """Metrics of the last step; empty if reuse is off."""
 
@@ -130,7 +130,7 @@ class GroupReuse:
         return {"replay_generation": rule} if self.on else {}
 
     def begin_step(self, trained: Sequence[GroupSummary]) -> dict[str, Any]:
-        """Note the new groups of a step; return what the event of the step says of its groups."""
+        """Note the new groups of a step; return the event fields that describe its groups."""
         if not self.on:
             return {}
         self._trained = [
@@ -152,7 +152,7 @@ class GroupReuse:
         }
 
     def end_step(self, trained: Iterable[LedgerEntry], before: int, after: int) -> None:
-        """Count the uses of a step, and choose for the next one."""
+        """Count the uses of a step, and choose groups for the next step."""
         if not self.on:
             return
         reused = [entry.group_id for entry in self.chosen]

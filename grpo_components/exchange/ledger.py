@@ -35,7 +35,7 @@ class Ledger:
         self.policy_version = 0
         """The trainers' policy version after their last step."""
         self.published_version = 0
-        """Newest policy version that generators can pull; 0 is the base model, their first one."""
+        """Newest policy version that generators can pull; they start with 0, the base model."""
         self.steps_done = 0
         self.issued = 0
         self.trained_groups = 0
@@ -52,7 +52,7 @@ class Ledger:
         self._changed = asyncio.Event()
         """Event that is set at the next change; a new event then takes its place."""
         self._opened = asyncio.Event()
-        """The same, for changes that may let a group start: hundreds of rollouts may wait."""
+        """Like `_changed`, for changes that may let a group start: hundreds may wait."""
         self._pins = 0
         """Number of starts plus number of ends of `pin_weights`: odd during an evaluation."""
 
@@ -148,8 +148,8 @@ class Ledger:
     async def until_none_is_doomed(self, num_groups: int, timeout_s: float) -> None:
         """Wait for a batch that makes no group in flight too old to train when a step takes it.
 
-        Used with `stale_groups: wait`; see `StalenessContract.must_wait`. The batch must be there:
-        with less, a group that is admitted while the step waits for the rest could be too old.
+        Used with `stale_groups: wait`; see `StalenessContract.must_wait`. The batch must be
+        complete: a group that is admitted while the step waits for the rest could become too old.
         """
         if self.events.recording:  # it says which groups are taken
             return

@@ -85,7 +85,7 @@ class ReplayBuffer:
     def _make_room(self, capacity: int) -> None:
         self._capacity = capacity
         self._checked: tuple[int | None, int] = None, 0
-        """Policy version for which the first groups, so many, are known to be fresh."""
+        """Policy version, and how many first groups are known to be fresh for it."""
         self._buffer = TorchRLReplayBuffer(
             storage=ListStorage(capacity), sampler=_OldestVersionSampler(), collate_fn=list
         )
@@ -187,7 +187,7 @@ class ReplayBuffer:
         self._kept = {item.summary.group_id: item for item in _items(parts)}
 
     async def refill(self, *parts: Any) -> None:
-        """Replace the buffer's groups; the capacity grows if there are more new ones than fit."""
+        """Replace the buffer's groups; the capacity grows if not all of the new groups fit."""
         items = _items(parts)
         self._make_room(max(self._capacity, len(items)))
         for item in items:
@@ -242,5 +242,5 @@ class ReplayBuffer:
 
 
 def _items(parts: Sequence[Any]) -> list[_Item]:
-    """Pair packed groups with their summaries, which follow each."""
+    """Pair each packed group with its summary, which follows it."""
     return [_Item(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]

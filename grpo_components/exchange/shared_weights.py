@@ -16,7 +16,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """Where tensors of another process are; a few hundred bytes, whatever the tensors' size."""
+    """Says where another process's tensors are, in a few hundred bytes, whatever their size."""
 
     file: str
     """Path under which processes of the same user open the memory, while its owner keeps it."""
@@ -52,7 +52,7 @@ class SharedMemory:
         """What another process needs to open the tensors."""
 
     def close(self) -> None:
-        """Let nobody open the memory any more; tensors that are in use stay valid."""
+        """Stop other processes from opening the memory; tensors that are in use stay valid."""
         os.close(self._descriptor)
 
 

@@ -13,7 +13,7 @@ Versions = TypeVar("Versions", int, float, "Tensor")
 
 
 class Reused(NamedTuple):
-    """How many groups steps train again; they take as many fewer groups from the buffer."""
+    """How many groups steps train again; steps take that many fewer groups from the buffer."""
 
     next: int = 0
     """Number of groups that the next step trains again."""
@@ -64,12 +64,12 @@ class StalenessContract:
         return later + reused.most - reused.next if steps else 0
 
     def step_of(self, first_step: int, groups_ahead: int, reused: Reused = NONE_REUSED) -> int:
-        """Return the last training step that may consume a group with so many ahead of it.
+        """Return the last training step that may consume a group with `groups_ahead` before it.
 
-        Given a policy version in place of the next step's number, it is a policy version.
+        Given a policy version in place of the next step's number, it returns a policy version.
 
-        Without reuse, it is the step that does. With reuse, the next step consumes exactly
-        `groups_per_step - reused.next` new groups, and each later one at least
+        Without reuse, exactly that step consumes the group. With reuse, the next step consumes
+        exactly `groups_per_step - reused.next` new groups, and each later one at least
         `groups_per_step - reused.most`.
         """
         ahead = groups_ahead + reused.next - reused.most
@@ -107,7 +107,7 @@ class StalenessContract:
         version s can last be trained in the step from version s + max_staleness. So of the groups
         that are left, at most (s + max_staleness - policy_version) * groups_per_step may have
         started with version s or less. If no group is in flight, admission has ensured this. With
-        reuse, the steps take as many fewer groups.
+        reuse, the steps take that many fewer groups.
         """
         taken = self.groups_of(1, reused)
         remaining = sorted([*in_flight, *sorted(buffered)[taken:]])

@@ -1,4 +1,4 @@
-"""Turns buckets of weights into deltas from the push before, and deltas into buckets again."""
+"""Encodes buckets of weights as deltas from the previous push, and decodes them again."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 from grpo_components.exchange.weights import Manifest, TensorDelta, TensorEntry
 
 NO_BASE = -1
-"""In place of the version that a delta builds on: a push of all bytes, on which deltas may build.
-"""
+"""Stands for the version that a delta builds on, in a push of all bytes."""
 Bytes = NDArray[np.uint8]
 Bucket = tuple[Manifest, Bytes]
 _BLOCK = 2**18
-"""Elements that are compared at once: bounds the memory of the work."""
+"""Number of elements compared at once, to limit the memory that this takes."""
 
 
 def encode(new: Bytes, base: Bytes, itemsize: int) -> Bytes:
@@ -67,7 +66,7 @@ class DeltaBucket:
 
 
 class DeltaEncoder:
-    """Compares each bucket with the one before, which it keeps."""
+    """Encodes each bucket as a delta from the previous one, which it keeps."""
 
     def __init__(self) -> None:
         self._last: tuple[int, Manifest, Bytes] | None = None
@@ -103,18 +102,18 @@ def encode_bucket(bucket: Bucket, base: Bucket) -> Bucket:
 class RebuiltWeights:
     """Keeps the bytes of the newest weights, and applies each push to them.
 
-    Tensors and bases are known by checksum: so weights of another attempt that have the same
-    version are never taken for a base.
+    Tensors and bases are identified by checksum, so weights of another attempt with the same
+    version number are never used as a base.
     """
 
     def __init__(self) -> None:
         self._kept: list[Bucket] = []
 
     def rebuild(self, version: int, pushes: Sequence[DeltaBucket]) -> list[Bucket]:
-        """Return the newest weights; they are not kept any more, because they are changed in place.
+        """Return the newest weights; the kept bytes are given up, because they change in place.
 
-        What is applied already is skipped. The checksums of the result are for the caller to
-        verify, and `keep` must follow once the weights are in use.
+        Deltas that are applied already are skipped. The caller must verify the checksums of the
+        result, and call `keep` once the weights are in use.
         """
         kept = {entry.name: (entry, raw) for (entry,), raw in self._kept}
         self._kept = []
@@ -129,7 +128,7 @@ class RebuiltWeights:
         self._kept = buckets
 
     def forget(self) -> None:
-        """Keep nothing: the next weights come as a whole push."""
+        """Drop the kept bytes: the next weights come as a whole push."""
         self._kept = []
 
 

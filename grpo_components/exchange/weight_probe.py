@@ -1,8 +1,8 @@
 """Compares trainers and generators after each pull: their weights, and logprobs of one sequence.
 
-Tokens that a step trains are those of older versions in an asynchronous run, so that their logprobs
-differ anyway. The probe's do not: both sides compute them by the same version. For the same reason
-its label must be that version, and nothing of it may be in a cache.
+In an asynchronous run, older versions sampled the trained tokens, so their logprobs differ anyway.
+The probe's do not: both sides compute them with the same version. So the engine must label the
+probe with that version, and must have none of its tokens in a cache.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from grpo_components.errors import DisagreementError
 
 PROBE_TOKENS = 40
 """Tokens of the weight probe, which enters an engine after each swap of weights: more than a block
-of the prefix cache, which keeps whole blocks only (32 tokens on a CPU, 16 on a GPU)."""
+of the prefix cache (32 on a CPU, 16 on a GPU), because the cache keeps only whole blocks."""
 PROBE_IDS = tuple(7 * number % 53 + 3 for number in range(PROBE_TOKENS))
 """Token ids of the probe; every vocabulary has them. The first is the prompt."""
 
 
 @dataclass(frozen=True)
 class ProbeReading:
-    """What an engine computes of the probe, by weights that it has just loaded."""
+    """What an engine computes for the probe, with weights that it has just loaded."""
 
     logprobs: Sequence[float]
-    """Logprobs of `PROBE_IDS` but the first, in nats, or of the first of them if the engine's
-    longest sequence has fewer; empty if any is cached."""
+    """Logprobs of `PROBE_IDS` after the first, in nats, as many as fit into the engine's longest
+    sequence; empty if any of the tokens is cached."""
     label: int
-    """Policy version that the engine names for a token that it samples now."""
+    """Policy version with which the engine labels a token that it samples now."""
     cached_tokens: int
-    """Tokens whose keys and values it read from its prefix cache: those of earlier weights."""
+    """Tokens whose keys and values, of earlier weights, the engine read from its prefix cache."""
     layers: Mapping[str, int] | None = None
     """Hash of each layer's weights in the engine; None if it does not keep them as pushed."""
 
 
 LoadedWeights = tuple[int, str, ProbeReading | None]
-"""Version and checksum of weights that a generator has loaded, and what it computes of the probe by
-them; None where no engine does."""
+"""Version and checksum of weights that a generator has loaded, and what its engine computes for the
+probe; None without an engine."""
 _VERSIONS_KEPT = 64
 _NEARER = 4.0
-"""So much nearer must another version be, in squared distance, to be the one that was loaded.
-Where rounding is not small, the distance must also be so many times the usual one."""
+"""Another version counts as the loaded one if its squared distance is smaller by this factor. Where
+rounding is not small, the distance must also exceed the usual one by this factor."""
 _ROUNDING = 1e-4
-"""Root mean square difference in nats below which nothing is nearer."""
+"""Root mean square difference in nats below which no other version counts as nearer."""
 _LAYERS_NAMED = 4
 """Most layers of a version that an error names."""
 
@@ -62,7 +62,7 @@ class WeightProbe:
         """Mean square gap of each earlier pull."""
 
     def pushed(self, version: int, logprobs: Sequence[float]) -> None:
-        """Keep what the trainers computed by the weights that they push; empty keeps nothing."""
+        """Keep the logprobs that the trainers computed with the pushed weights; none if empty."""
         self._pushed.pop(version, None)
         if len(logprobs):
             self._pushed[version] = np.array(logprobs)
@@ -70,7 +70,7 @@ class WeightProbe:
             del self._pushed[min(self._pushed)]
 
     def forget(self) -> None:
-        """Forget all versions: an attempt begins, whose versions have the same numbers."""
+        """Forget all versions: a new attempt uses the same version numbers again."""
         self._pushed.clear()
         self._layers.clear()
 
@@ -81,9 +81,9 @@ class WeightProbe:
         reading: ProbeReading | None,
         layers: Mapping[str, int] | None = None,
     ) -> None:
-        """Check what a generator computed by weights that it has loaded.
+        """Check what a generator computed with the weights that it has loaded.
 
-        `layers` has the hash of each layer that was pushed; None if an engine has them otherwise.
+        `layers` has the hash of each pushed layer; None if engines transform the weights.
         """
         if layers is not None:
             self._layers[version] = layers
@@ -132,7 +132,7 @@ class WeightProbe:
         )
 
     def _whose(self, found: Mapping[str, int], pushed: Mapping[str, int]) -> str:
-        """Say which layers differ, and of which version each is."""
+        """Say which layers differ, and which version each belongs to."""
         by_version = defaultdict[int | None, list[str]](list)
         for name in sorted(found.keys() | pushed.keys(), key=lambda name: (len(name), name)):
             if (value := found.get(name)) != pushed.get(name):

@@ -51,13 +51,13 @@ class TensorEntry:
     checksum: int
     """xxh3 (64 bits) of name, dtype, shape and bytes."""
     delta: TensorDelta | None = None
-    """Set if the bucket has only what changed of the tensor; `nbytes` is that of the whole one."""
+    """Set if the bucket has only the tensor's changes; `nbytes` is still the whole tensor's."""
     values: int | None = None
     """`hash_values` of the whole tensor; None where it is not compared."""
 
     @property
     def pushed_nbytes(self) -> int:
-        """Bytes that the bucket has of the tensor."""
+        """Number of bytes that the bucket holds for the tensor."""
         return self.nbytes if self.delta is None else self.delta.nbytes
 
 
@@ -70,9 +70,9 @@ def is_hashed(device: str, dtype: torch.dtype) -> bool:
 
 
 def hash_values(tensor: Tensor) -> Tensor:
-    """Hash a tensor's elements on its device, as an int64: an xor, so in any order and any parts.
+    """Hash a tensor's elements on its device, as an int64, by an xor, which ignores their order.
 
-    So the hash of a fused or cut tensor follows from those of the tensors that it is made of.
+    So the hash of a fused or cut tensor follows from the hashes of the tensors it is made of.
     """
     tensor = tensor.detach()
     if not tensor.numel():
@@ -85,8 +85,8 @@ def hash_values(tensor: Tensor) -> Tensor:
 def hash_share(named: Iterable[tuple[str, Tensor]], workers: int) -> dict[str, tuple[int, int]]:
     """Return two hashes of each parameter of an engine's worker, `hash_values` and one of its rows.
 
-    The second one depends on their order and has 64 bits: it tells copies from parts of a tensor,
-    whose first hashes are alike by chance, since bfloat16 has few bits.
+    The second hash depends on the rows' order and has 64 bits. It tells copies of a tensor from
+    parts of it, whose first hashes may be equal by chance, since bfloat16 has few bits.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in named:
@@ -101,7 +101,7 @@ def hash_share(named: Iterable[tuple[str, Tensor]], workers: int) -> dict[str, t
 
 
 def join_shares(shares: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, int]:
-    """Combine the hashes of all workers' parameters; one that all have alike is a copy."""
+    """Combine the hashes of all workers' parameters; equal hashes mean that each has a copy."""
     joined: dict[str, int] = {}
     for name in shares[0]:
         found = [share[name] for share in shares]
@@ -148,7 +148,7 @@ class Bucket:
         self._used = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor into the buffer; from a GPU into pinned memory, the copy goes on."""
+        """Copy a tensor into the buffer; a copy from a GPU into pinned memory is not awaited."""
         raw = tensor.detach().contiguous().flatten().view(torch.uint8)
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
         begin, self._used = self._used, self._used + raw.numel()
@@ -273,7 +273,7 @@ def keeps_values(
 ) -> bool:
     """Whether an engine's hashes by layer can be compared with those of pushed weights.
 
-    It has just read tensors of a checkpoint: so it can if it has the hashes of these.
+    The engine has just read a checkpoint: the answer is yes if its hashes equal the checkpoint's.
     """
     if not is_hashed(device, dtype):
         return False

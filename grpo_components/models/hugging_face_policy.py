@@ -144,8 +144,8 @@ class _WithHidden:
 def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
     """Return a transformers model's logits, with the scales and caps that its own code applies.
 
-    Runs the forward pass of the model's class with the base's part left out, so that no family's
-    rule is repeated here (Granite's and Cohere's scales, Gemma 2's cap).
+    Runs the class's own forward pass without the base model, so that no family's rule is copied
+    here (Granite's and Cohere's scales, Gemma 2's cap).
     """
     forward: Any = type(model).forward
     rest = _WithHidden(model, hidden[None])

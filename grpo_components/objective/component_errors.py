@@ -71,9 +71,9 @@ def place_of(error: BaseException) -> str:
 
 
 def defined_at(component: Any) -> str:
-    """Return where a function, or the call of an object, begins, as " (file:line)".
+    """Return " (file:line)" of a function, or of an object's `__call__`; "" if it is unknown.
 
-    For what it returned wrongly, there is no traceback.
+    A wrong return value has no traceback that shows the place.
     """
     while isinstance(component, partial):
         component = cast(Any, component.func)

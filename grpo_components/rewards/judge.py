@@ -229,7 +229,7 @@ class LLMJudge:
         return None, f"the reply has no grade in the scale ({where}): {end!r}"
 
     def _without_key(self, text: str) -> str:
-        """Return what a server sent without the key, which its errors may repeat."""
+        """Return a server's text with the key removed, because an error may repeat the key."""
         return text.replace(self._api_key, "***") if self._api_key else text
 
 

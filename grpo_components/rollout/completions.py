@@ -76,7 +76,7 @@ class Backend(Protocol):
         ...
 
     def load(self, version: int, weights: Mapping[str, Any] | IncomingWeights) -> None:
-        """Replace the weights, and wake up; no new request may read KV of the old ones."""
+        """Replace the weights, and wake up; later requests must not read KV of the old weights."""
         ...
 
     def abort(self, request_ids: list[str]) -> None:

@@ -16,10 +16,10 @@ NO_REWARD = f"{IDLE}: rewards, environments"
 
 
 class EngineUse:
-    """Adds up the seconds of an engine's activities, and of its idle time by cause.
+    """Adds up an engine's seconds by activity, and its idle seconds by cause.
 
-    The engine is idle while it has no sequence: because no group is asked for, or because all
-    that are asked for wait for a reward or an environment.
+    The engine is idle while it has no sequence: because no group is requested, or because every
+    requested group waits for a reward or an environment.
     """
 
     def __init__(self, max_num_seqs: int) -> None:

@@ -196,7 +196,7 @@ class TransformersBackend:
         return hash_layers({name: int(hash_values(tensor)) for name, tensor in named})
 
     def _begin(self, sequences: list[_Sequence]) -> Tensor:
-        """Return logits [N, V] of sequences that have nothing in their slots; equal ones once."""
+        """Return logits [N, V] of sequences whose slots are empty; compute equal sequences once."""
         rows: dict[tuple[int, ...], int] = {}
         sources = self._tensor([rows.setdefault(tuple(s.ids), len(rows)) for s in sequences])
         longest = max(map(len, rows))

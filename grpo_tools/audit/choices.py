@@ -1,4 +1,4 @@
-"""Repeats what a curriculum draws, and which groups a reuse chooses, from the records."""
+"""Computes from the records which prompts a curriculum draws and which groups are reused."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ Groups = Mapping[int, Group]
 
 @dataclass
 class Choices:
-    """What the draws of prompts and the reuse of groups depend on, after a step."""
+    """The state after a step on which the draws of prompts and the reuse of groups depend."""
 
     start: Record = field(default_factory=dict)
     """The attempt's start record."""
     curriculum: Curriculum | None = None
-    """Draws the prompts once more; None if the run has no curriculum, or an impossible one."""
+    """Draws the prompts once more; None if the run has no curriculum, or an invalid one."""
     pool: ReusePool | None = None
     """Chooses the reused groups once more; None if nothing is reused."""
     once_trained: dict[int, tuple[Group, Candidate]] = field(default_factory=dict)
-    """Where groups are reused: all trained groups, by group number."""
+    """All trained groups, by group number, if the run reuses groups."""
 
     def begin(self, start: Record, before: Record, findings: Findings) -> None:
-        """Check that an attempt draws and reuses by a possible rule, and as the one before it."""
+        """Check that an attempt's rules for draws and reuse are valid and the last attempt's."""
         self.start = start
         described, known = ([record.get(key) for key in _DRAWS] for record in (start, before))
         if before and described != known:

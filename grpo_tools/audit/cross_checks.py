@@ -36,7 +36,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_config(folder: Path, start: Record, last_attempt: int, check: Check) -> None:
-    """Compare the settings in a start record with the attempt's config, if that is here."""
+    """Compare the settings in a start record with the attempt's config, if `folder` has it."""
     path = config_path(folder, start["attempt"])
     config = read_config(path) if path.exists() else {}
     has_earlier = any(folder.glob("config_attempt_*.yaml"))

@@ -32,7 +32,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 0.25}
 _FLOOR = 2e-6
 """Rounding of a logprob that is near 0, in nats."""
 _MAX_PROBLEMS = 3
-"""Most problems that are told one by one."""
+"""Most problems that are listed one by one."""
 _MAX_TOKENS = 4096
 """Most tokens, with padding, in one forward pass."""
 
@@ -42,13 +42,13 @@ class Segment:
     """Tokens of a response that one version sampled in one request."""
 
     response: int
-    """Number of the response, for whoever made the segments."""
+    """Index of the response, which the caller chooses."""
     first: int
     """Position in the response of the segment's first token."""
     end: int
     version: int
     begins: bool
-    """Whether all KV is computed by this version; else the segment before has left its own."""
+    """Whether this version computes all KV; if not, the previous segment's KV is kept."""
     continues: bool
     """Whether the next segment needs this one's KV."""
 
@@ -56,10 +56,10 @@ class Segment:
 def segments(trajectory: Trajectory, response: int, recompute_kv: bool) -> list[Segment]:
     """Split a response where a turn begins or the weights change.
 
-    A turn is a request of its own: the engine computes its whole prompt by the weights that it has
-    then. Within a turn, tokens after a swap depend on keys and values (KV) that the former weights
-    computed, unless `recompute_kv_after_pull` is set. Raises a ValueError if a version follows a
-    newer one in a turn.
+    A turn is a request of its own: the engine computes its whole prompt with the weights that it
+    has at that time. Within a turn, tokens after a swap depend on keys and values (KV) that the
+    former weights computed, unless `recompute_kv_after_pull` is set. Raises a ValueError if a
+    version follows a newer one in a turn.
     """
     found: list[Segment] = []
     numbered = zip(range(len(trajectory.response_ids)), trajectory.response_mask, strict=True)
@@ -80,7 +80,7 @@ def segments(trajectory: Trajectory, response: int, recompute_kv: bool) -> list[
 
 
 class Scorer:
-    """Scores segments; call it for one version after the other, in the order of the versions."""
+    """Scores segments; call it for one version after another, in ascending order."""
 
     def __init__(self) -> None:
         disable_progress_bar()
@@ -165,19 +165,19 @@ class Response:
 
 @dataclass
 class Rescored:
-    """What was found."""
+    """What a rescoring has found."""
 
     dtype: str
     steps: int
     versions: int = 0
     swapped: int = 0
-    """Responses that continued over a swap of weights."""
+    """Number of responses that continued over a swap of weights."""
     gaps: list[NDArray[np.float64]] = field(default_factory=list)
-    """Of each segment, the differences of its trained tokens."""
+    """For each segment, the differences of its trained tokens' logprobs, in nats."""
     off: int = 0
-    """Tokens beyond what is allowed."""
+    """Number of tokens that differ by more than is allowed."""
     worst: tuple[float, str] = (-1.0, "none")
-    """Largest difference as a share of what is allowed for its token, and where it is."""
+    """Largest difference, divided by what is allowed for its token, and the token's place."""
     problems: list[str] = field(default_factory=list)
 
     def add(self, values: NDArray[np.float64], response: Response, segment: Segment) -> None:
@@ -198,7 +198,7 @@ class Rescored:
 
     @property
     def broken(self) -> str:
-        """What does not hold; empty if all does."""
+        """The failed checks in one line; empty if there is none."""
         found = self.problems[:_MAX_PROBLEMS]
         if self.off:
             of = f"{self.off:,} of {sum(map(len, self.gaps)):,} tokens"
@@ -222,7 +222,7 @@ def allowed(logprobs: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
     """Return the difference allowed for each token, in nats.
 
     The logprob of a token of probability p moves with 1 - p: by rounding of the logits, and by
-    other weights. So a bound that is the same for all would see no other weights in a likely token.
+    other weights. So a constant bound would not notice wrong weights at a likely token.
     """
     most = TOLERANCE[dtype]
     if dtype != "fp32":
@@ -231,13 +231,13 @@ def allowed(logprobs: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
 
 
 class CannotRescoreError(Exception):
-    """The run lacks checkpoints, or samples in a way that is not repeated."""
+    """The run lacks checkpoints, or samples in a way that rescoring does not repeat."""
 
 
 def rescore(output_dir: Path) -> Rescored:
     """Score all tokens that the steps of a run trained; steps that were rolled back do not count.
 
-    Raises a CannotRescoreError if a step has no checkpoint, or the run samples in another way.
+    Raises a CannotRescoreError if a step has no checkpoint, or the sampling cannot be repeated.
     """
     starts, steps, pulls = _receipts(output_dir)
     try:
@@ -328,7 +328,7 @@ def _responses(
 
 
 def _compare_checksums(weights: dict[int, Path], pulls: list[Record], result: Rescored) -> None:
-    """Check that what the receipts say was published is what was saved."""
+    """Check that the published weights have the checksums of the saved weights."""
     saved: dict[int, str] = {}
     for pull in pulls:
         version = pull["version"]

@@ -309,7 +309,7 @@ class RunAudit:
         return trained
 
     def _check_contract(self, step: Record) -> None:
-        """No trained token is too old, or newer than the trainer."""
+        """Check that no trained token is too old, or newer than the trainer."""
         check, start, bound = self._check, step["trained_from"], self._start["max_staleness"]
         versions = sorted(map(int, step["token_versions"]))
         oldest, newest = (versions[0], versions[-1]) if versions else (start, start)
@@ -322,7 +322,7 @@ class RunAudit:
     def _check_weights(self, event: Record, newest: int) -> None:
         """Check the loads before a step or an end, and that trained versions were loaded.
 
-        Weights may be loaded before the step's event that made them, so its version is the newest.
+        Weights may be loaded before the event of the step that made them: `newest` is its version.
         """
         h, check = self._history, self._check
         for load in self._loads:
@@ -358,7 +358,7 @@ class RunAudit:
         self._ended = True
 
     def _check_left(self, event: Record) -> None:
-        """An attempt's end lists the groups and prompts that its events leave over."""
+        """Check that an attempt's end lists the groups and prompts that its events leave over."""
         check, h = self._check, self._history
         living = {g["group"]: (g["prompt"], g["epoch"]) for g in event["living"]}
         once = len(living) == len(event["living"])

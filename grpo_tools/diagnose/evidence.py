@@ -20,7 +20,7 @@ from grpo_tools.report.run_files import DAMAGED, History, read_history, read_met
 from grpo_tools.report.timeline import seconds_by_role
 
 _FEWEST, _FEWEST_OF_TREND = 5, 15
-"""Values from which on a median says something, and from which on a difference of thirds does."""
+"""Fewest values for a median, and fewest for a difference of thirds."""
 
 
 class Trend(NamedTuple):
@@ -29,7 +29,7 @@ class Trend(NamedTuple):
     before: float = math.nan
     after: float = math.nan
     sigmas: float = 0.0
-    """Their difference in standard errors, above 0 if the values rise."""
+    """Difference of the means in standard errors; above 0 if the values rise."""
 
     def __str__(self) -> str:
         return f"{self.before:.2g} to {self.after:.2g}"
@@ -74,12 +74,12 @@ class Run:
         return values_of(self.steps, key)
 
     def late(self, key: str, of: Callable[[list[float]], float] = statistics.median) -> float:
-        """Return the median of a metric in the last third of the steps; of shares, the mean."""
+        """Return a metric's median, or another average `of`, over the last third of the steps."""
         values = self.values(key)
         return math.nan if len(values) < _FEWEST else of(values[-(len(values) // 3) :])
 
     def trend(self, key: str, since: float = 0.0) -> Trend:
-        """Compare the first and the last third of a metric, from a share of the steps on."""
+        """Compare a metric's first and last third, after the share `since` of the steps."""
         values = self.values(key)
         values = values[int(since * len(values)) :]
         if len(values) < _FEWEST_OF_TREND:
@@ -96,7 +96,7 @@ class Run:
         return sum(values_of(self.steps[2:], key)) / whole if whole else math.nan
 
     def share_of_time(self, roles: str, *activities: str) -> float:
-        """Return the share of activities in the time of a kind of roles, their start left out."""
+        """Return the share of activities in the time of roles of one kind, without their start."""
         times = [each for role, each in self._seconds.items() if role.startswith(roles)]
         whole = sum(sum(each.values()) - each.get(STARTING, 0.0) for each in times)
         spent = sum(each.get(activity, 0.0) for each in times for activity in activities)
@@ -113,7 +113,7 @@ class Run:
 
 
 def read(folder: Path) -> Run:
-    """Read what a folder has of a run; a FileNotFoundError if that is nothing."""
+    """Read the files of a run; raise a FileNotFoundError if the folder has none."""
     history, path = read_history(folder), folder / "logs" / "metrics.jsonl"
     metrics = read_metrics(path, history.attempts)
     if not metrics and not history.starts:

@@ -1,4 +1,4 @@
-"""Rules that say what is wrong with a run, each for one illness; add yours to `RULES`."""
+"""Rules that find what is wrong with a run, each for one fault; add yours to `RULES`."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ RULES = (
     *(_held_out_stays, _clipped, _groups_dropped, _someone_waits, _pushes_dear, _memory_grows),
     *(_disk_too_small, _evaluation_small),
 )
-"""Each returns a finding, or None if the run is well in that respect."""
+"""Each rule returns a finding, or None if the run does not have its fault."""
 
 
 def diagnose(run: Run) -> Sequence[Finding]:

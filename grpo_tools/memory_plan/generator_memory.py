@@ -1,4 +1,4 @@
-"""Predicts a generator's memory: weights, what vLLM works with, and how many sequences fit."""
+"""Predicts a generator's memory: weights, vLLM's largest step, and how many sequences fit."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from grpo_tools.memory_plan.model_sizes import ModelSizes
 from grpo_tools.memory_plan.role_memory import GIB, GPU_PROCESS_BYTES, Device, RoleMemory, gib
 
 _LARGE_GPU_GIB, _TOKENS_LARGE, _TOKENS_SMALL = 70, 16384, 8192
-"""vLLM 0.32's default of max_num_batched_tokens on a GPU: from this size on, and below it."""
+"""Size of a large GPU; vLLM 0.32's default max_num_batched_tokens on large and smaller GPUs."""
 _MAX_WEIGHTS = 0.8
-"""Share of a GPU from which on weights leave too little for a cache."""
+"""Share of a GPU above which weights leave too little memory for a cache."""
 _GRAPHS_BYTES = GIB
-"""CUDA graphs of one engine; not measured by us."""
+"""Bytes of the CUDA graphs of one engine; not measured by us."""
 _LOGIT_COPIES = 4
 """float32 copies of a step's logits in vLLM's sampler: as they come, processed, as logprobs, and as
 probabilities."""
@@ -72,8 +72,8 @@ def generator_memory(
 def transfer_bytes(cfg: Settings, sizes: ModelSizes) -> tuple[int, int]:
     """Return the bytes on the GPU of the first trainer rank, and of a worker of a generator.
 
-    As vLLM's source has it: two buffers of NCCL at either end, and the tensors of which the sender
-    packs one.
+    As in vLLM's source: two NCCL buffers at either end, with the tensors that they hold; the sender
+    packs a third.
     """
     largest = sizes.dim * max(sizes.vocabulary, sizes.intermediate) * DTYPES[cfg.dtype].itemsize
     if cfg.weights == "nccl":

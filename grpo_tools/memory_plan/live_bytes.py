@@ -34,12 +34,12 @@ class LiveBytes(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def mark(self) -> int:
-        """Begin a new peak, and return the last one."""
+        """Begin a new peak, and return the last peak."""
         last, self.peak = self.peak, self.live
         return last
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage anew, whose size has changed in place, as FSDP does."""
+        """Count a storage again, whose size was changed in place, as FSDP does."""
         if id(storage) in self._sizes:
             self._add(storage.nbytes() - self._sizes[id(storage)])
             self._sizes[id(storage)] = storage.nbytes()

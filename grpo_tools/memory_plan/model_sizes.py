@@ -19,14 +19,14 @@ from grpo_components.settings import LoraSettings
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a policy; build one with `of`."""
+    """Sizes of a policy's model; build it with `ModelSizes.of`."""
 
     parameters: int
     """Number of parameters without adapters; a tied matrix counts once."""
     trained: int
     """Number of parameters that are trained: all, or those of the adapters."""
     units: tuple[int, ...]
-    """Parameters of each unit of a push: a layer, or one other tensor."""
+    """Number of parameters of each unit of a push: a layer, or one other tensor."""
     num_layers: int
     dim: int
     """Width of the hidden state."""
@@ -68,7 +68,7 @@ class ModelSizes:
         return self.parameters * DTYPES[dtype].itemsize
 
     def largest_bucket(self, dtype: str, num_ranks: int) -> int:
-        """Return the bytes of the largest share of a push, of all trainer ranks."""
+        """Return the bytes of the largest share that a trainer rank has of a push."""
         shares = [sum(self.units[rank::num_ranks]) for rank in range(num_ranks)]
         return max(shares) * DTYPES[dtype].itemsize
 

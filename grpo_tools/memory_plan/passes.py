@@ -21,10 +21,10 @@ from grpo_components.trajectory import TokenSequence
 from grpo_tools.memory_plan.live_bytes import LiveBytes, imagined_ranks, imagining
 
 Bytes = dict[str, int]
-"""Bytes by name; every one grows by the same amount with each layer of the model."""
+"""Name -> bytes; each number grows by the same amount with each layer of the model."""
 
 _FEW, _MORE = 3, 4
-"""Layers of two shorter models, from which a deeper one follows: FSDP holds at most three."""
+"""Layers of two short models, from which a deep one is computed: FSDP holds at most three."""
 _CPU = torch.device("cpu")
 
 
@@ -161,7 +161,7 @@ def _optimizer(cfg: Settings, shards: Sequence[nn.Parameter]) -> torch.optim.Opt
 def _by_depth(
     build_model: Callable[[], nn.Module], run: Callable[[Callable[[], nn.Module]], Bytes]
 ) -> Bytes:
-    """Run a model of few layers in place of a deep one, whose layers are all alike."""
+    """Compute the bytes of a deep model from two runs with few layers, since all are alike."""
 
     def shortened(num_layers: int) -> Callable[[], nn.Module]:
         def build() -> nn.Module:

@@ -17,12 +17,12 @@ from grpo_tools.memory_plan.role_memory import GIB, Device, RoleMemory, gib
 from grpo_tools.memory_plan.trainer_memory import reference_memory, teacher_memory, trainer_memory
 
 _PEAK_FLOPS, _BYTES_PER_S = 989.4e12, 3.35e12
-"""Of an H100 SXM in bf16 without sparsity, from NVIDIA's data sheet."""
+"""Peak rates of an H100 SXM, in bf16 without sparsity, from NVIDIA's data sheet."""
 _TRAINED_SHARE, _FORWARD_SHARE, _READ_SHARE = 0.35, 0.45, 0.6
 """Shares of these peaks that training, forward passes alone (of a reference: nothing to reduce over
 ranks) and decoding reach: assumed, not measured by us."""
 _STEP_S, _STEP_PER_SEQUENCE_S = 2.4e-3, 22e-6
-"""Seconds of one core that an engine step takes, beside the GPU's work: scheduler, launches and
+"""Seconds of one core that an engine step takes, during the GPU's work: scheduler, launches and
 outputs. Measured on an H100's machine: see docs/results/gpu.md."""
 _SAMPLE_S = 0.3e-3
 """Seconds of Python of each response, under the same interpreter lock: environment and rewards."""
@@ -34,16 +34,16 @@ _COLUMNS = (
 )
 _SMALL = 1e-9
 _SNAPSHOTS = 3
-"""Snapshots in the object store at most: the newest one, one that a generator still reads, and one
-that is being stored."""
+"""Most snapshots in the object store: the newest, one that a generator still reads, and one that is
+being stored."""
 _DELTA_SNAPSHOTS = _SNAPSHOTS + 2
-"""With delta pushes: the newest one and one that is still read have deltas, of up to their size."""
+"""With delta pushes also deltas of the newest snapshot and of one still read, up to its size."""
 _RAY_SHARE = 0.3
 """Share of a node's memory that Ray takes for its object store by default."""
 
 
 def object_store_bytes(cfg: Settings, sizes: ModelSizes) -> tuple[int, int]:
-    """Return the most snapshots of a node that has generators, and the bytes they take."""
+    """Return the largest number of snapshots on a node with generators, and their bytes."""
     snapshots = _DELTA_SNAPSHOTS if cfg.push == "delta" else _SNAPSHOTS
     return snapshots, snapshots * sizes.snapshot_bytes(cfg.dtype)
 
@@ -149,7 +149,7 @@ def _roles(
 def in_turns(
     trainer: RoleMemory, generator: RoleMemory, device: Device, less_cache: str
 ) -> RoleMemory:
-    """Return the larger turn of a GPU: all that one role takes, and what stays of the other."""
+    """Return the larger turn of a GPU: one role's whole memory, and what the other role keeps."""
     generating, training = generator.total + trainer.resting, trainer.total + generator.resting
     note = f"{gib(generating)} GiB while it generates, {gib(trainer.resting)} of them the trainer's"
     note += f"; {gib(training)} while it trains, {gib(generator.resting)} of them the generator's"

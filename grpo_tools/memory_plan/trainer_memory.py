@@ -40,13 +40,13 @@ _OFFLOADED_LAYERS = 6
 """Layers whose activations torchtune's offloading has on the GPU: five that leave, one that comes.
 """
 _PUSHED_LAYERS = 3
-"""Copies of a unit during a push: the shard's cast, the gathered tensor, the renamed one."""
+"""Copies of a unit during a push: the cast shard, the gathered tensor, the renamed tensor."""
 _PINNED = 2
-"""Page-locked memory that a tensor takes at most, over its bytes: PyTorch rounds up to 2**n."""
+"""Largest ratio of page-locked memory to a tensor's bytes: PyTorch rounds up to 2**n."""
 _BYTES_PER_TOKEN = 256
 """Of losses, metrics and their inputs, for each token of a micro-batch: 32 numbers of 64 bits."""
 _KERNELS = 1.005
-"""What kernels allocate for themselves, and what else is not in the passes; 1.001 was measured."""
+"""Factor for what kernels allocate, and for all else that passes miss; 1.001 was measured."""
 
 
 def _policy(cfg: Settings) -> Callable[[], nn.Module]:
@@ -59,7 +59,7 @@ def _policy(cfg: Settings) -> Callable[[], nn.Module]:
 
 _META = torch.device("meta")  # masks of long sequences would take gigabytes
 _MAX_RANKS, _MAX_ROUNDS = 4, 3
-"""Ranks and micro-batches per rank that are planned: more would be more of the same size."""
+"""Most ranks, and most micro-batches per rank, that are planned: more have no other sizes."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class MicroBatch:
 def longest_micro_batches(
     cfg: Settings, prompt: int, groups: int, ranks: int, flops: ModelFlops, wide: float
 ) -> list[MicroBatch]:
-    """Return the micro-batches of which one takes the most memory: one or two.
+    """Return one or two micro-batches, one of which takes the most memory of all.
 
-    Tried are batches of responses that are all as long as allowed, of lengths spread evenly below
-    that, and of short ones, whose prompts are copied most often as keys. The heaviest one that is
-    alone in its update is kept, and the heaviest one that finds gradients of an earlier one.
+    It tries responses that are all as long as allowed, responses of evenly spread lengths, and
+    short responses, whose prompts are copied most often as keys. It keeps the heaviest batch that
+    is alone in its update, and the heaviest that follows another in its update.
     """
     longest, same = cfg.generator.max_response_tokens, np.full(cfg.group_size, 1)
     spread = np.linspace(max(longest // 8, 1), longest, cfg.group_size).astype(int)
@@ -229,18 +229,18 @@ def _peak(found: Bytes) -> int:
 
 
 def _with_rest(peak: int, batch: MicroBatch) -> int:
-    """Add to a peak of the passes what else a step holds."""
+    """Return the bytes of a step: a peak of its passes, and what else it holds."""
     return int(_KERNELS * peak) + _BYTES_PER_TOKEN * batch.tokens
 
 
 def _above(found: Bytes, part: str, base: int) -> int:
-    """Return the most bytes of a part's peaks in the backward pass above what is kept."""
+    """Return by how many bytes a part's largest peak in a backward pass exceeds `base`."""
     peaks = [n for name, n in found.items() if f"{part}," in name and "backward" in name]
     return max(max(peaks, default=base) - base, 0)
 
 
 def host_bytes(cfg: Settings, sizes: ModelSizes) -> dict[str, int]:
-    """Return what a rank holds in CPU memory for pushes, and with copies for checkpoints."""
+    """Return what a rank holds in CPU memory for pushes, and for copies of checkpoints."""
     bucket = sizes.largest_bucket(cfg.dtype, cfg.num_trainers)
     # A delta is there beside the bytes that were compared, and may be as long as either.
     host = {"push": 3 * bucket if cfg.push == "delta" else bucket}

@@ -87,7 +87,7 @@ def _recorded_config(
 
 
 def _elsewhere(value: Any, moved: Mapping[str, str]) -> Any:
-    """Return a saved value in which the paths of model and run are replaced by today's."""
+    """Return a saved value with the present paths of model and run in place of the saved ones."""
     if isinstance(value, dict):
         return {key: _elsewhere(item, moved) for key, item in value.items()}
     if isinstance(value, str):

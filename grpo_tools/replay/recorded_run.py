@@ -33,7 +33,7 @@ ORDERED: Mapping[str, tuple[str, ...]] = {
 }
 """Events that a replay keeps in the recorded order, each with the fields that identify it."""
 ENVELOPE = ("event", "number", "attempt", "time", "chain")
-"""What every event that is read has besides its own fields."""
+"""Fields that every event has, when it is read, besides its own."""
 _MAX_SHOWN = 8
 
 
@@ -70,7 +70,7 @@ class RecordedOrder:
         return False
 
     def repeat(self, event: str, fields: Mapping[str, Any]) -> None:
-        """Compare an event, whose turn it must be, with the recorded one; go on to the next."""
+        """Check that an event equals the next recorded one, and advance to the one after it."""
         expected = self._next if self._done < len(self._recorded) else {"event": "its end"}
         recorded = {name: value for name, value in expected.items() if name in fields}
         if event != expected["event"] or fields != recorded:
@@ -85,7 +85,7 @@ class RecordedOrder:
         self._moved = asyncio.Event()
 
     def compare(self, event: Event) -> None:
-        """Compare the batch of a step, or the weights of a load, with the recorded ones."""
+        """Compare a step's batch, or a load's weights, with the recorded ones."""
         if event["event"] == "step":
             step = event["step"]
             what = f"in step {step}: its batch has the hash"
@@ -96,11 +96,11 @@ class RecordedOrder:
             _check_same(what, event["checksum"], self._checksums.get(version))
 
     def has(self, event: str, **identity: Any) -> bool:
-        """Return whether an event is still to come."""
+        """Return whether the recording has an event that is still to come."""
         return self._left[_key(event, identity)] > 0
 
     def pulled_again(self, role: str, cause: str, next_try: str) -> bool:
-        """Return whether a pull was made again, and not for its group issued anew."""
+        """Return whether a failed pull was repeated, rather than its group issued again."""
         pulls = (e["cause"] for e in self._to_come if e["event"] == "pull" and e["role"] == role)
         return next((each for each in pulls if each in (cause, next_try)), None) == next_try
 
@@ -114,11 +114,11 @@ class RecordedOrder:
         return None
 
     def why_restarted(self) -> str:
-        """Return why the role was restarted whose restart is next."""
+        """Return the reason of the next recorded restart."""
         return self._next["what"]
 
     def summary(self) -> str:
-        """Return how many events were repeated; raise an error if it is not all."""
+        """Return how many events were repeated; raise an error if recorded events are left."""
         if self._done < len(self._recorded):
             left = _describe(self._next["event"], self._next)
             raise ReplayError(f"the replay ended before event {self._next['number']}: {left}")

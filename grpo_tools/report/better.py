@@ -1,4 +1,4 @@
-"""Says whether one run is better than another: the difference of held-out success, with 95 %."""
+"""Says whether one run is better than another, by the 95 % interval of held-out success."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_tools.report.run_files import DAMAGED
 _T_QUANTILES = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """97.5 % quantile of Student's t for 1 to 10 degrees of freedom."""
 _EVALUATED = ("eval_dataset.", "eval.", "timeouts.reward_s")
-"""Keys that decide what an evaluation measures, beside those of the reward that is the success."""
+"""Keys that decide what an evaluation measures, beside those of the reward with `is_success`."""
 _OF_A_SEED = ("seed", "output_dir", "metric_logger.", "checkpointer.", "resume_")
 """Keys in which the runs of one job differ."""
 
@@ -37,7 +37,7 @@ class _Job(NamedTuple):
 def verdicts(
     folders: Sequence[Path], names: Sequence[str], configs: Sequence[Mapping[str, str]]
 ) -> list[str]:
-    """Compare each job with the first; folders whose configs differ in the seed are one job."""
+    """Compare each job with the first; folders whose configs differ only in seed are one job."""
     jobs: dict[tuple[tuple[str, str], ...], _Job] = {}
     for folder, name, config in zip(folders, names, configs, strict=True):
         own = {key: value for key, value in config.items() if not key.startswith(_OF_A_SEED)}

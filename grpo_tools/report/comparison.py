@@ -22,7 +22,7 @@ _MAX_NAME_CHARS, _MAX_VALUE_CHARS, _MAX_KEYS = 40, 100, 500
 
 
 def write_comparison(folders: Sequence[Path], target: Path) -> tuple[Path, list[str]]:
-    """Write a page with the curves of several runs; return it, and which run is better."""
+    """Write a page with the curves of several runs; return its path, and which run is better."""
     paths = [folder.resolve() for folder in folders]
     shared = os.path.commonpath([path.parent for path in paths])
     names = [text(path.relative_to(shared))[-_MAX_NAME_CHARS:] for path in paths]

@@ -105,7 +105,7 @@ def measured_after(record: Record, key: str) -> int:
 
 
 def values_of(records: Sequence[Record], key: str) -> list[float]:
-    """Return the values of a metric in the records that have one: null is none."""
+    """Return the values of a metric in the records that have one; null does not count."""
     return [record[key] for record in records if isinstance(record.get(key), int | float)]
 
 
@@ -132,7 +132,7 @@ def difficulty_charts(results: Sequence[Record]) -> Sequence[Chart]:
 def _charts(
     runs: Sequence[Sequence[Record]], names: Sequence[str], panel: Panel
 ) -> Iterator[Chart]:
-    """Yield the chart of a panel; with several runs, one for each of many curves."""
+    """Yield the chart of a panel; with several runs and many curves, a chart for each curve."""
     several = len(panel.curves) > 1  # even if only one of them has data
     if len(runs) > 1 and len(panel.curves) > _MAX_CURVES_PER_RUN:
         for key, name in panel.curves.items():
@@ -184,7 +184,7 @@ def _legend_rows(traces: Sequence[dict[str, Any]]) -> int:
 
 
 def _bin(successes: int, scored: int) -> int:
-    """Return the number of a bin: none right, five equal ones, all right."""
+    """Return the number of a bin; bins are none right, five equal ranges, and all right."""
     if successes in (0, scored):
         return len(_BINS) - 1 if successes else 0
     return -(-5 * successes // scored)  # rounded up

@@ -1,4 +1,4 @@
-"""Rewrites the report of a run while the run goes on: a child process of the driver.
+"""Rewrites the report of a run while it trains; a child process of the driver.
 
 Run as `python -m grpo_tools.report.live OUTPUT_DIR`; it ends when its standard input is closed.
 """
@@ -19,7 +19,7 @@ _MAX_SHARE = 0.02
 
 
 def write_pages(output_dir: Path, ends_within: Callable[[float], bool]) -> None:
-    """Write pages until the run ends; the pauses grow with what a page takes."""
+    """Write pages until the run ends; the pauses grow with the time that a page takes."""
     pause_s, next_s, failed = _FIRST_S, _SHORTEST_S, False
     while not ends_within(pause_s):
         from grpo_tools.report.page import write_report  # not in a short run

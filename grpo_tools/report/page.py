@@ -52,7 +52,7 @@ class PageParts:
         return part("charts", cards)
 
     def metrics(self, sections: dict[str, list[Chart]]) -> dict[str, str]:
-        """Add a section for each that has charts; return that of the other metrics, folded."""
+        """Add each section that has charts; return the other metrics' section, folded."""
         others = sections.pop("Other metrics")
         self.sections |= {name: self.charts(found) for name, found in sections.items() if found}
         folded = part("folded", f"{len(others)} more", self.charts(others)) if others else ""
@@ -86,7 +86,7 @@ def write_report(
 ) -> Path:
     """Write the report of a run that has ended or was killed.
 
-    With `next_page_s`, the run goes on: its page reloads itself after so many seconds.
+    With `next_page_s`, the run is in progress: its page reloads itself after this many seconds.
     """
     target = target or folder / "report.html"
     write_whole(target, _page(folder, max_groups, next_page_s))

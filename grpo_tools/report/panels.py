@@ -15,8 +15,8 @@ _REWARD_TERM = re.compile(r"reward_terms/(.*)_(mean|std)", re.DOTALL)
 class Panel:
     """Says what a chart shows; `curves` maps metric keys to names in the legend.
 
-    `smooth`: the page's slider smooths the curves. `total`: the values add up over the run, so that
-    a point that combines steps has the last of them.
+    `smooth`: the page's slider smooths the curves. `total`: the values add up over the run, so a
+    point that combines several steps shows the last value.
     """
 
     title: str

@@ -20,7 +20,7 @@ _MAX_NAME_CHARS, _MAX_ERROR_CHARS, _MAX_TEXT_CHARS = 100, 1000, 12_000
 _MAX_TOKENS = 3_000
 """Maximum number of tokens in a response that is shown token by token."""
 _HEAD = re.compile(rb'\{"step": (\d+), "attempt": (\d+), .*\}\n')
-"""A line of the file; many times faster than parsing it."""
+"""Matches a line of the file; many times faster than parsing it."""
 _LOGPROB_SOURCES = ("generator", "trainer", "reference", "teacher")
 _NUMBERS = ("step", "attempt", "group_id", "prompt_index", "epoch", "policy_version")
 
@@ -36,7 +36,7 @@ class RolloutSample:
     superseded: int
     """Number of groups in the file whose step a later attempt repeated."""
     logprobs: set[str]
-    """Those of generator, trainer, reference and teacher with logprobs in at least one group."""
+    """Which of generator, trainer, reference and teacher have logprobs in at least one group."""
 
 
 class _Place(NamedTuple):
@@ -51,9 +51,9 @@ class _Place(NamedTuple):
 def read_groups(
     path: Path, attempts: Attempts, limit: int = MAX_GROUPS, *, of_evaluations: bool = False
 ) -> RolloutSample:
-    """Choose groups spread over the run and read them; of evaluations, a prompt's answers.
+    """Read groups spread over the run; with `of_evaluations`, a group is one prompt's answers.
 
-    Whole evaluations are chosen, so that the same prompts can be compared.
+    Whole evaluations are read, so that the same prompts can be compared.
     """
     spread = _spread_evaluations if of_evaluations else _spread
     if not path.exists():
@@ -91,7 +91,7 @@ def _spread(places: Sequence[Any], limit: int) -> list[Any]:
 
 
 def _spread_evaluations(places: Sequence[_Place], limit: int) -> list[_Place]:
-    """Choose evenly spaced evaluations with up to `limit` places; of a single one, some places."""
+    """Choose evenly spaced evaluations with up to `limit` places; of a larger one, some places."""
     by_step = [[*each] for _, each in groupby(places, lambda place: (place.attempt, place.step))]
     most = max(map(len, by_step), default=1)
     evaluations = _spread(by_step, max(1, limit // most))

@@ -22,7 +22,7 @@ class NoStepsError(FileNotFoundError):
 class Attempts:
     """Decides which records count: those of steps that no later attempt replaced.
 
-    An attempt that trained a step replaces all steps after the one it resumed from.
+    An attempt that trained a step replaces all steps after the step that it resumed from.
     """
 
     steps_done: dict[int, int] = field(default_factory=dict)

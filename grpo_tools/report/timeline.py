@@ -27,7 +27,7 @@ _KINDS = {
     **{"starting": (STARTING,), "no reward": (NO_REWARD,), "no group": (NO_GROUP,)},
     **{"idle": (IDLE, _BETWEEN_STEPS), "no batch": (_NO_BATCH,)},
 }
-"""What a bar shows as one part, in the order of the page's colors; what is not listed is work."""
+"""Part of a bar -> its activities, in the order of the page's colors; others count as work."""
 _KIND_OF = {activity: kind for kind, activities in _KINDS.items() for activity in activities}
 _Points = list[tuple[float, float]]
 """Times and values of a curve."""
@@ -86,7 +86,7 @@ def seconds_by_role(
 
 
 def time_use_charts(heartbeats: Sequence[Record], waited_s: float) -> list[Chart]:
-    """Draw the time of each role by activity, and the share of each engine's sequences in use."""
+    """Draw each role's time by activity, and how many of its sequences each engine uses."""
     by_role = dict(sorted(seconds_by_role(heartbeats, waited_s).items()))
     if not by_role:
         return []
@@ -117,7 +117,7 @@ def time_use_charts(heartbeats: Sequence[Record], waited_s: float) -> list[Chart
 
 
 def _sequence_shares(beats: Sequence[Record]) -> Iterator[tuple[float, float]]:
-    """Yield times, and the share of `max_num_seqs` in use since the heartbeat before."""
+    """Yield each heartbeat's time, and the share of `max_num_seqs` in use since the last one."""
     used = before = 0.0  # seconds: full-engine time, and all time
     for beat in beats:
         wall = sum(value for key, value in beat["seconds"].items() if key != STARTING)

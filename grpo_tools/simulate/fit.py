@@ -25,16 +25,16 @@ class Times:
     """Fitted seconds of one run."""
 
     step_s: float
-    """Part of every step of an engine."""
+    """Fixed part of every engine step."""
     step_s_per_sequence: float
     step_s_per_prompt: float
-    """Part for each prompt that is read in the step."""
+    """Part of an engine step for each prompt that it reads."""
     update_s: float
     """Fixed part of a training step: the optimizer."""
     train_s_per_token: float
     """Part of a training step for each token of prompts and responses."""
     train_scatter: tuple[float, ...]
-    """Seconds of each recorded step, relative to the fitted ones."""
+    """Seconds of each recorded step, relative to the fitted seconds."""
     collect_s: float
     """A generator's work for each response outside the engine: environment, packing."""
     reward_s: float
@@ -46,12 +46,12 @@ class Times:
     gather_s: float
     """Gather of the weights for a push."""
     export_s: float
-    """Packing of the weights, beside the next step."""
+    """Packing of the weights, during the next step."""
     reference_s_per_token: float
     """A reference's seconds for each token of prompts and responses."""
 
     def engine_step(self, sequences: int, prompts: float = 0) -> float:
-        """Return the seconds of a step with so many sequences and new prompts."""
+        """Return the seconds of an engine step with these numbers of sequences and new prompts."""
         per_sequence = self.step_s_per_sequence * sequences
         return self.step_s + per_sequence + self.step_s_per_prompt * prompts
 
@@ -86,7 +86,7 @@ class Lengths:
 
 
 WARM_UP_STEPS = 5
-"""Steps that no mean counts, of a recorded run and of a simulation: the pipeline fills."""
+"""First steps that no mean counts, recorded or simulated, because the pipeline still fills."""
 SIMULATED = (
     *("num_generators", "num_trainers", "num_references", "rollouts_in_flight"),
     *("push_every_n_steps", "pull_every_m_rollouts", "max_staleness", "stale_groups"),
@@ -108,7 +108,7 @@ class Recorded:
     filtered: float
     """Share of the generated groups that dynamic sampling discarded."""
     step_s: float
-    """Mean seconds of a step, from the end of the one before; without evaluations and saves."""
+    """Mean seconds from the end of a step to the end of the next, without evaluations and saves."""
     staleness_mean: float
     staleness_max: int
     dropped: Counter[str]
@@ -169,7 +169,7 @@ def fit(folder: Path) -> Recorded:
 
 
 def _step_s(steps: Sequence[Record], events: Mapping[str, Sequence[Record]]) -> float:
-    """Return the mean seconds of a step, without those that an evaluation or a save delayed."""
+    """Return the mean seconds of the steps that no evaluation and no save delayed."""
     ends = {event["step"]: event["time"] for event in events["step"]}
     evaluated = {event["step"] for event in events["evaluate"]}
     last = [each["step"] - 1 for each in steps]
@@ -233,7 +233,7 @@ def _step_time(engine: Sequence[Sequence[float]]) -> tuple[float, float, float]:
 def _train(
     setup: Settings, steps: Sequence[Record], prompt_tokens: float
 ) -> tuple[float, float, tuple[float, ...]]:
-    """Return the fixed seconds of a step, those per token, and the scatter of the steps."""
+    """Return a step's fixed seconds, its seconds per token, and each step's ratio to the fit."""
     trained = [step for step in steps if step["time/update"] > 0]  # others are skipped
     samples = setup.groups_per_step * setup.group_size
     tokens = [

@@ -1,4 +1,4 @@
-"""Roles that only take their time: generators with an engine, trainers, references."""
+"""Stand-ins that only wait as long as a role works: generators, trainers, references."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from grpo_tools.simulate.virtual_time import BusyTime, T, now
 class VirtualEngine:
     """Samples one token of every running sequence per step, as vLLM does.
 
-    Steps in which no sequence comes or goes pass at once. A request or new weights that arrive
+    Steps in which no sequence begins or ends are one wait. A request or new weights that arrive
     meanwhile enter at the end of the present step.
     """
 
@@ -120,9 +120,9 @@ _NO_TOKENS: PackedTrajectories = pack([])
 
 
 class VirtualGenerator:
-    """Takes the time of a generator, whose room for responses is the product's own.
+    """Waits as long as a generator works, and limits its responses by the generator's own code.
 
-    `versions` gets the token versions of each group: group id -> version -> tokens.
+    `versions` gets the token versions of each group: group id -> version -> number of tokens.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class VirtualGenerator:
     async def generate_group(
         self, prompt: dict[str, Any], epoch: int, group_id: int, attempt: int, temperature: float
     ) -> tuple[PackedTrajectories, GroupSummary, dict[str, Any]]:
-        """Take the time of a group; see `Generator.generate_group`."""
+        """Wait as long as a group takes; see `Generator.generate_group`."""
         ended, size = self._budget.begin_group(), self._group_size
         lengths = self._lengths.of_group(group_id, size)
         await self._collect()
@@ -172,18 +172,18 @@ class VirtualGenerator:
         return _NO_TOKENS, summary, {}
 
     async def _collect(self) -> None:
-        """Take half of a group's work outside the engine; one interpreter does one at a time."""
+        """Wait for half of a group's work outside the engine; groups take turns at it."""
         async with self._collecting:
             await asyncio.sleep(self._times.collect_s * self._group_size / 2)
 
     async def load_weights(self, version: int, *buckets: Any) -> LoadedWeights:
-        """Take the time of a weight swap; see `Generator.load_weights`."""
+        """Wait as long as a weight swap takes; see `Generator.load_weights`."""
         await self.engine.load(version)
         return version, snapshot_checksum(() for _ in buckets), None
 
 
 class VirtualTrainer:
-    """Takes the time of one trainer rank."""
+    """Waits as long as one trainer rank works."""
 
     def __init__(self, setup: Settings, times: Times, seed: int) -> None:
         self._times, self._group_size, self._num_ranks = times, setup.group_size, setup.num_trainers
@@ -192,7 +192,7 @@ class VirtualTrainer:
         self.policy_version, self.busy = 0, BusyTime()
 
     async def train_step(self, batch: Any, lengths: NDArray[Any], step: int) -> StepResult:
-        """Take the time of a step on responses of the given lengths, [S] tokens."""
+        """Wait as long as a step takes on responses of the given lengths, [S] tokens."""
         tokens, groups = int(lengths.sum()), len(lengths) / self._group_size
         scatter = self._random.choice(self._times.train_scatter)
         with self.busy.count():
@@ -208,27 +208,27 @@ class VirtualTrainer:
         )
 
     async def gather_weights(self) -> int:
-        """Take the time of the gather; see `Trainer.gather_weights`."""
+        """Wait as long as the gather takes; see `Trainer.gather_weights`."""
         with self.busy.count():
             await asyncio.sleep(self._times.gather_s)
         return self.policy_version
 
     async def export_weights(self, version: int) -> tuple[Any, tuple[()]]:
-        """Take the time of the export, beside the next step; see `Trainer.export_weights`."""
+        """Wait as long as the export takes, during the next step; see `Trainer.export_weights`."""
         async with self._exporting:
             await asyncio.sleep(self._times.export_s)
         return None, ()
 
 
 class VirtualReference:
-    """Takes the time of a reference, which computes one group after the other, of mean lengths."""
+    """Waits as long as a reference works on one group after another, of mean lengths."""
 
     def __init__(self, setup: Settings, times: Times, lengths: Lengths) -> None:
         self._seconds = times.reference(setup.group_size * lengths.mean)
         self._computing, self.busy = asyncio.Lock(), BusyTime()
 
     async def add_logprobs(self, group: Any) -> tuple[Any, list[float]]:
-        """Take the time of a group's logprobs; see `Reference.add_logprobs`."""
+        """Wait as long as a group's logprobs take; see `Reference.add_logprobs`."""
         async with self._computing:
             with self.busy.count():
                 await asyncio.sleep(self._seconds)

@@ -61,7 +61,7 @@ class Prediction:
     dropped: Counter[str]
     """Dropped groups by reason, of the whole run."""
     idle: dict[str, float]
-    """Share of the time in which a role does nothing, mean over the roles of a family."""
+    """Share of the time in which a role does nothing; mean over the roles of each family."""
     events: list[tuple[float, Event]]
     """All events of the run, each with its virtual time."""
 
@@ -190,13 +190,13 @@ class _Simulation:
         )
 
     async def restore(self) -> None:
-        """Nothing to restore."""
+        """Do nothing: there is nothing to restore."""
 
     async def begin(self, tasks: asyncio.TaskGroup) -> None:
-        """No evaluation before the first step."""
+        """Do nothing: no evaluation comes before the first step."""
 
     def has_trainable(self, group: Group) -> bool:
-        """Every group can be trained."""
+        """Return True: every group can be trained."""
         return True
 
     async def finish_step(self, batch: Batch, advantages: NDArray[Any], result: StepResult) -> None:
@@ -219,4 +219,4 @@ class _Simulation:
             self._marks.append((now(), busy))
 
     async def finish(self) -> None:
-        """Nothing is left to write."""
+        """Do nothing: nothing is left to write."""

@@ -16,7 +16,7 @@ class DeadlockError(RuntimeError):
 
 
 class _Clock(selectors.SelectSelector):
-    """Selector that looks at no file: instead of waiting, it moves the time on."""
+    """Selector that watches no file: instead of waiting, it advances the time."""
 
     now = 0.0
 
