@@ -45,7 +45,6 @@ class RunLog:
         attempt: int,
         *,
         resumable: bool = False,
-        show_phases: bool = False,
     ) -> None:
         prints = type(metric_logger).__name__ == "StdoutLogger"
         self._metric_log = MetricLog(str(output_dir), metric_logger, log_every_n_steps)
@@ -68,8 +67,7 @@ class RunLog:
         self._totals = RunTotals(self._logs)
         self.follow = self._totals.follow
         self.note = self._progress.note
-        show = self.note if show_phases else None
-        self._phases = Phases(self._logs / "phases.jsonl", attempt, show)
+        self._phases = Phases(self._logs / "phases.jsonl", attempt)
 
     def phase(self, name: str, *, shown: bool = False) -> None:
         """Begin a phase of the run's start or end."""
@@ -322,8 +320,8 @@ class Phases:
     The first phase began with the process: imports, the check of the config, and the data.
     """
 
-    def __init__(self, file: Path, attempt: int, show: Callable[[str], None] | None = None) -> None:
-        self._file, self._attempt, self._show = file, attempt, show
+    def __init__(self, file: Path, attempt: int) -> None:
+        self._file, self._attempt = file, attempt
         self._name, self._began = "imports, config and data", psutil.Process().create_time()
 
     def begin(self, name: str) -> None:
@@ -336,8 +334,6 @@ class Phases:
         """End the present phase."""
         now = time.time()
         seconds, self._began = round(now - self._began, 3), now
-        if self._show:
-            self._show(f"{self._name} took {seconds:.1f} s")
         with contextlib.suppress(OSError):  # a full disk must not keep the run from ending
             self._file.parent.mkdir(parents=True, exist_ok=True)
             record = {"attempt": self._attempt, "phase": self._name, "seconds": seconds}
