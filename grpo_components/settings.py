@@ -312,11 +312,6 @@ class GeneratorSettings(BaseModel):
 
     @model_validator(mode="after")
     def _check_distribution(self) -> Self:
-        schedule = as_schedule("temperature", self.temperature)
-        if schedule.warmup_steps and schedule(0) < 0.01:
-            problem = f"{schedule.warmup_steps} given: the first step would have "
-            problem += f"{schedule(0):.3g}, and vLLM samples at 0.01 to 2"
-            fail("temperature.warmup_steps", problem, f"at most {int(schedule.start / 0.01)}")
         for name in self.biasing if not self.allow_biased_sampling else ():
             problem = f"{shown(getattr(self, name))} given, by which ratios are wrong: the trainer "
             problem += "computes another distribution"
@@ -745,12 +740,6 @@ class Settings(BaseModel):
             self._refuse("compile", why, "false, or tensor_parallel_dim: 1")
 
     def _check_memory_savings(self) -> None:
-        if self.device == "cpu":
-            least = {"enable_activation_offloading": False, "fsdp_cpu_offload": False}
-            for key, value in {"reduce_dtype": "fp32", **least}.items():
-                if getattr(self, key) != value:
-                    allowed = f"{shown(value)}, or device: cuda"
-                    self._refuse(key, "which saves nothing with device: cpu", allowed)
         if self.enable_activation_offloading and not self.enable_activation_checkpointing:
             why = "and without checkpointing, every intermediate value would be copied"
             allowed = "false, or enable_activation_checkpointing: true"

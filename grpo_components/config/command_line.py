@@ -9,15 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf import DictConfig
 
-from grpo_components._plugin import config_files, list_or_copy, recipes_folder
+from grpo_components._plugin import list_or_copy
 from grpo_components._tune_run import RECIPE
 from grpo_components._tune_run import main as tune
 from grpo_components.config.preflight import check_values_and_files, check_what_is_imported
-from grpo_components.config.reading import merge_overrides
+from grpo_components.config.reading import read_config_file
 from grpo_components.errors import ConfigError
 from grpo_components.settings import Settings
 
@@ -59,14 +57,10 @@ def _given(words: Sequence[str]) -> DictConfig | None:
     if len(words) < 3 or words[1] != "--config" or any(word[:1] == "-" for word in words[2:]):
         return None
     recipe, _, name, *overrides = words
-    path = config_files(recipes_folder() / "configs").get(name, name)
     try:
         text = b"read_config(given)" if recipe == RECIPE else Path(recipe).read_bytes()
-        if b"read_config(given)" not in text or b"sys.path" in text:
-            return None
-        given: Any = OmegaConf.to_container(OmegaConf.load(path))
-        return merge_overrides(dict(given), overrides)
-    except ConfigError:
-        raise
-    except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException):
+    except OSError:
         return None
+    if b"read_config(given)" not in text or b"sys.path" in text:
+        return None
+    return read_config_file(name, overrides)

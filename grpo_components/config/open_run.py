@@ -118,7 +118,6 @@ def open_log(cfg: Settings, attempt: int, note: str, dataset: Any, held_out: Any
         cfg.num_steps,
         attempt,
         resumable=cfg.trains,
-        show_phases=cfg.log_level in ("INFO", "DEBUG"),
     )
     left_out = re.sub("^dataset", "eval_dataset", getattr(held_out, "note", ""), flags=re.MULTILINE)
     shared = shared_prompts(dataset, held_out) if cfg.trains else ""

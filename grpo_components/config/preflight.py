@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Callable
 
@@ -9,28 +10,21 @@ from omegaconf import DictConfig
 
 from grpo_components.config.components import check_components, refuse_missing
 from grpo_components.config.files import check_files
-from grpo_components.config.reading import merge_overrides, read_settings
+from grpo_components.config.reading import read_config_file, read_settings
 from grpo_components.errors import fail
 from grpo_components.quiet import quiet_libraries
 from grpo_components.settings import Settings, needs_reference, teachers_of
 
 
 def parse(recipe_main: Callable[[DictConfig], None]) -> Callable[[], None]:
-    """Decorate a recipe's main, which then gets the config of the command line.
-
-    Does what torchtune's `config.parse` does; in addition, a value may contain `=`.
-    """
+    """Decorate a recipe's main, which then gets the config of the command line."""
 
     @functools.wraps(recipe_main)
     def main() -> None:
-        from torchtune.config._parse import TuneRecipeArgumentParser
-
-        parser = TuneRecipeArgumentParser(description=main.__doc__)
-        try:
-            given, overrides = parser.parse_known_args()
-        except (OSError, UnicodeError) as error:
-            fail("--config", str(error), "a YAML file, or a name that `tune ls` shows")
-        recipe_main(merge_overrides(vars(given), overrides))
+        parser = argparse.ArgumentParser(description=main.__doc__)
+        parser.add_argument("--config", required=True, help="name in `tune ls`, or a file")
+        given, overrides = parser.parse_known_args()
+        recipe_main(read_config_file(given.config, overrides))
 
     return main
 

@@ -13,8 +13,22 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
+from grpo_components._plugin import config_files, recipes_folder
 from grpo_components.errors import ConfigError, fail, shown
 from grpo_components.settings import Settings
+
+
+def read_config_file(name: str, overrides: Sequence[str]) -> DictConfig:
+    """Read a config by its name in `tune ls` or its path, with overrides as for `tune run`."""
+    shipped = config_files(recipes_folder() / "configs")
+    allowed = f"a YAML file, or {', '.join(shipped)}"
+    try:
+        given: Any = OmegaConf.to_container(OmegaConf.load(shipped.get(name, name)))
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        fail("--config", f"{name} cannot be read: {error}", allowed)
+    if not isinstance(given, dict):
+        fail("--config", f"{name} has no keys", allowed)
+    return merge_overrides(given, overrides)
 
 
 def merge_overrides(given: dict[str, Any], overrides: Sequence[str]) -> DictConfig:

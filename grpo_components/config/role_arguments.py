@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -33,18 +33,6 @@ from grpo_components.training.trainer_options import TrainerOptions
 Record = TypeVar("Record")
 
 
-@dataclass(frozen=True)
-class RoleArguments:
-    """Keyword arguments for `Cluster.spawn`, which starts the processes, by role."""
-
-    replay_buffer: dict[str, Any]
-    trainer: dict[str, Any]
-    reference: dict[str, Any]
-    teacher: dict[str, Any]
-    reward_model: dict[str, Any]
-    generator: dict[str, Any]
-
-
 def role_arguments(
     cfg: Settings,
     *,
@@ -53,38 +41,45 @@ def role_arguments(
     num_references: int,
     tokenizer: Any,
     longest_prompt: int,
-) -> RoleArguments:
-    """Return the arguments of every role for a checked config."""
-    threads = partial(_threads, cfg, num_references)
-    stop_tokens, ids = tokenizer.stop_tokens, sampled_ids(cfg, tokenizer)
+) -> dict[str, dict[str, Any]]:
+    """Return keyword arguments for `Cluster.spawn` by the family of roles, for a checked config."""
+    families = ("trainer", "reference", "teacher", "reward_model", "generator")
+    places = {family: _place(cfg, num_references, family) for family in families}
+    ids = sampled_ids(cfg, tokenizer)
     trainer, generator = stand_in_arguments(
         cfg,
-        _trainer(cfg, threads("trainer"), contract, objective, ids),
-        _generator(cfg, threads("generator"), stop_tokens, longest_prompt, ids),
+        places["trainer"] | _trainer(cfg, contract, objective, ids),
+        places["generator"] | _generator(cfg, tokenizer.stop_tokens, longest_prompt, ids),
     )
-    return RoleArguments(
-        replay_buffer={
+    reference = _reference(cfg, ids)
+    teacher = {"field": "teacher_logprobs", "build_checkpointer": None, "kl_estimator": "k1"}
+    teacher["build_model"] = partial(hugging_face, cfg.teacher.path) if cfg.teacher else None
+    scorer = {"device": cfg.device, "dtype": cfg.dtype, "settings": cfg.reward_model}
+    return {
+        "replay_buffer": {
             "contract": contract,
             "stale_tokens": cfg.stale_tokens,
             "timeout_s": cfg.timeouts.batch_s,
         },
-        trainer=trainer,
-        reference=_reference(cfg, threads("reference"), ids),
-        teacher=_teacher(cfg, cfg.teacher.path, threads("teacher"), ids) if cfg.teacher else {},
-        reward_model=_reward_model(cfg, threads("reward_model")),
-        generator=generator,
-    )
+        "trainer": trainer,
+        "reference": places["reference"] | reference,
+        "teacher": places["teacher"] | reference | teacher,
+        "reward_model": places["reward_model"] | scorer,
+        "generator": generator,
+    }
 
 
-def _threads(cfg: Settings, num_references: int, role: str) -> int:
-    """Return the threads that torch gets in each process of a role."""
-    if cfg.ray.address is not None:  # as Ray does: the cores of this machine say nothing there
-        return getattr(cfg.cpu_threads, role) or 1
+def _place(cfg: Settings, num_references: int, family: str) -> dict[str, Any]:
+    """Return the GPUs of each process of a family, and the threads that torch gets there."""
     num_reward_models = int(cfg.reward_model.path is not None)
     num_frozen = num_references + teachers_of(cfg) + num_reward_models
-    num_roles = cfg.num_generators + cfg.num_trainers + num_frozen
-    share = max(1, available_cpus(cfg) // num_roles)
-    return getattr(cfg.cpu_threads, role) or share
+    share = max(1, available_cpus(cfg) // (cfg.num_generators + cfg.num_trainers + num_frozen))
+    if cfg.ray.address is not None:  # as Ray does: the cores of this machine say nothing there
+        share = 1
+    gpus = getattr(cfg, f"gpus_per_{family}") if cfg.device == "cuda" else 0
+    workers = cfg.generator.tensor_parallel_size if family == "generator" else 1
+    threads = getattr(cfg.cpu_threads, family) or share
+    return {"cpu_threads": threads, "num_gpus": gpus * workers}
 
 
 def _taken(record: type[Record], cfg: Settings, **derived: Any) -> Record:
@@ -100,13 +95,8 @@ def _checkpointer(cfg: Settings) -> Callable[[], Any] | None:
     return partial(config.instantiate, cfg.checkpointer)
 
 
-def _gpus(cfg: Settings, per_role: float) -> float:
-    return per_role if cfg.device == "cuda" else 0
-
-
 def _trainer(
     cfg: Settings,
-    cpu_threads: int,
     contract: StalenessContract,
     objective: TrainedObjective,
     ids: int | None,
@@ -127,8 +117,6 @@ def _trainer(
         build_lr_scheduler = partial(config.instantiate, cfg.lr_scheduler, num_training_steps=steps)
     profiler = partial(config.instantiate, cfg.profiler)
     return {
-        "cpu_threads": cpu_threads,
-        "num_gpus": _gpus(cfg, cfg.gpus_per_trainer),
         "meets": True,
         "device": cfg.device,
         "seed": cfg.seed,
@@ -153,10 +141,8 @@ def _trainer(
     }
 
 
-def _reference(cfg: Settings, cpu_threads: int, ids: int | None) -> dict[str, Any]:
+def _reference(cfg: Settings, ids: int | None) -> dict[str, Any]:
     return {
-        "cpu_threads": cpu_threads,
-        "num_gpus": _gpus(cfg, cfg.gpus_per_reference),
         "device": cfg.device,
         "dtype": cfg.dtype,
         "build_model": partial(config.instantiate, cfg.model),
@@ -168,34 +154,8 @@ def _reference(cfg: Settings, cpu_threads: int, ids: int | None) -> dict[str, An
     }
 
 
-def _teacher(cfg: Settings, path: str, cpu_threads: int, ids: int | None) -> dict[str, Any]:
-    """Return the arguments of a reference that has the teacher's weights."""
-    return {
-        **_reference(cfg, cpu_threads, ids),
-        "num_gpus": _gpus(cfg, cfg.gpus_per_teacher),
-        "field": "teacher_logprobs",
-        "build_model": partial(hugging_face, path),
-        "build_checkpointer": None,
-        "kl_estimator": "k1",
-    }
-
-
-def _reward_model(cfg: Settings, cpu_threads: int) -> dict[str, Any]:
-    return {
-        "cpu_threads": cpu_threads,
-        "num_gpus": _gpus(cfg, cfg.gpus_per_reward_model),
-        "device": cfg.device,
-        "dtype": cfg.dtype,
-        "settings": cfg.reward_model,
-    }
-
-
 def _generator(
-    cfg: Settings,
-    cpu_threads: int,
-    stop_tokens: Sequence[int],
-    longest_prompt: int,
-    ids: int | None,
+    cfg: Settings, stop_tokens: Sequence[int], longest_prompt: int, ids: int | None
 ) -> dict[str, Any]:
     section = cfg.generator
     sampler = section.model_copy(
@@ -206,8 +166,6 @@ def _generator(
     )
     replay, logs = replay_of(cfg), str(Path(cfg.output_dir) / "logs")
     return {
-        "cpu_threads": cpu_threads,
-        "num_gpus": _gpus(cfg, cfg.gpus_per_generator * section.tensor_parallel_size),
         "counts_restarts": True,
         "min_living": cfg.num_generators if cfg.min_generators is None else cfg.min_generators,
         "env": engine_environment(cfg.device, cfg.log_level),

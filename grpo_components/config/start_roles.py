@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.colocation import Colocation
@@ -20,7 +20,7 @@ from grpo_components.cluster.handles import (
 )
 from grpo_components.cluster.ray_cluster import Need
 from grpo_components.cluster.weight_transfer import WeightTransfer
-from grpo_components.config.role_arguments import RoleArguments, role_arguments
+from grpo_components.config.role_arguments import role_arguments
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.objective import Objective
@@ -60,15 +60,17 @@ def start_roles(
     cluster.reserve(needs_of(cfg, arguments, num_references), timeouts.startup_s)
     trainer, generator = roles_of(cfg, TRAINER, GENERATOR)  # or their stand-ins
     server = spawn("parameter_server", PARAMETER_SERVER)
-    buffer = spawn("replay_buffer", REPLAY_BUFFER, **arguments.replay_buffer)
-    rank = partial(spawn, restarts_alone=False, **arguments.trainer)
+    buffer = spawn("replay_buffer", REPLAY_BUFFER, **arguments["replay_buffer"])
+    rank = partial(spawn, restarts_alone=False, **arguments["trainer"])
     trainers = [rank(f"trainer_{n}", trainer, rank=n) for n in range(cfg.num_trainers)]
     frozen = partial(_frozen, cluster, timeouts.rollout_s)
-    references = frozen("reference", num_references, arguments.reference)
-    teachers = frozen("teacher", teachers_of(cfg), arguments.teacher, keep_kl=False)
-    scorer = cfg.reward_model.path and spawn("reward_model", REWARD_MODEL, **arguments.reward_model)
+    references = frozen("reference", num_references, arguments["reference"])
+    teachers = frozen("teacher", teachers_of(cfg), arguments["teacher"], keep_kl=False)
+    scorer = cfg.reward_model.path and spawn(
+        "reward_model", REWARD_MODEL, **arguments["reward_model"]
+    )
     turns = Colocation(ledger) if cfg.colocate else None
-    sampler = partial(spawn, pause=turns and turns.pause, **arguments.generator)
+    sampler = partial(spawn, pause=turns and turns.pause, **arguments["generator"])
     samplers = [
         sampler(f"generator_{n}", generator, number=n, beside=hosts_of(cfg, n))
         for n in range(cfg.num_generators)
@@ -105,16 +107,14 @@ def _frozen(
 # ---- what each family of roles needs of a joined cluster -----------------------------------------
 
 
-def needs_of(cfg: Settings, arguments: RoleArguments, num_references: int) -> dict[str, Need]:
+def needs_of(
+    cfg: Settings, arguments: Mapping[str, dict[str, Any]], num_references: int
+) -> dict[str, Need]:
     """Return the needs of each family of roles; those not named run beside the driver."""
-    scorers = int(bool(cfg.reward_model.path))
-    needs = {
-        "trainer": _need(cfg.num_trainers, arguments.trainer, "PACK"),
-        "reference": _need(num_references, arguments.reference, "PACK"),
-        "teacher": _need(teachers_of(cfg), arguments.teacher, "PACK"),
-        "reward_model": _need(scorers, arguments.reward_model, "PACK"),
-        "generator": _need(cfg.num_generators, arguments.generator, "SPREAD"),
-    }
+    scorers, teachers = int(bool(cfg.reward_model.path)), teachers_of(cfg)
+    counts = {"trainer": cfg.num_trainers, "reference": num_references, "teacher": teachers}
+    counts |= {"reward_model": scorers, "generator": cfg.num_generators}
+    needs = {family: _need(family, counts[family], arguments[family]) for family in counts}
     if hosts := hosts_of(cfg, 0):
         del needs["generator"]
         needs["trainer"] = replace(needs["trainer"], together=len(hosts), guests="generator")
@@ -129,8 +129,8 @@ def hosts_of(cfg: Settings, generator: int) -> list[str]:
     return [f"trainer_{generator * workers + worker}" for worker in range(workers)]
 
 
-def _need(count: int, arguments: Mapping[str, Any], strategy: Literal["PACK", "SPREAD"]) -> Need:
+def _need(family: str, count: int, arguments: Mapping[str, Any]) -> Need:
     """Return the need of `count` processes with the same arguments for `Cluster.spawn`."""
     num_gpus = arguments.get("num_gpus", 0)
     resources = {"GPU": num_gpus} if num_gpus else {"CPU": arguments.get("cpu_threads", 1)}
-    return Need(count, resources, strategy)
+    return Need(count, resources, "SPREAD" if family == "generator" else "PACK")

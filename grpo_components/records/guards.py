@@ -213,15 +213,14 @@ class SkippedSteps:
     def __init__(self, max_skipped_steps: int, note: Callable[[str], None]) -> None:
         self._max_skipped_steps, self._note = max_skipped_steps, note
         self._in_a_row = 0
-        self._skipped: dict[int, str] = {}
-        """Step -> why it was skipped, empty if it trained; a repeated step counts once."""
+        self._skipped: list[int] = []
 
-    def record(self, step: int, trained: bool, why: str) -> None:
-        """Count a step; a SkippedStepsError if max_skipped_steps in a row were skipped."""
-        self._skipped[step] = "" if trained else why
-        if trained:
+    def record(self, step: int, why: str) -> None:
+        """Count a step, skipped if there is a reason; an error if too many in a row were."""
+        if not why:
             self._in_a_row = 0
             return
+        self._skipped.append(step)
         self._in_a_row += 1
         self._note(f"step {step} is skipped: {why}")
         if self._in_a_row >= self._max_skipped_steps:
@@ -233,16 +232,5 @@ class SkippedSteps:
 
     def summary(self) -> str:
         """Return how many steps were skipped and which was the first; empty if none was."""
-        skipped = [step for step, why in self._skipped.items() if why]
-        if not skipped:
-            return ""
-        return f"{len(skipped)} of {len(self._skipped)}, the first was step {skipped[0]}"
-
-    def check_trained(self) -> None:
-        """Raise a SkippedStepsError if every step of the run was skipped."""
-        reasons = [*self._skipped.values()]
-        if reasons and all(reasons):
-            raise SkippedStepsError(
-                f"nothing was trained: all {len(reasons)} steps of the run were skipped, the first "
-                f"because {reasons[0]}"
-            )
+        skipped = self._skipped
+        return f"{len(skipped)}, the first was step {skipped[0]}" if skipped else ""

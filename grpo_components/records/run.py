@@ -104,8 +104,7 @@ class Run:
         self._log.step(step, metrics, result.trained_tokens)
         self._records.agreement.check(step, metrics)
         self._records.watch.check_step(step, metrics)
-        why = result.skipped_because
-        self._records.skipped_steps.record(step, trained=not why, why=why)
+        self._records.skipped_steps.record(step, result.skipped_because)
         await self._journal.save_if_due(step, self._roles, batch.packed)
 
     async def finish(self) -> None:
@@ -125,11 +124,10 @@ class Run:
         if (until := self._journal.replay_until) is not None:
             how = "resume_from_checkpoint=true, without replay_events"
             return self._log.note(f"steps 1 to {until} repeated; to go on with other keys: {how}")
-        skipped, recording = self._records.skipped_steps, self._ledger.events.recording
+        skipped, recording = self._records.skipped_steps.summary(), self._ledger.events.recording
         replayed = recording.summary() if recording else ""
         self._journal.close()  # the books need the end record
-        self._log.summary(self._ledger.dropped_groups, replayed, skipped.summary())
-        skipped.check_trained()
+        self._log.summary(self._ledger.dropped_groups, replayed, skipped)
 
     async def _evaluate(self, step: int) -> None:
         assert self._tasks is not None, "`begin` comes first"

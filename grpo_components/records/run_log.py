@@ -28,7 +28,6 @@ from grpo_components.records.step_metrics import mean
 STEPS_SHOWN = 10
 """Number of steps over which the display averages the throughput."""
 _RESTARTS = ("restart", "rollback")
-"""Events of which each is the restart of a role, or of all trainers together."""
 _WALL_CLOCK = "time/wall_clock"
 _STOP_REPORT_S = 60.0
 
@@ -45,7 +44,6 @@ class RunLog:
         attempt: int,
         *,
         resumable: bool = False,
-        show_phases: bool = False,
     ) -> None:
         prints = type(metric_logger).__name__ == "StdoutLogger"
         self._metric_log = MetricLog(str(output_dir), metric_logger, log_every_n_steps)
@@ -65,11 +63,19 @@ class RunLog:
         self._generated_tokens = self._counted_tokens = 0
         self._trained_tokens = 0.0
         self._live_report = LiveReport(output_dir, self._progress.note)
-        self._totals = RunTotals(self._logs)
-        self.follow = self._totals.follow
+        logged = records_of(self._logs / "metrics.jsonl", f'"{_WALL_CLOCK}": '.encode())
+        earlier_s = max((record.get(_WALL_CLOCK) or 0 for record in logged), default=0)
+        self._began, self._restarts = time.perf_counter() - earlier_s, 0
         self.note = self._progress.note
-        show = self.note if show_phases else None
-        self._phases = Phases(self._logs / "phases.jsonl", attempt, show)
+        self._phases = Phases(self._logs / "phases.jsonl", attempt)
+
+    def follow(self, event: Mapping[str, Any]) -> None:
+        """Count an event of the run if it restarts a role, or all trainers together."""
+        self._restarts += event["event"] in _RESTARTS and not event.get("given_up")
+
+    def _totals(self) -> dict[str, float]:
+        """Return the seconds of all attempts, start-up included, and the restarts of this one."""
+        return {_WALL_CLOCK: time.perf_counter() - self._began, "restarts": self._restarts}
 
     def phase(self, name: str, *, shown: bool = False) -> None:
         """Begin a phase of the run's start or end."""
@@ -87,7 +93,7 @@ class RunLog:
         self._trained_tokens += trained_tokens
         self._keep(metrics)
         self._steps_left = self._num_steps - step
-        self._metric_log.log(step, {"attempt": self.attempt, **metrics, **self._totals.metrics()})
+        self._metric_log.log(step, {"attempt": self.attempt, **metrics, **self._totals()})
         self._phases.begin("training")
         # Groups arrive between some steps only, so the last step's throughput alone would jump.
         self._recent.append((seconds, generated, trained_tokens))
@@ -117,7 +123,7 @@ class RunLog:
         version = metrics["eval/policy_version"]
         if step == 0:
             record = {"attempt": self.attempt, "policy_version": version, **metrics}
-            self._metric_log.log(0, record | self._totals.metrics())
+            self._metric_log.log(0, record | self._totals())
             self._progress.update(0, metrics)
             self._live_report.start()
         success, prompts = metrics["eval/success_rate"], metrics["eval/prompts"]
@@ -322,8 +328,8 @@ class Phases:
     The first phase began with the process: imports, the check of the config, and the data.
     """
 
-    def __init__(self, file: Path, attempt: int, show: Callable[[str], None] | None = None) -> None:
-        self._file, self._attempt, self._show = file, attempt, show
+    def __init__(self, file: Path, attempt: int) -> None:
+        self._file, self._attempt = file, attempt
         self._name, self._began = "imports, config and data", psutil.Process().create_time()
 
     def begin(self, name: str) -> None:
@@ -336,34 +342,10 @@ class Phases:
         """End the present phase."""
         now = time.time()
         seconds, self._began = round(now - self._began, 3), now
-        if self._show:
-            self._show(f"{self._name} took {seconds:.1f} s")
         with contextlib.suppress(OSError):  # a full disk must not keep the run from ending
             self._file.parent.mkdir(parents=True, exist_ok=True)
             record = {"attempt": self._attempt, "phase": self._name, "seconds": seconds}
             _append(self._file, record)
-
-
-class RunTotals:
-    """Measures wall-clock time and counts restarts; a resumed run goes on from its logs."""
-
-    def __init__(self, logs: Path) -> None:
-        self._began = time.perf_counter()
-        logged = records_of(logs / "metrics.jsonl", f'"{_WALL_CLOCK}": '.encode())
-        took = [record.get(_WALL_CLOCK) for record in logged]
-        self._earlier_s = max((s for s in took if isinstance(s, float)), default=0.0)
-        path = logs.parent / "receipts.jsonl"
-        events = (records_of(path, f'{{"event": "{kind}"'.encode()) for kind in _RESTARTS)
-        self._restarts = sum(_is_restart(event) for kind in events for event in kind)
-
-    def follow(self, event: Mapping[str, Any]) -> None:
-        """Count an event of the run if it is a restart."""
-        self._restarts += _is_restart(event)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the seconds that the run has taken, start-up included, and its restarts."""
-        seconds = self._earlier_s + time.perf_counter() - self._began
-        return {_WALL_CLOCK: seconds, "restarts": self._restarts}
 
 
 def _throughput(seconds: float, generated: float, trained: float) -> dict[str, float]:
@@ -371,11 +353,6 @@ def _throughput(seconds: float, generated: float, trained: float) -> dict[str, f
         "throughput/generated_tokens_per_second": generated / seconds,
         "throughput/trained_tokens_per_second": trained / seconds,
     }
-
-
-def _is_restart(event: Mapping[str, Any]) -> bool:
-    """Return whether an event restarts something; a role that is given up is not restarted."""
-    return event.get("event") in _RESTARTS and not event.get("given_up")
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:

@@ -6,31 +6,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 
-from grpo_components._plugin import config_files, recipes_folder
 from grpo_components.config.files import check_splits
-from grpo_components.config.reading import merge_overrides, read_settings
+from grpo_components.config.reading import read_config_file, read_settings
 from grpo_components.errors import fail
 from grpo_components.plain_text import plain
 from grpo_components.settings import Settings, needs_reference
 from grpo_tools.memory_plan.model_sizes import ModelSizes
 from grpo_tools.memory_plan.plan import plan_run
 from grpo_tools.memory_plan.role_memory import GPU_GIB
-
-
-def read(name: str, overrides: Sequence[str]) -> DictConfig:
-    """Read a config by its name in `tune ls` or its path, with overrides as for `tune run`."""
-    shipped = config_files(recipes_folder() / "configs")
-    path = shipped.get(name, Path(name))
-    if not path.is_file():
-        fail("--config", f"no config {name}", f"a file, or {', '.join(sorted(shipped))}")
-    given: Any = OmegaConf.to_container(OmegaConf.load(path))
-    return merge_overrides(given, overrides)
 
 
 def longest_prompt(cfg: Settings) -> int:
@@ -71,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`")
     options = parser.parse_intermixed_args(arguments)
     try:
-        cfg = read_settings(read(options.config, options.overrides))
+        cfg = read_settings(read_config_file(options.config, options.overrides))
         if cfg.device != "cuda" and (options.gpus or options.gpu_memory):
             fail("--gpus, --gpu-memory", f"given, with device: {cfg.device}", "none")
         _check_splits(cfg)

@@ -36,10 +36,10 @@ def generator_to_trainer(bench: Bench, cfg: Settings) -> float:
     """Compare their logprobs before and after a step whose weights are pulled."""
     arguments, prompts = tiny_arguments(cfg)
     optimizer = partial(torch.optim.AdamW, lr=1e-3)
-    trained = change_options(arguments.trainer, loss=LogprobGap(), build_optimizer=optimizer)
+    trained = change_options(arguments["trainer"], loss=LogprobGap(), build_optimizer=optimizer)
     first, worst = {"rank": 0, "rendezvous": local_rendezvous()}, 0.0
     with (
-        closing(bench.process(GENERATOR, **arguments.generator)) as generator,
+        closing(bench.process(GENERATOR, **arguments["generator"])) as generator,
         closing(bench.process(TRAINER, **first, **trained)) as trainer,
     ):
         for step, temperature in enumerate((1.0, 0.7)):

@@ -15,7 +15,7 @@ from torchtune import config
 from grpo_components import _plugin
 from grpo_components.config import preflight
 from grpo_components.config.objective import build_penalties
-from grpo_components.config.role_arguments import RoleArguments, role_arguments
+from grpo_components.config.role_arguments import role_arguments
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import Manifest, unpack_bucket
@@ -45,7 +45,7 @@ def tiny_config(output_dir: Path, *overrides: str) -> Settings:
     return preflight.check(cast(DictConfig, OmegaConf.merge(cfg, changes)))
 
 
-def tiny_arguments(cfg: Settings) -> tuple[RoleArguments, Prompts]:
+def tiny_arguments(cfg: Settings) -> tuple[dict[str, dict[str, Any]], Prompts]:
     """Return the arguments that the recipe gives its roles, and its prompts in order."""
     tokenizer = config.instantiate(cfg.tokenizer)
     dataset = config.instantiate(cfg.dataset, tokenizer)
@@ -67,7 +67,7 @@ def tiny_arguments(cfg: Settings) -> tuple[RoleArguments, Prompts]:
         tokenizer=tokenizer,
         longest_prompt=max(dataset.max_prompt_length, held_out.max_prompt_length),
     )
-    for own in (arguments.trainer, arguments.generator):
+    for own in (arguments["trainer"], arguments["generator"]):
         for key in ("num_gpus", "meets", "min_living", "open_schedule", "counts_restarts", "env"):
             own.pop(key, None)
     return arguments, prompts

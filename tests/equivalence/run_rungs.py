@@ -96,8 +96,8 @@ def _plain_loop(bench: Bench) -> tuple[list[str], Path]:
     hashes, group_ids, saved = [], count(), bench.folder() / "saved"
     first = {"rank": 0, "rendezvous": local_rendezvous()}
     with (
-        closing(bench.process(GENERATOR, **arguments.generator)) as generator,
-        closing(bench.process(TRAINER, **first, **arguments.trainer)) as trainer,
+        closing(bench.process(GENERATOR, **arguments["generator"])) as generator,
+        closing(bench.process(TRAINER, **first, **arguments["trainer"])) as trainer,
     ):
         for step in range(cfg.num_steps):
             groups, rewards = [], []

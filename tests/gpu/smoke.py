@@ -240,13 +240,13 @@ def planned_gib(name, arguments):
 
     from torchtune import config
 
-    from grpo_components.config.reading import read_settings
-    from grpo_tools.memory_plan.__main__ import longest_prompt, read
+    from grpo_components.config.reading import read_config_file, read_settings
+    from grpo_tools.memory_plan.__main__ import longest_prompt
     from grpo_tools.memory_plan.model_sizes import ModelSizes
     from grpo_tools.memory_plan.role_memory import GPU_GIB, GPU_PROCESS_BYTES, Device
     from grpo_tools.memory_plan.trainer_memory import trainer_memory
 
-    cfg = read_settings(read(name, arguments))
+    cfg = read_settings(read_config_file(name, arguments))
     if cfg.device == "cpu" or not cfg.log_peak_memory_stats:
         return None
     sizes = ModelSizes.of(partial(config.instantiate, cfg.model), cfg.lora)

@@ -5,7 +5,6 @@ from lib.config_errors import refusal_of, refused_key
 
 from grpo_components.config.open_run import build_reuse, open_run
 from grpo_components.config.preflight import check_gpus
-from grpo_components.config.role_arguments import RoleArguments
 from grpo_components.config.start_roles import hosts_of, needs_of
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.ledger import Ledger
@@ -73,6 +72,7 @@ def test_a_teacher_counts_where_something_is_trained(read):
 
 # ---- what the config decides --------------------------------------------------------------------
 
+FAMILIES = ("trainer", "reference", "teacher", "reward_model")
 PAIRS = {"num_generators": 2, "num_trainers": 4, "generator__tensor_parallel_size": 2}
 PAIRS |= {"max_staleness": 0, "pull_every_m_rollouts": 1}
 
@@ -86,7 +86,7 @@ def test_each_generator_runs_beside_its_own_trainers(settings_with):
 
 
 def test_in_a_cluster_a_generator_takes_no_room_but_its_trainers(settings_with):
-    arguments = RoleArguments(*({"num_gpus": gpus} for gpus in (0, 1, 1, 1, 1, 2)))
+    arguments = {key: {"num_gpus": 1} for key in FAMILIES} | {"generator": {"num_gpus": 2}}
     cfg = settings_with(device="cuda", colocate=True, **PAIRS)
     ((family, need),) = needs_of(cfg, arguments, 0).items()
     assert (family, need.count, need.together, need.guests) == ("trainer", 4, 2, "generator")

@@ -125,7 +125,7 @@ def test_a_mistake_ends_tune_run_before_ray_is_imported(cfg, here, override, key
     ("recipe", "config", "found"),
     [
         *((RECIPE, TINY, True), ("fork.py", TINY, True), ("changes.py", TINY, False)),
-        *((RECIPE, "list.yaml", False), (RECIPE, "none.yaml", False), ("torchtunes", TINY, False)),
+        *((RECIPE, "list.yaml", True), (RECIPE, "none.yaml", True), ("torchtunes", TINY, False)),
     ],
 )
 def test_only_a_config_that_the_recipe_takes_as_it_is_is_checked_that_early(

@@ -6,7 +6,6 @@ import pytest
 from lib.config_errors import refusal_of
 
 DECAY = "{schedule: linear, start: 0.1, end: 0.01, num_steps: 9}"
-WARM = "generator.temperature={schedule: constant, start: 1.0, warmup_steps: %d}"
 LRS = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
 OBJECTIVE = "grpo_components.objective"
 REWARDS = "grpo_components.rewards"
@@ -108,10 +107,7 @@ data_parallel_replicate_dim  SMALL num_trainers=4 tensor_parallel_dim=2 REPLICAS
 num_trainers                 SMALL num_trainers=9
 tensor_parallel_dim          num_trainers=2 tensor_parallel_dim=2 checkpointer.model_type=GEMMA
 compile                      num_trainers=2 tensor_parallel_dim=2 compile=true
-reduce_dtype                 reduce_dtype=bf16
-enable_activation_offloading  OFFLOADING CHECKPOINTING
 enable_activation_offloading  device=cuda OFFLOADING
-fsdp_cpu_offload             fsdp_cpu_offload=true
 optimizer                    LOW_BIT optimizer.eps=null
 optimizer                    device=cuda CPU_OFFLOAD
 lora.alpha                   lora.rank=8
@@ -130,7 +126,6 @@ teacher.path                 teacher.coeff=1
 # sampling, lengths
 generator.top_p              generator.top_p=0.9
 generator.repetition_penalty  generator.repetition_penalty=1.1
-generator.temperature.warmup_steps  {WARM % 101}
 generator.max_model_len      generator.max_model_len=95
 environment.max_turns        environment.max_turns=33
 # data, rewards, evaluation, records
@@ -234,7 +229,6 @@ SMALL num_trainers=2 tensor_parallel_dim=2 checkpointer.model_type=LLAMA3_2
 SMALL num_trainers=2 data_parallel_replicate_dim=2 checkpointer.model_type=GEMMA
 LORA loss.kl_coeff=0.1
 teacher.path=/a teacher.coeff=0.1
-{WARM % 100}
 generator.max_model_len=96
 generator.max_response_tokens=448 tokens_per_micro_batch=512
 generator.stop_token_ids=[1,2]

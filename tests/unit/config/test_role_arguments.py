@@ -32,7 +32,9 @@ def test_threads_are_those_of_the_config_or_the_cores_over_the_roles(
     cfg = settings_with(num_trainers=2, num_generators=1, cpu_threads=given)
     share = max(1, available_cpus(cfg) // 4)
     roles = arguments(cfg)
-    threads = [each["cpu_threads"] for each in (roles.trainer, roles.generator, roles.reference)]
+    threads = [
+        each["cpu_threads"] for each in (roles["trainer"], roles["generator"], roles["reference"])
+    ]
     assert threads == [trainer or share, generator or share, share]
 
 
@@ -45,16 +47,17 @@ def test_a_generator_gets_a_gpu_for_each_tensor_parallel_worker(
 ):
     changes = {"generator__tensor_parallel_size": workers, "generator__enforce_eager": True}
     roles = arguments(settings_with(device=device, gpus_per_generator=share, **changes))
-    assert roles.generator["num_gpus"] == gpus
-    assert roles.generator["settings"].tensor_parallel_size == workers
+    assert roles["generator"]["num_gpus"] == gpus
+    assert roles["generator"]["settings"].tensor_parallel_size == workers
 
 
 def test_the_engine_receives_and_the_first_rank_sends_the_same_way(settings_with, arguments):
     workers = {"generator__tensor_parallel_size": 2, "generator__enforce_eager": True}
     for way in ("object_store", "nccl"):
         roles = arguments(settings_with(device="cuda", weights=way, **workers))
-        opens = roles.trainer["options"].open_sender
-        assert roles.generator["engine"].weight_transfer == (None if way == "object_store" else way)
+        opens = roles["trainer"]["options"].open_sender
+        transfer = None if way == "object_store" else way
+        assert roles["generator"]["engine"].weight_transfer == transfer
         assert (opens is None) == (way == "object_store")
     assert opens.args == ("cuda",) and opens.keywords == {"workers": 2}
 
@@ -62,7 +65,7 @@ def test_the_engine_receives_and_the_first_rank_sends_the_same_way(settings_with
 def test_adapters_are_the_engines_too(settings_with, arguments):
     lora = {"rank": 8, "alpha": 16.0}
     roles = arguments(settings_with(lora=lora, generator__enforce_eager=True))
-    adapters = roles.generator["engine"].lora
+    adapters = roles["generator"]["engine"].lora
     whole = settings_with(lora=lora).model_dump()
     assert OmegaConf.to_container(OmegaConf.create(whole)) == whole, "as a resume compares it"
     assert adapters.scale == 2.0 and len(adapters.target_modules) == 7  # every layer by default
@@ -82,8 +85,8 @@ def test_all_who_sample_or_give_logprobs_know_the_same_ids(
     settings_with, arguments, tokenizer, ids
 ):
     roles = arguments(settings_with(), **tokenizer)
-    found = (roles.generator["engine"], roles.trainer["options"])
-    assert [each.num_ids for each in found] == [ids] * 2 == [roles.reference["num_ids"], ids]
+    found = (roles["generator"]["engine"], roles["trainer"]["options"])
+    assert [each.num_ids for each in found] == [ids] * 2 == [roles["reference"]["num_ids"], ids]
 
 
 def test_agents_may_be_sampled_what_the_models_own_tokenizer_knows(settings_with, arguments):
@@ -91,4 +94,4 @@ def test_agents_may_be_sampled_what_the_models_own_tokenizer_knows(settings_with
     cfg = settings_with(environment={**agents, "agent": "a.b"})
     known = len(AutoTokenizer.from_pretrained(cfg.base_model_path))
     roles = arguments(cfg, vocab_size=known - 9)
-    assert roles.generator["engine"].num_ids == known
+    assert roles["generator"]["engine"].num_ids == known

@@ -8,8 +8,8 @@ from lib.dry_runs import published_config
 from omegaconf import OmegaConf
 from transformers import LlamaConfig
 
-from grpo_components.config.reading import read_settings
-from grpo_tools.memory_plan.__main__ import main, read
+from grpo_components.config.reading import read_config_file, read_settings
+from grpo_tools.memory_plan.__main__ import main
 from grpo_tools.memory_plan.plan import in_turns
 from grpo_tools.memory_plan.role_memory import GIB, Device, RoleMemory
 
@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_named_and_a_reference_is_beside_both_turns(capsys)
 
 def test_time_outs_follow_from_lengths():
     for name in OFTEN:
-        cfg = read_settings(read(name, ()))
+        cfg = read_settings(read_config_file(name, ()))
         limits, response = cfg.timeouts, cfg.generator.max_response_tokens
         assert limits.rollout_s == max(600, 0.15 * response)
         assert limits.batch_s >= 2 * limits.rollout_s

@@ -72,7 +72,7 @@ def test_a_step_is_committed_then_evaluated_logged_checked_and_saved(evaluation_
     waited = ("buffer/size", "buffer/dropped_stale", "buffer/filtered", "time/wait_for_batch")
     assert [metrics[name] for name in waited] == [3, 1, 4, 0.5] and metrics["time/step"] > 0
     counted = setting.calls.skipped_steps.record
-    counted.assert_called_once_with(7, trained=False, why="the loss is nan")
+    counted.assert_called_once_with(7, "the loss is nan")
 
 
 def test_the_next_attempt_begins_in_the_journal_the_logs_and_the_empty_roles():
