@@ -27,8 +27,8 @@ from grpo_components.rollout.engine_environment import engine_environment
 from grpo_components.rollout.generator_options import EngineOptions, EnvironmentOptions
 from grpo_components.rollout.schedule import open_schedule
 from grpo_components.settings import Settings, teachers_of
-from grpo_components.training.open_sender import open_sender
 from grpo_components.training.trainer_options import TrainerOptions
+from grpo_components.training.weight_sender import WeightSender
 
 Record = TypeVar("Record")
 
@@ -110,7 +110,7 @@ def _trainer(
     )
     sender = None
     if cfg.weights != "object_store":
-        sender = partial(open_sender, cfg.device, workers=cfg.generator.tensor_parallel_size)
+        sender = partial(WeightSender, cfg.device, workers=cfg.generator.tensor_parallel_size)
     optimizer, learning_rate = split_learning_rate(cfg.optimizer)
     steps, build_lr_scheduler = cfg.num_steps, None
     if cfg.lr_scheduler:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
-from torchtune.modules.peft import LoRALinear
 
 from grpo_components.models.hugging_face_policy import decoder_layers, is_transformers
 from grpo_components.models.micro_batches import micro_batch_cost
@@ -64,27 +63,12 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFlops:
-        """Build from the sizes of a policy, sharded or not."""
-        if is_transformers(model):
-            return cls._of_transformers(model)
-        decoder = cast(Any, model)
-        kinds = (nn.Linear, LoRALinear)
-        matrices = [cast(Any, m).weight for m in decoder.layers.modules() if isinstance(m, kinds)]
-        frozen = [weight for weight in matrices if not weight.requires_grad]
-        attention = [layer.attn for layer in decoder.layers]
-        vocabulary, dim = decoder.tok_embeddings.weight.shape
-        return cls(
-            per_token=2.0 * sum(weight.numel() for weight in matrices),
-            per_pair=4.0 * sum(attn.num_heads * attn.head_dim for attn in attention),
-            per_logprob=2.0 * vocabulary * dim,
-            frozen_per_token=2.0 * sum(weight.numel() for weight in frozen),
-            head_is_frozen=not decoder.tok_embeddings.weight.requires_grad,
-        )
+        """Build from the sizes of a policy, sharded or not.
 
-    @classmethod
-    def _of_transformers(cls, model: nn.Module) -> ModelFlops:
-        """Build from a transformers model; experts count as often as a token uses them."""
-        layers, config = decoder_layers(model), cast(Any, model).config.get_text_config()
+        Experts count as often as a token uses them.
+        """
+        layers, policy = decoder_layers(model), cast(Any, model)
+        config = policy.config.get_text_config() if is_transformers(model) else None
         weights = frozen = 0.0
         for parameter in layers.parameters():
             if parameter.ndim == 2:
@@ -93,13 +77,18 @@ class ModelFlops:
             elif parameter.ndim == 3:  # fused experts
                 used = getattr(config, "num_experts_per_tok", None) or parameter.shape[0]
                 weights += parameter.numel() * used / parameter.shape[0]
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        embedding = cast(Any, model).get_input_embeddings().weight
+        if config is None:
+            widths = sum(layer.attn.num_heads * layer.attn.head_dim for layer in policy.layers)
+            embedding = policy.tok_embeddings.weight
+        else:
+            heads = config.num_attention_heads
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+            widths = heads * head_dim * len(layers)
+            embedding = policy.get_input_embeddings().weight
         vocabulary, dim = embedding.shape
         return cls(
             per_token=2.0 * weights,
-            per_pair=4.0 * heads * head_dim * len(layers),
+            per_pair=4.0 * widths,
             per_logprob=2.0 * vocabulary * dim,
             frozen_per_token=2.0 * frozen,
             head_is_frozen=not embedding.requires_grad,

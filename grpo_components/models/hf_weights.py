@@ -8,16 +8,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torchtune.models import convert_weights
 from torchtune.training.checkpointing import ModelType
 
 from grpo_components.errors import ConfigError, fail
 from grpo_components.exchange.weights import StateDict
 from grpo_components.models.hugging_face_policy import is_transformers
-from grpo_components.models.hugging_face_weights import to_file_names
 
 _LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
 
@@ -49,6 +49,27 @@ def file_converter(
     if model_type is None:
         fail("checkpointer", "null given, and `model` is a torchtune decoder", "its checkpointer")
     return hf_converter(model_type, base_model_path)
+
+
+def to_file_names(model: nn.Module) -> Callable[[StateDict], StateDict]:
+    """Return the function that names weights as in the files that transformers and vLLM load.
+
+    Most models have these names already. Fused weights, such as the experts of one layer, become
+    one tensor per expert again.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def rename(weights: StateDict) -> StateDict:
+        named = revert_weight_conversion(cast(Any, model), weights)
+        return {name: _alone(tensor) for name, tensor in named.items()}
+
+    return rename
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Return a copy of a part of a larger tensor, which files cannot store; else the tensor."""
+    is_part = tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous()
+    return tensor.clone(memory_format=torch.contiguous_format) if is_part else tensor
 
 
 def hf_converter(model_type: str, base_model_path: Path) -> Callable[[StateDict], StateDict]:

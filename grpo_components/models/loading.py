@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,12 +19,18 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtune import training
 
-from grpo_components.models.hugging_face_policy import decoder_layers, folder_of, plain_name
-from grpo_components.models.hugging_face_weights import load_hugging_face, read_weights
+from grpo_components.models import hugging_face_attention as shared
+from grpo_components.models.hugging_face_policy import (
+    decoder_layers,
+    folder_of,
+    plain_name,
+    prepared,
+)
 from grpo_components.models.meshes import Meshes, Sharding
 from grpo_components.models.tensor_parallel import split_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def load_whole_model(
@@ -157,3 +165,45 @@ def _broadcast_buffers(model: nn.Module, full: dict[str, Tensor], device: torch.
             value.copy_(full[plain_name(name)])
         dist.broadcast(value, src=0)
         model.get_submodule(owner)._buffers[own_name] = value
+
+
+def load_hugging_face(path: Path, dtype: torch.dtype | None = None) -> nn.Module:
+    """Load a model and its weights on the CPU, as transformers does."""
+    from transformers import AutoModelForCausalLM
+
+    shared.register()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        str(path),
+        dtype=dtype or _dtype_of(path),
+        attn_implementation=shared.NAME,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    model, found = loaded
+    for what, names in found.items():
+        if names:
+            raise ValueError(f"model: {path} has {what.replace('_', ' ')}: {sorted(names)[0]}")
+    return prepared(model)
+
+
+def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return all weights of a model's files, and its buffers, by the names of the built model.
+
+    The buffers (such as tables of rotary frequencies) are in no file, and a model that is built on
+    the meta device has none either.
+    """
+    model = load_hugging_face(path)
+    buffers = dict(model.named_buffers())
+    return {name: t for name, t in model.state_dict().items() if name not in buffers}, buffers
+
+
+def _dtype_of(path: Path) -> torch.dtype:
+    """Return the floating-point dtype of a model's files; float32 if there are several."""
+    kinds: set[str] = set()
+    for file in path.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        kinds |= {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+    kinds &= _FILE_DTYPES.keys()
+    return _FILE_DTYPES[kinds.pop()] if len(kinds) == 1 else torch.float32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,35 +13,6 @@ from torch import Tensor
 from grpo_components.errors import ConfigError
 from grpo_components.objective.kl import ESTIMATORS
 from grpo_components.schedules import Schedule, as_schedule
-
-
-class ResponseBatch(Protocol):
-    """What reward shaping reads of a batch of B groups of G responses."""
-
-    @property
-    def rewards(self) -> NDArray[np.float64]:
-        """[B, G] rewards; NaN where the sample failed."""
-        ...
-
-    @property
-    def response_lengths(self) -> NDArray[np.integer]:
-        """[B, G] number of tokens of each response, including those of the environment."""
-        ...
-
-    @property
-    def cut_off(self) -> NDArray[np.bool_]:
-        """[B, G] whether a length limit ended the response."""
-        ...
-
-    @property
-    def reference_kl(self) -> NDArray[np.float64] | None:
-        """[B, G] `sequence_kl` of each response, in nats; None without a reference."""
-        ...
-
-    @property
-    def group_ids(self) -> NDArray[np.integer]:
-        """[B] number of each group."""
-        ...
 
 
 class RewardShaping:
@@ -98,8 +69,8 @@ class RewardShaping:
         """Whether the KL coefficient is above 0 at any step."""
         return self.kl_coeff.highest > 0
 
-    def __call__(self, batch: ResponseBatch, step: int) -> NDArray[np.float64]:
-        """Shape the rewards of a batch.
+    def __call__(self, batch: Any, step: int) -> NDArray[np.float64]:
+        """Shape a batch, which has `rewards`, `response_lengths`, `cut_off` and `reference_kl`.
 
         A response that the limit ended counts as one of full length, even if it is shorter because
         the environment's next words had no room.

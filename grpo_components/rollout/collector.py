@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,8 @@ from torchrl.envs.utils import step_mdp
 from grpo_components.rewards.pool import Score
 from grpo_components.rollout.completions import Completion
 from grpo_components.rollout.engine import Engine
-from grpo_components.rollout.slots import SlotRollout, sampling_seed
+from grpo_components.rollout.slots import Sample, SlotRollout, next_turn
+from grpo_components.settings import GeneratorSettings
 
 _NOTHING = Completion(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int32), "stop")
 
@@ -25,24 +25,10 @@ _NOTHING = Completion(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0
 class EnginePolicy:
     """Policy of a collector: samples the next turn of every slot with the shared engine."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        max_response_tokens: int,
-        stop_token_ids: Sequence[int],
-        truncation: Mapping[str, float],
-    ) -> None:
-        self._max_response_tokens = max_response_tokens
-        self._submit = partial(
-            engine.submit,
-            stop_token_ids=stop_token_ids,
-            truncation=truncation,
-        )
-        self.seeds: list[int] = []
-        """Sampling seeds of the next rollout, one per slot."""
-        self.names: list[str] = []
-        """Names of the samples in the engine's schedule, one per slot."""
+    def __init__(self, engine: Engine, settings: GeneratorSettings) -> None:
+        self._engine, self._settings = engine, settings
+        self.samples: Sequence[Sample] = ()
+        """Samples of the next rollout, one per slot."""
         self.temperature = 1.0
         """Sampling temperature of the next rollout."""
 
@@ -53,8 +39,8 @@ class EnginePolicy:
         """
         slots = tensordict.unbind(0)
         futures = [
-            None if slot["done"] else self._sample(slot, name, seed)
-            for slot, name, seed in zip(slots, self.names, self.seeds, strict=True)
+            None if slot["done"] else self._sample(slot, sample)
+            for slot, sample in zip(slots, self.samples, strict=True)
         ]
         for slot, future in zip(slots, futures, strict=True):
             completion = _NOTHING if future is None else future.result()
@@ -68,20 +54,13 @@ class EnginePolicy:
             )
         return lazy_stack(list(slots), 0)
 
-    def _sample(self, slot: TensorDictBase, name: str, seed: int) -> Future[Completion]:
-        used = int(slot["response_tokens"])
-        left = self._max_response_tokens - used
-        if left < 1:
-            limit = f"generator.max_response_tokens is {self._max_response_tokens}"
+    def _sample(self, slot: TensorDictBase, sample: Sample) -> Future[Completion]:
+        used, most = int(slot["response_tokens"]), self._settings.max_response_tokens
+        if used >= most:
+            limit = f"generator.max_response_tokens is {most}"
             raise ValueError(f"the response has not ended after {used} tokens, but {limit}")
-        return self._submit(
-            slot["tokens"].tolist(),
-            max_tokens=left,
-            name=name,
-            # A later turn must not repeat the random numbers of the first.
-            seed=sampling_seed(seed, used) if used else seed,
-            temperature=self.temperature,
-        )
+        tokens = slot["tokens"].tolist()
+        return next_turn(self._engine, self._settings, sample, self.temperature, tokens, used)
 
 
 def _extend(slot: SlotRollout, turn: Any) -> None:

@@ -42,11 +42,6 @@ class _Seat:
     policy: EnginePolicy
     collector: GroupCollector
 
-    def begin(self, samples: Sequence[Sample], temperature: float) -> None:
-        """Prepare the policy for the next rollout, one slot per sample."""
-        policy, self.policy.temperature = self.policy, temperature
-        policy.names, policy.seeds = [s.name for s in samples], [s.seed for s in samples]
-
 
 class Rollouts:
     """Samples responses with the shared engine, and scores them."""
@@ -90,7 +85,7 @@ class Rollouts:
             seat = free.pop()
         except IndexError:
             seat = self._seat(len(samples))
-        seat.begin(samples, temperature)
+        seat.policy.samples, seat.policy.temperature = samples, temperature
         try:
             call = partial(seat.environment.call, TimeLimit(self._environment.timeout_s))
             call(seat.env.ask, [sample.prompt for sample in samples])
@@ -139,12 +134,7 @@ class Rollouts:
             if isinstance(error, TimeoutError):
                 raise
             raise RuntimeError(failure_text("environment: cannot be built", error)) from error
-        policy = EnginePolicy(
-            self._engine,
-            max_response_tokens=self._settings.max_response_tokens,
-            stop_token_ids=self._settings.stop_token_ids or (),
-            truncation=self._settings.truncation,
-        )
+        policy = EnginePolicy(self._engine, self._settings)
         return _Seat(environment, env, policy, GroupCollector(env, policy))
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,10 @@ from grpo_components.rewards.pool import Score
 from grpo_components.rollout.completions import Completion
 from grpo_components.trajectory import Trajectory
 
-if TYPE_CHECKING:  # only where agents run
+if TYPE_CHECKING:  # worlds of users import this module
     from grpo_components.agents.conversation import SessionPart
+    from grpo_components.rollout.engine import Engine
+    from grpo_components.settings import GeneratorSettings
 
 Prompt = dict[str, Any]
 """One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text and answer, and the
@@ -40,6 +43,27 @@ class Sample:
     """Function to call once the response is scored; more calls do nothing."""
     evaluates: bool = False
     """Whether it is sampled for an evaluation, and not trained."""
+
+
+def next_turn(
+    engine: Engine,
+    settings: GeneratorSettings,
+    sample: Sample,
+    temperature: float,
+    tokens: list[int],
+    used: int,
+) -> Future[Completion]:
+    """Ask for a sample's next turn; `used` of the tokens before it are its response's."""
+    return engine.submit(
+        tokens,
+        max_tokens=settings.max_response_tokens - used,
+        temperature=temperature,
+        # A later turn must not repeat the random numbers of the first.
+        seed=sampling_seed(sample.seed, used) if used else sample.seed,
+        stop_token_ids=settings.stop_token_ids or (),
+        truncation=settings.truncation,
+        name=sample.name,
+    )
 
 
 class SlotRollout:

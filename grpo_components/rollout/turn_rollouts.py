@@ -25,7 +25,7 @@ from grpo_components.rollout.environment_thread import (
 )
 from grpo_components.rollout.generator_options import EnvironmentOptions
 from grpo_components.rollout.multi_turn import Conversation, MultiTurnEnvironment
-from grpo_components.rollout.slots import Sample, SlotRollout, sampling_seed
+from grpo_components.rollout.slots import Sample, SlotRollout, next_turn
 from grpo_components.settings import GeneratorSettings
 
 _SHOWN_CHARS = 500
@@ -100,16 +100,7 @@ class TurnRollouts:
         settings, slot, tokens = self._settings, SlotRollout(prompt_ids), prompt_ids.tolist()
         while True:
             used = len(slot.response_ids)
-            asked = self._engine.submit(
-                tokens,
-                max_tokens=settings.max_response_tokens - used,
-                temperature=temperature,
-                # A later turn must not repeat the random numbers of the first.
-                seed=sampling_seed(sample.seed, used) if used else sample.seed,
-                stop_token_ids=settings.stop_token_ids or (),
-                truncation=settings.truncation,
-                name=sample.name,
-            )
+            asked = next_turn(self._engine, settings, sample, temperature, tokens, used)
             turn = await asyncio.wrap_future(asked)
             token_ids = turn.token_ids.tolist()
             text, reply_ids = self._decode(token_ids), None

@@ -32,7 +32,6 @@ from grpo_components.exchange.weights import (
 )
 from grpo_components.models.lora import ADAPTER_FILE
 from grpo_components.rollout.completions import BASE_VERSION, Completion, Request, Result, Watch
-from grpo_components.rollout.engine_sleep import EngineSleep, sleep_arguments
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.rollout.vllm_weights import (
     ADAPTER,
@@ -52,6 +51,10 @@ from grpo_components.rollout.worker_processes import (
     worker_environment,
 )
 from grpo_components.settings import GeneratorSettings
+
+_SLEEP_LEVELS = {"cuda": 2, "cpu": 0}
+"""vLLM's sleep levels: 2 frees weights and KV cache, 0 only pauses the scheduler, because vLLM
+cannot free memory on a CPU. Level 1 frees both and keeps a copy of the weights in CPU memory."""
 
 
 class VLLMBackend:
@@ -75,7 +78,9 @@ class VLLMBackend:
         self._label(BASE_VERSION)
         self._lora = lora = options.lora
         self._adapter = None if lora is None else ADAPTER
-        self._sleep = EngineSleep(self._engine, options.device, keeps_weights=lora is not None)
+        level = _SLEEP_LEVELS[options.device]
+        self._sleep_level = level if lora is None else min(level, 1)  # the base comes only once
+        self._asleep = False
         self._recompute_kv = options.recompute_kv_after_pull
         if lora is not None:
             adapter = {name: torch.zeros(shape) for name, shape in expected_shapes.items()}
@@ -109,7 +114,7 @@ class VLLMBackend:
         )
         prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
         try:
-            self._engine.add_request(request_id, prompt, sampling, lora_request=self._adapter)
+            self._submit(request_id, prompt, sampling, priority=0)
         except VLLMValidationError as error:
             raise ValueError(str(error)) from error
         if watch is not None:
@@ -121,11 +126,14 @@ class VLLMBackend:
         sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
         # vLLM takes such a request past its prefix cache; but what is cached is of old weights.
         sampling.skip_reading_prefix_cache = False
-        self._engine.add_request(request_id, prompt, sampling, lora_request=self._adapter)
-        scheduler = cast(Any, self._core.scheduler)
-        request = scheduler.requests[next(reversed(scheduler.requests))]
-        scheduler.waiting.remove_request(request)
-        scheduler.waiting.prepend_request(request)
+        self._submit(request_id, prompt, sampling, priority=-1)
+
+    def _submit(
+        self, request_id: str, prompt: TokensPrompt, sampling: SamplingParams, priority: int
+    ) -> None:
+        arrived = float(request_id)  # not the time, so that a replay has the same order
+        how: dict[str, Any] = {"arrival_time": arrived, "priority": priority}
+        self._engine.add_request(request_id, prompt, sampling, lora_request=self._adapter, **how)
 
     def step(self) -> list[tuple[str, Result]]:
         """Sample a token for each running request; returns what is finished."""
@@ -163,20 +171,25 @@ class VLLMBackend:
 
     def load(self, version: int, weights: Mapping[str, torch.Tensor] | IncomingWeights) -> None:
         """Replace the weights or the adapter, and wake up."""
-        with self._sleep.woken():
-            if self._lora is not None:
-                assert not isinstance(weights, IncomingWeights), "preflight refuses it"
-                swap_adapter(self._engine, self._lora, weights)
-            elif isinstance(weights, IncomingWeights):
-                group = None if weights.group == self._group else weights.group
-                weights.awaited.set_result(None)
-                receive = cast(Any, receive_into_worker)
-                self._engine.collective_rpc(receive, args=(group, weights.entries))
-                self._group = weights.group
-            elif self._workers is None:
-                self._engine.collective_rpc(cast(Any, load_into_worker), args=(weights,))
-            else:
-                load_into_workers(cast(Any, self._core.model_executor), weights)
+        if self._asleep and self._sleep_level:
+            # With the weights' memory vLLM restores buffers that are no weights: before the load.
+            self._engine.wake_up(["weights"])
+        if self._lora is not None:
+            assert not isinstance(weights, IncomingWeights), "preflight refuses it"
+            swap_adapter(self._engine, self._lora, weights)
+        elif isinstance(weights, IncomingWeights):
+            group = None if weights.group == self._group else weights.group
+            weights.awaited.set_result(None)
+            receive = cast(Any, receive_into_worker)
+            self._engine.collective_rpc(receive, args=(group, weights.entries))
+            self._group = weights.group
+        elif self._workers is None:
+            self._engine.collective_rpc(cast(Any, load_into_worker), args=(weights,))
+        else:
+            load_into_workers(cast(Any, self._core.model_executor), weights)
+        if self._asleep:  # only now: the load needs some of the KV cache's memory for itself
+            self._engine.wake_up(["kv_cache"] if self._sleep_level else ["scheduling"])
+            self._asleep = False
         self._label(version)
         self._layers = self._hash() if self._keeps_values else None
         if not self._recompute_kv:
@@ -190,8 +203,13 @@ class VLLMBackend:
         self._engine.abort_request(request_ids)
 
     def sleep(self) -> None:
-        """Free the GPU's memory until the next load; no request is running."""
-        self._sleep.begin()
+        """Free the GPU's memory until the next load; no request is running.
+
+        vLLM measures what the whole GPU has free before and after, so no other process may take
+        memory meanwhile.
+        """
+        self._engine.sleep(level=self._sleep_level)
+        self._asleep = True
 
     def failure(self, error: BaseException) -> str:
         """Return which worker process died, where an error does not say so itself."""
@@ -235,8 +253,8 @@ def _build(settings: GeneratorSettings, options: EngineOptions, seed: int) -> LL
             "enforce_eager": settings.enforce_eager,
             "gpu_memory_utilization": settings.gpu_memory_utilization,
         }
-    if options.colocate:
-        more |= sleep_arguments(options.device)
+    if options.colocate and _SLEEP_LEVELS[options.device]:
+        more["enable_sleep_mode"] = True
     if options.lora is not None:
         more |= adapter_arguments(options.lora)
     if settings.kv_cache_gib is not None:
@@ -256,6 +274,7 @@ def _build(settings: GeneratorSettings, options: EngineOptions, seed: int) -> LL
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             logprobs_mode="processed_logprobs",
+            scheduling_policy="priority",
             disable_log_stats=True,
             seed=seed,
             **more,

@@ -6,26 +6,25 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from vllm.distributed.weight_transfer.base import (
-    ParamMeta,
-    TrainerWeightTransferEngine,
-    WeightSource,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from grpo_components.exchange.weights import Manifest, TensorEntry
 from grpo_components.rendezvous import open_rendezvous
 
+BUFFER_BYTES = 256 * 2**20
+"""Bytes of one buffer on the GPU, which is filled before it is sent."""
 
-class SnapshotSource(WeightSource):
-    """The tensors of a snapshot in CPU memory, copied to the device one by one as they are sent."""
+
+class SnapshotSource:
+    """Has the methods of vLLM's `WeightSource`: the tensors of a snapshot in CPU memory, copied to
+    the device one by one as they are sent.
+    """
 
     def __init__(
         self, device: torch.device, buckets: Sequence[tuple[Manifest, NDArray[np.uint8]]]
@@ -35,8 +34,10 @@ class SnapshotSource(WeightSource):
             (entry, _view(entry, bucket)) for manifest, bucket in buckets for entry in manifest
         ]
 
-    def metadata(self) -> list[ParamMeta]:
+    def metadata(self) -> list[Any]:
         """Return name, dtype and shape of each tensor."""
+        from vllm.distributed.weight_transfer.base import ParamMeta
+
         return [
             ParamMeta(entry.name, getattr(torch, entry.dtype), entry.shape)
             for entry, _ in self._tensors
@@ -61,8 +62,9 @@ class _Link:
     """Connection to one process of a receiver."""
 
     incarnation: int
-    group: NCCLTrainerInitInfo
-    engine: TrainerWeightTransferEngine[Any] | None = None
+    group: Any
+    """vLLM's `NCCLTrainerInitInfo`."""
+    engine: Any = None
     closed: bool = False
     closing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -77,9 +79,15 @@ class _Link:
 class WeightSender:
     """Sends snapshots to receivers, each over a group of its own, side by side."""
 
-    def __init__(self, device: str, *, workers: int, host: str, buffer_bytes: int) -> None:
-        self._device, self._workers = torch.device(device), workers
-        self._host, self._buffer_bytes = host, buffer_bytes
+    def __init__(self, device: str, *, workers: int, host: str) -> None:
+        # Imported here: vLLM takes seconds, and the driver imports this module.
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        self._device, self._host = torch.device(device), host
+        size = {"world_size": 1 + workers, "packed_buffer_size_bytes": BUFFER_BYTES}
+        self._describe: Any = partial(NCCLTrainerInitInfo, rank=0, **size)
+        self._join: Any = WeightTransferTrainerFactory.trainer_init
         self._links: dict[str, _Link] = {}
         self._lock = threading.Lock()
 
@@ -105,13 +113,11 @@ class WeightSender:
 
     def send_weights(self, receiver: str, *buckets: tuple[Manifest, NDArray[np.uint8]]) -> None:
         """Send a snapshot to one receiver, which takes it at the same time."""
-        link = self._links[receiver]
-        source = SnapshotSource(self._device, buckets)
+        link: Any = self._links[receiver]
+        source: Any = SnapshotSource(self._device, buckets)
         try:
             if link.engine is None and not link.closed:
-                link.engine = WeightTransferTrainerFactory.trainer_init(
-                    link.group, client=_NobodyToAsk(), source=source
-                )
+                link.engine = self._join(link.group, client=_NobodyToAsk(), source=source)
             if link.closed or link.engine is None:
                 raise ConnectionError(f"the sending of weights to {receiver} was given up")
             link.engine.source = source
@@ -129,17 +135,11 @@ class WeightSender:
         if link.incarnation == incarnation:
             link.close()
 
-    def _new_group(self) -> NCCLTrainerInitInfo:
+    def _new_group(self) -> Any:
         rendezvous = open_rendezvous(self._host)
         assert rendezvous.listener is not None
         os.close(rendezvous.listener)  # vLLM opens the port itself
-        return NCCLTrainerInitInfo(
-            rank=0,
-            master_address=rendezvous.host,
-            master_port=rendezvous.port,
-            world_size=1 + self._workers,
-            packed_buffer_size_bytes=self._buffer_bytes,
-        )
+        return self._describe(master_address=rendezvous.host, master_port=rendezvous.port)
 
 
 def _view(entry: TensorEntry, bucket: NDArray[np.uint8]) -> Tensor:

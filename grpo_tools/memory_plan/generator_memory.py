@@ -5,7 +5,7 @@ from __future__ import annotations
 from grpo_components.models.loading import DTYPES
 from grpo_components.models.lora import reserved_rank
 from grpo_components.settings import Settings
-from grpo_components.training.open_sender import BUFFER_BYTES
+from grpo_components.training.weight_sender import BUFFER_BYTES
 from grpo_tools.memory_plan.model_sizes import ModelSizes
 from grpo_tools.memory_plan.role_memory import GIB, GPU_PROCESS_BYTES, Device, RoleMemory, gib
 

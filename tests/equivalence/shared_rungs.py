@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from equivalence.families import FAMILIES, HF_FAMILIES, save_random
 from equivalence.ladder import Bench, gradients, max_difference, random_record, rung
-from grpo_components.models.hugging_face_weights import load_hugging_face
+from grpo_components.models.loading import load_hugging_face
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.trajectory import Trajectory
 

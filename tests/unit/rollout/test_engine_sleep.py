@@ -12,7 +12,6 @@ import torch
 from lib import real_engine
 from lib.real_engine import assert_same, under_way, weights
 
-from grpo_components.rollout import engine_sleep
 from grpo_components.rollout.engine import EngineAsleepError
 
 LONG = [int(i) for i in np.random.default_rng(0).integers(1, 255, 300)]
@@ -73,7 +72,7 @@ def lose_memory(build_engine, monkeypatch):
         calls.append("load")
         load(worker, tensors)
 
-    monkeypatch.setitem(engine_sleep._LEVELS, "cpu", 2)
+    monkeypatch.setitem(vllm_backend._SLEEP_LEVELS, "cpu", 2)
     monkeypatch.setattr(vllm_backend, "load_into_worker", recorded_load)
     for name in ("sleep", "wake_up"):
         monkeypatch.setattr(CPUWorker, name, getattr(Worker, name))

@@ -20,6 +20,8 @@ from grpo_components.rollout.environments import (
     set_token_specs,
     slot_state,
 )
+from grpo_components.rollout.slots import Sample
+from grpo_components.settings import GeneratorSettings
 
 TOKENS = st.lists(st.integers(0, 300), min_size=1, max_size=12)
 SLOTS = st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=6)
@@ -130,10 +132,9 @@ def collector(engine_variables):
 
 
 def policy_over(collector, engine, num_slots):
-    policy = collector.EnginePolicy(
-        engine, max_response_tokens=8, stop_token_ids=[0], truncation={}
-    )
-    policy.seeds, policy.names = list(range(num_slots)), ["a"] * num_slots
+    settings = GeneratorSettings(max_response_tokens=8, temperature=1.0, stop_token_ids=[0])
+    policy = collector.EnginePolicy(engine, settings)
+    policy.samples = [Sample({}, "a", seed) for seed in range(num_slots)]
     return policy
 
 

@@ -10,7 +10,7 @@ from lib.nccl_on_cpu import nccl_on_cpu
 from lib.real_engine import assert_same, done, submit, under_way, weights
 
 from grpo_components.exchange.weights import pack_bucket
-from grpo_components.training import open_sender
+from grpo_components.training import weight_sender
 
 LIMIT_S = 60
 
@@ -25,7 +25,7 @@ class Way:
     """Stands for the driver: lets the sender send and the receiver receive, in this process."""
 
     def __init__(self, workers=1):
-        self.sender = open_sender.open_sender("cpu", workers=workers, host="127.0.0.1")
+        self.sender = weight_sender.WeightSender("cpu", workers=workers, host="127.0.0.1")
         self.groups = set()
         self.pool = ThreadPoolExecutor(4)
 
@@ -58,7 +58,7 @@ def on_cpu(build_engine):
 
 @pytest.fixture
 def open_way(on_cpu, monkeypatch):
-    monkeypatch.setattr(open_sender, "BUFFER_BYTES", 2**14)  # more than two buffers full
+    monkeypatch.setattr(weight_sender, "BUFFER_BYTES", 2**14)  # more than two buffers full
     made = []
 
     def make(**options):

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_components.exchange.weights import checkpoint_shapes
 from grpo_components.models.hugging_face_policy import hugging_face
-from grpo_components.models.hugging_face_weights import load_hugging_face
+from grpo_components.models.loading import load_hugging_face
 from grpo_components.models.meshes import Sharding
 
 LAYOUTS = {
