@@ -315,23 +315,17 @@ countdown_dataset = partial(
 """Data set of countdown tasks: rows with `numbers` and `target`. The `answer` is both, as JSON."""
 
 
-_Case = Annotated[dict[Literal["input", "output"], AnyText], Field(min_length=2)]
-_Cases = Annotated[list[_Case], Field(min_length=1)]
-_Assert = Annotated[AnyText, AfterValidator(str.strip), Field(min_length=1)]
-_Asserts = Annotated[list[_Assert], Field(min_length=1)]
-_Tests = Annotated[
-    dict[Literal["stdin_stdout"], _Cases] | dict[Literal["asserts"], _Asserts], Field(min_length=1)
-]
-
-
-class _CaseOfStdin(TypedDict):
+class _Case(TypedDict):
     input: AnyText
     output: AnyText
     testtype: NotRequired[Literal["stdin"]]  # in LiveCodeBench
 
 
-_CASES_OF_STDIN = list[_CaseOfStdin]
-_Columns = Annotated[dict[Literal["inputs", "outputs"], list[Any]], Field(min_length=2)]
+_Assert = Annotated[AnyText, AfterValidator(str.strip), Field(min_length=1)]
+_TESTS = {
+    "stdin_stdout": Annotated[list[_Case], Field(min_length=1)],
+    "asserts": Annotated[list[_Assert], Field(min_length=1)],
+}
 _SETUP = {
     "test_imports": (list[AnyText], "a list of texts"),
     "test_setup_code": (AnyText, "a text"),
@@ -340,25 +334,27 @@ _SETUP = {
 
 def _prompt_and_tests(row: Row) -> tuple[Question, str]:
     prompt, tests = row.question("prompt"), row.parsed("tests")
-    if fits(tests, _CASES_OF_STDIN):
-        tests = {"stdin_stdout": [{k: case[k] for k in ("input", "output")} for case in tests]}
-    elif isinstance(tests, list):
-        tests = {"asserts": tests}
-    if isinstance(tests, dict):  # a Parquet table fills missing keys with null
-        tests = {kind: cases for kind, cases in tests.items() if cases is not None}
-    setup = _assert_setup(row, tests)
-    if fits(tests, _Columns) and len(tests["inputs"]) == len(tests["outputs"]):
-        pairs = zip(tests["inputs"], tests["outputs"], strict=True)
-        tests = {"stdin_stdout": [{"input": i, "output": o} for i, o in pairs]}
-    if not fits(tests, _Tests):
+    if isinstance(tests, list):
+        tests = {"asserts" if fits(tests, list[AnyText]) else "stdin_stdout": tests}
+    # A Parquet table fills missing keys with null.
+    tests = {k: v for k, v in tests.items() if v is not None} if isinstance(tests, dict) else {}
+    setup = {key: value for key in _SETUP if (value := _setup(row, key, tests.pop(key, None)))}
+    match tests:
+        case {"inputs": [*inputs], "outputs": [*outputs]} if len(inputs) == len(outputs):
+            pairs = zip(inputs, outputs, strict=True)
+            tests = {"stdin_stdout": [{"input": i, "output": o} for i, o in pairs]}
+    kind, cases = next(iter(tests.items()), ("", ()))
+    if len(tests) != 1 or kind not in _TESTS or not fits(cases, _TESTS[kind]):
         row.refuse(
             "tests",
             'must be {"stdin_stdout": [{"input": text, "output": text}, ...]} or '
             '{"asserts": [text, ...]}, with at least one test',
         )
-    if setup and "asserts" not in tests:
-        row.refuse(min(setup), "works only with asserts, but the tests are stdin_stdout")
-    return prompt, json.dumps({**tests, **setup, **_solution(row)})
+    if kind == "stdin_stdout":
+        if setup:
+            row.refuse(min(setup), "works only with asserts, but the tests are stdin_stdout")
+        cases = [{name: case[name] for name in ("input", "output")} for case in cases]
+    return prompt, json.dumps({kind: cases, **setup, **_solution(row)})
 
 
 def _solution(row: Row) -> dict[str, str]:
@@ -372,22 +368,16 @@ def _solution(row: Row) -> dict[str, str]:
     return {"solution": value} if value else {}
 
 
-def _assert_setup(row: Row, tests: Any) -> dict[str, Any]:
-    """Return a row's `test_imports` and `test_setup_code` (MBPP); remove them from the tests."""
-    setup: dict[str, Any] = {}
-    for key, (shape, what) in _SETUP.items():
-        value = tests.pop(key, None) if isinstance(tests, dict) else None
-        if not value and row.has(key):
-            value = row.value(key)
-        if key == "test_imports" and isinstance(value, str) and value.strip():
-            is_list = value.lstrip().startswith("[")  # a CSV file has lists as JSON text
-            value = row.parsed(key) if is_list else [value]
-        if not value:
-            continue
-        if not fits(value, shape):
-            row.refuse(key, f"must be {what}")
-        setup[key] = value
-    return setup
+def _setup(row: Row, key: str, value: Any) -> Any:
+    """Return what a row runs before its asserts (MBPP), from its tests or from a column."""
+    value = value or (row.value(key) if row.has(key) else None)
+    if key == "test_imports" and isinstance(value, str) and value.strip():
+        is_list = value.lstrip().startswith("[")  # a CSV file has lists as JSON text
+        value = row.parsed(key) if is_list else [value]
+    shape, what = _SETUP[key]
+    if value and not fits(value, shape):
+        row.refuse(key, f"must be {what}")
+    return value
 
 
 code_dataset = partial(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import os
 import random
 import re
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -133,8 +133,7 @@ class LLMJudge:
         self._api_key = _api_key(api_key_env)
         self.wall_s, self._retries = float(wall_s), retries
         self._used: Counter[str] = Counter()
-        self._connection: tuple[asyncio.Runner, httpx.AsyncClient] | None = None
-        """The loop and the client of all requests, from the first one on."""
+        self._client = httpx.Client()
 
     def __call__(
         self,
@@ -153,10 +152,19 @@ class LLMJudge:
         except UndefinedError as error:
             fail("rubric", f"{error.message}", f"{', '.join(names)}")
         message = message.encode(errors="replace").decode()  # half of a character cannot be sent
-        if self._connection is None:
-            self._connection = asyncio.Runner(), httpx.AsyncClient(timeout=None)
-        runner, client = self._connection
-        return runner.run(self._grade(client, message))
+        problem, tries, deadline = "", 0, time.monotonic() + self.wall_s
+        for tries in range(1, self._retries + 2):
+            grade, problem, delay_s = self._ask(message, deadline - time.monotonic())
+            if grade is not None:
+                return grade
+            delay_s = max(delay_s, _FIRST_DELAY_S * 2 ** (tries - 1) * random.uniform(0.5, 1))
+            if tries > self._retries or time.monotonic() + delay_s >= deadline:
+                break
+            time.sleep(delay_s)  # noqa: TID251  # as the server or backing off asks for
+        self._used["failures"] += 1
+        why = f"{shortened(problem, _MAX_ERROR_CHARS)} (last of {tries} requests"
+        why += f" within wall_s of {self.wall_s:g} s)"
+        raise JudgeError(f"{self._model} at {self._base_url} gave no grade: {why}")
 
     def take_use(self) -> dict[str, float]:
         """Return what was used since the last call: requests, tokens, cost, and what failed."""
@@ -165,40 +173,15 @@ class LLMJudge:
         kinds = ("requests", "failures", *_PRICES.values())
         return {kind: float(taken[kind]) for kind in kinds} | {"cost": cost / 1e6}
 
-    async def _grade(self, client: httpx.AsyncClient, message: str) -> float:
-        """Ask until a reply has a grade."""
-        loop, problem, tries = asyncio.get_running_loop(), "", 0
-        deadline = loop.time() + self.wall_s
-        try:
-            # The client's own time-out is per read: one that sends byte by byte never meets it.
-            async with asyncio.timeout_at(deadline):
-                while True:
-                    tries += 1
-                    grade, problem, delay_s = await self._ask(client, message)
-                    if grade is not None:
-                        return grade
-                    jitter = random.uniform(0.5, 1)
-                    delay_s = max(delay_s, _FIRST_DELAY_S * 2 ** (tries - 1) * jitter)
-                    if tries > self._retries or loop.time() + delay_s >= deadline:
-                        break
-                    await asyncio.sleep(delay_s)
-        except TimeoutError:
-            problem = f"{problem}, then no answer in time" if problem else "no answer in time"
-        self._used["failures"] += 1
-        why = f"{shortened(problem, _MAX_ERROR_CHARS)} (last of {tries} requests"
-        why += f" within wall_s of {self.wall_s:g} s)"
-        raise JudgeError(f"{self._model} at {self._base_url} gave no grade: {why}")
-
-    async def _ask(
-        self, client: httpx.AsyncClient, message: str
-    ) -> tuple[float | None, str, float]:
-        """Make one request."""
+    def _ask(self, message: str, left_s: float) -> tuple[float | None, str, float]:
+        """Make one request; return its grade if there is one, what is wrong, and a delay."""
         body = {"model": self._model, "messages": [{"role": "user", "content": message}]}
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         self._used["requests"] += 1
         try:
             url = f"{self._base_url}/chat/completions"
-            answer = await client.post(url, json={**self._sampling, **body}, headers=headers)
+            sent = {**self._sampling, **body}
+            answer = self._client.post(url, json=sent, headers=headers, timeout=left_s)
         except httpx.HTTPError as error:
             return None, f"{type(error).__name__}: {self._without_key(str(error))}", 0.0
         text = self._without_key(answer.text)

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -58,6 +57,19 @@ class Score:
     the traceback of its code. None if all succeeded."""
     used: dict[str, float] = field(default_factory=dict, compare=False)
     """What the rewards used for this sample, by reward and kind: `judge_requests`, `judge_cost`."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of one reward for one sample."""
+
+    value: float
+    is_best: bool = False
+    """Whether the reward is at its maximum."""
+    problem: str = ""
+    """The error of `Score`; empty if the reward succeeded."""
+    used: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 def reward_specs(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardSpec]:
@@ -133,37 +145,44 @@ class RewardPool:
         return worker
 
     def _score_one(self, sample: RewardInput) -> Score:
-        too_costly: list[str] = []
-        while True:
-            worker = self._get_worker()
-            try:
-                return worker.score((sample, too_costly), self._timeout_s)
-            except TimeoutError:
-                self._late[worker.running] += 1
+        terms, used = dict[str, float](), dict[str, float]()
+        success, left_s, problem = False, self._timeout_s, ""
+        for name, spec in self._rewards.items():
+            outcome = self._ask(name, sample, left_s)
+            used |= outcome.used
+            if problem := outcome.problem:
+                break
+            terms[name], left_s = outcome.value, left_s - outcome.seconds
+            success = outcome.is_best if spec.is_success else success
+        total = math.nan if problem else sum(s.weight * terms[n] for n, s in self._rewards.items())
+        if not (problem or math.isfinite(total)):
+            problem = f"rewards: the weighted sum is {total}"
+        if problem:
+            return Score(math.nan, {}, False, problem, used)
+        return Score(total, terms, success, None, used)
+
+    def _ask(self, name: str, sample: RewardInput, left_s: float) -> Outcome:
+        worker, problem = self._get_worker(), "its process died"
+        try:
+            return worker.ask(name, sample, left_s)
+        except TimeoutError:
+            self._late[name] += 1
+            problem = f"TimeoutError: no score after {self._timeout_s:g} s"
+        except (EOFError, ConnectionError):
+            if worker.exceeded_cpu_limit():
+                problem, end = "", sample["response_text"][-80:]
+                self._log.warning("reward %s: 0, the response costs too much: %r", name, end)
+        except RewardPoolError:
+            if not self._closed:  # else killed by `close` during its start
                 self._drop(worker)
-                return _failed(worker, f"TimeoutError: no score after {self._timeout_s:g} s")
-            except (EOFError, ConnectionError):
-                is_costly = worker.exceeded_cpu_limit()
-            except RewardPoolError:
-                if not self._closed:  # else killed by `close` during its start
-                    self._drop(worker)
-                    raise
-                is_costly = False
-            self._drop(worker)
-            if not is_costly:
-                return _failed(worker, "its process died")
-            too_costly.append(worker.running)
-            end = sample["response_text"][-80:]
-            self._log.warning("reward %s: 0, the response costs too much: %r", worker.running, end)
+                raise
+        self._drop(worker)
+        return Outcome(0.0, problem=problem and f"reward {name}: {problem}")
 
     def _drop(self, worker: Worker) -> None:
         self._thread.worker = None
         self._workers.discard(worker)
         worker.kill()
-
-
-def _failed(worker: Worker, why: str) -> Score:
-    return Score(math.nan, {}, False, f"reward {worker.running}: {why}")
 
 
 class Worker:
@@ -188,42 +207,39 @@ class Worker:
         )
         theirs.close()
         self._connection.send((rewards, max_cpu_s))
-        self.with_perfect: list[str] | None = None
-        """Names of the rewards that have a `perfect_response`, once all are built."""
-        self.running = next(iter(rewards), "")
-        """Name of the reward that is built or called, or was last."""
+        self._names = list(rewards)
+        self.has_perfect: dict[str, bool] = {}
+        """Whether a reward has a `perfect_response`, for each that is built."""
 
-    def wait_until_built(self, timeout_s: float) -> str:
-        """Wait until all rewards are built, each within `timeout_s`; return what is wrong, if any.
+    def wait_until_built(self, timeout_s: float) -> tuple[str, str]:
+        """Wait until all rewards are built, each within `timeout_s`; return a name and its problem.
 
-        That is one line, then the traceback of the user's code.
+        The problem is one line, then the traceback of the user's code; empty if there is none.
         """
-        problem = ""
-        while self.with_perfect is None and not problem:
+        for name in self._names[len(self.has_perfect) :]:
             if not self._connection.poll(timeout_s):
-                return f"it did not answer within {timeout_s:g} s"
+                return name, f"it did not answer within {timeout_s:g} s"
             try:
                 message = self._connection.recv()
             except (EOFError, ConnectionError):
-                return "its process ended"
-            if isinstance(message, list):
-                self.with_perfect = message
-            else:
-                self.running, problem = message
-        return problem
+                return name, "its process ended"
+            if isinstance(message, str):
+                return name, message
+            self.has_perfect[name] = message
+        return "", ""
 
-    def score(self, call: tuple[Any, ...], timeout_s: float) -> Score:
-        """Score one sample; `call` is the sample and what follows it in `score_sample`."""
-        if problem := self.wait_until_built(_START_TIMEOUT_S).partition("\n")[0]:
-            raise RewardPoolError(f"rewards cannot be built: reward {self.running}: {problem}")
-        self._connection.send(call)
-        deadline = time.monotonic() + timeout_s
-        while self._connection.poll(max(0.0, deadline - time.monotonic())):
-            message = self._connection.recv()
-            if isinstance(message, Score):
-                return message
-            self.running = message
-        raise TimeoutError
+    def ask(
+        self, name: str, sample: RewardInput, timeout_s: float, is_perfect: bool = False
+    ) -> Outcome:
+        """Let one reward score a sample; `is_perfect`: its own best response to the sample."""
+        of, problem = self.wait_until_built(_START_TIMEOUT_S)
+        if problem:
+            problem = problem.partition("\n")[0]
+            raise RewardPoolError(f"rewards cannot be built: reward {of}: {problem}")
+        self._connection.send((name, sample, is_perfect))
+        if not self._connection.poll(max(0.0, timeout_s)):
+            raise TimeoutError
+        return self._connection.recv()
 
     def exceeded_cpu_limit(self) -> bool:
         """Whether the kernel killed the process because a sample took too much CPU time."""

@@ -7,11 +7,10 @@ import random
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from grpo_components.errors import ConfigError, shown
-from grpo_components.rewards.pool import RewardInput, RewardSpec, Score, Worker
+from grpo_components.rewards.pool import Outcome, RewardInput, RewardSpec, Worker
 
 _START_TIMEOUT_S, _START_DEADLINES = 45.0, 4
 """Time to import and build one reward: in seconds, or in deadlines of a call if that is more."""
@@ -30,27 +29,26 @@ class RewardTrial:
     def __init__(
         self, rewards: dict[str, RewardSpec], samples: list[RewardInput], timeout_s: float
     ) -> None:
-        # `success` then says if a reward gives its maximum.
-        self._rewards = {n: replace(s, is_success=True, weight=1.0) for n, s in rewards.items()}
-        self._samples, self._timeout_s = samples, timeout_s
+        self._rewards, self._samples, self._timeout_s = rewards, samples, timeout_s
         self._worker = Worker(self._rewards, 0, subprocess.DEVNULL)  # it builds them meanwhile
 
     def finish(self) -> None:
         """Wait until each reward has returned a finite number."""
         start_s = max(_START_TIMEOUT_S, _START_DEADLINES * self._timeout_s)
-        if problem := self._worker.wait_until_built(start_s):
-            raise self._error(self._worker.running, f"cannot be built, {problem}", _ALLOWED)
+        of, problem = self._worker.wait_until_built(start_s)
+        if problem:
+            raise self._error(of, f"cannot be built, {problem}", _ALLOWED)
         for name, spec in self._rewards.items():
             problems: list[str] = []
             for sample in self._samples:
                 try:
-                    score = self._score(name, sample, self._timeout_s)
+                    outcome = self._ask(name, sample, self._timeout_s)
                 except TimeoutError:
                     hang = f"hangs: no answer within {self._timeout_s:g} s, timeouts.reward_s"
                     raise self._error(name, hang, "one that answers in time") from None
-                if score.error is None:  # failing for some samples is allowed
+                if not outcome.problem:  # failing for some samples is allowed
                     break
-                problems.append(_problem(name, score.error))
+                problems.append(_problem(name, outcome.problem))
             else:
                 allowed = _SCORES if spec.component.startswith(_OURS) else _ALLOWED
                 if allowed == _ALLOWED and not problems[0].startswith("raised TypeError"):
@@ -58,11 +56,10 @@ class RewardTrial:
                     allowed = f"one that scores a known answer, such as {answer}, as the response"
                 raise self._error(name, problems[0], allowed)
 
-    def _score(self, name: str, sample: RewardInput, timeout_s: float, row: str = "") -> Score:
+    def _ask(self, name: str, sample: RewardInput, timeout_s: float, row: str = "") -> Outcome:
         """Let one reward score a sample; with a row's name, its perfect response to the sample."""
-        others = [other for other in self._rewards if other != name]
         try:
-            return self._worker.score((sample, others, bool(row)), timeout_s)
+            return self._worker.ask(name, sample, timeout_s, bool(row))
         except (EOFError, ConnectionError):
             doing = f"on a perfect response to {row}" if row else "while it was called"
             raise self._error(name, f"ended its process {doing}", _ALLOWED) from None
@@ -76,7 +73,7 @@ class RewardTrial:
         """
         rows = [(key, row) for key, dataset in data.items() for row in range(len(dataset))]
         random.Random(0).shuffle(rows)  # so that the time goes to rows from everywhere
-        names = self._worker.with_perfect or []
+        names = [name for name, has_one in self._worker.has_perfect.items() if has_one]
         found = {(name, key): dict[int, str]() for name in names for key in data}
         deadline = time.monotonic() + _CHECK_S
         with contextlib.suppress(TimeoutError):
@@ -85,10 +82,10 @@ class RewardTrial:
                 number, sample = prompt["prompt_index"] + 1, sample_of(prompt)
                 for name in names:
                     left_s = deadline - time.monotonic()
-                    score = self._score(name, sample, left_s, f"row {number} of {key}")
-                    problem = "" if score.success else f"gave {score.reward:g}"
-                    if score.error:
-                        problem = _problem(name, score.error).partition("\n")[0]
+                    outcome = self._ask(name, sample, left_s, f"row {number} of {key}")
+                    problem = "" if outcome.is_best else f"gave {outcome.value:g}"
+                    if outcome.problem:
+                        problem = _problem(name, outcome.problem).partition("\n")[0]
                     text = f"{number}: {shown(prompt['answer'])} ({problem})"
                     found[name, key][number] = text if problem else ""
         lines: list[str] = []

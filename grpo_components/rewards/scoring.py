@@ -10,8 +10,8 @@ import logging
 import math
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import time
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -22,66 +22,40 @@ from grpo_components.objective.component_errors import (
     failure_text,
     user_traceback,
 )
-from grpo_components.rewards.pool import RewardInput, RewardSpec, Score
+from grpo_components.rewards.pool import Outcome, RewardInput
 
 _PR_SET_PDEATHSIG = 1
 
 
-def score_sample(
-    rewards: Mapping[str, tuple[RewardSpec, Callable[..., float]]],
-    announce: Callable[[str], None],
-    max_cpu_s: float,
-    sample: RewardInput,
-    too_costly: Sequence[str],
-    is_perfect: bool = False,
-) -> Score:
-    """Apply the rewards to one sample; `is_perfect`: to their own best responses to it."""
-    terms, used = dict[str, float](), dict[str, float]()
-    success, failed = False, partial(Score, math.nan, {}, False, used=used)
-    for name, (spec, reward) in rewards.items():
-        if name in too_costly:
-            terms[name] = 0.0
-            continue
-        announce(name)
-        outcome = _outcome(name, reward, sample, is_perfect, max_cpu_s)
-        if hasattr(type(reward), "take_use"):
-            now = cast(Any, reward).take_use()
-            used |= {f"{name}_{kind}": value for kind, value in now.items()}
-        if isinstance(outcome, str):
-            return failed(outcome)
-        terms[name] = outcome
-        if spec.is_success:
-            success = outcome >= getattr(reward, "max_reward", 1.0)
-    total = sum(spec.weight * terms[name] for name, (spec, _) in rewards.items())
-    if not math.isfinite(total):
-        return failed(f"rewards: the weighted sum is {total}")
-    return Score(total, terms, success, None, used)
-
-
-def _outcome(
+def score_response(
     name: str, reward: Any, sample: RewardInput, is_perfect: bool, max_cpu_s: float
-) -> float | str:
+) -> Outcome:
+    """Apply one reward to a sample; `is_perfect`: to its own best response to it."""
     is_ours = type(reward).__module__.startswith("grpo_components.")
     where = "" if is_ours else defined_at(reward)  # a line of ours tells the user nothing
+    best, begun = getattr(reward, "max_reward", 1.0), time.monotonic()
+    value, is_best, problem = math.nan, False, ""
     try:
+        response: Any = sample["response_text"]
         if is_perfect:
-            perfect = reward.perfect_response
-            response = perfect(**arguments_for(perfect, sample, ()))
-            if response is None:
-                return getattr(reward, "max_reward", 1.0)
-            sample = {**sample, "response_text": response}
+            response = reward.perfect_response(**arguments_for(reward.perfect_response, sample, ()))
         # The kernel kills this process at the limit. No signal handler: during a huge power, for
         # example, Python would run it only afterwards. 0 is no limit.
         limit_s = getattr(reward, "response_cpu_s", None) or 0.0
         signal.setitimer(signal.ITIMER_PROF, min(limit_s, max_cpu_s))
         try:
-            value = float(reward(**arguments_for(reward, sample)))
+            given = arguments_for(reward, {**sample, "response_text": response})
+            value = best if response is None else float(reward(**given))
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-        _ = value >= getattr(reward, "max_reward", 1.0)  # raises if it is no number
+        is_best = value >= best  # raises if it is no number
+        if not math.isfinite(value):
+            problem = f"reward {name}: gave {value}{where}"
     except (Exception, SystemExit) as error:  # user code may raise anything
-        return failure_text(f"reward {name}", error, where)
-    return value if math.isfinite(value) else f"reward {name}: gave {value}{where}"
+        problem = failure_text(f"reward {name}", error, where)
+    use = cast(Any, reward).take_use() if hasattr(type(reward), "take_use") else {}
+    used = {f"{name}_{kind}": amount for kind, amount in use.items()}
+    return Outcome(value, is_best, problem, used, time.monotonic() - begun)
 
 
 def arguments_for(
@@ -104,9 +78,8 @@ def _counts_failures() -> str:
     def raises(**sample: Any) -> float:
         raise RuntimeError("raised on purpose, to see that it counts as a failure")
 
-    rewards = {"check": (RewardSpec("", {}, 1.0, False), raises)}
-    score = score_sample(rewards, lambda _: None, 0.0, dict.fromkeys(CALL, ""), ())
-    return "" if score.error else f"a reward that raises gives {score.reward} and no failed sample"
+    found = score_response("check", raises, dict.fromkeys(CALL, ""), False, 0.0)
+    return "" if found.problem else f"a reward that raises gives {found.value} and no failed sample"
 
 
 def _serve(connection: Connection) -> None:
@@ -114,27 +87,21 @@ def _serve(connection: Connection) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
     specs, max_cpu_s = connection.recv()
-    rewards: dict[str, tuple[RewardSpec, Callable[..., float]]] = {}
+    rewards: dict[str, Any] = {}
     for name, spec in specs.items():
-        connection.send((name, ""))
+        problem = _counts_failures()
         try:
             module, _, attribute = spec.component.rpartition(".")
             factory = getattr(importlib.import_module(module), attribute)
-            rewards[name] = spec, factory(**spec.kwargs)
+            rewards[name] = factory(**spec.kwargs)
         except (Exception, SystemExit) as error:  # sent to the owner, which raises it
             logging.getLogger(__name__).exception("rewards cannot be built")  # into its log
-            connection.send((name, f"{describe(error)}\n{user_traceback(error)}"))
-            return
-    if problem := _counts_failures():
-        connection.send((next(iter(specs)), problem))
-        return
-    connection.send([n for n, (_, each) in rewards.items() if hasattr(each, "perfect_response")])
-    # Nobody needs to hear the name of the only reward; a message costs more than most rewards.
-    announce = connection.send if len(rewards) > 1 else lambda _: None
+            problem = f"{describe(error)}\n{user_traceback(error)}"
+        connection.send(problem or hasattr(rewards[name], "perfect_response"))
     with contextlib.suppress(EOFError):
         while True:
-            call = connection.recv()
-            connection.send(score_sample(rewards, announce, max_cpu_s, *call))
+            name, sample, is_perfect = connection.recv()
+            connection.send(score_response(name, rewards[name], sample, is_perfect, max_cpu_s))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import math
 import operator
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ _MAX_CALLS = 8
 """Most calls of a turn that are run; more could use up the rollout's time."""
 TURN_LIMIT_S = 10.0
 """Seconds for all programs of one turn together."""
-_PROGRAMS_PER_CORE = 2
-"""Programs that may run at a time per CPU core; more than one, because some only wait."""
+_RUNNING = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
+"""Programs that may run at a time: two per CPU core, because some only wait."""
 _TYPE_NAMES: dict[type, str] = {
     str: "a text",
     int: "a whole number",
@@ -132,23 +133,23 @@ _PROGRAM_TIME: ContextVar[_ProgramTime | None] = ContextVar("program_time", defa
 """Program time of the turn that calls a tool; no tool argument: the policy sets those."""
 
 
-@cache  # shared by all environments of a process, to limit the programs that run at a time
+@cache  # shared by all environments of a process
 def _sandbox() -> Any:
     # Imported on first use, because building a sandbox runs a trial program.
     sandbox = importlib.import_module("grpo_components.rewards.sandbox.code_sandbox")
-    return sandbox.CodeSandbox(max_programs=_PROGRAMS_PER_CORE * (os.cpu_count() or 1))
+    return sandbox.CodeSandbox()
 
 
 def run_in_sandbox(sandbox: Any, program: str) -> str:
     """Run a program within the time that is left for this turn."""
     time = _PROGRAM_TIME.get()
-    if time is None:
-        outcome = sandbox.run(program)
-    elif time.remaining_s > 0:
-        outcome = sandbox.run(program, wall_s=time.remaining_s)
-        time.remaining_s -= outcome.wall_s
-    else:
+    left_s = None if time is None else time.remaining_s
+    if left_s is not None and left_s <= 0:
         raise ValueError(f"not run: the programs of a turn have {TURN_LIMIT_S:g} s together")
+    with _RUNNING:
+        outcome = sandbox.run(program, wall_s=left_s)
+    if time is not None:
+        time.remaining_s -= outcome.wall_s
     if outcome.status == 0 and not outcome.timed_out:
         return outcome.stdout
     problem = outcome.stderr[-_MAX_STDERR_CHARS:] or f"(ended with status {outcome.status})"

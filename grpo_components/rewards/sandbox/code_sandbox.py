@@ -10,7 +10,6 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ _OLDEST_KERNEL = (5, 14)
 """First Linux version that counts processes per user namespace and makes mount trees read-only."""
 _GRACE_S = 30.0
 """Seconds for the sandbox itself to start; they are not charged to the program."""
-_MAX_QUEUE_S = 600.0
 _KILLED_STATUS = 128 + 9  # SIGKILL
 _MAX_REPORT_BYTES = 1000
 _OPTIONS = ["-s", "-S", "-P", "-B", "-X", "utf8", "-X", "int_max_str_digits=0"]
@@ -62,7 +60,7 @@ class Outcome:
     timed_out: bool
     """Whether the program was killed by its wall-clock or CPU limit."""
     wall_s: float = field(default=0.0, compare=False)
-    """Seconds that the program ran, without its wait for a slot."""
+    """Seconds that the program ran."""
 
 
 class CodeSandbox:
@@ -71,18 +69,16 @@ class CodeSandbox:
     A program gets its own namespaces (no network, no other processes, no mounts of the machine), a
     read-only root with the standard library, a private /tmp, another user id, an empty environment
     and hard limits. A seccomp filter refuses system calls that create processes or sockets, or
-    allocate memory that no limit counts. This needs Linux on x86-64. Up to `max_programs` run at a
-    time; further callers wait.
+    allocate memory that no limit counts. This needs Linux on x86-64. Any thread may run programs.
 
     Raises:
         ValueError: this machine cannot sandbox programs; there is no weaker mode to fall back to.
     """
 
-    def __init__(self, limits: Limits | None = None, max_programs: int = 1) -> None:
+    def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
         if self._limits.memory_mib < 128:  # with a little less, Python starts and imports fail
             raise ValueError(f"memory_mib: {self._limits.memory_mib} given; allowed: at least 128")
-        self._slots = threading.BoundedSemaphore(max_programs)
         release = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
         if (sys.platform, platform.machine()) != ("linux", "x86_64") or release < _OLDEST_KERNEL:
             here = f"{platform.system()} {platform.release()} on {platform.machine()}"
@@ -95,22 +91,12 @@ class CodeSandbox:
             _refuse(f"a trial program with {self._limits} ended with {outcome}")
 
     def run(self, program: str, stdin: str = "", wall_s: float | None = None) -> Outcome:
-        """Run one program until it ends. Any thread may call this; if it dies, so does the program.
+        """Run one program until it ends. If the calling thread dies, so does the program.
 
         `wall_s` may lower the limit.
         """
         with self.opened(program) as run:
             return run(stdin, wall_s)
-
-    @contextlib.contextmanager
-    def _slot(self) -> Iterator[None]:
-        """Context manager: wait until fewer than `max_programs` run."""
-        if not self._slots.acquire(timeout=_MAX_QUEUE_S):
-            raise SandboxError(f"a program waited {_MAX_QUEUE_S:g} s for a free sandbox")
-        try:
-            yield
-        finally:
-            self._slots.release()
 
     @contextlib.contextmanager
     def opened(self, program: str) -> Iterator[Callable[[str, float | None], Outcome]]:
@@ -120,7 +106,6 @@ class CodeSandbox:
         empty /tmp and a memory of its own. After a run that hit its wall-clock limit there is none.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._slot())
             files = given, out, err = [stack.enter_context(_memory_file()) for _ in range(3)]
             running = self._start({"main.py": program}, (file.fileno() for file in files), {})
             stack.callback(running.end)
@@ -147,7 +132,6 @@ class CodeSandbox:
         Files are in the root folder of a program, by name; only `program` sees `packages`.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._slot())
             nothing, err = (stack.enter_context(_memory_file()) for _ in range(2))
             with contextlib.ExitStack() as pipes:
                 to_other, of_program, to_program, of_other = ends = [*os.pipe(), *os.pipe()]

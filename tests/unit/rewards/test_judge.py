@@ -75,7 +75,7 @@ CUT_OFF = ("length", "content_filter", "tool_calls", "abort", "")
         ((429, b"", {"Retry-After": "60"}), 1, "HTTP status 429"),
         ((200, b'{"choices": []}', {}), 2, "no chat completion"),
         ("Score: 11", 2, "no grade in the scale .*Score: 11"),
-        *((None, 2, "no grade"), (30.0, 1, "no answer in time")),
+        *((None, 2, "no grade"), (30.0, 1, "ReadTimeout")),
         *((sent("Score: 1", finish_reason=reason), 2, "no grade") for reason in CUT_OFF),
     ],
 )

@@ -4,6 +4,8 @@ import contextlib
 import json
 import math
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -260,6 +262,24 @@ def test_the_python_tool_runs_the_program_and_returns_its_output():
         tool(code=3)
 
 
+def test_programs_of_many_conversations_wait_for_each_other(monkeypatch):
+    monkeypatch.setattr(tools, "_RUNNING", threading.BoundedSemaphore(2))
+    running, most, pairs = set(), [], threading.Barrier(2)
+
+    def run(program, wall_s):
+        running.add(program)
+        pairs.wait(60)
+        most.append(len(running))
+        pairs.wait(60)
+        running.discard(program)
+        return SimpleNamespace(status=0, stdout=program, stderr="", timed_out=False)
+
+    with ThreadPoolExecutor(6) as threads:
+        found = threads.map(partial(tools.run_in_sandbox, SimpleNamespace(run=run)), "abcdefgh")
+        assert "".join(found) == "abcdefgh"
+    assert max(most) == 2
+
+
 @pytest.mark.parametrize(
     ("status", "stdout", "stderr", "timed_out", "result"),
     [
@@ -272,7 +292,7 @@ def test_the_python_tool_runs_the_program_and_returns_its_output():
 )
 def test_the_result_of_a_program_says_how_it_failed(status, stdout, stderr, timed_out, result):
     outcome = {"status": status, "stdout": stdout, "stderr": stderr, "timed_out": timed_out}
-    sandbox = SimpleNamespace(run=lambda program: SimpleNamespace(**outcome))
+    sandbox = SimpleNamespace(run=lambda program, wall_s: SimpleNamespace(**outcome))
     assert tools.run_in_sandbox(sandbox, "print(12)") == result
 
 
