@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -261,7 +262,7 @@ class RunLog:
             none = "none, the run ended before the first one was saved"
             self.note(f"last checkpoint: {checkpoint or none}")
             if checkpoint:
-                self.note("to go on from it: the same command with resume_from_checkpoint=true")
+                self.note(f"to go on from it: {_resume_command()}")
 
     def _report(self) -> None:
         from grpo_tools.diagnose.rules import worst_of
@@ -346,6 +347,14 @@ class Phases:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             record = {"attempt": self._attempt, "phase": self._name, "seconds": seconds}
             _append(self._file, record)
+
+
+def _resume_command() -> str:
+    """Return the command of this process as it was typed, with the override that resumes a run."""
+    _, program, *words = sys.orig_argv
+    kept = [word for word in words if not word.lstrip("~").startswith("resume_from_checkpoint")]
+    typed = ["tune"] if Path(program).name == "tune" else ["python", program]
+    return shlex.join([*typed, *kept, "resume_from_checkpoint=true"])
 
 
 def _throughput(seconds: float, generated: float, trained: float) -> dict[str, float]:

@@ -22,6 +22,7 @@ def test_an_interrupted_run_ends_and_leaves_nothing(tune):
     assert f"report: {output_dir / 'report.html'}" in output
     assert re.search(r"^books +groups +tokens\n(.*\n)+ +0 +0  residual$", output, re.MULTILINE)
     assert f"last checkpoint: {output_dir / 'checkpoints' / 'step_'}" in output
-    assert "the same command with resume_from_checkpoint=true" in output
+    (command,) = re.findall(rf"tune run {RECIPE} --config tiny_async_grpo .*", output)
+    assert command.endswith(f"{knobs} resume_from_checkpoint=true")
     snapshot = {path.name for path in (output_dir / "code" / "attempt_0").iterdir()}
     assert {"environment.json", f"{RECIPE}.py"} <= snapshot

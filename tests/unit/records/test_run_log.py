@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import shlex
+import sys
 import time
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -336,8 +338,11 @@ def test_an_attempt_that_fails_before_its_first_step_is_in_the_report(make, step
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RoleFailedError("a", "died", "l", "died")])
 def test_a_run_that_ends_early_tells_its_last_checkpoint_and_how_to_go_on(
-    make, tmp_path, capsys, error
+    make, tmp_path, capsys, monkeypatch, error
 ):
+    typed = ["run", "my_grpo.py", "--config", "mine.yaml", "output_dir=/runs/a b", "~lr_scheduler"]
+    before = ["resume_from_checkpoint=/runs/b/step_2"]
+    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python", "/env/bin/tune", *typed, *before])
     close_during(make(resumable=True)[0], KeyboardInterrupt())
     (line,) = capsys.readouterr().out.splitlines()
     assert "checkpoint: none" in line
@@ -345,10 +350,9 @@ def test_a_run_that_ends_early_tells_its_last_checkpoint_and_how_to_go_on(
     (tmp_path / "checkpoints" / "latest").symlink_to("step_4")
     close_during(make(resumable=True)[0], error)
     last, command = capsys.readouterr().out.splitlines()[-2:]
-    assert (
-        last.endswith(str(tmp_path / "checkpoints" / "step_4"))
-        and "resume_from_checkpoint=true" in command
-    )
+    assert last.endswith(str(tmp_path / "checkpoints" / "step_4"))
+    words = shlex.split(command.partition("to go on from it: ")[2])
+    assert words == ["tune", *typed, "resume_from_checkpoint=true"]
 
 
 @pytest.mark.parametrize(
