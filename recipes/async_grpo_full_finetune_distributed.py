@@ -130,8 +130,9 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         tokenizer, dataset, held_out = build_data(cfg)
         # EDIT ME: the loss. Put a coefficient of your own under `user:` in the config, and pass
         # partial(grpo_loss, my_coeff=cfg.user.my_coeff). The trainers get the loss by value.
+        # EDIT ME: for advantages of your own, add advantages=my_function; it gets rewards [B, G],
+        # NaN where a sample failed, and returns advantages [B, G].
         objective = build_objective(cfg, grpo_loss, tokenizer, dataset, held_out)
-        # EDIT ME: function from rewards [B, G] to advantages [B, G]; here the one in the config.
         self.advantages = objective.advantages_of
         self.reward_shaping = objective.reward_shaping
         self.dynamic_sampling = objective.dynamic_sampling

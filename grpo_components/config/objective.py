@@ -39,15 +39,21 @@ def build_penalties(cfg: Settings) -> Penalties:
 
 
 def build_objective(
-    cfg: Settings, default_loss: Callable[..., Any], tokenizer: Any, dataset: Any, held_out: Any
+    cfg: Settings,
+    default_loss: Callable[..., Any],
+    tokenizer: Any,
+    dataset: Any,
+    held_out: Any,
+    *,
+    advantages: Callable[..., Any] | None = None,
 ) -> Objective:
-    """Build every part of the objective, and try each component of the config once.
+    """Build every part of the objective, and try each once; `advantages` replace the config's.
 
     With `dry_run: true`, the run ends here, and says what it would do.
     """
     dynamic, shaping = cfg.dynamic_sampling, cfg.reward_shaping
     loss, penalties = build_loss(cfg, default_loss), build_penalties(cfg)
-    advantages = build("advantages", cfg.advantages)
+    advantages = advantages or build("advantages", cfg.advantages)
     longest = cfg.generator.max_response_tokens
     reward_shaping = RewardShaping(
         shaping.kl_coeff, longest, shaping.overlong_tokens, shaping.overlong_penalty

@@ -193,10 +193,10 @@ def data(tiny_policy, own):
 def tried(own, data, tiny_policy, tmp_path):
     """Build what the recipe's `setup` builds, and try it; returns the objective."""
 
-    def run(*overrides):
+    def run(*overrides, **parts):
         folders = (f"output_dir={tmp_path / 'run'}", f"base_model_path={tiny_policy}")
         cfg = checked(*overrides, *folders)
-        objective = build_objective(cfg, grpo_loss, *data)
+        objective = build_objective(cfg, grpo_loss, *data, **parts)
         assert not (tmp_path / "run").exists()
         return objective
 
@@ -244,6 +244,15 @@ def test_a_component_with_another_output_than_its_kind_is_refused(tried, key):
     for result in map(str.strip, RESULTS[key].split(" | ")):
         error = refusal_of(tried, *giving(key, result), "timeouts.reward_s=1")
         assert error.key == key and error.problem.startswith(PATHS[key]), result
+
+
+def test_a_forks_own_advantages_are_tried_in_place_of_the_configs(tried):
+    def normalized(rewards):
+        return (rewards - rewards.mean(1, keepdims=True)) / rewards.std(1, keepdims=True)
+
+    error = refusal_of(tried, advantages=normalized)  # 0 / 0 in a group of equal rewards
+    assert error.key == "advantages" and "normalized returned nan" in error.problem
+    assert tried(advantages=np.zeros_like).advantages is np.zeros_like
 
 
 NONE_OF_THEM = {
