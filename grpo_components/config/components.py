@@ -277,14 +277,6 @@ def _check_login(node: DictConfig) -> None:
         fail("metric_logger", "Weights & Biases has no login here", allowed)
 
 
-def check_logger_methods(path: str, logger: Any) -> None:
-    """Refuse a logger that lacks a method of torchtune's loggers."""
-    for method in ("log_dict", "close"):
-        if not callable(getattr(logger, method, None)):
-            allowed = "one of torchtune.training.metric_logging, or one like it"
-            fail("metric_logger", f"{path} has no {method}", allowed)
-
-
 def _check_same_prompts(settings: Settings) -> None:
     """Refuse held-out prompts that would look different from those of training; not in a mix."""
     if settings.eval_dataset is None or settings.eval_only or not settings.evaluates:

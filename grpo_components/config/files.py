@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -238,7 +237,8 @@ def check_disk(settings: Settings) -> None:
     )
     output_dir = real_path(settings.output_dir)
     resumes = bool(settings.resume_from_checkpoint)  # else what is there is moved aside, and stays
-    there = sum(file.st_size for file in _stats(output_dir / "checkpoints")) if resumes else 0
+    files = (output_dir / "checkpoints").rglob("*") if resumes else ()
+    there = sum(file.lstat().st_size for file in files)
     place = next(path for path in (output_dir, *output_dir.parents) if path.exists())
     free = shutil.disk_usage(place).free
     if most * each > free + there:
@@ -247,9 +247,3 @@ def check_disk(settings: Settings) -> None:
         problem += f"{each / gib:.3g} GiB are there at once"
         allowed = "a larger disk, a larger save_every_n_steps or a smaller keep_last_n"
         fail("output_dir", problem, allowed)
-
-
-def _stats(folder: Path) -> Iterator[os.stat_result]:
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            yield path.lstat()

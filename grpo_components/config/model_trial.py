@@ -53,25 +53,21 @@ def try_training(cfg: Settings) -> list[str]:
     node, schedule = split_learning_rate(cfg.optimizer)
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros_like(parameter)
-    optimizer, doubts = build("optimizer", node, [parameter]), []
+    optimizer = build("optimizer", node, [parameter])
     if not node._component_.startswith("torchao."):  # torchao would compile the step
         allowed = "one for dense gradients, without a closure"
         with named_failure("optimizer", node._component_, (Exception, SystemExit), allowed):
             optimizer.step()
-    if schedule is not None and schedule.warmup_steps > cfg.num_steps:
-        longer = f"longer than the run of {cfg.num_steps} steps"
-        doubts.append(
-            f"warning: optimizer.lr: a warm-up of {schedule.warmup_steps} steps, {longer}"
-        )
-    if cfg.lr_scheduler:
-        scheduler = build(
-            "lr_scheduler", cfg.lr_scheduler, optimizer, num_training_steps=cfg.num_steps
-        )
-        rates = _rates(cfg.lr_scheduler._component_, scheduler, optimizer, cfg.num_steps)
-        if len(rates) > cfg.num_steps:
-            doubts += [f"warning: lr_scheduler: {each}" for each in _doubts_about_rates(rates)]
     _try_policy(cfg)
-    return doubts
+    tried = min(cfg.num_steps, _MAX_SCHEDULER_STEPS)
+    rates = [schedule(step) for step in range(tried + 1)] if schedule is not None else []
+    if cfg.lr_scheduler:
+        given = {"num_training_steps": cfg.num_steps}
+        scheduler = build("lr_scheduler", cfg.lr_scheduler, optimizer, **given)
+        rates = _rates(cfg.lr_scheduler._component_, scheduler, optimizer, tried)
+    key = "lr_scheduler" if cfg.lr_scheduler else "optimizer.lr"
+    doubts = _doubts_about_rates(rates) if tried == cfg.num_steps and rates else ()
+    return [f"warning: {key}: {each}" for each in doubts]
 
 
 def try_teacher(settings: Settings, path: str) -> None:
@@ -151,7 +147,7 @@ def _rates(name: str, scheduler: Any, optimizer: Any, num_steps: int) -> list[fl
     allowed = "a scheduler of torch.optim, whose rates are finite numbers >= 0"
     rates = [float(optimizer.param_groups[0]["lr"])]
     try:
-        for _ in range(min(num_steps, _MAX_SCHEDULER_STEPS)):
+        for _ in range(num_steps):
             scheduler.step()
             rates.append(float(optimizer.param_groups[0]["lr"]))
             if not 0 <= rates[-1] < math.inf:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from grpo_components.config.components import build, check_logger_methods
+from grpo_components.config.components import build
 from grpo_components.config.data import shared_prompts
 from grpo_components.config.replayed import available_cpus, replay_of
 from grpo_components.data.prompt_stream import PromptCurriculum
@@ -110,7 +110,9 @@ def open_log(cfg: Settings, attempt: int, note: str, dataset: Any, held_out: Any
     """Open the run log, and show the notes on the start and the data sets."""
     with without_prints(cfg.log_level):
         logger = build("metric_logger", cfg.metric_logger)
-    check_logger_methods(cfg.metric_logger._component_, logger)
+    if missing := [name for name in ("log_dict", "close") if not hasattr(logger, name)]:
+        problem = f"{cfg.metric_logger._component_} makes a logger without {missing[0]}"
+        fail("metric_logger", problem, "one of torchtune.training.metric_logging, or one like it")
     run_log = RunLog(
         Path(cfg.output_dir),
         logger,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.objective import TrainedObjective
-from grpo_components.offline.partial_runs import stand_in_arguments
+from grpo_components.offline.partial_runs import TRAJECTORIES, start_model
 from grpo_components.rewards.pool import RewardPool, reward_specs
 from grpo_components.rollout.engine_environment import engine_environment
 from grpo_components.rollout.generator_options import EngineOptions, EnvironmentOptions
@@ -46,11 +46,14 @@ def role_arguments(
     families = ("trainer", "reference", "teacher", "reward_model", "generator")
     places = {family: _place(cfg, num_references, family) for family in families}
     ids = sampled_ids(cfg, tokenizer)
-    trainer, generator = stand_in_arguments(
-        cfg,
-        places["trainer"] | _trainer(cfg, contract, objective, ids),
-        places["generator"] | _generator(cfg, tokenizer.stop_tokens, longest_prompt, ids),
-    )
+    logged = cfg.log_token_logprobs * cfg.rollouts_logged_per_step * cfg.group_size
+    trainer = {"path": str(Path(cfg.output_dir) / TRAJECTORIES), "logged_responses": logged}
+    if cfg.trains:
+        trainer = places["trainer"] | _trainer(cfg, contract, objective, ids, logged)
+    living = cfg.num_generators if cfg.min_generators is None else cfg.min_generators
+    generator = {"path": cfg.train_from}
+    if not cfg.train_from:
+        generator = places["generator"] | _generator(cfg, tokenizer, longest_prompt, ids)
     reference = _reference(cfg, ids)
     teacher = {"field": "teacher_logprobs", "build_checkpointer": None, "kl_estimator": "k1"}
     teacher["build_model"] = partial(hugging_face, cfg.teacher.path) if cfg.teacher else None
@@ -65,7 +68,7 @@ def role_arguments(
         "reference": places["reference"] | reference,
         "teacher": places["teacher"] | reference | teacher,
         "reward_model": places["reward_model"] | scorer,
-        "generator": generator,
+        "generator": {**generator, "min_living": living},
     }
 
 
@@ -100,6 +103,7 @@ def _trainer(
     contract: StalenessContract,
     objective: TrainedObjective,
     ids: int | None,
+    logged_responses: int,
 ) -> dict[str, Any]:
     sharding = Sharding(
         replicate=cfg.data_parallel_replicate_dim,
@@ -135,7 +139,7 @@ def _trainer(
             build_lr_scheduler=build_lr_scheduler,
             learning_rate=learning_rate,
             build_profiler=profiler if cfg.profiler.enabled else None,
-            logged_responses=cfg.log_token_logprobs * cfg.rollouts_logged_per_step * cfg.group_size,
+            logged_responses=logged_responses,
         ),
         "objective": objective,
     }
@@ -155,26 +159,25 @@ def _reference(cfg: Settings, ids: int | None) -> dict[str, Any]:
 
 
 def _generator(
-    cfg: Settings, stop_tokens: Sequence[int], longest_prompt: int, ids: int | None
+    cfg: Settings, tokenizer: Any, longest_prompt: int, ids: int | None
 ) -> dict[str, Any]:
     section = cfg.generator
     sampler = section.model_copy(
         update={
             "max_model_len": section.max_model_len or longest_prompt + section.max_response_tokens,
-            "stop_token_ids": section.stop_token_ids or list(stop_tokens),
+            "stop_token_ids": section.stop_token_ids or list(tokenizer.stop_tokens),
         }
     )
     replay, logs = replay_of(cfg), str(Path(cfg.output_dir) / "logs")
     return {
         "counts_restarts": True,
-        "min_living": cfg.num_generators if cfg.min_generators is None else cfg.min_generators,
         "env": engine_environment(cfg.device, cfg.log_level),
         "build_tokenizer": partial(config.instantiate, cfg.tokenizer),
         "settings": sampler,
         "engine": _taken(
             EngineOptions,
             cfg,
-            model_path=cfg.base_model_path,
+            **start_model(cfg),
             num_ids=ids,
             weight_transfer=None if cfg.weights == "object_store" else cfg.weights,
         ),

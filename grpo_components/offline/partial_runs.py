@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch.utils.data import Dataset
 
 from grpo_components.errors import fail, shown
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.settings import Settings
 from grpo_components.state_files import read_state
 from grpo_components.trajectory import Trajectory
@@ -61,32 +59,20 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
 
 def roles_of(cfg: Settings, trainer: str, generator: str) -> tuple[str, str]:
     """Return the dotted paths of the run's trainer and generator, or of their stand-ins."""
-    trains = not (cfg.eval_only or cfg.rollout_only)
-    return trainer if trains else _WRITER, _RECORDED if cfg.train_from else generator
+    return trainer if cfg.trains else _WRITER, _RECORDED if cfg.train_from else generator
 
 
-def stand_in_arguments(
-    cfg: Settings, trainer: dict[str, Any], generator: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keyword arguments for the trainer and generator that `roles_of` returns."""
-    if cfg.eval_only or cfg.rollout_only:
-        path = str(Path(cfg.output_dir) / TRAJECTORIES)
-        trainer = {"path": path, "logged_responses": trainer["options"].logged_responses}
-    if isinstance(cfg.eval_only, str):
-        generator = {**generator, "engine": _engine_of(generator["engine"], Path(cfg.eval_only))}
-    if cfg.train_from:
-        generator = {"path": cfg.train_from, "min_living": generator["min_living"]}
-    return trainer, generator
-
-
-def _engine_of(engine: EngineOptions, folder: Path) -> EngineOptions:
-    """Return the options of an engine that starts from a model, or from a base model's adapter."""
+def start_model(cfg: Settings) -> dict[str, Any]:
+    """Return the options of an engine's model: the base model, or another one or an adapter."""
     from grpo_components.models.lora import read_adapter_options
 
-    adapter = _adapter_folder(folder)
+    if not isinstance(cfg.eval_only, str):
+        return {"model_path": cfg.base_model_path}
+    adapter = _adapter_folder(Path(cfg.eval_only))
     if adapter is None:
-        return replace(engine, model_path=str(folder), lora=None)
-    return replace(engine, lora=read_adapter_options(adapter), adapter_path=str(adapter))
+        return {"model_path": cfg.eval_only, "lora": None}
+    options = {"lora": read_adapter_options(adapter), "adapter_path": str(adapter)}
+    return {"model_path": cfg.base_model_path, **options}
 
 
 def _adapter_folder(folder: Path) -> Path | None:

@@ -114,10 +114,10 @@ def _continue_from(path: Path) -> End:
         known = read_end(path)
     except ValueError:
         known = None
-    end, reached = End(), known is None or known == End()
-    for end in _ends(path):
-        reached = reached or end == known
-    return end if reached else End(end.records, known.chain if known else "")
+    end = [End(), *_ends(path)][-1]
+    if known is not None and known.records > end.records:
+        return End(end.records, known.chain)
+    return end
 
 
 def _ends(path: Path) -> Iterator[End]:

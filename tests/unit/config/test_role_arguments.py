@@ -95,3 +95,13 @@ def test_agents_may_be_sampled_what_the_models_own_tokenizer_knows(settings_with
     known = len(AutoTokenizer.from_pretrained(cfg.base_model_path))
     roles = arguments(cfg, vocab_size=known - 9)
     assert roles["generator"]["engine"].num_ids == known
+
+
+def test_the_stand_ins_of_half_a_run_get_its_file(settings_with, arguments):
+    cfg = settings_with(rollout_only=True, log_token_logprobs=True, num_generators=2)
+    roles = arguments(cfg)
+    path = f"{cfg.output_dir}/trajectories.jsonl"
+    assert roles["trainer"] == {"path": path, "logged_responses": cfg.group_size}
+    assert roles["generator"]["min_living"] == 2
+    roles = arguments(settings_with(train_from="/a/trajectories.jsonl"))
+    assert roles["generator"] == {"path": "/a/trajectories.jsonl", "min_living": 1}

@@ -1,7 +1,6 @@
 """Impossible partial runs are refused; possible ones get the right roles."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +13,9 @@ from grpo_components.offline.partial_runs import (
     check_partial_run,
     evaluated_version,
     roles_of,
-    stand_in_arguments,
+    start_model,
 )
 from grpo_components.offline.trajectory_file import group_line
-from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.state_files import write_state
 
 
@@ -37,7 +35,8 @@ def values(**changes):
     rest = {"resume_from_checkpoint": False, "groups_per_step": 2, "group_size": 2}
     rest |= {"keep_best": None, "reward_model": {"path": None}}
     rest |= {"num_steps": 4, "max_staleness": 3, "output_dir": "/run"}
-    return OmegaConf.create({**whole, **rest, **changes})
+    whole |= {**rest, **changes}
+    return OmegaConf.create(whole | {"trains": not (whole["eval_only"] or whole["rollout_only"])})
 
 
 def refusal(**changes):
@@ -82,29 +81,13 @@ def test_a_model_to_evaluate_is_a_folder_with_weights(tmp_path):
     check_partial_run(values(eval_only=str(tmp_path)))
 
 
-def role_arguments(logged_responses):
-    """Of a trainer and a generator, as far as their stand-ins read them."""
-    engine = EngineOptions(
-        model_path="/base", device="cpu", dtype="fp32", recompute_kv_after_pull=False
-    )
-    options = SimpleNamespace(logged_responses=logged_responses)
-    return {"seed": 0, "options": options}, {"engine": engine, "min_living": 1}
-
-
 def test_the_other_half_is_stood_in_for(recorded):
-    whole = role_arguments(logged_responses=8)
     names = ("Trainer", "Generator")
     assert roles_of(values(), *names) == names
-    assert stand_in_arguments(values(), *whole) == whole
-    rollout = values(rollout_only=True)
-    assert roles_of(rollout, *names)[0].endswith(".TrajectoryWriter")
-    assert roles_of(rollout, *names)[1] == "Generator"
-    expected = {"path": "/run/trajectories.jsonl", "logged_responses": 8}
-    assert stand_in_arguments(rollout, *whole)[0] == expected
-    train = values(train_from=recorded)
-    assert roles_of(train, *names)[0] == "Trainer"
-    assert roles_of(train, *names)[1].endswith(".RecordedGroups")
-    assert stand_in_arguments(train, *whole)[1] == {"path": recorded, "min_living": 1}
+    rollout = roles_of(values(rollout_only=True), *names)
+    assert rollout[0].endswith(".TrajectoryWriter") and rollout[1] == "Generator"
+    train = roles_of(values(train_from=recorded), *names)
+    assert train[0] == "Trainer" and train[1].endswith(".RecordedGroups")
     prompts = RecordedPrompts(recorded)
     assert (len(prompts), prompts.max_prompt_length) == (4, 3)
     text = f"(line 3 of {recorded})"
@@ -113,8 +96,7 @@ def test_the_other_half_is_stood_in_for(recorded):
 
 def test_a_checkpoint_of_ours_is_evaluated_under_its_version(tmp_path):
     evaluated = values(eval_only=str(tmp_path))
-    _, generator = stand_in_arguments(evaluated, *role_arguments(logged_responses=0))
-    assert generator["engine"].model_path == str(tmp_path)
+    assert start_model(evaluated) == {"model_path": str(tmp_path), "lora": None}
     assert evaluated_version(evaluated) == evaluated_version(values()) == 0
     write_state(tmp_path / "state", "driver", {"ledger": {"policy_version": 7}})
     assert evaluated_version(evaluated) == 7
