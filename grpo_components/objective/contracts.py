@@ -101,7 +101,7 @@ def advantages_of(
     name = name_of(advantages)
     with named_failure("advantages", name):
         values: Any = advantages(rewards)
-        if isinstance(values, Tensor) and values.is_floating_point():
+        if isinstance(values, Tensor):
             values = values.detach().cpu().float().numpy()
     if not _are_floats(values, rewards):
         problem = f"{_shown(values)} for {list(rewards.shape)} rewards"
