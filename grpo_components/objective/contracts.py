@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -21,32 +21,24 @@ def checked_losses(name: str, returned: Any, inputs: LossInputs) -> tuple[Tensor
 
     The check does not read values, so it does not wait for the device.
     """
-    like = inputs.trainer_logprobs
-    wanted = f"[{len(like)}]"
-    pair = cast("tuple[Any, ...]", returned if isinstance(returned, tuple | list) else ())
-    if len(pair) != 2:
-        raise _refused("loss", name, _shown(returned), "a pair, losses [N] and metrics by name")
-    losses, metrics = pair
+    like, refused = inputs.trainer_logprobs, partial(_refused, "loss", name)
+    if not isinstance(returned, tuple | list) or len(cast("Sequence[Any]", returned)) != 2:
+        raise refused(_shown(returned), "a pair, losses [N] and metrics by name")
+    losses, metrics = cast("Sequence[Any]", returned)
     allowed = "[N] floating-point losses, one for each token, that depend on trainer_logprobs"
-    if not isinstance(losses, Tensor) or losses.shape != like.shape:
-        problem = f"losses of {_shown(losses)} for {wanted} tokens"
-        raise _refused("loss", name, problem, allowed)
-    if not losses.is_floating_point() or losses.device != like.device:
-        raise _refused("loss", name, f"losses of {_shown(losses)}, {losses.device}", allowed)
+    if not _is_column(losses, like) or not losses.is_floating_point():
+        raise refused(f"losses of {_shown(losses)} for [{len(like)}] tokens", allowed)
     if like.requires_grad and torch.is_grad_enabled() and not losses.requires_grad:
-        raise _refused("loss", name, "losses without a gradient", allowed)
-    allowed = "tensors [N] by name, one value for each token"
+        raise refused("losses without a gradient", allowed)
     if not isinstance(metrics, Mapping):
-        raise _refused("loss", name, f"metrics of {_shown(metrics)}", allowed)
-    named = dict(cast("Mapping[Any, Any]", metrics))
+        raise refused(f"metrics of {_shown(metrics)}", "tensors [N] by name")
+    named = dict(cast("Mapping[str, Any]", metrics))
     for key, values in named.items():
-        if not isinstance(key, str) or key == "loss/total":
-            taken = "metrics under names of their own; the trainer measures loss/total"
-            raise _refused("loss", name, f"a metric under the name {key!r:.50}", taken)
-        right = isinstance(values, Tensor) and values.shape == like.shape
-        if not right or values.is_complex() or values.device != like.device:
-            problem = f"the metric {key} of {_shown(values)} for {wanted} tokens"
-            raise _refused("loss", name, problem, allowed)
+        if key == "loss/total":
+            raise refused(f"a metric under the name {key}", "other names: the trainer measures it")
+        if not _is_column(values, like):
+            problem = f"the metric {key} of {_shown(values)} for [{len(like)}] tokens"
+            raise refused(problem, "tensors [N] by name, one value for each token")
     return losses, named
 
 
@@ -68,12 +60,10 @@ def checked_weights(name: str, returned: Any, log_ratios: Tensor) -> Tensor:
 
     The check does not read values, so it does not wait for the device.
     """
-    allowed = "[N] floating-point weights >= 0, one for each token"
-    if not isinstance(returned, Tensor) or returned.shape != log_ratios.shape:
+    if not _is_column(returned, log_ratios) or not returned.is_floating_point():
         problem = f"{_shown(returned)} for [{len(log_ratios)}] tokens"
+        allowed = "[N] floating-point weights >= 0, one for each token"
         raise _refused("off_policy", name, problem, allowed)
-    if not returned.is_floating_point() or returned.device != log_ratios.device:
-        raise _refused("off_policy", name, f"{_shown(returned)}, {returned.device}", allowed)
     return returned.detach().to(log_ratios.dtype)
 
 
@@ -92,14 +82,13 @@ def checked_aggregation(
     name = name_of(aggregation)
     with named_failure("aggregation", name):
         returned = aggregation(token_counts)
-    allowed = "[S] finite weights, one for each response"
-    weights = _as_floats(returned)
-    if weights is None or weights.shape != token_counts.shape:
+    allowed = "[S] finite floating-point weights, one for each response"
+    if not _are_floats(returned, token_counts):
         problem = f"{_shown(returned)} for the token counts of [{len(token_counts)}] responses"
         raise _refused("aggregation", name, problem, allowed)
-    if not np.isfinite(weights[token_counts > 0]).all():
+    if not np.isfinite(returned[token_counts > 0]).all():
         raise _refused("aggregation", name, "a weight that is no finite number", allowed)
-    return weights
+    return returned
 
 
 def advantages_of(
@@ -111,12 +100,13 @@ def advantages_of(
     """
     name = name_of(advantages)
     with named_failure("advantages", name):
-        returned = advantages(rewards)
-    allowed = "[B, G] floating-point numbers, one for each reward"
-    given = f"{list(rewards.shape)} rewards"
-    values = _as_floats(returned, exactly=True)
-    if values is None or values.shape != rewards.shape:
-        raise _refused("advantages", name, f"{_shown(returned)} for {given}", allowed)
+        values: Any = advantages(rewards)
+        if isinstance(values, Tensor):
+            values = values.detach().cpu().float().numpy()
+    if not _are_floats(values, rewards):
+        problem = f"{_shown(values)} for {list(rewards.shape)} rewards"
+        allowed = "[B, G] floating-point numbers, one for each reward"
+        raise _refused("advantages", name, problem, allowed)
     wrong = np.argwhere(~np.isfinite(values))
     # With a failed sample (reward NaN), it is accepted: the trainer skips the step and says so.
     if len(wrong) and np.isfinite(rewards).all():
@@ -128,34 +118,24 @@ def advantages_of(
     return values
 
 
-def _as_floats(values: Any, *, exactly: bool = False) -> NDArray[Any] | None:
-    """Return an array of floating-point numbers; None if the values are something else."""
-    if isinstance(values, Tensor):
-        values = values.detach().cpu().float().numpy() if values.is_floating_point() else None
-    if exactly and not isinstance(values, np.ndarray):
-        return None
-    try:
-        array: NDArray[Any] = np.asarray(cast(Any, values))
-    except ValueError:  # rows of different lengths
-        return None
-    if array.dtype.kind not in ("f" if exactly else "fiu"):
-        return None
-    return array if array.dtype.kind == "f" else array.astype(np.float64)
+def _is_column(values: Any, like: Tensor) -> bool:
+    """Whether values are a tensor with one number for each token."""
+    is_like = isinstance(values, Tensor) and values.shape == like.shape
+    return is_like and values.device == like.device
+
+
+def _are_floats(values: Any, like: NDArray[Any]) -> bool:
+    array = cast("NDArray[Any]", values)
+    is_array = isinstance(values, np.ndarray) and array.shape == like.shape
+    return is_array and array.dtype.kind == "f"
 
 
 def _shown(value: Any) -> str:
     """Describe a value for a message: by shape and dtype if it is an array, else by type."""
     if isinstance(value, Tensor | np.ndarray):
         array = cast("Tensor | NDArray[Any]", value)
-        dtype = str(array.dtype).removeprefix("torch.")
-        return f"shape {_shape(array.shape)}, {dtype}"
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"{value}"
+        return f"shape {list(array.shape)}, {str(array.dtype).removeprefix('torch.')}"
     return "None" if value is None else f"type {type(value).__name__}"
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, shape))}]" if shape else "()"
 
 
 def _refused(key: str, name: str, problem: str, allowed: str) -> ConfigError:

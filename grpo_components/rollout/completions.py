@@ -1,18 +1,15 @@
-"""What is asked of an engine, what it answers, and what its library does for it."""
+"""What is asked of an engine, and what it answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from grpo_components.exchange.weight_probe import ProbeReading
-
-if TYPE_CHECKING:  # it imports vLLM
-    from grpo_components.rollout.weight_receiver import IncomingWeights
 
 BASE_VERSION = 0
 """Policy version of the weights that the engine loads first."""
@@ -51,46 +48,3 @@ class Completion:
 
 
 Result = Completion | ProbeReading
-
-
-class Backend(Protocol):
-    """The library that samples; the engine's thread makes all calls, between two steps."""
-
-    max_model_len: int
-    """Longest prompt and response together, in tokens."""
-
-    def add(self, request_id: str, request: Request) -> None:
-        """Begin a request; raises a ValueError if it cannot be answered."""
-        ...
-
-    def add_probe(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Begin the weight probe, before all requests that wait."""
-        ...
-
-    def step(self) -> Iterable[tuple[str, Result]]:
-        """Sample a token for each running request; returns what is finished."""
-        ...
-
-    def finish_batches(self) -> Iterable[tuple[str, Result]]:
-        """Finish the batches that a step has left under way; returns what they finished."""
-        ...
-
-    def load(self, version: int, weights: Mapping[str, Any] | IncomingWeights) -> None:
-        """Replace the weights, and wake up; later requests must not read KV of the old weights."""
-        ...
-
-    def abort(self, request_ids: list[str]) -> None:
-        """Forget requests."""
-        ...
-
-    def sleep(self) -> None:
-        """Free the GPU's memory until the next load; no request is running."""
-        ...
-
-    def failure(self, error: BaseException) -> str:
-        """Return the cause of an error where it does not say so itself; else nothing."""
-        ...
-
-    def close(self) -> None:
-        """Free everything."""
-        ...

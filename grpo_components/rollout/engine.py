@@ -8,19 +8,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpo_components.exchange.weight_probe import PROBE_IDS
 from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
 from grpo_components.models.lora import pushed_shapes
-from grpo_components.rollout.completions import Backend, Completion, Request, Result, Watch
+from grpo_components.rollout.completions import Completion, Request, Result, Watch
 from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.rollout.schedule import STOP, Schedule
 from grpo_components.rollout.weight_receiver import IncomingWeights
 from grpo_components.settings import GeneratorSettings
+
+if TYPE_CHECKING:
+    from grpo_components.rollout.transformers_backend import TransformersBackend
+    from grpo_components.rollout.vllm_backend import VLLMBackend
+
+    Backend = VLLMBackend | TransformersBackend
 
 
 class EngineStoppedError(RuntimeError):

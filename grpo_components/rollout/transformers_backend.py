@@ -70,7 +70,7 @@ class _Sequence:
 
 
 class TransformersBackend:
-    """Slots of keys and values that sequences enter and leave at every step; see `Backend`.
+    """Slots of keys and values that sequences enter and leave at every step; see `VLLMBackend`.
 
     The prompt of a group is computed once if its requests begin together. There is no cache of
     prefixes beyond that.

@@ -58,7 +58,7 @@ cannot free memory on a CPU. Level 1 frees both and keeps a copy of the weights 
 
 
 class VLLMBackend:
-    """One vLLM engine; see `Backend` for its methods."""
+    """One vLLM engine; the engine's thread makes all calls, between two steps."""
 
     def __init__(
         self,
@@ -89,6 +89,7 @@ class VLLMBackend:
                 check_names_and_shapes(shapes_of(adapter), expected_shapes)
             swap_adapter(self._engine, lora, adapter)
         self.max_model_len: int = self._engine.model_config.max_model_len
+        """Longest prompt and response together, in tokens."""
         self._watched: dict[str, _WatchedRequest] = {}
         self._group: dict[str, Any] | None = None
         """vLLM's description of the group over which a trainer sends weights."""
@@ -170,7 +171,7 @@ class VLLMBackend:
         return results
 
     def load(self, version: int, weights: Mapping[str, torch.Tensor] | IncomingWeights) -> None:
-        """Replace the weights or the adapter, and wake up."""
+        """Replace the weights or the adapter, and wake up; no new request reads KV of old ones."""
         if self._asleep and self._sleep_level:
             # With the weights' memory vLLM restores buffers that are no weights: before the load.
             self._engine.wake_up(["weights"])

@@ -112,8 +112,10 @@ class TrainerState:
                     save_hf_weights(weights, self._base_model_path, folder)
         except (OSError, SafetensorError) as error:
             return str(error)
-        except CheckpointException as error:
-            return _why_not_written(error)
+        except CheckpointException as error:  # a BaseException; of a full disk, by a RuntimeError
+            failure = next(iter(error.failures.values()))[0]
+            cause = failure.__cause__ or failure.__context__ or failure
+            return f"{type(cause).__name__}: {cause}".splitlines()[0]
         return None
 
     def _write_tensors(self, folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -228,21 +230,6 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
             config[key] = dtype
         elif isinstance(value, dict) and {"dtype", "torch_dtype"} & value.keys():
             _set_dtype(value, dtype)
-
-
-def _why_not_written(error: CheckpointException) -> str:
-    """Return the message of the file system error, on any rank, that caused a DCP error."""
-    failures: list[BaseException] = [failure for failure, _ in error.failures.values()]
-    for failure in failures:
-        cause: BaseException | None = failure
-        while cause is not None:
-            if isinstance(cause, OSError):
-                return str(cause)
-            cause = cause.__cause__ or cause.__context__
-    if all(isinstance(failure, RuntimeError) for failure in failures):
-        # torch.save raises RuntimeError on a full disk; from another rank it comes without a cause.
-        return f"is the disk full? {str(failures[0]).splitlines()[0]}"
-    raise RuntimeError(f"DCP failed: {failures}") from error
 
 
 def set_learning_rate(group: dict[str, Any], rate: float) -> None:

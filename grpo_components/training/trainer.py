@@ -15,14 +15,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torchtune.training import OffloadActivations
 
 from grpo_components.exchange.weight_deltas import DeltaBucket
 from grpo_components.exchange.weights import Manifest
+from grpo_components.models.loading import load_sharded_model
 from grpo_components.models.logprobs import ResponseLogprobs, parts_of, token_batch
-from grpo_components.models.lora import trained_parameters
-from grpo_components.models.meshes import join_ranks
+from grpo_components.models.lora import adapted_model, new_adapters, trained_parameters
+from grpo_components.models.meshes import Meshes, Sharding, join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.models.shared_prompts import Part
 from grpo_components.objective.losses import LossInputs
@@ -32,7 +33,6 @@ from grpo_components.training.checkpoint import TrainerState, set_learning_rate
 from grpo_components.training.grad_norm import clip_grad_norm
 from grpo_components.training.optimizer_offload import state_on_device
 from grpo_components.training.policy_loss import PolicyLoss
-from grpo_components.training.policy_weights import load_policy, weight_exports
 from grpo_components.training.resource_use import ResourceUse
 from grpo_components.training.sample import (
     TrainSample,
@@ -53,6 +53,7 @@ from grpo_components.training.token_logprobs import (
 from grpo_components.training.token_metrics import TokenMetrics, is_usable, over_updates
 from grpo_components.training.token_use import TokenUse, keep_weighted
 from grpo_components.training.trainer_options import TrainerOptions
+from grpo_components.training.weight_export import weight_exports
 from grpo_components.trajectory import PackedTrajectories
 
 
@@ -332,6 +333,24 @@ class Trainer:
         if self._profiler is not None:
             self._profiler.stop()
         dist.destroy_process_group()
+
+
+def load_policy(options: TrainerOptions, meshes: Meshes, sharding: Sharding) -> nn.Module:
+    """Load the policy, sharded over the ranks; only rank 0 reads the base model's files."""
+    build_model = options.build_model
+    if options.lora is not None:
+        build_model = partial(adapted_model, build_model, options.lora, options.dtype)
+    return load_sharded_model(
+        build_model,
+        options.build_checkpointer,
+        meshes,
+        sharding,
+        model_type=options.model_type,
+        dtype=options.dtype,
+        enable_activation_checkpointing=options.enable_activation_checkpointing,
+        compile_layers=options.compile,
+        new_weights=new_adapters,
+    )
 
 
 def _nothing_to_train(samples: list[TrainSample]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from grpo_components.exchange.weight_deltas import DeltaBucket, DeltaEncoder
 from grpo_components.exchange.weights import Bucket, BucketBuffers, Manifest, StateDict
-from grpo_components.models.hf_weights import layer_groups
+from grpo_components.models.hf_weights import file_converter, layer_groups
+from grpo_components.models.loading import DTYPES
+from grpo_components.models.lora import AdapterNames, is_adapter, merged
+from grpo_components.training.trainer_options import TrainerOptions
 
 
 class WeightExport:
@@ -87,6 +92,26 @@ class WeightExport:
         state_dict = self._model.state_dict()
         for names in layer_groups(filter(self._exported, state_dict)):
             yield self._to_hf({name: full(state_dict[name]) for name in names})
+
+
+def weight_exports(
+    policy: nn.Module, options: TrainerOptions, device: torch.device, rank: int, num_ranks: int
+) -> list[WeightExport]:
+    """Return the exports of a checkpoint; pushes send the first one."""
+    to_hf = file_converter(policy, options.model_type, Path(options.base_model_path))
+
+    def export(convert: Callable[[StateDict], StateDict], **which: Any) -> WeightExport:
+        return WeightExport(
+            policy, convert, DTYPES[options.dtype], device, rank, num_ranks, **which
+        )
+
+    lora = options.lora
+    if lora is None:
+        return [export(to_hf)]
+    exports = [export(AdapterNames(to_hf), exported=is_adapter)]
+    if lora.save_merged:
+        exports.append(export(lambda layer: to_hf(merged(layer, lora.scale))))
+    return exports
 
 
 def _add(bucket: Bucket, tensors: StateDict) -> None:
