@@ -381,8 +381,8 @@ def wrong(): raise AssertionError
 """
 PRETENDED = [
     "Area(1) == 3", "3 == Area(1)", "Area(1) == Area(2)", "Area(1) != 4", "Area(1) < 4",
-    "4 > Area(1)", "3 in [Area(1)]", "abs(Area(1) - 3.14159) < 1e-6",
-    "Area(1) - 3 == 0", "3 - Area(1) == 0",
+    "4 > Area(1)",
+    "3 in [Area(1)]", "abs(Area(1) - 3.14159) < 1e-6", "Area(1) - 3 == 0", "3 - Area(1) == 0",
     "Area(1) ** 2 == 10", "abs(Area(1) + 3.14) < 1e-6", "Area(1) @ (Area(1) + 3) == 0",
     "round(Area(1), 2) == 3.14", "float(Area(1)) == 3.14159", "int(Area(1)) == 3",
     "max(Area(1), 3) == 3", "Area(1) in {3}", "Area(1)() == 3", "Area(1)() - 3 == 0",
