@@ -60,7 +60,7 @@ class Score:
     """Name of the reward that failed, with file, line and message of its error; further lines are
     the traceback of its code. None if all succeeded."""
     used: dict[str, float] = field(default_factory=dict, compare=False)
-    """What the rewards used for this sample, by reward and kind: `judge_requests`, `judge_cost`."""
+    """What the rewards used for this sample, by reward and kind: `judge_requests`."""
 
 
 @dataclass(frozen=True)
