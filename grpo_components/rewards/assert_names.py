@@ -12,11 +12,10 @@ import typing
 from typing import NamedTuple
 
 _THIRD_PARTY = {
-    **{name: name for name in ("pandas", "scipy", "sympy", "torch", "pytest")},
-    **{"pd": "pandas", "sp": "scipy", "tf": "tensorflow", "plt": "matplotlib"},
-    **{"nx": "networkx", "sns": "seaborn", "sklearn": "sklearn"},
+    *("pandas", "scipy", "sympy", "torch", "pytest", "sklearn"),
+    *("pd", "sp", "tf", "plt", "nx", "sns"),
 }
-"""Third-party packages, by their usual name in code; the sandbox has none of them."""
+"""Usual names of third-party packages in code; the sandbox has none of them."""
 _NUMPY = {"np": "import numpy as np", "numpy": "import numpy"}
 _ALLOWED = "allowed: the standard library and numpy; names that the program defines need no import"
 
@@ -77,8 +76,8 @@ def read_asserts(source: str) -> Asserts:
         if name.partition(".")[0] not in {*sys.stdlib_module_names, "numpy"}:
             raise ValueError(f"answer: the asserts import {name}; {_ALLOWED}")
     owners = {name for name in free if attributes.get(name) and name not in bare}
-    for name in sorted(owners & _THIRD_PARTY.keys()):
-        raise ValueError(f"answer: the asserts use {name} ({_THIRD_PARTY[name]}); {_ALLOWED}")
+    for name in sorted(owners & _THIRD_PARTY):
+        raise ValueError(f"answer: the asserts use {name}; {_ALLOWED}")
     modules = {name for name in owners if _is_module(name, attributes[name])}
     modules |= owners & _NUMPY.keys()
     known = (free - modules) & _MODULE_OF.keys()

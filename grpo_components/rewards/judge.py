@@ -27,7 +27,7 @@ _TEMPORARY = (408, 409, 425, 429)
 """Statuses below 500 after which another request may succeed."""
 _WHOLE = ("stop", None)
 """Reasons of a reply's end with which it is whole: `Score: 1` may be the start of `Score: 10`."""
-_PRICES = {"prompt": "prompt_tokens", "completion": "completion_tokens"}
+_TOKENS = ("prompt_tokens", "completion_tokens")
 _MAX_ERROR_CHARS = 300
 _MAX_REPLY_CHARS = 20_000
 """Characters at the end of a reply in which its grade is looked for."""
@@ -103,7 +103,6 @@ class LLMJudge:
             the highest grade.
         sampling: further fields of the request, such as temperature and max_tokens.
         api_key_env: name of the environment variable that has the key; None sends no key.
-        prices: costs of a million `prompt` and `completion` tokens, for the metrics.
         wall_s: seconds for all requests of one response, with their delays; must be below
             `timeouts.reward_s`.
         retries: number of further requests after one that failed.
@@ -119,7 +118,6 @@ class LLMJudge:
         verdict: Mapping[str, Any] | None = None,
         sampling: Mapping[str, Any] | None = None,
         api_key_env: str | None = None,
-        prices: Mapping[str, float] | None = None,
         wall_s: float = 8.0,
         retries: int = 3,
     ) -> None:
@@ -129,7 +127,6 @@ class LLMJudge:
             fail("rubric", "it does not use {{ response }}", "a text with {{ response }}")
         self._verdict = Verdict(**_plain(verdict))
         self._sampling = {"temperature": 0, **_plain(sampling)}
-        self._prices = {_PRICES[name]: float(cost) for name, cost in _plain(prices).items()}
         self._api_key = _api_key(api_key_env)
         self.wall_s, self._retries = float(wall_s), retries
         self._used: Counter[str] = Counter()
@@ -167,11 +164,9 @@ class LLMJudge:
         raise JudgeError(f"{self._model} at {self._base_url} gave no grade: {why}")
 
     def take_use(self) -> dict[str, float]:
-        """Return what was used since the last call: requests, tokens, cost, and what failed."""
+        """Return what was used since the last call: requests, tokens, and what failed."""
         taken, self._used = self._used, Counter()
-        cost = sum(price * taken[kind] for kind, price in self._prices.items())
-        kinds = ("requests", "failures", *_PRICES.values())
-        return {kind: float(taken[kind]) for kind in kinds} | {"cost": cost / 1e6}
+        return {kind: float(taken[kind]) for kind in ("requests", "failures", *_TOKENS)}
 
     def _ask(self, message: str, left_s: float) -> tuple[float | None, str, float]:
         """Make one request; return its grade if there is one, what is wrong, and a delay."""
@@ -196,7 +191,7 @@ class LLMJudge:
         """Return the grade in an answer if it has one, and else why not."""
         try:
             answer = json.loads(body)
-            for kind in _PRICES.values():
+            for kind in _TOKENS:
                 count = (answer.get("usage") or {}).get(kind)
                 if type(count) is int and 0 <= count <= 2**40:  # more tokens are none
                     self._used[kind] += count

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,6 +24,11 @@ _EXIT_TIMEOUT_S = 10.0
 RewardInput = dict[str, Any]
 """Keyword arguments of a reward: prompt_text, response_text, answer, finish_reason, and the other
 columns of the row; a reward gets those columns that its signature takes."""
+
+
+NO_SCORE = "rewards: no score within the environment's limit; allowed: rewards that meet "
+NO_SCORE += "timeouts.reward_s, and enough reward_workers"
+"""The error of a sample that waited too long for its score."""
 
 
 class RewardPoolError(RuntimeError):
@@ -56,7 +60,7 @@ class Score:
     """Name of the reward that failed, with file, line and message of its error; further lines are
     the traceback of its code. None if all succeeded."""
     used: dict[str, float] = field(default_factory=dict, compare=False)
-    """What the rewards used for this sample, by reward and kind: `judge_requests`, `judge_cost`."""
+    """What the rewards used for this sample, by reward and kind: `judge_requests`."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,6 @@ class RewardPool:
     ) -> None:
         self._rewards, self._timeout_s = rewards, timeout_s
         self._log = logging.getLogger(__name__)
-        self._late: Counter[str] = Counter()
-        """Missed deadlines by the name of the reward."""
         self._thread = threading.local()
         self._workers: set[Worker] = set()
         self._lock, self._closed = threading.Lock(), False
@@ -113,13 +115,6 @@ class RewardPool:
                 score.cancel()
 
     __call__ = score
-
-    def late(self) -> str:
-        """Return which rewards missed their deadlines, for an error of what waited for them."""
-        if not self._late:
-            return "none missed its deadline, but more samples wait than reward_workers can score"
-        limit = f"missed the deadline of {self._timeout_s:g} s (timeouts.reward_s) for"
-        return ", ".join(f"{name} {limit} {count} samples" for name, count in self._late.items())
 
     def close(self) -> None:
         """Kill all reward processes, even those that are scoring a sample."""
@@ -146,19 +141,17 @@ class RewardPool:
 
     def _score_one(self, sample: RewardInput) -> Score:
         terms, used = dict[str, float](), dict[str, float]()
-        success, left_s, problem = False, self._timeout_s, ""
+        success, left_s = False, self._timeout_s
         for name, spec in self._rewards.items():
             outcome = self._ask(name, sample, left_s)
             used |= outcome.used
-            if problem := outcome.problem:
-                break
+            if outcome.problem:
+                return Score(math.nan, {}, False, outcome.problem, used)
             terms[name], left_s = outcome.value, left_s - outcome.seconds
             success = outcome.is_best if spec.is_success else success
-        total = math.nan if problem else sum(s.weight * terms[n] for n, s in self._rewards.items())
-        if not (problem or math.isfinite(total)):
-            problem = f"rewards: the weighted sum is {total}"
-        if problem:
-            return Score(math.nan, {}, False, problem, used)
+        total = sum(spec.weight * terms[name] for name, spec in self._rewards.items())
+        if not math.isfinite(total):
+            return Score(math.nan, {}, False, f"rewards: the weighted sum is {total}", used)
         return Score(total, terms, success, None, used)
 
     def _ask(self, name: str, sample: RewardInput, left_s: float) -> Outcome:
@@ -166,7 +159,6 @@ class RewardPool:
         try:
             return worker.ask(name, sample, left_s)
         except TimeoutError:
-            self._late[name] += 1
             problem = f"TimeoutError: no score after {self._timeout_s:g} s"
         except (EOFError, ConnectionError):
             if worker.exceeded_cpu_limit():

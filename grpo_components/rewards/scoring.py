@@ -63,10 +63,7 @@ def arguments_for(
 ) -> RewardInput:
     """Return the arguments of one call of a reward: `always`, and columns that it takes."""
     sample = {name: value for name, value in sample.items() if name != SEED}
-    try:
-        parameters = inspect.signature(reward).parameters
-    except (TypeError, ValueError):  # a builtin, or nothing that can be called
-        parameters = {}
+    parameters = inspect.signature(reward).parameters
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
         return sample
     return {name: value for name, value in sample.items() if name in parameters or name in always}

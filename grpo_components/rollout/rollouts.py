@@ -15,7 +15,7 @@ import numpy as np
 
 from grpo_components.errors import ConfigError
 from grpo_components.objective.component_errors import failure_text
-from grpo_components.rewards.pool import RewardPool, RewardPoolError
+from grpo_components.rewards.pool import NO_SCORE, RewardPool, RewardPoolError
 from grpo_components.rollout.collector import EnginePolicy, GroupCollector
 from grpo_components.rollout.engine import Engine, EngineStoppedError
 from grpo_components.rollout.environment_thread import (
@@ -115,7 +115,7 @@ class Rollouts:
             return failure_text("environment", error)
         score = self._rewards.score.__code__
         if (score.co_filename, score.co_name) in {(f.filename, f.name) for f in error.stack}:
-            return f"rewards: no score within the environment's limit: {self._rewards.late()}"
+            return NO_SCORE
         return hang_text(error)
 
     def _seat(self, num_slots: int) -> _Seat:

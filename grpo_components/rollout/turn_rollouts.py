@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from grpo_components.data.columns import reward_input
 from grpo_components.errors import ConfigError
 from grpo_components.objective.component_errors import failure_text
-from grpo_components.rewards.pool import RewardPool, RewardPoolError, Score
+from grpo_components.rewards.pool import NO_SCORE, RewardPool, RewardPoolError, Score
 from grpo_components.rollout.engine import Engine, EngineStoppedError
 from grpo_components.rollout.environment_thread import (
     EnvironmentThreads,
@@ -132,8 +132,7 @@ class TurnRollouts:
                 async with asyncio.timeout(left_s):
                     return await asyncio.wrap_future(scoring)
         except TimeoutError:
-            late = f"no score within the environment's limit: {self._rewards.late()}"
-            return Score(float("nan"), {}, False, f"rewards: {late}")
+            return Score(float("nan"), {}, False, NO_SCORE)
 
     def close(self) -> None:
         """Let the idle threads end."""

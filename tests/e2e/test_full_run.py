@@ -68,10 +68,10 @@ def test_generator_trainer_and_reference_have_the_same_logprobs_of_each_token(fu
     assert "trainer_logprobs" in (full_run.folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_the_judges_price_is_counted(full_run):
+def test_the_judges_tokens_are_counted(full_run):
     """What was used by a process that was killed is not counted, nor before the run starts."""
-    costs = [record.get("reward_use/judge_cost", 0.0) for record in metrics(full_run.folder)[1:]]
-    assert 0 < sum(costs) <= 2 * full_run.seen["asked"]
+    name, records = "reward_use/judge_completion_tokens", metrics(full_run.folder)[1:]
+    assert 0 < sum(record.get(name, 0.0) for record in records) <= 2 * full_run.seen["asked"]
 
 
 def test_whatever_listens_in_a_run_cannot_be_reached_from_elsewhere(full_run):

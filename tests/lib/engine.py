@@ -132,9 +132,6 @@ class StandInPool:
     def __call__(self, samples: Sequence[Any]) -> list[Score]:
         return self.score(samples)
 
-    def late(self) -> str:
-        return "mood was late"
-
     def close(self) -> None: ...
 
 

@@ -99,7 +99,6 @@ def full_knobs(folder, tiny_policy, judge_url):
         *("rewards.judge.weight=0.1", "rewards.judge.model=random", "rewards.judge.wall_s=50"),
         *(f"rewards.judge.base_url={judge_url}", "timeouts.reward_s=60"),
         "rewards.judge.rubric='{{ prompt }} {{ response }}'",
-        "rewards.judge.prices.completion=1000000",
     )
 
 

@@ -151,6 +151,6 @@ def test_the_sessions_of_agents_are_added_up_with_what_failed():
 
 
 def test_what_rewards_used_is_added_up_over_generators_and_counted_once():
-    used = [Counter({"judge_cost": 0.5, "judge_failures": 0.0}), Counter({"judge_cost": 0.25})]
-    assert reward_use(used) == {"reward_use/judge_cost": 0.75, "reward_use/judge_failures": 0.0}
+    used = [Counter({"judge_tokens": 5.0, "judge_failures": 0.0}), Counter({"judge_tokens": 2.0})]
+    assert reward_use(used) == {"reward_use/judge_tokens": 7.0, "reward_use/judge_failures": 0.0}
     assert reward_use(used) == {}

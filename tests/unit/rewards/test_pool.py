@@ -262,7 +262,6 @@ def test_samples_that_hang_a_reward_only_fail_themselves(make_pool):
     (fine, *hung) = pool.score(samples("fine", *["endless"] * 3))
     assert fine.error is None
     assert all(score.error.startswith("reward mood: TimeoutError: ") for score in hung)
-    assert "mood" in pool.late() and " 3 " in pool.late()
     assert not psutil.pid_exists(int(fine.terms["process"]))
     (last,) = pool.score(samples("fine"))
     assert last.terms["process"] != fine.terms["process"]

@@ -633,7 +633,7 @@ def test_a_slow_queue_of_rewards_is_not_the_environments_fault(make, environment
     released.set()
     assert len(summary.errors) == 3
     assert all(error.startswith("rewards: ") for error in summary.errors)
-    assert all("mood was late" in error for error in summary.errors)
+    assert all("no score" in error for error in summary.errors)
 
 
 def test_a_prompt_that_the_engine_refuses_fails_and_no_other(generator, engine):
