@@ -299,8 +299,24 @@ DISGUISED += ["isinstance(plain(), (Iterator, Sized, Callable))", "isinstance(pl
 
 CLASSES = """
 import collections, contextlib
+class V:
+    def __init__(self, x): self.x = x
+    def __add__(self, other): return V(self.x + (other.x if isinstance(other, V) else other))
+    __radd__ = __add__
+    def __mul__(self, other): return self.x * other.x if isinstance(other, V) else V(self.x * other)
+    def __neg__(self): return V(-self.x)
+    def __abs__(self): return abs(self.x)
+    def __iadd__(self, other):
+        self.x += other
+        return self
+    def __eq__(self, other): return isinstance(other, V) and self.x == other.x
+    def __lt__(self, other): return self.x < other.x
+    def __hash__(self): return hash(self.x)
+    def __bool__(self): return self.x != 0
+def added(a, b): return a + b
 class Bag:
     def __init__(self, *kept): self.kept = kept
+    def __contains__(self, one): return one in self.kept
     def __len__(self): return len(self.kept)
     def __enter__(self): return self.kept
     def __exit__(self, *error): self.kept = ()
@@ -320,6 +336,16 @@ def total(values): return sum(values)
 """
 USING_CLASSES = """
 import unittest
+assert (V(1) + V(2)).x == 3 and (V(1) + 2).x == 3 and (2 + V(1)).x == 3 and (-V(1)).x == -1
+assert V(1) + V(2) == V(3) and V(1) != V(2) and added(V(1), V(2)) == V(3) == added(V(1), V(2))
+assert V(2) * V(3) == 6 and (V(2) * 3).x == 6 and abs(V(-2)) == 2 and sum([V(1), V(2)]) == V(3)
+assert V(1) < V(2) and V(2) > V(1) and sorted([V(2), V(1)])[0].x == 1 and max(V(1), V(2)) == V(2)
+assert len({V(1), V(1), V(2)}) == 2 and {V(1): 5}[V(1)] == 5 and V(1) in [V(1)]
+assert V(1) and not V(0)
+v = V(1)
+v += 2
+assert v.x == 3
+assert 1 in Bag(1, 2) and 3 not in Bag(1) and Bag(1) and not Bag()
 bag = Bag(1)
 with bag as kept:
     assert kept == (1,)
@@ -332,7 +358,7 @@ while node:
     node = node.next
 assert out == [1, 2]
 assert chain(1) != None and not chain(1) == None and (chain() or 1) == 1 and chain(1).next == None
-assert isinstance(chain(1), Node) and not isinstance(Bag(), Node) and not isinstance(3, Node)
+assert isinstance(chain(1), Node) and not isinstance(V(1), Node) and not isinstance(3, Node)
 assert issubclass(TooFew, ShopError) and issubclass(TooFew, LookupError)
 for kind in (TooFew, ShopError, LookupError, raiser()):
     try:
@@ -350,7 +376,7 @@ assert total(np.array([1, 2])) == 3 == total([np.int64(1), np.float64(2)])
 
 def test_objects_work_as_in_one_process(reward):
     assert scored(reward, fenced(CLASSES), asserts=[USING_CLASSES]) == 1.0
-    assert scored(reward, fenced(CLASSES), asserts=[USING_CLASSES, "assert chain(1)"]) == 0.0
+    assert scored(reward, fenced(CLASSES), asserts=[USING_CLASSES, "assert V(1) == V(2)"]) == 0.0
 
 
 MADE_LIES = """
@@ -380,8 +406,7 @@ def small(): return Area()
 def wrong(): raise AssertionError
 """
 PRETENDED = [
-    "Area(1) == 3", "3 == Area(1)", "Area(1) == Area(2)", "Area(1) != 4", "Area(1) < 4",
-    "4 > Area(1)",
+    "Area(1) == 3", "3 == Area(1)", "Area(1) != 4", "Area(1) < 4", "4 > Area(1)",
     "3 in [Area(1)]", "abs(Area(1) - 3.14159) < 1e-6", "Area(1) - 3 == 0", "3 - Area(1) == 0",
     "Area(1) ** 2 == 10", "abs(Area(1) + 3.14) < 1e-6", "Area(1) @ (Area(1) + 3) == 0",
     "round(Area(1), 2) == 3.14", "float(Area(1)) == 3.14159", "int(Area(1)) == 3",

@@ -2,8 +2,8 @@
 
 Only plain data (numbers, text, lists, ...) and references to objects of the program cross between
 the two; expected results never do. So a program gains nothing by patching `==`, returning objects
-that equal everything, or exiting early. The operators of its classes decide no assert: an object of
-the program has no operators in the asserts, but attributes, items and calls.
+that equal everything, or exiting early. Only an object that the asserts made themselves, by calling
+a class of the program, has its own operators; these never turn plain data into an answer.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ NAMES = "names.json"
 UNFIT = 3
 """Exit status if the asserts pass the program a value that cannot cross; stderr names its type."""
 
+_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+_BINARY = [name for name in dir(operator) if hasattr(operator, f"__i{name[2:]}")]
+_ARITHMETIC = [*_BINARY, *(f"__i{name[2:]}" for name in _BINARY)]
+_ARITHMETIC += ["__neg__", "__pos__", "__abs__", "__invert__"]
+_OF_MADE = ("__bool__", "__hash__", "__contains__")
+"""Further methods that only an object made by the asserts has."""
 _OPTIONAL = ("__call__", "__iter__", "__next__", "__len__", "__getitem__", "__setitem__")
 _OPTIONAL += ("__delitem__", "__reversed__", "send", "throw", "close", "__enter__", "__exit__")
 """A `Remote` has these methods only if its object has them, because `isinstance` checks them."""
@@ -42,10 +48,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "__exit__": lambda target: type(target).__exit__(target, None, None, None),
     "__instancecheck__": lambda kind, value: isinstance(value, kind),
     "__subclasscheck__": lambda kind, value: issubclass(value, kind),
-    **{f"__{f.__name__}__": f for f in (iter, len, next, repr, reversed, str)},
+    **{f"__{f.__name__}__": f for f in (bool, hash, iter, len, next, repr, reversed, str)},
     **{f.__name__: f for f in (getattr, setattr)},
 }
-"""What the asserts can request of the program; any other name is of `operator`, or a method."""
+"""What the asserts can request of the program; any other name is an operator, or a method."""
 
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
@@ -110,6 +116,8 @@ class _State(NamedTuple):
 
     ask: Callable[..., Any]
     number: int | str
+    made_by: str = ""
+    """ "call" or "operator" if the asserts made the object, "raise" if they caught it."""
 
 
 def _state(value: Any) -> _State | None:
@@ -132,21 +140,31 @@ def _sent(name: str) -> Callable[..., Any]:
     return lambda self, *args, **kwargs: _request(self, name, self, *args, **kwargs)
 
 
+def _reflected(name: str) -> Callable[..., Any]:
+    return lambda self, other: _request(self, name, other, self)
+
+
 def _never(self: Any) -> Any:
     raise TypeError("the truth value of an object of the program is no answer")
 
 
-def _is_none(self: Any, other: Any) -> bool:
-    if other is None:
-        return False
-    raise TypeError("an object of the program cannot be compared")
+def _compared(name: str) -> Callable[..., Any]:
+    def compare(self: Any, other: Any) -> Any:
+        if other is None and name in ("__eq__", "__ne__"):
+            return name == "__ne__"
+        states = [state for state in (_state(self), _state(other)) if state]
+        if len(states) < 2 or not any(state.made_by for state in states):
+            raise TypeError("an object of the program cannot be compared")
+        return _request(self, name, self, other)
+
+    return compare
 
 
 class Remote:
     """Proxy for an object of the program, with the methods that every object has."""
 
-    def __init__(self, ask: Callable[..., Any], number: int | str) -> None:
-        vars(self)[_STATE] = _State(ask, number)
+    def __init__(self, ask: Callable[..., Any], number: int | str, made_by: str = "") -> None:
+        vars(self)[_STATE] = _State(ask, number, made_by)
 
     def __getattribute__(self, name: str) -> Any:
         if name in _COMMON_ATTRIBUTES:
@@ -158,12 +176,11 @@ class Remote:
     def __setattr__(self, name: str, value: Any) -> None:
         _request(self, "setattr", self, name, value)
 
-    __eq__ = _is_none
     __hash__ = __contains__ = None  # pyright: ignore[reportAssignmentType]
 
 
 @functools.cache
-def remote_type(has: frozenset[str]) -> type:
+def remote_type(has: frozenset[str], is_made: bool) -> type:
     """Make a class of proxies that has exactly the optional methods that the object has.
 
     So `callable(x)` and `isinstance(x, Iterator)`, which look for these methods, are correct.
@@ -171,7 +188,11 @@ def remote_type(has: frozenset[str]) -> type:
     left_out = ("__dict__", "__weakref__")
     body = {name: part for name, part in vars(Remote).items() if name not in left_out}
     body |= {name: _sent(name) for name in (*_ALL, *has.intersection(_OPTIONAL))}
-    if has & {"__bool__", "__len__"}:
+    body |= {name: _compared(name) for name in _COMPARISONS}
+    if is_made:
+        body |= {name: _sent(name) for name in (*_ARITHMETIC, *_OF_MADE)}
+        body |= {f"__r{name[2:]}": _reflected(name) for name in _BINARY}
+    elif has & {"__bool__", "__len__"}:
         body["__bool__"] = _never
     if "__exit__" in has:  # never hides an error of the asserts
         body["__exit__"] = lambda self, *_: _request(self, "__exit__", self) and None
@@ -196,7 +217,7 @@ def _methods(value: Any) -> list[str]:
 
 def _answer(value: Any) -> Any:
     """Return the value of an assert, which fails on an object of the program."""
-    if _state(value) and not isinstance(value, BaseException):
+    if (state := _state(value)) and not state.made_by:
         raise TypeError("an object of the program is no answer")
     return value
 
@@ -233,7 +254,7 @@ def _kinds(kind: type) -> list[Any]:
 
 def _check_asserts(reader: IO[str], writer: IO[str]) -> None:
     """Run the asserts with the names that the program defines."""
-    named: set[int | str] = set()
+    named: dict[int | str, str] = {}
     errors: dict[str, type] = {}
 
     def error_type(name: str, bases: list[Any]) -> Any:
@@ -262,7 +283,10 @@ def _check_asserts(reader: IO[str], writer: IO[str]) -> None:
                 kind = error_type(*kinds)
                 setattr(kind, _STATE, _State(ask, found))
                 return kind
-            return remote_type(frozenset(methods))(ask, found)
+            made_by = "call" if name == "__call__" and is_class(states[0]) else ""
+            if name in _ARITHMETIC or (name == "__enter__" and states[0] and states[0].made_by):
+                made_by = "operator"
+            return remote_type(frozenset(methods), bool(made_by))(ask, found, made_by)
 
         try:
             request = [name, encode(args, number), encode(kwargs, number)]
@@ -271,24 +295,30 @@ def _check_asserts(reader: IO[str], writer: IO[str]) -> None:
             answer, failure = json.loads(reader.readline())
             result = decode(answer, find)
             if failure is None:
-                return result
+                of_calls = all(state and state.made_by == "call" for state in states)
+                if name not in (*_ARITHMETIC, "__bool__") or of_calls or _state(result):
+                    return result
+                failure = 0, ["TypeError", []], f"plain data of {name} is no answer"
             reference, kinds, text = failure
             kind = error_type(*kinds)
             ends_loop = issubclass(kind, StopIteration) and name != "__next__"
             if not issubclass(kind, Exception) or ends_loop:
                 kind = RuntimeError  # the original would end the asserts, or a loop in them
             error: Exception = kind.__new__(kind, text)
-            error.__dict__[_STATE] = _State(ask, reference)
+            error.__dict__[_STATE] = _State(ask, reference, "raise")
         except Exception:  # the program exited: the asserts must not catch this
             os._exit(1)
         raise error
+
+    def is_class(state: _State | None) -> bool:
+        return state is not None and named.get(state.number, "")[:1].isupper()
 
     with open(f"/{NAMES}", encoding="utf-8") as file:
         names: list[str] = json.load(file)
     # A name that the program does not define is an error only if the asserts use it.
     given = ask("names", (names,), {})
-    named |= {state.number for value in given.values() if (state := _state(value))}
-    undefined = {name: remote_type(frozenset(_OPTIONAL))(ask, name) for name in names}
+    named |= {state.number: name for name, value in given.items() if (state := _state(value))}
+    undefined = {name: remote_type(frozenset(_OPTIONAL), False)(ask, name) for name in names}
     _load(ASSERTS, **undefined | given, **{_STATE: _answer})
 
 
