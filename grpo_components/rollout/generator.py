@@ -60,7 +60,7 @@ class Generator:
         number: int = 0,
         restart_count: int = 0,
     ) -> None:
-        # At Python's 5 ms, collectors' threads hold up each engine step that waits for the GIL.
+        # At Python's 5 ms, other threads hold up each engine step that waits for the GIL.
         sys.setswitchinterval(_SWITCH_S)
         limit_malloc_arenas(_MALLOC_ARENAS)
         self._rewards = open_rewards()
