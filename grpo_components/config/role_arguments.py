@@ -198,5 +198,4 @@ def _generator(
         "rollouts_in_flight": cfg.rollouts_in_flight,
         "log_token_texts": cfg.log_token_logprobs,
         "open_schedule": partial(open_schedule, logs, replay and replay.read_schedule),
-        "replays": replay is not None,
     }

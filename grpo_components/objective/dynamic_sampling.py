@@ -11,18 +11,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from grpo_components.errors import ConfigError, StarvedError
+from grpo_components.errors import StarvedError
 
 
 class DynamicSampling:
     """Decides which groups to keep, and ends the run after too many discarded groups in a row."""
 
     def __init__(self, max_discarded: int) -> None:
-        # To Python a bool is an int, but in a config it is not a count.
-        if isinstance(max_discarded, bool) or not max_discarded >= 1 or max_discarded % 1:
-            raise ConfigError(
-                "dynamic_sampling.max_discarded", f"{max_discarded} given", "a whole number >= 1"
-            )
         self.max_discarded = max_discarded
         self._successes: Counter[int] = Counter()
         self._too_few_valid = 0

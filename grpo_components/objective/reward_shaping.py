@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grpo_components.errors import ConfigError
 from grpo_components.objective.kl import ESTIMATORS
 from grpo_components.schedules import Schedule, as_schedule
 
@@ -32,9 +31,6 @@ class RewardShaping:
         max_response_tokens: the length at which the generator stops a response.
         overlong_tokens: tokens before the limit over which the length penalty grows; 0 disables it.
         overlong_penalty: penalty of a response of full length, in units of reward.
-
-    Raises:
-        ValueError: a setting is out of range; the message names its key.
     """
 
     def __init__(
@@ -45,22 +41,6 @@ class RewardShaping:
         overlong_penalty: float = 1.0,
     ) -> None:
         self.kl_coeff = as_schedule("reward_shaping.kl_coeff", kl_coeff)
-        if self.kl_coeff.lowest < 0:
-            raise ConfigError(
-                "reward_shaping.kl_coeff", f"{self.kl_coeff.lowest} given", "numbers >= 0"
-            )
-        if not 0 <= overlong_tokens <= max_response_tokens or overlong_tokens % 1:
-            raise ConfigError(
-                "reward_shaping.overlong_tokens",
-                f"{overlong_tokens} given",
-                f"a whole number from 0 to max_response_tokens ({max_response_tokens})",
-            )
-        if not 0 <= overlong_penalty < np.inf:
-            raise ConfigError(
-                "reward_shaping.overlong_penalty",
-                f"{overlong_penalty} given",
-                "a finite number >= 0",
-            )
         self.max_response_tokens = max_response_tokens
         self.overlong_tokens, self.overlong_penalty = overlong_tokens, overlong_penalty
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,15 +15,11 @@ from grpo_components.objective.losses import LossInputs, TokenMetrics
 from grpo_components.schedules import Schedule, as_schedule
 from grpo_components.trajectory import Trajectory
 
-
-class TokenAdvantages(Protocol):
-    """Contract of a function that makes advantages of tokens from those of their responses."""
-
-    def __call__(
-        self, batch: Sequence[Trajectory], trained: Sequence[NDArray[np.bool_]], step: int
-    ) -> list[NDArray[np.float32]]:
-        """Return the advantages of all tokens that are `trained`, [R] for each response."""
-        ...
+TokenAdvantages = Callable[
+    [Sequence[Trajectory], Sequence[NDArray[np.bool_]], int], list[NDArray[np.float32]]
+]
+"""Function: responses of a batch, which of their tokens are trained ([R] bool each), steps done ->
+advantages of each response's trained tokens."""
 
 
 class TokenNormalizedAdvantages:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ class EnginePolicy:
         self.temperature = 1.0
         """Sampling temperature of the next rollout."""
 
-    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+    async def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write `response`, `logprobs`, `versions` and `finish_reason` into every slot.
 
         A slot that is done gets an empty response.
@@ -43,7 +44,7 @@ class EnginePolicy:
             for slot, sample in zip(slots, self.samples, strict=True)
         ]
         for slot, future in zip(slots, futures, strict=True):
-            completion = _NOTHING if future is None else future.result()
+            completion = _NOTHING if future is None else await asyncio.wrap_future(future)
             slot.update(
                 TensorDict(
                     response=completion.token_ids,
@@ -81,17 +82,14 @@ def _extend(slot: SlotRollout, turn: Any) -> None:
         slot.end(score)
 
 
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
 class GroupCollector(Collector):
     """A torchrl collector whose rollout takes all slots to their end, without padding them."""
 
     def __init__(self, env: EnvBase, policy: EnginePolicy) -> None:
+        self._turns = policy
         super().__init__(
             env,
-            policy,
+            cast(Any, policy),  # torchrl itself never calls it
             frames_per_batch=env.batch_size[0],
             total_frames=-1,
             trust_policy=True,
@@ -108,14 +106,14 @@ class GroupCollector(Collector):
     def _maybe_make_final_rollout(self, make_rollout: bool) -> None:
         self._use_buffers = False
 
-    def rollout(self, call: Callable[..., Any] = _call) -> list[SlotRollout]:
-        """Reset the environment and step it until every slot is done."""
-        tensordict = call(self.env.reset)
+    async def rollout(self, call: Callable[..., Awaitable[Any]]) -> list[SlotRollout]:
+        """Reset the environment and step it until every slot is done, by calls in its thread."""
+        tensordict = await call(self.env.reset)
         slots = [SlotRollout(slot["tokens"].numpy()) for slot in tensordict.unbind(0)]
         while not all(slot.done for slot in slots):
             for slot, state in zip(slots, tensordict.unbind(0), strict=True):
                 state["response_tokens"] = torch.tensor(len(slot.response_ids))
-            tensordict = call(self.env.step, self.policy(tensordict))
+            tensordict = await call(self.env.step, await self._turns(tensordict))
             for slot, before in zip(slots, tensordict.unbind(0), strict=True):
                 if not slot.done:
                     _extend(slot, before)

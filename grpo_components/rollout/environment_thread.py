@@ -79,6 +79,22 @@ class EnvironmentThread:
                 raise
             raise self.hung(limit, function) from None
 
+    async def run(self, limit: TimeLimit, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in the thread, as `call`, and let the event loop go on meanwhile."""
+        return await self.outcome(limit, function, self.start(function, *args))
+
+    async def outcome(
+        self, limit: TimeLimit, function: Callable[..., Any], future: Future[Any]
+    ) -> Any:
+        """Wait for the result of a call that was started."""
+        try:
+            with limit.running() as left_s:
+                return await asyncio.wait_for(asyncio.wrap_future(future), left_s)
+        except TimeoutError:
+            if future.done() and not future.cancelled():
+                raise
+            raise self.hung(limit, function) from None
+
     def hung(self, limit: TimeLimit, function: Callable[..., Any]) -> HungCallError:
         """Return an error that says what the thread is doing, outermost call first."""
         name = getattr(function, "__name__", "call")
@@ -124,19 +140,14 @@ class EnvironmentThreads:
         await self._quick.acquire()
         thread = self._idle.pop() if self._idle else EnvironmentThread()
         future = thread.start(function, *args)
-        answer = asyncio.wrap_future(future)
         try:
+            answer = asyncio.wrap_future(future)
             with limit.running() as left_s:
                 try:
                     await asyncio.wait([answer], timeout=min(_QUICK_S, left_s))
                 finally:
                     self._quick.release()
-            with limit.running() as left_s:
-                return await asyncio.wait_for(answer, left_s)
-        except TimeoutError:
-            if future.done() and not future.cancelled():
-                raise
-            raise thread.hung(limit, function) from None
+            return await thread.outcome(limit, function, future)
         finally:
             if future.done():
                 self._idle.append(thread)

@@ -30,8 +30,6 @@ from grpo_components.rollout.weight_receiver import IncomingWeights
 from grpo_components.settings import GeneratorSettings
 from grpo_components.trajectory import GroupSummary, PackedTrajectories, Trajectory, pack, summarize
 
-_REPLAY_THREADS = 1000
-"""Number of threads in a replay: its calls come in any order, and none may block another."""
 _SWITCH_S = 0.0005
 """Seconds that a thread may keep the GIL while another wants it."""
 _END_S = 10.0
@@ -59,11 +57,10 @@ class Generator:
         rollouts_in_flight: int,
         log_token_texts: bool = False,
         open_schedule: Callable[..., Schedule[Any]] | None = None,
-        replays: bool = False,
         number: int = 0,
         restart_count: int = 0,
     ) -> None:
-        # At Python's 5 ms, collectors' threads hold up each engine step that waits for the GIL.
+        # At Python's 5 ms, other threads hold up each engine step that waits for the GIL.
         sys.setswitchinterval(_SWITCH_S)
         limit_malloc_arenas(_MALLOC_ARENAS)
         self._rewards = open_rewards()
@@ -74,7 +71,6 @@ class Generator:
         self._engine = open_engine(settings, engine, seed=seed, schedule=schedule)
         self._log_token_texts = log_token_texts
         self._budget = SequenceBudget(rollouts_in_flight, group_size)
-        threads = _REPLAY_THREADS if replays else rollouts_in_flight * group_size
         shared = self._engine, self._rewards, settings, environment
         texts = {"decode": self._decode, "encode": partial(encode_text, self._tokenizer)}
         if environment.kind == "agents":
@@ -84,7 +80,7 @@ class Generator:
         elif environment.kind == "torchrl":
             from grpo_components.rollout.rollouts import Rollouts  # torchrl
 
-            self._rollouts = Rollouts(*shared, **texts, threads=threads)
+            self._rollouts = Rollouts(*shared, **texts)
         else:
             self._rollouts = TurnRollouts(*shared, **texts)
         self.version = self._loading = BASE_VERSION

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from numbers import Real
-from typing import Any
-
-import numpy as np
 
 from grpo_components.objective.component_errors import defined_at
 from grpo_components.rewards.pool import Score
@@ -22,11 +17,7 @@ _MAX_TOKEN_CHARS = 1000
 
 @dataclass(frozen=True)
 class Reply:
-    """The world's reply to one turn of the policy.
-
-    Raises:
-        ValueError: a field has the wrong type, or a reward is not finite.
-    """
+    """The world's reply to one turn of the policy."""
 
     text: str = ""
     """Text for the policy to read before its next turn; ignored if `done`."""
@@ -36,26 +27,6 @@ class Reply:
     """Rewards of this turn by name; added to the sample's reward without a weight."""
     answer: str | None = None
     """Answer by which the config's rewards judge the last turn; None uses the prompt's answer."""
-
-    def __post_init__(self) -> None:
-        """Check the fields at construction, so that a traceback shows the line in the world."""
-        fits = {
-            "text": (isinstance(self.text, str), "a text"),
-            "done": (isinstance(self.done, bool | np.bool_), "True or False"),
-            "rewards": (_are_rewards(self.rewards), "finite numbers by name"),
-            "answer": (self.answer is None or isinstance(self.answer, str), "a text or None"),
-        }
-        for name, (right, allowed) in fits.items():
-            if not right:
-                given = f"Reply.{name}: {getattr(self, name)!r:.100} given"
-                raise ValueError(f"{given}; allowed: {allowed}")
-
-
-def _are_rewards(given: Any) -> bool:
-    return isinstance(given, Mapping) and all(
-        isinstance(name, str) and isinstance(value, Real) and math.isfinite(value)
-        for name, value in given.items()
-    )
 
 
 World = Callable[[Prompt, int], Callable[[str], Reply]]

@@ -1,12 +1,11 @@
-"""Rolls out groups in threads, each with a torchrl environment, a policy and a collector."""
+"""Rolls out groups, each with a torchrl environment in its own thread, a policy and a collector."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,41 +54,30 @@ class Rollouts:
         *,
         decode: Callable[[list[int]], str],
         encode: Callable[[str], list[int]],
-        threads: int,
     ) -> None:
         self._engine, self._rewards = engine, rewards
         self._settings, self._environment = settings, environment
         self._decode, self._encode = decode, encode
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="collector")
         self._free_seats: defaultdict[int, deque[_Seat]] = defaultdict(deque)
         """Seats that no rollout is using, by number of slots."""
 
     async def collect(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
         """Sample and score responses, all in one environment."""
-        run = asyncio.get_running_loop().run_in_executor
         with self._engine.use.rollout():
-            return await run(self._threads, self._collect_in_thread, samples, temperature)
+            try:
+                return await self._rollout(samples, temperature)
+            finally:
+                for sample in samples:
+                    sample.ended()
 
-    def _collect_in_thread(
-        self, samples: Sequence[Sample], temperature: float
-    ) -> list[SlotRollout]:
-        try:
-            return self._rollout(samples, temperature)
-        finally:
-            for sample in samples:
-                sample.ended()
-
-    def _rollout(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
+    async def _rollout(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
         free = self._free_seats[len(samples)]
-        try:
-            seat = free.pop()
-        except IndexError:
-            seat = self._seat(len(samples))
+        seat = free.pop() if free else await self._seat(len(samples))
         seat.policy.samples, seat.policy.temperature = samples, temperature
         try:
-            call = partial(seat.environment.call, TimeLimit(self._environment.timeout_s))
-            call(seat.env.ask, [sample.prompt for sample in samples])
-            slots = seat.collector.rollout(call)
+            call = partial(seat.environment.run, TimeLimit(self._environment.timeout_s))
+            await call(seat.env.ask, [sample.prompt for sample in samples])
+            slots = await seat.collector.rollout(call)
             longest = max(len(slot.response_ids) for slot in slots)
             if longest > self._settings.max_response_tokens:
                 limit = f"generator.max_response_tokens is {self._settings.max_response_tokens}"
@@ -118,7 +106,7 @@ class Rollouts:
             return NO_SCORE
         return hang_text(error)
 
-    def _seat(self, num_slots: int) -> _Seat:
+    async def _seat(self, num_slots: int) -> _Seat:
         environment = EnvironmentThread()
         build = partial(
             self._environment.build_environment,
@@ -129,7 +117,7 @@ class Rollouts:
             max_response_tokens=self._settings.max_response_tokens,
         )
         try:
-            env = environment.call(TimeLimit(self._environment.timeout_s), build)
+            env = await environment.run(TimeLimit(self._environment.timeout_s), build)
         except Exception as error:  # from a user's environment
             if isinstance(error, TimeoutError):
                 raise
@@ -138,7 +126,6 @@ class Rollouts:
         return _Seat(environment, env, policy, GroupCollector(env, policy))
 
     def close(self) -> None:
-        """Wait for the threads, and close the environments that no rollout is using."""
-        self._threads.shutdown(cancel_futures=True)
+        """Close the environments that no rollout is using."""
         seats = [seat for free in self._free_seats.values() for seat in free]
         wait([seat.environment.leave(seat.env.close) for seat in seats], _CLOSING_S)

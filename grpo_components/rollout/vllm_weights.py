@@ -93,7 +93,7 @@ def receive_into_worker(
             }
         )
     engine.reset_weight_update_target()
-    missing -= checked.loaded()
+    missing -= checked.loaded
     _finish(worker)
     _refuse_missing(missing)
 

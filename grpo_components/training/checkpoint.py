@@ -210,16 +210,11 @@ def save_hf_weights(state_dict: dict[str, Tensor], base_model_path: Path, folder
     config = folder / "config.json"
     if config.is_file():
         described = json.loads(config.read_text(encoding="utf-8"))
-        _set_dtype(described, _dtype(state_dict.values()))
+        sizes: Counter[torch.dtype] = Counter()
+        for tensor in state_dict.values():
+            sizes[tensor.dtype] += tensor.numel()
+        _set_dtype(described, str(sizes.most_common(1)[0][0]).removeprefix("torch."))
         config.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-
-
-def _dtype(tensors: Iterable[Tensor]) -> str:
-    """Return the name of the dtype that most weights have, as transformers writes it."""
-    counts: Counter[torch.dtype] = Counter()
-    for tensor in tensors:
-        counts[tensor.dtype] += tensor.numel()
-    return str(counts.most_common(1)[0][0]).removeprefix("torch.")
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,6 @@ def damage(checkpoint: Path) -> str | None:
 
     Of weights and optimizer's state only the sizes are checked: the trainers check the values.
     """
-    files = sorted(file for file in checkpoint.rglob("*") if file.is_file())
-    return _damage(checkpoint, tuple((f, f.stat().st_size, f.stat().st_mtime_ns) for f in files))
-
-
-@lru_cache
-def _damage(checkpoint: Path, _files: tuple[Any, ...]) -> str | None:
-    """Remember the answer for as long as no file changes: it is asked for several times."""
     for name, read in _readers(checkpoint):
         try:
             read()

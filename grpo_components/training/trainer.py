@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torchtune.training import OffloadActivations
 
 from grpo_components.exchange.weight_deltas import DeltaBucket
@@ -30,7 +33,6 @@ from grpo_components.objective.losses import LossInputs
 from grpo_components.objective.objective import TrainedObjective
 from grpo_components.rendezvous import Rendezvous
 from grpo_components.training.checkpoint import TrainerState, set_learning_rate
-from grpo_components.training.grad_norm import clip_grad_norm
 from grpo_components.training.optimizer_offload import state_on_device
 from grpo_components.training.policy_loss import PolicyLoss
 from grpo_components.training.resource_use import ResourceUse
@@ -351,6 +353,28 @@ def load_policy(options: TrainerOptions, meshes: Meshes, sharding: Sharding) -> 
         compile_layers=options.compile,
         new_weights=new_adapters,
     )
+
+
+def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale gradients in place so that their total norm is at most `max_norm`; collective.
+
+    `torch.nn.utils.clip_grad_norm_` rejects tensors on several meshes, which tensor parallelism
+    produces. So this function computes one norm per mesh and combines the norms.
+    """
+    by_mesh: dict[object, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            by_mesh[mesh].append(parameter)
+    norms = []
+    for group in by_mesh.values():
+        norm = get_total_norm([parameter.grad for parameter in group if parameter.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    if total.isfinite():
+        for group in by_mesh.values():
+            clip_grads_with_norm_(group, max_norm, total)
+    return total
 
 
 def _nothing_to_train(samples: list[TrainSample]) -> str:

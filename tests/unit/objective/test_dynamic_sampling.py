@@ -43,9 +43,3 @@ def test_the_error_has_the_key_and_the_counts_of_the_groups_in_that_row():
         sampling.keeps([0.0] * 3, [False] * 3)
     assert str(error.value).startswith("dynamic_sampling.max_discarded: 5 groups")
     assert "{0: 3, 1: 1, 3: 1}" in str(error.value)
-
-
-@pytest.mark.parametrize("bad", [0, 2.5, True])
-def test_settings_out_of_range_name_their_key(bad):
-    with pytest.raises(ValueError, match=r"^dynamic_sampling\.max_discarded: "):
-        DynamicSampling(max_discarded=bad)

@@ -1,5 +1,6 @@
 """Environments of torchrl, the shipped one and one's own, are stepped slot by slot."""
 
+import asyncio
 from types import SimpleNamespace
 
 import numpy as np
@@ -131,6 +132,10 @@ def collector(engine_variables):
     return collector
 
 
+async def at_once(function, *args):
+    return function(*args)
+
+
 def policy_over(collector, engine, num_slots):
     settings = GeneratorSettings(max_response_tokens=8, temperature=1.0, stop_token_ids=[0])
     policy = collector.EnginePolicy(engine, settings)
@@ -147,7 +152,7 @@ def test_slots_of_one_environment_end_one_by_one_and_then_stay_as_they_are(colle
     made = collector.GroupCollector(Countdown(3), policy_over(collector, engine, 3))
     assert not engine.requests, "torchrl would reset an environment in the constructor"
     for _ in range(2):  # a second rollout of the same collector starts afresh
-        slots = made.rollout()
+        slots = asyncio.run(made.rollout(at_once))
         said = [[5, 6], [5, 6, 9, 5, 6], [5, 6, 9, 5, 6, 9, 5, 6]]
         assert [slot.response_ids.tolist() for slot in slots] == said
         assert slots[2].response_mask.tolist() == [True, True, False] * 2 + [True, True]
@@ -162,7 +167,7 @@ def test_a_policy_without_room_names_the_limit(collector):
     state["response_tokens"] = torch.tensor(8)
     policy = policy_over(collector, SimpleNamespace(submit=print), 1)
     with pytest.raises(ValueError, match=r"generator\.max_response_tokens\D*8"):
-        policy(lazy_stack([state], 0))
+        asyncio.run(policy(lazy_stack([state], 0)))
 
 
 @pytest.mark.parametrize(

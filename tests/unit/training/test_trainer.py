@@ -234,7 +234,7 @@ def test_a_correction_weighs_tokens_by_the_policy_that_the_step_starts_from(
     assert masked + sum(causes.get("trained", 0) for causes in counted.values()) == sampled
 
 
-@pytest.mark.parametrize(("loss", "problem"), [(Mean, "shape ()"), (Ends, "SystemExit")])
+@pytest.mark.parametrize(("loss", "problem"), [(Mean, "shape []"), (Ends, "SystemExit")])
 def test_a_loss_that_breaks_its_contract_is_an_error_by_its_name(ranks, base, loss, problem):
     """It is not a skipped step."""
     for error in ranks.run(base, 2, [step(RAGGED, ADVANTAGES)], loss=loss(), raises=True):

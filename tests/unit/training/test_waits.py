@@ -9,7 +9,7 @@ from lib.trainer_ranks import ADVANTAGES, SMALL, WHOLE, fresh, trainer_arguments
 from grpo_components.objective.off_policy import NoCorrection, SequenceTIS
 
 AFTER_AN_UPDATE = {
-    "training/grad_norm.py:clip_grad_norm",
+    "training/trainer.py:clip_grad_norm",
     "training/token_metrics.py:over_ranks",
     "training/trainer.py:_update",
 }
@@ -67,7 +67,7 @@ def test_the_host_waits_after_an_update_and_not_for_its_micro_batches(
         events = gpu.call("events", arguments, fresh(), ADVANTAGES, has_flash)
         places = [where for what, where in events if what == "waited"]
         first = next(where for where in places if where != ONCE)
-        assert first == "training/grad_norm.py:clip_grad_norm"
+        assert first == "training/trainer.py:clip_grad_norm"
         found.append((Counter(places), Counter(what for what, _ in events)))
     (waits, one), (same_waits, three) = found
     assert waits == same_waits and waits[ONCE] <= 1
