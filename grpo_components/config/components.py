@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_components.config.reading import nearest
 from grpo_components.data.columns import CALL
-from grpo_components.errors import ConfigError, fail, shown
+from grpo_components.errors import ConfigError, fail
 from grpo_components.rollout.generator_options import EnvironmentKind
 from grpo_components.settings import PENALTIES, Settings
 
@@ -42,9 +42,6 @@ _ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
     "ptx": (1, ()),
     "lr_scheduler": (1, ("num_training_steps",)),
 }
-_FORMS_PROMPTS = ("prompt_template", "chat_template", "chat_template_kwargs", "system_prompt")
-_FORMS_PROMPTS += ("tools",)
-"""Arguments of data sets that shape prompts."""
 _OF_REWARDS = ("weight", "is_success")
 """Keys of a reward that the recipe reads, not the component."""
 _READ = ("grpo_components", "torch", "torchao", "torchtune")
@@ -176,7 +173,6 @@ def check_components(settings: Settings) -> None:
         if part["_component_"].startswith("grpo_components."):
             build(f"environment.{name}", part)
     _check_login(settings.metric_logger)
-    _check_same_prompts(settings)
     for name, node in settings.rewards.items():
         _check_reward(f"rewards.{name}", node, settings)
 
@@ -270,23 +266,3 @@ def _check_login(node: DictConfig) -> None:
     if not (known or sys.stdin.isatty()):
         allowed = "`wandb login` first, or WANDB_API_KEY, or WANDB_MODE=offline in the environment"
         fail("metric_logger", "Weights & Biases has no login here", allowed)
-
-
-def _check_same_prompts(settings: Settings) -> None:
-    """Refuse held-out prompts that would look different from those of training; not in a mix."""
-    if settings.eval_dataset is None or settings.eval_only or not settings.evaluates:
-        return
-    if settings.eval.allow_other_prompts:
-        return
-    forms: list[dict[str, Any]] = []
-    for node in (settings.dataset, settings.eval_dataset):
-        component = resolved(node["_component_"])
-        values = {p.name: node.get(p.name, p.default) for p in parameters_of(component)}
-        forms.append({name: value for name, value in values.items() if name in _FORMS_PROMPTS})
-    for name in forms[0].keys() & forms[1].keys():
-        expected, found = (form[name] for form in forms)
-        if found != expected:
-            problem = f"{shown(found)}, and dataset.{name} is {shown(expected)}: held-out prompts "
-            problem += "would look different"
-            allowed = f"${{dataset.{name}}}, or eval.allow_other_prompts: true"
-            fail(f"eval_dataset.{name}", problem, allowed)
