@@ -47,7 +47,7 @@ def random_model(folder: Path) -> None:
 def measure(backend: str, path: str, response: int, batches: int) -> tuple[float, float]:
     """Return CPU and wall seconds of a batch of 64 samples."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    from grpo_components.rollout.engine_environment import engine_environment
+    from grpo_components.quiet import engine_environment
 
     os.environ.update(engine_environment("cpu", "ERROR"))
     from grpo_components.rollout.engine import open_engine

@@ -362,7 +362,7 @@ class WeightsPath:
     """Measures both paths of the weights for one model size."""
 
     def __init__(self, cluster: Any, folder: Path, shape: dict[str, Any]) -> None:
-        from grpo_components.rollout.engine_environment import engine_environment
+        from grpo_components.quiet import engine_environment
 
         server = "grpo_components.exchange.parameter_server.VLLMParameterServer"
         env = engine_environment("cpu", "WARNING")

@@ -128,7 +128,6 @@ MEANINGS = {
     "profiler.enabled": "write traces into `${output_dir}/profile`",
     "ptx": "data set of supervised examples whose loss is added",
     "eval.samples_per_prompt": "responses to each prompt; above 1 also `eval/pass_at_2`, ...",
-    "eval.allow_other_prompts": "held-out prompts may have another form than training prompts",
     "eval.prompts_logged": "prompts whose answers are logged, spread evenly",
     "eval_only": "evaluate the base model (true) or a checkpoint (its path), and end",
     "rollout_only": "generate and score, train nothing",

@@ -84,19 +84,15 @@ FlagOrPath = Annotated[
 
 HUGGING_FACE = "grpo_components.models.hugging_face"
 """The model builder that needs no checkpointer."""
-REFUSED_MODEL_TYPES = {
-    "QWEN3": f"torchtune 0.6.1 has no Qwen3, which model._component_={HUGGING_FACE} trains",
-    "GEMMA2": "torchtune 0.6.1 swaps Gemma 2's norms and caps its hidden state, not its logits",
-    "LLAMA3_VISION": "it is multimodal, and prompts and responses are text here",
-}
 ModelType = Literal[
     "LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "GEMMA", "PHI3_MINI", "PHI4", "QWEN2"
 ]
 
 
 def _trainable(model_type: Any) -> Any:
-    if isinstance(model_type, str) and (why := REFUSED_MODEL_TYPES.get(model_type)):
-        raise ConfigError("", f"{model_type} given, but {why}", ", ".join(get_args(ModelType)))
+    if model_type == "QWEN3":
+        problem = f"QWEN3 given, which torchtune has not, but model._component_={HUGGING_FACE}"
+        raise ConfigError("", problem, ", ".join(get_args(ModelType)))
     return model_type
 
 
@@ -350,7 +346,6 @@ class EvalSettings(BaseModel):
     model_config = _SECTION
     samples_per_prompt: Annotated[int, Field(ge=1, le=2**14)] = 1
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None  # null: generator.temperature
-    allow_other_prompts: bool = False
     prompts_logged: CountOrZero = 16  # spread evenly over eval_dataset
 
 

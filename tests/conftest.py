@@ -16,7 +16,7 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from lib.properties import many
 
-from grpo_components.rollout.engine_environment import engine_environment
+from grpo_components.quiet import engine_environment
 
 pytest_plugins = ["lib.costs", "lib.tiers", "lib.shared_runs", "lib.tune", "lib.finished_runs"]
 

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_components.config.reading import nearest
 from grpo_components.data.columns import CALL
-from grpo_components.errors import ConfigError, fail, shown
+from grpo_components.errors import ConfigError, fail
 from grpo_components.rollout.generator_options import EnvironmentKind
 from grpo_components.settings import PENALTIES, Settings
 
@@ -42,9 +42,6 @@ _ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
     "ptx": (1, ()),
     "lr_scheduler": (1, ("num_training_steps",)),
 }
-_FORMS_PROMPTS = ("prompt_template", "chat_template", "chat_template_kwargs", "system_prompt")
-_FORMS_PROMPTS += ("tools",)
-"""Arguments of data sets that shape prompts."""
 _OF_REWARDS = ("weight", "is_success")
 """Keys of a reward that the recipe reads, not the component."""
 _READ = ("grpo_components", "torch", "torchao", "torchtune")
@@ -120,20 +117,30 @@ def _nodes(settings: Settings) -> dict[str, DictConfig]:
 
 
 def refuse_missing(settings: Settings) -> None:
-    """Refuse components that no file of ours or torchtune's can hold: an import takes seconds."""
+    """Refuse components that no file can hold, by a look into the files: an import takes seconds.
+
+    The files are ours, torch's and torchtune's, and those of the current folder.
+    """
     for key, node in _nodes(settings).items():
         top, *rest = str(node._component_).split(".")
-        spec = find_spec(top) if top in _READ else None
+        own, spec = Path(f"{top}.py"), find_spec(top) if top in _READ else None
         if spec is not None and spec.submodule_search_locations:
-            _refuse_missing(f"{key}._component_", Path(spec.submodule_search_locations[0]), rest)
+            place = Path(spec.submodule_search_locations[0])
+        elif own.is_file():
+            place = own
+        elif find_spec(top) is None:
+            place, rest = Path(), [top, *rest]
+        else:
+            continue
+        _refuse_missing(f"{key}._component_", place, rest)
 
 
 def _refuse_missing(key: str, place: Path, parts: Sequence[str]) -> None:
-    names = [place.name]
+    names = [place.stem] if place.name else []
     for depth, part in enumerate(parts):
         if not ((place / part).is_dir() or any(place.glob(f"{part}.*"))):
             source = place / "__init__.py" if place.is_dir() else place
-            text = source.read_text(encoding="utf-8") if source.is_file() else part
+            text = source.read_text(encoding="utf-8") if source.is_file() else ""
             words = re.findall(r"\w+", text)
             if part in words or "import *" in text or "__getattr__" in words:
                 return
@@ -166,7 +173,6 @@ def check_components(settings: Settings) -> None:
         if part["_component_"].startswith("grpo_components."):
             build(f"environment.{name}", part)
     _check_login(settings.metric_logger)
-    _check_same_prompts(settings)
     for name, node in settings.rewards.items():
         _check_reward(f"rewards.{name}", node, settings)
 
@@ -187,29 +193,14 @@ def imported_component(key: str, path: str) -> Any:
     try:
         component = resolved(path)
     except (Exception, SystemExit) as cause:  # a user's module may raise anything
-        hint = ""
         problem = f"{path} cannot be imported, {type(cause).__name__}: {cause}"
-        if isinstance(cause, ModuleNotFoundError) and f"{path}.".startswith(f"{cause.name}."):
-            hint = _near(path)
-        else:
+        if not (isinstance(cause, ModuleNotFoundError) and path.startswith(f"{cause.name}")):
             place = traceback.extract_tb(cause.__traceback__)[-1]
             problem += f" ({place.filename}:{place.lineno})"
-        fail(key, problem, hint or _A_PATH)
+        fail(key, problem, _A_PATH)
     if not callable(component):
         fail(key, f"{path} cannot be called", "a class or function")
     return component
-
-
-def _near(path: str) -> str:
-    """Return a hint at what a dotted path that leads nowhere may mean; empty if nothing is near."""
-    parent, _, name = path.rpartition(".")
-    if parent in sys.modules:
-        known = {each: f"{parent}.{each}" for each in vars(sys.modules[parent])}
-    else:
-        name, _, rest = path.partition(".")
-        known = {file.stem: f"{file.stem}.{rest}" for file in Path().glob("*.py")}
-    near = get_close_matches(name, known, n=1, cutoff=0.75)
-    return f"did you mean {known[near[0]]}?" if near else ""
 
 
 def parameters_of(component: Any) -> list[inspect.Parameter]:
@@ -275,23 +266,3 @@ def _check_login(node: DictConfig) -> None:
     if not (known or sys.stdin.isatty()):
         allowed = "`wandb login` first, or WANDB_API_KEY, or WANDB_MODE=offline in the environment"
         fail("metric_logger", "Weights & Biases has no login here", allowed)
-
-
-def _check_same_prompts(settings: Settings) -> None:
-    """Refuse held-out prompts that would look different from those of training; not in a mix."""
-    if settings.eval_dataset is None or settings.eval_only or not settings.evaluates:
-        return
-    if settings.eval.allow_other_prompts:
-        return
-    forms: list[dict[str, Any]] = []
-    for node in (settings.dataset, settings.eval_dataset):
-        component = resolved(node["_component_"])
-        values = {p.name: node.get(p.name, p.default) for p in parameters_of(component)}
-        forms.append({name: value for name, value in values.items() if name in _FORMS_PROMPTS})
-    for name in forms[0].keys() & forms[1].keys():
-        expected, found = (form[name] for form in forms)
-        if found != expected:
-            problem = f"{shown(found)}, and dataset.{name} is {shown(expected)}: held-out prompts "
-            problem += "would look different"
-            allowed = f"${{dataset.{name}}}, or eval.allow_other_prompts: true"
-            fail(f"eval_dataset.{name}", problem, allowed)

@@ -51,8 +51,7 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
     name, most = _lowest(trained)
     if cfg.train_from:
         data["dataset"] = recorded = RecordedPrompts(cfg.train_from)
-        known = [size for size in (vocab_size, sampled_ids(cfg, tokenizer)) if size is not None]
-        recorded.check(most, name, min(known, default=None))
+        recorded.check(most, name)
     longest = cfg.ptx and cfg.ptx.get("max_tokens")
     if isinstance(longest, int) and longest > most:
         raise ConfigError("ptx.max_tokens", f"{longest} given", f"at most {most}, {name}")

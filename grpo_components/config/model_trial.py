@@ -76,7 +76,7 @@ def try_teacher(settings: Settings, path: str) -> None:
         AutoTokenizer.from_pretrained(folder).get_vocab()
         for folder in (settings.base_model_path, path)
     )
-    for token, number in ours.items():
+    for token, number in sorted(ours.items(), key=lambda item: item[1]):
         if theirs.get(token) != number:
             problem = f"{path} has another tokenizer: token {shown(token)} is {number} of the "
             problem += f"policy, and {theirs.get(token, 'no id')} there"

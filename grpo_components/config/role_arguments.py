@@ -22,8 +22,8 @@ from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.objective import TrainedObjective
 from grpo_components.offline.partial_runs import TRAJECTORIES, start_model
+from grpo_components.quiet import engine_environment
 from grpo_components.rewards.pool import RewardPool, reward_specs
-from grpo_components.rollout.engine_environment import engine_environment
 from grpo_components.rollout.generator_options import EngineOptions, EnvironmentOptions
 from grpo_components.rollout.schedule import open_schedule
 from grpo_components.settings import Settings, teachers_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch.utils.data import Dataset
 
 from grpo_components.errors import fail, shown
@@ -28,12 +27,12 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
 
         self._path = path
         self._prompts: list[list[int]] = []
-        self._extents: list[tuple[int, int]] = []
-        """Per group: tokens of prompt and longest response together, and the largest token id."""
+        self._lengths: list[int] = []
+        """Tokens of the prompt and the longest response of each group together."""
         for group in read_groups(path):
             self._prompts.append(group[0].prompt_ids.tolist())
-            tokens = [np.concatenate([t.prompt_ids, t.response_ids]) for t in group]
-            self._extents.append((max(map(len, tokens)), int(np.concatenate(tokens).max())))
+            longest = max(len(trajectory.response_ids) for trajectory in group)
+            self._lengths.append(len(group[0].prompt_ids) + longest)
         self.max_prompt_length = max(map(len, self._prompts))
         """Length of the longest prompt, in tokens."""
 
@@ -45,16 +44,12 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
         text = f"(line {row + 1} of {self._path})"
         return {"prompt_index": row, "prompt_ids": self._prompts[row], "prompt_text": text}
 
-    def check(self, longest: int, limit: str, num_ids: int | None) -> None:
-        """Refuse groups that are too long for the policy or have token ids that it lacks."""
-        for line, (length, largest) in enumerate(self._extents, start=1):
-            where = f"{self._path}, line {line}, has"
+    def check(self, longest: int, limit: str) -> None:
+        """Refuse groups that are too long for the policy."""
+        for line, length in enumerate(self._lengths, start=1):
             if length > longest:
-                problem = f"{where} a prompt and response of {length} tokens"
+                problem = f"{self._path}, line {line}, has a prompt and response of {length} tokens"
                 fail("train_from", problem, f"at most {longest}, {limit}")
-            if num_ids is not None and largest >= num_ids:
-                allowed = f"below {num_ids}, the policy's ids"
-                fail("train_from", f"{where} token id {largest}", allowed)
 
 
 def roles_of(cfg: Settings, trainer: str, generator: str) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,15 +114,7 @@ def _continue_from(path: Path) -> End:
         known = read_end(path)
     except ValueError:
         known = None
-    end = [End(), *_ends(path)][-1]
-    if known is not None and known.records > end.records:
-        return End(end.records, known.chain)
-    return end
-
-
-def _ends(path: Path) -> Iterator[End]:
-    """Yield the chain's end after each record."""
-    if path.exists():
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                yield End(number, split(line.removesuffix(b"\n"))[1] or "")
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    chain = (split(lines[-1])[1] or "") if lines else ""
+    lost = known is not None and known.records > len(lines)
+    return End(len(lines), known.chain if lost and known else chain)

@@ -127,7 +127,7 @@ class Run:
         skipped, recording = self._records.skipped_steps.summary(), self._ledger.events.recording
         replayed = recording.summary() if recording else ""
         self._journal.close()  # the books need the end record
-        self._log.summary(self._ledger.dropped_groups, replayed, skipped)
+        self._log.summary(replayed, skipped)
 
     async def _evaluate(self, step: int) -> None:
         assert self._tasks is not None, "`begin` comes first"

@@ -20,11 +20,10 @@ from torchtune.training.metric_logging import MetricLoggerInterface
 from grpo_components.cluster.supervision import root_cause
 from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.ledger import LedgerEntry
-from grpo_components.files import FAILURES, STEPS_PER_END, append_line, records_of
+from grpo_components.files import FAILURES, append_line, records_of
 from grpo_components.records.checkpoint_folder import latest
 from grpo_components.records.metrics import MetricLog
 from grpo_components.records.progress import Progress
-from grpo_components.records.step_metrics import mean
 
 STEPS_SHOWN = 10
 """Number of steps over which the display averages the throughput."""
@@ -50,19 +49,13 @@ class RunLog:
         self._metric_log = MetricLog(str(output_dir), metric_logger, log_every_n_steps)
         self._progress = Progress(num_steps, plain=prints)
         self._output_dir, self._logs, self.attempt = output_dir, output_dir / "logs", attempt
-        self._first_rewards: list[float] = []
-        self._last_rewards: deque[float] = deque(maxlen=STEPS_PER_END)
-        self._steps = self._stalest = 0
-        self._staleness = 0.0
-        self._evaluations: list[Mapping[str, float]] = []
-        """The first and the last one."""
+        self._steps, self._evaluated = 0, False
         self._checkpoint, self._resumable = "", resumable
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=STEPS_SHOWN)
         """Seconds, generated and trained tokens of the last steps."""
         self._num_steps = self._steps_left = num_steps
-        self._started = self._last = time.perf_counter()
+        self._last = time.perf_counter()
         self._generated_tokens = self._counted_tokens = 0
-        self._trained_tokens = 0.0
         self._live_report = LiveReport(output_dir, self._progress.note)
         logged = records_of(self._logs / "metrics.jsonl", f'"{_WALL_CLOCK}": '.encode())
         earlier_s = max((record.get(_WALL_CLOCK) or 0 for record in logged), default=0)
@@ -91,8 +84,7 @@ class RunLog:
         generated = self._generated_tokens - self._counted_tokens
         self._counted_tokens = self._generated_tokens
         metrics |= _throughput(seconds, generated, trained_tokens)
-        self._trained_tokens += trained_tokens
-        self._keep(metrics)
+        self._steps += 1
         self._steps_left = self._num_steps - step
         self._metric_log.log(step, {"attempt": self.attempt, **metrics, **self._totals()})
         self._phases.begin("training")
@@ -102,25 +94,16 @@ class RunLog:
         self._progress.update(step, metrics | recent)
         self._live_report.start()
 
-    def _keep(self, metrics: Mapping[str, float]) -> None:
-        """Keep what the summary needs of a step: not its metrics, as a run may have many."""
-        self._steps += 1
-        self._staleness += metrics["staleness/mean"]
-        self._stalest = max(self._stalest, metrics["staleness/max"])
-        self._last_rewards.append(metrics["rollout/reward_mean"])
-        if self._steps <= STEPS_PER_END:
-            self._first_rewards.append(metrics["rollout/reward_mean"])
-
     def count_generated(self, tokens: int) -> None:
         """Count tokens that were sampled for training."""
         self._generated_tokens += tokens
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show an evaluation to the user, and log the one before the first step as step 0."""
-        if not self._evaluations:  # before the attempt's first step: throughput counts from here
-            self._started = self._last = time.perf_counter()
+        if not self._evaluated:  # before the attempt's first step: throughput counts from here
+            self._last = time.perf_counter()
             self._generated_tokens = self._counted_tokens = 0
-        self._evaluations[1:] = [metrics]
+        self._evaluated = True
         version = metrics["eval/policy_version"]
         if step == 0:
             record = {"attempt": self.attempt, "policy_version": version, **metrics}
@@ -180,33 +163,21 @@ class RunLog:
         self._checkpoint = folder
         self.note(f"step {step}: saved {folder}")
 
-    def summary(
-        self,
-        dropped_groups: Mapping[str, int],
-        replay: str = "",
-        skipped_steps: str = "",
-    ) -> None:
+    def summary(self, replay: str = "", skipped_steps: str = "") -> None:
         """Show the closing summary: a row of label and value for each thing to tell."""
-        rows = {"held-out success": self._change_of_success()}
+        from grpo_tools.report.facts import key_figures  # tools, loaded at the end of a run only
+        from grpo_tools.report.run_files import read_run
+
+        metrics, history = read_run(self._output_dir)
+        rows = key_figures(metrics, history)
         if self._steps:
-            dropped = ", ".join(f"{count} {why}" for why, count in sorted(dropped_groups.items()))
-            seconds = self._last - self._started
-            generated, trained = self._generated_tokens / seconds, self._trained_tokens / seconds
-            rows = {
-                "reward": self._change_of_reward(),
-                **rows,
-                "staleness": f"{self._staleness / self._steps:.2f} policy versions on average, "
-                f"{self._stalest:.0f} at most",
-                "groups dropped": dropped or "none",
-                "books": self._books(),
-                "steps skipped": skipped_steps,
-                "replay": replay,
-                "tokens per second": f"{generated:,.0f} generated, {trained:,.0f} trained",
-                "checkpoint": self._checkpoint or "none",
-            }
-        rows["metrics"] = str(self._logs / "metrics.jsonl")
-        if self._steps:
+            rows |= {"books": self._books(), "steps skipped": skipped_steps, "replay": replay}
+            rows["checkpoint"] = self._checkpoint or "none"
             rows["sample rollouts"] = str(self._logs / "rollouts.jsonl")
+        else:
+            ends = (metrics[-1][f"eval/success_rate_{end}"] for end in ("low", "high"))
+            rows["95 % confidence"] = " to ".join(f"{end:.3f}" for end in ends)
+        rows["metrics"] = str(self._logs / "metrics.jsonl")
         self._progress.summary([(label, value) for label, value in rows.items() if value])
 
     def _books(self) -> str:
@@ -223,22 +194,6 @@ class RunLog:
         lines += [f"{groups:>9,} {tokens:>13,}  {what}" for what, groups, tokens in books.table()]
         return "\n".join([*lines, *books.beside()])
 
-    def _change_of_reward(self) -> str:
-        number = max(1, min(STEPS_PER_END, self._steps // 2))
-        start, end = mean(self._first_rewards[:number]), mean([*self._last_rewards][-number:])
-        of_steps = f"means of {number} steps" if number > 1 else "one step each"
-        return f"{start:.2f} at the start, {end:.2f} at the end ({of_steps})"
-
-    def _change_of_success(self) -> str:
-        if not self._evaluations:
-            return ""
-        first, last = self._evaluations[0], self._evaluations[-1]
-        before, after = (each["eval/success_rate"] for each in (first, last))
-        if not self._steps:  # eval_only
-            low, high = (first[f"eval/success_rate_{end}"] for end in ("low", "high"))
-            return f"{before:.3f}, 95 % confidence interval {low:.3f} to {high:.3f}"
-        return f"{before:.3f} before, {after:.3f} after"
-
     def close(self) -> None:
         """End the display, close the files and the logger, and write the report.
 
@@ -252,7 +207,7 @@ class RunLog:
         self._progress.close()
         self._live_report.stop()
         self._metric_log.close()
-        if self._steps or self._evaluations or self.attempt:
+        if self._steps or self._evaluated or self.attempt:
             self._report()
         self._phases.end()
         if error is not None and self._steps and (books := self._books()):

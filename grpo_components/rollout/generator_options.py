@@ -9,34 +9,24 @@ from typing import Any, Literal
 from grpo_components.settings import LoraSettings
 
 EnvironmentKind = Literal["single_turn", "multi_turn", "agents", "torchrl"]
-"""The shipped environment of one turn, which is not built; one with a world; one that runs agents;
-or an environment of a user's own."""
+"""The shipped one of one turn, which is not built; with a world; with agents; a user's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What an engine needs beside the section `generator`: its model, and swaps of weights."""
+    """What an engine needs beside `generator`; undescribed fields are keys of the config."""
 
     model_path: str
     """Folder of the Hugging Face checkpoint to load as version 0."""
     device: str
-    """Device of the engine: cpu or cuda."""
     dtype: str
-    """Compute dtype, fp32 or bf16."""
     recompute_kv_after_pull: bool
-    """Whether running requests recompute their KV after a weight swap.
-
-    Otherwise they keep the KV of the old weights. Requests that have computed nothing yet never
-    read old KV.
-    """
     num_ids: int | None = None
     """Ids that the tokenizer knows, which alone are sampled; None: all of the vocabulary."""
     colocate: bool = False
-    """Whether the engine sleeps while a trainer uses its GPU."""
     weight_transfer: str | None = None
     """vLLM's engine through which weights arrive, nccl; None: they are in memory."""
     lora: LoraSettings | None = None
-    """Adapter that new weights are; None: they are whole models."""
     adapter_path: str | None = None
     """Folder of the adapter to start with; None: the base model alone."""
 
@@ -46,8 +36,7 @@ class EnvironmentOptions:
     """Options of the environment in which the policy answers prompts."""
 
     build_environment: Callable[..., Any]
-    """Function that builds it; a torchrl one takes num_slots, decode, encode, score and
-    max_response_tokens."""
+    """Builds it; a torchrl one gets num_slots, decode, encode, score and max_response_tokens."""
     timeout_s: float
     """Seconds for all environment calls of one rollout together, rewards included."""
     kind: EnvironmentKind = "torchrl"

@@ -329,7 +329,7 @@ def what_is_missing(options):
 
 def one_check(options):
     """Run one check in this process, which has the environment of a generator's."""
-    from grpo_components.rollout.engine_environment import engine_environment
+    from grpo_components.quiet import engine_environment
 
     os.environ |= engine_environment(options.device, "WARNING")
     return {**CHECKS, **OF_GPUS}[options.check](options)

@@ -15,8 +15,7 @@ from unittest import mock
 
 import torch
 
-from grpo_components.quiet import quiet_libraries
-from grpo_components.rollout.engine_environment import engine_environment
+from grpo_components.quiet import engine_environment, quiet_libraries
 
 _ENVIRONMENT = {  # as the cluster sets it; OpenMP and vLLM read it at import
     "OMP_NUM_THREADS": "1",

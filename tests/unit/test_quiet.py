@@ -6,8 +6,7 @@ import warnings
 
 import pytest
 
-from grpo_components.quiet import quiet_libraries
-from grpo_components.rollout.engine_environment import engine_environment
+from grpo_components.quiet import engine_environment, quiet_libraries
 
 RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 RENDERER = "vllm.renderers.base"

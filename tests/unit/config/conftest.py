@@ -118,8 +118,8 @@ def own(cfg):
     Path("folder.jsonl").mkdir()
     Path("rows.jsonl.gz").touch()
     Path("own_parts.py").write_text(OWN)
-    Path("own_broken.py").write_text("import os\nthis_is_not_defined\n")
-    Path("own_lacking.py").write_text("import os\nimport not_installed_here\n")
+    Path("own_broken.py").write_text("import os\nthis_is_not_defined\nX = int\n")
+    Path("own_lacking.py").write_text("import os\nimport not_installed_here\nX = int\n")
     sys.path.append(str(Path.cwd()))
     yield
     for name in ("own_parts", "own_broken", "own_lacking"):

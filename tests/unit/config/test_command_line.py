@@ -106,7 +106,7 @@ main()
         ("{base}/no.jsonl", "dataset.source", ""),
         ("loss._component_=grpo_components.objective.losses.Nolo", "loss._component_", ""),
         ("resume_from_checkpoint=/nowhere", "resume_from_checkpoint", "numpy torch"),
-        ("rewards.my._component_=no_module.Reward", "rewards.my._component_", "numpy torch"),
+        ("rewards.my._component_=no_module.Reward", "rewards.my._component_", ""),
         ("model.num_layer=3", "model.num_layer", "numpy torch torchtune"),
     ],
 )

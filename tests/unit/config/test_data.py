@@ -10,7 +10,6 @@ from omegaconf import OmegaConf
 
 from grpo_components.config.components import (
     SHIPPED_ENVIRONMENT,
-    check_components,
 )
 from grpo_components.config.data import build_data, build_prompts
 from grpo_components.data.curriculum import MAX_PROMPTS
@@ -242,50 +241,3 @@ def test_the_config_gives_rule_and_seed_of_the_draws(settings_with):
     assert stream.curriculum.seed == 7
     endless = np.broadcast_to(np.arange(1), MAX_PROMPTS + 1)
     assert refused_key(build_prompts, settings_with(curriculum={}), endless) == "curriculum"
-
-
-# ---- held-out prompts have the form of those trained on -----------------------------------------
-
-PLAIN = {"_component_": GSM8K, "source": "a.jsonl", "prompt_template": "Q: {question}\n"}
-CHAT = PLAIN | {"chat_template": "torchtune", "system_prompt": "Be brief."}
-MATH = {"_component_": "grpo_components.data.datasets.math_dataset", "source": "a.jsonl"}
-REASON = "{question}\nReason step by step, and put the final answer in \\boxed{}.\n"
-LATIN = {"system_prompt": "Breviter."}
-
-
-def mix(**parts):
-    return {"_component_": MIXED, "parts": parts}
-
-
-def own(tokenizer, *, prompts):
-    """A data set of a user's own."""
-
-
-OWN = {"_component_": f"{__name__}.own", "prompts": "train.txt"}
-
-
-@pytest.mark.parametrize(
-    ("dataset", "held_out", "name"),
-    [
-        (CHAT, CHAT | {"source": "b.jsonl", "num_rows": 9, "max_prompt_tokens": 8}, None),
-        (CHAT, CHAT | {"prompt_template": "{question}!"}, "prompt_template"),
-        (CHAT, CHAT | {"chat_template": "/model"}, "chat_template"),
-        (CHAT, CHAT | LATIN, "system_prompt"),
-        (CHAT, PLAIN | {"system_prompt": "Be brief."}, "chat_template"),
-        (MATH, PLAIN, "prompt_template"),
-        (MATH, PLAIN | {"prompt_template": REASON}, None),
-        (mix(words=PLAIN, chats=CHAT), CHAT, None),
-        (CHAT, None, None),
-        (OWN, OWN | {"prompts": "held_out.txt"}, None),
-        (OWN, PLAIN, None),  # they share no argument
-    ],
-)
-def test_held_out_prompts_of_another_form_are_refused(settings_with, dataset, held_out, name):
-    given = {"dataset": dataset, "eval_dataset": held_out}
-    if name is None:
-        check_components(settings_with(**given))
-        return
-    assert refused_key(check_components, settings_with(**given)) == f"eval_dataset.{name}"
-    check_components(settings_with(**given, eval={"allow_other_prompts": True}))
-    for half in ({"eval_only": True}, {"rollout_only": True}, {"train_from": "file.jsonl"}):
-        check_components(settings_with(**given, **half))
