@@ -69,6 +69,12 @@ class Run:
             node = node.get(part) if isinstance(node, dict) else None
         return default if node is None else node
 
+    def has(self, advice: str) -> bool:
+        """Return whether the config has this `key=value`, or sets this key, already."""
+        key, _, value = advice.partition("=")
+        found = self.setting(key)
+        return found == yaml.safe_load(value) if value else bool(found)
+
     def values(self, key: str) -> list[float]:
         """Return a metric's values, step by step."""
         return values_of(self.steps, key)

@@ -37,6 +37,11 @@ class Finding(NamedTuple):
         return one_line(line)
 
 
+def _try(run: Run, *advice: str) -> str:
+    """Join what to try, without what the config has already."""
+    return ", ".join(each for each in advice if not run.has(each))
+
+
 def _samples_fail(run: Run) -> Finding | None:
     failed, ended = run.failed_samples, sum(size for _, size in run.history.lengths.values())
     share = failed.total() / max(1, failed.total(), ended)
@@ -56,10 +61,17 @@ def _ends_with_an_error(run: Run) -> Finding | None:
 
 
 def _steps_skipped(run: Run) -> Finding | None:
-    skipped, steps = max(run.values("skipped_steps"), default=0), len(run.steps)
+    each, steps = run.values("skipped_steps"), len(run.steps)
+    skipped = max(each, default=0)
     figure = f"{skipped:.0f} of {steps} steps"
     cause = "loss or gradient is not finite: the learning rate is too high, or a loss divides by 0"
-    advice = f"a lower optimizer.lr (now {run.setting('optimizer.lr')}), dtype=fp32"
+    advice = _try(run, f"a lower optimizer.lr (now {run.setting('optimizer.lr')})", "dtype=fp32")
+    first = run.steps[0] if each else {}
+    if each and each[0] == first["step"] and first.get("rollout/trained_tokens"):
+        cause = "the advantages, or the loss, are NaN before any update was made"
+        all_groups = f"rollouts_logged_per_step={run.setting('groups_per_step')}"
+        advice = _try(run, "look for null among the advantages in logs/rollouts.jsonl", all_groups)
+        advice += "; else the loss: which of its terms divides by 0, or has no tokens?"
     severity = 60 + 40 * skipped / max(1, steps)
     return Finding(severity, "gradients are skipped", figure, cause, advice) if skipped else None
 
@@ -72,9 +84,9 @@ def _roles_disagree(run: Run) -> Finding | None:
     what = f"generator and trainer {'drift apart' if drifts else 'disagree'}"
     figure = f"mismatch/fresh_kl is {usual:.2g} nats a token" + (f", from {kl}" if drifts else "")
     cause = "weights, or settings of sampling or model, that only one side has"
-    advice = "generator.top_p=1 generator.top_k=0, `model` as in config.json, dtype=fp32"
+    ways = "generator.top_p=1", "generator.top_k=0", "`model` as in config.json", "dtype=fp32"
     ill = drifts or usual > bound / 4 or "trainer and generator disagree" in run.error
-    return Finding(92, what, figure, cause, advice) if ill else None
+    return Finding(92, what, figure, cause, _try(run, *ways)) if ill else None
 
 
 def _runs_away(run: Run) -> Finding | None:
@@ -86,7 +98,8 @@ def _runs_away(run: Run) -> Finding | None:
     figure = f"KL to the generator above 0.1 nats a token in {len(high)} steps, "
     figure += f"{max(high, default=0.0):.2g} at most; " + (f"to the reference {reference}; " * far)
     figure += f"reward {reward}, held-out {before:.2g} to {after:.2g}"
-    advice = f"a tenth of optimizer.lr (now {run.setting('optimizer.lr')}), loss.kl_coeff=0.01"
+    smaller = f"a tenth of optimizer.lr (now {run.setting('optimizer.lr')})"
+    advice = _try(run, smaller, "loss.kl_coeff=0.01")
     jumps = len(high) >= 3 or abs(run.late("ratio/mean") - 1) > 0.2 or far
     what, cause = "the policy runs away", "the learning rate is too high for this staleness"
     severity = 60 if reward.sigmas > 3 else 91 if jumps else 79
@@ -118,7 +131,8 @@ def _cut_off(run: Run) -> Finding | None:
     share = run.late("rollout/cut_off_fraction", statistics.fmean)
     figure = f"{share:.0%} of them, at {run.setting('generator.max_response_tokens')} tokens"
     cause = "the limit is too small, or nothing pays for an end"
-    advice = "a larger generator.max_response_tokens, reward_shaping.overlong_tokens"
+    longer = "a larger generator.max_response_tokens"
+    advice = _try(run, longer, "reward_shaping.overlong_tokens")
     finding = Finding(50 + 40 * share, "responses are cut off", figure, cause, advice)
     return finding if share >= 0.25 else None
 
@@ -139,7 +153,8 @@ def _groups_equal(run: Run) -> Finding | None:
     cause = f"the prompts are too {'easy' if easy else 'hard'}, or the reward tells nothing apart"
     if run.late("rollout/cut_off_fraction") > 0.5:
         cause = "most responses are cut off before they end"
-    advice = f"{'harder' if easy else 'easier'} prompts, curriculum, dynamic_sampling.enabled=true"
+    others = f"{'harder' if easy else 'easier'} prompts"
+    advice = _try(run, others, "curriculum", "dynamic_sampling.enabled=true")
     return Finding(55 + 30 * share, "the reward is flat", figure, cause, advice)
 
 
@@ -161,7 +176,8 @@ def _length_grows(run: Run) -> Finding | None:
     length, reward = run.trend("rollout/response_tokens_mean"), run.trend(_REWARD)
     figure = f"{length} tokens, reward {reward}, success {run.trend(_SUCCESS)}"
     cause = "a reward, or a loss averaged by response, pays for length"
-    advice = "aggregation TokenMean, reward_shaping.overlong_tokens; compare at equal length"
+    mean = "aggregation._component_=grpo_components.objective.aggregation.TokenMean"
+    advice = _try(run, mean, "reward_shaping.overlong_tokens", "a comparison at equal length")
     ill = length.sigmas > 4 and length.after > 1.4 * length.before and reward.sigmas > 2
     return Finding(84, "length grows with the reward", figure, cause, advice) if ill else None
 
@@ -201,8 +217,8 @@ def _groups_dropped(run: Run) -> Finding | None:
     figure = f"{why} ({len(lost) / len(lengths):.0%}), {longer:+.3g} tokens a response"
     biased = longer > 4 * noise
     what = f"{'long responses' if biased else 'many groups'} are dropped"
-    advice = "stale_groups=wait, stale_tokens=mask, or a larger max_staleness"
-    finding = Finding(71, what, figure, "training overtakes slow groups", advice)
+    ways = "stale_groups=wait", "stale_tokens=mask", "a larger max_staleness"
+    finding = Finding(71, what, figure, "training overtakes slow groups", _try(run, *ways))
     return finding if biased or len(lost) > 0.1 * len(kept) else None
 
 
@@ -228,7 +244,8 @@ def _someone_waits(run: Run) -> Finding | None:
 def _pushes_dear(run: Run) -> Finding | None:
     push, load = run.share_of_step("time/push"), run.share_of_time("gen", "loading weights")
     figure = f"pushes take {push:.0%} of a step, loads {load:.0%} of a generator's time"
-    advice = "a larger push_every_n_steps and pull_every_m_rollouts, push=delta, longer steps"
+    rarer = "a larger push_every_n_steps and pull_every_m_rollouts"
+    advice = _try(run, rarer, "push=delta", "longer steps")
     ill = push + load >= 0.25
     cause = "steps are short beside the move of the weights"
     return Finding(46, "weights move too often", figure, cause, advice) if ill else None

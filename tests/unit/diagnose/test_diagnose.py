@@ -69,7 +69,8 @@ def write(tmp_path):
             if step:
                 for key, value in (HEALTHY | dict(planted)).items():
                     exact = value(step / num) if callable(value) else value
-                    metrics[key] = exact * (1 + 0.05 * draw.uniform(-1, 1)) if exact else exact
+                    noise = 0.05 * draw.uniform(-1, 1) if isinstance(exact, float) else 0
+                    metrics[key] = exact * (1 + noise)
             if step in ends:
                 rate, prompts = ends[step]
                 half = 1.96 * math.sqrt(0.25 / prompts)
@@ -136,6 +137,35 @@ def test_a_clean_run_has_no_finding_whatever_its_length(write, capsys):
     folder = write()
     assert main([str(folder)]) == 0
     assert capsys.readouterr().out == "nothing looks wrong in 40 steps\n"
+
+
+def test_a_first_step_that_is_skipped_is_no_matter_of_the_learning_rate(write):
+    all_skipped = {"skipped_steps": lambda at: round(at * STEPS), "rollout/trained_tokens": 9}
+    line = found(write(all_skipped))[0]
+    assert "before any update" in line and "logs/rollouts.jsonl" in line and "optimizer" not in line
+    line = found(write(ILL["gradients are skipped: 9 of 40 steps"]))[0]
+    assert "Try: a lower optimizer.lr" in line and "dtype" not in line
+
+
+def test_no_finding_advises_what_the_config_has(write):
+    def advised(ill, config=""):
+        folder = write(ILL[ill])
+        with (folder / "config.yaml").open("a") as file:
+            file.write(config)
+        return found(folder)[0].partition("Try: ")[2]
+
+    away, flat, cut, dear = (
+        next(line for line in ILL if line.startswith(start))
+        for start in ("the policy runs away", "the reward is flat", "responses are cut", "weights")
+    )
+    assert "dtype" not in advised("generator and trainer disagree")
+    assert advised(away).endswith(", loss.kl_coeff=0.01")
+    assert "kl_coeff" not in advised(away, "loss: {kl_coeff: 0.01}")
+    assert advised(flat).endswith("curriculum, dynamic_sampling.enabled=true")
+    assert advised(flat, "curriculum: {low: 0.2}").endswith("s, dynamic_sampling.enabled=true")
+    assert "overlong" in advised(cut, "reward_shaping: {overlong_tokens: 0}")
+    assert "overlong" not in advised(cut, "reward_shaping: {overlong_tokens: 4}")
+    assert "delta" in advised(dear) and "delta" not in advised(dear, "push: delta")
 
 
 def test_what_the_evaluations_say(write):
