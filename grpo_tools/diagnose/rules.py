@@ -19,6 +19,10 @@ from grpo_tools.report.run_files import DAMAGED
 _REWARD, _SUCCESS, _KL = "rollout/reward_mean", "rollout/success_rate", "mismatch/generator_kl"
 _HELD_OUT = "eval/reward_mean"
 _ENDED, _SMALL_TEST = "the run ended with an error", "the evaluation is too small"
+_AWAY, _CUT, _FLAT, _LONG = (
+    *("the policy runs away", "responses are cut off", "the reward is flat"),
+    "length grows with the reward",
+)
 _ERROR_CHARS = 160
 
 
@@ -101,9 +105,9 @@ def _runs_away(run: Run) -> Finding | None:
     smaller = f"a tenth of optimizer.lr (now {run.setting('optimizer.lr')})"
     advice = _try(run, smaller, "loss.kl_coeff=0.01")
     jumps = len(high) >= 3 or abs(run.late("ratio/mean") - 1) > 0.2 or far
-    what, cause = "the policy runs away", "the learning rate is too high for this staleness"
+    cause = "the learning rate is too high for this staleness"
     severity = 60 if reward.sigmas > 3 else 91 if jumps else 79
-    finding = Finding(severity, what, figure, cause, advice)
+    finding = Finding(severity, _AWAY, figure, cause, advice)
     return finding if jumps or fell else None
 
 
@@ -133,7 +137,7 @@ def _cut_off(run: Run) -> Finding | None:
     cause = "the limit is too small, or nothing pays for an end"
     longer = "a larger generator.max_response_tokens"
     advice = _try(run, longer, "reward_shaping.overlong_tokens")
-    finding = Finding(50 + 40 * share, "responses are cut off", figure, cause, advice)
+    finding = Finding(50 + 40 * share, _CUT, figure, cause, advice)
     return finding if share >= 0.25 else None
 
 
@@ -155,7 +159,7 @@ def _groups_equal(run: Run) -> Finding | None:
         cause = "most responses are cut off before they end"
     others = f"{'harder' if easy else 'easier'} prompts"
     advice = _try(run, others, "curriculum", "dynamic_sampling.enabled=true")
-    return Finding(55 + 30 * share, "the reward is flat", figure, cause, advice)
+    return Finding(55 + 30 * share, _FLAT, figure, cause, advice)
 
 
 def _format_only(run: Run) -> Finding | None:
@@ -179,7 +183,7 @@ def _length_grows(run: Run) -> Finding | None:
     mean = "aggregation._component_=grpo_components.objective.aggregation.TokenMean"
     advice = _try(run, mean, "reward_shaping.overlong_tokens", "a comparison at equal length")
     ill = length.sigmas > 4 and length.after > 1.4 * length.before and reward.sigmas > 2
-    return Finding(84, "length grows with the reward", figure, cause, advice) if ill else None
+    return Finding(84, _LONG, figure, cause, advice) if ill else None
 
 
 def _held_out_stays(run: Run) -> Finding | None:
@@ -322,7 +326,11 @@ def diagnose(run: Run) -> Sequence[Finding]:
         except DAMAGED as error:
             figure, cause = f"{rule.__name__[1:]}: {type(error).__name__}: {error}", "other writers"
             found.append(Finding(1, "a file is damaged", figure, cause, f"grpo audit {run.folder}"))
-    return sorted(filter(None, found), key=lambda each: -each.severity)[:10]
+    found = [*filter(None, found)]
+    if any(each.what == _AWAY and each.severity > 60 for each in found):
+        effect = {"severity": 39, "cause": _AWAY, "advice": "what helps against that"}
+        found = [e._replace(**effect) if e.what in (_CUT, _FLAT, _LONG) else e for e in found]
+    return sorted(found, key=lambda each: -each.severity)[:10]
 
 
 def worst_of(folder: Path) -> str:

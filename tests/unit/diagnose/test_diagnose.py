@@ -139,6 +139,16 @@ def test_a_clean_run_has_no_finding_whatever_its_length(write, capsys):
     assert capsys.readouterr().out == "nothing looks wrong in 40 steps\n"
 
 
+def test_what_a_policy_that_runs_away_does_is_listed_as_its_effect(write):
+    away = {"mismatch/generator_kl": rising(0.001, 0.9), "rollout/zero_variance_fraction": 1.0}
+    first, *others = found(write(FLAT | away | {"rollout/cut_off_fraction": 1.0}))
+    assert first.startswith("the policy runs away")
+    assert [each.partition(":")[0] for each in others[-2:]] == [
+        *("responses are cut off", "the reward is flat")
+    ]
+    assert all("Likely cause: the policy runs away." in each for each in others[-2:])
+
+
 def test_a_first_step_that_is_skipped_is_no_matter_of_the_learning_rate(write):
     all_skipped = {"skipped_steps": lambda at: round(at * STEPS), "rollout/trained_tokens": 9}
     line = found(write(all_skipped))[0]

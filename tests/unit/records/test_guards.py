@@ -234,3 +234,11 @@ def test_a_run_whose_responses_are_all_cut_off_says_what_would_have_ended_them(w
     for step in (2, 3):
         watch.check_step(step, {"rollout/cut_off_fraction": 1.0})
     assert len(notes) == 1 and "7 (<end>)" in notes[0]
+
+
+def test_a_run_whose_responses_ended_before_has_a_policy_that_collapsed(watch, notes):
+    for step, share in enumerate((0.25, 0.98, 1.0, 1.0), 1):
+        watch.check_step(step, {"rollout/cut_off_fraction": share})
+    (line,) = notes
+    assert line.startswith("step 3: all responses were cut off at ")
+    assert "in an earlier step, 75% ended" in line and "collapsed" in line and "<end>" not in line
