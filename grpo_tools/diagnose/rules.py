@@ -19,10 +19,8 @@ from grpo_tools.report.run_files import DAMAGED
 _REWARD, _SUCCESS, _KL = "rollout/reward_mean", "rollout/success_rate", "mismatch/generator_kl"
 _HELD_OUT = "eval/reward_mean"
 _ENDED, _SMALL_TEST = "the run ended with an error", "the evaluation is too small"
-_AWAY, _CUT, _FLAT, _LONG = (
-    *("the policy runs away", "responses are cut off", "the reward is flat"),
-    "length grows with the reward",
-)
+_AWAY, _LONG = "the policy runs away", "length grows with the reward"
+_CUT, _FLAT = "responses are cut off", "the reward is flat"
 _ERROR_CHARS = 160
 
 
@@ -150,15 +148,20 @@ def _groups_equal(run: Run) -> Finding | None:
     moves = abs(trend.sigmas) > 3 and abs(trend.after - trend.before) > 0.05 * abs(trend.before)
     if not share >= 0.6 or moves:
         return None
+    constant = share == 1 and right in (0, 1)
     right = min(share, max(0.0, right - (1 - share) / 2))  # half of the mixed groups are right
     easy = right > share / 2
     figure = f"it stays at {stays:.2f}; {share:.0%} of the groups have equal rewards, about "
     figure += f"{right:.0%} are all right and {share - right:.0%} all wrong"
-    cause = f"the prompts are too {'easy' if easy else 'hard'}, or the reward tells nothing apart"
-    if run.late("rollout/cut_off_fraction") > 0.5:
-        cause = "most responses are cut off before they end"
+    prompts = f"the prompts are too {'easy' if easy else 'hard'}"
+    cause = f"{prompts}, or the reward tells nothing apart"
     others = f"{'harder' if easy else 'easier'} prompts"
     advice = _try(run, others, "curriculum", "dynamic_sampling.enabled=true")
+    if run.late("rollout/cut_off_fraction") > 0.5:
+        cause = "most responses are cut off before they end"
+    elif constant:
+        cause = f"the reward tells no right from wrong (success is {right:.0f}), or {prompts}"
+        advice = f"read responses in report.html; if the reward is right: {advice}"
     return Finding(55 + 30 * share, _FLAT, figure, cause, advice)
 
 

@@ -149,6 +149,15 @@ def test_what_a_policy_that_runs_away_does_is_listed_as_its_effect(write):
     assert all("Likely cause: the policy runs away." in each for each in others[-2:])
 
 
+@pytest.mark.parametrize("rate", [0, 1])
+def test_a_reward_that_gives_all_responses_the_same_is_looked_at_first(write, rate):
+    flat = {"rollout/reward_mean": rate, "rollout/success_rate": rate}
+    line = found(write({**flat, "rollout/zero_variance_fraction": 1}, evaluated=((1, 99),) * 2))[0]
+    assert line.startswith("the reward is flat: ")
+    says = f"tells no right from wrong (success is {rate}), or the prompts", "read responses"
+    assert line.index(says[0]) < line.index(says[1]) < line.index("er prompts, curriculum")
+
+
 def test_a_first_step_that_is_skipped_is_no_matter_of_the_learning_rate(write):
     all_skipped = {"skipped_steps": lambda at: round(at * STEPS), "rollout/trained_tokens": 9}
     line = found(write(all_skipped))[0]
