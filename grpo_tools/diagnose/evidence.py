@@ -20,7 +20,7 @@ from grpo_tools.report.run_files import DAMAGED, History, read_history, read_met
 from grpo_tools.report.timeline import seconds_by_role
 
 _FEWEST, _FEWEST_OF_TREND = 5, 15
-"""Fewest values for a median, and fewest for a difference of thirds."""
+"""Fewest values for a median or a share of a step, and fewest for a difference of thirds."""
 
 
 class Trend(NamedTuple):
@@ -98,8 +98,9 @@ class Run:
 
     def share_of_step(self, key: str) -> float:
         """Return the share of `time/step` that a time took, after the first two steps."""
-        whole = sum(values_of(self.steps[2:], "time/step"))
-        return sum(values_of(self.steps[2:], key)) / whole if whole else math.nan
+        steps = self.steps[2:] if len(self.steps) >= _FEWEST else []
+        whole = sum(values_of(steps, "time/step"))
+        return sum(values_of(steps, key)) / whole if whole else math.nan
 
     def share_of_time(self, roles: str, *activities: str) -> float:
         """Return the share of activities in the time of roles of one kind, without their start."""

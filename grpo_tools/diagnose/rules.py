@@ -240,11 +240,13 @@ def _someone_waits(run: Run) -> Finding | None:
         return Finding(58, "rewards are slow", figure, "a reward or environment", workers)
     numbers = run.setting("num_generators", 1), run.setting("num_trainers", 1)
     work = (1 - slow - idle) * numbers[0] / (run.share_of_time("trainer_", "train_step") or 1)
-    advice = f"{work:.1f} generators for each trainer, now {numbers[0]}:{numbers[1]}; "
-    advice += f"grpo simulate {run.folder} --gpus {max(4, sum(numbers))}"
-    if waits >= 0.7 and slow + idle < 0.4 and not in_turns:
+    change = work * numbers[1] / numbers[0]  # of the present split
+    advice = f"{work:.1f} generators for each trainer, now {numbers[0]}:{numbers[1]}"
+    if run.setting("device") != "cpu":
+        advice += f"; grpo simulate {run.folder} --gpus {max(4, sum(numbers))}"
+    if waits >= 0.7 and slow + idle < 0.4 and change > 1.5 and not in_turns:
         return Finding(45, "the trainer waits", figure, "too few generators", advice)
-    ill = idle >= 0.6 and waits < 0.2 and not in_turns
+    ill = idle >= 0.6 and waits < 0.2 and change < 1 / 1.5 and not in_turns
     return Finding(44, "generators idle", figure, "too few trainers", advice) if ill else None
 
 

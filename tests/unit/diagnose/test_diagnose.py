@@ -59,7 +59,14 @@ WAITS = {"idle: no group": 10.0, "idle: rewards, environments": 5.0, "sampling":
 def write(tmp_path):
     """Write the files of a run as the recipe's own writers do; what is not given is healthy."""
 
-    def write(planted=(), evaluated=((0.3, 200), (0.7, 200)), seconds=WAITS, events=(), num=STEPS):
+    def write(
+        planted=(),
+        evaluated=((0.3, 200), (0.7, 200)),
+        seconds=WAITS,
+        events=(),
+        num=STEPS,
+        trains=None,
+    ):
         draw = random.Random(3)
         (tmp_path / "logs/metrics.jsonl").unlink(missing_ok=True)
         log = MetricLog(str(tmp_path), MagicMock(), 1)
@@ -81,7 +88,9 @@ def write(tmp_path):
         log.close()
         (tmp_path / "config.yaml").write_text(CONFIG)
         write_rows(tmp_path / "receipts.jsonl", START, *events, END)
-        roles = {"generator_0": seconds, "trainer_0": {"train_step": 60.0, "idle": 40.0}}
+        trains = trains or 90 - 100 * (HEALTHY | dict(planted))["time/wait_for_batch"]
+        trainer = {"train_step": trains, "idle": 100 - trains}
+        roles = {"generator_0": seconds, "trainer_0": trainer}
         beats = ({"role": role, "time": 1.0, "seconds": each} for role, each in roles.items())
         write_rows(tmp_path / "logs/heartbeats.jsonl", *beats)
         return tmp_path
@@ -202,10 +211,16 @@ def test_who_waits_for_whom(write):
     assert found(write(seconds=slow))[0].startswith("rewards are slow: the trainer waits 30%")
 
 
-def test_idle_generators_get_a_split_to_try(write):
+def test_idle_generators_get_a_split_to_try_if_it_is_another_one(write, tmp_path):
     idle = WAITS | {"idle: no group": 300.0}
     (line,) = found(write({"time/wait_for_batch": 0.05}, seconds=idle))
-    assert line.startswith("generators idle") and "--gpus 4" in line
+    tail = f"{tmp_path} --gpus 4"
+    assert line.startswith("generators idle") and line.endswith("now 1:1; grpo simulate " + tail)
+    assert found(write({"time/wait_for_batch": 0.05}, seconds=idle, num=4)) == []
+    assert found(write({"time/wait_for_batch": 0.05}, seconds=idle, trains=20.0)) == [], "1:1 fits"
+    folder = write({"time/wait_for_batch": 0.05}, seconds=idle)
+    (folder / "config.yaml").write_text(f"{CONFIG}device: cpu\n")
+    assert found(folder)[0].endswith("now 1:1")
 
 
 def test_failing_samples_are_named_by_their_most_frequent_error(write, tmp_path):
