@@ -204,9 +204,15 @@ def _held_out_stays(run: Run) -> Finding | None:
 def _clipped(run: Run) -> Finding | None:
     share, high = run.late("ratio/clip_fraction"), run.setting("loss.clip_high", 0.2)
     figure = f"{share:.0%} of the tokens are outside the range; below 1 % is usual"
-    advice = f"fewer of them, or a lower optimizer.lr (now {run.setting('optimizer.lr')})"
+    updates = run.setting("ppo_epochs", 1) * run.setting("updates_per_batch", 1)
+    low, stale = run.setting("loss.clip_low", 0.2), run.setting("max_staleness", 0)
+    cause = f"too many updates by one batch ({updates}), " if updates > 1 else ""
+    cause += f"too large ones, old tokens (max_staleness={stale}), or a narrow range "
+    cause += f"(loss.clip_low={low}, loss.clip_high={high})"
+    advice = "fewer ppo_epochs or updates_per_batch, " if updates > 1 else ""
+    advice += f"a lower optimizer.lr (now {run.setting('optimizer.lr')})"
+    advice += ", a smaller max_staleness" if stale else ""
     ill = share >= 0.05 and not (isinstance(high, float) and high < 0.05)  # as GSPO's
-    cause = f"too many or too large updates by one batch (ppo_epochs={run.setting('ppo_epochs')})"
     return Finding(66, "clipping is far above usual", figure, cause, advice) if ill else None
 
 

@@ -167,6 +167,17 @@ def test_a_reward_that_gives_all_responses_the_same_is_looked_at_first(write, ra
     assert line.index(says[0]) < line.index(says[1]) < line.index("er prompts, curriculum")
 
 
+def test_clipping_names_the_range_and_no_fewer_than_one_update(write):
+    folder = write({"ratio/clip_fraction": 0.3})
+    (line,) = found(folder)
+    assert "(max_staleness=2), or a narrow range (loss.clip_low=0.2, loss.clip_high=0.2)" in line
+    assert "fewer" not in line and line.endswith("a smaller max_staleness")
+    (folder / "config.yaml").write_text("ppo_epochs: 2\nmax_staleness: 0\nupdates_per_batch: 3\n")
+    (line,) = found(folder)
+    assert "by one batch (6)" in line and "Try: fewer ppo_epochs or" in line
+    assert "smaller max_staleness" not in line
+
+
 def test_a_first_step_that_is_skipped_is_no_matter_of_the_learning_rate(write):
     all_skipped = {"skipped_steps": lambda at: round(at * STEPS), "rollout/trained_tokens": 9}
     line = found(write(all_skipped))[0]
