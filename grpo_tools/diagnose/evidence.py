@@ -52,10 +52,12 @@ class Run:
         done = self.steps[-1]["step"] if self.steps else 0
         over = attempt in {*history.ends, *history.failures}
         self.steps_left = 0 if over else max(0, start.get("num_steps", 0) - done)
-        self.failed_samples = Counter[str]()
+        self.failed_samples, self.failed_in_evaluations = Counter[str](), 0
         for record in records_of(folder / "logs" / "failed_samples.jsonl", b'"errors"'):
             with contextlib.suppress(*DAMAGED):
                 self.failed_samples.update(record["errors"])
+                evaluated = sum(record["errors"].values()) if "evaluation" in record else 0
+                self.failed_in_evaluations += evaluated
         try:
             config = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
         except (OSError, yaml.YAMLError, UnicodeDecodeError):

@@ -50,7 +50,11 @@ def _samples_fail(run: Run) -> Finding | None:
     if failed.total() < 3 or share < 0.01:
         return None
     error, count = failed.most_common(1)[0]
-    figure = f"{failed.total():,} ({share:.0%}), {count:,} with {shortened(error, _ERROR_CHARS)}"
+    evaluated = run.failed_in_evaluations
+    trained = failed.total() - evaluated
+    figure = f"{trained:,} of {max(trained, ended):,} in training, "
+    figure += f"{evaluated:,} in evaluations, " if evaluated else ""
+    figure += f"{count:,} with {shortened(error, _ERROR_CHARS)}"
     advice = "mend what logs/failed_samples.jsonl names"
     return Finding(70 + 30 * share, "samples fail", figure, "a reward or environment", advice)
 

@@ -240,7 +240,11 @@ def test_failing_samples_are_named_by_their_most_frequent_error(write, tmp_path)
     entry = SimpleNamespace(group_id=1, epoch=0, prompt={"prompt_index": 1, "prompt_text": "?"})
     group = SimpleNamespace(rewards=[0.0] * 6, errors=["reward form: KeyError"] * 4 + ["late"])
     failures.count_group(entry, group)
-    assert found(folder)[0].startswith("samples fail: 5 (12%), 4 with reward form: KeyError")
+    says = "samples fail: 5 of 40 in training, "
+    assert found(folder)[0].startswith(f"{says}4 with reward form: KeyError")
+    held_out = {"prompt_index": 1, "prompt_text": "?", "error": "late"}
+    failures.count_evaluation(0, [held_out] * 3 + [held_out | {"error": None}])
+    assert found(folder)[0].startswith(f"{says}3 in evaluations, 4 with ")
 
 
 def test_drops_that_prefer_long_responses(write):
