@@ -211,7 +211,7 @@ def _clipped(run: Run) -> Finding | None:
     updates = run.setting("ppo_epochs", 1) * run.setting("updates_per_batch", 1)
     low, stale = run.setting("loss.clip_low", 0.2), run.setting("max_staleness", 0)
     cause = f"too many updates by one batch ({updates}), " if updates > 1 else ""
-    cause += f"too large ones, old tokens (max_staleness={stale}), or a narrow range "
+    cause += f"too large updates, old tokens (max_staleness={stale}), or a narrow range "
     cause += f"(loss.clip_low={low}, loss.clip_high={high})"
     advice = "fewer ppo_epochs or updates_per_batch, " if updates > 1 else ""
     advice += f"a lower optimizer.lr (now {run.setting('optimizer.lr')})"
