@@ -51,7 +51,7 @@ class RunLog:
         self._output_dir, self._logs, self.attempt = output_dir, output_dir / "logs", attempt
         self._first_rewards: list[float] = []
         self._last_rewards: deque[float] = deque(maxlen=STEPS_PER_END)
-        self._steps = self._stalest = 0
+        self._steps = self._stalest = self._steps_before = 0
         self._staleness = 0.0
         self._evaluations: list[Mapping[str, float]] = []
         """The first and the last one."""
@@ -91,6 +91,8 @@ class RunLog:
         self._counted_tokens = self._generated_tokens
         metrics |= _throughput(seconds, generated, trained_tokens)
         self._trained_tokens += trained_tokens
+        if not self._steps:
+            self._steps_before = step - 1  # above 0 in a resumed run
         self._keep(metrics)
         self._steps_left = self._num_steps - step
         self._metric_log.log(step, {"attempt": self.attempt, **metrics, **self._totals()})
@@ -226,7 +228,8 @@ class RunLog:
         number = max(1, min(STEPS_PER_END, self._steps // 2))
         start, end = mean(self._first_rewards[:number]), mean([*self._last_rewards][-number:])
         of_steps = f"means of {number} steps" if number > 1 else "one step each"
-        return f"{start:.2f} at the start, {end:.2f} at the end ({of_steps})"
+        since = f"after step {self._steps_before}" if self._steps_before else "at the start"
+        return f"{start:.2f} {since}, {end:.2f} at the end ({of_steps})"
 
     def _change_of_success(self) -> str:
         if not self._evaluations:
@@ -236,7 +239,8 @@ class RunLog:
         if not self._steps:  # eval_only
             low, high = (first[f"eval/success_rate_{end}"] for end in ("low", "high"))
             return f"{before:.3f}, 95 % confidence interval {low:.3f} to {high:.3f}"
-        return f"{before:.3f} before, {after:.3f} after"
+        since = f"at step {self._steps_before}" if self._steps_before else "before"
+        return f"{before:.3f} {since}, {after:.3f} after"
 
     def close(self) -> None:
         """End the display, close the files and the logger, and write the report.

@@ -239,6 +239,19 @@ def test_a_short_run_compares_its_halves(make, clock, capsys, rewards, row):
     assert shown(capsys)["reward"] == row
 
 
+def test_a_resumed_run_says_since_which_step_it_compares(make, clock, capsys):
+    log, _ = make(num_steps=22)
+    log.evaluation(20, eval_metrics(success=0.25))
+    for step, reward in ((21, 0.5), (22, 0.75)):
+        clock.now += 1
+        log.step(step, step_metrics(reward), 1)
+    log.evaluation(22, eval_metrics(success=0.5))
+    log.summary({})
+    rows = shown(capsys)
+    assert rows["reward"] == "0.50 after step 20, 0.75 at the end (one step each)"
+    assert rows["held-out success"] == "0.250 at step 20, 0.500 after"
+
+
 def test_eval_only_sums_up_the_confidence_interval_only_and_reports_its_answers(
     make, tmp_path, capsys
 ):
