@@ -249,9 +249,9 @@ def _someone_waits(run: Run) -> Finding | None:
         workers = f"a quicker reward, reward_workers={2 * run.setting('reward_workers', 1)}"
         return Finding(58, "rewards are slow", figure, "a reward or environment", workers)
     numbers = run.setting("num_generators", 1), run.setting("num_trainers", 1)
-    work = (1 - slow - idle) * numbers[0] / (run.share_of_time("trainer_", "train_step") or 1)
-    change = work * numbers[1] / numbers[0]  # of the present split
-    advice = f"{work:.1f} generators for each trainer, now {numbers[0]}:{numbers[1]}"
+    change = (1 - slow - idle) / (run.share_of_time("trainer_", "train_step") or 1)  # of the split
+    fits = change * numbers[0] / numbers[1]
+    advice = f"{fits:.1f} generators for each trainer, now {numbers[0]}:{numbers[1]}"
     if run.setting("device") != "cpu":
         advice += f"; grpo simulate {run.folder} --gpus {max(4, sum(numbers))}"
     if waits >= 0.7 and slow + idle < 0.4 and change > 1.5 and not in_turns:

@@ -230,8 +230,8 @@ def test_idle_generators_get_a_split_to_try_if_it_is_another_one(write, tmp_path
     assert found(write({"time/wait_for_batch": 0.05}, seconds=idle, num=4)) == []
     assert found(write({"time/wait_for_batch": 0.05}, seconds=idle, trains=20.0)) == [], "1:1 fits"
     folder = write({"time/wait_for_batch": 0.05}, seconds=idle)
-    (folder / "config.yaml").write_text(f"{CONFIG}device: cpu\n")
-    assert found(folder)[0].endswith("now 1:1")
+    (folder / "config.yaml").write_text(f"{CONFIG}device: cpu\nnum_trainers: 2\n")
+    assert found(folder)[0].endswith("Try: 0.1 generators for each trainer, now 1:2")
 
 
 def test_failing_samples_are_named_by_their_most_frequent_error(write, tmp_path):
