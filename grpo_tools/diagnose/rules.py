@@ -74,10 +74,10 @@ def _steps_skipped(run: Run) -> Finding | None:
     advice = _try(run, f"a lower optimizer.lr (now {run.setting('optimizer.lr')})", "dtype=fp32")
     first = run.steps[0] if each else {}
     if each and each[0] == first["step"] and first.get("rollout/trained_tokens"):
-        cause = "the advantages, or the loss, are NaN before any update was made"
-        all_groups = f"rollouts_logged_per_step={run.setting('groups_per_step')}"
-        advice = _try(run, "look for null among the advantages in logs/rollouts.jsonl", all_groups)
-        advice += "; else the loss: which of its terms divides by 0, or has no tokens?"
+        cause = "the loss, or the advantages, are NaN before any update was made"
+        loss = "look for a term of the loss that divides by 0, or has no tokens"
+        null = "for null among the advantages in logs/rollouts.jsonl"
+        advice = _try(run, loss, null, f"rollouts_logged_per_step={run.setting('groups_per_step')}")
     severity = 60 + 40 * skipped / max(1, steps)
     return Finding(severity, "gradients are skipped", figure, cause, advice) if skipped else None
 
