@@ -168,13 +168,14 @@ class RunWatch:
         cut_off = metrics.get("rollout/cut_off_fraction", math.nan)
         self._most_ended = max(self._most_ended, 1 - cut_off)
         if cut_off == 1.0:
-            why = f"only {self._ends} would have ended one: does the model end them otherwise?"
+            line = f"step {step}: all responses were cut off at generator.max_response_tokens; "
             if self._most_ended > _SOME_END:
-                why = f"in an earlier step, {self._most_ended:.0%} ended by themselves: the policy "
-                why += "may have collapsed; see grad_norm and optimizer.lr"
-            what = "all responses were cut off at generator.max_response_tokens"
-            # no warning: an untrained policy may just be long
-            self._once("cut off", f"step {step}: {what}; {why}")
+                line = f"since {line}before, up to {self._most_ended:.0%} of a step's ended by "
+                line += "themselves: the policy may have collapsed; see grad_norm and optimizer.lr"
+            else:  # no warning: an untrained policy may just be long
+                line += f"only {self._ends} would have ended one: does the model end its responses "
+                line += "otherwise?"
+            self._once("cut off", line)
         kl = metrics.get("mismatch/generator_kl", math.nan)
         if not math.isfinite(kl):
             return

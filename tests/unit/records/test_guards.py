@@ -240,5 +240,9 @@ def test_a_run_whose_responses_ended_before_has_a_policy_that_collapsed(watch, n
     for step, share in enumerate((0.25, 0.98, 1.0, 1.0), 1):
         watch.check_step(step, {"rollout/cut_off_fraction": share})
     (line,) = notes
-    assert line.startswith("step 3: all responses were cut off at ")
-    assert "in an earlier step, 75% ended" in line and "collapsed" in line and "<end>" not in line
+    assert line.startswith("since step 3: all responses were cut off at ")
+    assert (
+        "before, up to 75% of a step's ended" in line
+        and "collapsed" in line
+        and "<end>" not in line
+    )
