@@ -24,6 +24,8 @@ _SEEDS_KEPT = 100_000
 """Seeds of training samples that are compared with new ones."""
 _ROUNDING = 1e-5
 """Largest difference of a loss and its parts, as a share of the largest ratio, loss or 1."""
+_SOME_END = 0.1
+"""Share of a step's responses above which the model is known to end its responses."""
 _MIN_STEPS, _LARGE_KL, _JUMP = 3, 0.1, 20.0
 """Steps before a jump of the mismatch is named; how large it is in nats, and times their median."""
 
@@ -145,6 +147,7 @@ class RunWatch:
         self._shown: set[str] = set()
         self._seeds: dict[int, int] = {}  # seed -> group that it sampled for
         self._mismatch: deque[float] = deque(maxlen=50)
+        self._most_ended = 0.0  # largest share of a step's responses that were not cut off
 
     def count_group(self, group: GroupSummary) -> None:
         """Compare the seeds of a generated group with those of other groups."""
@@ -162,12 +165,17 @@ class RunWatch:
     def check_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Check a step's loss and responses, and its mismatch against that of the steps before."""
         self._check_balance(step, metrics)
-        if metrics.get("rollout/cut_off_fraction") == 1.0:
-            self._once(  # no warning: an untrained policy may just be long
-                "cut off",
-                f"step {step}: all responses were cut off at generator.max_response_tokens; only "
-                f"{self._ends} would have ended one: does the model end its responses otherwise?",
-            )
+        cut_off = metrics.get("rollout/cut_off_fraction", math.nan)
+        self._most_ended = max(self._most_ended, 1 - cut_off)
+        if cut_off == 1.0:
+            line = f"step {step}: all responses were cut off at generator.max_response_tokens; "
+            if self._most_ended > _SOME_END:
+                line = f"since {line}before, up to {self._most_ended:.0%} of a step's ended by "
+                line += "themselves: the policy may have collapsed; see grad_norm and optimizer.lr"
+            else:  # no warning: an untrained policy may just be long
+                line += f"only {self._ends} would have ended one: does the model end its responses "
+                line += "otherwise?"
+            self._once("cut off", line)
         kl = metrics.get("mismatch/generator_kl", math.nan)
         if not math.isfinite(kl):
             return

@@ -20,7 +20,7 @@ from grpo_tools.report.run_files import DAMAGED, History, read_history, read_met
 from grpo_tools.report.timeline import seconds_by_role
 
 _FEWEST, _FEWEST_OF_TREND = 5, 15
-"""Fewest values for a median, and fewest for a difference of thirds."""
+"""Fewest values for a median or a share of a step, and fewest for a difference of thirds."""
 
 
 class Trend(NamedTuple):
@@ -52,10 +52,12 @@ class Run:
         done = self.steps[-1]["step"] if self.steps else 0
         over = attempt in {*history.ends, *history.failures}
         self.steps_left = 0 if over else max(0, start.get("num_steps", 0) - done)
-        self.failed_samples = Counter[str]()
+        self.failed_samples, self.failed_in_evaluations = Counter[str](), 0
         for record in records_of(folder / "logs" / "failed_samples.jsonl", b'"errors"'):
             with contextlib.suppress(*DAMAGED):
                 self.failed_samples.update(record["errors"])
+                evaluated = sum(record["errors"].values()) if "evaluation" in record else 0
+                self.failed_in_evaluations += evaluated
         try:
             config = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
         except (OSError, yaml.YAMLError, UnicodeDecodeError):
@@ -68,6 +70,12 @@ class Run:
         for part in key.split("."):
             node = node.get(part) if isinstance(node, dict) else None
         return default if node is None else node
+
+    def has(self, advice: str) -> bool:
+        """Return whether the config has this `key=value`, or sets this key, already."""
+        key, _, value = advice.partition("=")
+        found = self.setting(key)
+        return found == yaml.safe_load(value) if value else bool(found)
 
     def values(self, key: str) -> list[float]:
         """Return a metric's values, step by step."""
@@ -92,8 +100,9 @@ class Run:
 
     def share_of_step(self, key: str) -> float:
         """Return the share of `time/step` that a time took, after the first two steps."""
-        whole = sum(values_of(self.steps[2:], "time/step"))
-        return sum(values_of(self.steps[2:], key)) / whole if whole else math.nan
+        steps = self.steps[2:] if len(self.steps) >= _FEWEST else []
+        whole = sum(values_of(steps, "time/step"))
+        return sum(values_of(steps, key)) / whole if whole else math.nan
 
     def share_of_time(self, roles: str, *activities: str) -> float:
         """Return the share of activities in the time of roles of one kind, without their start."""

@@ -19,6 +19,8 @@ from grpo_tools.report.run_files import DAMAGED
 _REWARD, _SUCCESS, _KL = "rollout/reward_mean", "rollout/success_rate", "mismatch/generator_kl"
 _HELD_OUT = "eval/reward_mean"
 _ENDED, _SMALL_TEST = "the run ended with an error", "the evaluation is too small"
+_AWAY, _LONG = "the policy runs away", "length grows with the reward"
+_CUT, _FLAT = "responses are cut off", "the reward is flat"
 _ERROR_CHARS = 160
 
 
@@ -37,13 +39,22 @@ class Finding(NamedTuple):
         return one_line(line)
 
 
+def _try(run: Run, *advice: str) -> str:
+    """Join what to try, without what the config has already."""
+    return ", ".join(each for each in advice if not run.has(each))
+
+
 def _samples_fail(run: Run) -> Finding | None:
     failed, ended = run.failed_samples, sum(size for _, size in run.history.lengths.values())
     share = failed.total() / max(1, failed.total(), ended)
     if failed.total() < 3 or share < 0.01:
         return None
     error, count = failed.most_common(1)[0]
-    figure = f"{failed.total():,} ({share:.0%}), {count:,} with {shortened(error, _ERROR_CHARS)}"
+    evaluated = run.failed_in_evaluations
+    trained = failed.total() - evaluated
+    figure = f"{trained:,} of {max(trained, ended):,} in training, "
+    figure += f"{evaluated:,} in evaluations, " if evaluated else ""
+    figure += f"{count:,} with {shortened(error, _ERROR_CHARS)}"
     advice = "mend what logs/failed_samples.jsonl names"
     return Finding(70 + 30 * share, "samples fail", figure, "a reward or environment", advice)
 
@@ -56,10 +67,17 @@ def _ends_with_an_error(run: Run) -> Finding | None:
 
 
 def _steps_skipped(run: Run) -> Finding | None:
-    skipped, steps = max(run.values("skipped_steps"), default=0), len(run.steps)
+    each, steps = run.values("skipped_steps"), len(run.steps)
+    skipped = max(each, default=0)
     figure = f"{skipped:.0f} of {steps} steps"
     cause = "loss or gradient is not finite: the learning rate is too high, or a loss divides by 0"
-    advice = f"a lower optimizer.lr (now {run.setting('optimizer.lr')}), dtype=fp32"
+    advice = _try(run, f"a lower optimizer.lr (now {run.setting('optimizer.lr')})", "dtype=fp32")
+    first = run.steps[0] if each else {}
+    if each and each[0] == first["step"] and first.get("rollout/trained_tokens"):
+        cause = "the loss, or the advantages, are NaN before any update was made"
+        loss = "look for a term of the loss that divides by 0, or has no tokens"
+        null = "for null among the advantages in logs/rollouts.jsonl"
+        advice = _try(run, loss, null, f"rollouts_logged_per_step={run.setting('groups_per_step')}")
     severity = 60 + 40 * skipped / max(1, steps)
     return Finding(severity, "gradients are skipped", figure, cause, advice) if skipped else None
 
@@ -72,9 +90,9 @@ def _roles_disagree(run: Run) -> Finding | None:
     what = f"generator and trainer {'drift apart' if drifts else 'disagree'}"
     figure = f"mismatch/fresh_kl is {usual:.2g} nats a token" + (f", from {kl}" if drifts else "")
     cause = "weights, or settings of sampling or model, that only one side has"
-    advice = "generator.top_p=1 generator.top_k=0, `model` as in config.json, dtype=fp32"
+    ways = "generator.top_p=1", "generator.top_k=0", "`model` as in config.json", "dtype=fp32"
     ill = drifts or usual > bound / 4 or "trainer and generator disagree" in run.error
-    return Finding(92, what, figure, cause, advice) if ill else None
+    return Finding(92, what, figure, cause, _try(run, *ways)) if ill else None
 
 
 def _runs_away(run: Run) -> Finding | None:
@@ -86,11 +104,12 @@ def _runs_away(run: Run) -> Finding | None:
     figure = f"KL to the generator above 0.1 nats a token in {len(high)} steps, "
     figure += f"{max(high, default=0.0):.2g} at most; " + (f"to the reference {reference}; " * far)
     figure += f"reward {reward}, held-out {before:.2g} to {after:.2g}"
-    advice = f"a tenth of optimizer.lr (now {run.setting('optimizer.lr')}), loss.kl_coeff=0.01"
+    smaller = f"a tenth of optimizer.lr (now {run.setting('optimizer.lr')})"
+    advice = _try(run, smaller, "loss.kl_coeff=0.01")
     jumps = len(high) >= 3 or abs(run.late("ratio/mean") - 1) > 0.2 or far
-    what, cause = "the policy runs away", "the learning rate is too high for this staleness"
+    cause = "the learning rate is too high for this staleness"
     severity = 60 if reward.sigmas > 3 else 91 if jumps else 79
-    finding = Finding(severity, what, figure, cause, advice)
+    finding = Finding(severity, _AWAY, figure, cause, advice)
     return finding if jumps or fell else None
 
 
@@ -118,8 +137,9 @@ def _cut_off(run: Run) -> Finding | None:
     share = run.late("rollout/cut_off_fraction", statistics.fmean)
     figure = f"{share:.0%} of them, at {run.setting('generator.max_response_tokens')} tokens"
     cause = "the limit is too small, or nothing pays for an end"
-    advice = "a larger generator.max_response_tokens, reward_shaping.overlong_tokens"
-    finding = Finding(50 + 40 * share, "responses are cut off", figure, cause, advice)
+    longer = "a larger generator.max_response_tokens"
+    advice = _try(run, longer, "reward_shaping.overlong_tokens")
+    finding = Finding(50 + 40 * share, _CUT, figure, cause, advice)
     return finding if share >= 0.25 else None
 
 
@@ -132,15 +152,21 @@ def _groups_equal(run: Run) -> Finding | None:
     moves = abs(trend.sigmas) > 3 and abs(trend.after - trend.before) > 0.05 * abs(trend.before)
     if not share >= 0.6 or moves:
         return None
+    constant = share == 1 and right in (0, 1)
     right = min(share, max(0.0, right - (1 - share) / 2))  # half of the mixed groups are right
     easy = right > share / 2
     figure = f"it stays at {stays:.2f}; {share:.0%} of the groups have equal rewards, about "
     figure += f"{right:.0%} are all right and {share - right:.0%} all wrong"
-    cause = f"the prompts are too {'easy' if easy else 'hard'}, or the reward tells nothing apart"
+    prompts = f"the prompts are too {'easy' if easy else 'hard'}"
+    cause = f"{prompts}, or the reward tells nothing apart"
+    others = f"{'harder' if easy else 'easier'} prompts"
+    advice = _try(run, others, "curriculum", "dynamic_sampling.enabled=true")
     if run.late("rollout/cut_off_fraction") > 0.5:
         cause = "most responses are cut off before they end"
-    advice = f"{'harder' if easy else 'easier'} prompts, curriculum, dynamic_sampling.enabled=true"
-    return Finding(55 + 30 * share, "the reward is flat", figure, cause, advice)
+    elif constant:
+        cause = f"the reward tells no right from wrong (success is {right:.0f}), or {prompts}"
+        advice = f"read responses in report.html; if the reward is right: {advice}"
+    return Finding(55 + 30 * share, _FLAT, figure, cause, advice)
 
 
 def _format_only(run: Run) -> Finding | None:
@@ -161,9 +187,10 @@ def _length_grows(run: Run) -> Finding | None:
     length, reward = run.trend("rollout/response_tokens_mean"), run.trend(_REWARD)
     figure = f"{length} tokens, reward {reward}, success {run.trend(_SUCCESS)}"
     cause = "a reward, or a loss averaged by response, pays for length"
-    advice = "aggregation TokenMean, reward_shaping.overlong_tokens; compare at equal length"
+    mean = "aggregation._component_=grpo_components.objective.aggregation.TokenMean"
+    advice = _try(run, mean, "reward_shaping.overlong_tokens", "a comparison at equal length")
     ill = length.sigmas > 4 and length.after > 1.4 * length.before and reward.sigmas > 2
-    return Finding(84, "length grows with the reward", figure, cause, advice) if ill else None
+    return Finding(84, _LONG, figure, cause, advice) if ill else None
 
 
 def _held_out_stays(run: Run) -> Finding | None:
@@ -181,9 +208,15 @@ def _held_out_stays(run: Run) -> Finding | None:
 def _clipped(run: Run) -> Finding | None:
     share, high = run.late("ratio/clip_fraction"), run.setting("loss.clip_high", 0.2)
     figure = f"{share:.0%} of the tokens are outside the range; below 1 % is usual"
-    advice = f"fewer of them, or a lower optimizer.lr (now {run.setting('optimizer.lr')})"
+    updates = run.setting("ppo_epochs", 1) * run.setting("updates_per_batch", 1)
+    low, stale = run.setting("loss.clip_low", 0.2), run.setting("max_staleness", 0)
+    cause = f"too many updates by one batch ({updates}), " if updates > 1 else ""
+    cause += f"too large updates, old tokens (max_staleness={stale}), or a narrow range "
+    cause += f"(loss.clip_low={low}, loss.clip_high={high})"
+    advice = "fewer ppo_epochs or updates_per_batch, " if updates > 1 else ""
+    advice += f"a lower optimizer.lr (now {run.setting('optimizer.lr')})"
+    advice += ", a smaller max_staleness" if stale else ""
     ill = share >= 0.05 and not (isinstance(high, float) and high < 0.05)  # as GSPO's
-    cause = f"too many or too large updates by one batch (ppo_epochs={run.setting('ppo_epochs')})"
     return Finding(66, "clipping is far above usual", figure, cause, advice) if ill else None
 
 
@@ -201,8 +234,8 @@ def _groups_dropped(run: Run) -> Finding | None:
     figure = f"{why} ({len(lost) / len(lengths):.0%}), {longer:+.3g} tokens a response"
     biased = longer > 4 * noise
     what = f"{'long responses' if biased else 'many groups'} are dropped"
-    advice = "stale_groups=wait, stale_tokens=mask, or a larger max_staleness"
-    finding = Finding(71, what, figure, "training overtakes slow groups", advice)
+    ways = "stale_groups=wait", "stale_tokens=mask", "a larger max_staleness"
+    finding = Finding(71, what, figure, "training overtakes slow groups", _try(run, *ways))
     return finding if biased or len(lost) > 0.1 * len(kept) else None
 
 
@@ -216,19 +249,22 @@ def _someone_waits(run: Run) -> Finding | None:
         workers = f"a quicker reward, reward_workers={2 * run.setting('reward_workers', 1)}"
         return Finding(58, "rewards are slow", figure, "a reward or environment", workers)
     numbers = run.setting("num_generators", 1), run.setting("num_trainers", 1)
-    work = (1 - slow - idle) * numbers[0] / (run.share_of_time("trainer_", "train_step") or 1)
-    advice = f"{work:.1f} generators for each trainer, now {numbers[0]}:{numbers[1]}; "
-    advice += f"grpo simulate {run.folder} --gpus {max(4, sum(numbers))}"
-    if waits >= 0.7 and slow + idle < 0.4 and not in_turns:
+    change = (1 - slow - idle) / (run.share_of_time("trainer_", "train_step") or 1)  # of the split
+    fits = change * numbers[0] / numbers[1]
+    advice = f"{fits:.1f} generators for each trainer, now {numbers[0]}:{numbers[1]}"
+    if run.setting("device") != "cpu":
+        advice += f"; grpo simulate {run.folder} --gpus {max(4, sum(numbers))}"
+    if waits >= 0.7 and slow + idle < 0.4 and change > 1.5 and not in_turns:
         return Finding(45, "the trainer waits", figure, "too few generators", advice)
-    ill = idle >= 0.6 and waits < 0.2 and not in_turns
+    ill = idle >= 0.6 and waits < 0.2 and change < 1 / 1.5 and not in_turns
     return Finding(44, "generators idle", figure, "too few trainers", advice) if ill else None
 
 
 def _pushes_dear(run: Run) -> Finding | None:
     push, load = run.share_of_step("time/push"), run.share_of_time("gen", "loading weights")
     figure = f"pushes take {push:.0%} of a step, loads {load:.0%} of a generator's time"
-    advice = "a larger push_every_n_steps and pull_every_m_rollouts, push=delta, longer steps"
+    rarer = "a larger push_every_n_steps and pull_every_m_rollouts"
+    advice = _try(run, rarer, "push=delta", "longer steps")
     ill = push + load >= 0.25
     cause = "steps are short beside the move of the weights"
     return Finding(46, "weights move too often", figure, cause, advice) if ill else None
@@ -305,7 +341,11 @@ def diagnose(run: Run) -> Sequence[Finding]:
         except DAMAGED as error:
             figure, cause = f"{rule.__name__[1:]}: {type(error).__name__}: {error}", "other writers"
             found.append(Finding(1, "a file is damaged", figure, cause, f"grpo audit {run.folder}"))
-    return sorted(filter(None, found), key=lambda each: -each.severity)[:10]
+    found = [*filter(None, found)]
+    if any(each.what == _AWAY and each.severity > 60 for each in found):
+        effect = {"severity": 39, "cause": _AWAY, "advice": "what helps against that"}
+        found = [e._replace(**effect) if e.what in (_CUT, _FLAT, _LONG) else e for e in found]
+    return sorted(found, key=lambda each: -each.severity)[:10]
 
 
 def worst_of(folder: Path) -> str:

@@ -47,16 +47,17 @@ def verdicts(
             job.success.append(record[1])
     keys, (first, *others) = [*jobs], jobs.values()
     return [
-        _verdict(first, other, _measured_alike(dict(keys[0]), dict(key)))
+        _verdict(first, other, _measured_otherwise(dict(keys[0]), dict(key)))
         for key, other in zip(keys[1:], others, strict=True)
     ]
 
 
-def _measured_alike(first: Mapping[str, str], other: Mapping[str, str]) -> bool:
+def _measured_otherwise(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """Return the keys that differ and decide what an evaluation measures."""
     differ = {key for key in first.keys() | other.keys() if first.get(key) != other.get(key)}
     judges = [key for key in first if key.endswith(".is_success") and first[key] == "True"]
     decisive = *_EVALUATED, *(key.removesuffix("is_success") for key in judges)
-    return not any(key.startswith(decisive) and not key.endswith(".weight") for key in differ)
+    return sorted(k for k in differ if k.startswith(decisive) and not k.endswith(".weight"))
 
 
 def _last_evaluation(folder: Path) -> list[tuple[int, dict[int, float]]]:
@@ -70,13 +71,14 @@ def _last_evaluation(folder: Path) -> list[tuple[int, dict[int, float]]]:
     return found
 
 
-def _verdict(first: _Job, other: _Job, measured_alike: bool) -> str:
+def _verdict(first: _Job, other: _Job, differ: Sequence[str]) -> str:
     what = f"{other.name} against {first.name}: "
     if missing := [job.name for job in (first, other) if not job.success]:
         return f"{what}not enough to tell: {missing[0]} has no evaluation"
     shared = set.intersection(*(set(each) for each in (*first.success, *other.success)))
-    if not measured_alike or len(shared) < 2:
-        return f"{what}not comparable: they were evaluated on other prompts, or by other rewards"
+    if differ or len(shared) < 2:
+        of = ", ".join(differ) or "prompts"
+        return f"{what}not comparable: they were evaluated with different {of}"
     a, b = (job.on(sorted(shared)) for job in (first, other))
     differences = b.mean(0) - a.mean(0)  # of the same prompts: their difficulty cancels
     squared = differences.var(ddof=1) / len(differences)
@@ -88,8 +90,10 @@ def _verdict(first: _Job, other: _Job, measured_alike: bool) -> str:
     change, half = float(differences.mean()), quantile * math.sqrt(squared)
     word = "better" if change > half else "worse" if change < -half else "not enough to tell"
     line = f"{what}{word}: held-out success {a.mean():.3f} to {b.mean():.3f}, {change:+.3f} "
-    line += f"({change - half:+.3f} to {change + half:+.3f} with 95 %); {len(shared)} prompts, "
-    line += f"{runs[0]} and {runs[1]} runs, steps {_steps(first)} and {_steps(other)}"
+    interval = f"{change - half:+.3f} to {change + half:+.3f} with 95 %"
+    line += f"({interval if differences.any() else 'no difference on any prompt'}); "
+    line += f"{len(shared)} prompts, {runs[0]} and {runs[1]} runs, steps {_steps(first)} and "
+    line += _steps(other) if _steps(first) == _steps(other) else f"{_steps(other)}: not the same"
     return line if several else f"{line}. Another seed may differ by more: give several of each"
 
 

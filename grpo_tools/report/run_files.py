@@ -59,6 +59,8 @@ class History:
 
 def read_history(folder: Path) -> History:
     """Read a run's receipts and failures; a damaged line is skipped."""
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{folder}: no such folder")
     history, prompts = History(), dict[int, Record]()
     for event in records_of(folder / "receipts.jsonl"):
         with contextlib.suppress(*DAMAGED):

@@ -1,10 +1,12 @@
 """The reference has every config key and metric, and every file that a run writes into its logs."""
 
+import dataclasses
 import re
 import runpy
 
 from lib.examples import REPOSITORY
 
+from grpo_components.objective.losses import LossInputs
 from grpo_components.training.token_metrics import ALWAYS_LOGGED
 
 DOCS = REPOSITORY / "docs"
@@ -29,6 +31,12 @@ def test_every_metric_is_in_the_reference():
         if f"`{name}`" not in REFERENCE and f"`_{name.rpartition('_')[2]}`" not in REFERENCE
     }
     assert len(found) >= 60 and missing == set()
+
+
+def test_every_input_of_a_loss_is_on_the_page_of_objectives():
+    page = (DOCS / "objectives.md").read_text()
+    names = "anchor_logprobs", *(field.name for field in dataclasses.fields(LossInputs))
+    assert [name for name in names if f"`{name}`" not in page] == []
 
 
 def test_every_log_is_in_the_reference():

@@ -59,7 +59,14 @@ WAITS = {"idle: no group": 10.0, "idle: rewards, environments": 5.0, "sampling":
 def write(tmp_path):
     """Write the files of a run as the recipe's own writers do; what is not given is healthy."""
 
-    def write(planted=(), evaluated=((0.3, 200), (0.7, 200)), seconds=WAITS, events=(), num=STEPS):
+    def write(
+        planted=(),
+        evaluated=((0.3, 200), (0.7, 200)),
+        seconds=WAITS,
+        events=(),
+        num=STEPS,
+        trains=None,
+    ):
         draw = random.Random(3)
         (tmp_path / "logs/metrics.jsonl").unlink(missing_ok=True)
         log = MetricLog(str(tmp_path), MagicMock(), 1)
@@ -69,7 +76,8 @@ def write(tmp_path):
             if step:
                 for key, value in (HEALTHY | dict(planted)).items():
                     exact = value(step / num) if callable(value) else value
-                    metrics[key] = exact * (1 + 0.05 * draw.uniform(-1, 1)) if exact else exact
+                    noise = 0.05 * draw.uniform(-1, 1) if isinstance(exact, float) else 0
+                    metrics[key] = exact * (1 + noise)
             if step in ends:
                 rate, prompts = ends[step]
                 half = 1.96 * math.sqrt(0.25 / prompts)
@@ -80,7 +88,9 @@ def write(tmp_path):
         log.close()
         (tmp_path / "config.yaml").write_text(CONFIG)
         write_rows(tmp_path / "receipts.jsonl", START, *events, END)
-        roles = {"generator_0": seconds, "trainer_0": {"train_step": 60.0, "idle": 40.0}}
+        trains = trains or 90 - 100 * (HEALTHY | dict(planted))["time/wait_for_batch"]
+        trainer = {"train_step": trains, "idle": 100 - trains}
+        roles = {"generator_0": seconds, "trainer_0": trainer}
         beats = ({"role": role, "time": 1.0, "seconds": each} for role, each in roles.items())
         write_rows(tmp_path / "logs/heartbeats.jsonl", *beats)
         return tmp_path
@@ -138,6 +148,65 @@ def test_a_clean_run_has_no_finding_whatever_its_length(write, capsys):
     assert capsys.readouterr().out == "nothing looks wrong in 40 steps\n"
 
 
+def test_what_a_policy_that_runs_away_does_is_listed_as_its_effect(write):
+    away = {"mismatch/generator_kl": rising(0.001, 0.9), "rollout/zero_variance_fraction": 1.0}
+    first, *others = found(write(FLAT | away | {"rollout/cut_off_fraction": 1.0}))
+    assert first.startswith("the policy runs away")
+    assert [each.partition(":")[0] for each in others[-2:]] == [
+        *("responses are cut off", "the reward is flat")
+    ]
+    assert all("Likely cause: the policy runs away." in each for each in others[-2:])
+
+
+@pytest.mark.parametrize("rate", [0, 1])
+def test_a_reward_that_gives_all_responses_the_same_is_looked_at_first(write, rate):
+    flat = {"rollout/reward_mean": rate, "rollout/success_rate": rate}
+    line = found(write({**flat, "rollout/zero_variance_fraction": 1}, evaluated=((1, 99),) * 2))[0]
+    assert line.startswith("the reward is flat: ")
+    says = f"tells no right from wrong (success is {rate}), or the prompts", "read responses"
+    assert line.index(says[0]) < line.index(says[1]) < line.index("er prompts, curriculum")
+
+
+def test_clipping_names_the_range_and_no_fewer_than_one_update(write):
+    folder = write({"ratio/clip_fraction": 0.3})
+    (line,) = found(folder)
+    assert "(max_staleness=2), or a narrow range (loss.clip_low=0.2, loss.clip_high=0.2)" in line
+    assert "fewer" not in line and line.endswith("a smaller max_staleness")
+    (folder / "config.yaml").write_text("ppo_epochs: 2\nmax_staleness: 0\nupdates_per_batch: 3\n")
+    (line,) = found(folder)
+    assert "by one batch (6)" in line and "Try: fewer ppo_epochs or" in line
+    assert "smaller max_staleness" not in line
+
+
+def test_a_first_step_that_is_skipped_is_no_matter_of_the_learning_rate(write):
+    all_skipped = {"skipped_steps": lambda at: round(at * STEPS), "rollout/trained_tokens": 9}
+    line = found(write(all_skipped))[0]
+    assert "before any update" in line and "logs/rollouts.jsonl" in line and "optimizer" not in line
+    line = found(write(ILL["gradients are skipped: 9 of 40 steps"]))[0]
+    assert "Try: a lower optimizer.lr" in line and "dtype" not in line
+
+
+def test_no_finding_advises_what_the_config_has(write):
+    def advised(ill, config=""):
+        folder = write(ILL[ill])
+        with (folder / "config.yaml").open("a") as file:
+            file.write(config)
+        return found(folder)[0].partition("Try: ")[2]
+
+    away, flat, cut, dear = (
+        next(line for line in ILL if line.startswith(start))
+        for start in ("the policy runs away", "the reward is flat", "responses are cut", "weights")
+    )
+    assert "dtype" not in advised("generator and trainer disagree")
+    assert advised(away).endswith(", loss.kl_coeff=0.01")
+    assert "kl_coeff" not in advised(away, "loss: {kl_coeff: 0.01}")
+    assert advised(flat).endswith("curriculum, dynamic_sampling.enabled=true")
+    assert advised(flat, "curriculum: {low: 0.2}").endswith("s, dynamic_sampling.enabled=true")
+    assert "overlong" in advised(cut, "reward_shaping: {overlong_tokens: 0}")
+    assert "overlong" not in advised(cut, "reward_shaping: {overlong_tokens: 4}")
+    assert "delta" in advised(dear) and "delta" not in advised(dear, "push: delta")
+
+
 def test_what_the_evaluations_say(write):
     (line,) = found(write(evaluated=((0.3, 400), (0.31, 400))))
     assert line.startswith("the reward rises, held-out does not: training 0.3")
@@ -153,10 +222,16 @@ def test_who_waits_for_whom(write):
     assert found(write(seconds=slow))[0].startswith("rewards are slow: the trainer waits 30%")
 
 
-def test_idle_generators_get_a_split_to_try(write):
+def test_idle_generators_get_a_split_to_try_if_it_is_another_one(write, tmp_path):
     idle = WAITS | {"idle: no group": 300.0}
     (line,) = found(write({"time/wait_for_batch": 0.05}, seconds=idle))
-    assert line.startswith("generators idle") and "--gpus 4" in line
+    tail = f"{tmp_path} --gpus 4"
+    assert line.startswith("generators idle") and line.endswith("now 1:1; grpo simulate " + tail)
+    assert found(write({"time/wait_for_batch": 0.05}, seconds=idle, num=4)) == []
+    assert found(write({"time/wait_for_batch": 0.05}, seconds=idle, trains=20.0)) == [], "1:1 fits"
+    folder = write({"time/wait_for_batch": 0.05}, seconds=idle)
+    (folder / "config.yaml").write_text(f"{CONFIG}device: cpu\nnum_trainers: 2\n")
+    assert found(folder)[0].endswith("Try: 0.1 generators for each trainer, now 1:2")
 
 
 def test_failing_samples_are_named_by_their_most_frequent_error(write, tmp_path):
@@ -165,7 +240,11 @@ def test_failing_samples_are_named_by_their_most_frequent_error(write, tmp_path)
     entry = SimpleNamespace(group_id=1, epoch=0, prompt={"prompt_index": 1, "prompt_text": "?"})
     group = SimpleNamespace(rewards=[0.0] * 6, errors=["reward form: KeyError"] * 4 + ["late"])
     failures.count_group(entry, group)
-    assert found(folder)[0].startswith("samples fail: 5 (12%), 4 with reward form: KeyError")
+    says = "samples fail: 5 of 40 in training, "
+    assert found(folder)[0].startswith(f"{says}4 with reward form: KeyError")
+    held_out = {"prompt_index": 1, "prompt_text": "?", "error": "late"}
+    failures.count_evaluation(0, [held_out] * 3 + [held_out | {"error": None}])
+    assert found(folder)[0].startswith(f"{says}3 in evaluations, 4 with ")
 
 
 def test_drops_that_prefer_long_responses(write):

@@ -234,3 +234,15 @@ def test_a_run_whose_responses_are_all_cut_off_says_what_would_have_ended_them(w
     for step in (2, 3):
         watch.check_step(step, {"rollout/cut_off_fraction": 1.0})
     assert len(notes) == 1 and "7 (<end>)" in notes[0]
+
+
+def test_a_run_whose_responses_ended_before_has_a_policy_that_collapsed(watch, notes):
+    for step, share in enumerate((0.25, 0.98, 1.0, 1.0), 1):
+        watch.check_step(step, {"rollout/cut_off_fraction": share})
+    (line,) = notes
+    assert line.startswith("since step 3: all responses were cut off at ")
+    assert (
+        "before, up to 75% of a step's ended" in line
+        and "collapsed" in line
+        and "<end>" not in line
+    )

@@ -72,6 +72,9 @@ def test_a_run_without_a_step_is_named(make, tmp_path, capsys):
         page(make("a"), make("empty", steps=0))
     assert main([str(tmp_path / "a"), str(tmp_path / "empty")]) == 2
     assert "empty/logs/metrics.jsonl" in capsys.readouterr().err
+    for folders in ([tmp_path / "nothing"], [tmp_path / "a", tmp_path / "nothing"]):
+        assert main([*map(str, folders)]) == 2
+        assert capsys.readouterr().err == f"no report: {tmp_path}/nothing: no such folder\n"
 
 
 def test_the_command_overlays_several_runs_in_the_current_folder_or_in_a_file(
@@ -99,12 +102,12 @@ def test_the_command_overlays_several_runs_in_the_current_folder_or_in_a_file(
 def compare(tmp_path):
     """Compare jobs, each of the arrays of success [prompts] of its seeds; gives the verdicts."""
 
-    def compare(*jobs, **config):
+    def compare(*jobs, step=9, **config):
         folders, configs = [], []
         for number, seeds in enumerate(jobs):
             for seed, success in enumerate(seeds):
                 folder = tmp_path / f"{number} {seed}"
-                line = {"step": 9, "prompt_index": [*range(len(success))]}
+                line = {"step": step if number else 9, "prompt_index": [*range(len(success))]}
                 line |= {"success": [*map(float, success)]}
                 write_rows(folder / "logs" / EVALUATIONS, line | {"step": 1}, line)
                 own = {"optimizer.lr": str(number), "seed": str(seed), "output_dir": folder.name}
@@ -152,9 +155,14 @@ def test_runs_that_are_alike_are_called_different_in_few_cases(compare, seeds, e
 def test_other_evaluations_are_not_compared_and_missing_ones_are_named(compare, make):
     alike = [np.ones(9)]
     for key in ("eval_dataset.source", "timeouts.reward_s", "rewards.right.answer_format"):
-        assert "not comparable" in compare(alike, alike, **{key: "x"})[0]
+        assert compare(alike, alike, **{key: "x"})[0].endswith(f"with different {key}")
     for key in ("timeouts.startup_s", "rewards.right.weight", "rewards.other.max_words"):
         assert "not enough to tell" in compare(alike, alike, **{key: "x"})[0]
+    [line] = compare(alike, alike)
+    says = "+0.000 (no difference on any prompt); 9 prompts, 1 and 1 runs, steps 9 and 9. "
+    assert says in line
+    [line] = compare(alike, [np.arange(9) > 0], step=5)
+    assert "with 95 %); 9 prompts, 1 and 1 runs, steps 9 and 5: not the same. " in line
     [line] = verdicts([make("a"), make("b")], ["a", "b"], [{"a": "1"}, {"a": "2"}])
     assert line == "b against a: not enough to tell: a has no evaluation"
     assert verdicts([make("c"), make("d")], ["c", "d"], [{"seed": "1"}, {"seed": "2"}]) == []

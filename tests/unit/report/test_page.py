@@ -164,6 +164,9 @@ def test_the_command_prints_the_path_or_the_reason(run, tmp_path, capsys):
     assert main([str(run)]) == 0
     assert capsys.readouterr().out.startswith(f"{run / 'report.html'} (")
     assert main([str(tmp_path / "nowhere")]) == 2
+    assert capsys.readouterr().err == f"no report: {tmp_path / 'nowhere'}: no such folder\n"
+    (tmp_path / "empty").mkdir()
+    assert main([str(tmp_path / "empty")]) == 2
     assert "no report: no step is logged" in capsys.readouterr().err
 
 
