@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from lib.config_errors import refused_key
+from lib.config_errors import refusal_of, refused_key
 from omegaconf import OmegaConf
 
 from grpo_components._plugin import recipes_folder
@@ -138,3 +138,13 @@ def test_only_a_config_that_the_recipe_takes_as_it_is_is_checked_that_early(
     for wrong in ("group_size=1", "base_model_path=/nowhere"):
         with pytest.raises(ConfigError) if found else contextlib.nullcontext():
             assert check_early([recipe, "--config", config, wrong]) is None
+
+
+@pytest.mark.parametrize("option", ["--nproc_per_node 2", "--nproc-per-node=2", "--nnodes 1:2"])
+def test_ranks_of_torchrun_are_refused_for_our_recipe_and_its_copies(here, option):
+    shutil.copy(SHIPPED, "fork.py")
+    (here / "theirs.py").write_text("import torch\n")
+    for recipe in (RECIPE, "fork.py"):
+        error = refusal_of(check_early, [*option.split(), recipe, "--config", TINY])
+        assert option.startswith(error.key) and "num_trainers" in error.allowed
+    assert check_early([*option.split(), "theirs.py", "--config", TINY]) is None
