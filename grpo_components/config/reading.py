@@ -17,6 +17,30 @@ from grpo_components._plugin import config_files, recipes_folder
 from grpo_components.errors import ConfigError, fail, shown
 from grpo_components.settings import Settings
 
+_ELSEWHERE = {
+    "group_size": "num_generations grpo_samples G n",
+    "groups_per_step": "batch_size train_batch_size per_device_train_batch_size",
+    "updates_per_batch": "ppo_mini_batch_size gradient_accumulation_steps",
+    "tokens_per_micro_batch": "micro_batch_size forward_batch_size ppo_micro_batch_size_per_gpu",
+    "ppo_epochs": "num_iterations num_ppo_epochs",
+    "num_steps": "max_steps epochs num_train_epochs total_epochs max_steps_per_epoch",
+    "generator.max_response_tokens": "max_completion_length max_generated_tokens max_new_tokens "
+    "max_tokens max_response_length response_length",
+    "dataset.max_prompt_tokens": "max_prompt_length",
+    "loss.kl_coeff": "beta kl_coeff kl_coef kl_loss_coef kl_loss_coeff",
+    "loss.clip_low": "epsilon eps_clip clip_ratio clip_ratio_low cliprange",
+    "loss.clip_high": "epsilon_high clip_ratio_high",
+    "optimizer.lr": "learning_rate lr",
+    "clip_grad_norm": "max_grad_norm grad_clip",
+    "rewards": "reward_funcs reward_functions",
+    "base_model_path": "model_name_or_path model_path",
+    "save_every_n_steps": "save_steps save_freq",
+    "eval_every_n_steps": "eval_steps test_freq",
+    "enable_activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
+}
+"""Our keys, each with the names that TRL, torchtune, verl and others have for it."""
+_OURS = {name: key for key, names in _ELSEWHERE.items() for name in names.split()}
+
 
 def read_config_file(name: str, overrides: Sequence[str]) -> DictConfig:
     """Read a config by its name in `tune ls` or its path, with overrides as for `tune run`."""
@@ -131,6 +155,9 @@ def _refuse(given: Mapping[str, Any], error: Mapping[str, Any]) -> NoReturn:
 def nearest(name: str, keys: Iterable[str], prefix: str = "") -> str:
     """Return a hint: the key that was probably meant, or else the keys that exist."""
     keys = list(dict.fromkeys(keys))
+    ours = _OURS.get(name, "")
+    if ours and (not prefix or ours in [f"{prefix}{key}" for key in keys]):
+        return f"did you mean {ours}?"
     if near := get_close_matches(name, keys, n=1, cutoff=0.75):
         return f"did you mean {prefix}{near[0]}?"
     anywhere = {leaf: f"{key}.{leaf}" for key in reversed(_keys_of([])) for leaf in _keys_of([key])}
