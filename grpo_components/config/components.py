@@ -190,7 +190,9 @@ def imported_component(key: str, path: str) -> Any:
         hint = ""
         problem = f"{path} cannot be imported, {type(cause).__name__}: {cause}"
         if isinstance(cause, ModuleNotFoundError) and f"{path}.".startswith(f"{cause.name}."):
-            hint = _near(path)
+            hint, (parent, _, name) = _near(path), path.rpartition(".")
+            if module := sys.modules.get(parent):
+                problem = f"{getattr(module, '__file__', None) or parent} has no {name}"
         else:
             place = traceback.extract_tb(cause.__traceback__)[-1]
             problem += f" ({place.filename}:{place.lineno})"

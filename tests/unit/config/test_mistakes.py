@@ -185,13 +185,15 @@ train_from                   train_from=/nowhere/trajectories.jsonl
 keep_best                    train_from=/nowhere.jsonl keep_best=eval/reward_mean
 reward_model.path            train_from=/nowhere.jsonl reward_model.path=/a/model
 # components and their arguments
-loss._component_  LOSS=own_parts.Goood -> did you mean own_parts.Good? !! No module named
+loss._component_  LOSS=own_parts.Goood -> did you mean own_parts.Good? !! own_parts.py has no Goood
 loss._component_  LOSS=own_part.Good -> did you mean own_parts.Good? !! No module named 'own_part'
 model._component_  model._component_=torchtune.models.qwen -> torchtune.models.qwen2? !! 'torchtune
 loss._component_  LOSS=nothing_like_it.X -> a dotted path !! No module named
 loss._component_  LOSS=own_broken.X -> a dotted path !! own_broken.py:2
 loss._component_  LOSS=own_lacking.X -> a dotted path !! own_lacking.py:2
 loss._component_  LOSS=own_parts.number -> a class or function !! cannot be called
+rewards.my._component_  OWN=own_parts.of_trl -> prompt_text, response_text, !! takes completions
+rewards.my._component_  OWN=own_parts.judge -> a function that makes one !! takes prompt_text
 loss.kl_coeff     LOSS=own_parts.Takes ~loss.clip_low ~loss.clip_high
 loss.epsilon                 loss.epsilon=0.2 -> did you mean loss.clip_low?
 loss.unlike                  loss.unlike=0.2 -> clip_low, clip_high, kl_coeff
