@@ -47,6 +47,8 @@ _FORMS_PROMPTS += ("tools",)
 """Arguments of data sets that shape prompts."""
 _OF_REWARDS = ("weight", "is_success")
 """Keys of a reward that the recipe reads, not the component."""
+_SCORED_ELSEWHERE = ("completions", "prompts", "completion", "solution_str")
+"""Arguments of the reward functions of TRL and verl."""
 _READ = ("grpo_components", "torch", "torchao", "torchtune")
 """Packages whose files are searched for a component before they are imported."""
 _SLOW = ("torchtune.", "grpo_components.data.")
@@ -246,9 +248,10 @@ def _check_arguments(
             fail(f"{key}.{name}", problem, nearest(str(name), known, f"{key}."))
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in node and name not in by_name:
-            if is_reward and name in CALL:
-                allowed = "a class whose objects do, or a function that makes one"
-                fail(f"{key}._component_", f"{path} itself takes a sample", allowed)
+            if is_reward and name in (*CALL, *_SCORED_ELSEWHERE):
+                allowed = f"a class whose objects take {', '.join(CALL)} by name, or a function "
+                allowed += "that makes one"
+                fail(f"{key}._component_", f"{path} itself takes {name}", allowed)
             fail(f"{key}.{name}", "missing", f"the argument of {path}")
     return component
 

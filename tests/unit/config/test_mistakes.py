@@ -32,6 +32,7 @@ SHORT = {
     "CODE": f"rewards.my._component_={REWARDS}.code_tests.CodeTests",
     "HUGGING": "model._component_=grpo_components.models.hugging_face",
     "LOSS": "loss._component_",
+    "OWN": "rewards.my._component_",
     "WORLD": f"environment={{_component_: {ROLLOUT}.multi_turn.MultiTurnEnvironment, max_turns: 4, "
     f"world: {{_component_: {ROLLOUT}.tools.shipped_tools, tools: [calculator]}}}}",
     "BEST": "eval.samples_per_prompt=7 eval_every_n_steps=2 save_every_n_steps",
@@ -207,7 +208,6 @@ profiler.steps               profiler.enabled=true profiler.steps=3 -> active_st
 rewards.correctness.weights  rewards.correctness.weights=1 -> correctness.weight?
 rewards.correctness.answer_format  rewards.correctness.answer_format=xml -> tag
 rewards.my.limit             rewards.my._component_=own_parts.Good
-rewards.my._component_       rewards.my._component_=own_parts.judge
 rewards.my.wall_s            CODE timeouts.reward_s=8
 rewards.my.wall_s            JUDGE rewards.my.wall_s=10
 rewards.my.api_key_env       JUDGE rewards.my.api_key_env=NONE_X
