@@ -102,6 +102,8 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
         if received:  # roles may fail because the signal reached them, too
             return _interrupted(received)
         if isinstance(error, _CONFIG_ERRORS) or not _reached(recipe_main, error):
+            if (key := str(getattr(error, "full_key", ""))).startswith("user."):  # a fork reads it
+                error = ConfigError(key, "missing", "a value under user: in the config")
             if trace := getattr(error, "user_traceback", ""):
                 sys.stderr.write(f"{plain(trace).rstrip()}\n")
             text = shortened(one_line(str(error)) or type(error).__name__, MAX_MESSAGE)

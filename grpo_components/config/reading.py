@@ -74,6 +74,12 @@ def merge_overrides(given: dict[str, Any], overrides: Sequence[str]) -> DictConf
         rewards = given.get("rewards") or {}
         if value == "null" and key.startswith("rewards.") and key.split(".")[1] not in rewards:
             fail(key, "null given, and the config has no such reward", ", ".join(rewards))
+        section, name = f"{key}.".split(".")[:2]
+        known = given.get("user") if section == "user" else None
+        names = map(str, known if isinstance(known, Mapping) else ())
+        near = get_close_matches(name, names, cutoff=0.75)  # the name itself comes first
+        if near and near[0] != name:
+            fail(key, "unknown key", f"did you mean user.{near[0]}? A new one stands in the config")
         node = given.get(key)
         has_component = isinstance(node, Mapping) and "_component_" in node
         if has_component or (key == "loss" and not value.startswith("{")):

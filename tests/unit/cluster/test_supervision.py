@@ -54,6 +54,10 @@ def missing_key():
     config.b  # noqa: B018 -- raises
 
 
+def unset_user_key():
+    OmegaConf.create({"user": {}}).user.x  # noqa: B018 -- raises
+
+
 WRONG = "loss.clip_low: 2  given;\n\tallowed: above 0"
 OF_A_COMPONENT = ConfigError("advantages", "my.Ranks returned shape [3]", "[B, G]")
 TRACE = 'Traceback (most recent call last):\n  File "/here/my.py", line 3, in f\nKeyError: 1\n'
@@ -69,6 +73,7 @@ WITH_TRACE = ConfigError(
         (raising(ValueError(WRONG)), 2, "", "config error: loss.clip_low: 2 given; allowed: *\n"),
         (raising(YAMLError(WRONG)), 2, "", "config error: loss.clip_low: 2 given; allowed: *\n"),
         (missing_key, 2, "", "config error: *\n"),
+        (unset_user_key, 2, "", "config error: user.x: missing; allowed: *user: in the config\n"),
         (raising(OF_A_COMPONENT), 2, "", f"config error: {OF_A_COMPONENT}\n"),
         (raising(WITH_TRACE), 2, "", f"{TRACE}config error: {WITH_TRACE}\n"),
         (raising(ExceptionGroup("", [OF_A_COMPONENT])), 1, "", f"error: {OF_A_COMPONENT}\n"),

@@ -60,11 +60,12 @@ def test_a_component_is_replaced_by_its_path_alone():
     [
         *(("num_steps", "overrides"), ("=3", "overrides"), ("~no.such=1", "~no.such")),
         *(("~model", "~model"), ("a={question} =", "a"), ("a==", "a")),
-        ("rewards.formal=null", "rewards.formal"),
+        *(("rewards.formal=null", "rewards.formal"), ("user.long_cof=9", "user.long_cof")),
     ],
 )
 def test_an_override_that_cannot_be_merged_is_named(override, key):
-    given = {"model": {"_component_": "m.A"}, "rewards": {"format": {}}}
+    given = {"model": {"_component_": "m.A"}, "rewards": {"format": {}}, "user": {"long_coeff": 1}}
+    assert merge_overrides(given, ["user.other=1", "user.long_coeff=2"]).user.long_coeff == 2
     assert refused_key(merge_overrides, given, [override]) == key
 
 
