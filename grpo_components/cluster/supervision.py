@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import os
 import signal
 import sys
 import time
@@ -73,6 +74,9 @@ def undisturbed() -> Iterator[None]:
     for number, handler in before.items():
         leaves = number == signal.SIGHUP and handler is not signal.SIG_IGN
         signal.signal(number, (lambda *_: leave_terminal()) if leaves else signal.SIG_IGN)
+    if isinstance(sys.exception(), KeyboardInterrupt):
+        with contextlib.suppress(OSError):  # a closed terminal or pipe must not stop the clean-up
+            os.write(2, b"interrupted: stopping all roles ...\n")
     try:
         yield
     finally:

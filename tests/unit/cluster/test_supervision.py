@@ -207,9 +207,8 @@ def test_control_characters_in_an_error_are_escaped(capsys):
     ],
 )
 @pytest.mark.parametrize("in_loop", [False, True])
-def test_ctrl_c_sigterm_and_sighup_end_a_run_after_its_clean_up(
-    number, code, line, in_loop, capsys
-):
+def test_ctrl_c_sigterm_and_sighup_end_a_run_after_its_clean_up(number, code, line, in_loop, capfd):
+    """And say at once that it has begun."""
     cleaned_up = []
 
     async def run():
@@ -221,11 +220,12 @@ def test_ctrl_c_sigterm_and_sighup_end_a_run_after_its_clean_up(
         try:
             asyncio.run(run()) if in_loop else signal.raise_signal(number)
         finally:
-            cleaned_up.append(True)
+            with undisturbed():
+                cleaned_up.append(capfd.readouterr().err)
 
     assert exit_code(main) == code
-    assert capsys.readouterr() == ("", line)
-    assert cleaned_up == [True]
+    assert capfd.readouterr() == ("", line)
+    assert cleaned_up == ["interrupted: stopping all roles ...\n"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
