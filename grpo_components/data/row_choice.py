@@ -63,7 +63,10 @@ class RowFilters:
 
 
 def _meets(row: Row, column: str, name: str, wanted: Any) -> bool:
-    value = row.value(column)
+    try:
+        value = row.value(column)
+    except ValueError as error:  # the row has no such column
+        raise ValueError(f"dataset.filters.{column}: {error}") from None
     if name == "allowed" or value is None:
         return name == "allowed" and value in wanted
     if name == "regex":

@@ -159,6 +159,13 @@ def test_a_column_for_an_unknown_field_is_refused(jsonl):
         load(jsonl, columns={"reply": "gold"})
 
 
+@pytest.mark.parametrize("more", [{}, {"question": "q", "answer": "a"}])
+def test_columns_the_wrong_way_round_are_named(tmp_path, more):
+    path = write_rows(tmp_path / "rows.jsonl", {"q": "1 + 1?", "a": "#### 2"})
+    with pytest.raises(ValueError, match=r"is field: column; did you mean \{\w+: [qa]\}\?$"):
+        load(path, columns={"q": "question", "a": "answer", **more})
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
