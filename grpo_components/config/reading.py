@@ -20,12 +20,10 @@ from grpo_components.settings import Settings
 _ELSEWHERE = {
     "group_size": "num_generations grpo_samples G n",
     "groups_per_step": "batch_size train_batch_size per_device_train_batch_size",
-    "updates_per_batch": "ppo_mini_batch_size gradient_accumulation_steps",
     "tokens_per_micro_batch": "micro_batch_size forward_batch_size ppo_micro_batch_size_per_gpu",
     "ppo_epochs": "num_iterations num_ppo_epochs",
     "num_steps": "max_steps epochs num_train_epochs total_epochs max_steps_per_epoch",
-    "generator.max_response_tokens": "max_completion_length max_generated_tokens max_new_tokens "
-    "max_tokens max_response_length response_length",
+    "generator.max_response_tokens": "max_completion_length max_generated_tokens max_tokens",
     "dataset.max_prompt_tokens": "max_prompt_length",
     "loss.kl_coeff": "beta kl_coeff kl_coef kl_loss_coef kl_loss_coeff",
     "loss.clip_low": "epsilon eps_clip clip_ratio clip_ratio_low cliprange",
@@ -33,10 +31,6 @@ _ELSEWHERE = {
     "optimizer.lr": "learning_rate lr",
     "clip_grad_norm": "max_grad_norm grad_clip",
     "rewards": "reward_funcs reward_functions",
-    "base_model_path": "model_name_or_path model_path",
-    "save_every_n_steps": "save_steps save_freq",
-    "eval_every_n_steps": "eval_steps test_freq",
-    "enable_activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
 }
 """Our keys, each with the names that TRL, torchtune, verl and others have for it."""
 _OURS = {name: key for key, names in _ELSEWHERE.items() for name in names.split()}

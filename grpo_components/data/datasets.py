@@ -178,6 +178,8 @@ def prompt_dataset(
             break
     why = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
     if not prompts:
+        ranges = (f"{name} is {low:g} to {high:g}" for name, (low, high) in keep.ranges.items())
+        why = ", ".join(filter(None, (why, *ranges)))
         raise ValueError(f"{where}: no rows{f' left: {why}' if why else ''}")
     for name in sorted(columns.keys() - asked):
         allowed = ", ".join(sorted(asked))
