@@ -35,7 +35,8 @@ Set any key in a config or on the command line (`key=value`, `section.key=value`
 one). A key without a default is in every shipped config, or null. A *component* is a section with a
 `_component_`, the dotted path of a class or function, and its arguments; listed are those that
 the recipe reads. A *schedule* is a section in place of a number: `{schedule: constant | linear |
-cosine, start, end, num_steps, warmup_steps}`.
+cosine, start, end, num_steps, warmup_steps}`. A name that TRL, torchtune or verl has for a key
+(`num_generations`, `lr`, `beta`) is refused with ours.
 """
 MEANINGS = {
     "output_dir": "the folder of the run",

@@ -1,14 +1,16 @@
 """Registers our recipe and its configs with torchtune when torchtune's registry is imported."""
 
 import argparse
+import filecmp
 import importlib
 import importlib.util
 import logging
+import shutil
 import sys
 import warnings
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 from grpo_components._tune_run import RECIPE, complete, recipe_argument
 
@@ -42,9 +44,21 @@ def list_or_copy() -> None:
     parser = argparse.ArgumentParser(prog="tune")
     subparsers = parser.add_subparsers()
     for module, command in (("ls", "List"), ("cp", "Copy")):
-        getattr(importlib.import_module(f"torchtune._cli.{module}"), command).create(subparsers)
+        commands = importlib.import_module(f"torchtune._cli.{module}")
+        vars(commands).update(shutil=SimpleNamespace(copy=_copy_new))
+        getattr(commands, command).create(subparsers)
     options = parser.parse_args()
     options.func(options)
+
+
+def _copy_new(source: Path, destination: Path) -> Path | str:
+    """Copy a file as `shutil.copy` does, but not onto one that differs: it may have edits."""
+    file = destination / source.name if destination.is_dir() else destination
+    if file.is_file() and not filecmp.cmp(source, file, shallow=False):
+        problem = f"{file} exists and differs; nothing was copied"
+        sys.stderr.write(f"error: {problem}; allowed: another name, or remove the file first\n")
+        sys.exit(2)
+    return shutil.copy(source, destination)
 
 
 def register(registry: ModuleType) -> None:

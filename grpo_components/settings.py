@@ -171,14 +171,21 @@ def loss_section() -> GetPydanticSchema:
 
 def free_section() -> GetPydanticSchema:
     """Return the pydantic type of the section `user`: any keys and values, passed through."""
-    return _as_dict_config(lambda given: {} if given is None else given, dict[Any, Any])
+    return _as_dict_config(lambda given: {} if given is None else given, dict[Any, Any], _user)
 
 
-def _as_dict_config(filled: Callable[[Any], Any], plain: Any) -> GetPydanticSchema:
+def _user(values: dict[str, Any]) -> DictConfig:
+    """Return the section `user`, whose errors have the whole key."""
+    return OmegaConf.create({"user": values}).user
+
+
+def _as_dict_config(
+    filled: Callable[[Any], Any], plain: Any, create: Callable[..., Any] = OmegaConf.create
+) -> GetPydanticSchema:
     """Return the pydantic type of a DictConfig, from that of its plain values once filled in."""
 
     def made(checked: dict[str, Any] | None) -> DictConfig | None:
-        return None if checked is None else OmegaConf.create(checked)
+        return None if checked is None else create(checked)
 
     back = PlainSerializer(OmegaConf.to_container, when_used="unless-none")
     typed = Annotated[plain, BeforeValidator(filled), AfterValidator(made), back]
@@ -525,7 +532,7 @@ class Settings(BaseModel):
     enable_activation_offloading: bool = False
     fsdp_cpu_offload: bool = False
     timeouts: Timeouts = Timeouts()
-    user: Annotated[DictConfig, free_section()] = Field(default_factory=OmegaConf.create)
+    user: Annotated[DictConfig, free_section()] = Field(default_factory=lambda: _user({}))
 
     @property
     def evaluates(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import os
 import signal
 import sys
 import time
@@ -73,6 +74,9 @@ def undisturbed() -> Iterator[None]:
     for number, handler in before.items():
         leaves = number == signal.SIGHUP and handler is not signal.SIG_IGN
         signal.signal(number, (lambda *_: leave_terminal()) if leaves else signal.SIG_IGN)
+    if isinstance(sys.exception(), KeyboardInterrupt):
+        with contextlib.suppress(OSError):  # a closed terminal or pipe must not stop the clean-up
+            os.write(2, b"interrupted: stopping all roles ...\n")
     try:
         yield
     finally:
@@ -102,6 +106,8 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
         if received:  # roles may fail because the signal reached them, too
             return _interrupted(received)
         if isinstance(error, _CONFIG_ERRORS) or not _reached(recipe_main, error):
+            if (key := str(getattr(error, "full_key", ""))).startswith("user."):  # a fork reads it
+                error = ConfigError(key, "missing", "a value under user: in the config")
             if trace := getattr(error, "user_traceback", ""):
                 sys.stderr.write(f"{plain(trace).rstrip()}\n")
             text = shortened(one_line(str(error)) or type(error).__name__, MAX_MESSAGE)

@@ -12,14 +12,16 @@ from typing import Any, NoReturn, TypeVar
 from omegaconf import DictConfig
 
 from grpo_components._plugin import list_or_copy
-from grpo_components._tune_run import RECIPE
+from grpo_components._tune_run import RECIPE, is_run_of_ours
 from grpo_components._tune_run import main as tune
 from grpo_components.config.preflight import check_values_and_files, check_what_is_imported
 from grpo_components.config.reading import read_config_file
-from grpo_components.errors import ConfigError
+from grpo_components.errors import ConfigError, fail
 from grpo_components.settings import Settings
 
 T = TypeVar("T")
+_RANKS = ("--nproc_per_node", "--nproc-per-node", "--nnodes")
+"""Options of torchrun, which would start several drivers."""
 
 
 def main() -> Any:
@@ -35,6 +37,10 @@ def main() -> Any:
 
 def check_early(words: Sequence[str]) -> Settings | None:
     """Check values and files of a command `tune run ...`; None if only torchtune can read it."""
+    for option in (word.partition("=")[0] for word in words if word.startswith(_RANKS)):
+        if is_run_of_ours(["tune", "run", *words]):
+            allowed = "num_trainers=<number of ranks>, without options of torchrun"
+            fail(option, "given, and the recipe starts its ranks itself", allowed)
     given = _given(words)
     return None if given is None else check_values_and_files(given)
 

@@ -44,6 +44,8 @@ _ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 _OF_REWARDS = ("weight", "is_success")
 """Keys of a reward that the recipe reads, not the component."""
+_SCORED_ELSEWHERE = ("completions", "prompts", "completion", "solution_str")
+"""Arguments of the reward functions of TRL and verl."""
 _READ = ("grpo_components", "torch", "torchao", "torchtune")
 """Packages whose files are searched for a component before they are imported."""
 _SLOW = ("torchtune.", "grpo_components.data.")
@@ -148,7 +150,8 @@ def _refuse_missing(key: str, place: Path, parts: Sequence[str]) -> None:
             near = get_close_matches(part, [*words, *files], n=1, cutoff=0.75)
             hint = f"did you mean {'.'.join((*names, *near, *parts[depth + 1 :]))}?"
             problem = f"{'.'.join((*names, *parts[depth:]))} cannot be imported, "
-            problem += f"ModuleNotFoundError: No module named {'.'.join((*names, part))!r}"
+            lacking = f"ModuleNotFoundError: No module named {'.'.join((*names, part))!r}"
+            problem += f"{place.name} has no {part}" if place.is_file() else lacking
             fail(key, problem, hint if near else _A_PATH)
         place = place / part if (place / part).is_dir() else place / f"{part}.py"
         names.append(part)
@@ -235,9 +238,10 @@ def _check_arguments(
             fail(f"{key}.{name}", problem, nearest(str(name), known, f"{key}."))
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in node and name not in by_name:
-            if is_reward and name in CALL:
-                allowed = "a class whose objects do, or a function that makes one"
-                fail(f"{key}._component_", f"{path} itself takes a sample", allowed)
+            if is_reward and name in (*CALL, *_SCORED_ELSEWHERE):
+                allowed = f"a class whose objects take {', '.join(CALL)} by name, or a function "
+                allowed += "that makes one"
+                fail(f"{key}._component_", f"{path} itself takes {name}", allowed)
             fail(f"{key}.{name}", "missing", f"the argument of {path}")
     return component
 

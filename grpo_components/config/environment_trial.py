@@ -28,6 +28,7 @@ from grpo_components.rewards.pool import Score
 from grpo_components.rollout.completions import Completion
 from grpo_components.rollout.multi_turn import Conversation
 from grpo_components.rollout.observation_text import encode_text
+from grpo_components.rollout.slots import Sample
 from grpo_components.settings import Settings
 from grpo_components.slow_calls import told_if_slow
 
@@ -68,7 +69,7 @@ def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, A
                         room = most - len(answer) - 1
                         conversation.take_turn(tokenizer.decode(answer), "stop", room)
                     else:
-                        _roll_out(name, env, asked, min(cfg.group_size, 2), answer, most)
+                        _roll_out(name, env, asked, min(cfg.group_size, 2), answer, cfg)
                 break
             except ConfigError as error:  # failing for some prompts is allowed
                 problems.append(error)
@@ -94,7 +95,7 @@ class _Answers:
 
 
 def _roll_out(
-    name: str, env: Any, prompt: dict[str, Any], num_slots: int, answer: list[int], most: int
+    name: str, env: Any, prompt: dict[str, Any], num_slots: int, answer: list[int], cfg: Settings
 ) -> None:
     """Roll out a group in a torchrl environment, as the run will."""
     from torchrl.envs import EnvBase  # takes seconds; only needed for a user's environment
@@ -107,8 +108,8 @@ def _roll_out(
         problem = f"{name} has batch size {list(env.batch_size)} for {num_slots} slots"
         fail("environment", problem, "[num_slots]")
     engine: Any = _Answers(answer or [0])
-    policy = EnginePolicy(engine, max_response_tokens=most, stop_token_ids=(), truncation={})
-    policy.names, policy.seeds = [""] * num_slots, [0] * num_slots
+    policy = EnginePolicy(engine, cfg.generator)
+    policy.samples = [Sample(prompt, "", 0)] * num_slots
     ask: Any = env.ask
     ask([prompt] * num_slots)
     for slot in GroupCollector(env, policy).rollout():

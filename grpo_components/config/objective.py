@@ -75,8 +75,8 @@ def build_objective(
         dynamic_sampling=DynamicSampling(dynamic.max_discarded) if dynamic.enabled else None,
         temperature=as_schedule("generator.temperature", cfg.generator.temperature),
     )
-    doubts = try_components(cfg, tokenizer, dataset, held_out, objective)
-    objective = replace(objective, doubts=tuple(doubts))
+    doubts, scores = try_components(cfg, tokenizer, dataset, held_out, objective)
+    objective = replace(objective, doubts=tuple(doubts), reward_scores=tuple(scores))
     if cfg.dry_run:
         from grpo_tools.memory_plan.dry_run import plan  # a run needs no tools
 

@@ -17,6 +17,24 @@ from grpo_components._plugin import config_files, recipes_folder
 from grpo_components.errors import ConfigError, fail, shown
 from grpo_components.settings import Settings
 
+_ELSEWHERE = {
+    "group_size": "num_generations grpo_samples G n",
+    "groups_per_step": "batch_size train_batch_size per_device_train_batch_size",
+    "tokens_per_micro_batch": "micro_batch_size forward_batch_size ppo_micro_batch_size_per_gpu",
+    "ppo_epochs": "num_iterations num_ppo_epochs",
+    "num_steps": "max_steps epochs num_train_epochs total_epochs max_steps_per_epoch",
+    "generator.max_response_tokens": "max_completion_length max_generated_tokens max_tokens",
+    "dataset.max_prompt_tokens": "max_prompt_length",
+    "loss.kl_coeff": "beta kl_coeff kl_coef kl_loss_coef kl_loss_coeff",
+    "loss.clip_low": "epsilon eps_clip clip_ratio clip_ratio_low cliprange",
+    "loss.clip_high": "epsilon_high clip_ratio_high",
+    "optimizer.lr": "learning_rate lr",
+    "clip_grad_norm": "max_grad_norm grad_clip",
+    "rewards": "reward_funcs reward_functions",
+}
+"""Our keys, each with the names that TRL, torchtune, verl and others have for it."""
+_OURS = {name: key for key, names in _ELSEWHERE.items() for name in names.split()}
+
 
 def read_config_file(name: str, overrides: Sequence[str]) -> DictConfig:
     """Read a config by its name in `tune ls` or its path, with overrides as for `tune run`."""
@@ -50,6 +68,12 @@ def merge_overrides(given: dict[str, Any], overrides: Sequence[str]) -> DictConf
         rewards = given.get("rewards") or {}
         if value == "null" and key.startswith("rewards.") and key.split(".")[1] not in rewards:
             fail(key, "null given, and the config has no such reward", ", ".join(rewards))
+        section, name = f"{key}.".split(".")[:2]
+        known = given.get("user") if section == "user" else None
+        names = map(str, known if isinstance(known, Mapping) else ())
+        near = get_close_matches(name, names, cutoff=0.75)  # the name itself comes first
+        if near and near[0] != name:
+            fail(key, "unknown key", f"did you mean user.{near[0]}? A new one stands in the config")
         node = given.get(key)
         has_component = isinstance(node, Mapping) and "_component_" in node
         if has_component or (key == "loss" and not value.startswith("{")):
@@ -131,6 +155,9 @@ def _refuse(given: Mapping[str, Any], error: Mapping[str, Any]) -> NoReturn:
 def nearest(name: str, keys: Iterable[str], prefix: str = "") -> str:
     """Return a hint: the key that was probably meant, or else the keys that exist."""
     keys = list(dict.fromkeys(keys))
+    ours = _OURS.get(name, "")
+    if ours and (not prefix or ours in [f"{prefix}{key}" for key in keys]):
+        return f"did you mean {ours}?"
     if near := get_close_matches(name, keys, n=1, cutoff=0.75):
         return f"did you mean {prefix}{near[0]}?"
     anywhere = {leaf: f"{key}.{leaf}" for key in reversed(_keys_of([])) for leaf in _keys_of([key])}

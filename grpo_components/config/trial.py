@@ -62,8 +62,12 @@ def try_components(
     dataset: Any,
     held_out: Any,
     objective: Objective,
-) -> list[str]:
-    """Call each component once as the run will, and refuse one that breaks its kind's contract."""
+) -> tuple[list[str], list[str]]:
+    """Call each component once as the run will, and refuse one that breaks its kind's contract.
+
+    Returns what looks wrong, and what each reward gave to known answers.
+    """
+    scores: list[str] = []
     about_rates = try_training(cfg)
     doubts = about_rates if cfg.trains else []
     if cfg.teacher:
@@ -92,12 +96,13 @@ def try_components(
             try_environment(cfg, tokenizer, prompts)
         if trial is not None:
             with told_if_slow("the trial of the rewards"):
-                trial.finish()
+                scores, found = trial.finish()
+                doubts += found
             used = {"dataset": not cfg.eval_only, "eval_dataset": not cfg.rollout_only}
             data = {"dataset": dataset, "eval_dataset": held_out}
             data = {key: rows for key, rows in data.items() if used[key]}
             doubts += trial.check_rows(data, partial(_sample, cfg))
-    return doubts
+    return doubts, scores
 
 
 @contextlib.contextmanager

@@ -178,9 +178,14 @@ def prompt_dataset(
             break
     why = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
     if not prompts:
+        ranges = (f"{name} is {low:g} to {high:g}" for name, (low, high) in keep.ranges.items())
+        why = ", ".join(filter(None, (why, *ranges)))
         raise ValueError(f"{where}: no rows{f' left: {why}' if why else ''}")
     for name in sorted(columns.keys() - asked):
-        raise ConfigError(f"dataset.columns.{name}", "unknown field", ", ".join(sorted(asked)))
+        allowed = ", ".join(sorted(asked))
+        if (field := columns[name]) in asked:
+            allowed = f"`columns` is field: column; did you mean {{{field}: {name}}}?"
+        raise ConfigError(f"dataset.columns.{name}", "unknown field", allowed)
     note = f"{where}: {len(prompts)} prompts of {num_read} rows; {why}" if why else ""
     notes = filter(None, (note, _unnamed_tools(where, prompts[0], tools)))
     return PromptDataset(filled(prompts), "\n".join(notes))

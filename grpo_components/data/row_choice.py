@@ -52,29 +52,35 @@ class RowFilters:
 
     def __init__(self, filters: Mapping[str, Mapping[str, Any]]) -> None:
         self._filters = read_as(_FILTERS, filters, "dataset.filters")
+        self.ranges: dict[str, tuple[float, float]] = {}
+        """Smallest and largest number of each column that a `min` or `max` looked at."""
 
     def __call__(self, row: Row) -> bool:
         """Whether to use a row. A null meets only an `allowed` that lists null."""
         return all(
-            _meets(row, column, name, wanted)
+            self._meets(row, column, name, wanted)
             for column, conditions in self._filters.items()
             for name, wanted in conditions.items()
         )
 
-
-def _meets(row: Row, column: str, name: str, wanted: Any) -> bool:
-    value = row.value(column)
-    if name == "allowed" or value is None:
-        return name == "allowed" and value in wanted
-    if name == "regex":
-        if not isinstance(value, str):
-            row.refuse(column, f"{value!r} is not a text, but a filter has a regex")
-        return wanted.search(value) is not None
-    try:
-        number = float(value)  # a CSV file has only texts
-    except (TypeError, ValueError):
-        row.refuse(column, f"{value!r} is not a number, but a filter has min or max")
-    return number >= wanted if name == "min" else number <= wanted
+    def _meets(self, row: Row, column: str, name: str, wanted: Any) -> bool:
+        try:
+            value = row.value(column)
+        except ValueError as error:  # the row has no such column
+            raise ValueError(f"dataset.filters.{column}: {error}") from None
+        if name == "allowed" or value is None:
+            return name == "allowed" and value in wanted
+        if name == "regex":
+            if not isinstance(value, str):
+                row.refuse(column, f"{value!r} is not a text, but a filter has a regex")
+            return wanted.search(value) is not None
+        try:
+            number = float(value)  # a CSV file has only texts
+        except (TypeError, ValueError):
+            row.refuse(column, f"{value!r} is not a number, but a filter has min or max")
+        low, high = self.ranges.get(column, (number, number))
+        self.ranges[column] = min(low, number), max(high, number)
+        return number >= wanted if name == "min" else number <= wanted
 
 
 class Partition:

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NoReturn
 
@@ -56,8 +57,13 @@ class Row:
         found = _at(self._values, column)
         if found is _NO_COLUMN:
             has = ", ".join(map(str, self._values)) or "nothing"
-            if self._is_renamed:
+            swapped = [name for name, other in self._columns.items() if other == field]
+            if swapped and column == field:
+                has = f"`columns` is field: column; did you mean {{{field}: {swapped[0]}}}?"
+            elif self._is_renamed:
                 has = f"dataset.columns.{field}=<name>, with a name out of: {has}"
+            elif near := get_close_matches(column, map(str, self._values), n=1):
+                has = f"did you mean {near[0]}?"
             raise ValueError(f"{self._where}: has no field {column}; allowed: {has}")
         return found
 

@@ -52,6 +52,8 @@ class Objective:
     """Sampling temperature, by training step."""
     doubts: tuple[str, ...] = ()
     """What looks wrong with a part, one line each, for the user; see `doubts.py`."""
+    reward_scores: tuple[str, ...] = ()
+    """What each reward gave to the known answers of some rows, one line each."""
 
     def advantages_of(self, rewards: NDArray[Any]) -> NDArray[Any]:
         """Return the advantages [B, G] of shaped rewards [B, G]; see `contracts.advantages_of`."""

@@ -19,6 +19,7 @@ _ALLOWED = "a class whose objects take prompt_text, response_text, answer and fi
 _SCORES = "one that can score a row of the data set"
 """What is wrong with a reward of ours that raises: not its form."""
 _ANSWERS = "a data set whose answers it accepts, or another answer_format"
+_NOISE = "nonsense " * 200
 _CHECK_S = 20.0
 """Seconds for the rewards to score their perfect responses to the rows of all data sets."""
 
@@ -32,29 +33,47 @@ class RewardTrial:
         self._rewards, self._samples, self._timeout_s = rewards, samples, timeout_s
         self._worker = Worker(self._rewards, 0, subprocess.DEVNULL)  # it builds them meanwhile
 
-    def finish(self) -> None:
-        """Wait until each reward has returned a finite number."""
+    def finish(self) -> tuple[list[str], list[str]]:
+        """Wait until each reward has scored a known answer; return the scores, and what is doubted.
+
+        A line has the scores of all known answers and of an empty response.
+        """
         start_s = max(_START_TIMEOUT_S, _START_DEADLINES * self._timeout_s)
         of, problem = self._worker.wait_until_built(start_s)
         if problem:
             raise self._error(of, f"cannot be built, {problem}", _ALLOWED)
+        lines: list[str] = []
+        doubts: list[str] = []
         for name, spec in self._rewards.items():
-            problems: list[str] = []
-            for sample in self._samples:
-                try:
-                    outcome = self._ask(name, sample, self._timeout_s)
-                except TimeoutError:
-                    hang = f"hangs: no answer within {self._timeout_s:g} s, timeouts.reward_s"
-                    raise self._error(name, hang, "one that answers in time") from None
-                if not outcome.problem:  # failing for some samples is allowed
-                    break
-                problems.append(_problem(name, outcome.problem))
-            else:
+            known = [self._score(name, sample) for sample in self._samples]
+            if all(outcome.problem for outcome in known):  # failing for some samples is allowed
+                problem = _problem(name, known[0].problem)
                 allowed = _SCORES if spec.component.startswith(_OURS) else _ALLOWED
-                if allowed == _ALLOWED and not problems[0].startswith("raised TypeError"):
+                if allowed == _ALLOWED and not problem.startswith("raised TypeError"):
                     answer = shown(self._samples[0]["response_text"])
                     allowed = f"one that scores a known answer, such as {answer}, as the response"
-                raise self._error(name, problems[0], allowed)
+                raise self._error(name, problem, allowed)
+            empty, noise = ({**self._samples[0], "response_text": text} for text in ("", _NOISE))
+            of_empty = self._score(name, empty)
+            scored = (*known, of_empty)
+            *given, last = ("fails" if each.problem else f"{each.value:g}" for each in scored)
+            rows, first = f"the known answers of {len(known)} rows", ", ".join(given)
+            lines.append(f"rewards.{name}: {first} for {rows}; {last} for an empty response")
+            doubt = ""
+            if of_empty.problem:
+                raised = _problem(name, of_empty.problem).partition("\n")[0]
+                doubt = f"an empty response fails its sample: the reward {raised}"
+            elif {*given} == {last} and of_empty.value == self._score(name, noise).value != 0:
+                doubt = f"gives {last} to {rows}, to an empty response and to a senseless one"
+            doubts += [f"warning: rewards.{name}: {doubt}"] if doubt else []
+        return lines, doubts
+
+    def _score(self, name: str, sample: RewardInput) -> Outcome:
+        try:
+            return self._ask(name, sample, self._timeout_s)
+        except TimeoutError:
+            hang = f"hangs: no answer within {self._timeout_s:g} s, timeouts.reward_s"
+            raise self._error(name, hang, "one that answers in time") from None
 
     def _ask(self, name: str, sample: RewardInput, timeout_s: float, row: str = "") -> Outcome:
         """Let one reward score a sample; with a row's name, its perfect response to the sample."""

@@ -53,7 +53,7 @@ def plan(
         "model": list(_model(cfg)),
         "memory": memory,
         "data": list(_data(cfg, dataset, held_out)),
-        "rewards": list(_rewards(cfg)),
+        "rewards": [*_rewards(cfg), *objective.reward_scores],
         "objective": list(_objective(cfg, objective)),
         "steps": list(_steps(cfg, dataset)),
         "output": list(_output(cfg)),

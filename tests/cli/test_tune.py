@@ -114,7 +114,27 @@ def test_every_command_knows_the_recipe_and_its_configs(kind, request, tmp_path)
         assert "max_staleness:" in answers["cat", name][1]
     assert_refused(*answers[by_name], key="group_size")
     code, output = answers[torchrun]  # Ray starts the ranks
-    assert code == 2 and "does not support distributed training" in output
+    assert_refused(code, output, key="--nproc_per_node")
+    assert "num_trainers" in output
+
+
+def test_cp_overwrites_no_file_that_differs(editable_install, tmp_path):
+    edited = tmp_path / "mine.yaml"
+    edited.write_text("seed: 7\n")
+    (tmp_path / f"{TINY}.yaml").write_text("seed: 8\n")
+    same = tmp_path / "same.py"
+    same.write_bytes(RECIPE_FILE.read_bytes())
+    copies = [("cp", TINY, name) for name in ("mine.yaml", "mine", ".")]
+    flags = ("cp", TINY, "mine.yaml", "-n"), ("cp", TINY, "a/b.yaml", "--make-parents")
+    again = ("cp", RECIPE, "same.py")
+    answers = editable_install.tune_each(*copies, *flags, again, cwd=tmp_path)
+    for copy in copies:
+        code, output = answers[copy]
+        (line,) = output.splitlines()
+        assert code == 2 and "exists and differs" in line and "another name, or remove" in line
+    assert [answers[command][0] for command in (*flags, again)] == [0, 0, 0]
+    assert edited.read_text() == "seed: 7\n"
+    assert (tmp_path / "a" / "b.yaml").read_bytes() == CONFIGS[TINY].read_bytes()
 
 
 def assert_lists_the_recipe_with_every_config_tiny_ones_first(table: str) -> None:

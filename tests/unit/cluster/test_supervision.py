@@ -54,6 +54,10 @@ def missing_key():
     config.b  # noqa: B018 -- raises
 
 
+def unset_user_key():
+    OmegaConf.create({"user": {}}).user.x  # noqa: B018 -- raises
+
+
 WRONG = "loss.clip_low: 2  given;\n\tallowed: above 0"
 OF_A_COMPONENT = ConfigError("advantages", "my.Ranks returned shape [3]", "[B, G]")
 TRACE = 'Traceback (most recent call last):\n  File "/here/my.py", line 3, in f\nKeyError: 1\n'
@@ -69,6 +73,7 @@ WITH_TRACE = ConfigError(
         (raising(ValueError(WRONG)), 2, "", "config error: loss.clip_low: 2 given; allowed: *\n"),
         (raising(YAMLError(WRONG)), 2, "", "config error: loss.clip_low: 2 given; allowed: *\n"),
         (missing_key, 2, "", "config error: *\n"),
+        (unset_user_key, 2, "", "config error: user.x: missing; allowed: *user: in the config\n"),
         (raising(OF_A_COMPONENT), 2, "", f"config error: {OF_A_COMPONENT}\n"),
         (raising(WITH_TRACE), 2, "", f"{TRACE}config error: {WITH_TRACE}\n"),
         (raising(ExceptionGroup("", [OF_A_COMPONENT])), 1, "", f"error: {OF_A_COMPONENT}\n"),
@@ -202,9 +207,8 @@ def test_control_characters_in_an_error_are_escaped(capsys):
     ],
 )
 @pytest.mark.parametrize("in_loop", [False, True])
-def test_ctrl_c_sigterm_and_sighup_end_a_run_after_its_clean_up(
-    number, code, line, in_loop, capsys
-):
+def test_ctrl_c_sigterm_and_sighup_end_a_run_after_its_clean_up(number, code, line, in_loop, capfd):
+    """And say at once that it has begun."""
     cleaned_up = []
 
     async def run():
@@ -216,11 +220,12 @@ def test_ctrl_c_sigterm_and_sighup_end_a_run_after_its_clean_up(
         try:
             asyncio.run(run()) if in_loop else signal.raise_signal(number)
         finally:
-            cleaned_up.append(True)
+            with undisturbed():
+                cleaned_up.append(capfd.readouterr().err)
 
     assert exit_code(main) == code
-    assert capsys.readouterr() == ("", line)
-    assert cleaned_up == [True]
+    assert capfd.readouterr() == ("", line)
+    assert cleaned_up == ["interrupted: stopping all roles ...\n"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 
+import pytest
 import torch
 from equivalence.families import FAMILIES, random_checkpoint
 from lib.config_errors import refused_key
@@ -36,6 +37,9 @@ def test_a_component_gets_its_own_arguments_and_the_penalties_get_theirs(check):
 
 def test_keys_of_a_fork_are_passed_through(read):
     assert read().user == {}
+    with pytest.raises(AttributeError) as missing:
+        read().user.my_coeff  # noqa: B018
+    assert missing.value.full_key == "user.my_coeff"
     user = read("user.my_coeff=0.5 user.names=[a,b] user.part._component_=no.such.Thing").user
     assert user == {"my_coeff": 0.5, "names": ["a", "b"], "part": {"_component_": "no.such.Thing"}}
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from lib.config_errors import refused_key
+from lib.config_errors import refusal_of, refused_key
 from omegaconf import OmegaConf
 
 from grpo_components._plugin import recipes_folder
@@ -60,11 +60,12 @@ def test_a_component_is_replaced_by_its_path_alone():
     [
         *(("num_steps", "overrides"), ("=3", "overrides"), ("~no.such=1", "~no.such")),
         *(("~model", "~model"), ("a={question} =", "a"), ("a==", "a")),
-        ("rewards.formal=null", "rewards.formal"),
+        *(("rewards.formal=null", "rewards.formal"), ("user.long_cof=9", "user.long_cof")),
     ],
 )
 def test_an_override_that_cannot_be_merged_is_named(override, key):
-    given = {"model": {"_component_": "m.A"}, "rewards": {"format": {}}}
+    given = {"model": {"_component_": "m.A"}, "rewards": {"format": {}}, "user": {"long_coeff": 1}}
+    assert merge_overrides(given, ["user.other=1", "user.long_coeff=2"]).user.long_coeff == 2
     assert refused_key(merge_overrides, given, [override]) == key
 
 
@@ -138,3 +139,13 @@ def test_only_a_config_that_the_recipe_takes_as_it_is_is_checked_that_early(
     for wrong in ("group_size=1", "base_model_path=/nowhere"):
         with pytest.raises(ConfigError) if found else contextlib.nullcontext():
             assert check_early([recipe, "--config", config, wrong]) is None
+
+
+@pytest.mark.parametrize("option", ["--nproc_per_node 2", "--nproc-per-node=2", "--nnodes 1:2"])
+def test_ranks_of_torchrun_are_refused_for_our_recipe_and_its_copies(here, option):
+    shutil.copy(SHIPPED, "fork.py")
+    (here / "theirs.py").write_text("import torch\n")
+    for recipe in (RECIPE, "fork.py"):
+        error = refusal_of(check_early, [*option.split(), recipe, "--config", TINY])
+        assert option.startswith(error.key) and "num_trainers" in error.allowed
+    assert check_early([*option.split(), "theirs.py", "--config", TINY]) is None

@@ -82,7 +82,7 @@ def recipe(tiny_policy, tmp_path_factory):
     # It depends on no value of the config, and looks at the 6,000 modules of this process.
     patched.setattr("grpo_components.config.open_run.save_code", lambda *_: None)
     # Its process takes longer than all else, and no number of the config reaches the rewards.
-    untried = SimpleNamespace(finish=lambda: None, check_rows=lambda *_: [], close=lambda: None)
+    untried = SimpleNamespace(finish=lambda: ([], []), check_rows=lambda *_: [], close=lambda: None)
     patched.setattr("grpo_components.config.trial.RewardTrial", lambda *_: untried)
     values = OmegaConf.to_container(OmegaConf.load(CONFIG))
     values |= {"base_model_path": str(base), "output_dir": str(folder / "run")}

@@ -31,7 +31,7 @@ def planned(settings_with, tmp_path):
         cfg = settings_with(eval_dataset__source=str(source), **changes)
         parts = dict.fromkeys(("loss", "aggregation", "off_policy"), part)
         trained = SimpleNamespace(**parts, ptx=None, needs_reference=needs_reference)
-        objective = SimpleNamespace(trained=trained, advantages=part, doubts=())
+        objective = SimpleNamespace(trained=trained, advantages=part, doubts=(), reward_scores=())
         data = Prompts(range(1000)) if dataset is None else dataset
         before = sorted(tmp_path.rglob("*"))
         sections = {}

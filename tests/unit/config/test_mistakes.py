@@ -32,6 +32,7 @@ SHORT = {
     "CODE": f"rewards.my._component_={REWARDS}.code_tests.CodeTests",
     "HUGGING": "model._component_=grpo_components.models.hugging_face",
     "LOSS": "loss._component_",
+    "OWN": "rewards.my._component_",
     "WORLD": f"environment={{_component_: {ROLLOUT}.multi_turn.MultiTurnEnvironment, max_turns: 4, "
     f"world: {{_component_: {ROLLOUT}.tools.shipped_tools, tools: [calculator]}}}}",
     "BEST": "eval.samples_per_prompt=7 eval_every_n_steps=2 save_every_n_steps",
@@ -55,9 +56,22 @@ model                        model=Qwen
 model                        model=null
 model                        model._component_=null
 group_sise                   group_sise=1 -> did you mean group_size? !! unknown key
-learning_rate                learning_rate=1 -> the keys that `tune cat !! unknown key
+unlike_any                   unlike_any=1 -> the keys that `tune cat !! unknown key
 temperature                  temperature=1 -> did you mean generator.temperature? !! unknown key
-generator.max_tokens         generator.max_tokens=1 -> max_response_tokens, temp !! unknown key
+generator.top_z              generator.top_z=1 -> did you mean generator.top_p? !! unknown key
+generator.unlike             generator.unlike=1 -> max_response_tokens, temp !! unknown key
+# names that others have
+num_generations              num_generations=4 -> did you mean group_size?
+grpo_samples                 grpo_samples=4 -> did you mean group_size?
+batch_size                   batch_size=4 -> did you mean groups_per_step?
+num_iterations               num_iterations=2 -> did you mean ppo_epochs?
+max_completion_length        max_completion_length=9 -> did you mean generator.max_response_tokens?
+max_generated_tokens         max_generated_tokens=9 -> did you mean generator.max_response_tokens?
+generator.max_tokens         generator.max_tokens=1 -> did you mean generator.max_response_tokens?
+beta                         beta=0.1 -> did you mean loss.kl_coeff?
+kl_coeff                     kl_coeff=0.1 -> did you mean loss.kl_coeff?
+learning_rate                learning_rate=1 -> did you mean optimizer.lr?
+lr                           lr=1 -> did you mean optimizer.lr?
 generator.temperatures  generator.temperatures=1 -> you mean generator.temperature? !! unknown key
 seed                         seed=${{nothing}}
 dataset.source               dataset.source=${{dataset.${{device}}}}
@@ -172,15 +186,18 @@ train_from                   train_from=/nowhere/trajectories.jsonl
 keep_best                    train_from=/nowhere.jsonl keep_best=eval/reward_mean
 reward_model.path            train_from=/nowhere.jsonl reward_model.path=/a/model
 # components and their arguments
-loss._component_  LOSS=own_parts.Goood -> did you mean own_parts.Good? !! No module named
+loss._component_  LOSS=own_parts.Goood -> did you mean own_parts.Good? !! own_parts.py has no Goood
 loss._component_  LOSS=own_part.Good -> did you mean own_parts.Good? !! No module named 'own_part'
 model._component_  model._component_=torchtune.models.qwen -> torchtune.models.qwen2? !! 'torchtune
 loss._component_  LOSS=nothing_like_it.X -> a dotted path !! No module named
 loss._component_  LOSS=own_broken.X -> a dotted path !! own_broken.py:2
 loss._component_  LOSS=own_lacking.X -> a dotted path !! own_lacking.py:2
 loss._component_  LOSS=own_parts.number -> a class or function !! cannot be called
+rewards.my._component_  OWN=own_parts.of_trl -> prompt_text, response_text, !! takes completions
+rewards.my._component_  OWN=own_parts.judge -> a function that makes one !! takes prompt_text
 loss.kl_coeff     LOSS=own_parts.Takes ~loss.clip_low ~loss.clip_high
-loss.epsilon                 loss.epsilon=0.2 -> clip_low, clip_high, kl_coeff
+loss.epsilon                 loss.epsilon=0.2 -> did you mean loss.clip_low?
+loss.unlike                  loss.unlike=0.2 -> clip_low, clip_high, kl_coeff
 loss.epsilon                 GSPO loss.epsilon=3.0
 model.num_layer              model.num_layer=4 -> model.num_layers?
 model.max_seq_len            HUGGING model.path=${base_model_path} -> path
@@ -191,7 +208,6 @@ profiler.steps               profiler.enabled=true profiler.steps=3 -> active_st
 rewards.correctness.weights  rewards.correctness.weights=1 -> correctness.weight?
 rewards.correctness.answer_format  rewards.correctness.answer_format=xml -> tag
 rewards.my.limit             rewards.my._component_=own_parts.Good
-rewards.my._component_       rewards.my._component_=own_parts.judge
 rewards.my.wall_s            CODE timeouts.reward_s=8
 rewards.my.wall_s            JUDGE rewards.my.wall_s=10
 rewards.my.api_key_env       JUDGE rewards.my.api_key_env=NONE_X

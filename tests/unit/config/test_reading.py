@@ -12,7 +12,7 @@ from lib.settings_schema import leaves
 from lib.tracked import tracked
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_components.config.reading import read_settings
+from grpo_components.config.reading import _OURS, read_settings
 from grpo_components.errors import MAX_MESSAGE, ConfigError
 from grpo_components.plain_text import one_line
 from grpo_components.settings import Settings
@@ -125,6 +125,11 @@ def test_a_schedule_may_stand_where_its_number_may(key, settings_with):
 
 def test_these_are_all_that_may_follow_a_schedule():
     assert sorted(SCHEDULED) == sorted({key[:-9] for key, _ in leaves() if ".schedule" in key})
+
+
+def test_each_name_of_others_is_hinted_at_by_a_key_that_exists():
+    known = {*Settings.model_fields, *(key for key, _ in leaves())}
+    assert {*_OURS.values()} <= known and not known & _OURS.keys()
 
 
 # ---- a refusal: fields, and one line of text ---------------------------------------------------

@@ -154,9 +154,23 @@ def test_filters_use_the_column_names_of_the_source(tmp_path):
     assert [p["prompt_index"] for p in load(path, columns=columns, filters=filters)] == [1]
 
 
+def test_filters_that_leave_no_row_say_what_the_columns_hold(tmp_path):
+    rows = [{"question": "a?", "answer": "#### 1", "level": level} for level in (3, "1", None, 2.5)]
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
+    with pytest.raises(ValueError, match=r"no rows left: 4 filtered out, level is 1 to 3$"):
+        load(path, filters={"level": {"max": 0}})
+
+
 def test_a_column_for_an_unknown_field_is_refused(jsonl):
     with pytest.raises(ValueError, match=r"^dataset\.columns\.reply: .*: answer, question$"):
         load(jsonl, columns={"reply": "gold"})
+
+
+@pytest.mark.parametrize("more", [{}, {"question": "q", "answer": "a"}])
+def test_columns_the_wrong_way_round_are_named(tmp_path, more):
+    path = write_rows(tmp_path / "rows.jsonl", {"q": "1 + 1?", "a": "#### 2"})
+    with pytest.raises(ValueError, match=r"is field: column; did you mean \{\w+: [qa]\}\?$"):
+        load(path, columns={"q": "question", "a": "answer", **more})
 
 
 @pytest.mark.parametrize(

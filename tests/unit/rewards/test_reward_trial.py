@@ -18,7 +18,7 @@ class Reward:
     def __call__(self, *, prompt_text, response_text, answer, finish_reason):
         if self.kind == "raises":
             return float(self.deeper(answer))
-        return 1.0
+        return eval(self.kind, {"text": response_text, "answer": answer})
 
     def deeper(self, answer):
         return {}[answer]  # raises
@@ -33,11 +33,39 @@ def file(tmp_path, monkeypatch):
     return path
 
 
-def attempt(component, module="tried_rewards", **kwargs):
-    sample = {"prompt_text": "?", "response_text": "1", "answer": "1", "finish_reason": "stop"}
+def attempt(component, module="tried_rewards", answers="1", **kwargs):
+    sample = {"prompt_text": "?", "finish_reason": "stop"}
+    samples = [{**sample, "response_text": answer, "answer": answer} for answer in answers]
     spec = RewardSpec(f"{module}.{component}", kwargs, 1.0, False)
-    with closing(RewardTrial({"own": spec}, [sample], 30.0)) as trial:
-        trial.finish()
+    with closing(RewardTrial({"own": spec}, samples, 30.0)) as trial:
+        return trial.finish()
+
+
+@pytest.mark.parametrize(
+    ("kind", "scores", "doubt"),
+    [
+        ("text == answer", "1, 1, 1", ""),
+        ("text == answer + '.'", "0, 0, 0", ""),  # it may want another format
+        ("0.5 if text == '2' else len(text) <= 5", "1, 0.5, 1", ""),
+        ("len(text) <= 5", "1, 1, 1", ""),
+        ("0.25", "0.25, 0.25, 0.25", "gives 0.25 to the known answers of 3 rows, to an empty "),
+        (
+            "int(text) == 1",
+            "1, 0, 0",
+            "an empty response fails its sample: the reward raised Value",
+        ),
+        ("[None, 1][text != '']", "1, 1, 1", "fails its sample: the reward raised TypeError"),
+        ("1 / (text != '2')", "1, fails, 1", "the reward raised ZeroDivisionError"),
+    ],
+)
+def test_a_reward_shows_what_it_gives_to_known_answers_and_to_none(file, kind, scores, doubt):
+    kind = kind.replace("text != '2'", "text not in ('', '2')")
+    (line,), doubts = attempt("Reward", answers="123", kind=kind)
+    assert line.startswith(f"rewards.own: {scores} for the known answers of 3 rows; ")
+    last = line.removesuffix(" for an empty response").rpartition("; ")[2]
+    assert (last == "fails") == ("fails its sample" in "".join(doubts)), line
+    assert [doubt in each for each in doubts] == [True] * bool(doubt), doubts
+    assert all(each.startswith("warning: rewards.own: ") for each in doubts)
 
 
 @pytest.mark.parametrize(("kind", "what"), [("raises", "KeyError"), ("unbuilt", "RuntimeError")])
