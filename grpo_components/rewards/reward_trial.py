@@ -19,7 +19,7 @@ _ALLOWED = "a class whose objects take prompt_text, response_text, answer and fi
 _SCORES = "one that can score a row of the data set"
 """What is wrong with a reward of ours that raises: not its form."""
 _ANSWERS = "a data set whose answers it accepts, or another answer_format"
-_NOISE = "nonsense " * 200
+_NOISE = "nonsense " * 9999
 _CHECK_S = 20.0
 """Seconds for the rewards to score their perfect responses to the rows of all data sets."""
 

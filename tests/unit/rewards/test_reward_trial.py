@@ -47,7 +47,7 @@ def attempt(component, module="tried_rewards", answers="1", **kwargs):
         ("text == answer", "1, 1, 1", ""),
         ("text == answer + '.'", "0, 0, 0", ""),  # it may want another format
         ("0.5 if text == '2' else len(text) <= 5", "1, 0.5, 1", ""),
-        ("len(text) <= 5", "1, 1, 1", ""),
+        ("len(text) <= 5000", "1, 1, 1", ""),
         ("0.25", "0.25, 0.25, 0.25", "gives 0.25 to the known answers of 3 rows, to an empty "),
         (
             "int(text) == 1",
