@@ -20,6 +20,7 @@ from torchtune.training import OffloadActivations
 
 from grpo_components.exchange.weight_deltas import DeltaBucket
 from grpo_components.exchange.weights import Manifest
+from grpo_components.malloc import keep_freed
 from grpo_components.models.logprobs import ResponseLogprobs, parts_of, token_batch
 from grpo_components.models.lora import trained_parameters
 from grpo_components.models.meshes import join_ranks
@@ -81,6 +82,8 @@ class Trainer:
         self._rank, self._num_ranks, self._device = rank, num_ranks, torch.device(device)
         self._num_data_ranks = self._sharding.num_data_ranks(num_ranks)
         self._options, self._objective = options, objective
+        if device == "cpu":
+            keep_freed()
         torch.manual_seed(seed)
         timeout_s = options.collective_timeout_s
         meshes = join_ranks(rank, num_ranks, rendezvous, device, self._sharding, timeout_s)
@@ -144,13 +147,12 @@ class Trainer:
             if self._lr_scheduler is not None:
                 self._lr_scheduler.step()
         seconds = time.perf_counter() - started - moves.get("time/offload", 0.0)
-        trained_samples = [sample for sample in samples if sample.num_tokens]
-        num_tokens, epochs = sum(s.num_tokens for s in trained_samples), self._options.ppo_epochs
-        parts = _parts(trained_samples)
+        versions = np.concatenate([s.trajectory.token_versions[s.mask] for s in samples])
+        parts, epochs = _parts([s for s in samples if s.num_tokens]), self._options.ppo_epochs
         metrics: dict[str, Any] = {
             **over_updates(updates),
             **moves,
-            **self._use.metrics(parts, num_tokens, epochs, start_known, seconds),
+            **self._use.metrics(parts, len(versions), epochs, start_known, seconds),
             "policy_version": self.policy_version,
             "skipped_steps": step + 1 - self.policy_version,  # each trained step made a version
             "time/train": seconds,
@@ -159,7 +161,6 @@ class Trainer:
         why = "" if trained else self._skipped_because or _nothing_to_train(samples)
         if self._profiler is not None:
             self._profiler.step()  # the last one of a cycle writes the traces; collective
-        versions = np.concatenate([s.trajectory.token_versions[s.mask] for s in samples])
         return StepResult(
             policy_version=self.policy_version,
             token_versions=dict(Counter(versions.tolist())),
