@@ -98,8 +98,7 @@ def spread_advantages(
     """Set the advantage of each trained token."""
     if token_advantages is None:
         for sample in samples:
-            advantage = sample.trajectory.advantage
-            sample.advantages = np.full(sample.num_tokens, advantage, np.float32)
+            sample.advantages = np.full(sample.num_tokens, sample.trajectory.advantage, np.float32)
         return
     trajectories = [sample.trajectory for sample in samples]
     parts = token_advantages(trajectories, [sample.mask for sample in samples], step)

@@ -214,8 +214,7 @@ class Trainer:
         return plan[self._rank // self._sharding.tensor]
 
     def _forward(self, members: list[TrainSample]) -> tuple[Tensor, Tensor]:
-        masks = [sample.mask for sample in members]
-        trajectories = [sample.trajectory for sample in members]
+        trajectories, masks = zip(*((s.trajectory, s.mask) for s in members), strict=True)
         batch = token_batch(trajectories, masks, device=self._device)
         with self._activations:
             return self._logprobs(batch)
