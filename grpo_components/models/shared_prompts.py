@@ -205,14 +205,14 @@ def _runs(responses: list[Tokens], prompt_tokens: int) -> Iterator[Tokens]:
 
 
 def _alike(rows: list[Row]) -> Iterator[list[Row]]:
-    """Group rows of similar size: padding at most doubles the query-key pairs of a large group."""
+    """Group rows of similar size: padding adds at most a quarter to the pairs of a large group."""
     group: list[Row] = []
     pairs = longest = 0
     for row in sorted(rows, key=lambda row: (len(row[0]), len(row[1]))):
         queries, keys = len(row[0]), len(row[1])  # no row before has more queries
         padded = (len(group) + 1) * queries * max(longest, keys)
         exact = pairs + queries * keys
-        if group and padded > max(2 * exact, exact + _CHEAP_PAIRS):
+        if group and padded > exact + max(exact // 4, _CHEAP_PAIRS):
             yield group
             group, exact, longest = [], queries * keys, 0
         group.append(row)

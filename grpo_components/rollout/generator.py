@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from grpo_components.exchange.weight_deltas import DeltaBucket, RebuiltWeights
 from grpo_components.exchange.weight_probe import LoadedWeights, ProbeReading
 from grpo_components.exchange.weights import Manifest, snapshot_checksum, unpack_buckets
+from grpo_components.malloc import give_back_freed, limit_arenas
 from grpo_components.rewards.pool import RewardPool
 from grpo_components.rollout.completions import BASE_VERSION
 from grpo_components.rollout.engine import open_engine
@@ -34,9 +34,6 @@ _SWITCH_S = 0.0005
 """Seconds that a thread may keep the GIL while another wants it."""
 _END_S = 10.0
 """Seconds that the engine may take to notice the end of a sender of weights."""
-_MALLOC_ARENAS = 2  # with one for each of a hundred threads, memory creeps up
-_M_ARENA_MAX = -8
-"""Parameter of glibc's `mallopt`."""
 _MAX_UTF8_BYTES = 4
 """Most bytes of one character, and therefore most tokens that can share a character."""
 
@@ -62,7 +59,7 @@ class Generator:
     ) -> None:
         # At Python's 5 ms, other threads hold up each engine step that waits for the GIL.
         sys.setswitchinterval(_SWITCH_S)
-        limit_malloc_arenas(_MALLOC_ARENAS)
+        limit_arenas(2)  # with one for each of a hundred threads, memory creeps up
         self._rewards = open_rewards()
         self._tokenizer = build_tokenizer()
         self._group_size, self._seed = group_size, seed
@@ -342,23 +339,3 @@ def token_texts(token_ids: Sequence[int], decode: Callable[[list[int]], str]) ->
         texts.append(found)
         before, pending = pending, []
     return texts
-
-
-def limit_malloc_arenas(count: int) -> None:
-    """Let the threads of this process share arenas; does nothing without glibc.
-
-    By default there are eight for each core, and each keeps what its threads once used.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, count)
-
-
-def give_back_freed() -> None:
-    """Return freed memory to the system; does nothing without glibc.
-
-    Otherwise the process stays about as large as its longest batches once made it.
-    """
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)

@@ -78,18 +78,15 @@ def make_samples(
 
 def split_responses(samples: Sequence[TrainSample], num_parts: int) -> list[list[TrainSample]]:
     """Split samples into parts of about equally many responses, for the updates of a step."""
-    num_responses = samples[-1].response + 1 if samples else 0
-    parts: list[list[TrainSample]] = []
-    for chunk in map(set, map(np.ndarray.tolist, np.array_split(range(num_responses), num_parts))):
-        parts.append([sample for sample in samples if sample.response in chunk])
-    return parts
+    chunks = np.array_split(range(samples[-1].response + 1 if samples else 0), num_parts)
+    numbers = (set(chunk.tolist()) for chunk in chunks)
+    return [[sample for sample in samples if sample.response in part] for part in numbers]
 
 
 def set_loss_weights(part: Sequence[TrainSample], aggregation: Any) -> None:
     """Set each token's weight in an update; the trajectories of a session weigh as one response."""
     _, index = np.unique([sample.response for sample in part], return_inverse=True)
-    counts = np.zeros(index.max() + 1, np.int64)
-    np.add.at(counts, index, [sample.num_tokens for sample in part])
+    counts = np.bincount(index, [sample.num_tokens for sample in part]).astype(np.int64)
     weights = checked_aggregation(aggregation, counts)
     for sample, weight in zip(part, weights[index].tolist(), strict=True):
         sample.loss_weight = weight
@@ -101,8 +98,7 @@ def spread_advantages(
     """Set the advantage of each trained token."""
     if token_advantages is None:
         for sample in samples:
-            advantage = sample.trajectory.advantage
-            sample.advantages = np.full(sample.num_tokens, advantage, np.float32)
+            sample.advantages = np.full(sample.num_tokens, sample.trajectory.advantage, np.float32)
         return
     trajectories = [sample.trajectory for sample in samples]
     parts = token_advantages(trajectories, [sample.mask for sample in samples], step)

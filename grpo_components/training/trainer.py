@@ -23,6 +23,7 @@ from torchtune.training import OffloadActivations
 
 from grpo_components.exchange.weight_deltas import DeltaBucket
 from grpo_components.exchange.weights import Manifest
+from grpo_components.malloc import keep_freed
 from grpo_components.models.loading import load_sharded_model
 from grpo_components.models.logprobs import ResponseLogprobs, parts_of, token_batch
 from grpo_components.models.lora import adapted_model, new_adapters, trained_parameters
@@ -84,6 +85,8 @@ class Trainer:
         self._rank, self._num_ranks, self._device = rank, num_ranks, torch.device(device)
         self._num_data_ranks = self._sharding.num_data_ranks(num_ranks)
         self._options, self._objective = options, objective
+        if device == "cpu":
+            keep_freed()
         torch.manual_seed(seed)
         timeout_s = options.collective_timeout_s
         meshes = join_ranks(rank, num_ranks, rendezvous, device, self._sharding, timeout_s)
@@ -148,13 +151,12 @@ class Trainer:
             if self._lr_scheduler is not None:
                 self._lr_scheduler.step()
         seconds = time.perf_counter() - started - moves.get("time/offload", 0.0)
-        trained_samples = [sample for sample in samples if sample.num_tokens]
-        num_tokens, epochs = sum(s.num_tokens for s in trained_samples), self._options.ppo_epochs
-        parts = _parts(trained_samples)
+        versions = np.concatenate([s.trajectory.token_versions[s.mask] for s in samples])
+        parts, epochs = _parts([s for s in samples if s.num_tokens]), self._options.ppo_epochs
         metrics: dict[str, Any] = {
             **over_updates(updates),
             **moves,
-            **self._use.metrics(parts, num_tokens, epochs, start_known, seconds),
+            **self._use.metrics(parts, len(versions), epochs, start_known, seconds),
             "policy_version": self.policy_version,
             "skipped_steps": step + 1 - self.policy_version,  # each trained step made a version
             "time/train": seconds,
@@ -163,7 +165,6 @@ class Trainer:
         why = "" if trained else self._skipped_because or _nothing_to_train(samples)
         if self._profiler is not None:
             self._profiler.step()  # the last one of a cycle writes the traces; collective
-        versions = np.concatenate([s.trajectory.token_versions[s.mask] for s in samples])
         return StepResult(
             policy_version=self.policy_version,
             token_versions=dict(Counter(versions.tolist())),
@@ -217,8 +218,7 @@ class Trainer:
         return plan[self._rank // self._sharding.tensor]
 
     def _forward(self, members: list[TrainSample]) -> tuple[Tensor, Tensor]:
-        masks = [sample.mask for sample in members]
-        trajectories = [sample.trajectory for sample in members]
+        trajectories, masks = zip(*((s.trajectory, s.mask) for s in members), strict=True)
         batch = token_batch(trajectories, masks, device=self._device)
         with self._activations:
             return self._logprobs(batch)

@@ -54,7 +54,9 @@ class WeightExport:
 
         def gather(value: Tensor) -> Tensor:
             value = value.to(self._device, self._dtype)  # may be on the CPU
-            return value.full_tensor() if isinstance(value, DTensor) else value
+            if isinstance(value, DTensor):  # of one rank alone, a gather would be one more copy
+                return value.full_tensor() if value.device_mesh.size() > 1 else value.to_local()
+            return value
 
         return self._convert(gather)
 

@@ -1,0 +1,107 @@
+"""Train one job of `beside_trl.py` with TRL's GRPOTrainer; runs in TRL's environment.
+
+    python benchmarks/trl_job.py JOB.json STEPS.jsonl
+
+Writes one JSON line per step, with the names of our metrics.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for our rewards
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+
+def reward_of(node: dict[str, Any]) -> Any:
+    """Turn one of our rewards, given as in a config, into a reward function of TRL's."""
+    module, _, name = node["_component_"].rpartition(".")
+    options = {key: value for key, value in node.items() if key != "_component_"}
+    score = getattr(importlib.import_module(module), name)(**options)
+
+    def rewards(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        known = {"prompt_text": "", "finish_reason": "stop"}
+        pairs = zip(completions, answer, strict=True)
+        return [score(response_text=text, answer=right, **known) for text, right in pairs]
+
+    return rewards
+
+
+def rows_of(file: Path, template: str) -> list[dict[str, str]]:
+    """Read prompts and answers, which are in GSM8K's form."""
+    rows = map(json.loads, file.read_text().splitlines())
+    return [
+        {
+            "prompt": template.replace("{question}", row["question"]),
+            "answer": row["answer"].rpartition("####")[2].strip(),
+        }
+        for row in rows
+    ]
+
+
+class Log(TrainerCallback):
+    """Writes a line when TRL logs a step.
+
+    Args:
+        file: file of the lines.
+        began: clock when the command began.
+    """
+
+    def __init__(self, file: Path, began: float) -> None:
+        self._file, self._began = file.open("w"), began
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Write the step."""
+        if logs and "reward" in logs:
+            line = {
+                "time/wall_clock": time.time() - self._began,
+                "rollout/response_tokens_mean": logs["completions/mean_length"],
+                "rollout/reward_mean": logs["reward"],
+            }
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+
+def main() -> None:
+    """Train and write the lines."""
+    job, output = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    base = Path(job["base"])
+    arguments = GRPOConfig(
+        output_dir=str(output.with_suffix("")),
+        per_device_train_batch_size=job["groups"] * job["group_size"],
+        num_generations=job["group_size"],
+        max_completion_length=job["response"],
+        max_steps=job["steps"],
+        learning_rate=job["learning_rate"],
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=job["seed"],
+    )
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        reward_funcs=reward_of(job["reward"]),
+        args=arguments,
+        train_dataset=Dataset.from_list(rows_of(base / "data/train.jsonl", job["template"])),
+        processing_class=AutoTokenizer.from_pretrained(base),
+        callbacks=[Log(output, job["began"])],
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
