@@ -51,7 +51,7 @@ class AgentEnvironment:
 
 
 def _checked_agent(agent: Any) -> str | list[str]:
-    """Return the dotted path of a function, or a program and its arguments."""
+    """Check the config's agent; return a function's dotted path, or a program and arguments."""
     if isinstance(agent, str) and "." in agent.strip("."):
         return agent
     command = agent.get("command") if isinstance(agent, Mapping) and len(agent) == 1 else None

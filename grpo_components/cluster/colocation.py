@@ -15,10 +15,10 @@ from grpo_components.exchange.ledger import Ledger
 class Colocation:
     """Puts all generators to sleep while the trainers train or load a checkpoint.
 
-    A generator that slept has no weights, so the next group or evaluation pulls, which wakes it.
-    Nothing can pull before the step is over: all its groups are complete, and the staleness
-    contract lets the next ones start only with the weights that the step makes. (After a skipped
-    step they start with the same weights, which are pulled once more.)
+    A sleeping generator has no weights; it wakes when it pulls for the next group or evaluation. No
+    pull can come during a step: the step's groups are complete, and the staleness contract holds
+    later groups back until the step has made its weights. (After a skipped step, later groups start
+    with the same weights, which are pulled once more.)
     """
 
     def __init__(self, ledger: Ledger) -> None:

@@ -110,7 +110,7 @@ class _Servers:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[MCPServer]:
-        """Context manager: wait for a server, and use it for one call that no other shares."""
+        """Context manager: wait for a free server, and hold it alone for one tool call."""
         with self._free:
             try:
                 server = self._idle.pop()

@@ -72,7 +72,7 @@ class DeltaEncoder:
         self._last: tuple[int, Manifest, Bytes] | None = None
 
     def encode(self, version: int, bucket: Bucket, base: int) -> DeltaBucket:
-        """Return what changed since the last call, or the whole bucket; keep the new bytes."""
+        """Return what changed since version `base`, else the whole bucket; keep it for the next."""
         last, self._last = self._last, (version, *bucket)
         if base == NO_BASE:
             return DeltaBucket(version, *bucket)

@@ -101,7 +101,7 @@ def longest_micro_batches(
 def _largest(
     budget: int, prompt: int, lengths: NDArray[np.int64], groups: int, ranks: int, flops: ModelFlops
 ) -> MicroBatch:
-    """Plan groups of responses of the given lengths, and return the largest micro-batch."""
+    """Pack groups of responses of these lengths into micro-batches; return the largest one."""
     rounds = groups * (prompt + int(lengths.sum())) / ranks / budget
     planned = min(ranks, _MAX_RANKS) if rounds < _MAX_ROUNDS else 1
     sequences = []

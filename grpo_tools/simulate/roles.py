@@ -248,7 +248,7 @@ class _Part:
 
 
 class VirtualRole:
-    """Calls the methods of a role in this process, with the interface of `cluster.role.Role`."""
+    """Stands in for `cluster.role.Role`: it calls the methods of its role in this process."""
 
     lost = False
 
