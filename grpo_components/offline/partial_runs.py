@@ -28,7 +28,7 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
         self._path = path
         self._prompts: list[list[int]] = []
         self._lengths: list[int] = []
-        """Tokens of the prompt and the longest response of each group together."""
+        """Tokens of each group's prompt plus its longest response."""
         for group in read_groups(path):
             self._prompts.append(group[0].prompt_ids.tolist())
             longest = max(len(trajectory.response_ids) for trajectory in group)
@@ -71,7 +71,7 @@ def start_model(cfg: Settings) -> dict[str, Any]:
 
 
 def _adapter_folder(folder: Path) -> Path | None:
-    """Return where a folder without a whole model has an adapter; None if it has a model."""
+    """Return the adapter's folder if a folder has no whole model; None if it has one."""
     from grpo_components.models.lora import ADAPTER_FOLDER
 
     if (folder / "config.json").is_file():
