@@ -62,7 +62,7 @@ def record_in(line: bytes) -> Record | None:
 
 
 def first_and_last(steps: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
-    """Return the first and the last steps of a run, to compare them."""
+    """Return the first few and the last few steps of a run, to compare them."""
     number = max(1, min(STEPS_PER_END, len(steps) // 2))
     return steps[:number], steps[-number:]
 
