@@ -1,4 +1,4 @@
-"""Corrections for tokens that the generator sampled with other probabilities than the trainer's.
+"""Corrections for tokens whose sampling probabilities in the generator are not the trainer's.
 
 Every preset turns the log ratios d_t = log pi_proximal - log pi_generator of the sampled tokens
 (pi_proximal: the trainer's policy at the start of the training step) into one weight per token.
@@ -13,8 +13,8 @@ overflows.
 Attributes of a preset, False where not set. `anchors_at_proximal`: the weight is the importance
 weight from the generator to the proximal policy; the loss's own ratio is then that to the proximal
 policy, so that nothing is corrected twice. `needs_advantages`: the advantages are its third
-argument. `follows_updates`: the log ratios are those of the policy in training, which every update
-of the step changes, in place of pi_proximal.
+argument. `follows_updates`: the log ratios are those of the policy in training, not pi_proximal;
+every update of the step changes them.
 """
 
 from __future__ import annotations
