@@ -62,9 +62,9 @@ class GeneratorAgreement:
 class FailedSamples:
     """Counts and records the failed samples of training and evaluation; ends a run with too many.
 
-    The run ends if `max_failed_samples`, a share, of the samples since the last training step
-    failed, and of the `step_samples` that a step trains. Every failed sample is written to
-    `failed_samples.jsonl`; the first after each step is also shown.
+    The run ends if failed samples reach the share `max_failed_samples` of the samples since the
+    last training step, or of one step's `step_samples` if these are more. Every failed sample is
+    written to `failed_samples.jsonl`; the first after each step is also shown.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class Receipts:
         ledger.events.listen(self._write)
 
     def begin_attempt(self, attempt: int) -> None:
-        """Open the file and write the attempt's start, from a ledger that is already restored."""
+        """Open the file and write the attempt's start; the ledger must already be restored."""
         ledger, self._file = self._ledger, ChainedFile(self._path)
         tokens = {str(entry.group_id): entry.tokens for entry in ledger.living()}
         self._write(

@@ -204,7 +204,7 @@ class Worker:
         """Name of each reward built so far -> whether it has a `perfect_response`."""
 
     def wait_until_built(self, timeout_s: float) -> tuple[str, str]:
-        """Wait until all rewards are built, each within `timeout_s`; return a name and its problem.
+        """Wait until all rewards are built, each within `timeout_s`; return who failed, and why.
 
         The problem is one line, then the traceback of the user's code; empty if there is none.
         """
