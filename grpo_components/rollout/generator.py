@@ -33,7 +33,7 @@ from grpo_components.trajectory import GroupSummary, PackedTrajectories, Traject
 _SWITCH_S = 0.0005
 """Seconds that a thread may keep the GIL while another wants it."""
 _END_S = 10.0
-"""Seconds that the engine may take to notice the end of a sender of weights."""
+"""Seconds that the engine may take to notice that a sender of weights has ended."""
 _MAX_UTF8_BYTES = 4
 """Maximum bytes of one character, and therefore of tokens that share a character."""
 

@@ -30,7 +30,7 @@ class RecordedCommands(Protocol):
         """Refuse a command that the recorded engine did not get."""
 
     def choose(self, arrived: Arrived, changed: Condition, step: int, idle: bool) -> int | None:
-        """Return the index of the command that enters before a step; wait for it if it is due.
+        """Return the index of the command that enters before a step; if one is due, wait for it.
 
         None if no command is due. `changed` is held, and notified when a command arrives.
         """
