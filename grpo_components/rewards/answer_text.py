@@ -219,7 +219,7 @@ _NUMBER = re.compile(
 
 
 def number(text: str) -> Fraction | None:
-    """Return the number that a text is (whole, decimal, fraction, mixed, power); else None."""
+    """Parse a text that is a number: whole, decimal, fraction, mixed or power; None for others."""
     match = _NUMBER.fullmatch(text.strip())
     if not match or len(text) > 900:
         return None
@@ -276,7 +276,7 @@ class Quantity(NamedTuple):
 
 
 def quantities(text: str) -> list[Quantity]:
-    """Return an answer's formulas, each with its unit: the words after it or, first, before it."""
+    """Return an answer's formulas, each with its unit: the words after it, or before the first."""
     pieces = [*_UNIT.split(text), ""]
     found, lead = [], ""
     for formula, unit in zip(pieces[::2], pieces[1::2], strict=True):

@@ -86,7 +86,7 @@ class CodeTests:
         return float(self._prints_expected(program, tests))
 
     def perfect_response(self, *, answer: str) -> str | None:
-        """Return the reference solution as a response has it; None without one."""
+        """Return the reference solution, formatted as in a response; None without one."""
         _read_tests(answer)
         solution = json.loads(answer).get("solution", "")
         in_block = f"~~~~~~python\n{solution}\n~~~~~~"

@@ -219,7 +219,7 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
 
 
 def _api_key(variable: str | None) -> str | None:
-    """Return the key in an environment variable; errors never quote `variable`, maybe a key."""
+    """Return an environment variable's key; errors never quote `variable`: it may be the key."""
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()

@@ -15,7 +15,7 @@ from grpo_components.data.boxes import last_boxed
 from grpo_components.rewards.answer_text import Quantity, number, quantities, read, times, words
 
 RESPONSE_CPU_S = 4.0
-"""Most CPU seconds that one of our rewards spends on a response; beyond them, the reward is 0."""
+"""Maximum CPU seconds that our rewards spend on a response; above them, the reward is 0."""
 
 _MAX_EXTRA_CHARS = 1000
 """Maximum extra characters of an answer over the known one: a long text is slow to parse."""

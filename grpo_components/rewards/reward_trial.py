@@ -17,7 +17,7 @@ _START_TIMEOUT_S, _START_DEADLINES = 45.0, 4
 _OURS = "grpo_components."
 _ALLOWED = "a class whose objects take prompt_text, response_text, answer and finish_reason by name"
 _SCORES = "one that can score a row of the data set"
-"""What is allowed where a reward of this package raises: its signature is right."""
+"""The error's `allowed` text if a reward of this package raises: its signature is right."""
 _ANSWERS = "a data set whose answers it accepts, or another answer_format"
 _NOISE = "nonsense " * 9999
 _CHECK_S = 20.0
@@ -76,7 +76,7 @@ class RewardTrial:
             raise self._error(name, hang, "one that answers in time") from None
 
     def _ask(self, name: str, sample: RewardInput, timeout_s: float, row: str = "") -> Outcome:
-        """Let one reward score a sample or, if `row` is named, its own perfect response to it."""
+        """Let one reward score a sample or, if `row` is given, its own perfect response to it."""
         try:
             return self._worker.ask(name, sample, timeout_s, bool(row))
         except (EOFError, ConnectionError):
