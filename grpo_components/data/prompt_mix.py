@@ -27,7 +27,7 @@ class MixedPart:
     prompts: Any
     weight: float
     rows: Any
-    """The prompts, whose prompt_index counts on from that of the parts before."""
+    """The prompts; their prompt_index continues from that of the earlier parts."""
 
 
 class PromptMix(Dataset[Prompt]):

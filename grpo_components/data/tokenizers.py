@@ -49,7 +49,7 @@ class HuggingFaceTokenizer:
 
 
 def hugging_face_tokenizer(path: str) -> HuggingFaceTokenizer:
-    """Load a folder's tokenizer; its end token and those in generation_config.json stop.
+    """Load a folder's tokenizer; stop tokens are its own end and those in generation_config.json.
 
     For the folder's chat template, set `chat_template` of the data sets to the same folder.
 
