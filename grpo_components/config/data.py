@@ -143,7 +143,7 @@ def _check_prompts(
     limit: tuple[str, int],
     vocab_size: int | None,
 ) -> None:
-    """Refuse a prompt with unknown tokens, or without room for its response."""
+    """Refuse a prompt that has unknown tokens, or is too long for a response to follow."""
     chat, styled = node.get("chat_template"), cfg.tokenizer.get("prompt_template") is not None
     if styled and node._component_.startswith("grpo_components.") and chat != "torchtune":
         problem = f"{chat or 'null'} given with tokenizer.prompt_template, which it ignores"

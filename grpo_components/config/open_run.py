@@ -91,7 +91,7 @@ def open_run(
 
 
 def build_reuse(cfg: Settings) -> GroupReuse:
-    """Build the choice of groups to train again; it is empty without `replay_generation`."""
+    """Build the `GroupReuse` that picks groups to train again; none without `replay_generation`."""
     contract = StalenessContract.of(cfg)
     rule = cfg.replay_generation
     return GroupReuse(contract, **rule.model_dump()) if rule else GroupReuse(contract)

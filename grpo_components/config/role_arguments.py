@@ -86,7 +86,7 @@ def _place(cfg: Settings, num_references: int, family: str) -> dict[str, Any]:
 
 
 def _taken(record: type[Record], cfg: Settings, **derived: Any) -> Record:
-    """Build an option record from `derived`; its other fields are config keys of the same name."""
+    """Build an option record from `derived`; fill its other fields from config keys by name."""
     names = {field.name for field in fields(cast(Any, record))} - derived.keys()
     return record(**{name: getattr(cfg, name) for name in names if hasattr(cfg, name)}, **derived)
 

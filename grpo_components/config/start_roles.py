@@ -110,7 +110,7 @@ def _frozen(
 def needs_of(
     cfg: Settings, arguments: Mapping[str, dict[str, Any]], num_references: int
 ) -> dict[str, Need]:
-    """Return the resources that each family of roles needs; others run beside the driver."""
+    """Return the resources that each family of roles needs; other roles run beside the driver."""
     scorers, teachers = int(bool(cfg.reward_model.path)), teachers_of(cfg)
     counts = {"trainer": cfg.num_trainers, "reference": num_references, "teacher": teachers}
     counts |= {"reward_model": scorers, "generator": cfg.num_generators}
