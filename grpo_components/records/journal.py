@@ -108,7 +108,7 @@ class Journal:
 
 
 class Checkpoints:
-    """Saves and restores checkpoints; all parts of a checkpoint are from between the same steps."""
+    """Saves and restores checkpoints; all parts of one are taken between the same two steps."""
 
     def __init__(
         self, cfg: Settings, ledger: Ledger, prompts: Stateful, log: RunLog, start: RunStart
