@@ -45,7 +45,7 @@ Tokens = NDArray[np.int64]
 Row = tuple[Tokens, Tokens]
 """Queries, and the keys that they may see."""
 Group = tuple[Tokens, list[Tokens]]
-"""A prompt, and the responses to it; a single response is joined to the prompt instead."""
+"""A prompt, and the responses to it; a single response is joined to the prompt."""
 
 
 class Part(NamedTuple):
@@ -205,7 +205,7 @@ def _runs(responses: list[Tokens], prompt_tokens: int) -> Iterator[Tokens]:
 
 
 def _alike(rows: list[Row]) -> Iterator[list[Row]]:
-    """Group rows of similar size: padding adds at most a quarter to the query-key pairs of many."""
+    """Group rows of similar size: padding adds at most a quarter to a large group's pairs."""
     group: list[Row] = []
     pairs = longest = 0
     for row in sorted(rows, key=lambda row: (len(row[0]), len(row[1]))):
