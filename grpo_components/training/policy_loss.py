@@ -68,8 +68,8 @@ class PolicyLoss:
 def _compiled(loss: Loss) -> Loss:
     """Compile a loss, which may have been pickled by value, as a recipe's own loss is.
 
-    torch.compile looks for a function's globals in the module that they name. For a function
-    pickled by value that is the recipe's `__main__`, another module here: so they get their own.
+    torch.compile looks for a function's globals in the module that they name. A function pickled
+    by value names the recipe's `__main__`, another module here: so its globals get their own.
     """
     function = inspect.unwrap(loss)
     if not isinstance(function, FunctionType):

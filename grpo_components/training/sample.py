@@ -84,7 +84,7 @@ def split_responses(samples: Sequence[TrainSample], num_parts: int) -> list[list
 
 
 def set_loss_weights(part: Sequence[TrainSample], aggregation: Any) -> None:
-    """Set each token's weight in an update; the trajectories of a session weigh as one response."""
+    """Set each token's weight in an update; a session's trajectories count as one response."""
     _, index = np.unique([sample.response for sample in part], return_inverse=True)
     counts = np.bincount(index, [sample.num_tokens for sample in part]).astype(np.int64)
     weights = checked_aggregation(aggregation, counts)

@@ -18,7 +18,7 @@ from grpo_components.trajectory import Trajectory
 
 
 class TokenUse:
-    """Counts each group's sampled tokens in a step, by the cause for training them or not.
+    """Counts each group's sampled tokens in a step by cause: trained, or the reason why not.
 
     The causes: `failed` (of a failed sample),
     `overlong` (of a response that a length limit ended), `stale` (older than the contract allows),

@@ -1,4 +1,4 @@
-"""Sends weights from a trainer's process to vLLM's workers, by vLLM's own engine of NCCL."""
+"""Sends weights from a trainer's process to vLLM's workers, by vLLM's NCCL transfer engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUFFER_BYTES = 256 * 2**20
 
 
 class SnapshotSource:
-    """Has the methods of vLLM's `WeightSource`: the tensors of a snapshot in CPU memory, copied to
+    """Has the methods of vLLM's `WeightSource`; its tensors are a snapshot in CPU memory, copied to
     the device one by one as they are sent.
     """
 
