@@ -44,7 +44,7 @@ class LossInputs:
     generator_logprobs: Tensor
     """[N] float32, logprobs under the distribution that the generator sampled from."""
     advantages: Tensor
-    """[N] float32; each token has its response's, unless `advantages` makes them per token. With a
+    """[N] float32; each token has its response's advantage, or its own by `advantages`. With a
     teacher, they include its term (`with_teacher`)."""
     sequence_ids: Tensor
     """[N] int64, 0 to S - 1: the response of each token; those of one response are contiguous."""

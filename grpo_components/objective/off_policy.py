@@ -168,9 +168,9 @@ class OffPolicySequenceMask:
     w = 0 where A < 0 and sum_t -d_t / T > threshold, else 1: DeepSeek-V3.2, arXiv 2512.02556,
     eq. 9 (off-policy sequence masking); `off_policy_mask_threshold` of TRL. The mean of -d_t =
     log pi_generator - log pi_trainer estimates KL(generator || trainer). A bad response that is
-    already much less likely under the trainer need not be pushed down further. Here, d_t is that of
-    the policy in training, anew in every update of the step. The mask is not an importance weight:
-    the loss's own ratio is that to the generator, as in the paper.
+    already much less likely under the trainer need not be pushed down further. Here, every
+    update of the step computes d_t anew, from the policy in training. The mask is not an importance
+    weight: the loss's own ratio is that to the generator, as in the paper.
 
     Args:
         threshold: largest mean that is kept, in nats per token; above 0. The paper gives no value;
