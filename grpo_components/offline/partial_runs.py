@@ -58,7 +58,7 @@ def roles_of(cfg: Settings, trainer: str, generator: str) -> tuple[str, str]:
 
 
 def start_model(cfg: Settings) -> dict[str, Any]:
-    """Return the options of an engine's model: the base model, or another one or an adapter."""
+    """Return the options of an engine's model: the base model, another model, or an adapter."""
     from grpo_components.models.lora import read_adapter_options
 
     if not isinstance(cfg.eval_only, str):
@@ -71,7 +71,7 @@ def start_model(cfg: Settings) -> dict[str, Any]:
 
 
 def _adapter_folder(folder: Path) -> Path | None:
-    """Return the adapter's folder if a folder has no whole model; None if it has one."""
+    """Return the adapter's folder in a folder without a whole model; None if it has a model."""
     from grpo_components.models.lora import ADAPTER_FOLDER
 
     if (folder / "config.json").is_file():
