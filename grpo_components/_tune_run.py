@@ -21,7 +21,7 @@ RECIPE = "async_grpo_full_finetune_distributed"
 
 
 def main(check: Callable[[], None] | None = None) -> Any:
-    """Run torchtune's command; a run of our recipe shows a line at once, then `check` is called."""
+    """Run torchtune's command; before its imports, announce a run of ours and call `check`."""
     if is_run_of_ours(sys.argv):
         _begin()
     gc.disable()  # it takes a fifth of the imports' time

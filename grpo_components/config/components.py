@@ -68,7 +68,7 @@ def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
 
 
 def refused_by(key: str, node: Mapping[Any, Any], error: ValueError) -> ConfigError:
-    """Convert a component's ValueError about its arguments to one with the component's key."""
+    """Convert a component's error about its arguments to a ConfigError with its key."""
     if isinstance(error, ConfigError):
         where, problem, allowed = error.key, error.problem, error.allowed
     else:
