@@ -36,7 +36,7 @@ def install() -> None:
 
 
 def list_or_copy() -> None:
-    """Run `tune ls` or `tune cp` without torch, which torchtune's own package imports: 4 s."""
+    """Run `tune ls` or `tune cp` without torch, whose import by torchtune's package takes 4 s."""
     if "torchtune" not in sys.modules and (spec := importlib.util.find_spec("torchtune")):
         stub = sys.modules["torchtune"] = ModuleType("torchtune")
         stub.__path__, stub.__file__ = [*(spec.submodule_search_locations or ())], spec.origin

@@ -1,4 +1,4 @@
-"""Completes `tune run` where torchtune ends with a traceback: paths, unknown names, Ctrl-C."""
+"""Handles what ends `tune run` with torchtune's traceback: paths, unknown names, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPE = "async_grpo_full_finetune_distributed"
 
 
 def main(check: Callable[[], None] | None = None) -> Any:
-    """Run torchtune's command; a run of ours answers before torch is imported, and is checked."""
+    """Run torchtune's command; before its imports, announce a run of ours and call `check`."""
     if is_run_of_ours(sys.argv):
         _begin()
     gc.disable()  # it takes a fifth of the imports' time
@@ -75,7 +75,7 @@ def complete(registry: ModuleType, recipe: str) -> None:
 
 
 def _is_importable(module: str) -> bool:
-    """Whether torchtune may find a module by its dotted name, here or among the packages."""
+    """Whether torchtune may find a module by its dotted name, in this folder or the packages."""
     stems = [Path(root, *module.split(".")) for root in (*sys.path, os.getcwd())]
     if any(Path(f"{stem}.py").is_file() or (stem / "__main__.py").is_file() for stem in stems):
         return True
@@ -100,7 +100,7 @@ def _uses_us(path: Path) -> bool:
 
 
 def _begin() -> None:
-    """Say that the imports take a while, and let Ctrl-C end them at once, without a traceback."""
+    """Tell the user that imports take a while; let Ctrl-C end them at once, without a traceback."""
     sys.stdout.write("loading torch, Ray and torchtune, then checking the config ...\n")
     sys.stdout.flush()
 

@@ -11,7 +11,7 @@ from grpo_components.plain_text import one_line, shortened
 class ConfigError(ValueError):
     """A value or a component of the config is wrong; restarting a role would not help.
 
-    Its text is one line of at most `MAX_MESSAGE` characters; the fields have all of it.
+    Its text is one line of at most `MAX_MESSAGE` characters; the fields are not shortened.
     """
 
     def __init__(self, key: str, problem: str, allowed: str, user_traceback: str = "") -> None:
@@ -54,7 +54,7 @@ class ReplayError(RuntimeError):
 
 
 class ReplayStop(Exception):
-    """A replay has repeated the steps that it should."""
+    """A replay has repeated all steps that it was asked for."""
 
 
 class StarvedError(RuntimeError):
@@ -86,7 +86,7 @@ class RoleFailedError(RuntimeError):
         return f"{self.role} {self.what}\n  its log: {self.log}"
 
     def with_history(self, history: str) -> RoleFailedError:
-        """Return the same failure with a note on the restarts before it."""
+        """Return the same failure with a note on earlier restarts."""
         return RoleFailedError(self.role, f"{self.what}; {history}", self.log, self.kind)
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 ANSWERS = "evaluation_answers.jsonl"
-"""Has one line for each logged prompt of each evaluation."""
+"""File with one line for each logged prompt of each evaluation."""
 EVALUATIONS = "evaluations.jsonl"
-"""Has one line for each evaluation: the success on each prompt."""
+"""File with one line for each evaluation: the success on each prompt."""
 FAILURES = "failures.jsonl"
-"""Has one line per attempt that ended early: `attempt`, `error` (null if a person stopped it)."""
+"""File with a line per attempt that ended early: `attempt`, `error` (null if a user stopped it)."""
 STEPS_PER_END = 10
 T = TypeVar("T")
 Record = dict[str, Any]
@@ -43,7 +43,7 @@ def append_line(file: TextIO, line: str) -> None:
 def records_of(path: Path, word: bytes = b"{") -> Iterator[Record]:
     """Yield the JSON objects of the lines that contain a word; none if the file is missing.
 
-    A run may be writing the file, or was killed: other lines are skipped.
+    Lines without a JSON object are skipped: a run may be writing the file, or was killed.
     """
     if path.is_file():
         with path.open("rb") as lines:
@@ -62,7 +62,7 @@ def record_in(line: bytes) -> Record | None:
 
 
 def first_and_last(steps: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
-    """Return the first and the last steps of a run, to compare them."""
+    """Return the first few and the last few steps of a run, to compare them."""
     number = max(1, min(STEPS_PER_END, len(steps) // 2))
     return steps[:number], steps[-number:]
 

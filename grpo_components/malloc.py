@@ -8,7 +8,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def limit_arenas(count: int) -> None:
-    """Let all threads share arenas; by default there are many, and each keeps what it once used."""
+    """Limit the arenas that threads share; each of the many default ones keeps its freed memory."""
     _call("mallopt", _M_ARENA_MAX, count)
 
 
@@ -20,7 +20,7 @@ def keep_freed() -> None:
 
 
 def give_back_freed() -> None:
-    """Return freed memory; else the process stays as large as its longest batches made it."""
+    """Return freed memory to the system; else the process keeps the size of its longest batch."""
     _call("malloc_trim", 0)
 
 

@@ -31,7 +31,7 @@ def open_rendezvous(host: str = "127.0.0.1") -> Rendezvous:
 
 
 def local_rendezvous() -> Rendezvous:
-    """Return a free port of this machine, on which rank 0 will listen once it has it."""
+    """Return a free port of this machine, on which rank 0 will listen later."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return Rendezvous(*probe.getsockname())

@@ -57,7 +57,7 @@ class Schedule:
         return max(self.start, self.end)
 
     def __call__(self, step: int) -> float:
-        """Return the value for the training step that follows `step` finished ones."""
+        """Return the value for the training step that follows `step` finished steps."""
         if step < self.warmup_steps:
             return self.start * ((step + 1) / self.warmup_steps)
         done = step - self.warmup_steps

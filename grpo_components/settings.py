@@ -175,14 +175,14 @@ def free_section() -> GetPydanticSchema:
 
 
 def _user(values: dict[str, Any]) -> DictConfig:
-    """Return the section `user`, whose errors have the whole key."""
+    """Make the section `user`, whose errors name the whole key."""
     return OmegaConf.create({"user": values}).user
 
 
 def _as_dict_config(
     filled: Callable[[Any], Any], plain: Any, create: Callable[..., Any] = OmegaConf.create
 ) -> GetPydanticSchema:
-    """Return the pydantic type of a DictConfig, from that of its plain values once filled in."""
+    """Return the pydantic type of a DictConfig: values are `filled`, then checked as `plain`."""
 
     def made(checked: dict[str, Any] | None) -> DictConfig | None:
         return None if checked is None else create(checked)
@@ -204,7 +204,7 @@ _LEARNING_RATE = Scheduled[Annotated[float, Field(gt=0, le=1e3)]]
 
 
 class RewardShapingSettings(BaseModel):
-    """Penalties that are subtracted from the rewards."""
+    """Penalties subtracted from the rewards."""
 
     model_config = _SECTION
     kl_coeff: Scheduled[Coefficient] = 0.0
@@ -214,7 +214,7 @@ class RewardShapingSettings(BaseModel):
 
 
 class LoraSettings(BaseModel):
-    """Low-rank adapters, which alone are trained; the names of layers are Hugging Face's."""
+    """Low-rank adapters, the only trained weights; names of layers are Hugging Face's."""
 
     model_config = _SECTION
     rank: Annotated[int, Field(ge=1, le=512)]  # the largest that vLLM takes
@@ -225,13 +225,13 @@ class LoraSettings(BaseModel):
 
     @property
     def scale(self) -> float:
-        """Factor of an adapter's output B A in the sum with the layer's own weight."""
+        """Factor of an adapter's product B A when it is added to the layer's weight."""
         return self.alpha / self.rank
 
     def fused_targets(self, model_type: str | None) -> list[str]:
         """Return the targets that a family's Hugging Face models hold in a fused layer.
 
-        Such a layer has no adapter of a part alone, neither in peft nor in vLLM.
+        Neither peft nor vLLM has an adapter for one part of such a layer.
         """
         apart = ("o_proj", "down_proj")
         fuses = model_type in ("PHI3_MINI", "PHI4")
@@ -256,7 +256,7 @@ class CurriculumSettings(BaseModel):
 
 
 def reused_per_step(share: float, groups_per_step: int) -> int:
-    """Return how many groups of a batch may be reused ones: the share of it, rounded down."""
+    """Return how many of a batch's groups may be reused groups: its share, rounded down."""
     return int(share * groups_per_step + 1e-9)  # 0.29 * 100 is just below 29
 
 
@@ -300,7 +300,7 @@ class GeneratorSettings(BaseModel):
 
     @property
     def truncation(self) -> dict[str, float]:
-        """The sampler settings of `TRUNCATION`, which the trainer's logprobs ignore."""
+        """The sampler settings named in `TRUNCATION`, which the trainer's logprobs ignore."""
         return {name: getattr(self, name) for name in TRUNCATION}
 
     @property
@@ -403,7 +403,7 @@ class Timeouts(BaseModel):
 
 
 class CpuThreads(BaseModel):
-    """Threads that torch may use in each process of a role; null: the cores over the roles."""
+    """Threads that torch may use in each process of a role; null: the cores, split among roles."""
 
     model_config = _SECTION
     trainer: Processes | None = None
@@ -421,7 +421,7 @@ class RaySettings(BaseModel):
 
 
 def _without_nulls(section: Any, **values: Any) -> Any:
-    """Return a section with these values in place of its nulls."""
+    """Return a section with its nulls replaced by these values."""
     return section.model_copy(
         update={key: value for key, value in values.items() if getattr(section, key) is None}
     )
@@ -564,7 +564,7 @@ class Settings(BaseModel):
 
     @property
     def default_backend(self) -> Literal["vllm", "transformers"]:
-        """Default of `generator.backend`: vLLM on GPUs, or for what it alone can do."""
+        """Default of `generator.backend`: vLLM on GPUs, or for settings that only vLLM supports."""
         generator = self.generator
         alone = generator.tensor_parallel_size > 1 or self.lora is not None or generator.biasing
         needs_vllm = self.device == "cuda" or alone or self.weights != "object_store"
@@ -790,7 +790,7 @@ class Settings(BaseModel):
                 self._refuse(key, why, f"{shown(value)}, or generator.backend: vllm")
 
     def _check_transfer(self) -> None:
-        """Refuse a way of the weights that the devices, or the roles' places, do not have."""
+        """Refuse a value of `weights` that the devices, or the placement of roles, do not allow."""
         if self.weights == "object_store":
             return
         if self.push == "delta":

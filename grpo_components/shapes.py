@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def described_as(what: str) -> WrapValidator:
-    """Return a mark for a type: its errors say what is allowed. The innermost mark counts."""
+    """Return an annotation by which a type's errors say what is allowed; the innermost one wins."""
 
     def read(value: Any, check: Callable[[Any], Any]) -> Any:
         place, problem = (), ""
@@ -38,7 +38,7 @@ def described_as(what: str) -> WrapValidator:
 
 
 def fits(value: Any, shape: Any) -> bool:
-    """Return whether a value has a type; an object may have more fields than a TypedDict."""
+    """Return whether a value has a type; an object may have fields beyond its TypedDict."""
     return _adapter(shape).validator.isinstance_python(value, strict=True)
 
 
@@ -48,7 +48,7 @@ def _adapter(shape: Any) -> TypeAdapter[Any]:
 
 
 def read_as(shape: TypeAdapter[T], value: Any, section: str = "") -> T:
-    """Return a value as its type reads it."""
+    """Parse a value by its type; raise a one-line error that names the place."""
     try:
         return shape.validate_python(value)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Says what a start waits for, if it takes long."""
+"""Logs what a start waits for, if the wait is long."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import threading
 from collections.abc import Iterator
 
 _SILENT_S = 5.0
-"""Seconds that a wait may take without a word."""
+"""Seconds of waiting before a line is logged."""
 
 
 @contextlib.contextmanager
 def told_if_slow(what: str, limit_s: float | None = None) -> Iterator[None]:
-    """Context manager: say after some seconds what is waited for, and for how long at most."""
+    """Context manager: if the body is slow, log what it waits for, and for how long at most."""
     line = f"waiting for {what}" + (f", {limit_s:g} s at most" if limit_s else "")
     timer = threading.Timer(_SILENT_S, logging.getLogger(__name__).warning, (line,))
     timer.daemon = True

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 FORMAT = 1
-"""Format of a checkpoint's files; raised when a version cannot read those of the one before."""
+"""Format number of a checkpoint's files; raised when older files can no longer be read."""
 _MARK = "__is__"
 """Key that marks a JSON object as the encoded value of a type that JSON lacks."""
 

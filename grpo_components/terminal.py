@@ -1,4 +1,4 @@
-"""Lets a process end cleanly after its terminal was closed: writing to that one would fail."""
+"""Lets a process end cleanly after its terminal was closed: writing to it would fail."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import stat
 
 
 def leave_terminal() -> None:
-    """Redirect stdin, stdout and stderr to `/dev/null`, as far as they are not files or pipes."""
+    """Redirect stdin, stdout and stderr to `/dev/null`, unless they are files or pipes."""
     for descriptor in (0, 1, 2):
         try:
             is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)

@@ -20,7 +20,7 @@ class TimeUse:
         self._cpu_seconds: defaultdict[str, float] = defaultdict(float)
 
     def begin(self, activity: str) -> float:
-        """End the present activity and begin another."""
+        """End the current activity and begin another."""
         with self._lock:
             return self._begin(activity)
 

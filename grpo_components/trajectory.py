@@ -38,13 +38,13 @@ _SCALAR: dict[str, type[np.generic]] = {
     "advantage": np.float32,
 }
 SESSION_COUNTS = ("calls", "trajectories", "prompt_tokens", "cached_tokens")
-"""Numbers that the record of an agent's session has; docs/agents.md explains them."""
+"""Names of the counts in the record of an agent's session; docs/agents.md explains them."""
 _OBJECTS = ("finish_reason", "reward_terms", "error", "session")
 
 
 @dataclass
 class Trajectory:
-    """One response to one prompt, unpadded; or a part of one, if an agent's session forked.
+    """One response to one prompt, unpadded; or part of a response, if an agent's session forked.
 
     Later stages of a run fill in later fields, and never overwrite earlier ones. A *group* is the
     list of the trajectories of the `group_size` responses that answer one prompt. P is the number
@@ -88,7 +88,7 @@ class Trajectory:
     """Advantage of the response; NaN until its batch is formed."""
     session: dict[str, Any] | None = None
     """Session of an agent that made the trajectory: `sample`, number of the response in its group;
-    the first trajectory of a session has its facts, too (docs/agents.md). None without an agent."""
+    a session's first trajectory also has its facts (docs/agents.md). None without an agent."""
 
     def check(self) -> None:
         """Assert the record's invariants: equal lengths, finite logprobs, known versions."""
@@ -118,7 +118,7 @@ class Trajectory:
 def pack(trajectories: Sequence[Trajectory]) -> PackedTrajectories:
     """Turn records into `(flat, lengths)` for [P] and [R] fields, arrays for scalars, lists else.
 
-    All records have `reference_logprobs`, or none; likewise `teacher_logprobs`.
+    Either all records have `reference_logprobs` or none has; likewise `teacher_logprobs`.
     """
     packed: PackedTrajectories = {}
     for name, dtype in _RAGGED.items():
@@ -136,7 +136,7 @@ def pack(trajectories: Sequence[Trajectory]) -> PackedTrajectories:
 
 
 def split(packed: PackedTrajectories, name: str) -> list[NDArray[Any]]:
-    """Cut one [P] or [R] field into one array per trajectory, views of the flat one."""
+    """Cut one [P] or [R] field into one array per trajectory, each a view of the flat array."""
     flat, lengths = packed[name]
     sizes = lengths.tolist()
     ends = itertools.accumulate(sizes)
@@ -195,10 +195,10 @@ def concatenate(groups: Iterable[PackedTrajectories]) -> PackedTrajectories:
 
 
 def response_numbers(packed: PackedTrajectories) -> NDArray[np.int64]:
-    """Return [S] number of each trajectory's response in the batch, counted from 0, in order.
+    """Return [S]: for each trajectory, the number of its response in the batch, from 0, in order.
 
-    Trajectories of one session follow each other and have the same number; any other is a response
-    of its own.
+    Trajectories of one session follow each other and share a number; any other trajectory is a
+    response of its own.
     """
     sessions, groups = packed["session"], packed["group_id"].tolist()
     numbers: list[int] = []
@@ -221,7 +221,7 @@ def batch_hash(packed: PackedTrajectories) -> str:
     """Return a fingerprint of a batch: xxh3 of 128 bits, over trajectories and their order.
 
     It leaves out `attempt`, which a resume increments, and `error`, whose text may name a process;
-    of `session`, it has the response.
+    of `session`, only the response's number enters.
     """
     digest = xxhash.xxh3_128()
 
@@ -253,10 +253,10 @@ class GroupSummary:
     """[G] reward of each response; NaN for failed samples."""
     successes: list[bool]
     response_tokens: list[int]
-    """[G] sampled tokens of each response, also those of a session that no trajectory has."""
+    """[G] sampled tokens of each response, including a session's tokens that no trajectory has."""
     response_lengths: list[int]
-    """[G] all tokens of each response, with the environment's; the length limit counts these. The
-    longest trajectory's, of a session."""
+    """[G] all tokens of each response, including the environment's; the length limit counts these.
+    For a session: of its longest trajectory."""
     oldest_version: int
     """Oldest policy version of a sampled token; -1 if there is none, because all samples failed."""
     newest_version: int
@@ -266,7 +266,7 @@ class GroupSummary:
     reward_terms: list[dict[str, float]]
     """[G] unweighted rewards of each response by name; those of a failed sample may be missing."""
     turns: list[int]
-    """[G] turns of the policy in each response: its stretches between the environment's tokens."""
+    """[G] turns of the policy in each response: runs of its tokens between the environment's."""
     sessions: dict[str, int] = field(default_factory=dict)
     """Sums over the sessions of agents, by the names of `SESSION_COUNTS`; empty without agents."""
     reward_use: dict[str, float] = field(default_factory=dict)

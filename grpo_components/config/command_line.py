@@ -25,7 +25,7 @@ _RANKS = ("--nproc_per_node", "--nproc-per-node", "--nnodes")
 
 
 def main() -> Any:
-    """Run torchtune's command `tune`; a wrong config ends a run of ours before Ray is imported."""
+    """Run torchtune's `tune`; a wrong config of our recipe ends it before Ray is imported."""
     if sys.argv[1:2] in (["ls"], ["cp"]):
         return list_or_copy()
     words = sys.argv[2:] if sys.argv[1:2] == ["run"] else []
@@ -36,7 +36,7 @@ def main() -> Any:
 
 
 def check_early(words: Sequence[str]) -> Settings | None:
-    """Check values and files of a command `tune run ...`; None if only torchtune can read it."""
+    """Check values and files of a `tune run` command; None if only torchtune can read it."""
     for option in (word.partition("=")[0] for word in words if word.startswith(_RANKS)):
         if is_run_of_ours(["tune", "run", *words]):
             allowed = "num_trainers=<number of ranks>, without options of torchrun"
@@ -56,9 +56,9 @@ def _or_exit(check: Callable[[Any], T], given: Any, end: Callable[[int], NoRetur
 
 
 def _given(words: Sequence[str]) -> DictConfig | None:
-    """Return the config of a command `tune run ...`; None where only torchtune or a fork can say.
+    """Return the config of a `tune run` command; None if only torchtune or a fork can read it.
 
-    A fork that changes the config, or where components come from, says itself what is wrong.
+    A fork that changes the config, or `sys.path`, has to check it itself.
     """
     if len(words) < 3 or words[1] != "--config" or any(word[:1] == "-" for word in words[2:]):
         return None

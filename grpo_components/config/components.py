@@ -32,7 +32,7 @@ SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.Sing
 _A_PATH = "a dotted path, installed or in the current folder"
 _ACCEPTED = "what the component accepts"
 _KEY_FIRST = re.compile(r"([a-z_]\w*(?:\.[^\s:,]+)*(?:, [a-z_]\w*)*): |(dataset|ptx) ")
-"""Matches the key, or names of arguments, with which the text of an error starts."""
+"""Matches the key, or the argument names, at the start of an error's text."""
 # Arguments that the recipe adds to a component's: number of leading ones, names of the others.
 _ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
     "dataset": (1, ()),
@@ -43,11 +43,11 @@ _ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
     "lr_scheduler": (1, ("num_training_steps",)),
 }
 _OF_REWARDS = ("weight", "is_success")
-"""Keys of a reward that the recipe reads, not the component."""
+"""Keys of a reward's section that the recipe reads; the component does not get them."""
 _SCORED_ELSEWHERE = ("completions", "prompts", "completion", "solution_str")
 """Arguments of the reward functions of TRL and verl."""
 _READ = ("grpo_components", "torch", "torchao", "torchtune")
-"""Packages whose files are searched for a component before they are imported."""
+"""Packages whose files are searched for a component before any import."""
 _SLOW = ("torchtune.", "grpo_components.data.")
 """Prefixes of components that import torchtune."""
 
@@ -68,7 +68,7 @@ def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
 
 
 def refused_by(key: str, node: Mapping[Any, Any], error: ValueError) -> ConfigError:
-    """Return what a component raised about its arguments, under the component's key."""
+    """Convert a component's error about its arguments to a ConfigError with its key."""
     if isinstance(error, ConfigError):
         where, problem, allowed = error.key, error.problem, error.allowed
     else:
@@ -97,7 +97,7 @@ def build_environment(node: DictConfig, **offered: Any) -> Any:
 
 
 def nested_components(node: Mapping[str, Any]) -> list[str]:
-    """Return the names of a component's arguments that are components themselves."""
+    """Return the names of those arguments of a component that are components themselves."""
     return [key for key in node if OmegaConf.is_dict(node[key]) and "_component_" in node[key]]
 
 
@@ -119,9 +119,9 @@ def _nodes(settings: Settings) -> dict[str, DictConfig]:
 
 
 def refuse_missing(settings: Settings) -> None:
-    """Refuse components that no file can hold, by a look into the files: an import takes seconds.
+    """Refuse components that no file defines; reads the files, because imports take seconds.
 
-    The files are ours, torch's and torchtune's, and those of the current folder.
+    The files are those of this package, torch, torchtune and the current folder.
     """
     for key, node in _nodes(settings).items():
         top, *rest = str(node._component_).split(".")
@@ -181,7 +181,7 @@ def check_components(settings: Settings) -> None:
 
 
 def resolved(path: str) -> Any:
-    """Import what a dotted path names: a module, or an attribute of one."""
+    """Import the module, or the attribute of a module, that a dotted path names."""
     name, *rest = path.split(".")
     found: Any = import_module(name)
     for part in rest:
@@ -247,7 +247,7 @@ def _check_arguments(
 
 
 def _check_reward(key: str, node: DictConfig, settings: Settings) -> None:
-    """Build one of our rewards, which takes no time, and checks its arguments."""
+    """Build a reward of this package, which is quick and checks its arguments."""
     path = node["_component_"]
     if not (path.startswith("grpo_components.") and inspect.isclass(resolved(path))):
         return
@@ -259,7 +259,7 @@ def _check_reward(key: str, node: DictConfig, settings: Settings) -> None:
 
 
 def _check_login(node: DictConfig) -> None:
-    """Refuse Weights & Biases without a login: its logger is built when the run has a folder."""
+    """Refuse Weights & Biases without a login now: the logger is built only later."""
     mode = node.get("mode") or os.environ.get("WANDB_MODE", "online")
     if not node["_component_"].endswith(".WandBLogger") or mode in ("offline", "disabled"):
         return

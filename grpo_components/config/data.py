@@ -78,7 +78,7 @@ def build_prompts(cfg: Settings, dataset: Any) -> PromptStream | PromptCurriculu
 
 
 def sampled_ids(cfg: Settings, tokenizer: Any) -> int | None:
-    """Return how many ids may be sampled, the first ones; None: the model's whole vocabulary."""
+    """Return n if only the first n ids may be sampled; None for the model's whole vocabulary."""
     stops = cfg.generator.stop_token_ids or getattr(tokenizer, "stop_tokens", ())
     if environment_kind(cfg.environment) == "agents":  # they have the model's own
         tokenizer = hugging_face_tokenizer(cfg.base_model_path)
@@ -96,7 +96,7 @@ def shared_prompts(dataset: Any, held_out: Any) -> str:
 def _sliding_window(raw: Mapping[str, Any]) -> int | None:
     """Return the base model's attention window in tokens; None without one.
 
-    Missing keys of its config.json have transformers' defaults for the family.
+    A key that its config.json lacks has transformers' default for the family.
     """
     if raw.get("model_type") == "qwen2" and not raw.get("use_sliding_window", False):
         return None
@@ -105,7 +105,7 @@ def _sliding_window(raw: Mapping[str, Any]) -> int | None:
 
 
 def _tools_of(environment: DictConfig) -> list[Any]:
-    """Return the JSON schemas of the tools that the environment's world offers; may be empty."""
+    """Return the JSON schemas of the tools that the environment's world offers, if any."""
     world = environment.get("world")
     if not (isinstance(world, DictConfig) and "_component_" in world):
         return []
@@ -118,7 +118,7 @@ def _lowest(limits: Mapping[str, int | None]) -> tuple[str, int]:
 
 
 def _check_rows(key: str, component: str, dataset: Any) -> None:
-    """Refuse a data set without the fields that the recipe reads, of the types that it needs."""
+    """Refuse a data set if fields that the recipe reads are missing or of a wrong type."""
     fields, problem = ("prompt_index", "prompt_ids", "prompt_text", "answer"), ""
     allowed = "rows by index with a whole number as prompt_index, a list of them as prompt_ids,"
     allowed += " a text as prompt_text, and an answer; and a max_prompt_length"
@@ -143,7 +143,7 @@ def _check_prompts(
     limit: tuple[str, int],
     vocab_size: int | None,
 ) -> None:
-    """Refuse a prompt with unknown tokens, or without room for its response."""
+    """Refuse a prompt that has unknown tokens, or is too long for a response to follow."""
     chat, styled = node.get("chat_template"), cfg.tokenizer.get("prompt_template") is not None
     if styled and node._component_.startswith("grpo_components.") and chat != "torchtune":
         problem = f"{chat or 'null'} given with tokenizer.prompt_template, which it ignores"

@@ -1,4 +1,4 @@
-"""Tries the environment of a config, its world or agents once, before anything starts."""
+"""Tries the environment of a config, with its world or agents, once before anything starts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _RAISES = (Exception, SystemExit)
 
 
 def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, Any]]) -> None:
-    """Build the environment, and send the answer of one prompt."""
+    """Build the environment, and send it the answer of one prompt as the response."""
     kind = environment_kind(cfg.environment)
     if kind == "agents":
         return _try_agents(cfg)
@@ -80,7 +80,7 @@ def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, A
 
 
 class _Answers:
-    """Stand-in for an engine that has one answer to everything."""
+    """Stand-in for an engine: completes every request with the same answer."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self._token_ids = np.array(token_ids, np.int64)
@@ -122,7 +122,7 @@ def _roll_out(
 
 
 def _try_agents(cfg: Settings) -> None:
-    """Build the environment, write a message by its chat template, and import the agent."""
+    """Build the environment, render a message with its chat template, and import the agent."""
     if cfg.reward_model.path is not None:  # it reads one text per response
         fail("reward_model.path", "given, and the environment runs agents", "null")
     if cfg.rollout_only:

@@ -21,7 +21,7 @@ from grpo_components.settings import Settings
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 """Suffixes of local data sets; `data/rows.py` reads them, but takes seconds to import."""
 _OUTPUTS = ("output_dir", "checkpointer.output_dir", "metric_logger.", "profiler.")
-"""Prefixes of the keys that name what the run writes."""
+"""Prefixes of keys that name the run's outputs."""
 
 
 def check_files(settings: Settings) -> None:
@@ -49,7 +49,7 @@ def read_hf_config(key: str, folder: Path) -> dict[str, Any]:
 
 
 def longest_sequence(settings: Settings) -> int:
-    """Return the tokens of the longest prompt and response together, as far as the config says."""
+    """Return the most tokens that a prompt and its response have, as far as the config says."""
     return (settings.dataset.get("max_prompt_tokens") or 1) + settings.generator.max_response_tokens
 
 
@@ -96,7 +96,7 @@ def _check_model_folder(key: str, folder: Path) -> None:
 
 
 def _check_same_folder(settings: Settings, base: Path) -> None:
-    """Refuse a policy that is read from another folder than the generators' model."""
+    """Refuse a policy that is read from a different folder than the generators' model."""
     if settings.is_hugging_face:
         key, given = "model.path", settings.model.get("path", base)
     elif settings.checkpointer is None:
@@ -178,8 +178,8 @@ def _check_teacher(settings: Settings, policy_config: dict[str, Any]) -> None:
 def check_output(settings: Settings) -> None:
     """Refuse an output_dir that cannot be written, is or contains an input, or is in use.
 
-    Inputs must stay where they are: a used output_dir is moved aside with everything in it. Links
-    are followed. `begin_run` checks it again, with the folder locked.
+    Inputs must not lie in it: a used output_dir is moved aside with everything in it. Links are
+    followed. `begin_run` checks the folder again, once it is locked.
     """
     from grpo_components.records.resume import find_checkpoint, run_of  # imports torch
 
@@ -200,7 +200,7 @@ def check_output(settings: Settings) -> None:
 
 
 def _check_writable(folder: Path) -> None:
-    """Refuse a folder in which nothing can be made, or which cannot be made itself."""
+    """Refuse a folder that cannot be created or written to."""
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:  # in some places, such as /proc, even root can make no folder
         if nearest != folder or not (nearest.is_dir() and os.access(folder, os.W_OK)):
@@ -211,7 +211,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def _paths(key: str, given: Any) -> Iterator[tuple[str, str]]:
-    """Yield what a config names and exists, as its inputs do, each with its key."""
+    """Yield (key, path) of every existing path in a config, except outputs."""
     if key.startswith(_OUTPUTS) or key == "resume_from_checkpoint":
         return
     if isinstance(given, str):

@@ -37,11 +37,11 @@ from grpo_components.schedules import Schedule, as_schedule
 from grpo_components.settings import Settings
 
 _MAX_SCHEDULER_STEPS = 10_000
-"""Maximum number of scheduler steps that are tried before the run; they take 0.2 s."""
+"""Maximum number of scheduler steps that are tried before the run; this many take 0.2 s."""
 
 
 def split_learning_rate(node: DictConfig) -> tuple[DictConfig, Schedule | None]:
-    """Replace a schedule at `lr` by its first number; return the node, and the schedule or None."""
+    """Replace a schedule at `lr` by its first value; return the node, and the schedule or None."""
     if OmegaConf.is_dict(node.get("lr")):
         schedule = as_schedule("optimizer.lr", node.lr)
         return OmegaConf.create({**node, "lr": schedule(0)}), schedule
@@ -71,7 +71,7 @@ def try_training(cfg: Settings) -> list[str]:
 
 
 def try_teacher(settings: Settings, path: str) -> None:
-    """Refuse a teacher of another tokenizer or weights than its files, or of wrong logprobs."""
+    """Refuse a teacher with another tokenizer, weights unlike its files', or wrong logprobs."""
     ours, theirs = (
         AutoTokenizer.from_pretrained(folder).get_vocab()
         for folder in (settings.base_model_path, path)
@@ -95,7 +95,7 @@ def try_teacher(settings: Settings, path: str) -> None:
 
 
 def _try_policy(cfg: Settings) -> None:
-    """Refuse a model that is not the one of the checkpoint."""
+    """Refuse a model whose weights do not match the checkpoint."""
     with torch.device("meta"):
         model = build("model", cfg.model)
     base, kind = Path(cfg.base_model_path), cfg.model_type
@@ -143,7 +143,7 @@ def check_adapters(settings: Settings, model: nn.Module) -> None:
 
 
 def _rates(name: str, scheduler: Any, optimizer: Any, num_steps: int) -> list[float]:
-    """Return the learning rate of each step, and the one that would follow; of the first steps."""
+    """Return the learning rates of the first `num_steps` steps and of the step after them."""
     allowed = "a scheduler of torch.optim, whose rates are finite numbers >= 0"
     rates = [float(optimizer.param_groups[0]["lr"])]
     try:

@@ -47,9 +47,9 @@ def build_objective(
     *,
     advantages: Callable[..., Any] | None = None,
 ) -> Objective:
-    """Build every part of the objective, and try each once; `advantages` replace the config's.
+    """Build every part of the objective, and try each once; `advantages` replaces the config's.
 
-    With `dry_run: true`, the run ends here, and says what it would do.
+    With `dry_run: true`, the run ends here, and reports what it would do.
     """
     dynamic, shaping = cfg.dynamic_sampling, cfg.reward_shaping
     loss, penalties = build_loss(cfg, default_loss), build_penalties(cfg)

@@ -49,7 +49,7 @@ def check(cfg: DictConfig) -> Settings:
 def check_values_and_files(cfg: DictConfig) -> Settings:
     """Return a config as typed settings if its values fit each other, and its files exist.
 
-    It imports nothing that takes long.
+    Imports nothing that takes long.
     """
     settings = read_settings(cfg)
     check_files(settings)
@@ -58,7 +58,7 @@ def check_values_and_files(cfg: DictConfig) -> Settings:
 
 
 def check_what_is_imported(settings: Settings) -> None:
-    """Check what torch or torchtune must read: GPUs, checkpoints and recorded runs, components."""
+    """Check what needs torch or torchtune: GPUs, checkpoints, recorded runs and components."""
     from grpo_components.config.files import check_disk, check_output
     from grpo_components.config.replayed import check_replay
     from grpo_components.offline.partial_runs import check_partial_run
@@ -79,7 +79,7 @@ def check_what_is_imported(settings: Settings) -> None:
 
 
 def check_gpus(settings: Settings, *, here: bool) -> None:
-    """Refuse GPU shares that roles cannot have, and roles that do not fit onto these GPUs."""
+    """Refuse GPU shares that roles cannot have; if `here`, also roles that exceed these GPUs."""
     import torch
 
     if here and not torch.cuda.is_available():

@@ -89,7 +89,7 @@ def merge_overrides(given: dict[str, Any], overrides: Sequence[str]) -> DictConf
 
 
 def _remove(section: dict[str, Any], name: str, *rest: str) -> None:
-    """Remove a key, and sections that are empty then; as in torchtune, no component."""
+    """Remove a key, and sections that become empty; a component is refused, as in torchtune."""
     if rest:
         _remove(section[name], *rest)
     if not (rest and section[name]):
@@ -101,7 +101,7 @@ def _remove(section: dict[str, Any], name: str, *rest: str) -> None:
 def read_settings(given: Mapping[str, Any] | DictConfig) -> Settings:
     """Check all values, fill in the defaults, replace interpolations, and expand a leading `~`.
 
-    A reward that is null is left out: so a command line removes one, `rewards.format=null`.
+    A null reward is left out, so that `rewards.format=null` on a command line removes it.
     """
     values: Any = given
     try:
@@ -153,7 +153,7 @@ def _refuse(given: Mapping[str, Any], error: Mapping[str, Any]) -> NoReturn:
 
 
 def nearest(name: str, keys: Iterable[str], prefix: str = "") -> str:
-    """Return a hint: the key that was probably meant, or else the keys that exist."""
+    """Return a hint: the key that was probably meant, else the existing keys."""
     keys = list(dict.fromkeys(keys))
     ours = _OURS.get(name, "")
     if ours and (not prefix or ours in [f"{prefix}{key}" for key in keys]):

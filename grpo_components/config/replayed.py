@@ -1,4 +1,4 @@
-"""Builds what repeats a recorded run, if a config names one, by a tool that is loaded only then."""
+"""Builds the replay of a recorded run if a config names one; only then imports the replay tool."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def replay_of(cfg: Settings) -> Replay | None:
 
 
 def check_replay(cfg: Settings, read: Callable[[Mapping[str, Any]], Settings]) -> None:
-    """Refuse a `replay_events` whose run cannot be replayed, at all or with this config."""
+    """Refuse a `replay_events` whose run cannot be replayed at all, or not with this config."""
     if cfg.replay_events is not None or cfg.replay_until is not None:
         from grpo_tools.replay import check
 
@@ -37,9 +37,9 @@ def check_replay(cfg: Settings, read: Callable[[Mapping[str, Any]], Settings]) -
 
 
 def available_cpus(cfg: Settings) -> int:
-    """Return how many CPUs the roles share: as many as this machine has, or the replayed run had.
+    """Return how many CPUs the roles share: this machine's or, in a replay, the recorded run's.
 
-    It sets the number of threads, which decides how sums are split, and so their last bits.
+    It sets the number of threads, and so how sums are split, which decides their last bits.
     """
     replay = replay_of(cfg)
     return replay.cpus if replay else len(os.sched_getaffinity(0))

@@ -73,7 +73,7 @@ def role_arguments(
 
 
 def _place(cfg: Settings, num_references: int, family: str) -> dict[str, Any]:
-    """Return the GPUs of each process of a family, and the threads that torch gets there."""
+    """Return the number of GPUs and of torch threads of each process of a family."""
     num_reward_models = int(cfg.reward_model.path is not None)
     num_frozen = num_references + teachers_of(cfg) + num_reward_models
     share = max(1, available_cpus(cfg) // (cfg.num_generators + cfg.num_trainers + num_frozen))
@@ -86,7 +86,7 @@ def _place(cfg: Settings, num_references: int, family: str) -> dict[str, Any]:
 
 
 def _taken(record: type[Record], cfg: Settings, **derived: Any) -> Record:
-    """Return an option record whose other fields have the values of the keys of their names."""
+    """Build an option record from `derived`; fill its other fields from config keys by name."""
     names = {field.name for field in fields(cast(Any, record))} - derived.keys()
     return record(**{name: getattr(cfg, name) for name in names if hasattr(cfg, name)}, **derived)
 

@@ -110,7 +110,7 @@ def _frozen(
 def needs_of(
     cfg: Settings, arguments: Mapping[str, dict[str, Any]], num_references: int
 ) -> dict[str, Need]:
-    """Return the needs of each family of roles; those not named run beside the driver."""
+    """Return the resources that each family of roles needs; other roles run beside the driver."""
     scorers, teachers = int(bool(cfg.reward_model.path)), teachers_of(cfg)
     counts = {"trainer": cfg.num_trainers, "reference": num_references, "teacher": teachers}
     counts |= {"reward_model": scorers, "generator": cfg.num_generators}
@@ -130,7 +130,7 @@ def hosts_of(cfg: Settings, generator: int) -> list[str]:
 
 
 def _need(family: str, count: int, arguments: Mapping[str, Any]) -> Need:
-    """Return the need of `count` processes with the same arguments for `Cluster.spawn`."""
+    """Return the resources that `count` processes with the same `Cluster.spawn` arguments need."""
     num_gpus = arguments.get("num_gpus", 0)
     resources = {"GPU": num_gpus} if num_gpus else {"CPU": arguments.get("cpu_threads", 1)}
     return Need(count, resources, "SPREAD" if family == "generator" else "PACK")

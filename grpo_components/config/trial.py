@@ -65,7 +65,7 @@ def try_components(
 ) -> tuple[list[str], list[str]]:
     """Call each component once as the run will, and refuse one that breaks its kind's contract.
 
-    Returns what looks wrong, and what each reward gave to known answers.
+    Returns warnings, and each reward's scores of known answers.
     """
     scores: list[str] = []
     about_rates = try_training(cfg)
@@ -125,7 +125,7 @@ def _own(component: Any) -> Any:
 
 
 def _sent(key: str, component: Any) -> Any:
-    """Return the component as the trainer's process will get it: pickled and unpickled."""
+    """Return the component as the trainer's process gets it: pickled and unpickled."""
     name = name_of(component)
     allowed = "one that can be pickled: without open files, locks or generators"
     with named_failure(key, name, _RAISES, allowed):
@@ -150,7 +150,7 @@ def _try_objective(cfg: Settings, objective: TrainedObjective) -> list[str]:
 
 
 def _doubts(cfg: Settings, ours: dict[str, Any]) -> list[str]:
-    """Return what looks wrong with the loss, on tokens of older policies only if there are any."""
+    """Return warnings on the loss; tokens of older policies are tried only if the run has any."""
     loss, penalties = ours["loss"], ours["penalties"]
     with named_failure("loss", name_of(loss), _RAISES, "a LossInputs -> losses [N]"):
         inputs = _made_for(cfg, True, 0)
@@ -184,7 +184,7 @@ def _try_loss(loss: Any, penalties: Penalties, off_policy: Any, inputs: LossInpu
 
 
 def _made_for(cfg: Settings, has_reference: bool, step: int) -> LossInputs:
-    """Return tokens of as many policy versions as one batch may have."""
+    """Return made-up tokens of as many policy versions as one batch may have."""
     versions = StalenessContract.of(cfg).max_push_interval
     return made_inputs(has_reference, versions, step, has_teacher=cfg.teacher is not None)
 
@@ -192,7 +192,7 @@ def _made_for(cfg: Settings, has_reference: bool, step: int) -> LossInputs:
 def made_inputs(
     has_reference: bool, versions: int, step: int, *, has_teacher: bool = False
 ) -> LossInputs:
-    """Return a small micro-batch of ordinary numbers, always the same."""
+    """Return a small micro-batch of ordinary, always identical numbers."""
     numbers = torch.Generator().manual_seed(0)
     size = sum(LENGTHS)
 

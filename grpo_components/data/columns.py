@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 SEED = "seed"
-"""Field with a sample's own seed, by which its recorded rewards are found; no reward gets it."""
+"""Field with a sample's own seed, the key of its recorded rewards; no reward receives it."""
 OWN_FIELDS = ("prompt_index", "prompt_ids", "prompt_text", "answer", SEED)
 """Fields of a prompt that the recipe sets; all others are columns of its row."""
 CALL = ("prompt_text", "response_text", "answer", "finish_reason")
 """Keyword arguments of every reward, besides the columns."""
 
 OF_AGENTS = ("agent_reward", "transcript")
-"""What rewards of an agent's session may take, too: the rewards that the agent gave, by name, and
-the messages of its last chat, with the answer."""
+"""Further arguments for rewards of an agent's session: the rewards that the agent gave, by name,
+and the messages of its last chat, the answer included."""
 
 
 def other_columns(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a prompt's row, without those that are named like another argument."""
+    """Return the columns of a prompt's row, except those named like another argument."""
     taken = {*OWN_FIELDS, *CALL}
     return {name: value for name, value in prompt.items() if name not in taken}
 
@@ -26,7 +26,7 @@ def other_columns(prompt: Mapping[str, Any]) -> dict[str, Any]:
 def reward_input(
     prompt: Mapping[str, Any], response_text: str, finish_reason: str, answer: Any = None
 ) -> dict[str, Any]:
-    """Return what the rewards judge: one response to one prompt, with the columns of its row.
+    """Return a reward's input: one response to one prompt, with the columns of its row.
 
     The sample's seed, if the prompt has one, is added for `RewardPool`.
     """

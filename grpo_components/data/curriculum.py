@@ -22,7 +22,7 @@ _PRIOR_RESPONSES = 0.25
 def weights_of(rule: CurriculumSettings, rates: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return weights [N] of success rates [N].
 
-    They are 1 in the band, and linear from its ends to `floor` at 0 and 1.
+    A weight is 1 in the band; outside, it falls linearly to `floor` at the rates 0 and 1.
     """
     # Only basic operations, which give the same bits on every machine: the audit repeats them.
     below = rates / (rule.low or 1.0)
@@ -43,7 +43,7 @@ class _Rates:
         self._weigh()
 
     def draw(self, share: float) -> tuple[int, int]:
-        """Draw a prompt that was not drawn since the last step, while there is one."""
+        """Draw a prompt that was not drawn since the last step; any prompt if all were drawn."""
         if self._blocked.all():
             self._blocked[:] = False
         cumulated = np.cumsum(np.where(self._blocked, 0.0, self._weights))
@@ -88,7 +88,7 @@ class _Rates:
 
 
 class PartTurns:
-    """After any n turns, each of k parts has had its share of n to within k + 1 turns."""
+    """Gives k parts turns by weight; after any n, each has had its share to within k + 1."""
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         self.taken = [0] * len(weights)
@@ -111,10 +111,10 @@ class PartTurns:
 class Curriculum:
     """Draws rows of data sets by weights that follow the success rates of their prompts.
 
-    The weights change at the end of each training step only: then the results of the groups that
-    were generated since the step before are counted. Between two steps, no prompt is drawn twice
-    before all prompts of its data set were drawn. So the draws depend on nothing but the results by
-    step and the number of draws in each.
+    The weights change only at the end of a training step, which counts the results of the groups
+    generated since the previous step. Between two steps, no prompt is drawn twice before all
+    prompts of its data set were drawn. So the draws depend only on each step's results and number
+    of draws.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Curriculum:
     def draw(self) -> tuple[int, int]:
         """Return `prompt_index` and `epoch` of the next prompt; `epoch` counts its draws, from 0.
 
-        So a pair of the two never occurs twice.
+        So no pair of the two occurs twice.
         """
         number = sum(self._turns.taken)
         digest = hashlib.sha256(f"{self.seed} {number}".encode()).digest()
@@ -145,12 +145,12 @@ class Curriculum:
         return self._parts[self._turns.next()].draw(share)
 
     def add_result(self, prompt_index: int, successes: int, responses: int) -> None:
-        """Add the result of a generated group; it counts from the end of the step on."""
+        """Add the result of a generated group; it takes effect at the end of the step."""
         before = self._results.get(prompt_index, (0, 0))
         self._results[prompt_index] = before[0] + successes, before[1] + responses
 
     def end_step(self) -> None:
-        """Let the results since the last step count, and compute the metrics of the step."""
+        """Apply the results since the last step, and compute the step's metrics."""
         by_part: list[dict[int, tuple[int, int]]] = [{} for _ in self._parts]
         for index, result in self._results.items():
             number, place = self._places[index]
@@ -171,11 +171,11 @@ class Curriculum:
         }
 
     def knows(self, prompt_index: int) -> bool:
-        """Whether a prompt is one of the curriculum's."""
+        """Whether the curriculum contains a prompt."""
         return prompt_index in self._places
 
     def describe(self) -> dict[str, Any]:
-        """Return what the draws depend on beside the results, for the receipts."""
+        """Return what the draws depend on besides the results, for the receipts."""
         return {
             "seed": self.seed,
             "curriculum": self.rule.model_dump(),

@@ -30,9 +30,9 @@ Kept = TypeVar("Kept")
 Sent = TypeVar("Sent")
 Got = TypeVar("Got")
 _ALONE, _CHUNK = 4096, 256
-"""Rows that this process tokenizes alone, and those that another one gets at a time."""
+"""Rows that this process tokenizes alone at most, and rows that another process gets at a time."""
 _work: Callable[[Any], Any]
-"""What a forked process calls: a tokenizer need not be picklable."""
+"""Function that forked processes inherit and call, because a tokenizer may not be picklable."""
 ReadRow = Callable[[Row], tuple[Question, str]]
 """Function from a row to its question and known answer; raises a ValueError that names the row."""
 
@@ -131,7 +131,7 @@ def prompt_dataset(
     num_read, asked = 0, set[str]()
 
     def questions() -> Iterator[tuple[Prompt, tuple[int, Question]]]:
-        """Yield what a prompt has besides its tokens, and its row's number and question."""
+        """Yield the fields of a prompt without its tokens, and its row's number and question."""
         nonlocal num_read
         for number, values in enumerate(rows, start=1):
             num_read, place = number, f"{where}, row {number}"
@@ -194,9 +194,9 @@ def prompt_dataset(
 def _in_processes(
     work: Callable[[Sent], Got], items: list[tuple[Kept, Sent]], name: str
 ) -> Iterator[tuple[Kept, Got]]:
-    """Yield what is kept of each item, and the result for the rest; other processes do the work.
+    """Apply `work` in other processes to each item's second part; yield the first with the result.
 
-    It shows progress after 5 s. A few items are not worth other processes.
+    Shows progress after 5 s. For a few items, works in this process.
     """
     global _work
     _work, sent = work, [each for _, each in items]
@@ -363,7 +363,7 @@ def _prompt_and_tests(row: Row) -> tuple[Question, str]:
 
 
 def _solution(row: Row) -> dict[str, str]:
-    """Return a row's program that passes its tests: the first, where it has a list (APPS)."""
+    """Return a row's program that passes its tests; the first of a list (APPS)."""
     value = row.value("solution") if row.has("solution") else None
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = row.parsed("solution")
@@ -374,7 +374,7 @@ def _solution(row: Row) -> dict[str, str]:
 
 
 def _setup(row: Row, key: str, value: Any) -> Any:
-    """Return what a row runs before its asserts (MBPP), from its tests or from a column."""
+    """Return the code that a row runs before its asserts (MBPP), from its tests or a column."""
     value = value or (row.value(key) if row.has(key) else None)
     if key == "test_imports" and isinstance(value, str) and value.strip():
         is_list = value.lstrip().startswith("[")  # a CSV file has lists as JSON text

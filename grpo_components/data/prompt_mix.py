@@ -27,11 +27,11 @@ class MixedPart:
     prompts: Any
     weight: float
     rows: Any
-    """The prompts as the mix has them: their prompt_index follows those of the parts before."""
+    """The prompts; their prompt_index continues from that of the earlier parts."""
 
 
 class PromptMix(Dataset[Prompt]):
-    """Prompt data sets one after the other, from which `PromptStream` draws by weight."""
+    """Concatenated prompt data sets, from which `PromptStream` draws by weight."""
 
     def __init__(self, parts: Mapping[str, tuple[Any, float]]) -> None:
         rows: list[Prompt] = []

@@ -21,9 +21,9 @@ _SEED_STRIDE = 1_000_003
 class PromptStream:
     """An endless iterator over (prompt, epoch) pairs.
 
-    Each part of a `PromptMix` repeats its own rows, and `epoch` counts its passes, so a small part
+    Each part of a `PromptMix` repeats its own rows, and `epoch` counts its passes. So a small part
     with a large weight is in a later epoch than the others. After any n prompts, each of k parts
-    has given its share of n to within k + 1 prompts. A pair of prompt_index and epoch never occurs
+    has supplied its share of n to within k + 1 prompts. No pair of prompt_index and epoch occurs
     twice.
     """
 
@@ -32,7 +32,7 @@ class PromptStream:
         self._shuffle, self._seed = shuffle, seed
         self._turns = PartTurns([part.weight for part in self._parts], seed)
         self._orders: dict[int, tuple[int, Sequence[int]]] = {}
-        """Epoch and order of the rows of each part that has given one."""
+        """Part number -> its epoch and order of rows, for parts that have supplied a row."""
 
     def __iter__(self) -> PromptStream:
         return self
@@ -67,20 +67,20 @@ class PromptStream:
 class PromptCurriculum:
     """An endless iterator over (prompt, epoch) pairs, which follows the success rates of a run.
 
-    `epoch` counts the draws of a prompt. A pair of prompt_index and epoch never occurs twice.
+    `epoch` counts the draws of a prompt. No pair of prompt_index and epoch occurs twice.
     """
 
     def __init__(self, dataset: Any, rule: CurriculumSettings, seed: int) -> None:
         self._parts = _parts_of(dataset)
         weighted: list[tuple[list[int], float]] = []
         self._places: dict[int, tuple[Any, int]] = {}
-        """Rows of its part, and its place in them, of each prompt_index."""
+        """prompt_index -> rows of its part, and its place in them."""
         for part in self._parts:
             indices = [int(part.rows[row]["prompt_index"]) for row in range(len(part.rows))]
             self._places |= {index: (part.rows, row) for row, index in enumerate(indices)}
             weighted.append((indices, float(part.weight)))
         self.curriculum = Curriculum(weighted, rule, seed)
-        """What decides the draws."""
+        """The curriculum that decides the draws."""
 
     def __iter__(self) -> PromptCurriculum:
         return self

@@ -53,7 +53,7 @@ class RowFilters:
     def __init__(self, filters: Mapping[str, Mapping[str, Any]]) -> None:
         self._filters = read_as(_FILTERS, filters, "dataset.filters")
         self.ranges: dict[str, tuple[float, float]] = {}
-        """Smallest and largest number of each column that a `min` or `max` looked at."""
+        """Smallest and largest number seen of each column with a `min` or `max`."""
 
     def __call__(self, row: Row) -> bool:
         """Whether to use a row. A null meets only an `allowed` that lists null."""
@@ -86,8 +86,8 @@ class RowFilters:
 class Partition:
     """Keeps the rows in some of n parts, for example to split off validation data.
 
-    A hash of the question decides the part of its row. So the part depends on no seed, on no other
-    row and not on the order of rows, and equal questions are always in the same part.
+    A hash of the question decides the part of its row. So the part depends on no seed, no other row
+    and no order of rows, and equal questions are always in the same part.
     """
 
     def __init__(self, text: str) -> None:

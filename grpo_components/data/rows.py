@@ -46,7 +46,7 @@ class Row:
         self._values, self._where, self._columns = values, where, columns or {}
         self._is_renamed = columns is not None
         self.asked: set[str] = set()
-        """Fields that were read or looked for."""
+        """Names of fields that were read or tested for."""
 
     def value(self, field: str) -> Any:
         """Return the value of a field as the source has it; a CSV file has only texts."""
@@ -90,7 +90,7 @@ class Row:
     def question(self, field: str) -> Question:
         """Return the value of a field that holds a text, or a chat that the policy continues.
 
-        Entries of a message besides role and content are passed on, but for nulls.
+        A message's other entries besides role and content are kept, unless null.
         """
         value = self.value(field)
         if not isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Any fast tokenizer of a Hugging Face model folder, with the methods of torchtune's tokenizers."""
+"""Gives a fast tokenizer of a Hugging Face model folder the methods of torchtune's tokenizers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class HuggingFaceTokenizer:
 
 
 def hugging_face_tokenizer(path: str) -> HuggingFaceTokenizer:
-    """Load the tokenizer of a model folder; its end and those of generation_config.json stop.
+    """Load a folder's tokenizer; stop tokens are its own end and those in generation_config.json.
 
     For the folder's chat template, set `chat_template` of the data sets to the same folder.
 
@@ -82,7 +82,7 @@ def hugging_face_tokenizer(path: str) -> HuggingFaceTokenizer:
 def num_ids(tokenizer: Any, stop_tokens: Sequence[int]) -> int | None:
     """Return how many ids a tokenizer knows; None if it does not say.
 
-    A model may have more: its vocabulary is padded, so that its size divides well.
+    A model may have more ids, because its vocabulary is padded to a size that divides well.
     """
     # torchtune's tokenizers of Qwen have no vocab_size; Phi-3's leaves out the special tokens.
     known = getattr(tokenizer, "vocab_size", None) or len(getattr(tokenizer, "encoder", ()))

@@ -17,7 +17,7 @@ from grpo_components.settings import Settings
 Results = list[dict[str, Any]]
 _VERSIONS = ("oldest_version", "newest_version")
 Ended = Callable[[int, Results], dict[str, float]]
-"""Function of step and results, failed ones too; returns the metrics of the evaluation."""
+"""Function of step and all results, failed ones included; returns the evaluation's metrics."""
 Pull = Callable[[GeneratorHandle, str], Awaitable[None]]
 """Function of generator and purpose; loads the published weights into the generator."""
 PinWeights = Callable[[], AbstractContextManager[None]]
@@ -111,7 +111,7 @@ class Evaluation:
         pull: Pull,
         pinned: asyncio.Event,
     ) -> Results | None:
-        """Return all results, of one version; None if a generator was lost or restarted."""
+        """Return all results, sampled by one version; None if a generator was lost or restarted."""
         # Unique for each try: a replay would wait in the first one for a pull of the second.
         cause = f"evaluation {step}" if number == 1 else f"evaluation {step}, try {number}"
         living = [generator for generator in generators if not generator.lost]
@@ -141,7 +141,7 @@ class Evaluation:
 
 
 async def _none_lost(calls: Iterable[Awaitable[Any]]) -> list[Any] | None:
-    """Return the results of concurrent calls; None if a generator was lost meanwhile."""
+    """Return the results of concurrent calls; None if a generator was lost."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     failures = [result for result in results if isinstance(result, BaseException)]
     for failure in failures:

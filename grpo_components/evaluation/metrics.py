@@ -47,7 +47,7 @@ def share_interval(shares: Sequence[float], num_responses: int) -> tuple[float, 
     This is Wilson's score interval for the effective number of responses: the number of responses
     divided by Kish's design effect, because responses to one prompt are alike. With one response
     per prompt, it is the plain Wilson interval. A single prompt counts as one response.
-    `shares` are those of right responses to each prompt.
+    `shares` are each prompt's share of right responses.
     """
     mean, between = fmean(shares), pvariance(shares)
     n = float(len(shares))

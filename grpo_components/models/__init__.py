@@ -5,7 +5,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Import `hugging_face` at its first use, so that the others need not import its module."""
+    """Import `hugging_face` only at its first use, because its module is not always needed."""
     if name == "hugging_face":
         return import_module("grpo_components.models.hugging_face_policy").hugging_face
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -45,8 +45,8 @@ class ModelFlops:
 
     Matrix products count, as in the appendix of PaLM (arXiv 2204.02311), but only those computed
     here: a prompt counts once for all its responses, a query attends to its own and earlier keys,
-    and only wanted tokens are projected to the vocabulary. The backward pass takes twice as many
-    operations as the forward pass; for frozen weights, which get no gradient, as many. Not counted:
+    and only wanted tokens are projected to the vocabulary. The backward pass takes twice the
+    operations of the forward pass, or the same for frozen weights (no gradient). Not counted:
     recomputation (activation checkpointing, chunks of logprobs, prompts whose responses are in
     several micro-batches), padding, and everything else (norms, softmax, optimizer).
     """
@@ -58,12 +58,12 @@ class ModelFlops:
     per_logprob: float
     """Operations per logprob: 2 x embedding dimension x vocabulary."""
     frozen_per_token: float = 0.0
-    """Part of `per_token` of frozen weights, whose gradient is not computed."""
+    """The share of `per_token` that is due to frozen weights, whose gradient is not computed."""
     head_is_frozen: bool = False
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFlops:
-        """Build from the sizes of a policy, sharded or not.
+        """Build from the sizes of a policy, which may be sharded.
 
         Experts count as often as a token uses them.
         """

@@ -32,7 +32,7 @@ _ROTARY_FAMILIES = (
 
 
 def layer_groups(names: Iterable[str]) -> list[list[str]]:
-    """Group parameter names by units that can be converted alone: a layer, or one other tensor."""
+    """Group parameter names by units that can be converted alone: a layer, or any other tensor."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         match = _LAYER.match(name)
@@ -43,7 +43,7 @@ def layer_groups(names: Iterable[str]) -> list[list[str]]:
 def file_converter(
     model: nn.Module, model_type: str | None, base_model_path: Path
 ) -> Callable[[StateDict], StateDict]:
-    """Build the function that names a policy's weights as its files do."""
+    """Build the function that renames a policy's weights to their names in its files."""
     if is_transformers(model):
         return to_file_names(model)
     if model_type is None:
@@ -52,7 +52,7 @@ def file_converter(
 
 
 def to_file_names(model: nn.Module) -> Callable[[StateDict], StateDict]:
-    """Return the function that names weights as in the files that transformers and vLLM load.
+    """Return the function that renames weights as in the files that transformers and vLLM load.
 
     Most models have these names already. Fused weights, such as the experts of one layer, become
     one tensor per expert again.
@@ -67,7 +67,7 @@ def to_file_names(model: nn.Module) -> Callable[[StateDict], StateDict]:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return a copy of a part of a larger tensor, which files cannot store; else the tensor."""
+    """Return a copy if a tensor is part of a larger one, which files cannot store; else itself."""
     is_part = tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous()
     return tensor.clone(memory_format=torch.contiguous_format) if is_part else tensor
 

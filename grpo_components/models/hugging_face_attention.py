@@ -1,4 +1,4 @@
-"""Attention of transformers models over a column in which each prompt stands once."""
+"""Attention of transformers models over a column of tokens that has each prompt once."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from grpo_components.models.shared_prompts import (
 NAME = "grpo_shared_prompts"
 """Name of the function among transformers' attention implementations."""
 _MAX_SCORES = 1 << 28
-"""Scores of heads, queries and keys that are in memory at once where no fused kernel computes them:
-16 bytes each, 4 GiB."""
+"""Maximum attention scores (heads x queries x keys) in memory at once without a fused kernel, at
+16 bytes each: 4 GiB."""
 _UNSUPPORTED = ("position_bias", "attention_bias", "alibi", "head_mask")
 
 
 def register() -> None:
     """Add the function to transformers' attention implementations.
 
-    There is no mask function of that name, so that models make no mask: the `Layout` is the mask.
+    No mask function has that name, so models make no mask: the `Layout` takes its place.
     """
     from transformers import AttentionInterface
 
@@ -55,7 +55,7 @@ def attention(
     """Compute attention over a column of tokens, with the signature that transformers asks for.
 
     Queries are [1, H, N, D], keys [1, K, N, D] and values [1, K, N, E], where K divides H. The
-    longest sequence has `longest` tokens; a query sees a `sliding_window` of them, with itself.
+    longest sequence has `longest` tokens; a query sees a `sliding_window` of them, itself included.
     A `softcap` c turns scores s into c * tanh(s / c), as in Gemma 2; `s_aux` [H] are the scores of
     attention sinks, keys without a value, as in gpt-oss.
     """
@@ -101,7 +101,7 @@ def for_all_heads(x: Tensor, queries_per_key: int) -> Tensor:
 
 
 def _windowed(block: Block, positions: Tensor, window: int) -> Tensor:
-    """Return the block's mask without keys that lie a window or more before the query."""
+    """Return the block's mask, with keys a window or more before the query masked, too."""
     if block.mask is not None:
         asks, seen = positions[block.queries], positions[block.keys]
         return block.mask & (seen[:, None, None, :] > (asks - window)[:, None, :, None])
@@ -122,7 +122,7 @@ def explicit(
 ) -> Tensor:
     """Compute attention with capped scores or sinks, which torch's fused kernels lack.
 
-    Queries take turns where there are too many scores, and backward computes these again.
+    With too many scores, computes queries in parts, and computes scores again in backward.
     """
 
     def of_queries(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

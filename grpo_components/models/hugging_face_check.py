@@ -1,4 +1,4 @@
-"""Refuses a transformers model whose logprobs this package would compute wrongly, by trying it."""
+"""Tries a transformers model, and refuses it if this package would compute wrong logprobs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.trajectory import TokenSequence
 
 _TOLERANCE = 1e-4
-"""Nats; float32 sums in another order differ by less than 1e-5."""
+"""In nats; float32 sums in another order differ by less than 1e-5."""
 _HEADS, _HEAD_DIM, _VOCABULARY, _WINDOW, _EXPERTS = 4, 16, 64, 5, 4
 _SIZES = {
     **{"vocab_size": _VOCABULARY, "hidden_size": _HEADS * _HEAD_DIM, "head_dim": _HEAD_DIM},
@@ -28,8 +28,8 @@ _SIZES = {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), 1.0),
 }
-"""Sizes of the small model, for those of these keys that a config has; its scores are small, and so
-are the caps."""
+"""Sizes of the small model, for each of these keys that a config has. Its attention scores are
+small, and so are the caps."""
 _NOT_WIDTHS = ("vocab_size", "sliding_window", "pad_token_id", "bos_token_id", "eos_token_id")
 _ALLOWED = "a decoder whose layers mix tokens by causal attention alone, or a torchtune decoder"
 
@@ -37,8 +37,8 @@ _ALLOWED = "a decoder whose layers mix tokens by causal attention alone, or a to
 def check_hugging_face(model: nn.Module, longest: int) -> None:
     """Compare a small random model of the same class and config with its own forward pass.
 
-    The small model has the config's kinds of layers, windows, caps and scales. Its logprobs of
-    responses that share a prompt must be those that its own code computes for each one alone.
+    The small model has the config's kinds of layers, windows, caps and scales. Logprobs of
+    responses that share a prompt must equal those by the model's own code for each response alone.
     """
     config: Any = model.config
     _check_rope(config, longest)
@@ -57,7 +57,7 @@ def check_hugging_face(model: nn.Module, longest: int) -> None:
 
 
 def small_config(config: Any, *, narrow: bool = True) -> Any:
-    """Return a config of the same family with few layers, each kind of them at least once."""
+    """Return a config of the same family with few layers, including each kind of layer."""
     small = copy.deepcopy(config)
     depth, wanted = config.num_hidden_layers, list(_first_layers(config))
     given = config.to_dict()
@@ -87,7 +87,7 @@ def small_config(config: Any, *, narrow: bool = True) -> Any:
 
 
 def _first_layers(config: Any) -> Iterator[int]:
-    """Yield the numbers of the first layer of each kind, and of at least the first two layers."""
+    """Yield the numbers of the first two layers, and of the first layer of each further kind."""
     depth, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or ()
     seen: set[Any] = set()
     for number in range(depth):
@@ -98,7 +98,7 @@ def _first_layers(config: Any) -> Iterator[int]:
 
 
 def _small_model(config: Any, name: str) -> tuple[nn.Module, Tensor]:
-    """Return a small random model with our attention, and the logprobs by the family's own."""
+    """Return a small random model with our attention, and its logprobs by the family's own code."""
     from transformers import AutoModelForCausalLM
 
     def build(attention: str, narrow: bool) -> Any:
@@ -152,7 +152,7 @@ def _alone(model: nn.Module) -> Tensor:
 
 
 def _check_rope(config: Any, longest: int) -> None:
-    """Refuse rotary tables that depend on the batch: engine and trainer have other batches."""
+    """Refuse rotary tables that depend on the batch: engine and trainer have different batches."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     for rope in nested or [parameters]:

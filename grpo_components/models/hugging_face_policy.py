@@ -1,4 +1,4 @@
-"""Builds any causal language model of transformers as the policy."""
+"""Builds any of transformers' causal language models as the policy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from grpo_components.models import hugging_face_attention as shared
 def hugging_face(path: str) -> nn.Module:
     """Build the model of a folder as transformers does, for training without dropout.
 
-    Its attention computes each prompt once for all its responses, and a tied head keeps no second
-    name for the embedding. The weights are random; the trainer loads the folder's.
+    Its attention computes each prompt once for all its responses, and a tied head is no second
+    parameter beside the embedding. The weights are random; the trainer loads the folder's.
     """
     from transformers import AutoModelForCausalLM
 
@@ -60,7 +60,7 @@ def prepared(model: Any) -> nn.Module:
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Whether a model is of transformers; sharded models keep their class among their bases."""
+    """Whether a model is of transformers; also true for sharded models, which subclass theirs."""
     return any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__)
 
 
@@ -70,7 +70,7 @@ def folder_of(model: nn.Module) -> Path | None:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's or buffer's name without what wrapping a layer adds to it."""
+    """Return a parameter's or buffer's name without the parts that wrapped layers add."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
@@ -91,7 +91,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def longest_sequence(model: nn.Module) -> int | None:
-    """Return the number of positions that a policy has; None if nothing bounds it."""
+    """Return the number of positions that a policy supports; None if it is unbounded."""
     if not is_transformers(model):
         return cast(Any, model).max_seq_len
     config: Any = model.config
@@ -99,7 +99,7 @@ def longest_sequence(model: nn.Module) -> int | None:
 
 
 class TiedHead(nn.Module):
-    """Projects hidden states with the weight of the embedding, which stays the only parameter."""
+    """Projects hidden states with the embedding's weight, which remains a single parameter."""
 
     def __init__(self, embedding: nn.Module, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class _BaseOutput:
 
 
 class _WithHidden:
-    """Stands for a model whose base has computed its hidden states already."""
+    """Stand-in for a model whose base has already computed the hidden states."""
 
     def __init__(self, model: Any, hidden: Tensor) -> None:
         self._model = model

@@ -157,7 +157,7 @@ def _scatter(
 
 
 def _broadcast_buffers(model: nn.Module, full: dict[str, Tensor], device: torch.device) -> None:
-    """Give every rank rank 0's buffers, which the meta device left without values."""
+    """Copy rank 0's buffers to all ranks, where the meta device left them without values."""
     for name, buffer in model.named_buffers():
         owner, _, own_name = name.rpartition(".")
         value = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
@@ -188,7 +188,7 @@ def load_hugging_face(path: Path, dtype: torch.dtype | None = None) -> nn.Module
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return all weights of a model's files, and its buffers, by the names of the built model.
+    """Return the weights in a model's files, and its buffers, by the names of the built model.
 
     The buffers (such as tables of rotary frequencies) are in no file, and a model that is built on
     the meta device has none either.

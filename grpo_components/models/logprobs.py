@@ -1,4 +1,4 @@
-"""Computes logprobs of response tokens in chunks, so that `[B, T, V]` is never in memory."""
+"""Computes logprobs of response tokens in chunks, so that full logits are never in memory."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from grpo_components.trajectory import TokenSequence, Trajectory
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Input of a forward pass: prompts and responses, and the tokens to give logprobs of."""
+    """Input of a forward pass: prompts and responses, and the tokens whose logprobs are wanted."""
 
     tokens: Tensor
-    """[N, 1] int64: tokens of all sequences; a prompt that several share is there once."""
+    """[N, 1] int64: tokens of all sequences; a shared prompt is there once."""
     input_pos: Tensor
     """[N, 1] int64: position of each token in its sequence."""
     layout: Layout
     """Which tokens see each other."""
     longest: int
-    """Tokens that are read of the longest sequence."""
+    """Number of tokens that are read of the longest sequence."""
     positions: Tensor
     """[M] int64: index of the token whose hidden state predicts each target."""
     targets: Tensor
@@ -58,7 +58,7 @@ def parts_of(
     trajectories: Sequence[Trajectory | TokenSequence],
     masks: Sequence[NDArray[np.bool_]] | None = None,
 ) -> list[Part]:
-    """Return what a forward pass has to read for the wanted logprobs."""
+    """Return the lengths that a forward pass has to read for the wanted logprobs."""
     parts: list[Part] = []
     for number, t in enumerate(trajectories):
         last = len(t.response_ids) - 1
@@ -118,7 +118,7 @@ def logprobs_and_entropies(
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Let a torchtune decoder's norms take PyTorch's fused kernel on a GPU."""
+    """Make a torchtune decoder's norms use PyTorch's fused kernel on a GPU."""
 
     def forward(norm: Any, x: Tensor) -> Tensor:
         # torchtune casts x to float32, which excludes the kernel; it computes in float32 itself.

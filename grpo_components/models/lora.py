@@ -65,7 +65,7 @@ def adapted_model(
 ) -> nn.Module:
     """Build a policy whose target layers have adapters, and freeze everything else.
 
-    Frozen parameters are in the compute dtype, because nothing is added to them; the adapters are
+    Frozen parameters are in the compute dtype, because no update changes them; the adapters are
     float32 master weights.
     """
     model = build_model().requires_grad_(False)
@@ -119,7 +119,7 @@ def adapted_layers(model: nn.Module) -> set[str]:
 
 
 def pushed_shapes(base: Path, lora: LoraSettings | None) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor that a push sends: of an adapter, or of all."""
+    """Return the shape of each tensor that a push sends: the adapter's with LoRA, else all."""
     whole = checkpoint_shapes(base)
     if lora is None:
         return whole
@@ -133,17 +133,17 @@ def pushed_shapes(base: Path, lora: LoraSettings | None) -> dict[str, tuple[int,
 
 
 def adapter_tensors(tensors: StateDict) -> StateDict:
-    """Return those of some tensors that have peft's names."""
+    """Return the tensors that have peft's names."""
     return {name: t for name, t in tensors.items() if name.startswith(_PEFT_PREFIX)}
 
 
 class AdapterNames:
-    """Gives adapters peft's names, and B the row order of Hugging Face's weight."""
+    """Renames adapters as in peft, and puts the rows of B in the order of Hugging Face's weight."""
 
     def __init__(self, to_hf: Callable[[StateDict], StateDict]) -> None:
         self._to_hf = to_hf
         self._orders: dict[tuple[str, int, int], Tensor | None] = {}
-        """Hugging Face's order of the rows of a kind of layer; None if it is the same."""
+        """Kind of layer -> Hugging Face's order of its rows; None if it is the same."""
 
     def __call__(self, tensors: StateDict) -> StateDict:
         """Convert whole adapters."""
@@ -171,7 +171,7 @@ class AdapterNames:
 
 
 def merged(tensors: StateDict, scale: float) -> StateDict:
-    """Return weights of an adapted policy by the base model's names, each adapter in its layer."""
+    """Add each adapter to its layer's weight; return the weights by the base model's names."""
     merged_tensors: StateDict = {}
     for name, tensor in tensors.items():
         if is_adapter(name):

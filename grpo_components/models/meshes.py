@@ -37,11 +37,11 @@ class Meshes:
     """The device meshes that one rank belongs to."""
 
     layers: DeviceMesh
-    """Mesh (shard) or (replicate, shard), over which FSDP shards the layers, or with tensor
-    parallelism this rank's part of them."""
+    """Mesh (shard) or (replicate, shard). Over it FSDP shards the layers or, with tensor
+    parallelism, this rank's part of the layers."""
     root: DeviceMesh
-    """The same mesh with the tensor-parallel ranks as additional shards. FSDP shards over it what
-    tensor parallelism does not split: the embedding and the output projection."""
+    """The same mesh with the tensor-parallel ranks as additional shards. Over it, FSDP
+    shards what tensor parallelism does not split: the embedding and the output projection."""
     tensor: DeviceMesh
     """Mesh (tensor): consecutive ranks that compute each layer together, or one rank alone."""
 

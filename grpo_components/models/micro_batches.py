@@ -12,7 +12,7 @@ from grpo_components.models.shared_prompts import Part
 Plan = list[list[list[int]]]
 """plan[rank][i]: indices of the responses in that rank's i-th micro-batch; may be empty."""
 Cost = Callable[[int, int], float]
-"""Cost of computing a number of tokens that go on from a number of earlier ones, in any unit."""
+"""Cost, in any unit, of computing a number of tokens after a number of earlier tokens."""
 
 
 def plan_micro_batches(
@@ -21,10 +21,10 @@ def plan_micro_batches(
     """Split a global batch into the same number of micro-batches on every rank.
 
     A micro-batch computes each of its prompts once. So siblings stay together, unless they exceed
-    the budget, or ranks would wait for the one with the most work: then groups are also tried in
-    2, 4, ... pieces, whose prompts are recomputed. The plan with the least time wins, where ranks
-    wait for each other in every round of micro-batches (FSDP's collectives). Every rank computes
-    the whole plan, so ranks agree without communication.
+    the budget, or ranks would wait for the busiest rank. Therefore groups are also tried in 2, 4,
+    ... pieces, whose prompts are recomputed. The plan with the least time wins; ranks wait for
+    each other in every round of micro-batches (FSDP's collectives). Every rank computes the whole
+    plan, so ranks agree without communication.
     """
     if not parts:
         return [[] for _ in range(num_ranks)]
@@ -71,7 +71,7 @@ def padded_micro_batches(lengths: Sequence[int], tokens_per_micro_batch: int) ->
 
 
 def _siblings(parts: Sequence[Part]) -> list[list[int]]:
-    """Group the indices of responses to the same prompt, each group from the longest on."""
+    """Group the indices of responses to the same prompt, each group sorted from the longest."""
     groups: dict[Hashable, list[int]] = {}
     for index, part in enumerate(parts):
         groups.setdefault(part.prompt, []).append(index)
@@ -101,7 +101,7 @@ def _fill(
 ) -> list[list[int]]:
     """Put units into as few rounds of micro-batches as fit, the costliest first.
 
-    Each goes to the micro-batch with the least cost so far that has room.
+    Each unit goes to the cheapest micro-batch so far in which it fits.
     """
     tokens = [micro_batch_cost(parts, unit, lambda new, _: new) for unit in units]
     costs = [micro_batch_cost(parts, unit, cost) for unit in units]

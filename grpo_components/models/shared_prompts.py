@@ -10,8 +10,8 @@
                                            and themselves alone         t t      a a a t t
 
 Only attention mixes tokens; all other layers compute the column as it is. The positions of each
-response go on from its prompt's last one, which predicts the response's first token. Autograd adds
-up what the responses do to their prompt, so loss and gradient are those of one row per response.
+response continue its prompt's, whose last token predicts the response's first. Autograd adds up the
+responses' gradients in their prompt, so loss and gradient are those of one row per response.
 
 On a GPU, one call of flash attention takes the place of the blocks. Its sequences are prompts and
 responses of different lengths; the keys of a response are its prompt and itself.
@@ -36,16 +36,16 @@ from grpo_components.errors import ConfigError
 CPU = torch.device("cpu")
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _PINNED_FOR = ("cuda",)
-"""Devices whose copies wait for all that they still have to do, unless the memory is pinned."""
+"""Devices to which a copy waits for all of the device's queued work, unless memory is pinned."""
 _CHEAP_PAIRS = 1 << 16
-"""Padding of a block, in query-key pairs, that costs less than one more call of attention."""
+"""Padding of a block, in query-key pairs, that costs less than another call of attention."""
 
 Tokens = NDArray[np.int64]
 """Indices of tokens in the column."""
 Row = tuple[Tokens, Tokens]
 """Queries, and the keys that they may see."""
 Group = tuple[Tokens, list[Tokens]]
-"""A prompt and the responses to it; with an only response, both together and none."""
+"""A prompt, and the responses to it; a single response is joined to the prompt."""
 
 
 class Part(NamedTuple):
@@ -55,14 +55,14 @@ class Part(NamedTuple):
     """Equal for responses to the same prompt."""
     prompt_tokens: int
     response_tokens: int
-    """Tokens before the last one whose logprob is wanted: the others predict nothing."""
+    """Number of tokens before the last one whose logprob is wanted; only they are read."""
 
 
 class Block(NamedTuple):
     """Rows that attention computes in one call, padded to the same widths."""
 
     queries: Tensor
-    """[n, Q] int64: indices of tokens; padding is 0, and nobody reads its output."""
+    """[n, Q] int64: indices of tokens; padding is 0, and its output is not read."""
     keys: Tensor
     """[n, K] int64."""
     mask: Tensor | None
@@ -97,7 +97,7 @@ class Layout:
     def __init__(self, groups: list[Group], positions: Tokens, device: torch.device) -> None:
         self._groups, self._padded = groups, None
         self.ragged: Ragged | None = None
-        """None if the device has no flash attention."""
+        """The column for flash attention; None if the device has none."""
         self.positions: Tensor
         """[N] int64: position of each token in its sequence."""
         if has_flash(device):
@@ -108,7 +108,7 @@ class Layout:
 
     @property
     def padded(self) -> Padded:
-        """Blocks for attention that flash cannot compute."""
+        """The column as blocks, for attention that flash cannot compute."""
         if self._padded is None:
             self._padded = _pad(self._groups, self.positions)
         return self._padded
@@ -159,7 +159,7 @@ def has_flash(device: torch.device) -> bool:
 
 
 def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Copy arrays to a device in one copy, for which the host does not wait."""
+    """Copy arrays to a device in a single copy, without waiting for it."""
     tensors = [torch.from_numpy(array) for array in arrays]
     sizes = [-(-tensor.nbytes // 64) * 64 for tensor in tensors]  # each starts where any dtype may
     is_pinned = device.type in _PINNED_FOR
@@ -189,7 +189,7 @@ def _ragged(groups: list[Group], positions: Tokens, device: torch.device) -> tup
 
 
 def _runs(responses: list[Tokens], prompt_tokens: int) -> Iterator[Tokens]:
-    """Join short responses to one prompt into rows, so that its keys are not copied for each.
+    """Join short responses to one prompt into rows, so that its keys are not copied per response.
 
     A run of several is at most half as long as the prompt. So a row computes at most 1.5 times the
     pairs of its responses, and R tokens of siblings have at most 5 R + P keys.
@@ -205,7 +205,7 @@ def _runs(responses: list[Tokens], prompt_tokens: int) -> Iterator[Tokens]:
 
 
 def _alike(rows: list[Row]) -> Iterator[list[Row]]:
-    """Group rows of similar size: padding adds at most a quarter to the pairs of a large group."""
+    """Group rows of similar size: padding adds at most a quarter to a large group's pairs."""
     group: list[Row] = []
     pairs = longest = 0
     for row in sorted(rows, key=lambda row: (len(row[0]), len(row[1]))):
@@ -295,7 +295,7 @@ def attend(
 
 
 def fits_flash(q: Tensor, v: Tensor) -> bool:
-    """Whether flash attention takes queries and values of this dtype and size of the heads."""
+    """Whether flash attention supports the dtype and head sizes of queries and values."""
     size = q.shape[-1]
     return q.dtype in _FLASH_DTYPES and size == v.shape[-1] <= 256 and size % 8 == 0
 
@@ -308,7 +308,7 @@ def over_sequences(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Compute attention [N, H, D] by flash; a query sees `window` keys, with itself.
+    """Compute attention [N, H, D] by flash; a query sees `window` keys, its own included.
 
     Queries are [N, H, D]; keys and values [N, K, D] may have fewer heads K.
     """
@@ -335,7 +335,7 @@ def over_blocks(
     """Compute attention block by block, and put the outputs [N, H, E] in the column's order.
 
     Queries are [N, H, D]; keys [N, K', D] and values [N, K', E] may have fewer heads K'. The
-    function gets those of one block, [n, heads, tokens, D or E], and the block.
+    function gets one block's queries, keys and values, [n, heads, tokens, D or E], and the block.
     """
 
     def rows(x: Tensor, tokens: Tensor) -> Tensor:

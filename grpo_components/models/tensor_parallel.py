@@ -25,7 +25,7 @@ Plan = dict[str, ParallelStyle]
 
 
 def layer_plan(model_type: str) -> Plan:
-    """Return the plan of a model family, for its layers only.
+    """Return the plan of a model family, but only for its layers.
 
     torchtune's plan also splits the vocabulary. Here FSDP shards the embedding and the output
     projection over all ranks, and the forward pass uses them whole. They may be one tied tensor,
@@ -44,7 +44,7 @@ def layer_plan(model_type: str) -> Plan:
 
 
 def transformers_plan(model: nn.Module) -> Plan:
-    """Return the plan of a transformers model, as its own config gives it."""
+    """Return the plan of a transformers model, from its own config."""
     config: Any = model.config
     given: dict[str, str] = config.get_text_config().base_model_tp_plan or {}
     plan = {name: style for name, style in given.items() if name.startswith("layers.")}
@@ -69,7 +69,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
         SequenceParallel, sequence_dim=2, use_local_output=True
     ),
 }
-"""Style of transformers -> the same of torch."""
+"""transformers' style -> torch's equivalent."""
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh, model_type: str | None) -> None:

@@ -36,7 +36,7 @@ class BatchScaledAdvantages:
 
     GRPO with the deviation of all rewards of the batch in place of the group's: Liu et al. 2025,
     "Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning" (Lite PPO), arXiv 2508.08221;
-    TRL's `scale_rewards: batch`. A prompt that is nearly always or nearly never answered gets no
+    TRL's `scale_rewards: batch`. A prompt that is nearly always or nearly never solved gets no
     more weight than the others.
 
     Args:
@@ -56,7 +56,7 @@ class GroupCenteredAdvantages:
     """Centers rewards within each group, without dividing by the deviation: A_i = r_i - mean(r).
 
     Dr. GRPO, arXiv 2503.20783, section 3.2: dividing by the deviation would give more weight to
-    prompts that are nearly always or nearly never answered.
+    prompts that are nearly always or nearly never solved.
     """
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:

@@ -1,10 +1,10 @@
 """Weights that sum the losses of single tokens to the loss of an optimizer update.
 
 The weights are computed once per update, from the token counts of all its responses, whatever rank
-or micro-batch trains them: [S] counts give [S] weights, each that of every token of a response.
-Padding is not counted, so it cannot dilute anything. S is the number of
-all responses of the update, as in the papers: one without a trained token (failed, cut off and
-masked, too old) adds nothing to the sum but still counts in S. TokenMean divides by tokens, not S.
+or micro-batch trains them. [S] counts give [S] weights: one per response, for each of its tokens.
+Padding is not counted, so it dilutes no loss. S is the number of all responses of the update, as
+in the papers: a response without a trained token (failed, cut off and masked, too old) adds
+nothing to the sum but still counts in S. TokenMean divides by tokens, not S.
 """
 
 from __future__ import annotations

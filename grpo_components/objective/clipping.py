@@ -1,4 +1,4 @@
-"""Clipped loss, importance weight and ratio metrics of tokens; no overflow becomes a NaN."""
+"""Clipped loss, importance weight and ratio metrics of tokens; an overflow never becomes a NaN."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def clipped_objective(
 
 
 def importance_weight(log_ratio: Tensor, bound: float | None) -> Tensor:
-    """Return min(exp(log_ratio), bound), without gradient and finite: times A = 0 it is 0."""
+    """Return min(exp(log_ratio), bound), without gradient; always finite, so that A = 0 gives 0."""
     ratio = log_ratio.detach().exp()
     return ratio.clamp(max=torch.finfo(ratio.dtype).max if bound is None else bound)
 

@@ -18,11 +18,11 @@ _PACKAGE = Path(__file__).parents[1]
 _LIBRARIES = (_PACKAGE, Path(sysconfig.get_path("stdlib")))
 _INSTALLED = {"site-packages", "dist-packages"}
 MAX_ERROR_CHARS = 120
-"""Longest text shown of an error that a component raised: the text may hold a whole tensor."""
+"""Maximum characters shown of a component's error, whose text may contain a whole tensor."""
 MAX_FAILURE_CHARS = 1000
-"""Longest message of a failed sample's error, which may quote the whole response."""
+"""Maximum characters of a failed sample's error, which may quote the whole response."""
 MAX_TRACEBACK_CHARS = 6000
-"""Length to which a traceback is cut: it ends with the text of the error."""
+"""Maximum characters of a traceback, which ends with the text of the error."""
 _MAX_FRAMES = 20
 
 
@@ -39,7 +39,7 @@ def named_failure(
     kinds: tuple[type[BaseException], ...] = (SystemExit,),
     allowed: str = "one that raises nothing",
 ) -> Generator[None]:
-    """Context manager: turn a component's error into a `ConfigError` that says where it was.
+    """Context manager: turn a component's error into a `ConfigError` that says where it arose.
 
     The message has the component's key and name, and the file and line of the error.
     """
@@ -89,7 +89,7 @@ def place_in(stack: traceback.StackSummary) -> str:
 
 
 def user_traceback(error: BaseException, *, installed: bool = False) -> str:
-    """Return an error's traceback from the first line of the user's code on; "" if it has none."""
+    """Return an error's traceback from the first line of the user's code; "" if it has none."""
     report = traceback.TracebackException.from_exception(error)
     if not (users_part(report.stack) if installed else place_of(error)):
         return ""
@@ -104,9 +104,9 @@ def user_traceback(error: BaseException, *, installed: bool = False) -> str:
 
 
 def users_part(stack: traceback.StackSummary) -> traceback.StackSummary:
-    """Return the part of a stack from its first line in the user's code on.
+    """Return the part of a stack that starts at its first line in the user's code.
 
-    For an installed component, it is what follows the last line of this package.
+    For an installed component, the part after the last line in this package.
     """
     first = next((n for n, frame in enumerate(stack) if _is_users(frame)), None)
     if first is None:

@@ -23,10 +23,10 @@ def objective_losses(
     weights: Tensor | None,
     name: str = "the loss",
 ) -> tuple[Tensor, TokenMetrics]:
-    """Compute what is minimized for each token: weight times policy loss, plus penalties.
+    """Compute the minimized loss of each token: weight times policy loss, plus penalties.
 
-    Losses are weighted and penalties added here only, for every loss. A token with weight 0 is
-    masked: loss and penalties see 0 in place of its inputs, and its loss and gradient are 0.
+    Only this function weights losses and adds penalties, for every loss. A token with weight 0 is
+    masked: loss and penalties get 0 in place of its inputs, and its loss and gradient are 0.
     """
     kept = None if weights is None else weights != 0
     tokens = inputs if kept is None else _with_masked_tokens_neutral(inputs, kept)

@@ -17,7 +17,7 @@ from grpo_components.objective.losses import LossInputs, TokenMetrics
 
 
 def checked_losses(name: str, returned: Any, inputs: LossInputs) -> tuple[Tensor, TokenMetrics]:
-    """Return what a loss returned, if it is losses [N] with a gradient and metrics [N] by name.
+    """Check that a loss returned losses [N] with a gradient and metrics [N] by name; return them.
 
     The check does not read values, so it does not wait for the device.
     """
@@ -56,7 +56,7 @@ def check_numbers(name: str, losses: Tensor, inputs: LossInputs) -> None:
 
 
 def checked_weights(name: str, returned: Any, log_ratios: Tensor) -> Tensor:
-    """Return what an off-policy correction returned, if it is one number per token.
+    """Check that an off-policy correction returned one number per token; return the weights.
 
     The check does not read values, so it does not wait for the device.
     """
@@ -68,7 +68,7 @@ def checked_weights(name: str, returned: Any, log_ratios: Tensor) -> Tensor:
 
 
 def check_first_weights(name: str, weights: Tensor, log_ratios: Tensor) -> None:
-    """Refuse weights that are negative or not finite, but where the log ratio is not finite."""
+    """Refuse a negative or non-finite weight, unless its log ratio is not finite."""
     wrong = weights[log_ratios.isfinite() & ~((weights >= 0) & weights.isfinite())]
     if len(wrong):
         allowed = "finite weights >= 0, one for each token"
@@ -96,7 +96,7 @@ def advantages_of(
 ) -> NDArray[np.floating]:
     """Call the `advantages` component and check that it gives each response a number.
 
-    Where any sample has failed, advantages that are not finite are accepted.
+    If any sample has failed, advantages that are not finite are accepted.
     """
     name = name_of(advantages)
     with named_failure("advantages", name):

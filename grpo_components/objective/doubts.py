@@ -1,7 +1,7 @@
-"""Tries a loss and advantages for known mistakes that no error shows; pure torch.
+"""Tries a loss and advantages for known mistakes that raise no error; pure torch.
 
-Each was made in public code, and trained on without a word: see docs/results/museum.md. What is
-found is a warning, as a loss may do all of this on purpose.
+Each mistake was made in public code, which trained on silently: see docs/results/museum.md. A
+finding is a warning, because a loss may do all of this on purpose.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from grpo_components.objective.penalties import Penalties
 _RATIOS = (0.05, 0.5, 1.0, 2.0, 1000.0)
 """Ratios of trainer to generator at which the gradient of a loss is computed."""
 _UNBOUNDED = 100.0
-"""So much larger is the gradient at the largest ratio than at 1 if nothing bounds it."""
+"""A gradient at the largest ratio over this many times that at 1 counts as unbounded."""
 _ALIKE = 1e-5
 
 
 def doubts_about_loss(loss: Loss) -> Iterator[str]:
-    """Yield what looks wrong with a loss on tokens of an older policy.
+    """Yield warnings on a loss, tried on tokens of an older policy.
 
-    The loss is called with single-token responses, whose ratios to the generator are given and
-    whose advantages are 1 and -1.
+    The loss is called with single-token responses at the ratios to the generator in `_RATIOS`, with
+    the advantages 1 and -1.
     """
     better, worse = (_gradients(loss, advantage) for advantage in (1.0, -1.0))
     if all(_same(values) and values[0] != 0 for values in (better, worse)):
@@ -61,7 +61,7 @@ def doubts_about_loss(loss: Loss) -> Iterator[str]:
 def doubts_about_micro_batches(
     loss: Loss, penalties: Penalties, inputs: LossInputs
 ) -> Iterator[str]:
-    """Yield whether a response's losses depend on which others are in its micro-batch."""
+    """Yield a warning if a response's losses depend on the other responses in its micro-batch."""
     whole, again = (objective_losses(loss, penalties, inputs, None)[0] for _ in range(2))
     if not torch.equal(whole, again):  # it has a state, or draws random numbers
         return
@@ -80,7 +80,7 @@ def doubts_about_micro_batches(
 def doubts_about_advantages(
     advantages: Callable[[NDArray[np.float64]], Any], group_size: int
 ) -> Iterator[str]:
-    """Yield whether a response can have a lower advantage than one with the same or less reward."""
+    """Yield a warning if an advantage is below that of a response with the same or less reward."""
     if group_size < 2:
         return
     rewards = np.ones((4, group_size))
@@ -98,7 +98,7 @@ def doubts_about_advantages(
 
 
 def _gradients(loss: Loss, advantage: float) -> list[float]:
-    """Return the gradient of a token's loss with respect to its logprob, at each ratio."""
+    """Return the gradient of a token's loss with respect to its logprob, at each of `_RATIOS`."""
     ratios = torch.tensor(_RATIOS, dtype=torch.float32)
     trainer = torch.full_like(ratios, -1.0).requires_grad_()
     generator = trainer.detach() - ratios.log()

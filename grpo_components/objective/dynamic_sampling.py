@@ -23,7 +23,7 @@ class DynamicSampling:
         self._too_few_valid = 0
 
     def keeps(self, rewards: Sequence[float], successes: Sequence[bool]) -> bool:
-        """Decide whether to keep a group; call it once per group, in order of their finish."""
+        """Decide whether to keep a group; call it once per group, in the order of finishing."""
         valid = [not math.isnan(reward) for reward in rewards]
         distinct = {reward for reward, is_valid in zip(rewards, valid, strict=True) if is_valid}
         if len(distinct) > 1:

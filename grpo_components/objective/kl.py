@@ -9,7 +9,7 @@ d = log other - log policy at a sampled token:
     k3    exp(d) - d - 1  unbiased, >= 0         1 - exp(d): on average that of KL(other || policy)
 
 k1 belongs in the reward: there, its policy gradient is on average the exact gradient of
-KL(policy || other), as that of k2 is in the loss. These averages are over the policy's own samples;
+KL(policy || other). So is k2's gradient in the loss. Averages are over the policy's own samples;
 for tokens of an older policy they hold only as far as the two policies agree.
 """
 
@@ -22,12 +22,12 @@ from torch import Tensor
 
 
 def k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return k1, the log ratio: for the reward, as its gradient in the loss is zero on average."""
+    """Return k1, the log ratio: for the reward, because its gradient in the loss averages zero."""
     return logprobs - other_logprobs
 
 
 def k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return k2, half the squared log ratio; its gradient in the loss is k1's in the reward."""
+    """Return k2, half the squared log ratio; its gradient in the loss equals k1's in the reward."""
     return 0.5 * (logprobs - other_logprobs) ** 2
 
 

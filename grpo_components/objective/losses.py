@@ -4,7 +4,7 @@ The ratio is rho = exp(log pi_trainer - log pi_anchor), A is the advantage, sg()
 The recipe's own `grpo_loss` is the default; the config's `loss._component_` names one of these.
 
 A loss does not handle the off-policy correction or the KL and entropy terms: `composition.py`
-weighs what the loss returns and adds the terms of `penalties.py`. Attributes of a loss ask for
+weights the returned losses and adds the terms of `penalties.py`. Attributes of a loss ask for
 optional inputs: `needs_proximal` for the logprobs of the policy at the start of the step,
 `needs_reference` for those of the reference, `needs_entropy` for an entropy with a gradient.
 """
@@ -44,14 +44,14 @@ class LossInputs:
     generator_logprobs: Tensor
     """[N] float32, logprobs under the distribution that the generator sampled from."""
     advantages: Tensor
-    """[N] float32; each token has its response's, unless `advantages` makes them per token. With a
+    """[N] float32; each token has its response's advantage, or its own by `advantages`. With a
     teacher, they include its term (`with_teacher`)."""
     sequence_ids: Tensor
     """[N] int64, 0 to S - 1: the response of each token; those of one response are contiguous."""
     staleness: Tensor
     """[N] int64, the trainer's policy version minus the version that sampled the token."""
     step: int
-    """Training steps done before this one; schedules take it as their argument."""
+    """Number of training steps done before this one; the argument of schedules."""
     reference_logprobs: Tensor | None = None
     """[N] float32, logprobs under the reference; None without one."""
     teacher_logprobs: Tensor | None = None
@@ -62,7 +62,7 @@ class LossInputs:
     """[N] float32, entropy of the policy at each token, in nats; None if unused."""
     kept: Tensor | None = None
     """[N] bool, False where the off-policy correction masks the token: then its inputs are all 0,
-    and its loss will be set to 0. For a loss that combines tokens; None if none is masked."""
+    and its loss will be set to 0. For losses that combine tokens; None if no token is masked."""
 
     @property
     def anchor_logprobs(self) -> Tensor:
@@ -75,7 +75,7 @@ class LossInputs:
 def at_step(
     loss: Callable[..., tuple[Tensor, TokenMetrics]], settings: Mapping[str, Scheduled]
 ) -> Callable[[LossInputs], tuple[Tensor, TokenMetrics]]:
-    """Turn a loss with settings into a loss of the tokens alone; schedules follow `tokens.step`."""
+    """Bind a loss to its settings; schedules are evaluated at `tokens.step`."""
     schedules = {name: as_schedule(f"loss.{name}", value) for name, value in settings.items()}
 
     @functools.wraps(getattr(loss, "func", loss))  # of a partial: the function inside
@@ -217,7 +217,7 @@ class REINFORCELoss:
 
 
 class DecoupledPPOLoss:
-    """PPO that clips against a proximal policy, and corrects for the generator by another weight.
+    """PPO that clips against a proximal policy, and corrects for the generator by a second weight.
 
     -w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), with rho = pi_trainer / pi_proximal and
     w = sg(min(pi_proximal / pi_generator, max_weight)): Hilton et al., arXiv 2110.00641; AReaL,

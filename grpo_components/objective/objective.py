@@ -18,16 +18,16 @@ from grpo_components.schedules import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedObjective:
-    """What the trainers optimize, which get it by value: the loss, and the weights of tokens."""
+    """What the trainers optimize: loss and token weights; sent to the trainers by value."""
 
     loss: Callable[..., Any]
     """Function: tokens of a micro-batch -> policy losses [N], and metrics [N] by name."""
     penalties: Penalties
     """KL to the reference and entropy bonus, added to the loss."""
     aggregation: Callable[..., Any]
-    """Function: trained tokens of each response [S] -> weight that each of its tokens has [S]."""
+    """Function: number of trained tokens per response [S] -> weight of each such token [S]."""
     off_policy: Callable[..., Any]
-    """Function: log ratios of trainer to generator [N], responses of tokens [N] -> weights [N]."""
+    """Function: log ratios of trainer to generator [N], tokens' responses [N] -> weights [N]."""
     token_advantages: TokenAdvantages | None = None
     """Computes the tokens' advantages; None gives each token the advantage of its response."""
     teacher_coeff: float = 0.0
@@ -51,9 +51,9 @@ class Objective:
     temperature: Schedule
     """Sampling temperature, by training step."""
     doubts: tuple[str, ...] = ()
-    """What looks wrong with a part, one line each, for the user; see `doubts.py`."""
+    """Warnings for the user on the objective's parts, one line each; see `doubts.py`."""
     reward_scores: tuple[str, ...] = ()
-    """What each reward gave to the known answers of some rows, one line each."""
+    """Each reward's scores of the known answers of some rows, one line per reward."""
 
     def advantages_of(self, rewards: NDArray[Any]) -> NDArray[Any]:
         """Return the advantages [B, G] of shaped rewards [B, G]; see `contracts.advantages_of`."""

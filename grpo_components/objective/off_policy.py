@@ -1,4 +1,4 @@
-"""Corrections for tokens that the generator sampled with other probabilities than the trainer's.
+"""Corrections for tokens whose sampling probabilities in the generator are not the trainer's.
 
 Every preset turns the log ratios d_t = log pi_proximal - log pi_generator of the sampled tokens
 (pi_proximal: the trainer's policy at the start of the training step) into one weight per token.
@@ -13,8 +13,8 @@ overflows.
 Attributes of a preset, False where not set. `anchors_at_proximal`: the weight is the importance
 weight from the generator to the proximal policy; the loss's own ratio is then that to the proximal
 policy, so that nothing is corrected twice. `needs_advantages`: the advantages are its third
-argument. `follows_updates`: the log ratios are those of the policy in training, which every update
-of the step changes, in place of pi_proximal.
+argument. `follows_updates`: the log ratios are those of the policy in training, not pi_proximal;
+every update of the step changes them.
 """
 
 from __future__ import annotations
@@ -168,9 +168,9 @@ class OffPolicySequenceMask:
     w = 0 where A < 0 and sum_t -d_t / T > threshold, else 1: DeepSeek-V3.2, arXiv 2512.02556,
     eq. 9 (off-policy sequence masking); `off_policy_mask_threshold` of TRL. The mean of -d_t =
     log pi_generator - log pi_trainer estimates KL(generator || trainer). A bad response that is
-    already much less likely under the trainer need not be pushed down further. Here, d_t is that of
-    the policy in training, anew in every update of the step. The mask is not an importance weight:
-    the loss's own ratio is that to the generator, as in the paper.
+    already much less likely under the trainer need not be pushed down further. Here, every
+    update of the step computes d_t anew, from the policy in training. The mask is not an importance
+    weight: the loss's own ratio is that to the generator, as in the paper.
 
     Args:
         threshold: largest mean that is kept, in nats per token; above 0. The paper gives no value;

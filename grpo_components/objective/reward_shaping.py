@@ -1,4 +1,4 @@
-"""Penalties taken off the rewards before the advantages: KL to the reference, and length."""
+"""Penalties subtracted from rewards before advantages are computed: KL to the reference, length."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from grpo_components.schedules import Schedule, as_schedule
 
 
 class RewardShaping:
-    """Takes penalties off a reward: r' = r - kl_coeff(step) KL - overlong_penalty overlong.
+    """Subtracts penalties from a reward: r' = r - kl_coeff(step) KL - overlong_penalty overlong.
 
     overlong = clip((T - (L_max - L_cache)) / L_cache, 0, 1).
 
     KL is the sum over a response's tokens of an estimate of KL(policy || reference) (KL in the
     reward: Ouyang et al. 2022, arXiv 2203.02155, eq. 2). T is the response's length: all of its
-    turns and what the environment said between them. The limit L_max = max_response_tokens counts
+    turns and the environment's tokens between them. The limit L_max = max_response_tokens counts
     the same tokens. L_cache = overlong_tokens (soft overlong punishment: DAPO, arXiv 2503.14476,
     eq. 13, there with penalty 1).
 
@@ -53,7 +53,7 @@ class RewardShaping:
         """Shape a batch, which has `rewards`, `response_lengths`, `cut_off` and `reference_kl`.
 
         A response that the limit ended counts as one of full length, even if it is shorter because
-        the environment's next words had no room.
+        the environment's next text did not fit.
         """
         shaped = batch.rewards.astype(np.float64)
         coefficient = self.kl_coeff(step)

@@ -28,7 +28,7 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
         self._path = path
         self._prompts: list[list[int]] = []
         self._lengths: list[int] = []
-        """Tokens of the prompt and the longest response of each group together."""
+        """Tokens of each group's prompt plus its longest response."""
         for group in read_groups(path):
             self._prompts.append(group[0].prompt_ids.tolist())
             longest = max(len(trajectory.response_ids) for trajectory in group)
@@ -58,7 +58,7 @@ def roles_of(cfg: Settings, trainer: str, generator: str) -> tuple[str, str]:
 
 
 def start_model(cfg: Settings) -> dict[str, Any]:
-    """Return the options of an engine's model: the base model, or another one or an adapter."""
+    """Return the options of an engine's model: the base model, another model, or an adapter."""
     from grpo_components.models.lora import read_adapter_options
 
     if not isinstance(cfg.eval_only, str):
@@ -71,7 +71,7 @@ def start_model(cfg: Settings) -> dict[str, Any]:
 
 
 def _adapter_folder(folder: Path) -> Path | None:
-    """Return where a folder without a whole model has an adapter; None if it has a model."""
+    """Return the adapter's folder in a folder without a whole model; None if it has a model."""
     from grpo_components.models.lora import ADAPTER_FOLDER
 
     if (folder / "config.json").is_file():

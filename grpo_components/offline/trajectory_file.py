@@ -1,4 +1,4 @@
-"""Writes and reads trajectory files; stand-ins for trainer and generator do so in partial runs."""
+"""Writes and reads trajectory files, by stand-ins for trainer and generator in partial runs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class TrajectoryWriter:
     def train_step(
         self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
     ) -> StepResult:
-        """Write a batch of whole groups, a line each, in place of `Trainer.train_step`."""
+        """Write a batch of whole groups, one line each; called in place of `Trainer.train_step`."""
         trajectories = unpack(batch)
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
@@ -120,7 +120,7 @@ class TrajectoryWriter:
 
 
 def _written(trajectories: Iterable[Trajectory]) -> dict[int, dict[str, int]]:
-    """Count the sampled tokens that the file has, and those of agents that it does not have."""
+    """Count the sampled tokens in the file, and the agents' sampled tokens that it leaves out."""
     groups: dict[int, dict[str, int]] = {}
     for each in trajectories:
         counts = groups.setdefault(each.group_id, {"written": 0, "unanswered": 0})
@@ -136,7 +136,7 @@ class RecordedGroups:
         self._groups = list(read_groups(path))
 
     def reserve(self, patience_s: float) -> int:
-        """Return 1 at once, in place of `Generator.reserve`: a recorded group needs no room."""
+        """Return 1 at once, in place of `Generator.reserve`: a recorded group needs no capacity."""
         return 1
 
     def generate_group(

@@ -19,7 +19,7 @@ _EVALUATION = "evaluation.json"
 
 
 def nbytes(parameters: int, trained: int, dtype: str, optimizer: str) -> int:
-    """Return the bytes of a checkpoint, at least: weights, float32 masters and Adam's moments."""
+    """Return the minimum bytes of a checkpoint: weights, float32 masters and Adam's moments."""
     moments = 8 if optimizer.startswith("torch.optim.Adam") else 0  # of others nobody knows
     return parameters * {"fp32": 4, "bf16": 2}[dtype] + trained * (4 + moments)
 
@@ -27,7 +27,7 @@ def nbytes(parameters: int, trained: int, dtype: str, optimizer: str) -> int:
 def most_at_once(
     num_steps: int, save_every_n_steps: int, keep_last_n: int | None, keep_best: str | None
 ) -> int:
-    """Return how many checkpoints a run has at once, at most: one is written before one goes."""
+    """Return the maximum number of checkpoints at once: a new one is written before a deletion."""
     saved = -(-num_steps // save_every_n_steps)
     if keep_last_n is None:
         return saved
@@ -47,7 +47,7 @@ def begin(checkpoints: Path, step: int, incarnation: str) -> Path:
 
 
 def clean(checkpoints: Path) -> None:
-    """Remove checkpoints that are half written or half deleted."""
+    """Remove half-written and half-deleted checkpoints."""
     for leftover in checkpoints.glob(".*"):
         discard(leftover)
 
@@ -56,7 +56,7 @@ def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:
     """Rename a written checkpoint to `step_<step>`, point `latest` at it, and delete older ones.
 
     The files are synced to disk first, and every change is one rename: after a crash, `latest`
-    points at a whole checkpoint, the new one or the one before.
+    points at a whole checkpoint, the new or the previous one.
     """
     checkpoints = unfinished.parent
     target = checkpoints / f"step_{step}"
@@ -87,7 +87,7 @@ def latest(checkpoints: Path) -> Path | None:
 
 
 def earlier(checkpoint: Path) -> list[Path]:
-    """Return the checkpoints of earlier steps beside one, the newest first."""
+    """Return the checkpoints of earlier steps in the same folder, the newest first."""
     others = [folder for folder in checkpoint.parent.glob("step_*") if folder.is_dir()]
     before = [folder for folder in others if _step(folder) < _step(checkpoint)]
     return sorted(before, key=_step, reverse=True)
@@ -106,7 +106,7 @@ def rate(checkpoint: Path, metrics: Mapping[str, float]) -> None:
 
 
 def choose_best(checkpoints: Path, metric: str, last_step: int) -> Path | None:
-    """Point `best` at the checkpoint with the highest value of a metric, the earliest of equals."""
+    """Point `best` at the checkpoint with the highest value of a metric, of equals the earliest."""
     ratings = {}
     for path in checkpoints.glob(f"step_*/{_EVALUATION}"):
         value = json.loads(path.read_text(encoding="utf-8")).get(metric)

@@ -1,4 +1,4 @@
-"""Ends a run that cannot be trusted, and warns of what no error shows."""
+"""Ends a run that cannot be trusted, and warns of mistakes that raise no error."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from grpo_components.trajectory import GroupSummary
 _FEW_TOKENS = 16
 """Fewer fresh tokens multiply the bound by `_FEW_TOKENS` / tokens, to allow for rounding errors."""
 _EXACT_SHARE = 0.01
-"""Bound of the weight probe, whose tokens are no others from step to step, as a share."""
+"""Share of the bound that applies to the weight probe, whose tokens are the same at every step."""
 _MAX_ERROR_CHARS = 300
-"""Length to which a message cuts an error's first line; the file has the whole error."""
+"""Maximum characters of an error's first line in a message; the file has the whole error."""
 _SEEDS_KEPT = 100_000
-"""Seeds of training samples that are compared with new ones."""
+"""Number of training samples' seeds that are kept, to compare new seeds with."""
 _ROUNDING = 1e-5
-"""Largest difference of a loss and its parts, as a share of the largest ratio, loss or 1."""
+"""Largest difference of a loss from its parts, relative to the largest of ratio, losses and 1."""
 _SOME_END = 0.1
-"""Share of a step's responses above which the model is known to end its responses."""
+"""If a step's share of ended responses was ever above this, the model can end its responses."""
 _MIN_STEPS, _LARGE_KL, _JUMP = 3, 0.1, 20.0
-"""Steps before a jump of the mismatch is named; how large it is in nats, and times their median."""
+"""Steps before a jump of the mismatch can be shown; its least size in nats, and in medians."""
 
 
 class GeneratorAgreement:
     """Ends the run if trainer and generator disagree on the logprobs of fresh tokens.
 
-    Fresh tokens were sampled by the version being trained, so with the same weights on both sides.
+    Fresh tokens were sampled by the version being trained, so both sides have the same weights.
     """
 
     def __init__(self, max_generator_kl: float | None, *, exact: bool = False) -> None:
@@ -62,9 +62,9 @@ class GeneratorAgreement:
 class FailedSamples:
     """Counts and records the failed samples of training and evaluation; ends a run with too many.
 
-    The run ends if `max_failed_samples`, a share, of the samples since the last training step
-    failed, and of the `step_samples` that a step trains. Every failed sample is written to
-    `failed_samples.jsonl`; the first after each step is also shown.
+    The run ends if failed samples reach the share `max_failed_samples` of the samples since the
+    last training step, or of one step's `step_samples` if these are more. Every failed sample is
+    written to `failed_samples.jsonl`; the first after each step is also shown.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class FailedSamples:
 
 
 class RunWatch:
-    """Shows each kind of warning once in a run: loss out of balance, seeds used twice, jumps."""
+    """Warns once per run of each kind: loss out of balance, reused seeds, jumps of the mismatch."""
 
     def __init__(self, note: Callable[[str], None], *, averages_tokens: bool, ends: str) -> None:
         self._note, self._averages_tokens, self._ends = note, averages_tokens, ends
@@ -163,7 +163,7 @@ class RunWatch:
             del self._seeds[next(iter(self._seeds))]
 
     def check_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Check a step's loss and responses, and its mismatch against that of the steps before."""
+        """Check a step's loss and responses, and its mismatch against that of earlier steps."""
         self._check_balance(step, metrics)
         cut_off = metrics.get("rollout/cut_off_fraction", math.nan)
         self._most_ended = max(self._most_ended, 1 - cut_off)
@@ -190,7 +190,7 @@ class RunWatch:
         self._mismatch.append(kl)
 
     def _check_balance(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Compare the loss with the mean of its parts; a loss with other parts is not known."""
+        """Compare the loss with the mean of its parts; a loss with unknown parts is not checked."""
         names = ("loss/total", "loss/policy", "loss/penalty", "loss/ptx", "ratio/max")
         total, known, penalty, other, ratio = (float(metrics.get(n, math.nan)) for n in names)
         known += 0.0 if math.isnan(penalty) else penalty
@@ -211,7 +211,7 @@ class RunWatch:
 
 
 def _first_line(error: str) -> str:
-    """Return an error without its traceback, which follows in the lines after the first."""
+    """Return the first line of an error: the lines after it are its traceback."""
     return error.partition("\n")[0]
 
 
@@ -224,7 +224,7 @@ class SkippedSteps:
         self._skipped: list[int] = []
 
     def record(self, step: int, why: str) -> None:
-        """Count a step, skipped if there is a reason; an error if too many in a row were."""
+        """Count a step, as skipped if `why` is given; raise after too many skips in a row."""
         if not why:
             self._in_a_row = 0
             return
@@ -239,6 +239,6 @@ class SkippedSteps:
             )
 
     def summary(self) -> str:
-        """Return how many steps were skipped and which was the first; empty if none was."""
+        """Return how many steps were skipped, and the first of them; empty if none was."""
         skipped = self._skipped
         return f"{len(skipped)}, the first was step {skipped[0]}" if skipped else ""

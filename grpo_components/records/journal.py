@@ -1,4 +1,4 @@
-"""Keeps ledger, receipts and checkpoints of a run in agreement: what a step commits is saved."""
+"""Keeps ledger, receipts and checkpoints of a run consistent: commits and saves each step."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from grpo_components.state_files import FORMAT, write_state
 from grpo_components.training.step_result import StepResult
 
 _SESSIONS = ("count", "calls", "trajectories")
-"""What a step says of the agents' sessions."""
+"""Names of the counts of agents' sessions in a step's receipt."""
 
 
 class Journal:
     """Commits each step to ledger, receipts and checkpoints together; saves, restores, rolls back.
 
-    The ledger is the account of every group, a receipt is a step's record in receipts.jsonl.
+    The ledger tracks every group; a receipt is the record of a step in receipts.jsonl.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Journal:
     async def commit(
         self, batch_hash: str, result: StepResult, sessions: Mapping[str, int] | None = None
     ) -> int:
-        """Commit a trained step; a replay first waits for the turn of this step."""
+        """Commit a trained step; a replay first waits until this step is due."""
         step = self._ledger.steps_done + 1
         await self._ledger.events.wait_turn("step", step=step)
         # No await from here on: a resumed run would miss an event between receipt and state to
@@ -153,7 +153,7 @@ class Checkpoints:
             await self.finish()
 
     def add_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Rate the checkpoint of a step by the evaluation of that step, once both exist."""
+        """Rate a step's checkpoint by the step's evaluation, once both exist."""
         self._evaluations = {step: metrics}
         self._rate(step)
 

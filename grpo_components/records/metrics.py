@@ -72,7 +72,7 @@ class MetricLog:
 
 @contextlib.contextmanager
 def _named(step: int) -> Iterator[None]:
-    """Context manager: an error of the logger does not name it."""
+    """Context manager: add logger and step to an OSError, which names neither."""
     try:
         yield
     except OSError as error:
@@ -109,7 +109,7 @@ def _log_rollout_table(step: int, groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def rollout_rows(step: int, groups: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """Return the table's column names, and one row per response; no column without a value."""
+    """Return column names, and one row per response; columns without any value are left out."""
     rows: list[dict[str, Any]] = []
     for group in groups:
         shared = {name: group[name] for name in group if name not in ("responses", "advantages")}

@@ -157,7 +157,7 @@ class Progress:
 
 @contextlib.contextmanager
 def _without_terminal() -> Iterator[None]:
-    """Context manager: if the terminal was closed, leave it, so that the run goes on without."""
+    """Context manager: if the terminal was closed, detach from it, so that the run continues."""
     try:
         yield
     except OSError as error:

@@ -20,7 +20,7 @@ _HASH = re.compile(rb', "chain": "([0-9a-f]{64})"\}$')
 
 @dataclass(frozen=True)
 class End:
-    """The end of a chain: how many records it has, and their hash."""
+    """The end of a chain: the number of its records, and their hash."""
 
     records: int = 0
     """Number of records in the chain."""
@@ -29,7 +29,7 @@ class End:
 
 
 def link(before: str, fields: bytes) -> str:
-    """Return the hash of a record and of all records before it."""
+    """Return one hash of a record and all records before it."""
     return hashlib.sha256(before.encode() + b"\n" + fields).hexdigest()
 
 
@@ -40,7 +40,7 @@ def split(line: bytes) -> tuple[bytes, str | None]:
 
 
 def read_end(receipts: Path) -> End | None:
-    """Read from `receipts.end` how many records were written, and the last hash."""
+    """Read the number of written records and the last hash from `receipts.end`."""
     path = receipts.with_name(END_FILE)
     if not path.exists():
         return None
@@ -79,7 +79,7 @@ class ChainedFile:
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record with its hash, then update `receipts.end`.
 
-        A run killed between the two writes leaves one record more than `receipts.end` counts.
+        If the run is killed between the two writes, the file has one record more than the count.
         """
         fields = json.dumps(record, allow_nan=False)
         chain = link(self._end.chain, fields.encode())
@@ -109,7 +109,7 @@ class ChainedFile:
 
 
 def _continue_from(path: Path) -> End:
-    """Return the end that the next record continues: the file's, or that of records it lost."""
+    """Return the end that the next record continues: the file's, or the last lost record's."""
     try:
         known = read_end(path)
     except ValueError:

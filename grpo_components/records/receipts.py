@@ -23,7 +23,7 @@ _LIBRARIES = (
 
 
 class Receipts:
-    """Writes the ledger's events to `receipts.jsonl`, between a start and an end of each attempt.
+    """Writes the ledger's events to `receipts.jsonl`, between each attempt's start and end.
 
     docs/reproducibility.md explains the fields; `grpo audit` checks them. Each line is flushed, and
     has a hash of itself and of all lines before it.
@@ -37,7 +37,7 @@ class Receipts:
         ledger.events.listen(self._write)
 
     def begin_attempt(self, attempt: int) -> None:
-        """Open the file and write the attempt's start, from a ledger that is already restored."""
+        """Open the file and write the attempt's start; the ledger must already be restored."""
         ledger, self._file = self._ledger, ChainedFile(self._path)
         tokens = {str(entry.group_id): entry.tokens for entry in ledger.living()}
         self._write(
@@ -53,7 +53,7 @@ class Receipts:
     def close(self) -> None:
         """Write the attempt's end, with the groups and prompts left over, and close the file.
 
-        Nothing that happens later is written; a second call does nothing.
+        Later events are not written; a second call does nothing.
         """
         if self._file.closed:
             return

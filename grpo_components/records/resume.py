@@ -1,4 +1,4 @@
-"""Starts a run from scratch or from a checkpoint, in a folder that has all of its attempts."""
+"""Starts a run from scratch or from a checkpoint; its folder holds all of its attempts."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def last_attempt(output_dir: Path) -> int:
 
 
 def _copy_history(run: Path, folder: Path) -> None:
-    """Copy what shows a run from its start: receipts, earlier configs and code snapshots."""
+    """Copy a run's history from its start: receipts, earlier configs and code snapshots."""
     if (run / CODE).is_dir():
         shutil.copytree(run / CODE, folder / CODE, dirs_exist_ok=True)
     # The end file first: the copied one may be older than the receipts, never newer.
@@ -193,7 +193,7 @@ def _at(values: Any, key: str) -> Any:
 
 
 def differences(before: Any, given: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, saved value, given value) of the values in which two configs differ."""
+    """Yield (key, saved value, given value) wherever two configs differ."""
     if isinstance(before, dict) and isinstance(given, dict):
         for name in before | given:
             inner = f"{key}.{name}" if key else name

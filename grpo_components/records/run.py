@@ -29,7 +29,7 @@ from grpo_components.training.step_result import StepResult
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The parts of a run that write to its folder, from before its roles start until they ended."""
+    """The parts of a run that write to its folder; they outlive its roles."""
 
     start: RunStart
     ledger: Ledger
@@ -43,10 +43,10 @@ class RunRecords:
     """Number of groups of each step that are logged as text."""
     watch: RunWatch
     curriculum: Curriculum | None = None
-    """Draws the run's prompts; None if they come in turn."""
+    """Draws the run's prompts; None if they are drawn without a curriculum."""
 
     def run_with(self, roles: Roles, weights: WeightSync) -> Run:
-        """Return a run with these records and with roles that have been started."""
+        """Return a run with these records and started roles."""
         return Run(self, roles, weights)
 
     def close(self) -> None:

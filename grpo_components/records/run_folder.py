@@ -1,4 +1,4 @@
-"""Prepares the folder of a run: lock, config, code that ran; never overwrites another run."""
+"""Prepares a run's folder: lock, config, snapshot of the code; never overwrites another run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from grpo_components.files import cut_torn_line
 from grpo_components.settings import Settings
 
 LOCK = "run.lock"
-"""Name of the lock file, whose text is the process that holds the folder."""
+"""Name of the lock file; its text names the process that holds the folder."""
 CODE = "code"
 """Folder of all snapshots in a run's folder; each is in a subfolder `attempt_<n>`."""
 _CONFIG_HEAD = "# run: "
@@ -73,7 +73,7 @@ class FolderLock:
         self._file.flush()
 
     def holds(self) -> bool:
-        """Whether the folder still has the file that is locked."""
+        """Whether the locked file is still in the folder."""
         return self._path.exists() and os.path.samestat(
             os.fstat(self._file.fileno()), self._path.stat()
         )
@@ -84,7 +84,7 @@ class FolderLock:
 
 
 def lock_folder(folder: Path) -> FolderLock:
-    """Lock a folder, which is made if it is missing; a ConfigError if another process holds it."""
+    """Lock a folder, created if missing; raise a ConfigError if another process holds it."""
     while not (lock := FolderLock(folder)).holds():  # it was moved aside before it was locked
         lock.release()
     return lock
@@ -104,9 +104,9 @@ def real_path(path: str | Path) -> Path:
 def prepare_output_folder(
     folder: Path, cfg: Settings, identity: RunIdentity
 ) -> tuple[FolderLock, Path | None]:
-    """Make and lock the folder of a new run, and return where an earlier run's was moved to.
+    """Make and lock a new run's folder; return the path to which an earlier run was moved.
 
-    Only the holder of its lock moves a folder, so that a running run keeps its folder.
+    A folder is moved only by the holder of its lock, so an active run keeps its folder.
     """
     moved_to = None
     is_used(folder)  # first, so that no lock file is made in a foreign folder
@@ -121,7 +121,7 @@ def prepare_output_folder(
 
 
 def is_used(folder: Path) -> bool:
-    """Whether a folder has an earlier run, to be moved aside; refuses one with anything else."""
+    """Whether a folder has an earlier run, to be moved aside; refuse other contents."""
     names = {each.name for each in folder.iterdir()} if folder.is_dir() else set[str]()
     if names <= {*_NOBODYS}:
         return False
@@ -134,7 +134,7 @@ def is_used(folder: Path) -> bool:
 
 
 def free_name(folder: Path) -> Path:
-    """Return the path to which an earlier run is moved: `<name>-1`, `-2`, ..., if not taken."""
+    """Return the path to move an earlier run to: the first free one of `<name>-1`, `-2`, ..."""
     names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
     return next(name for name in names if not os.path.lexists(name))
 
@@ -148,7 +148,7 @@ def _move_aside(folder: Path) -> Path:
 
 
 def reopen_output_folder(folder: Path, cfg: Settings, attempt: int, identity: RunIdentity) -> None:
-    """Prepare a run's locked folder for another attempt; keep the config of the one before."""
+    """Prepare a run's locked folder for another attempt; keep the previous attempt's config."""
     (folder / "logs").mkdir(exist_ok=True)
     if (folder / "config.yaml").exists():
         (folder / "config.yaml").rename(folder / f"config_attempt_{attempt - 1}.yaml")

@@ -68,7 +68,7 @@ class RunLog:
         self._restarts += event["event"] in _RESTARTS and not event.get("given_up")
 
     def _totals(self) -> dict[str, float]:
-        """Return the seconds of all attempts, start-up included, and the restarts of this one."""
+        """Return the seconds of all attempts, start-up included, and this attempt's restarts."""
         return {_WALL_CLOCK: time.perf_counter() - self._began, "restarts": self._restarts}
 
     def phase(self, name: str, *, shown: bool = False) -> None:
@@ -99,7 +99,7 @@ class RunLog:
         self._generated_tokens += tokens
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show an evaluation to the user, and log the one before the first step as step 0."""
+        """Show an evaluation to the user; log an evaluation before the first step as step 0."""
         if not self._evaluated:  # before the attempt's first step: throughput counts from here
             self._last = time.perf_counter()
             self._generated_tokens = self._counted_tokens = 0
@@ -143,9 +143,9 @@ class RunLog:
         advantages: NDArray[Any],
         token_logprobs: Mapping[int, Sequence[Mapping[str, Any]]],
     ) -> None:
-        """Log the first groups of a step as text, with advantages and what logprobs are there.
+        """Log the first groups of a step as text, with advantages and available logprobs.
 
-        A text is None where it was lost. `token_logprobs`: group id -> those of each response.
+        A text that was lost is None. `token_logprobs`: group id -> logprobs of each response.
         """
         groups: list[dict[str, Any]] = []
         for entry, text, row in zip(entries, texts, advantages, strict=False):
@@ -164,7 +164,7 @@ class RunLog:
         self.note(f"step {step}: saved {folder}")
 
     def summary(self, replay: str = "", skipped_steps: str = "") -> None:
-        """Show the closing summary: a row of label and value for each thing to tell."""
+        """Show the closing summary, in rows of label and value."""
         from grpo_tools.report.facts import key_figures  # tools, loaded at the end of a run only
         from grpo_tools.report.run_files import read_run
 
@@ -181,7 +181,7 @@ class RunLog:
         self._progress.summary([(label, value) for label, value in rows.items() if value])
 
     def _books(self) -> str:
-        """Return a table of what became of all groups and tokens; empty without receipts."""
+        """Return a table of the final states of all groups and tokens; empty without receipts."""
         from grpo_tools.books import close_books  # a tool, which the core imports only here
 
         if not (self._output_dir / "receipts.jsonl").exists():
@@ -198,7 +198,7 @@ class RunLog:
         """End the display, close the files and the logger, and write the report.
 
         An error that is ending the run is first written to `logs/failures.jsonl`, for the report.
-        Last, the user sees how to go on from the last checkpoint.
+        Last, the user is shown how to resume from the last checkpoint.
         """
         if (error := sys.exception()) is not None:
             with contextlib.suppress(OSError):  # the disk may be full
@@ -244,10 +244,10 @@ class RunLog:
 
 
 class LiveReport:
-    """Has a child process rewrite a run's `report.html` on a clock; the page reloads itself.
+    """Rewrites a run's `report.html` at intervals, in a child process; the page reloads itself.
 
-    The child ends when its standard input is closed, also by the driver's death. What goes wrong
-    is in `logs/report.log`, and does not disturb the run.
+    The child ends when its standard input is closed, even by the driver's death. Its errors go to
+    `logs/report.log`, and do not disturb the run.
     """
 
     def __init__(self, output_dir: Path, note: Callable[[str], None]) -> None:
@@ -265,7 +265,7 @@ class LiveReport:
             )
 
     def stop(self) -> None:
-        """Write no more pages; return once the page that is being written is finished."""
+        """Stop writing pages; return once the current page is finished."""
         if self._child is None or self._child.stdin is None:
             return
         self._child.stdin.close()
@@ -279,7 +279,7 @@ class LiveReport:
 
 
 class Phases:
-    """Writes what each phase took to a file.
+    """Writes the seconds of each phase to a file.
 
     The first phase began with the process: imports, the check of the config, and the data.
     """
@@ -289,13 +289,13 @@ class Phases:
         self._name, self._began = "imports, config and data", psutil.Process().create_time()
 
     def begin(self, name: str) -> None:
-        """End the present phase and begin another; do nothing if that is the present one."""
+        """End the current phase and begin `name`; do nothing if it is the current phase."""
         if name != self._name:
             self.end()
             self._name = name
 
     def end(self) -> None:
-        """End the present phase."""
+        """End the current phase."""
         now = time.time()
         seconds, self._began = round(now - self._began, 3), now
         with contextlib.suppress(OSError):  # a full disk must not keep the run from ending

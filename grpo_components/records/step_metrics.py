@@ -20,7 +20,7 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Compute rewards, success rate, lengths, turns and staleness of the groups of a step.
 
-    Failed samples count in none of these but the number of tokens. What no sample has is NaN.
+    Failed samples count only in the number of tokens. A value that no sample has is NaN.
     """
     scored = [sample for group in groups for sample in _scored(group)]
     rewards = [group.rewards[i] for group, i in scored]
@@ -65,7 +65,7 @@ def _session_metrics(groups: Sequence[GroupSummary], trained_share: float) -> di
 
 
 def _scored(group: GroupSummary) -> list[tuple[GroupSummary, int]]:
-    """Return the samples of a group that did not fail, as pairs of the group and an index."""
+    """Return the samples of a group that did not fail, as pairs (group, index)."""
     return [(group, i) for i, reward in enumerate(group.rewards) if not math.isnan(reward)]
 
 
@@ -83,7 +83,7 @@ def _reward_terms(scored: Sequence[tuple[GroupSummary, int]]) -> dict[str, float
 
 
 def reward_use(used: Sequence[Counter[str]]) -> dict[str, float]:
-    """Return what the rewards used since the last step, and begin to count again."""
+    """Return what the rewards used since the last step, and reset the counts."""
     total = Counter[str]()
     for counts in used:
         total.update(counts)  # unlike a sum, it keeps what is 0

@@ -154,7 +154,7 @@ _COMPILED = [
 
 
 def read(text: str, loose: bool = False) -> str:
-    """Return an answer in one spelling, with each word as «word»; `loose`: `5m` has a unit."""
+    """Normalize an answer's spelling, with each word as «word»; `loose` reads `5m` as a unit."""
     text = text.translate(_SYMBOLS)
     while _TEXT.search(text):
         text = _TEXT.sub(_unwrapped, text)
@@ -205,7 +205,7 @@ def _is_word(run: str, wordy: bool) -> bool:
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text without mathematics, but those that say nothing; else none."""
+    """Return the words of a text, filler words left out; none if it has any mathematics."""
     if re.search(r"[\w\\=<>^+*/]", re.sub(r"«[^»]*»", "", text)):
         return []
     found = [word for run in re.findall(r"«([^»]*)»", text) for word in run.lower().split()]
@@ -219,7 +219,7 @@ _NUMBER = re.compile(
 
 
 def number(text: str) -> Fraction | None:
-    """Return the number that a text writes out: whole, decimal, fraction, mixed, power."""
+    """Parse a text that is a number: whole, decimal, fraction, mixed or power; None for others."""
     match = _NUMBER.fullmatch(text.strip())
     if not match or len(text) > 900:
         return None
@@ -242,7 +242,7 @@ def number(text: str) -> Fraction | None:
 
 
 def times(text: str, factor: Fraction) -> str:
-    """Return a formula times a number; a number that is written out stays one."""
+    """Return a formula times a number; the product of two plain numbers is computed."""
     if factor == 1:
         return text
     value = number(text)
@@ -252,7 +252,7 @@ def times(text: str, factor: Fraction) -> str:
 
 
 class Quantity(NamedTuple):
-    """A formula with its unit: `factor` of the basic units of `dimensions`; and other words.
+    """A formula, its unit (`factor` times the base units of `dimensions`), and other words.
 
     `plain` is the value as a number without unit: 0.5 for 50%.
     """
@@ -264,7 +264,7 @@ class Quantity(NamedTuple):
     words: frozenset[str]
 
     def may_equal(self, given: Quantity) -> bool:
-        """Whether the units may be those of equal quantities: one may lack unit and words."""
+        """Whether units and words allow equality: one side may lack them."""
         if not (self.words ^ given.words).isdisjoint(_CHANGES):
             return False
         if any(re.match(r"base(?!10\b)", word) for word in given.words - self.words):
@@ -276,7 +276,7 @@ class Quantity(NamedTuple):
 
 
 def quantities(text: str) -> list[Quantity]:
-    """Return the formulas of an answer, each with its unit: the words after it, or the first."""
+    """Return an answer's formulas, each with its unit: the words after it, or before the first."""
     pieces = [*_UNIT.split(text), ""]
     found, lead = [], ""
     for formula, unit in zip(pieces[::2], pieces[1::2], strict=True):

@@ -1,4 +1,4 @@
-"""Decides which of the names used in a code test's asserts the tested program must define."""
+"""Decides which names in a code test's asserts the tested program must define."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ABSTRACT = {
     "numbers": "Number Integral Rational Real Complex",
     "types": "GeneratorType FunctionType MethodType",
 }
-"""Types for `isinstance` and annotations. If the asserts call one, it is the program's class."""
+"""Types for `isinstance` and annotations. If the asserts call one, the program defines it."""
 _MODULE_OF = {
     name: module
     for table in (_ABSTRACT, _CLASSES, _FUNCTIONS)
@@ -54,7 +54,7 @@ _MODULE_ATTRIBUTES = {"__name__", "__doc__", "__file__", "__spec__", "__loader__
 
 
 class Asserts(NamedTuple):
-    """Python statements that test a program, with the imports they lack; and its names in them."""
+    """Statements that test a program, missing imports added, and the program's names in them."""
 
     source: str
     program_names: tuple[str, ...]
@@ -105,7 +105,7 @@ def _is_module(name: str, attributes: set[str]) -> bool:
 
 
 def _uses(tree: ast.AST) -> tuple[dict[str, set[str]], set[str], set[str], list[str]]:
-    """Return the attributes read of each name, names without a dot, those called, and imports."""
+    """Return each name's attributes; names without a dot; called names; and imported modules."""
     attributes, imported = dict[str, set[str]](), list[str]()
     bare, called, owners = set[str](), set[str](), set[int]()
     for node in ast.walk(tree):  # outermost first, so an attribute comes before its owner

@@ -31,8 +31,8 @@ class CodeTests:
 
     The data set's `answer` holds the tests as JSON, in one of two forms:
     `{"stdin_stdout": [{"input": "3\\n", "output": "9\\n"}]}` runs the program once per input and
-    compares its output line by line, ignoring blanks at line ends. Where a float is expected, one
-    within `float_tolerance` will do.
+    compares its output line by line, ignoring blanks at line ends. A float may differ from the
+    expected one by `float_tolerance`.
     `{"asserts": ["assert square(3) == 9"]}` runs Python statements that use the program's functions
     and classes. Optional `test_imports` (a list of statements) and `test_setup_code` run first, as
     in MBPP. The program never sees the expected results.
@@ -42,8 +42,8 @@ class CodeTests:
     Args:
         cpu_s: CPU seconds for each run of the program.
         wall_s: seconds for all tests of one response, after the start of the sandbox; must be
-            below `timeouts.reward_s`. If they end it, though no single test took half of it, the
-            sample has failed.
+            below `timeouts.reward_s`. The sample fails if they run out,
+            though no single test took half of them.
         memory_mib: MiB of address space for each run.
         float_tolerance: largest error of a printed float, absolute or relative to the expected
             one, whichever allows more; 0 compares the text.
@@ -86,7 +86,7 @@ class CodeTests:
         return float(self._prints_expected(program, tests))
 
     def perfect_response(self, *, answer: str) -> str | None:
-        """Return the reference solution as a response has it; None without one."""
+        """Return the reference solution, formatted as in a response; None without one."""
         _read_tests(answer)
         solution = json.loads(answer).get("solution", "")
         in_block = f"~~~~~~python\n{solution}\n~~~~~~"

@@ -58,7 +58,7 @@ class CountdownCorrectness:
 
 
 def _value(tree: ast.expr, left: list[int]) -> Fraction:
-    """Compute an expression and take its numbers out of `left`: none is huge."""
+    """Compute an expression and remove its numbers from `left`."""
     match tree:
         case ast.BinOp(one, sign, other) if type(sign) in _SIGNS:
             return _SIGNS[type(sign)](_value(one, left), _value(other, left))

@@ -26,11 +26,11 @@ _FIRST_DELAY_S = 0.5
 _TEMPORARY = (408, 409, 425, 429)
 """Statuses below 500 after which another request may succeed."""
 _WHOLE = ("stop", None)
-"""Reasons of a reply's end with which it is whole: `Score: 1` may be the start of `Score: 10`."""
+"""Finish reasons of a complete reply; a cut-off `Score: 1` may be the start of `Score: 10`."""
 _TOKENS = ("prompt_tokens", "completion_tokens")
 _MAX_ERROR_CHARS = 300
 _MAX_REPLY_CHARS = 20_000
-"""Characters at the end of a reply in which its grade is looked for."""
+"""Length of the end of a reply, in characters, that is searched for a grade."""
 # A line that is a number: `7`, `Score: 7`, `**Score:** 7/10`.
 _NUMBER_LINE = re.compile(r"(?:.*[:=])?[\s*]*([-+]?\d+(?:\.\d+)?)\s*(?:/\s*\d+)?[\s*.]*")
 _OBJECT = re.compile(r"\{\s*[\"}]")
@@ -43,7 +43,7 @@ class JudgeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Where a judge's reply has its grade, and from which to which number grades go."""
+    """Where a judge's reply has its grade, and the lowest and highest grade."""
 
     format: str = "number"
     key: str = "score"
@@ -56,7 +56,7 @@ class Verdict:
             fail("verdict.scale", f"{shown(self.scale)} given", "the lowest and the highest grade")
 
     def read(self, reply: str) -> float | None:
-        """Return the grade in a reply, from 0 at the lowest to 1 at the highest, if any."""
+        """Return the grade in a reply, scaled to 0 (lowest) to 1 (highest); None without one."""
         tail, (lowest, highest) = reply[-_MAX_REPLY_CHARS:], self.scale
         grade = _last_line(tail) if self.format == "number" else _last_object(tail, self.key)
         if grade is None or not lowest <= grade <= highest:  # refuses NaN, too
@@ -89,9 +89,9 @@ def _last_object(text: str, key: str) -> float | None:
 class LLMJudge:
     """The grade that a language model gives a response, from 0 (lowest) to 1 (highest).
 
-    The model gets the rubric as the message of a user. A request that fails, or whose reply has no
-    grade, is made again after an exponential delay with jitter. A judge that gives no grade is a
-    failed sample, not a grade of 0.
+    The model gets the rubric as a user message. A request that fails, or whose reply has no
+    grade, is made again after an exponential delay with jitter. Without a grade, the sample has
+    failed; its grade is not 0.
 
     Args:
         base_url: address up to `/v1`, http or https.
@@ -164,12 +164,12 @@ class LLMJudge:
         raise JudgeError(f"{self._model} at {self._base_url} gave no grade: {why}")
 
     def take_use(self) -> dict[str, float]:
-        """Return what was used since the last call: requests, tokens, and what failed."""
+        """Return the numbers of requests, failures and tokens since the last call."""
         taken, self._used = self._used, Counter()
         return {kind: float(taken[kind]) for kind in ("requests", "failures", *_TOKENS)}
 
     def _ask(self, message: str, left_s: float) -> tuple[float | None, str, float]:
-        """Make one request; return its grade if there is one, what is wrong, and a delay."""
+        """Make one request; return grade or None, problem, and seconds before the next request."""
         body = {"model": self._model, "messages": [{"role": "user", "content": message}]}
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         self._used["requests"] += 1
@@ -188,7 +188,7 @@ class LLMJudge:
         return *self._read(text), 0.0
 
     def _read(self, body: str) -> tuple[float | None, str]:
-        """Return the grade in an answer if it has one, and else why not."""
+        """Return the grade in an answer, or None and the reason why it has none."""
         try:
             answer = json.loads(body)
             for kind in _TOKENS:
@@ -219,7 +219,7 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
 
 
 def _api_key(variable: str | None) -> str | None:
-    """Return the key in an environment variable; never show what is given: it may be the key."""
+    """Return an environment variable's key; errors never quote `variable`: it may be the key."""
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()

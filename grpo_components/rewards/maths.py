@@ -15,14 +15,14 @@ from grpo_components.data.boxes import last_boxed
 from grpo_components.rewards.answer_text import Quantity, number, quantities, read, times, words
 
 RESPONSE_CPU_S = 4.0
-"""Most CPU seconds that one of our rewards spends on a response; beyond them, the reward is 0."""
+"""Maximum CPU seconds that our rewards spend on a response; above them, the reward is 0."""
 
 _MAX_EXTRA_CHARS = 1000
-"""Most characters by which an answer may exceed the known one: a long text is slow to parse."""
+"""Maximum extra characters of an answer over the known one: a long text is slow to parse."""
 _TOLERANCE = Fraction(1, 10**9)
 """Largest relative difference if a side is a decimal; else numbers must be equal."""
 _MAX_BITS, _MAX_DEPTH = 200_000, 40
-"""Largest number that is evaluated (60,000 digits), and deepest nesting of brackets."""
+"""Bits of the largest number that is evaluated (60,000 digits), and deepest nesting of brackets."""
 
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _FIND: dict[str, Callable[[str], str]] = {
@@ -32,7 +32,7 @@ _FIND: dict[str, Callable[[str], str]] = {
     "plain": str,
 }
 WRITE = {"tag": "<answer>{}</answer>", "boxed": r"\boxed{{{}}}", "gsm8k": "#### {}", "plain": "{}"}
-"""How a response writes its answer, by `answer_format`."""
+"""Template of an answer in a response, by `answer_format`."""
 
 
 class MathCorrectness:
@@ -75,7 +75,7 @@ class MathCorrectness:
         return float(given == answer or self._is_right(known, read(given, not _has_letters(known))))
 
     def perfect_response(self, *, answer: str) -> str:
-        """Return the known answer as a response has it."""
+        """Return the known answer, formatted as in a response."""
         return self._write.format(answer)
 
     def _is_right(self, known: str, given: str) -> bool:
@@ -87,7 +87,7 @@ class MathCorrectness:
         return self._equal(value, their_value)
 
     def _equal(self, known: str, given: str) -> bool:
-        """Compare two answers that were read: words, equations, lists, sets, or quantities."""
+        """Compare two normalized answers: words, equations, lists, sets, or quantities."""
         squeezed = [re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", text) for text in (known, given)]
         said = words(known), words(given)
         if squeezed[0] == squeezed[1] or any(said):
@@ -131,7 +131,7 @@ class MathCorrectness:
         return True
 
     def _is_same_quantity(self, known: Quantity, given: Quantity) -> bool:
-        """Compare two formulas with units and words: one side may lack these."""
+        """Compare two formulas with units and words; one side may lack units and words."""
         if not known.may_equal(given):
             return False
         if known.dimensions and given.dimensions:
@@ -140,7 +140,7 @@ class MathCorrectness:
         return any(self._is_same_value(*side) for side in dict.fromkeys(sides))
 
     def _is_same_value(self, known: str, given: str, is_final: bool = True) -> bool:
-        """Compare two formulas; `is_final`: a known number is met by one that is written out."""
+        """Compare two formulas; with `is_final`, only a plain number equals a known number."""
         ours, theirs = number(known), number(given)
         if ours is not None and theirs is not None:
             return abs(ours - theirs) <= ("." in known + given) * _TOLERANCE * abs(ours)
@@ -197,7 +197,7 @@ class MathCorrectness:
             return False
 
     def _set(self, text: str) -> Any:
-        """Return the real numbers of `x<2 or x>3` or an interval; None if it is neither."""
+        """Return the set of reals of `x<2 or x>3` or of an interval; None for any other text."""
         if re.search(r"<|>|\\[lg]e", text):
             text = re.sub(r"\\cup|«or»", ",", text)
         sets = []
@@ -273,7 +273,7 @@ def _name(text: str) -> str:
 
 
 def _values(text: str) -> list[str]:
-    """Return the sides of an equation that are no names: of `x = 3+4 = 7`, `3+4` and `7`."""
+    """Return an equation's sides that are not names: `3+4` and `7` for `x = 3+4 = 7`."""
     sides = [side.strip() for side in _EQUALS.split(text)] if len(_split(text)) == 1 else [text]
     return [side for side in sides if not _NAME.fullmatch(side)] or [text]
 
@@ -293,7 +293,7 @@ def _items(text: str) -> tuple[str, list[str]]:
 
 
 def _split(text: str) -> list[str]:
-    """Return what commas, `and` and `or` outside brackets separate; nothing if unbalanced."""
+    """Split at commas, `and` and `or` outside brackets; no items if brackets do not match."""
     items, depth, start = [], 0, 0
     for match in re.finditer(r"[(\[{]|[)\]}]|[,;&]|«(?:and|or)»|\\begin|\\end", text):
         if match[0] in ("(", "[", "{", r"\begin"):
@@ -341,7 +341,7 @@ def _bits(expression: Any) -> float:
 
 
 def _size(expression: Any) -> float:
-    """Return a number that the absolute value of an expression does not exceed; 1 for a symbol."""
+    """Return an upper bound of an expression's absolute value; 1 for a symbol."""
     bits = _bits(expression)
     if getattr(expression, "is_Rational", False) and bits < 64:
         return float(max(abs(expression.p), expression.q))

@@ -102,7 +102,7 @@ class RewardPool:
             self._threads.submit(self._get_worker)
 
     def begin(self, sample: RewardInput) -> Future[Score]:
-        """Start to score a sample, without waiting. Any thread may call this."""
+        """Start scoring a sample without waiting. Any thread may call this."""
         return self._threads.submit(self._score_one, sample)
 
     def score(self, samples: Sequence[RewardInput]) -> list[Score]:
@@ -201,10 +201,10 @@ class Worker:
         self._connection.send((rewards, max_cpu_s))
         self._names = list(rewards)
         self.has_perfect: dict[str, bool] = {}
-        """Whether a reward has a `perfect_response`, for each that is built."""
+        """Name of each reward built so far -> whether it has a `perfect_response`."""
 
     def wait_until_built(self, timeout_s: float) -> tuple[str, str]:
-        """Wait until all rewards are built, each within `timeout_s`; return a name and its problem.
+        """Wait until all rewards are built, each within `timeout_s`; return who failed, and why.
 
         The problem is one line, then the traceback of the user's code; empty if there is none.
         """
@@ -223,7 +223,7 @@ class Worker:
     def ask(
         self, name: str, sample: RewardInput, timeout_s: float, is_perfect: bool = False
     ) -> Outcome:
-        """Let one reward score a sample; `is_perfect`: its own best response to the sample."""
+        """Let one reward score a sample; `is_perfect` scores the reward's own perfect response."""
         of, problem = self.wait_until_built(_START_TIMEOUT_S)
         if problem:
             problem = problem.partition("\n")[0]

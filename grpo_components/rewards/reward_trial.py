@@ -13,11 +13,11 @@ from grpo_components.errors import ConfigError, shown
 from grpo_components.rewards.pool import Outcome, RewardInput, RewardSpec, Worker
 
 _START_TIMEOUT_S, _START_DEADLINES = 45.0, 4
-"""Time to import and build one reward: in seconds, or in deadlines of a call if that is more."""
+"""Time to import and build one reward: in seconds, or in call deadlines if these are longer."""
 _OURS = "grpo_components."
 _ALLOWED = "a class whose objects take prompt_text, response_text, answer and finish_reason by name"
 _SCORES = "one that can score a row of the data set"
-"""What is wrong with a reward of ours that raises: not its form."""
+"""The error's `allowed` text if a reward of this package raises: its signature is right."""
 _ANSWERS = "a data set whose answers it accepts, or another answer_format"
 _NOISE = "nonsense " * 9999
 _CHECK_S = 20.0
@@ -34,9 +34,9 @@ class RewardTrial:
         self._worker = Worker(self._rewards, 0, subprocess.DEVNULL)  # it builds them meanwhile
 
     def finish(self) -> tuple[list[str], list[str]]:
-        """Wait until each reward has scored a known answer; return the scores, and what is doubted.
+        """Wait until each reward has scored known answers; return lines of scores, and warnings.
 
-        A line has the scores of all known answers and of an empty response.
+        A line has one reward's scores of the known answers and of an empty response.
         """
         start_s = max(_START_TIMEOUT_S, _START_DEADLINES * self._timeout_s)
         of, problem = self._worker.wait_until_built(start_s)
@@ -76,7 +76,7 @@ class RewardTrial:
             raise self._error(name, hang, "one that answers in time") from None
 
     def _ask(self, name: str, sample: RewardInput, timeout_s: float, row: str = "") -> Outcome:
-        """Let one reward score a sample; with a row's name, its perfect response to the sample."""
+        """Let one reward score a sample or, if `row` is given, its own perfect response to it."""
         try:
             return self._worker.ask(name, sample, timeout_s, bool(row))
         except (EOFError, ConnectionError):
@@ -86,9 +86,9 @@ class RewardTrial:
     def check_rows(
         self, data: Mapping[str, Any], sample_of: Callable[[Any], RewardInput]
     ) -> list[str]:
-        """Let each reward score its perfect response to every row; return a line if some are wrong.
+        """Let each reward score its perfect response to every row; return a warning on wrong rows.
 
-        Comes after `finish`; `data` has the data sets by their key. All rows wrong is an error.
+        Called after `finish`; `data`: key -> data set. An error is raised if all rows are wrong.
         """
         rows = [(key, row) for key, dataset in data.items() for row in range(len(dataset))]
         random.Random(0).shuffle(rows)  # so that the time goes to rows from everywhere
@@ -134,6 +134,6 @@ class RewardTrial:
 
 
 def _problem(name: str, error: str) -> str:
-    """Return the error of a score as what follows the reward's name in a sentence."""
+    """Rephrase a score's error so that it can follow the reward's name in a sentence."""
     text = error.removeprefix(f"reward {name}: ")
     return text if text.startswith("gave ") else f"raised {text}"

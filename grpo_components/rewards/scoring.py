@@ -1,4 +1,4 @@
-"""What a reward process does: builds the rewards, and scores one sample after the other."""
+"""Runs in a reward process: builds the rewards, and scores one sample after another."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1
 def score_response(
     name: str, reward: Any, sample: RewardInput, is_perfect: bool, max_cpu_s: float
 ) -> Outcome:
-    """Apply one reward to a sample; `is_perfect`: to its own best response to it."""
+    """Apply one reward to a sample; `is_perfect` scores the reward's own perfect response."""
     is_ours = type(reward).__module__.startswith("grpo_components.")
     where = "" if is_ours else defined_at(reward)  # a line of ours tells the user nothing
     best, begun = getattr(reward, "max_reward", 1.0), time.monotonic()
@@ -61,7 +61,7 @@ def score_response(
 def arguments_for(
     reward: Callable[..., Any], sample: RewardInput, always: Sequence[str] = CALL
 ) -> RewardInput:
-    """Return the arguments of one call of a reward: `always`, and columns that it takes."""
+    """Return the arguments of a call: those named in `always`, and others that the reward takes."""
     sample = {name: value for name, value in sample.items() if name != SEED}
     parameters = inspect.signature(reward).parameters
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -70,7 +70,7 @@ def arguments_for(
 
 
 def _counts_failures() -> str:
-    """Score a sample by a reward that raises; return what is wrong unless the sample fails."""
+    """Check that a reward that raises makes a failed sample; return a problem, else ""."""
 
     def raises(**sample: Any) -> float:
         raise RuntimeError("raised on purpose, to see that it counts as a failure")

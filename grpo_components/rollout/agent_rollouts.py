@@ -138,6 +138,6 @@ class AgentRollouts:
 
 
 def _task(prompt: dict[str, Any]) -> dict[str, Any]:
-    """Return what an agent gets of a prompt."""
+    """Return the part of a prompt that an agent gets."""
     own = {name: prompt[name] for name in ("prompt_text", "answer", "seed", "prompt_index")}
     return {**other_columns(prompt), **own}

@@ -65,7 +65,7 @@ class EnginePolicy:
 
 
 def _extend(slot: SlotRollout, turn: Any) -> None:
-    """Append one step: the policy's turn, and what the environment's state has after it."""
+    """Append one step: the policy's turn, and the tokens that the environment added after it."""
     after = turn["next"]
     response, tokens = turn["response"].numpy(), after["tokens"].numpy()
     known = np.concatenate([slot.prompt_ids, slot.response_ids, response])
@@ -83,7 +83,7 @@ def _extend(slot: SlotRollout, turn: Any) -> None:
 
 
 class GroupCollector(Collector):
-    """A torchrl collector whose rollout takes all slots to their end, without padding them."""
+    """A torchrl collector whose rollout steps all slots until each is done, without padding."""
 
     def __init__(self, env: EnvBase, policy: EnginePolicy) -> None:
         self._turns = policy
@@ -107,7 +107,7 @@ class GroupCollector(Collector):
         self._use_buffers = False
 
     async def rollout(self, call: Callable[..., Awaitable[Any]]) -> list[SlotRollout]:
-        """Reset the environment and step it until every slot is done, by calls in its thread."""
+        """Reset the environment and step it, in its own thread, until every slot is done."""
         tensordict = await call(self.env.reset)
         slots = [SlotRollout(slot["tokens"].numpy()) for slot in tensordict.unbind(0)]
         while not all(slot.done for slot in slots):

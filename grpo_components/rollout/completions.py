@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what it answers."""
+"""The request to an engine for one response, and the completion that it returns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Watch = Callable[[Sequence[int]], bool]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One response that is asked for."""
+    """A request for one response."""
 
     prompt_ids: list[int]
     max_tokens: int
@@ -28,7 +28,7 @@ class Request:
     seed: int
     stop_token_ids: Sequence[int]
     truncation: Mapping[str, float]
-    """Sampler settings beside the temperature, by vLLM's names; see `TRUNCATION`."""
+    """Sampler settings other than the temperature, by vLLM's names; see `TRUNCATION`."""
     watch: Watch | None
 
 

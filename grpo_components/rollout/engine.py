@@ -34,7 +34,7 @@ class EngineStoppedError(RuntimeError):
 
 
 class EngineAsleepError(RuntimeError):
-    """The engine sleeps; a request that was running then, or came since, gets no answer."""
+    """The engine sleeps; requests that were running, or arrived since, get no answer."""
 
 
 def open_engine(
@@ -78,7 +78,7 @@ class Engine:
         self._ids = map(str, range(2**63))
         self._probe: Future[Any] | None = None
         self._entered_prompts = self._entered_tokens = 0
-        """Requests, and tokens of their prompts, that entered since the last step."""
+        """Number of requests that entered since the last step, and of their prompt tokens."""
         self._asleep = False
         self._dead: BaseException | None = None
         built: Future[None] = Future()
@@ -104,7 +104,7 @@ class Engine:
         return self._command(name, "request", Request(list(prompt_ids), *asked))
 
     def sleep(self) -> Future[int]:
-        """Abort what runs, and free GPU memory until `load_weights`. Any thread may call this."""
+        """Abort requests, and free GPU memory until `load_weights`. Any thread may call this."""
         return self._command("sleep", "sleep", None)
 
     def load_weights(

@@ -1,4 +1,4 @@
-"""Measures how an engine uses its time and its room for sequences."""
+"""Measures how an engine spends its time, and how many sequences it runs at once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EngineUse:
 
     @contextlib.contextmanager
     def rollout(self) -> Iterator[None]:
-        """Context manager: a rollout asks for sequences meanwhile. Any thread may call this."""
+        """Context manager: a rollout requests sequences inside. Any thread may call this."""
         self._count(1)
         try:
             yield
@@ -48,7 +48,7 @@ class EngineUse:
 
     @contextlib.contextmanager
     def step(self, prompts: int, prompt_tokens: int) -> Iterator[None]:
-        """Context manager: the engine's thread makes one step meanwhile."""
+        """Context manager: the engine's thread makes one step inside."""
         sequences = self._sequences
         began, cpu_began = time.perf_counter(), time.thread_time()
         yield
@@ -59,7 +59,7 @@ class EngineUse:
             self._steps[group] = [a + b for a, b in zip(self._steps[group], one, strict=True)]
 
     def steps(self) -> dict[str, list[float]]:
-        """Return sums over the engine's steps, by their number of sequences."""
+        """Return sums over the engine's steps, grouped by the number of sequences in a step."""
         with self._lock:
             return {
                 group: [round(value, 4) for value in sums] for group, sums in self._steps.items()
@@ -88,7 +88,7 @@ class EngineUse:
             self._advance()
 
     def _advance(self) -> None:
-        """Count the time since the last call, and go on with the present activity."""
+        """Count the time since the last call for the current activity, which continues."""
         cause = NO_REWARD if self._rollouts else NO_GROUP
         passed = self._time.begin(cause if self._engine_does == IDLE else self._engine_does)
         self._sequence_s += passed * self._sequences

@@ -17,7 +17,7 @@ from typing import Any
 from grpo_components.objective.component_errors import place_in, stack_text, users_part
 
 _QUICK_CALLS, _QUICK_S = 8, 0.01
-"""Calls that begin at once, and seconds after which the next one no longer waits for a call."""
+"""Calls that may begin at once, and seconds after which a running one makes way for the next."""
 
 
 class HungCallError(TimeoutError):
@@ -35,14 +35,14 @@ def hang_text(error: HungCallError) -> str:
 
 
 class TimeLimit:
-    """Seconds that the calls of a rollout into its environment, and its rewards, take together."""
+    """Limits the total seconds of a rollout's environment calls and rewards."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = self._left_s = timeout_s
 
     @contextlib.contextmanager
     def running(self) -> Iterator[float]:
-        """Use up the time that passes inside; gives what is left."""
+        """Context manager: subtract the time spent inside; yields the seconds that are left."""
         started = time.monotonic()
         try:
             yield self._left_s
@@ -80,7 +80,7 @@ class EnvironmentThread:
             raise self.hung(limit, function) from None
 
     async def run(self, limit: TimeLimit, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in the thread, as `call`, and let the event loop go on meanwhile."""
+        """Call a function in the thread, as `call` does, without blocking the event loop."""
         return await self.outcome(limit, function, self.start(function, *args))
 
     async def outcome(
@@ -129,7 +129,7 @@ class EnvironmentThread:
 
 
 class EnvironmentThreads:
-    """Threads for the calls of many rollouts: a few for quick calls, one more for each slow one."""
+    """Threads for the calls of many rollouts: a few for quick calls, one more per slow call."""
 
     def __init__(self) -> None:
         self._idle: deque[EnvironmentThread] = deque()

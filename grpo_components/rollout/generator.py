@@ -33,9 +33,9 @@ from grpo_components.trajectory import GroupSummary, PackedTrajectories, Traject
 _SWITCH_S = 0.0005
 """Seconds that a thread may keep the GIL while another wants it."""
 _END_S = 10.0
-"""Seconds that the engine may take to notice the end of a sender of weights."""
+"""Seconds that the engine may take to notice that a sender of weights has ended."""
 _MAX_UTF8_BYTES = 4
-"""Most bytes of one character, and therefore most tokens that can share a character."""
+"""Maximum bytes of one character, and therefore of tokens that share a character."""
 
 
 class Generator:
@@ -84,11 +84,11 @@ class Generator:
         self._rebuilt, self._rebuilding = RebuiltWeights(), asyncio.Lock()
         self._sleeps = 0
         self._awaited: dict[int, Future[None]] = {}
-        """Whether the engine waits for the first tensor, by the number of a transfer: the last."""
+        """Transfer number -> future, set once the engine waits for that transfer's first tensor."""
         self._receiving: Future[Any] | None = None
 
     async def reserve(self, patience_s: float) -> int:
-        """Wait until whole groups have room, and keep it for the next calls of `generate_group`."""
+        """Wait for capacity for whole groups; reserve it for the next calls of `generate_group`."""
         return await self._budget.reserve(patience_s)
 
     async def generate_group(
@@ -215,7 +215,7 @@ class Generator:
         sleeps: int,
         load: Callable[[], Future[ProbeReading | None]],
     ) -> ProbeReading | None:
-        """Let the engine load weights, unless newer ones have overtaken them."""
+        """Let the engine load weights; refuse them if newer weights came first."""
         # No await from this check to the update of `_loading`: newer weights may arrive in one.
         self._refuse_late(version, sleeps)
         loading, self._loading = load(), version
@@ -231,7 +231,7 @@ class Generator:
             raise ValueError(f"weights of version {version} came before the engine fell asleep")
 
     def begin_attempt(self) -> None:
-        """Forget reserved room, accept older weights: the run begins again at a checkpoint."""
+        """Release reservations and accept older weights: the run restarts from a checkpoint."""
         if self._receiving is not None and not wait([self._receiving], _END_S).done:
             raise RuntimeError("the engine still waits for weights of the earlier attempt")
         self._loading = BASE_VERSION
@@ -239,7 +239,7 @@ class Generator:
         self._budget.begin_attempt()
 
     def time_use(self) -> dict[str, Any]:
-        """Return the seconds of each activity of the engine, its steps and share of sequences."""
+        """Return the engine's seconds by activity, its steps, and the share of sequences in use."""
         use = self._engine.use
         seconds = {"seconds": use.seconds(), "cpu_seconds": use.cpu_seconds()}
         return seconds | {"sequence_share": use.sequence_share(), "engine_steps": use.steps()}
@@ -253,7 +253,7 @@ class Generator:
     def _evaluated(
         self, prompt: Prompt, slot: SlotRollout, temperature: float | None
     ) -> dict[str, Any]:
-        """Return the result of one response; with its text if its temperature is given."""
+        """Return the result of one response; includes its text if `temperature` is given."""
         assert slot.score is not None
         versions = slot.versions[slot.response_mask].tolist()
         result = {
@@ -295,7 +295,7 @@ class Generator:
         }
 
     def _turns(self, trajectory: Trajectory) -> list[dict[str, str]]:
-        """Return the texts of the policy and of the environment, in turns."""
+        """Return the policy's and the environment's texts, in the order of their turns."""
         mask = trajectory.response_mask
         edges = np.flatnonzero(np.diff(mask)) + 1
         turns = zip(np.split(trajectory.response_ids, edges), np.split(mask, edges), strict=True)

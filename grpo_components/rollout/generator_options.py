@@ -1,4 +1,4 @@
-"""The options of a generator beside its section of the config: its engine and environment."""
+"""Options of a generator's engine and environment, besides its section of the config."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Literal
 from grpo_components.settings import LoraSettings
 
 EnvironmentKind = Literal["single_turn", "multi_turn", "agents", "torchrl"]
-"""The shipped one of one turn, which is not built; with a world; with agents; a user's own."""
+"""Shipped, for one turn (not built); shipped, with a world; with agents; or the user's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What an engine needs beside `generator`; undescribed fields are keys of the config."""
+    """What an engine needs besides `generator`; undescribed fields are keys of the config."""
 
     model_path: str
     """Folder of the Hugging Face checkpoint to load as version 0."""
@@ -22,10 +22,10 @@ class EngineOptions:
     dtype: str
     recompute_kv_after_pull: bool
     num_ids: int | None = None
-    """Ids that the tokenizer knows, which alone are sampled; None: all of the vocabulary."""
+    """Number of ids that the tokenizer knows; only they are sampled. None: whole vocabulary."""
     colocate: bool = False
     weight_transfer: str | None = None
-    """vLLM's engine through which weights arrive, nccl; None: they are in memory."""
+    """vLLM's transfer engine for weights, `nccl`; None: weights arrive in memory."""
     lora: LoraSettings | None = None
     adapter_path: str | None = None
     """Folder of the adapter to start with; None: the base model alone."""
@@ -36,7 +36,7 @@ class EnvironmentOptions:
     """Options of the environment in which the policy answers prompts."""
 
     build_environment: Callable[..., Any]
-    """Builds it; a torchrl one gets num_slots, decode, encode, score and max_response_tokens."""
+    """Builds it; torchrl's gets num_slots, decode, encode, score and max_response_tokens."""
     timeout_s: float
     """Seconds for all environment calls of one rollout together, rewards included."""
     kind: EnvironmentKind = "torchrl"

@@ -39,8 +39,8 @@ class MultiTurnEnvironment:
     """Lets the policy and a world take turns, without ever tokenizing a text twice.
 
     The policy's token ids stay as sampled. The world's text is tokenized separately and appended.
-    A response ends when the world ends it, or at a limit: after `max_turns`, or if no room is left
-    for the world's text and one more token. At a limit, `finish_reason` is `length`.
+    A response ends when the world ends it, or at a limit: after `max_turns`, or if the world's text
+    and one more token would not fit. At a limit, `finish_reason` is `length`.
 
     The reward of a sample is the sum of two parts: the config's rewards for the policy's last turn,
     and the world's rewards for all turns. `reward_terms` holds each of them by name.
@@ -82,7 +82,7 @@ class Conversation:
         Args:
             text: the policy's turn.
             finish_reason: how the policy's turn ended.
-            room: most tokens of a reply.
+            room: maximum number of tokens of a reply.
         """
         reply = self._respond(text)
         if not isinstance(reply, Reply):

@@ -1,4 +1,4 @@
-"""Encodes environment text: its frame may contain control tokens, text that it quotes may not."""
+"""Encodes environment text; control tokens may be in its frame, but not in text that it quotes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 _OPENS, _CLOSES = "\ufdd0", "\ufdd1"  # no characters, by Unicode: no text has them
 _QUOTE = re.compile(f"{_OPENS}([^{_CLOSES}]*){_CLOSES}")
 _MARKER = re.compile(r"(?=(<[^<>\s]+>|\[/?[A-Z_]+\]))")
-"""Finds what looks like a marker of a chat, as `[INST]` or `<tools>`, also if it is no token."""
+"""Finds what looks like a chat marker, such as `[INST]` or `<tools>`, even if it is no token."""
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Encode a text that continues a conversation; names of control tokens become these tokens.
 
-    In what is `quoted`, they do not. torchtune's tokenizers would differ: the one of Llama 3
-    encodes `<|eot_id|>` as plain text, the one of Qwen as a control token, and those based on
-    SentencePiece put a space before each text.
+    In `quoted` text, they do not. torchtune's own tokenizers differ: Llama 3's encodes
+    `<|eot_id|>` as plain text, Qwen's as a control token, and those based on SentencePiece put a
+    space before each text.
     """
     special: dict[str, int] | None = getattr(tokenizer, "special_tokens", None)
     names = {*(special or ()), *markers(str(getattr(tokenizer, "chat_template", "")))}
@@ -49,7 +49,7 @@ def _encode_alone(tokenizer: Any, text: str) -> list[int]:
 
 
 def markers(text: str) -> set[str]:
-    """Return what looks like a marker of a chat."""
+    """Return the substrings that look like chat markers."""
     return set(_MARKER.findall(text))
 
 
@@ -66,9 +66,9 @@ def quoted(text: str) -> str:
 
 
 def unquoted(text: str, names: Iterable[str]) -> str:
-    """Return a text without the marks of `quoted`; what they enclosed spells no control token.
+    """Remove the marks of `quoted` from a text, so that quoted parts spell no control token.
 
-    A blank parts each name, and each marker that the text around has, after its first character.
+    A blank breaks each of `names`, and each marker of the other text, that is partly quoted.
     """
     parts = _QUOTE.split(text)
     whole = "".join(parts)

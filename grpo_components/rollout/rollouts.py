@@ -62,7 +62,7 @@ class Rollouts:
         """Seats that no rollout is using, by number of slots."""
 
     async def collect(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
-        """Sample and score responses, all in one environment."""
+        """Sample and score responses, all of them in one environment."""
         with self._engine.use.rollout():
             try:
                 return await self._rollout(samples, temperature)
@@ -98,7 +98,7 @@ class Rollouts:
         return slots
 
     def _problem_of(self, error: Exception) -> str:
-        """Return what failed in a rollout, with the place in the user's code."""
+        """Return the error of a failed rollout, with the place in the user's code."""
         if not isinstance(error, HungCallError):
             return failure_text("environment", error)
         score = self._rewards.score.__code__

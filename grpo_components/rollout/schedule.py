@@ -1,4 +1,4 @@
-"""Hands commands to an engine's thread, and writes down which entered before which engine step."""
+"""Hands commands to an engine's thread, and records which one entered before which engine step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STOP = "stop"
 """Name of the command that ends the engine; it is never recorded and never waits its turn."""
 _Command = TypeVar("_Command")
 Arrived = Sequence[tuple[str, Any]]
-"""Commands that wait, each with its name, in the order in which they came."""
+"""Waiting commands, each with its name, in the order of their arrival."""
 
 
 class RecordedCommands(Protocol):
@@ -30,15 +30,15 @@ class RecordedCommands(Protocol):
         """Refuse a command that the recorded engine did not get."""
 
     def choose(self, arrived: Arrived, changed: Condition, step: int, idle: bool) -> int | None:
-        """Return the index of the command that enters before a step; wait for one that is due.
+        """Return the index of the command that enters before a step; if one is due, wait for it.
 
-        None if none is. `changed` is held, and notified when a command arrives.
+        None if no command is due. `changed` is held, and notified when a command arrives.
         """
         ...
 
 
 class Schedule(Generic[_Command]):
-    """Hands commands to an engine's thread: as they arrive, or in a replay as recorded.
+    """Hands commands to an engine's thread: live, as they arrive; in a replay, as recorded.
 
     An engine computes the same bits if the same requests and weights enter before the same steps.
     So a replay needs only this file and the weights to sample the same tokens again.
@@ -92,7 +92,7 @@ class Schedule(Generic[_Command]):
             return command
 
     def drain(self) -> list[_Command]:
-        """Remove and return the queued commands, once the engine has ended."""
+        """Remove and return the queued commands; called once the engine has ended."""
         with self._changed:
             commands = [command for _, command in self._arrived]
             self._arrived.clear()
@@ -126,7 +126,7 @@ def open_schedule(
     number: int = 0,
     restart_count: int = 0,
 ) -> Schedule[Any]:
-    """Open a generator's schedule to write it; `recorded` reads the one that a replay repeats."""
+    """Open a generator's schedule to write it; `recorded` reads the schedule that is replayed."""
     path = schedule_file(Path(folder), number)
     cut_torn_line(path)
     commands = recorded(number, restart_count) if recorded else None

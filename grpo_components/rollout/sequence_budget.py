@@ -1,4 +1,4 @@
-"""Limits how many responses a generator answers at once; groups start as room becomes free."""
+"""Limits how many responses a generator samples at once; groups start as others finish."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class SequenceBudget:
     """Counts the responses that a generator may still begin.
 
     A response counts from the start of its group until it is scored. So another group may start
-    while the longest responses of earlier ones are still sampled. All methods are called on one
+    while the longest responses of earlier groups are still sampled. All methods are called on one
     event loop.
     """
 
@@ -21,7 +21,7 @@ class SequenceBudget:
         self._changed = asyncio.Event()
 
     async def reserve(self, patience_s: float) -> int:
-        """Wait until whole groups have room, and keep it for them."""
+        """Wait until at least one group fits; reserve and return all that fit, 0 on a timeout."""
         attempt = self._attempt
         try:
             async with asyncio.timeout(patience_s):
@@ -38,7 +38,7 @@ class SequenceBudget:
         return groups
 
     def begin_group(self) -> Callable[[int], None]:
-        """Begin the responses of a group, in reserved room if there is any.
+        """Begin the responses of a group; use up a reservation if there is one.
 
         A group whose generator was restarted begins again without a reservation.
         """
@@ -61,7 +61,7 @@ class SequenceBudget:
         return end_from_any_thread
 
     def begin_attempt(self) -> None:
-        """Release all reserved room: those who reserved it belong to an earlier attempt."""
+        """Release all reservations: they were made by an earlier attempt."""
         self._free += self._reserved * self._group_size
         self._reserved = 0
         self._attempt += 1

@@ -1,4 +1,4 @@
-"""Joins what is sampled and scored for one response into a `Trajectory`."""
+"""Joins the sampled turns and the score of one response into a `Trajectory`."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Sample:
     """Name in the engine's schedule and in errors."""
     seed: int
     ended: Callable[[], None] = lambda: None
-    """Function to call once the response is scored; more calls do nothing."""
+    """Function to call once the response is scored; further calls do nothing."""
     evaluates: bool = False
-    """Whether it is sampled for an evaluation, and not trained."""
+    """Whether it is sampled for an evaluation, not for training."""
 
 
 def next_turn(
@@ -53,7 +53,7 @@ def next_turn(
     tokens: list[int],
     used: int,
 ) -> Future[Completion]:
-    """Ask for a sample's next turn; `used` of the tokens before it are its response's."""
+    """Request a sample's next turn; the last `used` of the `tokens` belong to its response."""
     return engine.submit(
         tokens,
         max_tokens=settings.max_response_tokens - used,
@@ -81,13 +81,13 @@ class SlotRollout:
         self.text: str | None = None
         """The response as text, if it is one turn."""
         self.session: dict[str, Any] | None = None
-        """What the record says of an agent's session; None without an agent."""
+        """The field `session` of the trajectory; None without an agent."""
         self.others: list[SlotRollout] = []
         """Further trajectories of the session."""
 
     @classmethod
     def failed(cls, prompt_ids: NDArray[np.int64], error: str) -> SlotRollout:
-        """Make the slot of a rollout that failed: a failed sample without response tokens."""
+        """Make the slot of a failed rollout: a failed sample without response tokens."""
         slot = cls(prompt_ids)
         slot.finish_reason, slot.done = "error", True
         slot.score = Score(math.nan, {}, False, error)
@@ -151,7 +151,7 @@ class SlotRollout:
 
 
 def reward_use(slots: Iterable[SlotRollout]) -> dict[str, float]:
-    """Add up what the rewards used for some responses, see `Score.used`."""
+    """Add up what the rewards used for these responses; see `Score.used`."""
     total: Counter[str] = Counter()
     for slot in slots:
         total.update(slot.score.used if slot.score else {})  # pyright: ignore -- numbers

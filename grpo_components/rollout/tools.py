@@ -33,11 +33,11 @@ policy sees the message of a ValueError; any other exception fails the sample.""
 _MAX_STDERR_CHARS = 500
 """Number of characters from the end of a program's stderr that the policy sees."""
 _MAX_CALLS = 8
-"""Most calls of a turn that are run; more could use up the rollout's time."""
+"""Maximum number of a turn's calls that are run; more could use up the rollout's time."""
 TURN_LIMIT_S = 10.0
 """Seconds for all programs of one turn together."""
 _RUNNING = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
-"""Programs that may run at a time: two per CPU core, because some only wait."""
+"""Limits the programs that run at once to two per CPU core, because some only wait."""
 _TYPE_NAMES: dict[type, str] = {
     str: "a text",
     int: "a whole number",
@@ -130,7 +130,7 @@ class _ProgramTime:
 
 
 _PROGRAM_TIME: ContextVar[_ProgramTime | None] = ContextVar("program_time", default=None)
-"""Program time of the turn that calls a tool; no tool argument: the policy sets those."""
+"""Program time of the current turn; not a tool argument, because the policy sets those."""
 
 
 @cache  # shared by all environments of a process
@@ -196,7 +196,7 @@ class ToolUse:
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """Descriptions of all tools, for the prompt, as transformers makes them of a function."""
+        """JSON schemas of all tools for the prompt, made by transformers from their functions."""
         return [_schema(name, tool) for name, (tool, _) in self._tools.items()]
 
     def __call__(self, prompt: Prompt, seed: int) -> Callable[[str], Reply]:
@@ -314,7 +314,7 @@ def shipped_tools(
 def _hermes_calls(text: str) -> list[str]:
     """Return the text of each call: from its opening tag to the next tag, or to the end.
 
-    What is thought is no call, and neither is a tag without JSON.
+    Text inside `<think>` is no call, and neither is a tag without JSON.
     """
     calls: list[str] = []
     while found := _OPENING_TAG.search(text):

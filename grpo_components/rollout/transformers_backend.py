@@ -28,19 +28,19 @@ from grpo_components.settings import GeneratorSettings
 NAME = "grpo_slots"
 """Name of the attention function among transformers' attention implementations."""
 _PROMPT_TOKENS = 8192
-"""Tokens that one pass over prompts computes at most, padding included, but for a longer prompt."""
+"""Maximum tokens of one pass over prompts, with padding; a longer prompt gets a pass of its own."""
 
 
 @dataclass
 class _Sequence:
-    """A request in a slot, or that waits for one."""
+    """A request that has a slot, or waits for one."""
 
     request_id: str
     request: Request
     ids: list[int]
     """Prompt and sampled tokens."""
     longest: int
-    """Number of tokens at which it ends."""
+    """Length, in tokens with the prompt, at which the sequence ends."""
     stops: set[int]
     random: random.Random
     slot: int = -1
@@ -152,7 +152,7 @@ class TransformersBackend:
         return results
 
     def finish_batches(self) -> list[tuple[str, Result]]:
-        """Do nothing: no step leaves a batch under way."""
+        """Do nothing: no step leaves a batch unfinished."""
         return []
 
     def load(self, version: int, weights: Any) -> None:
@@ -170,7 +170,7 @@ class TransformersBackend:
                 sequence.is_begun = False
 
     def abort(self, request_ids: list[str]) -> None:
-        """Forget all requests."""
+        """Drop all requests."""
         self._free += [sequence.slot for sequence in self._running]
         self._running, self._waiting, self._probes = [], [], []
 
@@ -178,7 +178,7 @@ class TransformersBackend:
         """Do nothing: preflight refuses a GPU that is shared with trainers."""
 
     def failure(self, error: BaseException) -> str:
-        """Return nothing: every error says its cause."""
+        """Return an empty text: every error already says its cause."""
         return ""
 
     def close(self) -> None:
@@ -262,12 +262,12 @@ class TransformersBackend:
 
 @dataclass
 class _Pass:
-    """One forward pass: of prompts, each for one or more slots, or of one more token per slot."""
+    """One forward pass: over prompts, each for one or more slots, or over one token per slot."""
 
     cache: dict[int, list[Tensor]]
     """Keys and values of each layer, [slots, heads, positions, D]; made by the first pass.
 
-    Memory on a CPU is taken when it is written first, so that short sequences take little."""
+    A CPU allocates memory at the first write, so short sequences take little."""
     size: tuple[int, int]
     """Number of slots and of their positions."""
     slots: Tensor
@@ -275,9 +275,9 @@ class _Pass:
     distance: Tensor
     """Position of each query less that of each key, as [..., queries, keys] for all heads."""
     sources: Tensor | None = None
-    """[N] number of the prompt that each slot gets; None in a pass of one more token."""
+    """[N] number of the prompt that each slot gets; None in a pass over one token per slot."""
     at: Tensor | None = None
-    """[N] position of the token of each slot; None in a pass of prompts."""
+    """[N] position of the token of each slot; None in a pass over prompts."""
 
     def store(self, layer: int, *new: Tensor) -> Sequence[Tensor]:
         """Write keys and values [N, heads, T, D]; return all that the queries may see."""
@@ -330,7 +330,7 @@ def _attention(
 
 
 def _parts(sequences: list[_Sequence]) -> Iterator[list[_Sequence]]:
-    """Yield sequences of about equal lengths, as many as one pass may compute."""
+    """Yield parts for one pass each: as many sequences, of similar length, as it may compute."""
     part: list[_Sequence] = []
     for each in sorted(sequences, key=lambda each: len(each.ids)):
         if part and (len(part) + 1) * len(each.ids) > _PROMPT_TOKENS:

@@ -29,7 +29,7 @@ from grpo_components.rollout.slots import Sample, SlotRollout, next_turn
 from grpo_components.settings import GeneratorSettings
 
 _SHOWN_CHARS = 500
-"""Characters of a response that its error shows."""
+"""Number of a response's characters that its error shows."""
 _log = logging.getLogger(__name__)
 
 
@@ -50,7 +50,7 @@ class TurnRollouts:
         self._environment, self._decode, self._encode = environment, decode, encode
         self._threads = EnvironmentThreads()
         self._free: deque[MultiTurnEnvironment] = deque()
-        """Environments without a conversation: as many are built as are needed at once."""
+        """Idle environments, without a conversation; a new one is built only if none is idle."""
 
     async def collect(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
         """Sample and score responses."""

@@ -16,7 +16,7 @@ class Tutor:
     newline.
 
     Args:
-        penalty: what each wrong line takes off the reward.
+        penalty: amount that each wrong line subtracts from the reward.
         hint: reply to a wrong line.
     """
 

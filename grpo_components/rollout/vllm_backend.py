@@ -171,7 +171,7 @@ class VLLMBackend:
         return results
 
     def load(self, version: int, weights: Mapping[str, torch.Tensor] | IncomingWeights) -> None:
-        """Replace the weights or the adapter, and wake up; no new request reads KV of old ones."""
+        """Load weights or an adapter, and wake up; no later request reads KV of the old weights."""
         if self._asleep and self._sleep_level:
             # With the weights' memory vLLM restores buffers that are no weights: before the load.
             self._engine.wake_up(["weights"])
@@ -199,7 +199,7 @@ class VLLMBackend:
             raise RuntimeError("vLLM did not reset its KV cache after new weights")
 
     def abort(self, request_ids: list[str]) -> None:
-        """Forget requests."""
+        """Drop requests."""
         self._watched.clear()
         self._engine.abort_request(request_ids)
 
@@ -213,7 +213,7 @@ class VLLMBackend:
         self._asleep = True
 
     def failure(self, error: BaseException) -> str:
-        """Return which worker process died, where an error does not say so itself."""
+        """Return how worker processes caused an error; empty if they did not."""
         return "" if self._workers is None else self._workers.failure(error)
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ class VLLMBackend:
         return hash_layers(join_shares(shares))
 
     def _label(self, version: int) -> None:
-        """Let tokens have this version from now on."""
+        """Label tokens with this version from now on."""
         self._engine.set_weight_version(str(version))
         self._version = version
 
@@ -307,7 +307,7 @@ def empty_prefix_cache(scheduler: Any) -> None:
 
 
 def probe_reading(output: Any, layers: Mapping[str, int] | None) -> ProbeReading:
-    """Return what the engine computed of the probe."""
+    """Return the engine's result for the weight probe."""
     (label,) = {int(span.version) for span in output.outputs[0].weight_versions}
     if cached := output.num_cached_tokens:  # vLLM has computed no logprobs of these
         return ProbeReading((), label, cached, layers)
@@ -326,13 +326,13 @@ def _finished(output: Any) -> Completion:
 
 @dataclass
 class _WatchedRequest:
-    """A request whose tokens are shown while they are sampled, and that may be ended by them."""
+    """A request whose `watch` sees the tokens as they are sampled, and may end the request."""
 
     watch: Watch
     _versions: list[int] = field(default_factory=list)
 
     def follow(self, output: Any, version: int) -> Completion | None:
-        """Show the tokens of an output that is not the last one."""
+        """Show `watch` the tokens of an output that is not the last one."""
         token_ids = output.outputs[0].token_ids
         self._versions += [version] * (len(token_ids) - len(self._versions))
         if not self.watch(token_ids):

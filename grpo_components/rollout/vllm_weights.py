@@ -38,9 +38,9 @@ from grpo_components.rollout.weight_receiver import CheckedModel
 from grpo_components.settings import LoraSettings
 
 _PART_BYTES = 256 * 2**20
-"""Most bytes that are copied into shared memory at once, unless one tensor has more."""
+"""Maximum bytes copied into shared memory at once, unless one tensor has more."""
 _PARTS_AT_ONCE = 2
-"""Parts in shared memory: the workers load one while the next is copied."""
+"""Parts in shared memory at once: the workers load one while the next is copied."""
 _WRITTEN_DIRECTLY = {"GptOssRoutedExperts", "OAIAttention"}
 """Layers that vLLM's model writes without their weight loaders, so that its reload misses it."""
 _TIMEOUT_S = 300.0
@@ -48,7 +48,7 @@ _TIMEOUT_S = 300.0
 
 
 def never_sample_from(worker: Any, num_ids: int | None) -> None:
-    """Let a worker sample only the first ids; None: all. A request could name 1024 at most."""
+    """Let a worker sample only the first `num_ids`, None: all. A request can name only 1024 ids."""
     model = worker.model_runner.get_model()
     logits_of = model.compute_logits
 
@@ -75,7 +75,7 @@ def receive_into_worker(
 ) -> None:
     """Replace the weights of a worker by those that a trainer sends.
 
-    The worker joins the trainer's group before, if that is given; and leaves the former one.
+    If a `group` is given, the worker first leaves its former group and joins this one.
     """
     if group is not None:
         worker.shutdown_weight_transfer_engine()
@@ -144,7 +144,7 @@ def hash_parameters(worker: Any) -> dict[str, tuple[int, int]]:
 
 
 def _begin(worker: Any) -> set[str]:
-    """Begin a reload by vLLM, with what it forgets; return the names of the parameters."""
+    """Begin vLLM's reload, with the steps that it omits; return the names of the parameters."""
     with _loading(worker) as model:
         parameters = {name for name, _ in model.named_parameters()}
         if worker.device.type == "cpu":
@@ -170,7 +170,7 @@ def _load_part(worker: Any, tensors: Mapping[str, torch.Tensor] | SharedTensors)
 
 
 def _finish(worker: Any) -> None:
-    """End a reload by vLLM, with what it forgets, and put the loaded weights into use."""
+    """End vLLM's reload, with the steps that it omits, and put the loaded weights into use."""
     with _loading(worker) as model:
         for module in _written_directly(model):
             _layerwise_process(module, get_layerwise_info(module))
@@ -185,10 +185,10 @@ def _written_directly(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _missed(model: torch.nn.Module) -> str:
-    """Return the names of parameters for which nothing was loaded, but those of a tied head.
+    """Return the names of parameters for which nothing was loaded, except a tied head's.
 
-    The config does not tell whether a head is tied: if a checkpoint has a copy of the embedding as
-    its head, vLLM calls the two untied, and lets them share one tensor.
+    The config does not tell whether a head is tied: if a checkpoint stores a copy of the embedding
+    as the head, vLLM calls the head untied, and lets both share one tensor.
     """
     loaded: set[int] = set()
     unloaded: dict[str, torch.Tensor] = {}
@@ -206,7 +206,7 @@ def _missed(model: torch.nn.Module) -> str:
 
 @contextlib.contextmanager
 def _loading(worker: Any) -> Iterator[Any]:
-    """Context manager: set what vLLM's weight loaders look up, and give the worker's model."""
+    """Context manager: set the globals that vLLM's weight loaders read; yields the model."""
     runner = worker.model_runner
     on_device = torch.device(worker.device)
     if worker.device.type == "cpu":
@@ -225,8 +225,8 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 
 
 ADAPTER = LoRARequest("policy", 1, lora_path="(it is loaded)")
-"""The adapter of every request. Its name stays, so that running requests go on with a new one: the
-caller empties the prefix cache, which vLLM keys by the name."""
+"""The adapter of every request. Its name never changes, so that running requests continue with
+a new adapter: the caller empties the prefix cache, which vLLM keys by the name."""
 
 
 def adapter_arguments(lora: LoraSettings) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class IncomingWeights:
 
 
 class CheckedModel:
-    """Stands between a transfer engine and the model: passes on what has the right checksum."""
+    """Stands between a transfer engine and the model; passes on tensors whose checksum is right."""
 
     def __init__(self, model: Any, entries: Mapping[str, TensorEntry]) -> None:
         self._model, self._entries = model, entries
@@ -41,7 +41,7 @@ class CheckedModel:
         """Names of the parameters that got values."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load tensors, each if it is the one that was pushed; return what was loaded."""
+        """Load tensors after checking each against the push; return the loaded names."""
         loaded = self._model.load_weights(self._checked(weights))
         self.loaded |= loaded
         return loaded

@@ -15,14 +15,14 @@ WORKER_OPTIONS = {
     "distributed_executor_backend": "mp",
     "worker_extension_cls": "grpo_components.rollout.worker_setup.WorkerSetup",
 }
-"""Options of vLLM that make its workers processes of this machine, which end with this one."""
+"""vLLM's options by which its workers are processes on this machine and end with this process."""
 _NOTICE_S = 1.0
 """Seconds until the end of a process is noticed."""
 _EXIT_S = 5.0
 """Seconds that a killed process may take to end."""
 _NO_LEAKS = "ignore:resource_tracker"
 _SHARED = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
-"""How the names of memory begin that vLLM's queues and, on a CPU, its reductions share."""
+"""Prefixes of names of shared memory: of vLLM's queues and, on a CPU, of its reductions."""
 
 
 @contextlib.contextmanager
@@ -54,7 +54,7 @@ def worker_environment(threads: int) -> Iterator[None]:
 
 
 def remove_names(_worker: Any = None) -> None:
-    """Remove the names of the memory that this process shares with workers; all have it mapped.
+    """Remove the names of memory shared with the workers, once every process has mapped it.
 
     Otherwise killed workers would leave it behind.
     """
@@ -67,7 +67,7 @@ def remove_names(_worker: Any = None) -> None:
 class WorkerProcesses:
     """Waits in a thread for the first worker that dies, and then kills the others.
 
-    A worker whose neighbour has died waits for it for ever, inside of a kernel.
+    Otherwise a worker would wait for a dead one for ever, inside a kernel.
     """
 
     def __init__(self, processes: Sequence[BaseProcess]) -> None:
@@ -78,7 +78,7 @@ class WorkerProcesses:
         self._watching.start()
 
     def failure(self, error: BaseException) -> str:
-        """Return what the workers have to do with an error of the engine; empty if nothing."""
+        """Return how the workers caused an error of the engine; empty if they did not."""
         self._watching.join(_NOTICE_S)  # what the other workers fail with may come first
         if self._dead is None:
             is_late = isinstance(error, TimeoutError)

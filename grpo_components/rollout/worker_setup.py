@@ -1,8 +1,8 @@
 """Prepares a tensor-parallel worker of vLLM: it ends with its engine's process, and logs like it.
 
 vLLM imports this module before it builds a worker. By itself, a worker notices the end of the
-engine only between two calls, and once it has started: while it waits for another worker within a
-step, or loads a model, it would stay.
+engine only after its start, and only between two calls. It would survive if it were loading a
+model, or waiting for another worker within a step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from grpo_components.quiet import quiet_libraries
 
 
 class WorkerSetup:
-    """Adds nothing to a worker: vLLM imports this module to mix this class into its own."""
+    """An empty class: vLLM mixes it into its worker class, and therefore imports this module."""
 
 
 def _end_with_parent() -> None:

@@ -1,6 +1,6 @@
 """Saves and restores the trainer: Hugging Face weights, and state that DCP can reshard.
 
-DCP is `torch.distributed.checkpoint`; its state can be loaded by another number of ranks.
+DCP is `torch.distributed.checkpoint`; a different number of ranks can load its state.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _WHOLE = StateDictOptions()
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
-"""Without frozen weights, which the base model's folder has."""
+"""Leaves out frozen weights, which the base model's folder has."""
 _ANOTHER = "another checkpoint of the run"
 
 
@@ -191,7 +191,7 @@ class TrainerState:
 def save_adapter(
     adapter: dict[str, Tensor], lora: LoraSettings, base_model_path: Path, checkpoint: Path
 ) -> None:
-    """Write a checkpoint's folder `adapter`, which peft and vLLM load."""
+    """Write a checkpoint's folder `adapter`, which peft and vLLM can load."""
     folder = checkpoint / ADAPTER_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     contiguous = {name: tensor.contiguous() for name, tensor in adapter.items()}
@@ -218,7 +218,7 @@ def save_hf_weights(state_dict: dict[str, Tensor], base_model_path: Path, folder
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Replace the base model's dtype, under its old and its new name, also in nested configs."""
+    """Replace the base model's dtype, under the key's old and new name, also in nested configs."""
     config.setdefault("dtype", dtype)
     for key, value in config.items():
         if key in ("dtype", "torch_dtype"):
@@ -241,7 +241,7 @@ def _configured(group: dict[str, Any]) -> float:
 
 
 def _scaled(state: Any, ratios: list[float]) -> Any:
-    """Return a scheduler's state with the learning rates, at any depth, times the ratios."""
+    """Return a scheduler's state with all its learning rates multiplied by the ratios."""
     if isinstance(state, list):
         return [_scaled(item, ratios) for item in state]
     if not isinstance(state, dict):
@@ -255,7 +255,7 @@ def _scaled(state: Any, ratios: list[float]) -> Any:
 
 
 def _named(prefix: str, values: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors with prefixed names, without the config values: DCP would pickle those."""
+    """Return only the tensors, with prefixed names: DCP would pickle the config values."""
     return {f"{prefix}.{name}": v for name, v in values.items() if isinstance(v, Tensor)}
 
 

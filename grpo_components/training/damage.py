@@ -14,9 +14,9 @@ from grpo_components.state_files import FORMAT, read_state
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Say what is damaged in a checkpoint; None if a run can resume from it.
+    """Return what is damaged in a checkpoint; None if a run can resume from it.
 
-    Of weights and optimizer's state only the sizes are checked: the trainers check the values.
+    Of weights and optimizer state, only the sizes are checked; the trainers check the values.
     """
     for name, read in _readers(checkpoint):
         try:

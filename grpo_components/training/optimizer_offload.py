@@ -18,10 +18,10 @@ _CPU = torch.device("cpu")
 def state_on_device(
     optimizer: Optimizer, device: torch.device, *, active: bool
 ) -> Iterator[dict[str, float]]:
-    """Context manager: the state is on the device; afterwards gradients and caches are freed.
+    """Context manager: the state is on the device inside; then gradients and caches are freed.
 
-    It gives a dict to which the end adds the metric `time/offload`, the seconds of both moves.
-    Where the device is a CPU, the state moves to other memory of it, to take the same path.
+    Yields a dict that gets the metric `time/offload` at the end: the seconds of both moves.
+    If the device is a CPU, the state is copied within its memory, to run the same code.
     """
     metrics: dict[str, float] = {}
     if not active:
@@ -49,7 +49,7 @@ def _move(optimizer: Optimizer, device: torch.device) -> None:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy in other memory, page-locked if it comes from a GPU; it may go on meanwhile."""
+    """Start a copy to a device, and return it; a copy from a GPU to the CPU is page-locked."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if type(local) is not Tensor:  # quantized state
         return tensor.to(device, copy=True)

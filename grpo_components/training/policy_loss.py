@@ -1,4 +1,4 @@
-"""Computes the policy's loss: distilled, corrected for off-policy data, with penalties, checked."""
+"""Computes the policy's loss with distillation, off-policy correction and penalties; checks it."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class PolicyLoss:
 
 
 def _compiled(loss: Loss) -> Loss:
-    """Compile a loss that may have come by value, as a recipe's own does.
+    """Compile a loss, which may have been pickled by value, as a recipe's own loss is.
 
-    torch.compile looks for a function's globals in the module that they name. Those of a function
-    by value name the recipe's `__main__`, which is another module here: they get a module.
+    torch.compile looks for a function's globals in the module that they name. A function pickled
+    by value names the recipe's `__main__`, another module here: so its globals get their own.
     """
     function = inspect.unwrap(loss)
     if not isinstance(function, FunctionType):

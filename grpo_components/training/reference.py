@@ -45,9 +45,9 @@ class Reference:
 
     @torch.no_grad()
     def add_logprobs(self, group: PackedTrajectories) -> tuple[PackedTrajectories, list[float]]:
-        """Fill the field of every trajectory, and estimate each response's divergence.
+        """Set this model's logprobs in every trajectory, and estimate each response's divergence.
 
-        That is KL(generator || this model) in nats, summed over its sampled tokens.
+        The divergence is KL(generator || this model) in nats, summed over its sampled tokens.
         """
         sequences = token_sequences(group)
         parts = parts_of(sequences)

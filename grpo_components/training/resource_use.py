@@ -49,7 +49,7 @@ class ResourceUse:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return this process's peak memory in GiB: of its tensors on a GPU, of everything on a CPU."""
+    """Return this process's peak memory in GiB: on a GPU its tensors, on a CPU everything."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -89,7 +89,7 @@ class RewardModel:
     def _outcome(
         self, reward: float, terms: dict[str, float], score: float | str
     ) -> dict[str, Any]:
-        """Return the fields that a score changes; a `score` of type str says why there is none."""
+        """Return the fields that a score changes; a `score` of type str is the reason for none."""
         total = math.nan if isinstance(score, str) else reward + self._weight * score
         if math.isfinite(total):
             return {"reward": total, "reward_terms": {**terms, REWARD_TERM: score}}

@@ -38,11 +38,11 @@ class TrainSample:
     proximal_logprobs: Tensor | None = None
     """[N] float32, logprobs of the N trained tokens, by the policy that the step started from."""
     start_logprobs: Tensor | None = None
-    """[N] the same logprobs, for the log; set for a logged response that this rank computed."""
+    """[N] the same logprobs, for the rollout log; set if `logged` and computed by this rank."""
     advantages: NDArray[np.float32] | None = None
     """[N] advantages of the N trained tokens."""
     updated: bool = False
-    """Whether the optimizer made an update from the sample; the same on every rank."""
+    """Whether any optimizer update used the sample; the same on every rank."""
     weighted: Tensor | None = None
     """[N] bool, tokens with an off-policy weight above 0; set if this rank computed them."""
 
@@ -84,7 +84,7 @@ def split_responses(samples: Sequence[TrainSample], num_parts: int) -> list[list
 
 
 def set_loss_weights(part: Sequence[TrainSample], aggregation: Any) -> None:
-    """Set each token's weight in an update; the trajectories of a session weigh as one response."""
+    """Set each token's weight in an update; a session's trajectories count as one response."""
     _, index = np.unique([sample.response for sample in part], return_inverse=True)
     counts = np.bincount(index, [sample.num_tokens for sample in part]).astype(np.int64)
     weights = checked_aggregation(aggregation, counts)
@@ -112,9 +112,9 @@ def spread_advantages(
 def token_columns(
     members: Sequence[TrainSample], version: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return what an update reads of a micro-batch's trained tokens, [N] each, on the device.
+    """Return the columns [N] that an update reads of a micro-batch's trained tokens, on the device.
 
-    `version` is the trainer's. Logprobs of a reference or teacher are left out where there is none.
+    `version` is the trainer's. Without a reference or teacher, its logprobs are left out.
     """
     columns: dict[str, NDArray[Any]] = {}
     for name in _RECORDED:

@@ -1,4 +1,4 @@
-"""Computes logprobs of a step beside those that are trained: by the base model, for the log."""
+"""Computes and gathers further logprobs of a step: of the base model, the probe and the log."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def recorded_logprobs(trajectory: Trajectory) -> dict[str, Logprobs | None]:
 
 @torch.no_grad()
 def probe_logprobs(logprobs: ResponseLogprobs, device: torch.device) -> list[float]:
-    """Compute the logprobs of the weight probe's tokens but the first; collective."""
+    """Compute the logprobs of all tokens of the weight probe except the first; collective."""
     ids = np.array(PROBE_IDS)
     batch = token_batch([TokenSequence(ids[:1], ids[1:], 1.0)], device=device)
     return logprobs(batch)[0].tolist()
@@ -79,9 +79,9 @@ def add_reference_logprobs(
     plan: Callable[[list[Part]], list[list[int]]],
     device: torch.device,
 ) -> None:
-    """Set `reference_logprobs` of a global batch; a collective of all ranks.
+    """Set `reference_logprobs` of a global batch; collective.
 
-    The frozen base model is inside the adapted policy: the same weights, without the adapters.
+    The reference is the frozen base model, which is the adapted policy without its adapters.
     """
     lengths = [len(t.response_ids) for t in trajectories]
     ends = torch.tensor(lengths).cumsum(0).tolist()

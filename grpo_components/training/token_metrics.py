@@ -83,7 +83,7 @@ class TokenMetrics:
 
 
 def _fresh_mismatch(log_ratios: np.ndarray) -> dict[str, float]:
-    """Return the mismatch on fresh tokens [M], whose cause cannot be training after sampling."""
+    """Return the mismatch on fresh tokens [M], which training after sampling cannot cause."""
     if not len(log_ratios):
         return {}
     summary = mismatch_summary(log_ratios, np.ones_like(log_ratios))

@@ -1,4 +1,4 @@
-"""Decides which tokens of a step are trained, and counts what becomes of the others."""
+"""Decides which tokens of a step are trained, and counts the others by cause."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from grpo_components.trajectory import Trajectory
 
 
 class TokenUse:
-    """Counts, for each group of a step, its sampled tokens by what the step makes of them.
+    """Counts each group's sampled tokens in a step by cause: trained, or the reason why not.
 
     The causes: `failed` (of a failed sample),
     `overlong` (of a response that a length limit ended), `stale` (older than the contract allows),
     `unanswered` (sampled for an agent, in none of its trajectories), `off_policy` (every update
     gave it the weight 0), `skipped` (no update of it had a finite loss and gradient), and
-    `trained`. Each token counts once, whatever the epochs; for the first cause of these that it
-    has. Every cause is counted by itself, none as what is left over.
+    `trained`. Each token counts once, for the first of these causes that applies, whatever the
+    number of epochs. Every cause is counted by itself, none as the remainder of the others.
     """
 
     def __init__(self, oldest: int, mask_overlong: bool, corrects: bool) -> None:
@@ -67,7 +67,7 @@ class TokenUse:
 
 
 def unanswered_tokens(trajectory: Trajectory) -> int:
-    """Return how many tokens were sampled for a trajectory's session and are in no trajectory."""
+    """Return the number of tokens sampled for a trajectory's session that no trajectory has."""
     return (trajectory.session or {}).get("unanswered_tokens", 0)
 
 
@@ -83,7 +83,7 @@ def keep_weighted(members: Sequence[TrainSample], weights: Tensor | None) -> Non
 def _over_ranks(
     samples: Sequence[TrainSample], device: torch.device, num_copies: int
 ) -> NDArray[np.int64]:
-    """Return [2, S] number of each sample's tokens with a weight above 0, and with weight 0."""
+    """Return [2, S]: each sample's numbers of tokens with weight above 0, and with weight 0."""
     numbers = partial(torch.zeros, dtype=torch.int64, device=device)
     none = numbers(2)
     rows: list[Any] = [

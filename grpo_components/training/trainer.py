@@ -136,7 +136,7 @@ class Trainer:
     ) -> StepResult:
         """Train on one global batch, of which each rank computes its part.
 
-        There is one advantage for each of its responses, and `step` steps were done before.
+        `advantages` has one value per response; `step` is the number of steps done before.
         """
         started, cpu_started = time.perf_counter(), time.process_time()
         self._step, self._skipped_because = step, ""
@@ -225,7 +225,7 @@ class Trainer:
 
     @torch.no_grad()
     def _fill_proximal_logprobs(self, samples: list[TrainSample]) -> None:
-        """Set the samples' logprobs by the policy that the step starts from, for its updates."""
+        """Set the samples' logprobs under the policy at the step's start, for its updates."""
         for indices in self._plan(samples) if samples else []:
             # A rank without a micro-batch of its own still has to join the others' collectives.
             members = [samples[i] for i in indices] or samples[:1]

@@ -18,7 +18,7 @@ from grpo_components.settings import LoraSettings
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
-    """What a trainer rank needs beside the objective; undescribed fields are keys of the config."""
+    """What a trainer rank needs besides the objective; fields without text are config keys."""
 
     num_ranks: int
     sharding: Sharding
@@ -26,7 +26,7 @@ class TrainerOptions:
     """`timeouts.collective_s`."""
     colocate: bool = False
     open_sender: Callable[..., Any] | None = None
-    """Opens the sender of weights on rank 0, given its address as `host`; None: nobody sends."""
+    """Opens the weight sender on rank 0, given its address as `host`; None: no sender."""
     build_model: Callable[[], nn.Module]
     """Builds the torchtune decoder or transformers model."""
     build_checkpointer: Callable[[], Any] | None
@@ -40,7 +40,7 @@ class TrainerOptions:
     compile: bool = False
     logprob_chunk_tokens: int
     num_ids: int | None = None
-    """Ids that the tokenizer knows, which alone are sampled; None: all of the vocabulary."""
+    """Number of ids that the tokenizer knows; only they are sampled. None: whole vocabulary."""
     lora: LoraSettings | None = None
     ppo_epochs: int = 1
     updates_per_batch: int = 1
@@ -58,4 +58,4 @@ class TrainerOptions:
     build_profiler: Callable[[], tuple[Any, Any]] | None = None
     """Builds torchtune's profiler and its settings; None disables profiling."""
     logged_responses: int = 0
-    """Number of each batch's first responses for which a step returns token logprobs."""
+    """A step returns token logprobs for this many of its batch's first responses."""

@@ -24,8 +24,8 @@ from grpo_components.training.trainer_options import TrainerOptions
 class WeightExport:
     """Copies every n-th layer of the gathered weights into a buffer that later pushes reuse.
 
-    A push holds one copy of the rank's share, and a delta push one more: the bytes that the next
-    one is compared to. A further buffer is made only while an earlier bucket is still in use.
+    A push holds one copy of the rank's share; a delta push holds a second one, to compare the next
+    push to. Another buffer is made only while an earlier bucket is still in use.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class WeightExport:
     def bucket(
         self, version: int, base: int | None
     ) -> tuple[tuple[Manifest, NDArray[np.uint8]] | DeltaBucket, Manifest]:
-        """Return the copied share with its checksums, and its manifest; for any thread."""
+        """Return the copied share, or its delta to `base`, and its manifest. For any thread."""
         copied, done = self._copied.pop(version)
         if done:
             done.synchronize()
@@ -90,7 +90,7 @@ class WeightExport:
         return delta, delta.manifest
 
     def _convert(self, full: Callable[[Tensor], Tensor]) -> Iterator[StateDict]:
-        """Yield each layer by Hugging Face names; `full` makes a tensor of each parameter."""
+        """Yield each layer by Hugging Face names; `full` makes each parameter a whole tensor."""
         state_dict = self._model.state_dict()
         for names in layer_groups(filter(self._exported, state_dict)):
             yield self._to_hf({name: full(state_dict[name]) for name in names})
@@ -99,7 +99,7 @@ class WeightExport:
 def weight_exports(
     policy: nn.Module, options: TrainerOptions, device: torch.device, rank: int, num_ranks: int
 ) -> list[WeightExport]:
-    """Return the exports of a checkpoint; pushes send the first one."""
+    """Return the exports that a checkpoint saves; pushes send the first of them."""
     to_hf = file_converter(policy, options.model_type, Path(options.base_model_path))
 
     def export(convert: Callable[[StateDict], StateDict], **which: Any) -> WeightExport:

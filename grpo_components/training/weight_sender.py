@@ -1,4 +1,4 @@
-"""Sends weights from a trainer's process to vLLM's workers, by vLLM's own engine of NCCL."""
+"""Sends weights from a trainer's process to vLLM's workers, by vLLM's NCCL transfer engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUFFER_BYTES = 256 * 2**20
 
 
 class SnapshotSource:
-    """Has the methods of vLLM's `WeightSource`: the tensors of a snapshot in CPU memory, copied to
+    """Has the methods of vLLM's `WeightSource`; its tensors are a snapshot in CPU memory, copied to
     the device one by one as they are sent.
     """
 
@@ -49,7 +49,7 @@ class SnapshotSource:
 
 
 class _NobodyToAsk:
-    """Has the methods of vLLM's `VLLMWeightSyncClient`; the receiver knows what it has to do."""
+    """Has the methods of vLLM's `VLLMWeightSyncClient`, all empty: the receiver needs no calls."""
 
     def init_weight_transfer_engine(self, init_info: Any) -> None: ...
     def start_weight_update(self) -> None: ...
@@ -77,7 +77,7 @@ class _Link:
 
 
 class WeightSender:
-    """Sends snapshots to receivers, each over a group of its own, side by side."""
+    """Sends snapshots to receivers in parallel, to each over a group of its own."""
 
     def __init__(self, device: str, *, workers: int, host: str) -> None:
         # Imported here: vLLM takes seconds, and the driver imports this module.
@@ -92,7 +92,7 @@ class WeightSender:
         self._lock = threading.Lock()
 
     def transfer_group(self, receiver: str, incarnation: int) -> dict[str, Any]:
-        """Return how a receiver's process joins the group that it shares with this one."""
+        """Return the arguments by which a receiver's process joins its group with this process."""
         with self._lock:
             link = old = self._links.get(receiver)
             if old is None or old.closed or old.incarnation != incarnation:
@@ -112,7 +112,7 @@ class WeightSender:
         }
 
     def send_weights(self, receiver: str, *buckets: tuple[Manifest, NDArray[np.uint8]]) -> None:
-        """Send a snapshot to one receiver, which takes it at the same time."""
+        """Send a snapshot to one receiver, which must be receiving at the same time."""
         link: Any = self._links[receiver]
         source: Any = SnapshotSource(self._device, buckets)
         try:
