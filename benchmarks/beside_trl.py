@@ -10,6 +10,7 @@ Model, prompts, groups, lengths, reward, temperature, steps, AdamW (fused), lear
 and loss (the mean over tokens, clipped at 0.2, no KL) are the same, in float32; nothing is
 evaluated. What cannot be the same: ours is asynchronous, with a staleness of at most 2; prompts and
 samples are drawn in other orders; ours trains micro-batches of 4096 tokens, TRL its whole batch.
+Waiting threads of OpenMP sleep on both sides: TRL's are slower when they spin, on a busy machine.
 
 The first `WARM_UP` steps are left out, and of ours the last ones, beside whose training nothing is
 left to sample. The runs take turns, a seed for each turn.
@@ -23,7 +24,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -138,7 +138,7 @@ def run_ours(backend: str, job: Job, base: Path, folder: Path, seed: int) -> lis
 
 def run_trl(python: Path, job: Job, base: Path, folder: Path, seed: int) -> list[dict[str, Any]]:
     """Run a job with TRL; return its steps by the names of our metrics."""
-    given = {"base": str(base), "steps": WARM_UP + job.steps, "seed": seed, "began": time.time()}
+    given = {"base": str(base), "steps": WARM_UP + job.steps, "seed": seed}
     file, log = folder / "job.json", folder / "steps.jsonl"
     folder.mkdir()
     file.write_text(json.dumps({**vars(job), "group_size": GROUP_SIZE, **given}))
@@ -161,7 +161,6 @@ def measured_of(steps: list[dict[str, Any]], samples: int) -> dict[str, float]:
         SPEED: len(timed) * samples / seconds,
         "tokens of a response": fmean(step["rollout/response_tokens_mean"] for step in timed),
         "mean reward": fmean(step["rollout/reward_mean"] for step in timed),
-        "first step done after, s": steps[0]["time/wall_clock"],
     }
 
 

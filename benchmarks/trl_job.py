@@ -48,21 +48,16 @@ def rows_of(file: Path, template: str) -> list[dict[str, str]]:
 
 
 class Log(TrainerCallback):
-    """Writes a line when TRL logs a step.
+    """Writes a line when TRL logs a step."""
 
-    Args:
-        file: file of the lines.
-        began: clock when the command began.
-    """
-
-    def __init__(self, file: Path, began: float) -> None:
-        self._file, self._began = file.open("w"), began
+    def __init__(self, file: Path) -> None:
+        self._file = file.open("w")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Write the step."""
         if logs and "reward" in logs:
             line = {
-                "time/wall_clock": time.time() - self._began,
+                "time/wall_clock": time.perf_counter(),
                 "rollout/response_tokens_mean": logs["completions/mean_length"],
                 "rollout/reward_mean": logs["reward"],
             }
@@ -98,7 +93,7 @@ def main() -> None:
         args=arguments,
         train_dataset=Dataset.from_list(rows_of(base / "data/train.jsonl", job["template"])),
         processing_class=AutoTokenizer.from_pretrained(base),
-        callbacks=[Log(output, job["began"])],
+        callbacks=[Log(output)],
     )
     trainer.train()
 
