@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import inspect
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -112,7 +113,11 @@ def _roll_out(
     policy.samples = [Sample(prompt, "", 0)] * num_slots
     ask: Any = env.ask
     ask([prompt] * num_slots)
-    for slot in GroupCollector(env, policy).rollout():
+
+    async def here(call: Callable[..., Any], *given: Any) -> Any:
+        return call(*given)
+
+    for slot in asyncio.run(GroupCollector(env, policy).rollout(here)):
         if not np.array_equal(slot.prompt_ids, prompt["prompt_ids"]):
             problem = f"{name} does not start with the prompt's tokens as `tokens`"
             fail("environment", problem, _ALLOWED)

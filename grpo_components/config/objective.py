@@ -53,24 +53,24 @@ def build_objective(
     """
     dynamic, shaping = cfg.dynamic_sampling, cfg.reward_shaping
     loss, penalties = build_loss(cfg, default_loss), build_penalties(cfg)
-    advantages = advantages or build("advantages", cfg.advantages)
+    estimator: Any = advantages or build("advantages", cfg.advantages)
     longest = cfg.generator.max_response_tokens
     reward_shaping = RewardShaping(
         shaping.kl_coeff, longest, shaping.overlong_tokens, shaping.overlong_penalty
     )
-    compared = (loss, penalties, reward_shaping, advantages)
+    compared = (loss, penalties, reward_shaping, estimator)
     objective = Objective(
         trained=TrainedObjective(
             loss=loss,
             penalties=penalties,
             aggregation=build("aggregation", cfg.aggregation),
             off_policy=build("off_policy", cfg.off_policy),
-            token_advantages=getattr(advantages, "per_token", None),
+            token_advantages=getattr(estimator, "per_token", None),
             teacher_coeff=cfg.teacher.coeff if cfg.teacher else 0.0,
             needs_reference=any(getattr(part, "needs_reference", False) for part in compared),
             ptx=build("ptx", cfg.ptx, tokenizer) if cfg.ptx else None,
         ),
-        advantages=advantages,
+        advantages=estimator,
         reward_shaping=reward_shaping,
         dynamic_sampling=DynamicSampling(dynamic.max_discarded) if dynamic.enabled else None,
         temperature=as_schedule("generator.temperature", cfg.generator.temperature),

@@ -42,6 +42,8 @@ def read_config_file(name: str, overrides: Sequence[str]) -> DictConfig:
     allowed = f"a YAML file, or {', '.join(shipped)}"
     try:
         given: Any = OmegaConf.to_container(OmegaConf.load(shipped.get(name, name)))
+    except FileNotFoundError:
+        fail("--config", f"no config {name}", allowed)
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         fail("--config", f"{name} cannot be read: {error}", allowed)
     if not isinstance(given, dict):

@@ -102,7 +102,7 @@ class Bench:
 
     def train(self, calls: list[Any], num_ranks: int = 1, **changes: Any) -> list[list[Any]]:
         """Build a new trainer of the tiny policy and call its methods on every rank."""
-        own = tiny_arguments(self.cfg)[0].trainer
+        own = tiny_arguments(self.cfg)[0]["trainer"]
         own.pop("cpu_threads")
         own["rendezvous"] = local_rendezvous()
         changes = {"num_ranks": num_ranks, "collective_timeout_s": 60.0, **changes}

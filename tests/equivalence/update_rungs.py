@@ -135,7 +135,7 @@ def _ragged_batch(bench: Bench) -> tuple[list[Trajectory], np.ndarray]:
 
 
 def whole_model(bench: Bench) -> nn.Module:
-    model = tiny_arguments(bench.cfg)[0].trainer["options"]
+    model = tiny_arguments(bench.cfg)[0]["trainer"]["options"]
     return load_whole_model(
         model.build_model, model.build_checkpointer, torch.device("cpu"), "fp32"
     )
