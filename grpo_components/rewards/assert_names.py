@@ -61,7 +61,7 @@ class Asserts(NamedTuple):
 
 
 def read_asserts(source: str) -> Asserts:
-    """Find the names that the program must define, by the table in docs/rewards.md; import others.
+    """Find the names that the program must define, by the rules in docs/rewards.md; import others.
 
     A name that tests forget to import is imported if the asserts also use a name of the program.
     """
