@@ -25,7 +25,7 @@ class Environment(SingleTurnEnvironment):
 
 class Reward:
     def __call__(self, *, prompt_text, response_text, answer, finish_reason):
-        if zlib.crc32(response_text.encode()) % 4 == 0:
+        if zlib.crc32(response_text.encode()) % 4 == 1:  # not the empty one
             raise ValueError(f"cannot read \\x1b[2J{response_text!r}")
         return float(answer in response_text)
 """
