@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from lib.one_rank import one_rank
 from lib.role import stand_in_role
 from lib.trajectories import response
 from omegaconf import OmegaConf
@@ -94,11 +94,9 @@ def disk(hook, monkeypatch):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    file = tmp_path_factory.mktemp("ranks") / "file"
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def rank():
+    with one_rank():
+        yield
 
 
 class Policy:

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from lib.config_errors import refused_key
 from lib.logprobs import whole_logprobs
+from lib.one_rank import one_rank
 from lib.trainer_ranks import RAGGED, trainer_arguments
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
@@ -38,9 +38,8 @@ POLICIES = ["torchtune", "transformers"]
 
 @pytest.fixture(scope="module")
 def meshes(one_thread):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield arrange_ranks(1, "cpu", Sharding())
-    dist.destroy_process_group()
+    with one_rank():
+        yield arrange_ranks(1, "cpu", Sharding())
 
 
 @pytest.fixture(scope="module")
