@@ -36,7 +36,8 @@ class RewardTrial:
     def finish(self) -> tuple[list[str], list[str]]:
         """Wait until each reward has scored known answers; return lines of scores, and warnings.
 
-        A line has one reward's scores of the known answers and of an empty response.
+        A line has one reward's scores of known answers, or of its own best responses if it can
+        write them, and of an empty response.
         """
         start_s = max(_START_TIMEOUT_S, _START_DEADLINES * self._timeout_s)
         of, problem = self._worker.wait_until_built(start_s)
@@ -53,12 +54,17 @@ class RewardTrial:
                     answer = shown(self._samples[0]["response_text"])
                     allowed = f"one that scores a known answer, such as {answer}, as the response"
                 raise self._error(name, problem, allowed)
+            rows = f"the known answers of {len(known)} rows"
+            if self._worker.has_perfect[name]:
+                known = [self._score(name, sample, perfect=True) for sample in self._samples]
+                rows = f"its own best responses to {len(known)} rows"
             empty, noise = ({**self._samples[0], "response_text": text} for text in ("", _NOISE))
             of_empty = self._score(name, empty)
             scored = (*known, of_empty)
             *given, last = ("fails" if each.problem else f"{each.value:g}" for each in scored)
-            rows, first = f"the known answers of {len(known)} rows", ", ".join(given)
-            lines.append(f"rewards.{name}: {first} for {rows}; {last} for an empty response")
+            lines.append(
+                f"rewards.{name}: {', '.join(given)} for {rows}; {last} for an empty response"
+            )
             doubt = ""
             if of_empty.problem:
                 raised = _problem(name, of_empty.problem).partition("\n")[0]
@@ -68,9 +74,9 @@ class RewardTrial:
             doubts += [f"warning: rewards.{name}: {doubt}"] if doubt else []
         return lines, doubts
 
-    def _score(self, name: str, sample: RewardInput) -> Outcome:
+    def _score(self, name: str, sample: RewardInput, *, perfect: bool = False) -> Outcome:
         try:
-            return self._ask(name, sample, self._timeout_s)
+            return self._ask(name, sample, self._timeout_s, "a row" if perfect else "")
         except TimeoutError:
             hang = f"hangs: no answer within {self._timeout_s:g} s, timeouts.reward_s"
             raise self._error(name, hang, "one that answers in time") from None

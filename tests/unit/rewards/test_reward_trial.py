@@ -68,6 +68,12 @@ def test_a_reward_shows_what_it_gives_to_known_answers_and_to_none(file, kind, s
     assert all(each.startswith("warning: rewards.own: ") for each in doubts)
 
 
+def test_a_reward_that_can_write_a_best_response_shows_what_it_gives_to_that():
+    maths = "MathCorrectness", "grpo_components.rewards.maths"
+    (line,), _ = attempt(*maths, answers="12", answer_format="####")
+    assert line.endswith(": 1, 1 for its own best responses to 2 rows; 0 for an empty response")
+
+
 @pytest.mark.parametrize(("kind", "what"), [("raises", "KeyError"), ("unbuilt", "RuntimeError")])
 def test_a_reward_that_fails_is_refused_with_its_line_and_traceback(file, kind, what):
     with pytest.raises(ConfigError) as refused:
