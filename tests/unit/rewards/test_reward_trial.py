@@ -70,7 +70,7 @@ def test_a_reward_shows_what_it_gives_to_known_answers_and_to_none(file, kind, s
 
 def test_a_reward_that_can_write_a_best_response_shows_what_it_gives_to_that():
     maths = "MathCorrectness", "grpo_components.rewards.maths"
-    (line,), _ = attempt(*maths, answers="12", answer_format="####")
+    (line,), _ = attempt(*maths, answers="12", answer_format="gsm8k")
     assert line.endswith(": 1, 1 for its own best responses to 2 rows; 0 for an empty response")
 
 
