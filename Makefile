@@ -32,6 +32,7 @@ help:  ## List the targets
 demo: tiny-policy  ## Learn by asynchronous GRPO on this machine's CPU, from nothing (4 to 8 minutes)
 	@echo '$$ tune run async_grpo_full_finetune_distributed --config tiny_async_grpo'
 	@PATH="$(CURDIR)/$(BIN):$$PATH" tune run async_grpo_full_finetune_distributed --config tiny_async_grpo
+	@echo 'Next: source .venv/bin/activate, then "Make it yours" in README.md'
 
 gate: install-dev tiny-policy  ## Prove that a change moved no number: short runs against goldens (3 minutes)
 	@PYTHONPATH='$(CURDIR)/tests' $(BIN)/python tests/gate/gate.py
@@ -114,8 +115,10 @@ $(BIN)/python:
 # Few package indexes have the CPU build of torch: where pip is configured first, then PyTorch's own.
 # pip unpacks on one core: several side by side, each with a part of the set.
 $(VENV)/.runtime: requirements/cpu.txt | $(BIN)/python
-	@echo "Installing $$(wc -l < $<) pinned packages into $(VENV) (about a minute)"
-	@grep -v '^torch==' $< | xargs -n 32 -P 2 $(PIP_INSTALL) & others=$$!; \
+	@echo "Installing $$(wc -l < $<) pinned packages into $(VENV) (1 to 4 minutes)"
+	@{ while sleep 5; do echo "  $$(ls -d $(VENV)/lib/python*/site-packages/*.dist-info | wc -l) are in"; done; } & \
+	trap "kill $$!" EXIT; \
+	grep -v '^torch==' $< | xargs -n 32 -P 2 $(PIP_INSTALL) & others=$$!; \
 	$(PIP_INSTALL) $(TORCH) 2>$(VENV)/torch.log || { \
 		grep -q 'No matching distribution' $(VENV)/torch.log || { \
 			cat $(VENV)/torch.log >&2; kill $$others; exit 1; }; \

@@ -136,7 +136,7 @@ def begin_run(cfg: Settings, ledger: Stateful, prompts: Stateful) -> RunStart:
         if checkpoint is not None:
             _copy_history(run_of(checkpoint), folder)
         if moved_to:
-            notes.append(f"{cfg.output_dir} was in use: the earlier run is now {moved_to}")
+            notes.append(f"{cfg.output_dir} held another run, which is now {moved_to}")
         attempt = last_attempt(folder) + 1
     if checkpoint is not None:
         notes.append(f"resumed from {checkpoint} (attempt {attempt})")

@@ -70,6 +70,8 @@ class Outcome:
     value: float
     is_best: bool = False
     """Whether the reward is at its maximum."""
+    is_above: bool = False
+    """Whether the value is above what the reward calls its maximum."""
     problem: str = ""
     """The error of `Score`; empty if the reward succeeded."""
     used: dict[str, float] = field(default_factory=dict)

@@ -69,6 +69,12 @@ class RewardTrial:
             if of_empty.problem:
                 raised = _problem(name, of_empty.problem).partition("\n")[0]
                 doubt = f"an empty response fails its sample: the reward {raised}"
+            elif spec.is_success and any(each.is_above for each in scored):
+                highest = max(each.value for each in scored if each.is_above)
+                doubt = (
+                    f"gives {highest:g}, above its `max_reward` (1 if none is set), from which"
+                )
+                doubt += " on a response counts as a success"
             elif {*given} == {last} and of_empty.value == self._score(name, noise).value != 0:
                 doubt = f"gives {last} to {rows}, to an empty response and to a senseless one"
             doubts += [f"warning: rewards.{name}: {doubt}"] if doubt else []

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from grpo_components.data.columns import CALL, SEED
+from grpo_components.errors import shown
 from grpo_components.objective.component_errors import (
     defined_at,
     describe,
@@ -45,7 +46,7 @@ def score_response(
         signal.setitimer(signal.ITIMER_PROF, min(limit_s, max_cpu_s))
         try:
             given = arguments_for(reward, {**sample, "response_text": response})
-            value = best if response is None else float(reward(**given))
+            value = best if response is None else _number(reward(**given))
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
         is_best = value >= best  # raises if it is no number
@@ -55,7 +56,13 @@ def score_response(
         problem = failure_text(f"reward {name}", error, where)
     use = cast(Any, reward).take_use() if hasattr(type(reward), "take_use") else {}
     used = {f"{name}_{kind}": amount for kind, amount in use.items()}
-    return Outcome(value, is_best, problem, used, time.monotonic() - begun)
+    return Outcome(value, is_best, value > best, problem, used, time.monotonic() - begun)
+
+
+def _number(given: Any) -> float:
+    if given is None or isinstance(given, str | tuple | list | dict):
+        raise TypeError(f"it returned {shown(given)}, not a number")
+    return float(given)
 
 
 def arguments_for(

@@ -103,10 +103,13 @@ def _runs_away(run: Run) -> Finding | None:
     far = run.late("loss/kl_reference") > 1 and reference.after > 2 * reference.before
     figure = f"KL to the generator above 0.1 nats a token in {len(high)} steps, "
     figure += f"{max(high, default=0.0):.2g} at most; " + (f"to the reference {reference}; " * far)
-    figure += f"reward {reward}, held-out {before:.2g} to {after:.2g}"
+    figure += f"reward {reward}, " * (not math.isnan(reward.before))
+    figure += f"held-out {before:.2g} to {after:.2g}"
     smaller = f"a tenth of optimizer.lr (now {run.setting('optimizer.lr')})"
     advice = _try(run, smaller, "loss.kl_coeff=0.01")
-    jumps = len(high) >= 3 or abs(run.late("ratio/mean") - 1) > 0.2 or far
+    later = run.values(_KL)[10:]  # an optimizer's first steps are large without a warm-up
+    stays = len(high) >= 3 and (len(later) < 10 or max(later) > 0.1)
+    jumps = stays or abs(run.late("ratio/mean") - 1) > 0.2 or far
     cause = "the learning rate is too high for this staleness"
     severity = 60 if reward.sigmas > 3 else 91 if jumps else 79
     finding = Finding(severity, _AWAY, figure, cause, advice)
@@ -343,7 +346,8 @@ def diagnose(run: Run) -> Sequence[Finding]:
             found.append(Finding(1, "a file is damaged", figure, cause, f"grpo audit {run.folder}"))
     found = [*filter(None, found)]
     if any(each.what == _AWAY and each.severity > 60 for each in found):
-        effect = {"severity": 39, "cause": _AWAY, "advice": "what helps against that"}
+        advice = "the remedy above; then read responses that got nothing"
+        effect = {"severity": 39, "cause": _AWAY, "advice": advice}
         found = [e._replace(**effect) if e.what in (_CUT, _FLAT, _LONG) else e for e in found]
     return sorted(found, key=lambda each: -each.severity)[:10]
 

@@ -33,10 +33,10 @@ def file(tmp_path, monkeypatch):
     return path
 
 
-def attempt(component, module="tried_rewards", answers="1", **kwargs):
+def attempt(component, module="tried_rewards", answers="1", is_success=False, **kwargs):
     sample = {"prompt_text": "?", "finish_reason": "stop"}
     samples = [{**sample, "response_text": answer, "answer": answer} for answer in answers]
-    spec = RewardSpec(f"{module}.{component}", kwargs, 1.0, False)
+    spec = RewardSpec(f"{module}.{component}", kwargs, 1.0, is_success)
     with closing(RewardTrial({"own": spec}, samples, 30.0)) as trial:
         return trial.finish()
 
@@ -66,6 +66,18 @@ def test_a_reward_shows_what_it_gives_to_known_answers_and_to_none(file, kind, s
     assert (last == "fails") == ("fails its sample" in "".join(doubts)), line
     assert [doubt in each for each in doubts] == [True] * bool(doubt), doubts
     assert all(each.startswith("warning: rewards.own: ") for each in doubts)
+
+
+@pytest.mark.parametrize("is_success", [True, False])
+def test_a_success_above_the_largest_reward_is_doubted(file, is_success):
+    _, doubts = attempt("Reward", answers="12", is_success=is_success, kind="10.0 * (text == '2')")
+    assert ["gives 10, above its `max_reward`" in doubt for doubt in doubts] == [True] * is_success
+
+
+@pytest.mark.parametrize("given", ["None", "(1.0, 'note')", "'0.5'"])
+def test_a_reward_that_returns_no_number_is_told_what_it_returned(file, given):
+    with pytest.raises(ConfigError, match=r"it returned .*, not a number"):
+        attempt("Reward", kind=given)
 
 
 def test_a_reward_that_can_write_a_best_response_shows_what_it_gives_to_that():
