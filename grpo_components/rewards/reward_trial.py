@@ -62,9 +62,8 @@ class RewardTrial:
             of_empty = self._score(name, empty)
             scored = (*known, of_empty)
             *given, last = ("fails" if each.problem else f"{each.value:g}" for each in scored)
-            lines.append(
-                f"rewards.{name}: {', '.join(given)} for {rows}; {last} for an empty response"
-            )
+            scores = f"{', '.join(given)} for {rows}; {last} for an empty response"
+            lines.append(f"rewards.{name}: {scores}")
             doubt = ""
             if of_empty.problem:
                 raised = _problem(name, of_empty.problem).partition("\n")[0]
@@ -72,9 +71,9 @@ class RewardTrial:
             elif spec.is_success and any(each.is_above for each in scored):
                 highest = max(each.value for each in scored if each.is_above)
                 doubt = (
-                    f"gives {highest:g}, above its `max_reward` (1 if none is set), from which"
+                    f"gives {highest:g}, above its `max_reward` (1 if none is set): each response"
                 )
-                doubt += " on a response counts as a success"
+                doubt += " that gets that much counts as a success"
             elif {*given} == {last} and of_empty.value == self._score(name, noise).value != 0:
                 doubt = f"gives {last} to {rows}, to an empty response and to a senseless one"
             doubts += [f"warning: rewards.{name}: {doubt}"] if doubt else []
