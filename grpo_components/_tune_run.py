@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+from grpo_components.errors import ConfigError
+
 RECIPE = "async_grpo_full_finetune_distributed"
 """Name of our recipe."""
 
@@ -70,7 +72,8 @@ def complete(registry: ModuleType, recipe: str) -> None:
         near = get_close_matches(recipe.removeprefix("./"), [*names, *files], n=1, cutoff=0.6)
         what = "file" if path.suffix == ".py" or os.sep in recipe else "recipe"
         allowed = f"did you mean {near[0]}?" if near else "a recipe of `tune ls`, or a file"
-        sys.stderr.write(f"config error: recipe: no {what} {recipe!r:.100}; allowed: {allowed}\n")
+        error = ConfigError("recipe", f"no {what} {recipe!r:.100}", allowed)
+        sys.stderr.write(f"config error: {error}\n")
         sys.exit(2)
 
 

@@ -23,9 +23,10 @@ class ConfigError(ValueError):
         fields = (one_line(text) for text in (self.key, self.problem, self.allowed))
         key, problem, allowed = fields
         key = shortened(key, 100)
-        rest = MAX_MESSAGE - len(f"{key}: ; allowed: ")
+        label = "" if allowed.startswith("did you mean ") else "allowed: "
+        rest = MAX_MESSAGE - len(f"{key}: ; {label}")
         allowed = shortened(allowed, max(120, rest - len(problem)))
-        return f"{key}: {shortened(problem, rest - len(allowed))}; allowed: {allowed}"
+        return f"{key}: {shortened(problem, rest - len(allowed))}; {label}{allowed}"
 
 
 def fail(key: str, problem: str, allowed: str) -> NoReturn:

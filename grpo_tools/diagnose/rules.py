@@ -117,13 +117,16 @@ def _runs_away(run: Run) -> Finding | None:
 
 
 def _stands_still(run: Run) -> Finding | None:
-    kl, staleness = run.late(_KL), run.late("staleness/mean")
-    figure = f"the KL to weights {staleness:.1f} steps older is {kl:.1g}"
-    advice = f"a higher optimizer.lr (now {run.setting('optimizer.lr')}); is grad_norm above 0?"
-    is_still = kl < 1e-9 and staleness >= 0.5 and not run.trend(_REWARD).sigmas > 3
-    ill = is_still and run.late("rollout/zero_variance_fraction") < 0.6
-    finding = Finding(67, "the policy does not move", figure, "learning rate of 0", advice)
-    return finding if ill else None
+    kl, staleness, reward = run.late(_KL), run.late("staleness/mean"), run.trend(_REWARD)
+    figure = f"the KL to weights {staleness:.1f} steps older is {kl:.1g}, reward {reward}"
+    advice = f"a higher optimizer.lr (now {run.setting('optimizer.lr')})"
+    if not (staleness >= 0.5 and run.late("rollout/zero_variance_fraction") < 0.6):
+        return None
+    if kl < 1e-9 and not reward.sigmas > 3:
+        what, advice = "the policy does not move", f"{advice}; is grad_norm above 0?"
+        return Finding(67, what, figure, "learning rate of 0", advice)
+    slow = Finding(48, "the policy hardly moves", figure, "small updates", f"{advice}, more steps")
+    return slow if kl < 4e-6 and abs(reward.sigmas) < 3 else None
 
 
 def _entropy_collapses(run: Run) -> Finding | None:
@@ -138,12 +141,14 @@ def _entropy_collapses(run: Run) -> Finding | None:
 
 def _cut_off(run: Run) -> Finding | None:
     share = run.late("rollout/cut_off_fraction", statistics.fmean)
+    wrong = 1 - run.late(_SUCCESS, statistics.fmean)
     figure = f"{share:.0%} of them, at {run.setting('generator.max_response_tokens')} tokens"
+    figure += f"; {wrong:.0%} are wrong" if wrong > 0 else ""
     cause = "the limit is too small, or nothing pays for an end"
     longer = "a larger generator.max_response_tokens"
     advice = _try(run, longer, "reward_shaping.overlong_tokens")
     finding = Finding(50 + 40 * share, _CUT, figure, cause, advice)
-    return finding if share >= 0.25 else None
+    return finding if share >= 0.25 or 0.08 <= share >= wrong / 4 else None
 
 
 def _groups_equal(run: Run) -> Finding | None:

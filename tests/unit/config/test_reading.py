@@ -143,6 +143,7 @@ def test_a_refusal_is_one_line_with_key_problem_and_what_is_allowed(key, problem
     text = str(ConfigError(key, problem, allowed))
     assert text == one_line(text) and len(text) <= MAX_MESSAGE == 285
     assert str(ConfigError("a.b", "is\nwrong", "c | d")) == "a.b: is wrong; allowed: c | d"
+    assert str(ConfigError("a", "unknown", "did you mean b?")) == "a: unknown; did you mean b?"
     assert ": " in text and "; allowed: " in text
 
 

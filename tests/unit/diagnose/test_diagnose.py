@@ -120,7 +120,12 @@ ILL = {
     "the policy runs away: KL": {"rollout/reward_mean": rising(0.7, 0.1)},
     "the policy does not move": {**FLAT, "mismatch/generator_kl": 1e-13},
     "entropy collapses: 0.": {**FLAT, "entropy": lambda at: 0.5 * 0.01**at},
-    "responses are cut off: ": {"rollout/cut_off_fraction": 0.5},
+    "the policy hardly moves": {**FLAT, "mismatch/generator_kl": 1e-6},
+    "responses are cut off: 50% of them": {"rollout/cut_off_fraction": 0.5},
+    "responses are cut off: 18% of them, at None tokens; 60% are wrong": {
+        **FLAT,
+        "rollout/cut_off_fraction": 0.18,
+    },
     "the reward is flat: it stays at 0.9": {
         **{"rollout/reward_mean": 0.97, "rollout/success_rate": 0.97},
         "rollout/zero_variance_fraction": 0.9,
