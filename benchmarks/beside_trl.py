@@ -1,6 +1,7 @@
 """Measure samples per second of three jobs beside TRL's GRPOTrainer, with both of our backends.
 
     python benchmarks/beside_trl.py              # --jobs, --seeds, --steps, --trl-environment
+    python benchmarks/beside_trl.py --until 0.9  # steps to a held-out success, of the demo
 
 *demo* is the demo's job; *long* has prompts of 200 tokens and responses of up to 128, by a random
 model of 20 M parameters; *ragged* has responses of geometric length with mean 40, cut off at 256.
@@ -14,6 +15,9 @@ Waiting threads of OpenMP sleep on both sides: TRL's are slower when they spin, 
 
 The first `WARM_UP` steps are left out, and of ours the last ones, beside whose training nothing is
 left to sample. The runs take turns, a seed for each turn.
+
+`--until` counts training steps, so that evaluations cost no time: seconds are steps by the rate.
+Both sides answer all held-out prompts once every `EVALUATED` steps, at temperature 1.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ TRL = ("trl==1.16.0", "transformers==5.19.0", "accelerate==1.15.0", "math-verify
 PACKAGES = (f"torch=={torch.__version__}", *TRL)
 TRL_ENVIRONMENT = Path(tempfile.gettempdir(), "torchtune-async-grpo/trl")
 WARM_UP, IN_ADVANCE, GROUP_SIZE = 3, 3, 8
+EVALUATED, MOST_STEPS = 5, 250
 SPEED = "samples per second"
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json")
 MATHS = {"_component_": "grpo_components.rewards.maths.MathCorrectness", "answer_format": "gsm8k"}
@@ -115,8 +120,10 @@ def build_random_model(job: Job, folder: Path) -> None:
     (folder / "data/train.jsonl").write_text("".join(rows))
 
 
-def run_ours(backend: str, job: Job, base: Path, folder: Path, seed: int) -> list[dict[str, Any]]:
-    """Run a job with one of our backends; return the metrics of its steps."""
+def run_ours(
+    backend: str, job: Job, base: Path, folder: Path, seed: int, every: int | None = None
+) -> list[dict[str, Any]]:
+    """Run a job with one of our backends, evaluated `every` steps; return its metrics."""
     sizes, steps = {**ARCHITECTURE, **(job.shape or {})}, WARM_UP + job.steps + IN_ADVANCE
     keys: dict[str, Any] = {
         **{"output_dir": folder, "base_model_path": base, "seed": seed, "num_steps": steps},
@@ -124,7 +131,8 @@ def run_ours(backend: str, job: Job, base: Path, folder: Path, seed: int) -> lis
         **{"model.intermediate_dim": sizes["intermediate_size"], "optimizer.lr": job.learning_rate},
         "dataset.prompt_template": json.dumps(job.template),
         "dataset.max_prompt_tokens": job.prompt,
-        **{"eval_dataset": "null", "eval_every_n_steps": steps, "save_every_n_steps": steps},
+        **{"eval_every_n_steps": every or steps, "save_every_n_steps": steps},
+        **({} if every else {"eval_dataset": "null"}),
         **{"groups_per_step": job.groups, "group_size": GROUP_SIZE},
         **{"generator.backend": backend, "generator.max_response_tokens": job.response},
         **{"generator.stop_token_ids": "[0]", "generator.kv_cache_gib": 1},
@@ -136,9 +144,11 @@ def run_ours(backend: str, job: Job, base: Path, folder: Path, seed: int) -> lis
     return run([*COMMAND, *given], folder / "logs/metrics.jsonl")[:-IN_ADVANCE]
 
 
-def run_trl(python: Path, job: Job, base: Path, folder: Path, seed: int) -> list[dict[str, Any]]:
-    """Run a job with TRL; return its steps by the names of our metrics."""
-    given = {"base": str(base), "steps": WARM_UP + job.steps, "seed": seed}
+def run_trl(
+    python: Path, job: Job, base: Path, folder: Path, seed: int, every: int | None = None
+) -> list[dict[str, Any]]:
+    """Run a job with TRL, evaluated `every` steps; return its steps by our metrics' names."""
+    given = {"base": str(base), "steps": WARM_UP + job.steps, "seed": seed, "evaluated": every}
     file, log = folder / "job.json", folder / "steps.jsonl"
     folder.mkdir()
     file.write_text(json.dumps({**vars(job), "group_size": GROUP_SIZE, **given}))
@@ -196,6 +206,29 @@ def measure(python: Path, job: Job, seeds: int, folder: Path) -> dict[str, list[
     return runs
 
 
+def measure_until(goal: float, python: Path, seeds: int, folder: Path) -> list[list[str]]:
+    """Count the demo's steps to a held-out success, on both sides; a row for each."""
+    job, rows = replace(JOBS["demo"], steps=MOST_STEPS), []
+    for side, train in (
+        ("ours", partial(run_ours, "transformers")),
+        ("TRL", partial(run_trl, python)),
+    ):
+        found = []
+        for seed in range(seeds):
+            steps = train(job, DEFAULT_OUTPUT_DIR, folder / f"{side}_{seed}", seed, EVALUATED)
+            evaluated = [
+                (s.get("eval/policy_version", s["step"]), s["eval/success_rate"])
+                for s in steps
+                if "eval/success_rate" in s
+            ]
+            sys.stderr.write(f"{side}, seed {seed}: {evaluated}\n")
+            found.append(
+                min((step for step, rate in evaluated if rate >= goal), default=MOST_STEPS)
+            )
+        rows.append([side, spread(found), str(found)])
+    return rows
+
+
 def main() -> None:
     """Run the jobs and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -203,10 +236,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="turns of each job")
     parser.add_argument("--steps", type=int, help="measured steps, instead of each job's own")
     parser.add_argument("--trl-environment", type=Path, default=TRL_ENVIRONMENT, help="folder")
+    parser.add_argument("--until", type=float, help="held-out success that ends the count of steps")
     given = parser.parse_args()
     python, rows, head = trl_environment(given.trl_environment), list[list[str]](), ()
     build_tiny_policy(DEFAULT_OUTPUT_DIR)
-    for name in given.jobs:
+    if given.until:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = measure_until(given.until, python, given.seeds, Path(folder))
+        head = ("side", f"steps to {given.until}", "each seed")
+    for name in () if given.until else given.jobs:
         job = replace(JOBS[name], steps=given.steps or JOBS[name].steps)
         with tempfile.TemporaryDirectory() as folder:
             runs = measure(python, job, given.seeds, Path(folder))

@@ -47,11 +47,42 @@ def rows_of(file: Path, template: str) -> list[dict[str, str]]:
     ]
 
 
+class HeldOut(TrainerCallback):
+    """Answers all held-out prompts once, every so many steps, and writes their mean reward."""
+
+    def __init__(self, job: dict[str, Any], tokenizer: Any, file: Path) -> None:
+        self._rows = rows_of(Path(job["base"], "data/held_out.jsonl"), job["template"])
+        self._reward, self._tokenizer, self._job = reward_of(job["reward"]), tokenizer, job
+        self._file = file.open("a")
+
+    @torch.no_grad()
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Evaluate, if it is time."""
+        if state.global_step % self._job["evaluated"]:
+            return
+        prompts = self._tokenizer(
+            [row["prompt"] for row in self._rows],
+            padding=True,
+            padding_side="left",
+            return_tensors="pt",
+        )
+        length = prompts["input_ids"].shape[1]
+        sampled = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        was_training, _ = model.training, model.eval()
+        responses = model.generate(**prompts, **sampled, max_new_tokens=self._job["response"])
+        model.train(was_training)
+        texts = self._tokenizer.batch_decode(responses[:, length:], skip_special_tokens=True)
+        rewards = self._reward(texts, [row["answer"] for row in self._rows])
+        line = {"step": state.global_step, "eval/success_rate": sum(rewards) / len(rewards)}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
 class Log(TrainerCallback):
     """Writes a line when TRL logs a step."""
 
     def __init__(self, file: Path) -> None:
-        self._file = file.open("w")
+        self._file = file.open("a")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Write the step."""
@@ -87,13 +118,15 @@ def main() -> None:
         disable_tqdm=True,
         seed=job["seed"],
     )
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    evaluations = [HeldOut(job, tokenizer, output)] if job["evaluated"] else []
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
         reward_funcs=reward_of(job["reward"]),
         args=arguments,
         train_dataset=Dataset.from_list(rows_of(base / "data/train.jsonl", job["template"])),
-        processing_class=AutoTokenizer.from_pretrained(base),
-        callbacks=[Log(output)],
+        processing_class=tokenizer,
+        callbacks=[Log(output), *evaluations],
     )
     trainer.train()
 
