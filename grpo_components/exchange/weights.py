@@ -10,8 +10,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import xor
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +24,8 @@ from grpo_components.errors import fail
 
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
+_HASHED_AT_ONCE = {"cpu": 2**17}
+"""Elements that a hash copies at a time: on a CPU as many as fit into its cache."""
 StateDict = dict[str, Tensor]
 
 
@@ -70,43 +70,34 @@ def is_hashed(device: str, dtype: torch.dtype) -> bool:
 
 
 def hash_values(tensor: Tensor) -> Tensor:
-    """Hash a tensor's elements on its device, as an int64, by an xor, which ignores their order.
+    """Hash a tensor's elements on its device, as an int64, by a sum, which ignores their order.
 
     So the hash of a fused or cut tensor follows from the hashes of the tensors it is made of.
     """
-    tensor = tensor.detach()
-    if not tensor.numel():
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    if tensor.dtype.itemsize == 1:  # torch hashes no float8
-        tensor = tensor.view(torch.uint8)
-    return torch.hash_tensor(tensor).view(torch.int64)
+    integer = {1: torch.uint8, 2: torch.int16}.get(tensor.dtype.itemsize, torch.int32)
+    bits = tensor.detach().reshape(-1).view(integer)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in bits.split(_HASHED_AT_ONCE.get(tensor.device.type, 2**23)):
+        mixed = part.to(torch.int32, copy=True)  # else small changes could cancel in the sum
+        for factor in (-1640531535, -2048144777):  # odd, with bits that look random
+            mixed *= factor
+            mixed ^= mixed >> 15
+        total += mixed.sum(dtype=torch.int64)
+    return total
 
 
-def hash_share(named: Iterable[tuple[str, Tensor]], workers: int) -> dict[str, tuple[int, int]]:
-    """Return two hashes of each parameter of an engine's worker, `hash_values` and one of its rows.
-
-    The second hash depends on the rows' order and has 64 bits. It tells copies of a tensor from
-    parts of it, whose first hashes may be equal by chance, since bfloat16 has few bits.
-    """
-    found: dict[str, Tensor] = {}
-    for name, tensor in named:
-        values = by_rows = hash_values(tensor)
-        if workers > 1 and tensor.numel() > 1 and tensor.dtype.itemsize > 1:
-            rows = torch.hash_tensor(tensor.detach().reshape(len(tensor), -1), dim=1)
-            odd = torch.arange(1, 2 * len(rows), 2, device=rows.device)
-            by_rows = (rows.view(torch.int64) * odd).sum()
-        found[name] = torch.stack((values, by_rows))
-    both = torch.stack([*found.values()]).tolist()
-    return {name: (values, rows) for name, (values, rows) in zip(found, both, strict=True)}
+def hash_named(named: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """Return `hash_values` of each named tensor."""
+    hashes = {name: hash_values(tensor) for name, tensor in named}
+    return dict(zip(hashes, torch.stack([*hashes.values()]).tolist(), strict=True))
 
 
-def join_shares(shares: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, int]:
+def join_shares(shares: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """Combine the hashes of all workers' parameters; equal hashes mean that each has a copy."""
     joined: dict[str, int] = {}
     for name in shares[0]:
         found = [share[name] for share in shares]
-        parts = found[:1] if len({*found}) == 1 else found
-        joined[name] = reduce(xor, (values for values, _ in parts))
+        joined[name] = found[0] if len({*found}) == 1 else sum(found)
     return joined
 
 
@@ -117,8 +108,8 @@ def hash_layers(hashes: Mapping[str, int]) -> dict[str, int]:
     for name, each in hashes.items():
         if not name.endswith(_HEAD) or each != embedding:
             number = re.search(r"\blayers\.(\d+)\.", name)
-            layers[f"layer {number[1]}" if number else "the rest"] ^= each
-    return dict(layers)
+            layers[f"layer {number[1]}" if number else "the rest"] += each
+    return {name: value % 2**64 for name, value in layers.items()}
 
 
 def pushed_layers(manifests: Iterable[Manifest]) -> dict[str, int] | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from grpo_components.exchange.weight_probe import ProbeReading
-from grpo_components.exchange.weights import hash_layers, hash_values, keeps_values
+from grpo_components.exchange.weights import hash_layers, hash_named, keeps_values
 from grpo_components.models.hugging_face_attention import (
     explicit,
     for_all_heads,
@@ -192,8 +192,7 @@ class TransformersBackend:
         return ProbeReading(of_ids.tolist(), self._version, 0, self._layers)
 
     def _hash(self) -> dict[str, int]:
-        named = self._model.named_parameters()
-        return hash_layers({name: int(hash_values(tensor)) for name, tensor in named})
+        return hash_layers(hash_named(self._model.named_parameters()))
 
     def _begin(self, sequences: list[_Sequence]) -> Tensor:
         """Return logits [N, V] of sequences whose slots are empty; compute equal sequences once."""

@@ -32,7 +32,7 @@ from grpo_components.exchange.shared_weights import (
     open_shared,
     split,
 )
-from grpo_components.exchange.weights import TensorEntry, hash_share
+from grpo_components.exchange.weights import TensorEntry, hash_named
 from grpo_components.models.lora import ADAPTER_FILE, peft_config, reserved_rank
 from grpo_components.rollout.weight_receiver import CheckedModel
 from grpo_components.settings import LoraSettings
@@ -137,10 +137,9 @@ def load_into_workers(executor: Any, tensors: Mapping[str, torch.Tensor]) -> Non
         _refuse_missing(left, f"vLLM's worker {number}")
 
 
-def hash_parameters(worker: Any) -> dict[str, tuple[int, int]]:
-    """Hash a worker's share of the weights; see `hash_share`."""
-    named = worker.model_runner.get_model().named_parameters()
-    return hash_share(named, worker.parallel_config.tensor_parallel_size)
+def hash_parameters(worker: Any) -> dict[str, int]:
+    """Hash each parameter of a worker's share of the weights."""
+    return hash_named(worker.model_runner.get_model().named_parameters())
 
 
 def _begin(worker: Any) -> set[str]:

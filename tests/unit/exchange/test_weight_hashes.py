@@ -11,8 +11,10 @@ from safetensors.torch import save_file
 
 from grpo_components.exchange.weight_deltas import DeltaEncoder, RebuiltWeights
 from grpo_components.exchange.weights import (
+    _HASHED_AT_ONCE,
     hash_layers,
-    hash_share,
+    hash_named,
+    hash_values,
     join_shares,
     keeps_values,
     pack_bucket,
@@ -66,7 +68,7 @@ def worker(weights, rank, workers):
 def loaded(weights, workers=1):
     """Hashes by layer of an engine with these weights."""
     shares = (worker(weights, rank, workers).items() for rank in range(workers))
-    return hash_layers(join_shares([hash_share(share, workers) for share in shares]))
+    return hash_layers(join_shares([hash_named(share) for share in shares]))
 
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 4]), st.booleans(), st.data())
@@ -100,11 +102,26 @@ def test_key_heads_that_several_workers_have_are_seen_as_other_values(tmp_path):
     assert not keeps_values(sound, "cpu", tmp_path, SHAPES, torch.float32)
 
 
-def test_parts_of_two_workers_that_have_the_same_hash_are_no_copies():
-    weights, name = rounded(random_weights(0)), "model.layers.1.mlp.gate_proj.weight"
-    half = weights[name][: HIDDEN // 2]
-    weights[name] = torch.cat([half, half.flip(0)])
-    assert loaded(weights, 2) == pushed(weights)
+@given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 10, 100, 1000]), st.booleans())
+def test_elements_that_moved_by_one_step_of_their_dtype_are_seen(seed, changed, both_ways):
+    numbers = torch.Generator().manual_seed(seed)
+    before = (0.02 * torch.randn(2000, generator=numbers)).bfloat16()
+    after, chosen = before.clone(), torch.randperm(2000, generator=numbers)[:changed]
+    steps = torch.ones(changed, dtype=torch.int16)
+    if both_ways:
+        steps[::2] = -1
+    after.view(torch.int16)[chosen] += steps
+    assert hash_values(before) != hash_values(after)
+    assert hash_values(before) == hash_values(before.flip(0))
+    assert hash_values(torch.cat([before, after])) == hash_values(before) + hash_values(after)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_a_hash_is_of_all_parts_of_a_large_tensor(dtype, monkeypatch):
+    tensor = torch.randn(40, 50).to(dtype)
+    whole = hash_values(tensor.t())
+    monkeypatch.setitem(_HASHED_AT_ONCE, "cpu", 300)
+    assert hash_values(tensor) == whole != 0 == hash_values(torch.zeros(0, 3, dtype=dtype))
 
 
 def test_float32_on_a_cpu_is_not_hashed_and_a_delta_keeps_the_hash_of_the_whole():
