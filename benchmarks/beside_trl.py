@@ -51,7 +51,7 @@ TRL = ("trl==1.16.0", "transformers==5.19.0", "accelerate==1.15.0", "math-verify
 PACKAGES = (f"torch=={torch.__version__}", *TRL)
 TRL_ENVIRONMENT = Path(tempfile.gettempdir(), "torchtune-async-grpo/trl")
 WARM_UP, IN_ADVANCE, GROUP_SIZE = 3, 3, 8
-EVALUATED, MOST_STEPS = 5, 250
+EVALUATED, MOST_STEPS = 5, 200
 SPEED = "samples per second"
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json")
 MATHS = {"_component_": "grpo_components.rewards.maths.MathCorrectness", "answer_format": "gsm8k"}
