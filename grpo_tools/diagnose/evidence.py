@@ -60,7 +60,7 @@ class Run:
                 self.failed_in_evaluations += evaluated
         try:
             config = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
-        except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        except (OSError, yaml.YAMLError, ValueError, RecursionError):
             config = None
         self._config = config if isinstance(config, dict) else {}
 

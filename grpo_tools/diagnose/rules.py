@@ -299,7 +299,7 @@ def _memory_grows(run: Run) -> Finding | None:
 
 def _disk_too_small(run: Run) -> Finding | None:
     folders = [path for path in run.folder.glob("checkpoints/step_*") if path.is_dir()]
-    sizes = [sum(f.stat().st_size for f in each.rglob("*") if f.is_file()) for each in folders]
+    sizes = [sum(map(_bytes_of, each.rglob("*"))) for each in folders]
     saves = math.ceil(run.steps_left / run.setting("save_every_n_steps", math.inf))
     keep = run.setting("keep_last_n", saves + len(sizes))
     needed = min(saves, max(0, keep + 1 - len(sizes))) * max(sizes, default=0) / 2**30
@@ -308,6 +308,19 @@ def _disk_too_small(run: Run) -> Finding | None:
     advice = "a smaller keep_last_n, a larger save_every_n_steps, another output_dir"
     ill = needed > free or "No space left" in run.error
     return Finding(90, "the disk will not last", figure, "checkpoints", advice) if ill else None
+
+
+def _bytes_of(path: Path) -> int:
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except FileNotFoundError:  # a running run deletes its older checkpoints
+        return 0
+
+
+def _not_ours(run: Run) -> Finding | None:
+    figure = f"none of {len(run.steps)} steps has {_REWARD}"
+    finding = Finding(2, "nothing can be told", figure, "another program", "a run's output_dir")
+    return finding if run.steps and not run.values(_REWARD) else None
 
 
 def _evaluation_small(run: Run) -> Finding | None:
@@ -335,7 +348,7 @@ RULES = (
     *(_samples_fail, _ends_with_an_error, _steps_skipped, _roles_disagree, _runs_away),
     *(_stands_still, _entropy_collapses, _cut_off, _groups_equal, _format_only, _length_grows),
     *(_held_out_stays, _clipped, _groups_dropped, _someone_waits, _pushes_dear, _memory_grows),
-    *(_disk_too_small, _evaluation_small),
+    *(_disk_too_small, _evaluation_small, _not_ours),
 )
 """Each rule returns a finding, or None if the run does not have its fault."""
 
@@ -346,7 +359,7 @@ def diagnose(run: Run) -> Sequence[Finding]:
     for rule in RULES:
         try:
             found.append(rule(run))
-        except DAMAGED as error:
+        except (*DAMAGED, OSError) as error:
             figure, cause = f"{rule.__name__[1:]}: {type(error).__name__}: {error}", "other writers"
             found.append(Finding(1, "a file is damaged", figure, cause, f"grpo audit {run.folder}"))
     found = [*filter(None, found)]

@@ -10,8 +10,10 @@ from typing import Any
 
 from grpo_components.files import FAILURES, Record, records_of
 
-DAMAGED = (KeyError, IndexError, TypeError, ValueError, AttributeError)
+DAMAGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 """What a line of a damaged or foreign file raises."""
+_NUMBERS = ("attempt", "step", "steps_done", "num_steps")
+"""Fields of events that are whole numbers."""
 
 
 class NoStepsError(FileNotFoundError):
@@ -63,12 +65,15 @@ def read_history(folder: Path) -> History:
         raise NotADirectoryError(f"{folder}: no such folder")
     history, prompts = History(), dict[int, Record]()
     for event in records_of(folder / "receipts.jsonl"):
-        with contextlib.suppress(*DAMAGED):
-            _follow(history, prompts, event)
+        if all(type(event.get(key, 0)) is int for key in _NUMBERS):
+            with contextlib.suppress(*DAMAGED):
+                _follow(history, prompts, event)
     for found in (history.drops, history.results):
         found[:] = filter(history.attempts.counts, found)
-    failures = records_of(folder / "logs" / FAILURES, b'"error"')
-    history.failures = {record.get("attempt", 0): record["error"] for record in failures}
+    for record in records_of(folder / "logs" / FAILURES, b'"error"'):
+        attempt, error = record.get("attempt", 0), record.get("error", ...)
+        if type(attempt) is int and (error is None or isinstance(error, str)):
+            history.failures[attempt] = error
     return history
 
 

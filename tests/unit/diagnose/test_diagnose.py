@@ -303,6 +303,45 @@ def test_a_run_that_goes_on_and_damaged_or_foreign_files_have_an_answer(write, t
     assert capsys.readouterr().err.startswith("no diagnosis: no run: ")
 
 
+HUGE = {"step": 1, "rollout/reward_mean": 10**401, "rollout/cut_off_fraction": 1e308}
+STRANGE = {
+    "logs/failures.jsonl": ('{"message": {"error": 2}}', '{"attempt": [0], "error": "x"}'),
+    "receipts.jsonl": (
+        *('{"event": "start", "attempt": [1]}', '{"event": "start", "attempt": "a"}'),
+        '{"event": "start", "attempt": 0, "steps_done": "3", "num_steps": 9}',
+        *(f'{{"event": "start", "attempt": 7, "num_steps": {n}}}' for n in ("null", '"100"')),
+        '{"event": "end", "attempt": {}, "step": 1}',
+        '{"event": "drop", "attempt": "a", "groups": [1], "reason": 1, "reissue": 0}',
+    ),
+    "logs/metrics.jsonl": tuple(str({**HUGE, "step": n}).replace("'", '"') for n in range(1, 60)),
+    "logs/failed_samples.jsonl": ('{"errors": {"a": "b"}}', '{"errors": [[]]}'),
+    "config.yaml": (
+        *("lr: 2020-99-99", "save_every_n_steps: 0", "num_trainers: 0", "optimizer: 3"),
+        *("[" * 9000, "rewards: [1]", "max_staleness: x"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_strange_values_end_no_diagnosis(write, name, capsys):
+    folder = write({"time/wait_for_batch": 0.9, "rollout/cut_off_fraction": 0.5})
+    (folder / "checkpoints/step_1").mkdir(parents=True)
+    whole = (folder / name).read_text() if (folder / name).exists() else ""
+    for line in ("\n".join(STRANGE[name]), *STRANGE[name]):
+        (folder / name).write_text(line + "\n" if name == "config.yaml" else f"{whole}{line}\n")
+        assert main([str(folder)]) == 0, line
+        assert capsys.readouterr().out.strip() and found(folder)
+
+
+def test_metrics_of_another_program_are_no_clean_run(tmp_path, capsys):
+    (tmp_path / "logs").mkdir()
+    rows = [{"step": step, "loss": 1.0, "kl": 50} for step in range(1, 40)]
+    write_rows(tmp_path / "logs/metrics.jsonl", *rows)
+    assert main([str(tmp_path)]) == 0
+    line = "nothing can be told: none of 39 steps has rollout/reward_mean. "
+    assert capsys.readouterr().out.startswith(line)
+
+
 def test_the_report_has_a_panel(write):
     html = write_report(write(FLAT | {"rollout/cut_off_fraction": 0.5})).read_text("utf-8")
     assert '<h2 id="diagnosis">' in html and "<li>responses are cut off: 5" in html
