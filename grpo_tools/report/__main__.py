@@ -7,6 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
+from grpo_components.plain_text import one_line
 from grpo_tools.report.comparison import write_comparison
 from grpo_tools.report.page import write_report
 from grpo_tools.report.rollouts import MAX_GROUPS
@@ -34,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.writelines(f"{line}\n" for line in lines)
         else:
             page = write_report(folders[0], max(0, options.rollouts), target=target)
-    except OSError as error:
-        sys.stderr.write(f"no report: {error}\n")
+    except (OSError, yaml.YAMLError) as error:
+        sys.stderr.write(f"no report: {one_line(str(error))}\n")
         return 2
     sys.stdout.write(f"{page} ({page.stat().st_size / 1e6:.1f} MB)\n")
     return 0

@@ -46,6 +46,8 @@ def verdicts(
             job.steps.append(record[0])
             job.success.append(record[1])
     keys, (first, *others) = [*jobs], jobs.values()
+    if not others:
+        return [f"{', '.join(names)}: runs of one job, which differ in their seeds at most"]
     return [
         _verdict(first, other, _measured_otherwise(dict(keys[0]), dict(key)))
         for key, other in zip(keys[1:], others, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import yaml
 
 from grpo_components.files import write_whole
+from grpo_components.records.run_folder import CODE
 from grpo_tools.report.better import verdicts
 from grpo_tools.report.curves import metric_charts
 from grpo_tools.report.facts import key_figures, read_facts
@@ -23,6 +25,7 @@ _MAX_NAME_CHARS, _MAX_VALUE_CHARS, _MAX_KEYS = 40, 100, 500
 
 def write_comparison(folders: Sequence[Path], target: Path) -> tuple[Path, list[str]]:
     """Write a page with the curves of several runs; return its path, and which run is better."""
+    folders = [*{folder.resolve(): folder for folder in folders}.values()]  # each once
     paths = [folder.resolve() for folder in folders]
     shared = os.path.commonpath([path.parent for path in paths])
     names = [text(path.relative_to(shared))[-_MAX_NAME_CHARS:] for path in paths]
@@ -62,16 +65,20 @@ def _table(first: str, names: Sequence[str], columns: Sequence[Mapping[str, str]
 
 
 def _config(folder: Path) -> dict[str, str]:
-    """Return the values of a run's last config by dotted key; empty without one."""
+    """Return the values of a run's last config by dotted key, and a checksum of its code."""
     path = folder / "config.yaml"
-    return dict(_flat("", yaml.safe_load(path.read_text("utf-8")))) if path.exists() else {}
+    config = dict(_flat("", yaml.safe_load(path.read_text("utf-8")))) if path.exists() else {}
+    attempts = sorted((folder / CODE).glob("attempt_*"), key=lambda each: (len(each.name), each))
+    files = [*attempts[-1].glob("*.py"), *attempts[-1].glob("*.diff")] if attempts else []
+    code = b"".join(file.read_bytes() for file in sorted(files))
+    return config | ({"code of recipe and changes": f"{zlib.crc32(code):08x}"} if files else {})
 
 
 def _flat(prefix: str, node: Any) -> list[tuple[str, str]]:
     if isinstance(node, dict) and node:
         items = [(f"{prefix}.{key}".lstrip("."), value) for key, value in node.items()]
         return [pair for key, value in items for pair in _flat(key, value)]
-    return [(prefix, text("null" if node is None else node, _MAX_VALUE_CHARS))]
+    return [(prefix, "null" if node is None else str(node))]
 
 
 def _differences(names: Sequence[str], configs: Sequence[Mapping[str, str]]) -> str:
@@ -81,5 +88,8 @@ def _differences(names: Sequence[str], configs: Sequence[Mapping[str, str]]) -> 
     if not differing:
         return part("about", "The configs are the same.")
     shown = differing[:_MAX_KEYS]
-    columns = [{key: config[key] for key in shown if key in config} for config in configs]
+    columns = [
+        {key: text(config[key], _MAX_VALUE_CHARS) for key in shown if key in config}
+        for config in configs
+    ]
     return _table("key", names, columns)

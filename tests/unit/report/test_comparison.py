@@ -45,7 +45,7 @@ def test_the_curves_of_all_runs_are_in_the_same_chart(make):
     assert [trace["name"] for trace in own["data"]] == ["a", "b", "c"]
     assert [trace["x"][-1] for trace in own["data"]] == [2, 2, 5]
     assert [trace["meta"]["run"] for trace in own["data"]] == [0, 1, 2]
-    assert html.count("<h2 ") == 3, "runs, other metrics, configs"
+    assert html.count("<h2 ") == 4, "runs, which is better, other metrics, configs"
 
 
 def test_config_keys_are_listed_that_differ(make):
@@ -84,7 +84,7 @@ def test_the_command_overlays_several_runs_in_the_current_folder_or_in_a_file(
     runs = [str(make(name)) for name in ("a", "b")]
     monkeypatch.chdir(tmp_path)
     assert main(runs) == 0
-    assert capsys.readouterr().out.startswith("comparison.html (")
+    assert capsys.readouterr().out.splitlines()[1].startswith("comparison.html (")
     assert main([*runs, "--output", "both.html"]) == 0
     assert main([runs[0], "--output", "one.html"]) == 0
     assert {p.name for p in tmp_path.glob("*.html")} == {
@@ -165,4 +165,23 @@ def test_other_evaluations_are_not_compared_and_missing_ones_are_named(compare, 
     assert "with 95 %); 9 prompts, 1 and 1 runs, steps 9 and 5: not the same. " in line
     [line] = verdicts([make("a"), make("b")], ["a", "b"], [{"a": "1"}, {"a": "2"}])
     assert line == "b against a: not enough to tell: a has no evaluation"
-    assert verdicts([make("c"), make("d")], ["c", "d"], [{"seed": "1"}, {"seed": "2"}]) == []
+    [line] = verdicts([make("c"), make("d")], ["c", "d"], [{"seed": "1"}, {"seed": "2"}])
+    assert line == "c, d: runs of one job, which differ in their seeds at most"
+
+
+def test_a_forked_recipe_is_another_job_and_a_folder_counts_once(make, tmp_path, capsys):
+    def forked(name, loss, prompt):
+        folder = make(name, f"system_prompt: {'x' * 200}{prompt}{'y' * 200}")
+        for attempt, code in ((9, "old"), (10, loss)):
+            (folder / f"code/attempt_{attempt}").mkdir(parents=True)
+            (folder / f"code/attempt_{attempt}/my_grpo.py").write_text(code)
+        return folder
+
+    folders = [forked(*each) for each in (("a", "1", 5), ("b", "1", 5), ("c", "2", 5), ("d", "1", 6))]
+    page, (fork, other) = write_comparison([*folders, folders[0]], tmp_path / "page.html")
+    assert fork.startswith("c against a: ") and other.startswith("d against a: ")
+    assert "<td>code of recipe and changes</td>" in page.read_text()
+    (folders[1] / "config.yaml").write_text("a: [")
+    assert main([str(each) for each in folders[:2]]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("no report: ")
