@@ -177,7 +177,9 @@ def test_a_forked_recipe_is_another_job_and_a_folder_counts_once(make, tmp_path,
             (folder / f"code/attempt_{attempt}/my_grpo.py").write_text(code)
         return folder
 
-    folders = [forked(*each) for each in (("a", "1", 5), ("b", "1", 5), ("c", "2", 5), ("d", "1", 6))]
+    folders = [
+        forked(*each) for each in (("a", "1", 5), ("b", "1", 5), ("c", "2", 5), ("d", "1", 6))
+    ]
     page, (fork, other) = write_comparison([*folders, folders[0]], tmp_path / "page.html")
     assert fork.startswith("c against a: ") and other.startswith("d against a: ")
     assert "<td>code of recipe and changes</td>" in page.read_text()
