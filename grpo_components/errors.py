@@ -92,10 +92,10 @@ class RoleFailedError(RuntimeError):
 
 
 class RoleLostError(RuntimeError):
-    """A role is lost for good, and the run goes on without it."""
+    """A role, or the data of a group in flight, is lost for good, and the run goes on without."""
 
-    def __init__(self, role: str) -> None:
-        super().__init__(f"{role} was given up")
+    def __init__(self, role: str, what: str = "was given up") -> None:
+        super().__init__(f"{role} {what}")
         self.role = role
 
 

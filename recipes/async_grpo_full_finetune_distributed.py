@@ -89,20 +89,20 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             await self.weights.pull_if_due(generator, entry)
             temperature = self.temperature(entry.target_step)
             group = await generator.generate_group(entry, temperature)
+            if self.roles.reward_model:
+                group = await self.roles.reward_model.add_scores(group)
+            if not self.run.has_trainable(group):
+                return await self.ledger.drop([entry.group_id], "failed")
+            sampling, summary = self.dynamic_sampling, group.summary
+            if sampling and not sampling.keeps(summary.rewards, summary.successes):
+                return await self.ledger.drop([entry.group_id], "filtered")
+            if self.roles.references:
+                group = await self.roles.references.add_logprobs(group)
+            if self.roles.teachers:
+                group = await self.roles.teachers.add_logprobs(group)
+            await self.roles.buffer.add(group)
         except RoleLostError:
-            return self.ledger.give_back(entry)  # another generator takes over
-        if self.roles.reward_model:
-            group = await self.roles.reward_model.add_scores(group)
-        if not self.run.has_trainable(group):
-            return await self.ledger.drop([entry.group_id], "failed")
-        sampling, summary = self.dynamic_sampling, group.summary
-        if sampling and not sampling.keeps(summary.rewards, summary.successes):
-            return await self.ledger.drop([entry.group_id], "filtered")
-        if self.roles.references:
-            group = await self.roles.references.add_logprobs(group)
-        if self.roles.teachers:
-            group = await self.roles.teachers.add_logprobs(group)
-        await self.roles.buffer.add(group)
+            self.ledger.give_back(entry)  # it is generated again
 
     async def training_loop(self, loops: asyncio.TaskGroup) -> None:
         """Train batch after batch until every step of the run is done."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -145,6 +146,17 @@ class GeneratorHandle:
         return results
 
 
+@contextlib.contextmanager
+def _lost_with_its_node() -> Iterator[None]:
+    """Raise a `RoleLostError` if a group's data was lost with the node of its generator."""
+    try:
+        yield
+    except RoleFailedError as failure:
+        if failure.kind == "lost":
+            raise RoleLostError(failure.role, failure.what) from failure
+        raise
+
+
 class RewardModelHandle:
     """Calls the reward model, which gives each response a learned reward."""
 
@@ -155,7 +167,8 @@ class RewardModelHandle:
         """Return the group with the learned reward added to its rewards."""
         entry = group.entry
         call = {"num_returns": 3, "timeout_s": self._timeout_s}
-        made = await self._role.call("add_scores", group.packed, entry.text, **call)
+        with _lost_with_its_node():
+            made = await self._role.call("add_scores", group.packed, entry.text, **call)
         (packed, packed_summary, entry.text), summary = made
         return Group(entry, packed, packed_summary, summary)
 
@@ -170,7 +183,8 @@ class ReferencesHandle:
         """Return the group with the models' logprobs."""
         role = self._roles[group.entry.group_id % len(self._roles)]
         call = {"num_returns": 2, "timeout_s": self._timeout_s}
-        (packed, _), divergences = await role.call("add_logprobs", group.packed, **call)
+        with _lost_with_its_node():
+            (packed, _), divergences = await role.call("add_logprobs", group.packed, **call)
         if self._keep_kl:
             group.entry.reference_kl = divergences
         return replace(group, packed=packed)
@@ -198,7 +212,8 @@ class ReplayBufferHandle:
         limit_s = self._timeout_s + GRACE_S
         # None: the buffer was restarted. A step may have taken the group before this call's answer.
         while added is None and entry in self._ledger.in_state("in_flight"):
-            added = await self.role.call_once("add", *entry.parts, timeout_s=limit_s)
+            with _lost_with_its_node():
+                added = await self.role.call_once("add", *entry.parts, timeout_s=limit_s)
         await self._ledger.enter_buffer(entry.group_id)
 
     async def take(self, num_groups: int) -> Batch:

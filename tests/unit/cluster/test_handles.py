@@ -21,7 +21,7 @@ from grpo_components.cluster.handles import (
     RewardModelHandle,
     TrainersHandle,
 )
-from grpo_components.errors import RoleFailedError
+from grpo_components.errors import RoleFailedError, RoleLostError
 from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
@@ -232,6 +232,29 @@ async def test_a_text_that_was_lost_with_a_node_is_left_out_and_another_failure_
     group.entry.text = failing("silent")
     with pytest.raises(RoleFailedError):
         await setting.buffer.texts([group.entry])
+
+
+async def test_a_group_whose_data_was_lost_with_a_node_is_given_back_and_generated_again():
+    class Other:
+        kind = "lost"
+
+        async def call(self, method, *args, **limits):
+            raise RoleFailedError("reference_0", "cannot go on", "its.log", self.kind)
+
+        call_once = call
+
+    setting, other = Setting(), Other()
+    group = await setting.generated()
+    buffer = ReplayBufferHandle(other, setting.ledger, 1, 1, wait_for_stale=False)
+    calls = ReferencesHandle([other], 1).add_logprobs, RewardModelHandle(other, 1).add_scores
+    for call in (*calls, buffer.add):
+        for other.kind, error in (("lost", RoleLostError), ("died", RoleFailedError)):
+            with pytest.raises(error, match="reference_0 cannot go on"):
+                await call(group)
+    setting.ledger.give_back(group.entry)
+    again = await setting.generated()
+    assert again.entry is group.entry and again.entry.parts == ()
+    await setting.buffer.add(again)
 
 
 async def test_checkpointed_groups_come_back_with_their_parts_and_without_their_text(tmp_path):
