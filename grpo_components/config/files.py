@@ -228,10 +228,12 @@ def check_disk(settings: Settings) -> None:
     """Refuse a run whose checkpoints do not fit onto the disk of output_dir."""
     from grpo_components.models.lora import pushed_shapes  # imports torch
 
-    shapes = pushed_shapes(Path(settings.base_model_path), settings.lora)
-    parameters = sum(math.prod(shape) for shape in shapes.values())
+    lora, model = settings.lora, Path(settings.base_model_path)
+    trained = saved = sum(map(math.prod, pushed_shapes(model, lora).values()))
+    if lora is not None and lora.save_merged:
+        saved += sum(map(math.prod, pushed_shapes(model, None).values()))
     optimizer = settings.optimizer["_component_"]
-    each = checkpoint_folder.nbytes(parameters, parameters, settings.dtype, optimizer)
+    each = checkpoint_folder.nbytes(saved, trained, settings.dtype, optimizer)
     most = checkpoint_folder.most_at_once(
         settings.num_steps, settings.save_every_n_steps, settings.keep_last_n, settings.keep_best
     )

@@ -174,7 +174,9 @@ def _start_problem(cfg: Settings, trainer: RoleMemory, device: Device) -> str | 
 
 
 def _disk_line(cfg: Settings, sizes: ModelSizes) -> str:
-    saved = sizes.parameters if cfg.lora is None else sizes.trained
+    lora = cfg.lora
+    saved = 0 if lora and not lora.save_merged else sizes.parameters
+    saved += sizes.trained if lora else 0
     optimizer = cfg.optimizer["_component_"]
     each = checkpoint_folder.nbytes(saved, sizes.trained, cfg.dtype, optimizer)
     most = checkpoint_folder.most_at_once(

@@ -82,22 +82,22 @@ def prompts(count):
     return torch.randint(0, 256, (count, 32), generator=generator).tolist()
 
 
-def sampled(options, swap):
-    """Answers to many prompts; with `swap`, the same weights come again in the middle."""
+def sampled(options, weights=None):
+    """Answers to many prompts, and the weight probe of `weights`, which come in the middle."""
     from grpo_components.rollout.engine import open_engine
 
-    engine = open_engine(*engine_options(options), seed=0)
+    engine, reading = open_engine(*engine_options(options), seed=0), None
     try:
         began = time.perf_counter()
         futures = [
             engine.submit(p, max_tokens=TOKENS, temperature=1.0, seed=i, stop_token_ids=[])
             for i, p in enumerate(prompts(options.requests))
         ]
-        if swap:
+        if weights:
             futures[0].result(LIMIT_S)  # the engine is in the middle of its work
-            engine.load_weights(1, hf_weights(options)).result(LIMIT_S)
+            reading = engine.load_weights(1, weights).result(LIMIT_S)
         done = [future.result(LIMIT_S) for future in futures]
-        return done, time.perf_counter() - began
+        return done, time.perf_counter() - began, reading
     finally:
         engine.close()
 
@@ -144,7 +144,7 @@ def shared_prompts(options):
 
 
 def engine_under_load(options):
-    done, seconds = sampled(options, swap=False)
+    done, seconds, _ = sampled(options)
     tokens = sum(len(each.token_ids) for each in done)
     finite = all(torch.from_numpy(each.logprobs).isfinite().all() for each in done)
     whole = finite and len(done) == options.requests
@@ -152,10 +152,16 @@ def engine_under_load(options):
 
 
 def weights_under_load(options):
-    done, _ = sampled(options, swap=True)
+    from grpo_components.exchange.weights import hash_layers, hash_named
+
+    weights = hf_weights(options)
+    done, _, reading = sampled(options, weights)
     rising = all((each.token_versions[1:] >= each.token_versions[:-1]).all() for each in done)
     both = {int(v) for each in done for v in each.token_versions} == {0, 1}
-    return bool(rising and both), "versions 0 and 1 in one batch, never falling"
+    hashed = hash_layers(hash_named(weights.items()))
+    same = reading.layers == (hashed if options.device == "cuda" else None)  # a CPU packs layers
+    says = f"hashes of {len(hashed)} layers equal" if same and reading.layers else "no hashes"
+    return bool(rising and both and same), f"versions 0 and 1 in one batch, never falling; {says}"
 
 
 def sleep_and_wake(options):

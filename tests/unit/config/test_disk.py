@@ -41,3 +41,22 @@ def test_a_disk_that_is_too_small_is_named_before_anything_starts(
     disk(3 * 500_000 * 16 - 1)
     with pytest.raises(ConfigError, match=r"output_dir: .* has 0\.0224 GiB free, and 3 check"):
         check_disk(settings)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_checkpoint_of_adapters_has_the_whole_model_only_if_it_is_saved_merged(
+    settings_with, tmp_path, monkeypatch, merged
+):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file({name: torch.zeros(1000, 500)}, tmp_path / "model.safetensors")
+    given = {"output_dir": str(tmp_path / "run"), "base_model_path": str(tmp_path)}
+    lora = {"rank": 2, "alpha": 4, "target_modules": ["q_proj"], "save_merged": merged}
+    settings = settings_with(**given, num_steps=1, lora=lora)
+    adapter = 2 * (1000 + 500)
+    needed = nbytes(adapter + merged * 500_000, adapter, "fp32", settings.optimizer["_component_"])
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=needed))
+    check_disk(settings)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=needed - 1))
+    with pytest.raises(ConfigError, match="GiB free, and 1 check"):
+        check_disk(settings)
