@@ -39,7 +39,7 @@ from grpo_tools.simulate.roles import VirtualRole
 from grpo_tools.simulate.simulation import connected
 
 GROUP_SIZE, STALENESS, TOKENS = 8, 2, 40
-TOOLS = ("audit", "report")
+TOOLS = ("audit", "report", "diagnose")
 CONFIG = "max_staleness: {}\ngroups_per_step: {}\ngroup_size: {}\nnum_steps: {}\n"
 
 

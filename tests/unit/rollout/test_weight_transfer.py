@@ -2,6 +2,8 @@
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -233,3 +235,11 @@ def test_a_send_that_was_given_up_reaches_nobody_and_the_next_process_gets_a_gro
     assert again != given_up
     way.sender.abandon_send("generator_0", 0)  # late
     assert way.sender.transfer_group("generator_0", 1) == again
+
+
+def test_vllms_newer_model_runner_has_what_a_swap_of_weights_reads():
+    """The engines of these tests have the older runner; this one needs a GPU."""
+    file = find_spec("vllm.v1.worker.gpu.model_runner").origin
+    source = Path(file).read_text()
+    for part in ("self.vllm_config = ", "self.model_config = ", "def get_model(self)"):
+        assert part in source
