@@ -108,8 +108,6 @@ class LLMJudge:
         retries: number of further requests after one that failed.
     """
 
-    max_reward = 1.0
-
     def __init__(
         self,
         base_url: str,
