@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,6 @@ from torchtune.config._utils import _get_component_from_path
 
 from grpo_components.data.datasets import PromptDataset, prompt_dataset
 from grpo_components.environments.extras import imported_extra
-from grpo_components.environments.rewards import reward_as_answer
 from grpo_components.errors import fail, shown
 from grpo_components.rollout.multi_turn import Reply
 from grpo_components.rollout.observation_text import quoted
@@ -31,11 +30,7 @@ def gymnasium_dataset(
     options: Mapping[str, Any] | None = None,
     observe: str | None = None,
     prompt_template: str = "{question}\n",
-    chat_template: str | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    system_prompt: str | None = None,
-    max_prompt_tokens: int | None = None,
-    too_long: str = "error",
+    **prompts: Any,
 ) -> PromptDataset:
     """Make a prompt from the first observation of each of an environment's seeds.
 
@@ -47,11 +42,7 @@ def gymnasium_dataset(
         options: see `GymnasiumWorld`.
         observe: see `GymnasiumWorld`.
         prompt_template: text of the prompt; contains `{question}`, the observation, once.
-        chat_template: see `prompt_dataset`.
-        chat_template_kwargs: see `prompt_dataset`.
-        system_prompt: see `prompt_dataset`.
-        max_prompt_tokens: see `prompt_dataset`.
-        too_long: see `prompt_dataset`.
+        **prompts: chat_template, system_prompt, max_prompt_tokens, ...; see `prompt_dataset`.
 
     Raises:
         ValueError: the package is missing, or a setting is wrong; names its key.
@@ -71,11 +62,7 @@ def gymnasium_dataset(
         source=f"gymnasium {id}",
         rows=rows(),
         prompt_template=prompt_template,
-        chat_template=chat_template,
-        chat_template_kwargs=chat_template_kwargs,
-        system_prompt=system_prompt,
-        max_prompt_tokens=max_prompt_tokens,
-        too_long=too_long,
+        **prompts,
     )
 
 
@@ -113,29 +100,24 @@ class GymnasiumWorld:
         self._make = partial(gymnasium.make, id, **settings)
         self._observe: Callable[[Any], str] = _function("observe", observe) or str
         if reply_template.count(_OBSERVATION) != 1:
-            allowed = f"a text that contains {_OBSERVATION} once"
-            raise ValueError(f"reply_template: {reply_template!r} given; allowed: {allowed}")
+            given = f"{reply_template!r} given"
+            fail("reply_template", given, f"a text that contains {_OBSERVATION} once")
         self._reply_template = reply_template
         try:
             space = self._make().action_space
         except Exception as error:  # an environment of a user's may raise anything
             problem = f"{id}: {type(error).__name__}: {error}"
-            allowed = "a registered environment with its options"
-            raise ValueError(f"id: {problem}; allowed: {allowed}") from error
+            fail("id", problem, "a registered environment with its options")
         act_of_text = _function("act", act)
         if act_of_text is None and not isinstance(
             space, gymnasium.spaces.Text | gymnasium.spaces.Discrete
         ):
-            allowed = "a Text or Discrete space, or a function at `act`"
-            raise ValueError(f"id: {id} takes actions of {space}; allowed: {allowed}")
+            problem = f"{id} takes actions of {space}"
+            fail("id", problem, "a Text or Discrete space, or a function at `act`")
         self._act: Callable[[str, Any], Any] = act_of_text or _default_action
 
     def begin(self, seed: int) -> tuple[Any, str]:
-        """Make an environment, and return it with the text of its first observation.
-
-        Args:
-            seed: its seed.
-        """
+        """Make an environment, and return it with the text of its first observation."""
         env = self._make()
         observation, _ = env.reset(seed=seed)
         return env, self._text_of(observation)
@@ -144,47 +126,33 @@ class GymnasiumWorld:
         """Begin a conversation."""
         if _COLUMN not in prompt:
             raise ValueError("the prompt has no seed; allowed: rows of gymnasium_dataset")
-        env, text = self.begin(prompt[_COLUMN])
-        if text not in prompt["prompt_text"]:
-            raise ValueError(f"the prompt does not show the first observation {text!r:.100}")
-        return _Episode(env, self._act, self._text_of, self._reply_template)
+        env, first = self.begin(prompt[_COLUMN])
+        if first not in prompt["prompt_text"]:
+            raise ValueError(f"the prompt does not show the first observation {first!r:.100}")
+        total = 0.0
+
+        def respond(turn: str) -> Reply:
+            nonlocal total
+            try:
+                action = self._act(turn, env.action_space)
+            except ValueError as error:
+                reply, done = f"error: {error}", False
+            else:
+                observation, reward, terminated, truncated, _ = env.step(action)
+                reply, done = self._text_of(observation), bool(terminated or truncated)
+                total += float(reward)
+            if done:
+                env.close()
+            text = self._reply_template.replace(_OBSERVATION, quoted(reply))
+            return Reply(text, done=done, answer=repr(total))
+
+        return respond
 
     def _text_of(self, observation: Any) -> str:
         text = self._observe(observation)
         if not isinstance(text, str):
             raise TypeError(f"observe returned {text!r:.100}; allowed: a text")
         return text
-
-
-class _Episode:
-    """One conversation: steps an environment with the texts of the policy."""
-
-    def __init__(
-        self,
-        env: Any,
-        act: Callable[[str, Any], Any],
-        text_of: Callable[[Any], str],
-        reply_template: str,
-    ) -> None:
-        self._env, self._act, self._text_of = env, act, text_of
-        self._reply_template, self._total = reply_template, 0.0
-
-    def __call__(self, text: str) -> Reply:
-        """Take a turn of the policy as an action."""
-        try:
-            action = self._act(text, self._env.action_space)
-        except ValueError as error:
-            return self._reply(f"error: {error}", done=False)
-        observation, reward, terminated, truncated, _ = self._env.step(action)
-        self._total += float(reward)
-        done = bool(terminated or truncated)
-        if done:
-            self._env.close()
-        return self._reply(self._text_of(observation), done)
-
-    def _reply(self, observation: str, done: bool) -> Reply:
-        text = self._reply_template.replace(_OBSERVATION, quoted(observation))
-        return Reply(text, done=done, answer=reward_as_answer(self._total))
 
 
 def _function(key: str, path: str | None) -> Callable[..., Any] | None:
@@ -194,28 +162,20 @@ def _function(key: str, path: str | None) -> Callable[..., Any] | None:
         found = _get_component_from_path(path)
     except Exception as error:  # a user's module may raise anything
         problem = f"{path} cannot be imported, {type(error).__name__}: {error}"
-        raise ValueError(f"{key}: {problem}; allowed: the dotted path of a function") from error
+        fail(key, problem, "the dotted path of a function")
     if not callable(found):
-        raise ValueError(f"{key}: {path} cannot be called; allowed: a function")
+        fail(key, f"{path} cannot be called", "a function")
     return found
 
 
-def _discrete() -> Any:
-    return imported_extra("gymnasium").spaces.Discrete
-
-
 def _default_action(text: str, space: Any) -> Any:
-    if not isinstance(space, _discrete()):
-        return _checked(text.strip(), space, "allowed: a text of the environment's characters")
-    first, last = int(space.start), int(space.start + space.n - 1)
-    allowed = f"allowed: a whole number from {first} to {last}"
-    numbers: Sequence[str] = re.findall(r"(?<![\d.])-?\d{1,9}(?![\d.])", text)
-    if not numbers:
-        raise ValueError(f"there is no action; {allowed}")
-    return _checked(int(numbers[-1]), space, allowed)
-
-
-def _checked(action: Any, space: Any, allowed: str) -> Any:
-    if not space.contains(action):
-        raise ValueError(f"{action!r:.50} is no action; {allowed}")
+    if isinstance(space, imported_extra("gymnasium").spaces.Discrete):
+        numbers = re.findall(r"(?<![\d.])-?\d{1,9}(?![\d.])", text)
+        action = int(numbers[-1]) if numbers else None
+        allowed = f"a whole number from {space.start} to {space.start + space.n - 1}"
+    else:
+        action, allowed = text.strip(), "a text of the environment's characters"
+    if action is None or not space.contains(action):
+        given = "there is" if action is None else f"{action!r:.50} is"
+        raise ValueError(f"{given} no action; allowed: {allowed}")
     return action

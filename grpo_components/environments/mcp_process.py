@@ -6,12 +6,12 @@ Python environment.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
+from functools import partial
 
 _PDEATHSIG = 1
 
@@ -20,26 +20,15 @@ def _die_with_parent(with_signal: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(_PDEATHSIG, with_signal)
 
 
-def main() -> None:
-    """Run the command of the arguments, as the leader of its process group."""
-    owner = int(sys.argv[1])
-
-    def end(*_: object) -> None:
-        os.killpg(os.getpgrp(), signal.SIGKILL)  # this process, too
-
-    if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
-    _die_with_parent(signal.SIGTERM)
-    if os.getppid() != owner:
-        end()
-    command = sys.argv[2:]
-    with contextlib.suppress(KeyboardInterrupt):
-        server = subprocess.Popen(command, preexec_fn=lambda: _die_with_parent(signal.SIGKILL))
-        server.wait()
-    end()
+def _end(*_: object) -> None:
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # this process, which leads the group, too
 
 
 if __name__ == "__main__":
-    main()
+    owner, *command = sys.argv[1:]
+    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
+    _die_with_parent(signal.SIGTERM)
+    if os.getppid() == int(owner):
+        subprocess.Popen(command, preexec_fn=partial(_die_with_parent, signal.SIGKILL)).wait()
+    _end()

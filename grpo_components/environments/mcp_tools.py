@@ -1,20 +1,36 @@
-"""A world whose tools are those of a tool server, which speaks MCP."""
+"""Tools of servers that speak MCP over standard input and output, run as child processes."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import shutil
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cache, partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from grpo_components.environments.extras import imported_extra
-from grpo_components.environments.mcp_server import MCPServer, MCPServerError
+from grpo_components.errors import ConfigError, fail
 from grpo_components.rollout.multi_turn import Reply
 from grpo_components.rollout.slots import Prompt
 from grpo_components.rollout.tools import ToolUse
+from grpo_components.slow_calls import told_if_slow
+
+_START_S = 60.0
+"""Seconds for a server to start."""
+_END_S = 10.0
+"""Seconds to wait for the end of a server, which is killed before."""
+_RUNNER = Path(__file__).with_name("mcp_process.py")
+
+
+class MCPServerError(RuntimeError):
+    """The server did not start, ended, or did not answer in time."""
 
 
 class MCPTools:
@@ -45,26 +61,23 @@ class MCPTools:
     ) -> None:
         imported_extra("mcp")
         if isinstance(command, str) or not all(isinstance(part, str) for part in command):
-            raise ValueError(f"command: {command!r} given; allowed: a list of texts")
+            fail("command", f"{command!r} given", "a list of texts")
         if not command or shutil.which(command[0]) is None:
             program = command[0] if command else "none"
-            allowed = "a program on the PATH, or the path of one"
-            raise ValueError(f"command: no program {program!r:.60}; allowed: {allowed}")
-        is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-        if not is_number or not 0 < timeout_s < float("inf"):
-            raise ValueError(f"timeout_s: {timeout_s!r} given; allowed: a number above 0")
+            fail("command", f"no program {program!r}", "a program on the PATH, or the path of one")
+        if not (isinstance(timeout_s, int | float) and 0 < timeout_s < float("inf")):
+            fail("timeout_s", f"{timeout_s!r} given", "a number above 0")
         if type(num_servers) is not int or num_servers < 1:
-            allowed = "a whole number of at least 1"
-            raise ValueError(f"num_servers: {num_servers!r} given; allowed: {allowed}")
-        servers = _servers_of(tuple(command), num_servers)
+            fail("num_servers", f"{num_servers!r} given", "a whole number of at least 1")
         try:
-            self.tool_schemas = servers.schemas()
-        except MCPServerError as error:
-            raise ValueError(f"command: {error}; allowed: a server that starts") from error
+            self.tool_schemas = _schemas_of(tuple(command))
+        except (MCPServerError, ValueError) as error:
+            raise ConfigError("command", f"{error}", "a server that starts") from error
         if not self.tool_schemas:
-            raise ValueError(f"command: {servers.name} offers no tools; allowed: at least one")
+            fail("command", f"the tool server {' '.join(command)} offers no tools", "at least one")
+        servers = _servers_of(tuple(command), num_servers)
         names = [tool["function"]["name"] for tool in self.tool_schemas]
-        tools = {name: _tool(servers, name, timeout_s) for name in names}
+        tools = {name: partial(servers.call, name, timeout_s) for name in names}
         self._use = ToolUse(tools, call_format, max_result_characters)
 
     def __call__(self, prompt: Prompt, seed: int) -> Callable[[str], Reply]:
@@ -72,12 +85,11 @@ class MCPTools:
         return self._use(prompt, seed)
 
 
-def _tool(servers: _Servers, name: str, timeout_s: float) -> Callable[..., str]:
-    def call(**arguments: Any) -> str:
-        with servers.one() as server:
-            return server.call(name, arguments, timeout_s)
-
-    return call
+@cache
+def _schemas_of(command: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return the tools' schemas, from a server that is ended after its answer."""
+    with contextlib.closing(MCPServer(command)) as server:
+        return server.list_tools()
 
 
 @cache
@@ -90,34 +102,115 @@ class _Servers:
     """Starts tool servers when they are needed, and replaces servers that have ended."""
 
     def __init__(self, command: tuple[str, ...], num_servers: int) -> None:
-        self.name = " ".join(command)
-        self._start = partial(MCPServer, command)
+        self._command = command
         self._free = threading.BoundedSemaphore(num_servers)
         self._idle: deque[MCPServer] = deque()
-        self._listing = threading.Lock()
-        self._schemas: list[dict[str, Any]] | None = None
 
-    def schemas(self) -> list[dict[str, Any]]:
-        """Return the tools' schemas, from a server that is ended after its answer."""
-        with self._listing:
-            if self._schemas is None:
-                server = self._start()
-                try:
-                    self._schemas = server.list_tools()
-                finally:
-                    server.close()
-            return self._schemas
-
-    @contextlib.contextmanager
-    def one(self) -> Iterator[MCPServer]:
-        """Context manager: wait for a free server, and hold it alone for one tool call."""
+    def call(self, name: str, timeout_s: float, /, **arguments: Any) -> str:
+        """Wait for a free server, and hold it alone for one tool call."""
         with self._free:
             try:
                 server = self._idle.pop()
             except IndexError:
-                server = self._start()
+                server = MCPServer(self._command)
             try:
-                yield server
+                return server.call(name, arguments, timeout_s)
             finally:
                 if server.is_running:
                     self._idle.append(server)
+
+
+class MCPServer:
+    """A running tool server. Any number of threads may call its tools."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.name, self._command = " ".join(command), command
+        self._opened: Future[Any] = Future()
+        # The server dies with the thread that started it (PDEATHSIG): this one lives as long.
+        self._thread = threading.Thread(target=self._run, name="mcp", daemon=True)
+        self._thread.start()
+        with told_if_slow(f"the tool server {self.name} to start", _START_S):
+            self._session, self._loop, self._stop = self._opened.result(_START_S)
+            self._wait("initialize", self._session.initialize(), _START_S)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether calls may still be answered."""
+        return self._thread.is_alive() and not self._stop.is_set()
+
+    def list_tools(self) -> list[dict[str, Any]]:
+        """Return the server's tools as JSON schemas, as chat templates expect them."""
+        with told_if_slow(f"the tools of the tool server {self.name}", _START_S):
+            found = self._wait("list_tools", self._all_tools(), _START_S)
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
+                },
+            }
+            for tool in found
+        ]
+
+    async def _all_tools(self) -> list[Any]:
+        types, tools, params = imported_extra("mcp.types"), [], None
+        while True:
+            page = await self._session.list_tools(params=params)
+            tools += page.tools
+            if not page.next_cursor:
+                return tools
+            params = types.PaginatedRequestParams(cursor=page.next_cursor)
+
+    def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
+        """Call a tool and return the texts of its result."""
+        result = self._wait(name, self._session.call_tool(name, dict(arguments)), timeout_s)
+        text = "\n".join(
+            part.text if part.type == "text" else f"({part.type})" for part in result.content
+        )
+        if result.is_error:
+            raise ValueError(text or f"{name} failed")
+        return text
+
+    def _wait(self, name: str, answer: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+        mcp = imported_extra("mcp")
+        if not self.is_running:
+            answer.close()
+            raise MCPServerError(f"the tool server {self.name} has ended")
+        try:
+            return asyncio.run_coroutine_threadsafe(answer, self._loop).result(timeout_s)
+        except Exception as error:  # a connection breaks in many ways
+            is_told = isinstance(error, mcp.MCPError)
+            if is_told and cast(Any, error).code != mcp.types.CONNECTION_CLOSED:
+                raise ValueError(f"{error}") from error
+            self.close()
+            problem = f"ended during {name}"
+            if isinstance(error, TimeoutError):
+                problem = f"did not answer {name} within {timeout_s:g} s"
+            raise MCPServerError(f"the tool server {self.name} {problem}") from error
+
+    def close(self) -> None:
+        """End the server and all that it started; calls that wait for it fail."""
+        with contextlib.suppress(RuntimeError):  # it has ended by itself
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception as error:  # after the start, those who wait for the server get it
+            if not self._opened.done():
+                self._opened.set_exception(error)
+
+    async def _serve(self) -> None:
+        mcp, stdio = imported_extra("mcp"), imported_extra("mcp.client.stdio")
+        arguments = ["-I", str(_RUNNER), str(os.getpid()), *self._command]
+        process = stdio.StdioServerParameters(command=sys.executable, args=arguments)
+        async with (
+            stdio.stdio_client(process, errlog=sys.__stderr__) as streams,
+            mcp.ClientSession(*streams) as session,
+        ):
+            stop = asyncio.Event()
+            self._opened.set_result((session, asyncio.get_running_loop(), stop))
+            await stop.wait()

@@ -1,15 +1,8 @@
-"""The reward that a world of this room gives a conversation."""
+"""The reward of a conversation whose world gives it, as the `answer` of its replies."""
 
 from __future__ import annotations
 
-import math
-
-
-def reward_as_answer(total: float) -> str:
-    """Return the reward of a conversation as the `answer` of a `Reply`, for `EnvironmentReward`."""
-    if not math.isfinite(total):
-        raise ValueError(f"the environment gave rewards whose sum is {total}")
-    return repr(float(total))
+from typing import Any
 
 
 class EnvironmentReward:
@@ -24,9 +17,7 @@ class EnvironmentReward:
     def __init__(self, max_reward: float = 1.0) -> None:
         self.max_reward = max_reward
 
-    def __call__(
-        self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
-    ) -> float:
+    def __call__(self, *, answer: str, **_: Any) -> float:
         """Return the reward of one conversation."""
         try:
             return float(answer)

@@ -8,6 +8,7 @@ import re
 import time
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 from grpo_components.rewards.assert_names import Asserts, read_asserts
 from grpo_components.rewards.maths import RESPONSE_CPU_S
@@ -52,7 +53,6 @@ class CodeTests:
         ValueError: this machine cannot sandbox programs.
     """
 
-    max_reward = 1.0
     response_cpu_s = RESPONSE_CPU_S
 
     def __init__(
@@ -73,9 +73,7 @@ class CodeTests:
         folders = [found / name for name in ("numpy", "numpy.libs")]
         self._packages = {f"{PACKAGES}/{f.name}": str(f) for f in folders if f.is_dir()}
 
-    def __call__(
-        self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
-    ) -> float:
+    def __call__(self, *, response_text: str, answer: str, **_: Any) -> float:
         """Score one response."""
         tests = _read_tests(answer)
         program = last_program(response_text)

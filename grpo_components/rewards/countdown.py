@@ -7,6 +7,7 @@ import json
 import re
 from fractions import Fraction
 from operator import add, mul, sub, truediv
+from typing import Any
 
 from grpo_components.rewards.maths import RESPONSE_CPU_S
 
@@ -27,7 +28,6 @@ class CountdownCorrectness:
             (the last line that is not empty).
     """
 
-    max_reward = 1.0
     response_cpu_s = RESPONSE_CPU_S
 
     def __init__(self, answer_format: str = "tag") -> None:
@@ -35,9 +35,7 @@ class CountdownCorrectness:
             raise ValueError(f"answer_format: {answer_format!r} given; allowed: tag, last_line")
         self._format = answer_format
 
-    def __call__(
-        self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
-    ) -> float:
+    def __call__(self, *, response_text: str, answer: str, **_: Any) -> float:
         """Score one response."""
         try:
             known = json.loads(answer)

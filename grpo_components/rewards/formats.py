@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from grpo_components.data.boxes import last_boxed
 from grpo_components.rewards.maths import RESPONSE_CPU_S
@@ -15,14 +16,11 @@ class ThinkAnswerFormat:
     again. Otherwise the response must write the opening tag.
     """
 
-    max_reward = 1.0
     response_cpu_s = RESPONSE_CPU_S
     _tags = ("<think>", "</think>", "<answer>", "</answer>")
     _whole = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
 
-    def __call__(
-        self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
-    ) -> float:
+    def __call__(self, *, prompt_text: str, response_text: str, **_: Any) -> float:
         """Score one response."""
         opened = prompt_text.rstrip().endswith("<think>")
         text = ("<think>" if opened else "") + response_text
@@ -35,12 +33,9 @@ class ThinkAnswerFormat:
 class BoxedFormat:
     """1 if the response has exactly one complete and non-empty `\\boxed{...}`, else 0."""
 
-    max_reward = 1.0
     response_cpu_s = RESPONSE_CPU_S
 
-    def __call__(
-        self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
-    ) -> float:
+    def __call__(self, *, response_text: str, **_: Any) -> float:
         """Score one response."""
         return float(
             len(re.findall(r"\\boxed(?!\s*[^\s{])", response_text)) == 1
@@ -60,15 +55,12 @@ class ResponseLength:
         min_words: smallest number of words with full reward.
     """
 
-    max_reward = 1.0
     response_cpu_s = RESPONSE_CPU_S
 
     def __init__(self, max_words: int, min_words: int = 0) -> None:
         self._min_words, self._max_words = min_words, max_words
 
-    def __call__(
-        self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
-    ) -> float:
+    def __call__(self, *, response_text: str, **_: Any) -> float:
         """Score one response."""
         words = len(response_text.split())
         if words < self._min_words:

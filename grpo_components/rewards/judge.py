@@ -108,8 +108,6 @@ class LLMJudge:
         retries: number of further requests after one that failed.
     """
 
-    max_reward = 1.0
-
     def __init__(
         self,
         base_url: str,
@@ -132,18 +130,9 @@ class LLMJudge:
         self._used: Counter[str] = Counter()
         self._client = httpx.Client()
 
-    def __call__(
-        self,
-        *,
-        prompt_text: str,
-        response_text: str,
-        answer: str,
-        finish_reason: str,
-        **columns: Any,
-    ) -> float:
+    def __call__(self, *, prompt_text: str, response_text: str, **others: Any) -> float:
         """Return the judge's grade of a response, from 0 to 1."""
-        own = {"prompt": prompt_text, "response": response_text, "answer": answer}
-        names = {**columns, **own, "finish_reason": finish_reason}
+        names = {**others, "prompt": prompt_text, "response": response_text}
         try:
             message = self._rubric.render(names)
         except UndefinedError as error:

@@ -25,14 +25,20 @@ _MAX_BITS, _MAX_DEPTH = 200_000, 40
 """Bits of the largest number that is evaluated (60,000 digits), and deepest nesting of brackets."""
 
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
-_FIND: dict[str, Callable[[str], str]] = {
-    "tag": lambda text: (_TAG.findall(text) or [""])[-1],
-    "boxed": last_boxed,
-    "gsm8k": lambda text: (re.findall(r"####([^\n]*)", text) or [""])[-1],
-    "plain": str,
+FORMATS: dict[str, tuple[Callable[[str], str | None], str]] = {
+    "tag": (lambda text: (_TAG.findall(text) or [None])[-1], "<answer>{}</answer>"),
+    "boxed": (lambda text: last_boxed(text) or None, r"\boxed{{{}}}"),
+    "gsm8k": (lambda text: (re.findall(r"####([^\n]*)", text) or [None])[-1], "#### {}"),
+    "plain": (str, "{}"),
 }
-WRITE = {"tag": "<answer>{}</answer>", "boxed": r"\boxed{{{}}}", "gsm8k": "#### {}", "plain": "{}"}
-"""Template of an answer in a response, by `answer_format`."""
+"""How to find the answer in a response (None: there is none), and a template that writes one."""
+
+
+def form_of_answers(answer_format: str) -> tuple[Callable[[str], str | None], str]:
+    """Return the entry of `FORMATS`."""
+    if answer_format not in tuple(FORMATS):
+        raise ValueError(f"answer_format: {answer_format!r} given; allowed: {', '.join(FORMATS)}")
+    return FORMATS[answer_format]
 
 
 class MathCorrectness:
@@ -46,14 +52,10 @@ class MathCorrectness:
             `gsm8k` (#### 5), or `plain` (the whole response).
     """
 
-    max_reward = 1.0
     response_cpu_s = RESPONSE_CPU_S
 
     def __init__(self, answer_format: str = "tag") -> None:
-        if answer_format not in tuple(_FIND):
-            allowed = ", ".join(_FIND)
-            raise ValueError(f"answer_format: {answer_format!r} given; allowed: {allowed}")
-        self._find, self._write = _FIND[answer_format], WRITE[answer_format]
+        self._find, self._write = form_of_answers(answer_format)
         # Imported here because they take seconds.
         self._math_verify = importlib.import_module("math_verify")
         self._sympy = importlib.import_module("sympy")
@@ -62,11 +64,9 @@ class MathCorrectness:
         # It warns that its time-outs are off, which is all it logs: the reward pool has its own.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-    def __call__(
-        self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
-    ) -> float:
+    def __call__(self, *, response_text: str, answer: str, **_: Any) -> float:
         """Score one response."""
-        given, answer = self._find(response_text).strip(), answer.strip()
+        given, answer = (self._find(response_text) or "").strip(), answer.strip()
         if not given or len(given) > len(answer) + _MAX_EXTRA_CHARS or _is_slow_to_read(given):
             return 0.0
         known = read(answer)

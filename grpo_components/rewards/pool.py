@@ -110,11 +110,7 @@ class RewardPool:
     def score(self, samples: Sequence[RewardInput]) -> list[Score]:
         """Score samples and wait for all scores. Any thread may call this."""
         scores = [self.begin(each) for each in samples]
-        try:
-            return [score.result() for score in scores]
-        finally:
-            for score in scores:  # left over if one of them raised
-                score.cancel()
+        return [score.result() for score in scores]
 
     __call__ = score
 
@@ -205,14 +201,14 @@ class Worker:
         self.has_perfect: dict[str, bool] = {}
         """Name of each reward built so far -> whether it has a `perfect_response`."""
 
-    def wait_until_built(self, timeout_s: float) -> tuple[str, str]:
-        """Wait until all rewards are built, each within `timeout_s`; return who failed, and why.
+    def wait_until_built(self) -> tuple[str, str]:
+        """Wait until all rewards are built; return who failed, and why.
 
         The problem is one line, then the traceback of the user's code; empty if there is none.
         """
         for name in self._names[len(self.has_perfect) :]:
-            if not self._connection.poll(timeout_s):
-                return name, f"it did not answer within {timeout_s:g} s"
+            if not self._connection.poll(_START_TIMEOUT_S):
+                return name, f"it did not answer within {_START_TIMEOUT_S:g} s"
             try:
                 message = self._connection.recv()
             except (EOFError, ConnectionError):
@@ -226,7 +222,7 @@ class Worker:
         self, name: str, sample: RewardInput, timeout_s: float, is_perfect: bool = False
     ) -> Outcome:
         """Let one reward score a sample; `is_perfect` scores the reward's own perfect response."""
-        of, problem = self.wait_until_built(_START_TIMEOUT_S)
+        of, problem = self.wait_until_built()
         if problem:
             problem = problem.partition("\n")[0]
             raise RewardPoolError(f"rewards cannot be built: reward {of}: {problem}")

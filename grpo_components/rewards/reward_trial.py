@@ -12,9 +12,6 @@ from typing import Any
 from grpo_components.errors import ConfigError, shown
 from grpo_components.rewards.pool import Outcome, RewardInput, RewardSpec, Worker
 
-_START_TIMEOUT_S, _START_DEADLINES = 45.0, 4
-"""Time to import and build one reward: in seconds, or in call deadlines if these are longer."""
-_OURS = "grpo_components."
 _ALLOWED = "a class whose objects take prompt_text, response_text, answer and finish_reason by name"
 _SCORES = "one that can score a row of the data set"
 """The error's `allowed` text if a reward of this package raises: its signature is right."""
@@ -39,8 +36,7 @@ class RewardTrial:
         A line has one reward's scores of known answers, or of its own best responses if it can
         write them, and of an empty response.
         """
-        start_s = max(_START_TIMEOUT_S, _START_DEADLINES * self._timeout_s)
-        of, problem = self._worker.wait_until_built(start_s)
+        of, problem = self._worker.wait_until_built()
         if problem:
             raise self._error(of, f"cannot be built, {problem}", _ALLOWED)
         lines: list[str] = []
@@ -49,7 +45,7 @@ class RewardTrial:
             known = [self._score(name, sample) for sample in self._samples]
             if all(outcome.problem for outcome in known):  # failing for some samples is allowed
                 problem = _problem(name, known[0].problem)
-                allowed = _SCORES if spec.component.startswith(_OURS) else _ALLOWED
+                allowed = _SCORES if spec.component.startswith("grpo_components.") else _ALLOWED
                 if allowed == _ALLOWED and not problem.startswith("raised TypeError"):
                     answer = shown(self._samples[0]["response_text"])
                     allowed = f"one that scores a known answer, such as {answer}, as the response"

@@ -1,5 +1,7 @@
 """A reward that fails for some samples, as one behind a network does."""
 
+from typing import Any
+
 from grpo_components.rewards.maths import MathCorrectness
 
 
@@ -9,15 +11,8 @@ class Flaky:
     def __init__(self) -> None:
         self._correct = MathCorrectness(answer_format="gsm8k")
 
-    def __call__(
-        self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
-    ) -> float:
+    def __call__(self, *, response_text: str, **row: Any) -> float:
         """Return the reward of one response."""
         if len(response_text) % 4 == 0:
             raise ConnectionError("the scoring service is down")
-        return self._correct(
-            prompt_text=prompt_text,
-            response_text=response_text,
-            answer=answer,
-            finish_reason=finish_reason,
-        )
+        return self._correct(response_text=response_text, **row)

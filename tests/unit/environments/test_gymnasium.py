@@ -43,9 +43,7 @@ def my_texts(monkeypatch):
 
 
 def reward_of(reply):
-    return EnvironmentReward()(
-        prompt_text="", response_text="", answer=reply.answer, finish_reason="stop"
-    )
+    return EnvironmentReward()(answer=reply.answer)
 
 
 def text_of(reply):

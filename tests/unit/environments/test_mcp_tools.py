@@ -10,8 +10,7 @@ import psutil
 import pytest
 from lib.processes import is_alive, until
 
-from grpo_components.environments.mcp_server import MCPServer, MCPServerError
-from grpo_components.environments.mcp_tools import MCPTools
+from grpo_components.environments.mcp_tools import MCPServer, MCPServerError, MCPTools
 from grpo_components.rollout.observation_text import unquoted
 
 SERVER = """
@@ -118,7 +117,7 @@ def test_no_process_outlives_a_killed_owner(command, tmp_path):
     owner = tmp_path / "owner.py"
     owner.write_text(
         "import sys, time\n"
-        "from grpo_components.environments.mcp_server import MCPServer\n"
+        "from grpo_components.environments.mcp_tools import MCPServer\n"
         f"server = MCPServer({command!r})\n"
         "print('ready', flush=True)\n"
         "server.call('hang', {}, 1000)\n"
@@ -140,7 +139,7 @@ def test_no_process_outlives_a_killed_owner(command, tmp_path):
     [
         ({"command": "server"}, "^command: 'server' given; allowed: a list of texts"),
         ({"command": ["/no/server"]}, "^command: no program '/no/server'; allowed: a program on"),
-        ({"command": ["true"]}, "^command: the tool server true does not start"),
+        ({"command": ["true"]}, "^command: the tool server true ended during initialize"),
         ({"timeout_s": 0}, "^timeout_s: 0 given; allowed: a number above 0"),
         ({"call_format": "xml"}, "^call_format: 'xml' given"),
     ],

@@ -12,21 +12,14 @@ from grpo_components.environments.reasoning_gym_score import ReasoningGymScore
 tasks = pytest.importorskip("reasoning_gym.factory", reason="pycosat needs a C compiler")
 DATASETS, create_dataset = tasks.DATASETS, tasks.create_dataset
 
-HOLDS_OBJECTS = ("codeio", "gsm_symbolic", "knights_knaves")
-
 
 def load(task, **kwargs):
     return reasoning_gym_dataset(Characters(), task=task, **kwargs)
 
 
 def score(prompt, answer, answer_format="tag"):
-    return ReasoningGymScore(answer_format)(
-        prompt_text="",
-        response_text=answer,
-        answer="",
-        finish_reason="stop",
-        reasoning_gym=prompt["reasoning_gym"],
-    )
+    known = prompt["reasoning_gym"]
+    return ReasoningGymScore(answer_format)(response_text=answer, reasoning_gym=known)
 
 
 TASKS = (
@@ -34,12 +27,6 @@ TASKS = (
     *("mini_sudoku", "rubiks_cube", "rush_hour", "shortest_path", "tower_of_hanoi", "word_sorting"),
 )
 """Of each kind some: rows with an answer and without, with tuples, and with scores in parts."""
-
-
-@pytest.mark.parametrize("task", HOLDS_OBJECTS)
-def test_a_task_whose_rows_hold_objects_is_refused(task):
-    with pytest.raises(ValueError, match=r"^dataset.task: \w+ given, whose rows hold objects"):
-        load(task, num_rows=20)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -61,6 +48,7 @@ def test_a_task_is_scored_as_by_itself(task):
     [
         ("tag", "<answer>1</answer> <answer>\n7 </answer>"),
         ("gsm8k", "4+3\n#### 7\n"),
+        ("boxed", r"\boxed{1} \boxed{7}"),
         ("plain", " 7\n"),
     ],
 )
@@ -68,7 +56,7 @@ def test_only_the_last_marked_answer_counts(answer_format, right):
     (prompt,) = load("chain_sum", num_rows=1, seed=42)
     assert prompt["answer"] == "7"
     assert score(prompt, right, answer_format) == 1.0
-    assert score(prompt, right + "<answer>8</answer>\n#### 8", answer_format) < 1.0
+    assert score(prompt, right + r"<answer>8</answer> \boxed{8} #### 8", answer_format) < 1.0
     assert score(prompt, "seven", answer_format) == 0.0
 
 
@@ -84,7 +72,8 @@ def test_options_reach_the_task_and_its_score():
     [
         ({"task": "chain_sums"}, "task: reasoning-gym has no task 'chain_sums'; .*chain_sum?"),
         ({"task": "word_ladder"}, "task: word_ladder given, whose rows differ from process"),
-        ({"task": "composite"}, "task: composite given; allowed: one task, or several in"),
+        ({"task": "composite"}, "task: composite given, which is several tasks, as mixed_dataset"),
+        ({"task": "codeio"}, "task: codeio given, whose rows hold objects"),
         ({"num_rows": 0}, "num_rows: 0 given; allowed: a whole number above 0"),
         ({"options": {"terms": 1}}, "options.terms: not a setting of chain_sum; allowed: min_t"),
         ({"options": {"min_terms": 0}}, "options: chain_sum: min_terms must be positive"),

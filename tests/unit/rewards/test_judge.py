@@ -144,5 +144,6 @@ def test_arguments_may_be_parts_of_a_config(server):
 
 
 def test_a_column_that_the_row_lacks_is_named(make):
-    with pytest.raises(ValueError, match="rubric: 'level' is undefined; allowed: kind, prompt, "):
+    said = "rubric: 'level' is undefined; allowed: answer, finish_reason, kind, prompt, response"
+    with pytest.raises(ValueError, match=said):
         make("{{ response }} {{ level }}")(**CALL, kind=1)

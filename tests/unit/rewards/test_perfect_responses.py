@@ -9,7 +9,7 @@ import pytest
 from grpo_components.data.columns import reward_input
 from grpo_components.errors import ConfigError
 from grpo_components.rewards.code_tests import CodeTests
-from grpo_components.rewards.maths import WRITE, MathCorrectness
+from grpo_components.rewards.maths import FORMATS, MathCorrectness
 from grpo_components.rewards.pool import RewardSpec
 from grpo_components.rewards.reward_trial import RewardTrial
 
@@ -93,7 +93,7 @@ def solved(reward, **row):
     return None if response is None else reward(response_text=response, **judged)
 
 
-@pytest.mark.parametrize("answer_format", WRITE)
+@pytest.mark.parametrize("answer_format", FORMATS)
 def test_a_known_answer_in_the_form_that_is_asked_for_is_right(answer_format):
     reward = MathCorrectness(answer_format)
     for known in ("42", r"\frac{1}{2}", "(1,2)", r"\text{(C)}\ 12", "x^2 + {y}", "5 million", "no"):
