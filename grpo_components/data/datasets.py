@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -10,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from typing import Annotated, Any, Literal, NotRequired, TypeVar
+from typing import Annotated, Any, Literal, NotRequired, TypeVar, cast
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
 from torch.utils.data import Dataset
@@ -189,6 +190,21 @@ def prompt_dataset(
     note = f"{where}: {len(prompts)} prompts of {num_read} rows; {why}" if why else ""
     notes = filter(None, (note, _unnamed_tools(where, prompts[0], tools)))
     return PromptDataset(filled(prompts), "\n".join(notes))
+
+
+def passes_on_to_prompt_dataset(data_set: Callable[..., PromptDataset]) -> Any:
+    """Decorator: give a data set whose `**prompts` go to `prompt_dataset` that one's arguments.
+
+    So a mistyped one is found before anything is built, with the nearest name.
+    """
+    own = inspect.signature(data_set)
+    given = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    set_here = {*own.parameters, "source", "name", "split", "read", "columns", "rows"}
+    passed = inspect.signature(prompt_dataset).parameters.values()
+    both = [*given, *(p for p in passed if p.name not in set_here)]
+    cast(Any, data_set).__signature__ = own.replace(parameters=both)
+    return data_set
+
 
 
 def _in_processes(

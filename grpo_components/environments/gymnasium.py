@@ -10,7 +10,11 @@ from typing import Any
 from omegaconf import OmegaConf
 from torchtune.config._utils import _get_component_from_path
 
-from grpo_components.data.datasets import PromptDataset, prompt_dataset
+from grpo_components.data.datasets import (
+    PromptDataset,
+    passes_on_to_prompt_dataset,
+    prompt_dataset,
+)
 from grpo_components.environments.extras import imported_extra
 from grpo_components.errors import fail, shown
 from grpo_components.rollout.multi_turn import Reply
@@ -21,6 +25,7 @@ _COLUMN = "gymnasium_seed"
 _OBSERVATION = "{observation}"
 
 
+@passes_on_to_prompt_dataset
 def gymnasium_dataset(
     tokenizer: Any,
     *,

@@ -8,13 +8,18 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from grpo_components.data.datasets import PromptDataset, prompt_dataset
+from grpo_components.data.datasets import (
+    PromptDataset,
+    passes_on_to_prompt_dataset,
+    prompt_dataset,
+)
 from grpo_components.data.rows import Row
 from grpo_components.environments.extras import imported_extra
 from grpo_components.environments.reasoning_gym_score import task_of
 from grpo_components.errors import fail, shown
 
 
+@passes_on_to_prompt_dataset
 def reasoning_gym_dataset(
     tokenizer: Any,
     *,

@@ -15,6 +15,7 @@ SHORT = {
     "GSPO": f"loss._component_={OBJECTIVE}.losses.GSPOLoss",
     "TIS": f"off_policy={{_component_: {OBJECTIVE}.off_policy.TokenTIS}}",
     "MASK": f"off_policy={{_component_: {OBJECTIVE}.off_policy.OffPolicySequenceMask}}",
+    "GYM": "dataset={_component_: grpo_components.environments.gymnasium.gymnasium_dataset, id: a}",
     "LORA": "lora.rank=8 lora.alpha=16",
     "LOW_BIT": "optimizer._component_=torchao.optim.AdamW8bit",
     "CPU_OFFLOAD": "optimizer._component_=torchao.optim.CPUOffloadOptimizer",
@@ -202,6 +203,8 @@ loss.epsilon                 GSPO loss.epsilon=3.0
 model.num_layer              model.num_layer=4 -> model.num_layers?
 model.max_seq_len            HUGGING model.path=${base_model_path} -> path
 dataset.src                  dataset.src=x -> source
+dataset.max_promt_tokens     GYM ~dataset.source dataset.max_promt_tokens=9 -> did you mean dataset.max_prompt_tokens?
+dataset.source               GYM dataset.source=x
 lr_scheduler.step_size       lr_scheduler={_component_: torch.optim.lr_scheduler.StepLR}
 checkpointer                 checkpointer=null -> `_component_` and its arguments
 profiler.steps               profiler.enabled=true profiler.steps=3 -> active_steps
