@@ -79,7 +79,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     sys.stdout.write("everything fits\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

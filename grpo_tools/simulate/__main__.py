@@ -152,7 +152,3 @@ def _advice(gpus: int, tried: dict[Split, Prediction]) -> Iterator[str]:
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.2f} ms"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
