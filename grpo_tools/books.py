@@ -6,24 +6,12 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from grpo_components.files import Record, records_of
 
-TokenCause = Literal[
-    "trained",
-    "stale",
-    "overlong",
-    "off_policy",
-    "unanswered",
-    "failed",
-    "skipped",
-    "written",
-]
-"""What a training step made of a sampled token; docs/reproducibility.md explains the causes."""
 TRAINED_FROM = ("trained", "off_policy", "skipped", "written")
 """Causes of the tokens that a step's `token_versions` counts."""
-_OF_TOKENS = {
+OF_TOKENS = {
     "trained": "trained",
     "stale": "masked: older than max_staleness",
     "overlong": "masked: cut off (mask_overlong)",
@@ -33,11 +21,12 @@ _OF_TOKENS = {
     "skipped": "in skipped steps and updates",
     "written": "written to a file, not trained",
 }
+"""What a training step made of a sampled token -> its name in words; docs/reproducibility.md."""
 _AGAIN = "lost in a restart, generated again"
 _UNDONE = "undone by a rollback or resume"
 _IN_FLIGHT = "in flight at the end"
 _LAST = (_AGAIN, _UNDONE, _IN_FLIGHT)
-_ORDER = [*_OF_TOKENS.values(), "filtered", "dropped: failed", "dropped: stale"]
+_ORDER = [*OF_TOKENS.values(), "filtered", "dropped: failed", "dropped: stale"]
 
 
 @dataclass(frozen=True)
@@ -199,9 +188,9 @@ class Books:
             if causes is None:
                 continue
             kind = "written" if "written" in causes else "skipped" if skipped else "trained"
-            account.end(_OF_TOKENS[kind], 1, 0)
+            account.end(OF_TOKENS[kind], 1, 0)
             for cause, tokens in causes.items():
-                account.end(_OF_TOKENS[cause], 0, tokens)
+                account.end(OF_TOKENS[cause], 0, tokens)
         found = sum(n for c in counts.values() for cause, n in c.items() if cause in TRAINED_FROM)
         stated = sum(step["token_versions"].values())
         if found != stated and not self.problem:

@@ -79,7 +79,3 @@ def _rescore(output_dir: Path) -> int:
     sys.stdout.write(result.table())
     sys.stdout.write(f"broken: rescore: {result.broken}\n" if result.broken else "all agree\n")
     return int(bool(result.broken))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

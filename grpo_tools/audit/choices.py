@@ -41,7 +41,7 @@ class Choices:
     """Draws the prompts once more; None if the run has no curriculum, or an invalid one."""
     pool: ReusePool | None = None
     """Chooses the reused groups once more; None if nothing is reused."""
-    once_trained: dict[int, tuple[Group, Candidate]] = field(default_factory=dict)
+    once_trained: dict[int, Group] = field(default_factory=dict)
     """All trained groups, by group number, if the run reuses groups."""
 
     def begin(self, start: Record, before: Record, findings: Findings) -> None:
@@ -98,57 +98,29 @@ class Choices:
         """Check which groups a step trained again, and return them."""
         if self.curriculum is not None:
             self.curriculum.end_step()
-        groups, worths = sample["groups"], sample.get("worths") or []
-        reuses = self.pool is not None
+        check, pool, groups = findings.check, self.pool, sample["groups"]
+        worths, again = sample.get("worths") or [], sample.get("reused") or []
         problem = f"{len(worths)} of {len(groups)} groups are trained with spread and oldest "
-        findings.check("reused", len(worths) == len(groups) * reuses, f"{problem}version")
-        for number, worth in zip(groups, worths, strict=False):
-            if reuses and number in trained:
-                known = Candidate(number, worth["spread"], worth["oldest_version"])
-                self.once_trained[number] = trained[number], known
-        reused: dict[int, Group] = {}
-        for event in sample.get("reused") or ():
-            self._check_reuse(event, step, reused, findings)
-        if self.pool is not None:
-            self._check_choice(self.pool, step, trained, reused, findings)
-        return reused
-
-    def _check_reuse(
-        self, event: Record, step: Record, reused: dict[int, Group], findings: Findings
-    ) -> None:
-        """Check one reuse of a group, and add the group."""
-        check, number, use = findings.check, event["group"], event["use"]
-        known = self.once_trained.get(number) if self.pool is not None else None
-        problem = f"group {number} is reused before it is trained"
-        if not check("reused", known is not None, problem):
-            return
-        assert known is not None and self.pool is not None
-        group, worth = known
-        once, next_use = number not in reused, worth.uses + 1
-        check("reused", once, f"group {number} is reused twice in a step")
-        check("reused", use == next_use, f"use {use} of group {number} follows use {worth.uses}")
-        most = self.pool.max_uses
-        check("reused", use <= most, f"use {use} of group {number}, more than max_uses {most}")
-        age = StalenessContract.staleness(worth.oldest_version, step["trained_from"])
-        most = self.start["max_staleness"]
-        check(
-            "reused", age <= most, f"group {number} is reused {age} versions old, more than {most}"
-        )
-        reused[number] = group
-
-    def _check_choice(
-        self, pool: ReusePool, step: Record, trained: Groups, reused: Groups, findings: Findings
-    ) -> None:
-        """Check that a step reused the groups that the rule chooses, and count their uses."""
-        before, after = step["trained_from"], step["policy_version"]
-        chosen = pool.choose(before)
-        problem = f"reuses the groups {sorted(reused)[:8]}, but the priority chooses {chosen[:8]}"
-        findings.check("reused", sorted(reused) == chosen, problem)
-        worths = {n: self.once_trained[n][1] for n in (*trained, *reused) if n in self.once_trained}
-        if worths and step["token_versions"]:
-            stated = min(worth.oldest_version for worth in worths.values())
-            oldest = min(map(int, step["token_versions"]))
-            problem = f"trains tokens of version {oldest}, older than all its groups ({stated})"
-            findings.check("reused", stated <= oldest, problem)
-        new = [worths[number] for number in trained if number in worths]
-        pool.end_step(new, [n for n in reused if n in pool.candidates], before, after)
+        check("reused", len(worths) == len(groups) * bool(pool), f"{problem}version")
+        if pool is None:
+            check("reused", not again, f"reuses {again[:4]} without a rule")
+            return {}
+        before, after, known = step["trained_from"], step["policy_version"], pool.candidates
+        chosen = [{"group": n, "use": known[n].uses + 1} for n in pool.choose(before)]
+        problem = f"reuses {again[:4]}, but the priority chooses {chosen[:4]}"
+        check("reused", again == chosen, problem)
+        used = {each["group"]: known[each["group"]] for each in again if each["group"] in known}
+        for number, each in used.items():
+            use, age = each.uses + 1, before - each.oldest_version
+            fresh = use <= pool.max_uses and age <= self.start["max_staleness"]
+            check("reused", fresh, f"use {use} of group {number}, {age} versions old")
+        pairs = zip(groups, worths, strict=False)
+        new = [Candidate(number, **worth) for number, worth in pairs if number in trained]
+        stated = min((each.oldest_version for each in (*new, *used.values())), default=0)
+        oldest = min(map(int, step["token_versions"]), default=stated)
+        problem = f"trains tokens of version {oldest}, older than all its groups ({stated})"
+        check("reused", stated <= oldest, problem)
+        pool.end_step(new, used, before, after)
+        self.once_trained |= trained
+        numbers = (each["group"] for each in again)
+        return {number: group for number in numbers if (group := self.once_trained.get(number))}

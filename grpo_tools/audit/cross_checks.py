@@ -14,7 +14,6 @@ import yaml
 
 from grpo_components.files import records_of
 from grpo_tools.audit.choices import Record
-from grpo_tools.audit.findings import Findings
 
 Check = Callable[[str, bool, str], Any]
 
@@ -54,40 +53,27 @@ def check_config(folder: Path, start: Record, last_attempt: int, check: Check) -
         check("config", stated == setting, f"{key} is {stated}, but {setting} in the config")
 
 
-class MetricsCheck:
-    """Compares the numbers of each step with `logs/metrics.jsonl`."""
+def read_metrics(folder: Path) -> dict[tuple[int, int], Record]:
+    """Read the metrics of each step, by attempt and step."""
+    return {
+        (record["attempt"], record["step"]): record
+        for record in records_of(folder / "logs" / "metrics.jsonl")
+        if record.get("step", 0) > 0
+    }
 
-    def __init__(self, folder: Path, findings: Findings) -> None:
-        self._check, self._findings = findings.check, findings
-        self._found = {
-            (record["attempt"], record["step"]): record
-            for record in records_of(folder / "logs" / "metrics.jsonl")
-            if record.get("step", 0) > 0
-        }
-        self._seen = set[tuple[int, int]]()
 
-    def step(self, record: Record) -> None:
-        """Compare a step record."""
-        attempt, step = record["attempt"], record["step"]
-        self._seen.add((attempt, step))
-        metrics = self._found.get((attempt, step))
-        if metrics is None:
-            is_last = not any(a == attempt and n > step for a, n in self._found)
-            self._check("metrics", is_last, "logs/metrics.jsonl has later steps but not this one")
-            return
-        for key, value in _measured(record).items():
-            if key in metrics:
-                same = _same(metrics[key], value)
-                self._check("metrics", same, f"{key} is {value}, but {metrics[key]} in the metrics")
-
-    def finish(self) -> None:
-        """Check that every step in the metrics is in the receipts."""
-        missing = sorted(self._found.keys() - self._seen)
-        attempt, step = missing[0] if missing else (0, 0)
-        if self._found:
-            self._findings.where = "receipts.jsonl"
-            problem = f"step {step} of attempt {attempt} is only in logs/metrics.jsonl"
-            self._check("metrics", not missing, problem)
+def check_metrics(known: dict[tuple[int, int], Record], record: Record, check: Check) -> None:
+    """Compare a step's record with its metrics, which are removed from those that are known."""
+    attempt, step = record["attempt"], record["step"]
+    metrics = known.pop((attempt, step), None)
+    if metrics is None:
+        if any(a == attempt and n > step for a, n in known):
+            check("metrics", False, "logs/metrics.jsonl has later steps but not this one")
+        return
+    for key, value in _measured(record).items():
+        if key in metrics:
+            same = _same(metrics[key], value)
+            check("metrics", same, f"{key} is {value}, but {metrics[key]} in the metrics")
 
 
 def _measured(record: Record) -> dict[str, float | None]:
@@ -111,6 +97,21 @@ def _same(metric: Any, value: float | None) -> bool:
     return math.isclose(metric, value, rel_tol=1e-9, abs_tol=1e-9)
 
 
+def read_receipts(path: Path) -> tuple[list[Record], dict[int, Record], list[Record]]:
+    """Return the start of each attempt, and the steps and loads that were not rolled back."""
+    starts, steps, loads = list[Record](), dict[int, Record](), list[Record]()
+    for record in records_of(path):
+        if record["event"] == "start":
+            starts.append(record)
+            steps = {n: each for n, each in steps.items() if n <= record["steps_done"]}
+            loads = [load for load in loads if load["version"] <= record["policy_version"]]
+        elif record["event"] == "step":
+            steps[record["step"]] = record
+        elif record["event"] == "load":
+            loads.append(record)
+    return starts, steps, loads
+
+
 def check_one_run(receipts: Path, check: Check) -> None:
     """Check that receipts, configs and checkpoints of a folder have the same ids.
 
@@ -122,33 +123,28 @@ def check_one_run(receipts: Path, check: Check) -> None:
     target = os.readlink(latest) if latest.is_symlink() else None
     states = sorted(folder.glob("checkpoints/step_*/state/driver.json"))
     saved = {path.parents[1].name: json.loads(path.read_text()) for path in states}
-    runs, incarnations = list[str](), list[str]()
-    steps = dict[int, tuple[int, str]]()  # without steps that a later attempt superseded
-    for record in records_of(receipts):
-        if record["event"] == "start":
-            if record.get("run") is None:  # of a test
-                return
-            runs.append(record["run"])
-            incarnations.append(record["incarnation"])
-            steps = {step: each for step, each in steps.items() if step <= record["steps_done"]}
-        elif record["event"] == "step":
-            steps[record["step"]] = (record["policy_version"], incarnations[-1])
-    run = runs[0]
-    other = next((each for each in runs if each != run), None)
+    starts, steps, _ = read_receipts(receipts)
+    if starts[0].get("run") is None:  # of a test
+        return
+    incarnations = {start["attempt"]: start["incarnation"] for start in starts}
+    run = starts[0]["run"]
+    other = next((start["run"] for start in starts if start["run"] != run), None)
     check_ids(other is None, f"the receipts name two runs: {run} and {other}")
-    heads = tuple(f"# run: {run}\n# incarnation: {each}\n" for each in incarnations)
+    heads = tuple(f"# run: {run}\n# incarnation: {each}\n" for each in incarnations.values())
     for path in sorted(folder.glob("config*.yaml")):
         text, allowed = path.read_text(), heads[-1:] if path.name == "config.yaml" else heads
         problem = f"{path.name} begins with {text[: len(heads[0])]}, which no start record has"
         check_ids(text.startswith(allowed), problem)
     for name, state in saved.items():
         identity = state["identity"]
-        known = identity["run"] == run and identity["incarnation"] in incarnations
+        known = identity["run"] == run and identity["incarnation"] in incarnations.values()
         check_ids(known, f"{name} is a checkpoint of {identity}, which no start record names")
     if target is None:
         return
     ledger = saved[target]["ledger"] if target in saved else {}
     step = steps.get(ledger.get("steps_done", -1))
-    if check_ids(step is not None, f"latest is {target}, which is of no step that counts"):
+    check_ids(step is not None, f"latest is {target}, which is of no step that counts")
+    if step is not None:
         stated = ledger["policy_version"], saved[target]["identity"]["incarnation"]
-        check_ids(stated == step, f"latest is {target} with {stated}, but its step has {step}")
+        found = step["policy_version"], incarnations[step["attempt"]]
+        check_ids(stated == found, f"latest is {target} with {stated}, but its step has {found}")

@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_components.exchange.weights import checkpoint_files, pack_bucket, snapshot_checksum
-from grpo_components.files import Record, records_of
+from grpo_components.files import Record
 from grpo_components.models.lora import ADAPTER_FILE, ADAPTER_FOLDER, read_adapter_options
 from grpo_components.settings import TRUNCATION
 from grpo_components.state_files import read_state
 from grpo_components.trajectory import Trajectory, batch_hash, response_numbers, unpack
-from grpo_tools.audit.cross_checks import config_path, read_config
+from grpo_tools.audit.cross_checks import config_path, read_config, read_receipts
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.25}
 """Largest difference allowed between two engines, in nats, by the run's `dtype`."""
@@ -37,12 +37,29 @@ _MAX_TOKENS = 4096
 """Most tokens, with padding, in one forward pass."""
 
 
+@dataclass(eq=False)
+class Response:
+    """A response of a batch, and which of its tokens were trained."""
+
+    name: str
+    trajectory: Trajectory
+    trained: NDArray[np.bool_]
+    """[R]."""
+    kv: Any = None
+    """Keys and values of its tokens so far, if a later version continues with them."""
+
+    @property
+    def ids(self) -> Tensor:
+        """Tokens of prompt and response."""
+        both = [self.trajectory.prompt_ids, self.trajectory.response_ids]
+        return torch.from_numpy(np.concatenate(both))
+
+
 @dataclass(frozen=True)
 class Segment:
     """Tokens of a response that one version sampled in one request."""
 
-    response: int
-    """Index of the response, which the caller chooses."""
+    response: Response
     first: int
     """Position in the response of the segment's first token."""
     end: int
@@ -52,8 +69,13 @@ class Segment:
     continues: bool
     """Whether the next segment needs this one's KV."""
 
+    @property
+    def inputs(self) -> int:
+        """Number of tokens of prompt and response before the segment's last one."""
+        return len(self.response.trajectory.prompt_ids) + self.end - 1
 
-def segments(trajectory: Trajectory, response: int, recompute_kv: bool) -> list[Segment]:
+
+def segments(response: Response, recompute_kv: bool) -> list[Segment]:
     """Split a response where a turn begins or the weights change.
 
     A turn is a request of its own: the engine computes its whole prompt with the weights that it
@@ -61,106 +83,77 @@ def segments(trajectory: Trajectory, response: int, recompute_kv: bool) -> list[
     former weights computed, unless `recompute_kv_after_pull` is set. Raises a ValueError if a
     version follows a newer one in a turn.
     """
-    found: list[Segment] = []
-    numbered = zip(range(len(trajectory.response_ids)), trajectory.response_mask, strict=True)
+    found, versions = list[Segment](), response.trajectory.token_versions
+    numbered = enumerate(response.trajectory.response_mask)
     for sampled, turn in groupby(numbered, key=lambda pair: bool(pair[1])):
         if not sampled:
             continue
-        positions = [position for position, _ in turn]
-        parts = [list(p) for _, p in groupby(positions, key=trajectory.token_versions.__getitem__)]
-        for number, part in enumerate(parts):
-            version = int(trajectory.token_versions[part[0]])
+        parts = groupby((position for position, _ in turn), key=versions.__getitem__)
+        spans = [(int(version), [*positions]) for version, positions in parts]
+        for number, (version, span) in enumerate(spans):
             if number and version < found[-1].version:
                 problem = f"version {version} after version {found[-1].version} in one turn"
-                raise ValueError(f"token {part[0]} was sampled by {problem}")
-            begins, is_last = recompute_kv or number == 0, number == len(parts) - 1
+                raise ValueError(f"token {span[0]} was sampled by {problem}")
+            begins, is_last = recompute_kv or number == 0, number == len(spans) - 1
             continues = not (recompute_kv or is_last)
-            found.append(Segment(response, part[0], part[-1] + 1, version, begins, continues))
+            found.append(Segment(response, span[0], span[-1] + 1, version, begins, continues))
     return found
 
 
-class Scorer:
-    """Scores segments; call it for one version after another, in ascending order."""
-
-    def __init__(self) -> None:
-        disable_progress_bar()
-        self._kv: dict[int, Any] = {}
-        """KV of the responses that continue with a later version."""
-        self._model: Any = None
-
-    def load(self, model: Path, adapter: Path | None = None) -> None:
-        """Load the weights of the next version, in float32; an adapter is merged into its model."""
-        self._model = None  # first, so that there are never two
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        if adapter is None:
-            return
-        scale, tensors = read_adapter_options(adapter).scale, load_file(adapter / ADAPTER_FILE)
-        for name, a in tensors.items():
-            path = name.removesuffix("lora_A.weight")
-            if path != name:
-                b = tensors[f"{path}lora_B.weight"]
-                weight = self._model.get_parameter(
-                    f"{path.removeprefix('base_model.model.')}weight"
-                )
-                weight.data += scale * (b.float() @ a.float())
-
-    @torch.inference_mode()
-    def logprobs(
-        self, todo: Sequence[tuple[Segment, Trajectory]]
-    ) -> Iterator[tuple[Segment, NDArray[np.float64]]]:
-        """Yield the logprobs of each segment's tokens, at their sampling temperature."""
-        together = list[tuple[Segment, Trajectory]]()
-        for segment, trajectory in todo:
-            if segment.begins and not segment.continues:
-                together.append((segment, trajectory))
-            else:
-                yield segment, self._with_kv(segment, trajectory)
-        together.sort(key=lambda pair: len(pair[1].prompt_ids) + pair[0].end)
-        while together:
-            # The longest one comes last, and decides how many there is room for.
-            longest = len(together[-1][1].prompt_ids) + together[-1][0].end
-            count = max(1, _MAX_TOKENS // longest)
-            members, together = together[-count:], together[:-count]
-            rows = [_ids(each)[: len(each.prompt_ids) + part.end - 1] for part, each in members]
-            # What follows a token does not change it, so padding at the end needs no mask.
-            inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-            logits = self._model(input_ids=inputs, use_cache=False).logits
-            for (segment, trajectory), row in zip(members, logits, strict=True):
-                yield segment, _logprobs(row, segment, trajectory, 0)
-
-    def _with_kv(self, segment: Segment, trajectory: Trajectory) -> NDArray[np.float64]:
-        ids, prompt = _ids(trajectory), len(trajectory.prompt_ids)
-        past = None if segment.begins else self._kv.pop(segment.response)
-        start = 0 if segment.begins else prompt + segment.first - 1
-        inputs = ids[None, start : prompt + segment.end - 1]
-        output = self._model(input_ids=inputs, past_key_values=past, use_cache=True)
-        if segment.continues:
-            self._kv[segment.response] = output.past_key_values
-        return _logprobs(output.logits[0], segment, trajectory, start)
+def load_model(model: Path, adapter: Path | None = None) -> Any:
+    """Load a version's weights, in float32; an adapter is merged into its model."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    if adapter is None:
+        return loaded
+    scale, tensors = read_adapter_options(adapter).scale, load_file(adapter / ADAPTER_FILE)
+    for name, a in tensors.items():
+        path = name.removesuffix("lora_A.weight")
+        if path != name:
+            b = tensors[f"{path}lora_B.weight"]
+            weight = loaded.get_parameter(f"{path.removeprefix('base_model.model.')}weight")
+            weight.data += scale * (b.float() @ a.float())
+    return loaded
 
 
-def _ids(trajectory: Trajectory) -> Tensor:
-    return torch.from_numpy(np.concatenate([trajectory.prompt_ids, trajectory.response_ids]))
+@torch.inference_mode()
+def score(model: Any, todo: Sequence[Segment]) -> Iterator[tuple[Segment, NDArray[np.float64]]]:
+    """Yield the logprobs of each segment's tokens, at their sampling temperature.
+
+    Score one version after another, in ascending order: a response that goes on keeps its KV.
+    """
+    for segment in todo:
+        if segment.begins and not segment.continues:
+            continue
+        response, start = segment.response, 0
+        if not segment.begins:
+            start = segment.inputs - (segment.end - segment.first)
+        output = model(
+            input_ids=response.ids[None, start : segment.inputs],
+            past_key_values=None if segment.begins else response.kv,
+            use_cache=True,
+        )
+        response.kv = output.past_key_values if segment.continues else None
+        yield segment, _logprobs(output.logits[0], segment)
+    together = [segment for segment in todo if segment.begins and not segment.continues]
+    together.sort(key=lambda segment: segment.inputs)
+    while together:
+        # The longest one comes last, and decides how many there is room for.
+        count = max(1, _MAX_TOKENS // (together[-1].inputs + 1))
+        members, together = together[-count:], together[:-count]
+        rows = [segment.response.ids[: segment.inputs] for segment in members]
+        # What follows a token does not change it, so padding at the end needs no mask.
+        inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        logits = model(input_ids=inputs, use_cache=False).logits
+        for segment, row in zip(members, logits, strict=True):
+            yield segment, _logprobs(row[: segment.inputs], segment)
 
 
-def _logprobs(
-    logits: Tensor, segment: Segment, trajectory: Trajectory, start: int
-) -> NDArray[np.float64]:
-    """Return the logprobs of a segment's tokens; row 0 of the logits is of input `start`."""
-    first = len(trajectory.prompt_ids) + segment.first - 1 - start
-    rows = logits[first : first + segment.end - segment.first].float() / trajectory.temperature
-    sampled = torch.from_numpy(trajectory.response_ids[segment.first : segment.end].copy())
+def _logprobs(logits: Tensor, segment: Segment) -> NDArray[np.float64]:
+    """Return the logprobs of a segment's tokens; the last row is of the token before the last."""
+    t = segment.response.trajectory
+    rows = logits[segment.first - segment.end :].float() / t.temperature
+    sampled = torch.from_numpy(t.response_ids[segment.first : segment.end].copy())
     return rows.log_softmax(-1).gather(-1, sampled[:, None])[:, 0].double().numpy()
-
-
-@dataclass(frozen=True)
-class Response:
-    """A response of a batch, and which of its tokens were trained."""
-
-    name: str
-    trajectory: Trajectory
-    trained: NDArray[np.bool_]
-    """[R]."""
 
 
 @dataclass
@@ -180,9 +173,10 @@ class Rescored:
     """Largest difference, divided by what is allowed for its token, and the token's place."""
     problems: list[str] = field(default_factory=list)
 
-    def add(self, values: NDArray[np.float64], response: Response, segment: Segment) -> None:
+    def add(self, segment: Segment, values: NDArray[np.float64]) -> None:
         """Compare the tokens of a segment with what the generator recorded."""
-        part, t = slice(segment.first, segment.end), response.trajectory
+        part, response = slice(segment.first, segment.end), segment.response
+        t = response.trajectory
         trained = np.flatnonzero(response.trained[part])
         if not len(trained):
             return
@@ -239,7 +233,9 @@ def rescore(output_dir: Path) -> Rescored:
 
     Raises a CannotRescoreError if a step has no checkpoint, or the sampling cannot be repeated.
     """
-    starts, steps, pulls = _receipts(output_dir)
+    disable_progress_bar()
+    records, steps, loads = read_receipts(output_dir / "receipts.jsonl")
+    starts = {start["attempt"]: start for start in records}
     try:
         configs = {attempt: read_config(config_path(output_dir, attempt)) for attempt in starts}
     except OSError as error:
@@ -258,7 +254,7 @@ def rescore(output_dir: Path) -> Rescored:
         weights.setdefault(record["policy_version"], checkpoints[step])
     responses = list[Response]()
     try:
-        _compare_checksums(weights, pulls, result)
+        _compare_checksums(weights, loads, result)
         for step, record in steps.items():
             attempt = record["attempt"]
             oldest = record["trained_from"] - starts[attempt]["max_staleness"]
@@ -277,12 +273,11 @@ def _score(
     configs: dict[int, Record],
     result: Rescored,
 ) -> None:
-    todo: dict[int, list[tuple[Segment, Trajectory]]] = {}
-    for number, response in enumerate(responses):
-        trajectory = response.trajectory
-        recompute = bool(configs[trajectory.attempt].get("recompute_kv_after_pull"))
+    todo: dict[int, list[Segment]] = {}
+    for response in responses:
+        recompute = bool(configs[response.trajectory.attempt].get("recompute_kv_after_pull"))
         try:
-            parts = segments(trajectory, number, recompute)
+            parts = segments(response, recompute)
         except ValueError as error:
             result.problems.append(f"{response.name}: {error}")
             continue
@@ -292,16 +287,13 @@ def _score(
             continue
         result.swapped += len(versions) > 1 if recompute else not all(p.begins for p in parts)
         for part in parts:
-            todo.setdefault(part.version, []).append((part, trajectory))
-    scorer, result.versions = Scorer(), len(todo)
+            todo.setdefault(part.version, []).append(part)
+    result.versions = len(todo)
     for version in sorted(todo):
         adapter = weights[version] / ADAPTER_FOLDER
-        if adapter.is_dir():
-            scorer.load(weights[0], adapter)
-        else:
-            scorer.load(weights[version])
-        for segment, values in scorer.logprobs(todo[version]):
-            result.add(values, responses[segment.response], segment)
+        files = (weights[0], adapter) if adapter.is_dir() else (weights[version],)
+        for segment, values in score(load_model(*files), todo[version]):
+            result.add(segment, values)
 
 
 def _responses(
@@ -327,11 +319,11 @@ def _responses(
         result.problems.append(f"step {step}: {problem}")
 
 
-def _compare_checksums(weights: dict[int, Path], pulls: list[Record], result: Rescored) -> None:
+def _compare_checksums(weights: dict[int, Path], loads: list[Record], result: Rescored) -> None:
     """Check that the published weights have the checksums of the saved weights."""
     saved: dict[int, str] = {}
-    for pull in pulls:
-        version = pull["version"]
+    for load in loads:
+        version = load["version"]
         if version == 0 or version not in weights:
             continue  # no checkpoint has version 0
         if version not in saved:
@@ -339,24 +331,9 @@ def _compare_checksums(weights: dict[int, Path], pulls: list[Record], result: Re
             files = [adapter] if adapter.parent.is_dir() else checkpoint_files(weights[version])
             manifests = (pack_bucket(list(load_file(file).items()))[0] for file in files)
             saved[version] = snapshot_checksum(manifests)
-        if saved[version] != pull["published"]:
-            found = f"has checksum {saved[version]}, published was {pull['published']}"
+        if saved[version] != load["published"]:
+            found = f"has checksum {saved[version]}, published was {load['published']}"
             result.problems.append(f"version {version} in {weights[version]} {found}")
-
-
-def _receipts(output_dir: Path) -> tuple[dict[int, Record], dict[int, Record], list[Record]]:
-    """Return the start record of each attempt; the steps and pulls that were not rolled back."""
-    starts, steps, pulls = dict[int, Record](), dict[int, Record](), list[Record]()
-    for record in records_of(output_dir / "receipts.jsonl"):
-        if record["event"] == "start":
-            starts[record["attempt"]] = record
-            steps = {n: each for n, each in steps.items() if n <= record["steps_done"]}
-            pulls = [pull for pull in pulls if pull["version"] <= record["policy_version"]]
-        elif record["event"] == "step":
-            steps[record["step"]] = record
-        elif record["event"] == "load":
-            pulls.append(record)
-    return starts, steps, pulls
 
 
 def _check_sampling(config: Record) -> None:

@@ -13,7 +13,7 @@ from grpo_components.exchange.event_order import FORMAT
 from grpo_components.files import records_of
 from grpo_components.records.receipt_chain import END_FILE, End, link, read_end, split
 from grpo_tools.audit.choices import Choices, Group, Prompt, Record
-from grpo_tools.audit.cross_checks import MetricsCheck, check_config
+from grpo_tools.audit.cross_checks import check_config, check_metrics, read_metrics
 from grpo_tools.audit.findings import Findings
 from grpo_tools.audit.shapes import mismatch
 from grpo_tools.books import Amount, Books
@@ -47,64 +47,31 @@ class History:
     choices: Choices = field(default_factory=Choices)
 
 
-class Chain:
-    """Checks the hash of each record, and that `receipts.end` names the last record."""
-
-    def __init__(self, receipts: Path, findings: Findings) -> None:
-        self._findings, self._known, self._problem = findings, None, ""
-        # Read before the records: read after them, it could name a record written in between.
-        try:
-            self._known = read_end(receipts)
-            if self._known is None:
-                self._problem = "missing; it has the hash of the last record"
-        except (OSError, ValueError) as error:
-            self._problem = f"cannot be read: {error}"
-        self._end = End()
-        self._reached = self._known == self._end
-
-    def follow(self, line: bytes) -> bytes:
-        """Check the hash of the next line, and return it without the hash."""
-        fields, stated = split(line)
-        expected = link(self._end.chain, fields)
-        problem = "hash mismatch: this record or its predecessor was changed, or a record between "
-        self._findings.check("chain", stated == expected, f"{problem}them is missing")
-        self._end = End(self._end.records + 1, stated or expected)
-        self._reached |= self._end == self._known
-        return fields
-
-    def finish(self, unfinished: bool) -> None:
-        """Compare the last record with `receipts.end`."""
-        self._findings.where, check = END_FILE, self._findings.check
-        if self._known is None:
-            check("chain", False, self._problem)
-            return
-        problem = f"names record {self._known.records} with hash {self._known.chain[:8]}...; "
-        problem += f"the receipts have {self._end.records} records and not this one"
-        # A run killed after writing a record and before updating receipts.end has one extra.
-        extra = self._end.records - self._known.records
-        check("chain", self._reached and (unfinished or extra <= 1), problem)
-
-
 class RunAudit:
     """Checks a run's receipts line by line."""
 
     def __init__(self, path: Path, findings: Findings) -> None:
         self._folder, self._name = path.parent, path.name
         self._findings, self._check = findings, findings.check
-        self._chain = Chain(path, findings)
+        try:
+            # Read before the records: read after them, it could name a record written in between.
+            self._known_end = read_end(path)
+        except (OSError, ValueError):
+            self._known_end = None
+        self._chain_end = End()
+        self._reached = self._known_end == self._chain_end
         starts = [
             (start["attempt"], start["steps_done"])
             for start in records_of(path, b'"event": "start"')
             if type(start.get("attempt")) is type(start.get("steps_done")) is int
         ]
         self._last_attempt = max(starts, default=(0, 0))[0]
-        self._metrics = MetricsCheck(path.parent, findings)
+        self._metrics = read_metrics(path.parent)
+        """Metrics of the steps that are still to come, by attempt and step."""
         self._resume_points = [step for _, step in starts]
         self.books = Books(self._resume_points)
         self._snapshots, self._history = {0: History()}, History()
         self._start: Record = {}
-        self._loads: list[Record] = []
-        """Events `load` since the last step."""
         self._loaded: dict[str, int] = {}
         """Generator -> the policy version that it loaded last in this attempt."""
         self._batch: Record = _NO_BATCH
@@ -117,7 +84,7 @@ class RunAudit:
             "interrupt": self._interrupt,
             "drop": self._drop,
             "sample": self._sample,
-            "load": lambda load: self._loads.append(load),
+            "load": self._load,
             "step": self._step,
             "end": self._end,
         }
@@ -126,7 +93,7 @@ class RunAudit:
     def follow(self, line: bytes, number: int) -> None:
         """Check the next line."""
         where = self._findings.where = f"{self._name} line {number}"
-        fields, event = self._chain.follow(line.removesuffix(b"\n")), Record()
+        fields, event = self._check_link(line.removesuffix(b"\n")), Record()
         try:
             event = json.loads(fields)
             cut_off = None if line.endswith(b"\n") else "the line has no end: the file was cut off"
@@ -155,8 +122,11 @@ class RunAudit:
             last = f"after step {self._history.step} of {self._start['num_steps']}"
             self._check("complete", self._ended, f"no end {last}: the run was killed")
         self._check_books()
-        self._chain.finish(unfinished)
-        self._metrics.finish()
+        self._check_chain_end(unfinished)
+        if self._metrics:
+            self._findings.where, (attempt, step) = "receipts.jsonl", min(self._metrics)
+            problem = f"step {step} of attempt {attempt} is only in logs/metrics.jsonl"
+            self._check("metrics", False, problem)
 
     def summary(self) -> str:
         """Return lines on the run: attempts, steps, policy version, counts of groups, books."""
@@ -169,6 +139,29 @@ class RunAudit:
             f"{h.policy_version}: {h.issued} groups issued = {h.trained} trained + {h.dropped} "
             f"dropped or filtered + {len(h.living)} living{again}\n{books}"
         )
+
+    def _check_link(self, line: bytes) -> bytes:
+        """Check the hash of a line, and return the line without the hash."""
+        fields, stated = split(line)
+        expected = link(self._chain_end.chain, fields)
+        problem = "hash mismatch: this record or its predecessor was changed, or a record between "
+        self._check("chain", stated == expected, f"{problem}them is missing")
+        self._chain_end = End(self._chain_end.records + 1, stated or expected)
+        self._reached |= self._chain_end == self._known_end
+        return fields
+
+    def _check_chain_end(self, unfinished: bool) -> None:
+        """Check that `receipts.end` names the last record."""
+        self._findings.where, known, found = END_FILE, self._known_end, self._chain_end.records
+        if known is None:
+            problem = "missing or damaged; it has the hash of the last record"
+            self._check("chain", False, problem)
+            return
+        # A run killed after writing a record and before updating receipts.end has one extra.
+        complete = self._reached and (unfinished or found <= known.records + 1)
+        problem = f"names record {known.records} with hash {known.chain[:8]}...; "
+        problem += f"the receipts have {found} records and not this one"
+        self._check("chain", complete, problem)
 
     def _check_books(self) -> None:
         balanced = not self.books.problem and self.books.residual == Amount()
@@ -190,7 +183,7 @@ class RunAudit:
                 group.tokens, group.in_flight = None, False
         h.choices.begin(start, self._start, self._findings)
         check_config(self._folder, start, self._last_attempt, check)
-        self._loads, self._loaded, self._batch = [], {}, _NO_BATCH
+        self._loaded, self._batch = {}, _NO_BATCH
         self._start, self._ended = start, False
 
     def _issue(self, event: Record) -> None:
@@ -291,7 +284,7 @@ class RunAudit:
         if after != start:  # a skipped step may lack its correction mass
             problem = "correction_mass is null, but the step was not skipped"
             check("correction", mass is not None, problem)
-        self._metrics.step(event)
+        check_metrics(self._metrics, event, check)
         h.step, h.policy_version = step, after
         if step in self._resume_points:
             self._snapshots[step] = deepcopy(h)
@@ -319,24 +312,26 @@ class RunAudit:
         sampled = all(step["token_versions"].values())
         check("contract", sampled, "token_versions has a version with 0 tokens")
 
+    def _load(self, load: Record) -> None:
+        h, name, version = self._history, load["role"], load["version"]
+        had, published = self._loaded.get(name, 0), load["published"]
+        self._check("acknowledged", had <= version, f"{name} loads {version}; it had {had}")
+        known = h.checksums.setdefault(version, published)
+        problem = f"{name} loads version {version} with {load['checksum']}; published is "
+        problem += f"{published}, earlier {known}"
+        self._check("checksums", load["checksum"] == published == known, problem)
+        self._loaded[name] = version
+        h.unacknowledged.pop(version, None)
+
     def _check_weights(self, event: Record, newest: int) -> None:
-        """Check the loads before a step or an end, and that trained versions were loaded.
+        """Check that no generator is ahead of the trainer, and that trained versions were loaded.
 
         Weights may be loaded before the event of the step that made them: `newest` is its version.
         """
         h, check = self._history, self._check
-        for load in self._loads:
-            name, version, published = load["role"], load["version"], load["published"]
-            had = self._loaded.get(name, 0)
-            problem = f"{name} loads version {version}; it had {had}, the trainer has {newest}"
-            check("acknowledged", had <= version <= newest, problem)
-            known = h.checksums.setdefault(version, published)
-            problem = f"{name} loads version {version} with {load['checksum']}; published is "
-            problem += f"{published}, earlier {known}"
-            check("checksums", load["checksum"] == published == known, problem)
-            self._loaded[name] = version
-            h.unacknowledged.pop(version, None)
-        self._loads = []
+        ahead = max(self._loaded.values(), default=0)
+        problem = f"a generator has version {ahead}, the trainer {newest}"
+        check("acknowledged", ahead <= newest, problem)
         # A generator may sample with new weights shortly before it acknowledges them.
         late = min(h.unacknowledged, default=None)
         problem = f"step {h.unacknowledged.get(late or 0)} trained tokens of version {late}, which "

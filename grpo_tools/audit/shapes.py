@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
-from grpo_tools.books import TokenCause
+from grpo_tools.books import OF_TOKENS
 
 
 def _object(**types: Any) -> type[BaseModel]:
@@ -20,6 +20,7 @@ _Number: Any = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Range = Annotated[list[_Whole], Field(min_length=2, max_length=2)]
 # Numbers as keys have one spelling, so that two keys are never the same number.
 _Key = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,15})$")]
+_Cause = Annotated[str, Field(pattern=f"^({'|'.join(OF_TOKENS)})$")]
 _Groups = Annotated[list[_Whole], Field(min_length=1)]
 
 _PROMPT = {"prompt": _Whole, "epoch": _Whole}
@@ -78,7 +79,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "token_versions": dict[_Key, _Whole],
         "correction_mass": _Number | None,
         "batch_hash": str,
-        "tokens": dict[_Key, dict[TokenCause, _Whole]],
+        "tokens": dict[_Key, dict[_Cause, _Whole]],
         "sessions": (_SESSIONS | None, None),
     },
     "push": {"version": _Whole},

@@ -5,17 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-from torchtune import config
-
-from grpo_components.config.files import check_splits
 from grpo_components.config.reading import read_config_file, read_settings
 from grpo_components.errors import fail
 from grpo_components.plain_text import plain
 from grpo_components.settings import Settings, needs_reference
-from grpo_tools.memory_plan.model_sizes import ModelSizes
 from grpo_tools.memory_plan.plan import plan_run
 from grpo_tools.memory_plan.role_memory import GPU_GIB
 
@@ -34,17 +29,6 @@ def longest_prompt(cfg: Settings) -> int:
     return longest
 
 
-def _check_splits(cfg: Settings) -> None:
-    """Refuse numbers of workers and ranks that cannot share a layer of the policy."""
-    sizes = ModelSizes.of(partial(config.instantiate, cfg.model))
-    named = {
-        "num_attention_heads": sizes.num_heads,
-        "num_key_value_heads": sizes.num_kv_heads,
-        "intermediate_size": sizes.intermediate,
-    }
-    check_splits(cfg, named)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what each role and GPU would hold, and what does not fit."""
     parser = argparse.ArgumentParser(
@@ -61,7 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cfg = read_settings(read_config_file(options.config, options.overrides))
         if cfg.device != "cuda" and (options.gpus or options.gpu_memory):
             fail("--gpus, --gpu-memory", f"given, with device: {cfg.device}", "none")
-        _check_splits(cfg)
         lines, problems = plan_run(
             cfg,
             longest_prompt(cfg),
@@ -72,14 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         sys.stderr.write(f"config error: {plain(str(error))}\n")
         return 2
+    lines += [f"does not fit: {problem}" for problem in problems] or ["everything fits"]
     sys.stdout.write("".join(f"{line}\n" for line in lines))
-    for problem in problems:
-        sys.stderr.write(f"does not fit: {problem}\n")
-    if problems:
-        return 2
-    sys.stdout.write("everything fits\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return 2 if problems else 0

@@ -9,6 +9,7 @@ from functools import partial
 import psutil
 from torchtune import config
 
+from grpo_components.config.files import check_splits
 from grpo_components.records import checkpoint_folder
 from grpo_components.settings import Settings, teachers_of
 from grpo_tools.memory_plan.generator_memory import generator_memory
@@ -69,13 +70,12 @@ def _host_lines(cfg: Settings, sizes: ModelSizes, roles: list[RoleMemory]) -> It
         yield f"host: {gib(generators)} GiB of all generators, {what}"
 
 
-def _store_problem(cfg: Settings, sizes: ModelSizes) -> str | None:
-    """Return what is wrong with `object_store_memory`, if anything is."""
+def _store_problem(cfg: Settings, sizes: ModelSizes) -> Iterator[str]:
+    """Yield what is wrong with `object_store_memory`, if anything is."""
     given, (snapshots, needed) = cfg.object_store_memory, object_store_bytes(cfg, sizes)
-    if given is None or given >= needed:
-        return None
-    problem = f"object_store_memory: {given} given, and {snapshots} pushes take {gib(needed)} GiB"
-    return f"{problem}; allowed: {needed} or more"
+    if given is not None and given < needed:
+        taken = f"{snapshots} pushes take {gib(needed)} GiB; allowed: {needed} or more"
+        yield f"object_store_memory: {given} given, and {taken}"
 
 
 def plan_run(
@@ -91,6 +91,8 @@ def plan_run(
     Each problem is a line `key: problem; allowed: ...`.
     """
     sizes = ModelSizes.of(partial(config.instantiate, cfg.model), cfg.lora)
+    heads = {"num_attention_heads": sizes.num_heads, "num_key_value_heads": sizes.num_kv_heads}
+    check_splits(cfg, {**heads, "intermediate_size": sizes.intermediate})
     is_gpu = cfg.device == "cuda"
     device = Device(is_gpu, gpu_gib if is_gpu else psutil.virtual_memory().total / GIB)
     roles = list(_roles(cfg, sizes, prompt_tokens, device, needs_reference))
@@ -108,8 +110,7 @@ def plan_run(
             together = in_turns(trainer, generator, device, _less_for_vllm(cfg))
             placed = [together, *others]
             lines += [f"{together.role}: {note}" for note in together.notes]
-            if problem := _start_problem(cfg, trainer, device):
-                problems.append(problem)
+            problems += _start_problem(cfg, trainer, device)
         gpus = _place(placed)
         lines += _gpu_lines(gpus, device)
         problems += _gpu_problems(cfg, gpus, device, num_gpus)
@@ -127,8 +128,7 @@ def plan_run(
             problems.append(largest.smaller or f"num_{largest.role}s: too many; allowed: fewer")
     if cfg.trains:
         lines.append(_disk_line(cfg, sizes))
-    if problem := _store_problem(cfg, sizes):
-        problems.append(problem)
+    problems += _store_problem(cfg, sizes)
     return lines, list(dict.fromkeys(problems))
 
 
@@ -163,14 +163,13 @@ def in_turns(
     )
 
 
-def _start_problem(cfg: Settings, trainer: RoleMemory, device: Device) -> str | None:
-    """Return what is wrong with the memory that vLLM wants to be free at its start, if anything."""
+def _start_problem(cfg: Settings, trainer: RoleMemory, device: Device) -> Iterator[str]:
+    """Yield what is wrong with the memory that vLLM wants to be free at its start, if anything."""
     given, most = cfg.generator.gpu_memory_utilization, 1 - trainer.resting / device.nbytes
-    if given <= most:
-        return None
-    problem = f"generator.gpu_memory_utilization: {given:g} given, which must be free when vLLM "
-    problem += f"starts, and a trainer's weights take {gib(trainer.resting)} GiB"
-    return f"{problem}; allowed: at most {int(100 * most) / 100:g}"
+    if given > most:
+        problem = f"generator.gpu_memory_utilization: {given:g} given, which must be free when "
+        problem += f"vLLM starts, and a trainer's weights take {gib(trainer.resting)} GiB"
+        yield f"{problem}; allowed: at most {int(100 * most) / 100:g}"
 
 
 def _disk_line(cfg: Settings, sizes: ModelSizes) -> str:

@@ -34,7 +34,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.argv = ["tune", "run", RECIPE, "--config", str(config), replayed, *options.overrides]
     tune()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

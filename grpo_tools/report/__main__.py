@@ -42,7 +42,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     sys.stdout.write(f"{page} ({page.stat().st_size / 1e6:.1f} MB)\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

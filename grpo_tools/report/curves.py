@@ -65,8 +65,8 @@ def chart(
     if x_title == "step":
         steps = sorted({x for trace in traces for x in trace["x"]})
         x_axis |= {"tickmode": "array", "tickvals": steps} if len(steps) <= _FEW_STEPS else {}
-    legend = max(0, _legend_rows(traces) - 2)  # the margin has room for two rows
-    height = _HEIGHT + _ROW_HEIGHT * max(legend, rows - _FREE_ROWS)
+    legend = sum(len(trace["name"]) + _SYMBOL_CHARS for trace in traces) // _LEGEND_CHARS
+    height = _HEIGHT + _ROW_HEIGHT * max(0, legend - 1, rows - _FREE_ROWS)  # the margin has 2 rows
     shared = {"xaxis": x_axis, "showlegend": len(traces) > 1, "height": height}
     figure = {"data": [*traces], "layout": shared | layout}
     return {"title": title, "about": about, "figure": figure}
@@ -171,16 +171,6 @@ def _trace(
     style = style | {"smooth": panel.smooth and not key.endswith("max")}
     combine = max if panel.total or key.endswith("max") else fmean
     return curve(name, steps, values, combine, meta=style)
-
-
-def _legend_rows(traces: Sequence[dict[str, Any]]) -> int:
-    rows, used = 1, 0
-    for trace in traces:
-        width = len(trace["name"]) + _SYMBOL_CHARS
-        if used and used + width > _LEGEND_CHARS:
-            rows, used = rows + 1, 0
-        used += width
-    return rows
 
 
 def _bin(successes: int, scored: int) -> int:

@@ -164,18 +164,17 @@ function drawCharts() {
 const PAGE = 20;
 const successes = (group) => group.responses.filter((response) => response.success).length;
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+const longest = (group) => Math.max(...group.responses.map((r) => r.response_tokens));
 const rewards = (group) => group.responses.map((r) => r.reward).filter((r) => r !== null);
 
-const DIFFERENCES = {
-  "trainer - generator": ["trainer_logprobs", "generator_logprobs"],
-  "trainer - reference": ["trainer_logprobs", "reference_logprobs"],
-  "generator - reference": ["generator_logprobs", "reference_logprobs"],
-  "trainer - teacher": ["trainer_logprobs", "teacher_logprobs"],
-};
+/* Pairs of logprobs whose difference can color the tokens. */
+const DIFFERENCES = [
+  "trainer - generator", "trainer - reference", "generator - reference", "trainer - teacher",
+];
 
 /* Differences of two logprobs, one per token; null where one of them is missing. */
 function differences(response, what) {
-  const [left, right] = DIFFERENCES[what].map((name) => response[name]);
+  const [left, right] = what.split(" - ").map((who) => response[`${who}_logprobs`]);
   if (!left || !right) return null;
   return left.map((value, i) =>
     value === null || right[i] === null || right[i] === undefined ? null : value - right[i]);
@@ -199,8 +198,7 @@ const ORDERS = {
   "oldest first": (a, b) => a.step - b.step || a.group_id - b.group_id,
   "lowest reward": (a, b) => mean(rewards(a)) - mean(rewards(b)) || b.step - a.step,
   "highest reward": (a, b) => mean(rewards(b)) - mean(rewards(a)) || b.step - a.step,
-  "longest": (a, b) => Math.max(...b.responses.map((r) => r.tokens)) -
-    Math.max(...a.responses.map((r) => r.tokens)),
+  "longest": (a, b) => longest(b) - longest(a),
   "largest logprob difference": (a, b) => b.difference - a.difference,
   "by prompt": (a, b) => a.prompt_index - b.prompt_index || a.step - b.step,
 };
@@ -209,28 +207,28 @@ const ORDERS = {
 function matchesFilters(group, field) {
   const from = field("from").value, to = field("to").value, finish = field("finish").value;
   const words = field("words").value.toLowerCase();
-  const texts = [group.prompt, group.answer, ...group.responses.map((r) => r.text)];
+  const texts = [group.prompt, group.answer, ...group.responses.map((r) => r.response)];
   return (from === "" || group.step >= Number(from)) && (to === "" || group.step <= Number(to)) &&
     KINDS[field("kind").value](group) &&
-    (finish === "" || group.responses.some((response) => response.finish === finish)) &&
+    (finish === "" || group.responses.some((r) => r.finish_reason === finish)) &&
     (words === "" || texts.some((text) => text.toLowerCase().includes(words)));
 }
 
 const isFromEnvironment = (response, i) =>
   response.generator_logprobs && response.generator_logprobs[i] === null;
 
-function tokenTitle(response, i) {
-  const lines = [`token ${i + 1}: ${JSON.stringify(response.pieces[i])}`];
+function tokenFacts(response, i) {
+  const lines = [`token ${i + 1}: ${JSON.stringify(response.tokens[i])}`];
   if (isFromEnvironment(response, i)) lines.push("from the environment");
   for (const who of ["generator", "trainer", "reference", "teacher"]) {
     const values = response[`${who}_logprobs`];
     if (values && values[i] !== null) lines.push(`${who} logprob ${number(values[i], 5)}`);
   }
-  for (const what of Object.keys(DIFFERENCES)) {
+  for (const what of DIFFERENCES) {
     const found = differences(response, what);
     if (found && found[i] !== null) lines.push(`${what}: ${number(found[i], 5)}`);
   }
-  return lines.join("\n");
+  return lines;
 }
 
 function differenceColor(share) {
@@ -238,7 +236,7 @@ function differenceColor(share) {
   return `color-mix(in srgb, var(${share < 0 ? "--less" : "--more"}) ${part}%, transparent)`;
 }
 
-/* Shows a token's numbers on hover; a click or the arrow keys show them below the box. */
+/* Shows the numbers of the token that is pointed at, or chosen by the arrow keys, below the box. */
 function withTokenDetails(box, response) {
   const tokens = [...box.querySelectorAll(".token")];
   const shown = make("div", "facts");
@@ -249,16 +247,12 @@ function withTokenDetails(box, response) {
     if (tokens[picked]) tokens[picked].classList.remove("picked");
     picked = i;
     tokens[i].classList.add("picked");
-    shown.replaceChildren(...tokenTitle(response, i).split("\n").map((t) => make("span", "", t)));
+    shown.replaceChildren(...tokenFacts(response, i).map((fact) => make("span", "", fact)));
   };
   box.tabIndex = 0;
   box.setAttribute("role", "group");
   box.setAttribute("aria-label", "response; the arrow keys go from token to token");
-  box.addEventListener("mouseover", ({ target }) => {
-    const i = tokens.indexOf(target);
-    if (i >= 0) target.title = tokenTitle(response, i);
-  });
-  box.addEventListener("click", ({ target }) => pick(tokens.indexOf(target)));
+  box.addEventListener("mouseover", ({ target }) => pick(tokens.indexOf(target)));
   box.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!step) return;
@@ -271,14 +265,14 @@ function withTokenDetails(box, response) {
 function responseText(response, what, scale) {
   const box = make("div", "text-box");
   box.dir = "auto";
-  if (!response.pieces) {
-    for (const { by, text } of response.turns || [{ by: "policy", text: response.text }]) {
+  if (!response.tokens) {
+    for (const { by, text } of response.turns || [{ by: "policy", text: response.response }]) {
       box.append(make("span", by === "policy" ? "" : "environment", text));
     }
     return [box];
   }
-  const found = DIFFERENCES[what] ? differences(response, what) : null;
-  response.pieces.forEach((piece, i) => {
+  const found = what ? differences(response, what) : null;
+  response.tokens.forEach((piece, i) => {
     const token = make("span", "token", piece === "" ? "\u00b7" : piece);
     if (isFromEnvironment(response, i)) token.classList.add("environment");
     if (found && found[i] !== null) token.style.background = differenceColor(found[i] / scale);
@@ -288,7 +282,7 @@ function responseText(response, what, scale) {
   return withTokenDetails(box, response);
 }
 
-function facts(response) {
+function facts(response, advantage) {
   const line = make("div", "facts");
   const say = (name, value, className) => {
     const part = make("span", "", `${name} `);
@@ -296,10 +290,12 @@ function facts(response) {
     line.append(part);
   };
   say("reward", number(response.reward), response.success ? "good" : "bad");
-  if (response.advantage !== null) say("advantage", number(response.advantage));
-  for (const [name, value] of Object.entries(response.terms)) say(name, number(value));
-  say("finish", response.finish);
-  say("tokens", number(response.tokens));
+  if (advantage != null) say("advantage", number(advantage));
+  for (const [name, value] of Object.entries(response.reward_terms || {})) {
+    say(name, number(value));
+  }
+  say("finish", response.finish_reason);
+  say("tokens", number(response.response_tokens));
   if (response.versions) {
     const [oldest, newest] = response.versions;
     say("version", oldest === newest ? `${oldest}` : `${oldest} to ${newest}`);
@@ -307,9 +303,9 @@ function facts(response) {
   return line;
 }
 
-function responseNode(response, what, scale) {
+function responseNode(response, advantage, what, scale) {
   const node = make("div", "response");
-  node.append(facts(response));
+  node.append(facts(response, advantage));
   if (response.error !== null) node.append(make("div", "text-box warn", response.error));
   else node.append(...responseText(response, what, scale));
   return node;
@@ -320,7 +316,7 @@ function groupNode(group, scale, color) {
   const node = make("details", "box group");
   const summary = make("summary");
   const attempt = group.attempt ? `, attempt ${group.attempt}` : "";
-  const isAnswer = group.group_id === null;
+  const isAnswer = group.group_id === undefined;
   const what = isAnswer ? `prompt ${group.prompt_index}` : `group ${group.group_id}`;
   summary.append(make("span", "quiet", `step ${group.step}, ${what}${attempt}`));
   const marks = make("span", "marks");
@@ -348,7 +344,8 @@ function groupNode(group, scale, color) {
         `answered by policy version ${number(group.policy_version)}`
       : `prompt ${group.prompt_index} of the data set, epoch ${group.epoch}`;
     node.replaceChildren(summary, make("div", "facts", about), prompt, answer,
-      ...group.responses.map((response) => responseNode(response, color(), scale())));
+      ...group.responses.map((response, i) =>
+        responseNode(response, (group.advantages || [])[i], color(), scale())));
   };
   node.addEventListener("toggle", fill);
   node.refresh = fill;
@@ -362,7 +359,7 @@ function showGroups(name) {
   const list = part("list"), more = part("more"), legend = part("legend");
   if (!list) return;
   const color = () => (part("color") ? part("color").value : "");
-  const finishes = new Set(groups.flatMap((g) => g.responses.map((response) => response.finish)));
+  const finishes = new Set(groups.flatMap((g) => g.responses.map((r) => r.finish_reason)));
   for (const finish of [...finishes].sort()) {
     const option = make("option", "", finish);
     option.value = finish;
@@ -372,8 +369,8 @@ function showGroups(name) {
   const rescale = () => {
     const what = color();
     if (!legend) return;
-    legend.hidden = !DIFFERENCES[what];
-    if (!DIFFERENCES[what]) return;
+    legend.hidden = !what;
+    if (!what) return;
     const all = groups.flatMap((g) => g.responses.flatMap((r) => differences(r, what) || []));
     const sizes = all.filter((value) => value !== null).map(Math.abs).sort((a, b) => a - b);
     scale = Math.max(1e-4, sizes[Math.floor(sizes.length * 0.99)] || 0);
@@ -429,7 +426,6 @@ function followRun() {
   const { live } = read("data-page");
   if (!live) return;
   const line = document.getElementById("live"), box = document.getElementById("reload");
-  const say = (text) => { line.lastElementChild.textContent = text; };
   const now = Date.now() / 1000;
   if (memory.get("written") !== String(live.written)) {
     memory.set("written", String(live.written));
@@ -437,25 +433,21 @@ function followRun() {
   }
   const seen = Number(memory.get("first seen") || now);
   line.hidden = false;
-  if (now - seen > Math.max(MIN_PATIENCE_S, PATIENCE * live.next_s)) {
-    box.checked = false;
-    say(`no new page for ${Math.round((now - seen) / 60)} minutes: the run was probably killed`);
-  } else {
-    box.checked = memory.get("reload") !== "no";
-  }
+  let killed = now - seen > Math.max(MIN_PATIENCE_S, PATIENCE * live.next_s);
+  box.checked = !killed && memory.get("reload") !== "no";
   const update = () => {
-    const written = new Date(live.written * 1000).toLocaleTimeString();
-    if (box.checked) {
-      say(`written ${written}; reloads itself every ${Math.round(live.next_s)} s`);
-    } else if (!line.lastElementChild.textContent.startsWith("no new page")) {
-      say(`written ${written}; does not reload, because a sample was opened or the box unchecked`);
-    }
+    const written = `written ${new Date(live.written * 1000).toLocaleTimeString()}`;
+    let text = `${written}; does not reload, because a sample was opened or the box unchecked`;
+    if (box.checked) text = `${written}; reloads itself every ${Math.round(live.next_s)} s`;
+    const minutes = Math.round((now - seen) / 60);
+    if (killed) text = `no new page for ${minutes} minutes: the run was probably killed`;
+    line.lastElementChild.textContent = text;
   };
   update();
   box.addEventListener("input", () => {
     memory.set("reload", box.checked ? "yes" : "no");
     memory.set("first seen", String(Date.now() / 1000));
-    line.lastElementChild.textContent = "";
+    killed = false;
     update();
   });
   // Whoever reads a sample must not lose it.

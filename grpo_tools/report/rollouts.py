@@ -9,6 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from grpo_components.files import Record, record_in
 from grpo_tools.report.run_files import Attempts
 from grpo_tools.report.safe_text import text
@@ -16,13 +18,12 @@ from grpo_tools.report.safe_text import text
 MAX_GROUPS = 200
 MAX_BYTES = 12 * 2**20
 """Maximum total size of the shown groups' lines; with long groups, fewer are shown."""
-_MAX_NAME_CHARS, _MAX_ERROR_CHARS, _MAX_TEXT_CHARS = 100, 1000, 12_000
+_MAX_NAME_CHARS, _MAX_TEXT_CHARS = 100, 12_000
 _MAX_TOKENS = 3_000
 """Maximum number of tokens in a response that is shown token by token."""
 _HEAD = re.compile(rb'\{"step": (\d+), "attempt": (\d+), .*\}\n')
 """Matches a line of the file; many times faster than parsing it."""
 _LOGPROB_SOURCES = ("generator", "trainer", "reference", "teacher")
-_NUMBERS = ("step", "attempt", "group_id", "prompt_index", "epoch", "policy_version")
 
 
 @dataclass
@@ -30,7 +31,7 @@ class RolloutSample:
     """The groups that a report shows, and how many the file has."""
 
     groups: list[Record]
-    """The shown groups, in the form that the page's script reads."""
+    """Lines of the file, as the page's script reads them."""
     logged: int
     """Number of groups in the file, without superseded ones."""
     superseded: int
@@ -75,19 +76,19 @@ def read_groups(
         for place in chosen:
             file.seek(place.start)
             if record := record_in(file.read(place.length)):
-                groups.append(_readable(record))
+                for response in record["responses"]:
+                    pieces = response.get("tokens") or ()
+                    response["more_tokens"] = max(0, len(pieces) - _MAX_TOKENS)
+                groups.append(_shown(record))
     responses = [response for group in groups for response in group["responses"]]
     known = {who for who in _LOGPROB_SOURCES if any(r.get(f"{who}_logprobs") for r in responses)}
     return RolloutSample(groups, len(places), superseded, known)
 
 
 def _spread(places: Sequence[Any], limit: int) -> list[Any]:
-    """Choose up to `limit` evenly spaced places, including the first and the last."""
-    if len(places) <= limit:
-        return list(places)
-    if limit < 2:
-        return list(places[-limit:]) if limit else []
-    return [places[round(i * (len(places) - 1) / (limit - 1))] for i in range(limit)]
+    """Choose up to `limit` evenly spaced places, including the last and, if several, the first."""
+    at = np.linspace(len(places) - 1, 0, min(limit, len(places)))
+    return [places[round(number)] for number in at[::-1]]
 
 
 def _spread_evaluations(places: Sequence[_Place], limit: int) -> list[_Place]:
@@ -98,37 +99,12 @@ def _spread_evaluations(places: Sequence[_Place], limit: int) -> list[_Place]:
     return _spread([place for evaluation in evaluations for place in evaluation], limit)
 
 
-def _readable(record: Record) -> Record:
-    responses = record["responses"]
-    advantages = record.get("advantages", [None] * len(responses))
-    return {
-        **{key: record.get(key) for key in _NUMBERS},
-        **{key: text(record[key], _MAX_TEXT_CHARS) for key in ("prompt", "answer")},
-        "responses": [*map(_response, responses, advantages)],
-    }
-
-
-def _response(response: Record, advantage: float | None) -> Record:
-    terms, error = response["reward_terms"] or {}, response["error"]
-    shown: Record = {
-        "text": text(response["response"], _MAX_TEXT_CHARS),
-        "finish": text(response["finish_reason"], _MAX_NAME_CHARS),
-        "tokens": response["response_tokens"],
-        "versions": response["versions"],
-        "reward": response["reward"],
-        "terms": {text(name, _MAX_NAME_CHARS): value for name, value in terms.items()},
-        "success": response["success"],
-        "error": None if error is None else text(error, _MAX_ERROR_CHARS),
-        "advantage": advantage,
-    }
-    if pieces := response.get("tokens"):
-        shown["pieces"] = [text(piece, _MAX_TEXT_CHARS) for piece in pieces[:_MAX_TOKENS]]
-        shown["more_tokens"] = max(0, len(pieces) - _MAX_TOKENS)
-        for name in (f"{who}_logprobs" for who in _LOGPROB_SOURCES):
-            values: list[Any] | None = response.get(name)
-            shown[name] = values and values[:_MAX_TOKENS]
-    elif turns := response.get("turns"):
-        shown["turns"] = [
-            {"by": turn["by"], "text": text(turn["text"], _MAX_TEXT_CHARS)} for turn in turns
-        ]
-    return shown
+def _shown(value: Any) -> Any:
+    """Return a value of a line with each text made safe, and long texts and lists of tokens cut."""
+    if isinstance(value, str):
+        return text(value, _MAX_TEXT_CHARS)
+    if isinstance(value, dict):
+        return {text(key, _MAX_NAME_CHARS): _shown(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [*map(_shown, value[:_MAX_TOKENS])]
+    return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -72,11 +72,9 @@ def seconds_by_role(
     """Add up the time of each role's processes by activity."""
     total: dict[str, dict[str, float]] = {}
     for role, processes in _processes(heartbeats).items():
-        seconds = defaultdict[str, float](float)
-        for activity, value in (
-            each for beats in processes for each in beats[-1]["seconds"].items()
-        ):
-            seconds[activity] += value
+        seconds: Any = Counter()
+        for beats in processes:
+            seconds.update(beats[-1]["seconds"])
         if role.startswith("trainer_") and IDLE in seconds:
             idle = seconds.pop(IDLE)
             seconds[_NO_BATCH] = min(idle, waited_s)

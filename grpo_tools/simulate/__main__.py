@@ -12,7 +12,7 @@ from pathlib import Path
 from grpo_components.errors import fail
 from grpo_components.plain_text import one_line
 from grpo_components.settings import Settings
-from grpo_tools.simulate.fit import WARM_UP_STEPS, Recorded, changed, fit
+from grpo_tools.simulate.fit import WARM_UP_STEPS, Lengths, Recorded, changed, fit
 from grpo_tools.simulate.simulation import Prediction, simulate
 
 Split = tuple[int, int, int]
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             fail("num_steps", f"{setup.num_steps} given", f"{2 * WARM_UP_STEPS} or more")
 
         def predict(setup: Settings) -> Prediction:
-            lengths = run.lengths(setup, options.seed)
+            lengths = Lengths(run.groups, setup.generator.max_response_tokens, options.seed)
             return simulate(setup, run.times, lengths, seed=options.seed, filtered=run.filtered)
 
         predictions = [predict(each) for each in (run.setup, setup)[: 1 + bool(options.overrides)]]
@@ -152,7 +152,3 @@ def _advice(gpus: int, tried: dict[Split, Prediction]) -> Iterator[str]:
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.2f} ms"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

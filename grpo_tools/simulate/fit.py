@@ -114,10 +114,6 @@ class Recorded:
     dropped: Counter[str]
     """Dropped groups by reason."""
 
-    def lengths(self, setup: Settings, seed: int) -> Lengths:
-        """Return the lengths of responses for a changed setup."""
-        return Lengths(self.groups, setup.generator.max_response_tokens, seed)
-
 
 def read_setup(config: Record, has_references: bool) -> Settings:
     """Read the settings of a run; refuse what is not simulated."""

@@ -7,7 +7,6 @@ import heapq
 import math
 import random
 from collections import Counter, deque
-from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
@@ -235,18 +234,6 @@ class VirtualReference:
         return group, []
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The result of a call, or the item of it with a number."""
-
-    result: asyncio.Task[Any]
-    number: int | None
-
-    async def value(self) -> Any:
-        result = await self.result
-        return result if self.number is None else result[self.number]
-
-
 class VirtualRole:
     """Stands in for `cluster.role.Role`: it calls the methods of its role in this process."""
 
@@ -256,14 +243,18 @@ class VirtualRole:
         self.name, self._target = name, target
 
     def submit(self, method: str, *args: Any, num_returns: int = 1, lane: str = "main") -> Any:
-        """Start a call; see `Role.submit`."""
-        task = asyncio.create_task(self._run(method, args))
+        """Start a call, and return the task of its result, or of each item; see `Role.submit`."""
+        result = asyncio.create_task(self._run(method, args))
+
+        async def item(number: int) -> Any:
+            return (await result)[number]
+
         if num_returns == 1:
-            return _Part(task, None)
-        return [_Part(task, number) for number in range(num_returns)]
+            return result
+        return [asyncio.create_task(item(number)) for number in range(num_returns)]
 
     async def _run(self, method: str, args: tuple[Any, ...]) -> Any:
-        values = [await arg.value() if isinstance(arg, _Part) else arg for arg in args]
+        values = [await arg if isinstance(arg, asyncio.Task) else arg for arg in args]
         result = getattr(self._target, method)(*values)
         return await result if asyncio.iscoroutine(result) else result
 
@@ -278,12 +269,10 @@ class VirtualRole:
     ) -> Any:
         """Call a method and wait for its result; see `Role.call`."""
         sent = self.submit(method, *args, num_returns=num_returns)
-        if num_returns == 1:
-            return await sent.value()
-        return sent, await sent[1].value()
+        return await sent if num_returns == 1 else (sent, await sent[1])
 
     call_once = call
 
-    async def answer(self, reference: _Part, what: str, timeout_s: float) -> Any:
+    async def answer(self, reference: asyncio.Task[Any], what: str, timeout_s: float) -> Any:
         """Wait for a result; see `Role.answer`."""
-        return await reference.value()
+        return await reference

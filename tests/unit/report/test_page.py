@@ -95,7 +95,7 @@ def test_no_text_of_a_run_becomes_a_tag(run):
     assert not [name for _, attrs in found.tags for name in attrs if name.startswith("on")]
     data = [json.loads(script) for attrs, script in found.scripts if attrs]
     [group] = data[1]
-    assert r"\u202e" in group["responses"][0]["text"]
+    assert r"\u202e" in group["responses"][0]["response"]
     assert "alert(2)" in html, "it is shown as text"
     assert len(json.dumps(group["responses"][1])) < 20_000, "a long text is cut"
     assert not set(html) & {"\x1b", "\x07", "\x00", "\u202e", "\u2066", "\u2028"}
@@ -212,7 +212,7 @@ def test_answers_of_evaluations_are_on_the_page_as_text(run):
     write_rows(path, line | {"policy_version": 3})
     html = page(run)
     [shown] = data_of(html, "answers")
-    assert shown["policy_version"] == 3 and "alert(2)" in shown["responses"][0]["text"]
+    assert shown["policy_version"] == 3 and "alert(2)" in shown["responses"][0]["response"]
     assert not [tag for tag, _ in Page(html).tags if tag in ("img", "iframe")]
 
 

@@ -55,7 +55,7 @@ def test_incomplete_lines_and_repeated_steps_are_skipped(write):
     shown = read_groups(path, Attempts({0: 0, 1: 1}))
     assert [(g["step"], g["attempt"]) for g in shown.groups] == [(1, 0), (2, 1)]
     assert (shown.logged, shown.superseded) == (2, 2)
-    assert [r["advantage"] for r in shown.groups[0]["responses"]] == [0.5, -0.5]
+    assert shown.groups[0]["advantages"] == [0.5, -0.5]
     path = write([*answers([0, 2], [1]), *groups[3:]])
     shown = read_groups(path, Attempts({0: 0, 1: 1}), of_evaluations=True)
     assert [(g["step"], g["attempt"]) for g in shown.groups] == [(0, 0), (2, 1)]
@@ -68,7 +68,7 @@ def test_logprobs_stay_beside_their_tokens(write, monkeypatch):
     shown = read_groups(write([group(1, responses=[logged])]), Attempts())
     assert shown.logprobs == {"generator", "trainer"}
     [found] = shown.groups[0]["responses"]
-    assert (found["pieces"], found["more_tokens"]) == (["4", r"\x07"], 1)
+    assert (found["tokens"], found["more_tokens"]) == (["4", r"\x07"], 1)
     assert found["trainer_logprobs"] == [-1.0, None] and found["reference_logprobs"] is None
     assert not read_groups(write([group(1)]), Attempts()).logprobs
 
@@ -89,5 +89,5 @@ def test_of_many_evaluations_whole_ones_are_shown_with_the_first_and_the_last(wr
     assert (steps[0], steps[-1], shown.logged) == (0, 49, 150) and 12 <= len(steps) <= 20
     assert [each["prompt_index"] for each in shown.groups] == [3, 5, 8] * (len(steps) // 3)
     assert shown.groups[-1]["policy_version"] == 48
-    assert shown.groups[-1]["responses"][0]["advantage"] is None
+    assert "advantages" not in shown.groups[-1]
     assert not read_groups(path, Attempts(), 0, of_evaluations=True).groups
