@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from typing import Annotated, Any, Literal, NotRequired, TypeVar, cast
+from itertools import islice
+from typing import Annotated, Any, Literal, NotRequired, cast
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
 from torch.utils.data import Dataset
@@ -27,9 +28,6 @@ from grpo_components.errors import ConfigError
 from grpo_components.shapes import AnyText, described_as, fits, read_as
 
 Prompt = dict[str, Any]
-Kept = TypeVar("Kept")
-Sent = TypeVar("Sent")
-Got = TypeVar("Got")
 _ALONE, _CHUNK = 4096, 256
 """Rows that this process tokenizes alone at most, and rows that another process gets at a time."""
 _work: Callable[[Any], Any]
@@ -160,23 +158,20 @@ def prompt_dataset(
         return {"prompt_ids": ids, "prompt_text": text}
 
     prompts: list[Prompt] = []
-    if num_rows is None:
-        found = _in_processes(encoded, [*questions()], source)
-    else:  # rows that are not used are not read
-        found = ((others, encoded(given)) for others, given in questions())
-    for others, prompt in found:
-        length = len(prompt["prompt_ids"])
-        if length <= (max_prompt_tokens or length):
-            prompts.append({**others, **prompt})
-        elif too_long == "drop":
-            left_out[too_many] += 1
-        else:
-            problem = f"the prompt has {length} tokens"
-            allowed = f"max_prompt_tokens, {max_prompt_tokens}"
-            place = f"{where}, row {others['prompt_index'] + 1}, field question"
-            raise ValueError(f"{place}: {problem}; allowed: {allowed}")
-        if len(prompts) == num_rows:
-            break
+    unread = questions()  # rows that are not used are not read
+    while pairs := [*islice(unread, None if num_rows is None else num_rows - len(prompts))]:
+        results = _in_processes(encoded, [given for _, given in pairs], source)
+        for (others, _), prompt in zip(pairs, results, strict=True):
+            length = len(prompt["prompt_ids"])
+            if length <= (max_prompt_tokens or length):
+                prompts.append({**others, **prompt})
+            elif too_long == "drop":
+                left_out[too_many] += 1
+            else:
+                problem = f"the prompt has {length} tokens"
+                allowed = f"max_prompt_tokens, {max_prompt_tokens}"
+                place = f"{where}, row {others['prompt_index'] + 1}, field question"
+                raise ValueError(f"{place}: {problem}; allowed: {allowed}")
     why = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
     if not prompts:
         ranges = (f"{name} is {low:g} to {high:g}" for name, (low, high) in keep.ranges.items())
@@ -206,27 +201,20 @@ def passes_on_to_prompt_dataset(data_set: Callable[..., PromptDataset]) -> Any:
     return data_set
 
 
-
-def _in_processes(
-    work: Callable[[Sent], Got], items: list[tuple[Kept, Sent]], name: str
-) -> Iterator[tuple[Kept, Got]]:
-    """Apply `work` in other processes to each item's second part; yield the first with the result.
-
-    Shows progress after 5 s. For a few items, works in this process.
-    """
+def _in_processes(work: Callable[[Any], Any], items: list[Any], name: str) -> Iterator[Any]:
+    """Apply `work` to items in other processes, a few in this one; shows progress after 5 s."""
     global _work
-    _work, sent = work, [each for _, each in items]
+    _work = work
     with contextlib.ExitStack() as stack:
-        results = map(work, sent)
+        results = map(work, items)
         if len(items) > _ALONE:
             # Forked, and before Ray starts: spawned processes would have to get the tokenizer.
             forked, count = multiprocessing.get_context("fork"), len(os.sched_getaffinity(0))
             pool = stack.enter_context(ProcessPoolExecutor(count, mp_context=forked))
-            results = pool.map(_work_here, sent, chunksize=_CHUNK)
-        shown = tqdm(
+            results = pool.map(_work_here, items, chunksize=_CHUNK)
+        yield from tqdm(
             results, f"tokenizing {name}", len(items), unit=" prompts", delay=5, mininterval=1
         )
-        yield from zip((kept for kept, _ in items), shown, strict=True)
 
 
 def _work_here(item: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtune import training
 
+from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
 from grpo_components.models import hugging_face_attention as shared
 from grpo_components.models.hugging_face_policy import (
     decoder_layers,
@@ -126,34 +127,22 @@ def _scatter(
 ) -> None:
     on_rank_0 = dist.get_rank() == 0
     sharded: dict[str, nn.Parameter] = {}
-    state = model.state_dict()
-    buffers = state.keys() & {plain_name(name) for name, _ in model.named_buffers()}
+    buffers = {plain_name(name) for name, _ in model.named_buffers()}
+    state = {name: value for name, value in model.state_dict().items() if name not in buffers}
+    if on_rank_0:
+        check_names_and_shapes(shapes_of(full), shapes_of(state))
     for name, parameter in state.items():
-        if name in buffers:
-            continue
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
-        if on_rank_0 and name not in full:
-            raise ValueError(
-                f"model: the checkpoint has no tensor for {name}; is `model` its builder?"
-            )
-        value = (
-            full.pop(name).to(device, parameter.dtype)
-            if on_rank_0
-            else torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        )
-        if value.shape != parameter.shape:
-            raise ValueError(
-                f"model: {name} has shape {list(parameter.shape)}, the checkpoint's "
-                f"{list(value.shape)}; is `model` its builder?"
-            )
+        if on_rank_0:
+            value = full.pop(name).to(device, parameter.dtype)
+        else:
+            value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         if parameter.device_mesh.size() < dist.get_world_size():
             # There are several such meshes, and the first rank of each one needs the tensor.
             dist.broadcast(value, src=0)
         shard = distribute_tensor(value, parameter.device_mesh, parameter.placements)
         sharded[name] = nn.Parameter(shard.cpu() if cpu_offload else shard)
-    if full:
-        raise ValueError(f"model: the checkpoint's tensor {sorted(full)[0]} is not in `model`")
-    model.load_state_dict(sharded, strict=not buffers, assign=True)
+    model.load_state_dict(sharded, strict=False, assign=True)  # without the buffers
 
 
 def _broadcast_buffers(model: nn.Module, full: dict[str, Tensor], device: torch.device) -> None:

@@ -73,16 +73,12 @@ def token_batch(
     masks: Sequence[NDArray[np.bool_]] | None = None,
     *,
     device: torch.device = CPU,
-    share_prompts: bool = True,
 ) -> TokenBatch:
     """Lay trajectories out for one forward pass.
 
     The masks say which response tokens are wanted: [R] bool for each trajectory; None means all.
-    Without `share_prompts`, for comparisons, each response computes its prompt again.
     """
     parts = parts_of(trajectories, masks)
-    if not share_prompts:
-        parts = [part._replace(prompt=number) for number, part in enumerate(parts)]
     column = arrange(parts, device)
     tokens = np.empty(len(column.positions), np.int64)
     positions, targets, temperatures = [], [], []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -46,17 +46,10 @@ def objective_losses(
 
 def _with_masked_tokens_neutral(inputs: LossInputs, kept: Tensor) -> LossInputs:
     # Set to 0 before any arithmetic: masking by a later product would leave 0 * inf = NaN.
-    def neutral(values: Tensor | None) -> Tensor | None:
-        return None if values is None else torch.where(kept, values, 0.0)
-
-    return replace(
-        inputs,
-        trainer_logprobs=neutral(inputs.trainer_logprobs),
-        generator_logprobs=neutral(inputs.generator_logprobs),
-        advantages=neutral(inputs.advantages),
-        reference_logprobs=neutral(inputs.reference_logprobs),
-        teacher_logprobs=neutral(inputs.teacher_logprobs),
-        proximal_logprobs=neutral(inputs.proximal_logprobs),
-        entropy=neutral(inputs.entropy),
-        kept=kept,
-    )
+    columns = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    neutral = {
+        name: torch.where(kept, values, 0.0)
+        for name, values in columns.items()
+        if isinstance(values, Tensor) and values.is_floating_point()
+    }
+    return replace(inputs, **neutral, kept=kept)

@@ -21,15 +21,7 @@ import torch
 from torch import Tensor
 
 from grpo_components.errors import ConfigError
-from grpo_components.objective.clipping import (
-    checked_clip_high,
-    checked_clip_low,
-    checked_dual_clip,
-    clipped_objective,
-    importance_weight,
-    ratio_metrics,
-)
-from grpo_components.schedules import Scheduled, as_schedule
+from grpo_components.schedules import Schedule, Scheduled, as_schedule
 
 TokenMetrics = dict[str, Tensor]
 """Values [N] by metric key; their mean is logged, or their maximum if the key ends in `max`."""
@@ -100,23 +92,16 @@ class GRPOLoss:
     """
 
     def __init__(
-        self,
-        clip_low: Scheduled = 0.2,
-        clip_high: Scheduled = 0.2,
-        dual_clip: float | None = None,
+        self, clip_low: Scheduled = 0.2, clip_high: Scheduled = 0.2, dual_clip: float | None = None
     ) -> None:
-        self.clip_low, self.clip_high = checked_clip_low(clip_low), checked_clip_high(clip_high)
-        self.dual_clip = checked_dual_clip(dual_clip)
-        self.needs_proximal = False
+        self.clip_low, self.clip_high = _checked_clip(clip_low, clip_high)
+        self.dual_clip = _checked_dual_clip(dual_clip)
 
     def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
         """Return losses [N] with a gradient, and metrics [N] without."""
         low, high = 1 - self.clip_low(tokens.step), 1 + self.clip_high(tokens.step)
         log_ratio = tokens.trainer_logprobs - tokens.anchor_logprobs
-        policy_loss, metrics = clipped_objective(
-            log_ratio, tokens.advantages, low, high, self.dual_clip
-        )
-        return policy_loss, metrics
+        return clipped_objective(log_ratio, tokens.advantages, low, high, self.dual_clip)
 
 
 class GSPOLoss:
@@ -140,22 +125,20 @@ class GSPOLoss:
         clip_high: Scheduled = 4e-4,
         dual_clip: float | None = None,
     ) -> None:
-        self.clip_low, self.clip_high = checked_clip_low(clip_low), checked_clip_high(clip_high)
-        self.dual_clip = checked_dual_clip(dual_clip)
-        self.needs_proximal = False
+        self.clip_low, self.clip_high = _checked_clip(clip_low, clip_high)
+        self.dual_clip = _checked_dual_clip(dual_clip)
 
     def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
         """Return losses [N] with a gradient, and metrics [N] without."""
         low, high = 1 - self.clip_low(tokens.step), 1 + self.clip_high(tokens.step)
         log_ratio = tokens.trainer_logprobs - tokens.anchor_logprobs
         sums = torch.zeros_like(log_ratio).index_add(0, tokens.sequence_ids, log_ratio)
-        kept = _kept(tokens).to(log_ratio.dtype)
+        kept = (
+            torch.ones_like(log_ratio) if tokens.kept is None else tokens.kept.to(log_ratio.dtype)
+        )
         counts = torch.zeros_like(kept).index_add(0, tokens.sequence_ids, kept).clamp(min=1)
         mean_log_ratio = (sums / counts)[tokens.sequence_ids]
-        policy_loss, metrics = clipped_objective(
-            mean_log_ratio, tokens.advantages, low, high, self.dual_clip
-        )
-        return policy_loss, metrics
+        return clipped_objective(mean_log_ratio, tokens.advantages, low, high, self.dual_clip)
 
 
 class CISPOLoss:
@@ -170,21 +153,15 @@ class CISPOLoss:
         clip_high: the weight is at most 1 + clip_high; a number or a schedule.
     """
 
-    def __init__(
-        self,
-        clip_low: Scheduled = 1.0,
-        clip_high: Scheduled = 4.0,
-    ) -> None:
-        self.clip_low, self.clip_high = checked_clip_low(clip_low), checked_clip_high(clip_high)
-        self.needs_proximal = False
+    def __init__(self, clip_low: Scheduled = 1.0, clip_high: Scheduled = 4.0) -> None:
+        self.clip_low, self.clip_high = _checked_clip(clip_low, clip_high)
 
     def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
         """Return losses [N] with a gradient, and metrics [N] without."""
         low, high = 1 - self.clip_low(tokens.step), 1 + self.clip_high(tokens.step)
         ratio = (tokens.trainer_logprobs.detach() - tokens.anchor_logprobs).exp()
         policy_loss = -ratio.clamp(low, high) * tokens.advantages * tokens.trainer_logprobs
-        metrics = ratio_metrics(ratio, ratio < low, ratio > high)
-        return policy_loss, metrics
+        return policy_loss, ratio_metrics(ratio, ratio < low, ratio > high)
 
 
 class REINFORCELoss:
@@ -198,22 +175,17 @@ class REINFORCELoss:
             before it, is unbiased.
     """
 
-    def __init__(
-        self,
-        max_ratio: float | None = None,
-    ) -> None:
+    def __init__(self, max_ratio: float | None = None) -> None:
         self.max_ratio = _positive_or_none("loss.max_ratio", max_ratio)
-        self.needs_proximal = False
 
     def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
         """Return losses [N] with a gradient, and metrics [N] without."""
-        log_ratio = tokens.trainer_logprobs.detach() - tokens.anchor_logprobs
-        weight = importance_weight(log_ratio, self.max_ratio)
+        ratio = (tokens.trainer_logprobs.detach() - tokens.anchor_logprobs).exp()
+        bound = math.inf if self.max_ratio is None else self.max_ratio
+        weight = ratio.clamp(max=min(bound, torch.finfo(ratio.dtype).max))  # finite: A = 0 gives 0
         policy_loss = -weight * tokens.advantages * tokens.trainer_logprobs
-        ratio = log_ratio.exp()
-        too_high = ratio > (torch.inf if self.max_ratio is None else self.max_ratio)
-        metrics = ratio_metrics(ratio, torch.zeros_like(too_high), too_high)
-        return policy_loss, metrics
+        too_high = ratio > bound
+        return policy_loss, ratio_metrics(ratio, torch.zeros_like(too_high), too_high)
 
 
 class DecoupledPPOLoss:
@@ -249,8 +221,8 @@ class DecoupledPPOLoss:
         proximal: Literal["recomputed", "loglinear"] = "recomputed",
         dual_clip: float | None = None,
     ) -> None:
-        self.clip_low, self.clip_high = checked_clip_low(clip_low), checked_clip_high(clip_high)
-        self.dual_clip = checked_dual_clip(dual_clip)
+        self.clip_low, self.clip_high = _checked_clip(clip_low, clip_high)
+        self.dual_clip = _checked_dual_clip(dual_clip)
         self.max_weight = _positive_or_none("loss.max_weight", max_weight)
         if proximal not in ("recomputed", "loglinear"):
             raise ConfigError("loss.proximal", f"{proximal} given", "recomputed, loglinear")
@@ -268,10 +240,53 @@ class DecoupledPPOLoss:
         if self.max_weight is not None:
             log_weight = log_weight.clamp(max=math.log(self.max_weight))
         log_ratio = tokens.trainer_logprobs - proximal_logprobs
-        policy_loss, metrics = clipped_objective(
+        return clipped_objective(
             log_ratio, tokens.advantages, low, high, self.dual_clip, log_weight
         )
-        return policy_loss, metrics
+
+
+def clipped_objective(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    low: float,
+    high: float,
+    dual_clip: float | None = None,
+    log_weight: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the losses -w min(rho A, clip(rho, low, high) A), with a dual clip where A < 0.
+
+    With a dual clip c, the loss of a token with A < 0 is -w max(min(rho A, clip(rho, low, high) A),
+    c A): Ye et al. 2020, arXiv 1912.09729, eq. 5. A token has no gradient where a clip binds or A
+    is 0.
+    """
+    ratio = log_ratio.detach().exp()
+    too_low, too_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+    bound = torch.where(too_low, low, torch.full_like(ratio, high))
+    if dual_clip is not None:
+        cut = (ratio > dual_clip) & (advantages < 0)
+        bound, too_high = torch.where(cut, dual_clip, bound), too_high | cut
+    clipped = too_low | too_high
+    if log_weight is None:
+        exponent = log_ratio
+    else:
+        # A single exponential: one factor alone may overflow although their product is small.
+        exponent, bound = log_ratio + log_weight, bound * log_weight.exp()
+    # The ratio of a token without gradient is kept out of the graph: it may have overflowed, and
+    # zero times infinity is NaN, both forward (A = 0) and backward (min() has gradient zero).
+    effective = torch.where(clipped | (advantages == 0), 0.0, exponent).exp()
+    effective = torch.where(clipped, bound, effective)
+    return -effective * advantages, ratio_metrics(ratio, too_low, too_high)
+
+
+def ratio_metrics(ratio: Tensor, too_low: Tensor, too_high: Tensor) -> dict[str, Tensor]:
+    """Return metrics [N] by logged key, from ratios [N] and whether each was clipped ([N] bool)."""
+    return {
+        "ratio/mean": ratio,
+        "ratio/max": ratio,
+        "ratio/clip_fraction": (too_low | too_high).float(),
+        "ratio/clip_fraction_low": too_low.float(),
+        "ratio/clip_fraction_high": too_high.float(),
+    }
 
 
 def _loglinear_proximal(tokens: LossInputs) -> Tensor:
@@ -280,10 +295,20 @@ def _loglinear_proximal(tokens: LossInputs) -> Tensor:
     return torch.where(tokens.staleness > 0, torch.lerp(generator, trainer, share), trainer)
 
 
-def _kept(tokens: LossInputs) -> Tensor:
-    if tokens.kept is None:
-        return torch.ones_like(tokens.sequence_ids, dtype=torch.bool)
-    return tokens.kept
+def _checked_clip(clip_low: Scheduled, clip_high: Scheduled) -> tuple[Schedule, Schedule]:
+    low, high = as_schedule("loss.clip_low", clip_low), as_schedule("loss.clip_high", clip_high)
+    if not (low.lowest > 0 and low.highest <= 1):
+        raise ConfigError("loss.clip_low", f"{clip_low} given", "above 0, at most 1")
+    if not high.lowest > 0:
+        raise ConfigError("loss.clip_high", f"{clip_high} given", "a number > 0")
+    return low, high
+
+
+def _checked_dual_clip(value: float | None) -> float | None:
+    is_number = isinstance(value, int | float)
+    if value is not None and not (is_number and 1 < value < math.inf):
+        raise ConfigError("loss.dual_clip", f"{value} given", "a number > 1, or null")
+    return value
 
 
 def _positive_or_none(key: str, value: float | None) -> float | None:

@@ -36,10 +36,8 @@ MAX_LOG_RATIO = 20.0
 class NoCorrection:
     """No correction, w_t = 1: only the loss's own ratio to the generator corrects."""
 
-    anchors_at_proximal = False
-
     def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
-        """Return weight 1 for each of the N tokens of a micro-batch."""
+        """Return the weights [N] of a micro-batch's tokens."""
         return torch.ones_like(log_ratios.detach())
 
 
@@ -51,10 +49,7 @@ class TokenTIS:
     remains, because a token's weight leaves out the ratios of the tokens before it.
 
     Args:
-        cap: largest weight; 2 is usual, 1.5 to 5 are in use.
-
-    Raises:
-        ValueError: the cap is below 1.
+        cap: largest weight, at least 1; 2 is usual, 1.5 to 5 are in use.
     """
 
     anchors_at_proximal = True
@@ -63,7 +58,7 @@ class TokenTIS:
         self.cap = _checked_cap(cap)
 
     def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
-        """Return the weights of a micro-batch's tokens."""
+        """Return the weights [N] of a micro-batch's tokens."""
         return _ratios(log_ratios.detach()).clamp(max=self.cap)
 
 
@@ -75,10 +70,7 @@ class SequenceTIS:
     with the length of the responses.
 
     Args:
-        cap: largest weight; 2 to 10 are in use.
-
-    Raises:
-        ValueError: the cap is below 1.
+        cap: largest weight, at least 1; 2 to 10 are in use.
     """
 
     anchors_at_proximal = True
@@ -87,7 +79,7 @@ class SequenceTIS:
         self.cap = _checked_cap(cap)
 
     def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
-        """Return the weights of a micro-batch's tokens, the same for all tokens of a response."""
+        """Return the weights [N] of a micro-batch's tokens."""
         sums, _ = _sums(log_ratios, sequence_ids)
         return _ratios(sums).clamp(max=self.cap)[sequence_ids].to(log_ratios.dtype)
 
@@ -101,21 +93,15 @@ class MaskedIS:
     low 0). Truncation still learns from a token with an extreme ratio; a mask drops the token.
 
     Args:
-        low: smallest ratio that is kept; 0 disables the lower bound.
-        high: largest ratio that is kept.
+        low: smallest ratio that is kept, below 1; 0 disables the lower bound.
+        high: largest ratio that is kept, above 1.
         level: `token` compares the ratio of each token, `sequence` that of the whole response.
-
-    Raises:
-        ValueError: a setting is out of range; the message names its key.
     """
 
     anchors_at_proximal = True
 
     def __init__(
-        self,
-        low: float = 0.5,
-        high: float = 5.0,
-        level: Literal["token", "sequence"] = "token",
+        self, low: float = 0.5, high: float = 5.0, level: Literal["token", "sequence"] = "token"
     ) -> None:
         self.low, self.high = _checked_band(low, high)
         if level not in ("token", "sequence"):
@@ -123,7 +109,7 @@ class MaskedIS:
         self.level = level
 
     def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
-        """Return the weights of a micro-batch's tokens."""
+        """Return the weights [N] of a micro-batch's tokens."""
         if self.level == "token":
             ratios = _ratios(log_ratios.detach())
         else:
@@ -141,21 +127,16 @@ class GeometricMask:
     an importance weight: combine it with a loss that has the true ratio to the generator.
 
     Args:
-        low: smallest geometric mean that is kept; 0 disables the lower bound.
-        high: largest geometric mean that is kept; 1.001 to 1.01 are in use where generator and
-            trainer differ by their engines only; data that is several versions old needs more.
-
-    Raises:
-        ValueError: a bound is out of range; the message names its key.
+        low: smallest geometric mean that is kept, below 1; 0 disables the lower bound.
+        high: largest geometric mean that is kept, above 1; 1.001 to 1.01 are in use where generator
+            and trainer differ by their engines only; older data needs more.
     """
-
-    anchors_at_proximal = False
 
     def __init__(self, low: float = 0.99, high: float = 1.01) -> None:
         self.low, self.high = _checked_band(low, high)
 
     def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
-        """Return the weights of a micro-batch's tokens, the same for all tokens of a response."""
+        """Return the weights [N] of a micro-batch's tokens."""
         sums, counts = _sums(log_ratios, sequence_ids)
         means = _ratios(sums / counts)
         kept = (means >= self.low) & (means <= self.high)
@@ -175,12 +156,8 @@ class OffPolicySequenceMask:
     Args:
         threshold: largest mean that is kept, in nats per token; above 0. The paper gives no value;
             0.5 is TRL's example.
-
-    Raises:
-        ValueError: the threshold is not above 0.
     """
 
-    anchors_at_proximal = False
     needs_advantages = True
     follows_updates = True
 
@@ -190,7 +167,7 @@ class OffPolicySequenceMask:
         self.threshold = threshold
 
     def __call__(self, log_ratios: Tensor, sequence_ids: Tensor, advantages: Tensor) -> Tensor:
-        """Return the weights of a micro-batch's tokens."""
+        """Return the weights [N] of a micro-batch's tokens."""
         sums, counts = _sums(log_ratios, sequence_ids)
         far = (-sums / counts > self.threshold)[sequence_ids]
         return (~(far & (advantages < 0))).to(log_ratios.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,8 +72,4 @@ def sequence_kl(
 ) -> list[float]:
     """Estimate KL(policy || reference) of each response, as a sum over its tokens."""
     per_token = ESTIMATORS[estimator](logprobs.detach().double(), reference.detach().double())
-    ends = itertools.accumulate(lengths)
-    return [
-        float(per_token[end - length : end].sum())
-        for length, end in zip(lengths, ends, strict=True)
-    ]
+    return [float(response.sum()) for response in per_token.split(lengths)]

@@ -37,9 +37,6 @@ class TokenNormalizedAdvantages:
         kl_coeff: penalty per nat of KL, in units of reward; a number, or a mapping that gives a
             schedule; 0 disables it.
         eps: added to the standard deviation, in units of reward.
-
-    Raises:
-        ValueError: a setting is out of range; the message names its key.
     """
 
     def __init__(

@@ -286,7 +286,7 @@ def expected_update(
         *(trainer, generator, advantage),
         ids=np.repeat(np.arange(len(counts)), counts),
         reference_logprobs=reference,
-        proximal_logprobs=start if off_policy.anchors_at_proximal else None,
+        proximal_logprobs=start if getattr(off_policy, "anchors_at_proximal", False) else None,
         entropy=entropy,
     )
     correction = correction_weights(off_policy, inputs, start)

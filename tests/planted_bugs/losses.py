@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-from grpo_components.objective.clipping import ratio_metrics
-from grpo_components.objective.losses import LossInputs, TokenMetrics
+from grpo_components.objective.losses import LossInputs, TokenMetrics, ratio_metrics
 
 Bounds = tuple[float, float]
 

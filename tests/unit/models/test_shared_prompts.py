@@ -76,11 +76,6 @@ def test_each_prompt_is_in_the_column_once_and_nothing_after_the_last_wanted_tok
     read = sum(int(max(np.flatnonzero(mask), default=0)) for mask in masks)
     batch = token_batch(records, masks)
     assert batch.tokens.shape == batch.input_pos.shape == (sum(prompts.values()) + read, 1)
-    alone = token_batch(records, masks, share_prompts=False)
-    assert len(alone.tokens) == sum(len(record.prompt_ids) for record in records) + read
-    assert torch.equal(alone.targets, batch.targets)
-    assert torch.equal(alone.tokens[alone.positions], batch.tokens[batch.positions])
-    assert torch.equal(alone.input_pos[alone.positions], batch.input_pos[batch.positions])
 
 
 @settings(max_examples=many(50), deadline=None)
