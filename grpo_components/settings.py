@@ -641,14 +641,12 @@ class Settings(BaseModel):
         self._check_objective()
         self._check_lengths()
         self._check_ranks()
-        self._check_memory_savings()
         self._check_optimizer()
         self._check_lora()
         self._check_backend()
         self._check_keep_best()
         self._check_transfer()
-        self._check_curriculum()
-        self._check_reuse()
+        self._check_prompts()
         self._check_rewards()
         if self.log_token_logprobs and self.rollouts_logged_per_step == 0:
             self._refuse("log_token_logprobs", "and rollouts_logged_per_step is 0", "false")
@@ -662,6 +660,12 @@ class Settings(BaseModel):
     def _refuse(self, key: str, why: str, allowed: str) -> None:
         fail(key, f"{shown(self._value(key))} given, {why}", allowed)
 
+    def _require(self, given: str, why: str, required: Mapping[str, Any], instead: str) -> None:
+        """Refuse other values of these keys than those that what is given requires."""
+        for key, value in required.items():
+            if self._value(key) != value:
+                self._refuse(key, f"and with {given}, {why}", f"{shown(value)}, or {instead}")
+
     def _check_asynchrony(self) -> None:
         if self.push_every_n_steps > (most := self.max_staleness + 1):
             why = "which would deadlock: rollouts wait for a push, and it for them"
@@ -673,21 +677,15 @@ class Settings(BaseModel):
     def _check_colocated(self) -> None:
         if not self.colocate:
             return
-        for key in ("eval_only", "rollout_only", "train_from"):
-            if value := getattr(self, key):
-                self._refuse("colocate", f"and {key} is {shown(value)}: no turns to take", "false")
-        workers, share = self.generator.tensor_parallel_size, self.gpus_per_trainer
-        required = {"max_staleness": 0, "push_every_n_steps": 1, "pull_every_m_rollouts": 1}
-        required["num_trainers"] = self.num_generators * workers
-        if self.device == "cuda":
-            required["gpus_per_generator"] = 1
-        for key, value in required.items():
-            if getattr(self, key) != value:
-                why = "and with colocate: true, generators take turns with the trainers on "
-                self._refuse(key, f"{why}their GPUs", f"{value} (or colocate: false)")
-        if self.device == "cuda" and share < 1 and workers > 1:
-            self._refuse("gpus_per_trainer", "and vLLM's workers need whole GPUs", "1")
-        if self.device == "cuda" and self.generator.kv_cache_gib is None:
+        workers, is_cuda = self.generator.tensor_parallel_size, self.device == "cuda"
+        required = {"eval_only": False, "rollout_only": False, "train_from": None}
+        required |= {"max_staleness": 0, "push_every_n_steps": 1, "pull_every_m_rollouts": 1}
+        required |= {"num_trainers": self.num_generators * workers}
+        required |= {"gpus_per_generator": 1} if is_cuda else {}
+        required |= {"gpus_per_trainer": 1} if is_cuda and workers > 1 else {}
+        why = "generators take turns with the trainers on their GPUs"
+        self._require("colocate: true", why, required, "colocate: false")
+        if is_cuda and self.generator.kv_cache_gib is None:
             why = "and what vLLM finds free beside a trainer that starts is chance"
             self._refuse("generator.kv_cache_gib", why, "a number, with colocate: true")
 
@@ -737,15 +735,10 @@ class Settings(BaseModel):
         if parts * self.updates_per_batch > samples:
             allowed = f"num_trainers / tensor_parallel_dim x updates_per_batch at most {samples}"
             self._refuse("num_trainers", f"and a step has {samples} samples", allowed)
-        if self.compile and tensor > 1:
-            why = "and torch.compile fails on layers that are split over ranks"
-            self._refuse("compile", why, "false, or tensor_parallel_dim: 1")
-
-    def _check_memory_savings(self) -> None:
-        if self.enable_activation_offloading and not self.enable_activation_checkpointing:
-            why = "and without checkpointing, every intermediate value would be copied"
-            allowed = "false, or enable_activation_checkpointing: true"
-            self._refuse("enable_activation_offloading", why, allowed)
+        if tensor > 1:
+            why = "torch.compile fails on layers that are split over ranks"
+            given = f"tensor_parallel_dim: {tensor}"
+            self._require(given, why, {"compile": False}, "tensor_parallel_dim: 1")
 
     def _check_optimizer(self) -> None:
         path = self.optimizer["_component_"]
@@ -757,6 +750,10 @@ class Settings(BaseModel):
             problem = f"{path} given without eps: 8 bits round small second moments to 0, and "
             problem += "with the default of 1e-8 such parameters then move many times too far"
             fail("optimizer", problem, "optimizer.eps not small against your gradients (1e-5, say)")
+        if self.enable_activation_offloading and not self.enable_activation_checkpointing:
+            why = "and without checkpointing, every intermediate value would be copied"
+            allowed = "false, or enable_activation_checkpointing: true"
+            self._refuse("enable_activation_offloading", why, allowed)
 
     def _check_lora(self) -> None:
         if self.lora is None:
@@ -764,11 +761,9 @@ class Settings(BaseModel):
         if fused := self.lora.fused_targets(self.model_type):
             problem = f"{', '.join(fused)} given, which {self.model_type} has in a fused layer"
             fail("lora.target_modules", problem, "o_proj, down_proj")
-        if self.weights != "object_store":
-            why = "and vLLM's transfer engines load whole models"
-            self._refuse("weights", why, "object_store, or lora: null")
-        if self.tensor_parallel_dim > 1:
-            self._refuse("tensor_parallel_dim", "and adapters have no plan", "1, or lora: null")
+        required = {"weights": "object_store", "tensor_parallel_dim": 1}
+        why = "which NCCL does not send, and ranks do not split"
+        self._require("adapters", why, required, "lora: null")
         if needs_reference(self.reward_shaping.model_dump()):
             why = "and with lora, the reference's logprobs are computed after the rewards were "
             why += "shaped"
@@ -778,48 +773,36 @@ class Settings(BaseModel):
     def _check_backend(self) -> None:
         if self.generator.backend == "vllm" and find_spec("vllm") is None:
             self._refuse("generator.backend", "which is not installed", "transformers, or null")
-        if self.generator.backend == "vllm":
-            return
-        limits = {"generator.tensor_parallel_size": 1, "lora": None, "weights": "object_store"}
-        if self.device == "cuda":
-            limits["colocate"] = False
-        limits |= {f"generator.{name}": TRUNCATION[name] for name in self.generator.biasing}
-        for key, value in limits.items():
-            if self._value(key) != value:
-                why = "and generators that sample with transformers have no such thing"
-                self._refuse(key, why, f"{shown(value)}, or generator.backend: vllm")
+        if self.generator.backend != "vllm":
+            required = {"generator.tensor_parallel_size": 1, "lora": None}
+            required |= {"weights": "object_store"}
+            required |= {"colocate": False} if self.device == "cuda" else {}
+            required |= {f"generator.{name}": TRUNCATION[name] for name in self.generator.biasing}
+            why = "there is no such thing"
+            self._require(
+                "generator.backend: transformers", why, required, "generator.backend: vllm"
+            )
 
     def _check_transfer(self) -> None:
-        """Refuse a value of `weights` that the devices, or the placement of roles, do not allow."""
+        """Refuse what `weights: nccl` cannot serve: devices, or the placement of roles."""
         if self.weights == "object_store":
             return
-        if self.push == "delta":
-            self._refuse("push", f"and {self.weights} sends whole weights", "whole")
-        if self.train_from or self.device == "cpu":
-            why = "and device is cpu" if self.device == "cpu" else "and train_from has no vLLM"
-            self._refuse("weights", why, "object_store")
-        trainer, generator = self.gpus_per_trainer, self.gpus_per_generator
-        if self.colocate or trainer + generator <= 1:
+        required = {"push": "whole", "device": "cuda", "train_from": None, "colocate": False}
+        why = "trainers send whole weights to vLLM, from GPU to GPU"
+        self._require(f"weights: {self.weights}", why, required, "weights: object_store")
+        if self.gpus_per_trainer + self.gpus_per_generator <= 1:
             why = "and NCCL lets no two roles share a GPU"
-            allowed = "object_store, or GPU shares of more than 1 together, without colocate"
-            self._refuse("weights", why, allowed)
+            self._refuse("weights", why, "object_store, or GPU shares of more than 1 together")
 
-    def _check_curriculum(self) -> None:
-        if self.curriculum is None:
-            return
-        if not self.shuffle:
-            why = "and a curriculum draws the prompts at random"
-            self._refuse("shuffle", why, "true, or curriculum: null")
-        if self.train_from:
-            fail("curriculum", "given with train_from, whose groups are recorded", "null")
-
-    def _check_reuse(self) -> None:
+    def _check_prompts(self) -> None:
+        if self.curriculum is not None:
+            required, why = {"shuffle": True, "train_from": None}, "prompts are drawn at random"
+            self._require("a curriculum", why, required, "curriculum: null")
         rule, batch = self.replay_generation, self.groups_per_step
         if rule is None:
             return
-        for key in ("train_from", "rollout_only"):
-            if getattr(self, key):
-                fail("replay_generation", f"given with {key}, one half of a run", "null")
+        required, why = {"train_from": None, "rollout_only": False}, "groups are trained again"
+        self._require("replay_generation", why, required, "replay_generation: null")
         if self.max_staleness == 0:
             problem = "given with max_staleness: 0, by which no trained group is fresh enough again"
             fail("replay_generation", problem, "null, or max_staleness: 1 or more")
