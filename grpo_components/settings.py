@@ -835,6 +835,12 @@ class Settings(BaseModel):
             fail("save_every_n_steps", problem, f"a multiple of eval_every_n_steps: {evaluate}")
 
 
-def teachers_of(settings: Settings) -> int:
-    """Return the number of teachers that a run starts: none if nothing is trained."""
-    return settings.num_teachers if settings.teacher is not None and settings.trains else 0
+def processes_of(settings: Settings, needs_reference: bool) -> dict[str, int]:
+    """Return the number of processes of each family of roles, stand-ins of half a run included."""
+    return {
+        "trainer": settings.num_trainers,
+        "reference": settings.num_references if needs_reference else 0,
+        "teacher": settings.num_teachers if settings.teacher and settings.trains else 0,
+        "reward_model": int(settings.reward_model.path is not None),
+        "generator": settings.num_generators,
+    }
