@@ -34,8 +34,6 @@ _ARGUMENTS = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 _INT32 = 2**31 - 1
 Text = Annotated[str, Field(min_length=1)]
 TextOrNull = Text | None
-RayAddress = Annotated[str, Field(pattern=r"^(auto|.+:[0-9]{1,5})$")]
-Seed = Annotated[int, Field(ge=0, le=_INT32)]
 Count = Annotated[int, Field(ge=1, le=_INT32)]  # number of steps, policy versions or groups
 CountOrNull = Count | None
 CountOrZero = Annotated[int, Field(ge=0, le=_INT32)]
@@ -48,7 +46,6 @@ GpuShare = Annotated[float, Field(ge=0.001, le=1)]  # Ray counts shares in ten t
 Seconds = Annotated[float, Field(ge=0.1, le=2e6)]  # 24 days: time-outs are 32-bit milliseconds
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 Coefficient = Annotated[float, Field(ge=0, le=1e6)]
-Temperature = Annotated[float, Field(ge=0.01, le=2)]  # range in which vLLM samples
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Precision = Literal["fp32", "bf16"]
 Number = TypeVar("Number")
@@ -97,24 +94,13 @@ def _trainable(model_type: Any) -> Any:
 
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-LoraTargets = Annotated[
-    tuple[LoraTarget, ...],
-    Field(min_length=1, strict=False),
-    PlainSerializer(list),  # as it is read again from a run's config.yaml
-]
-
+_TARGETS = Field(min_length=1, strict=False)
+_AS_LIST = PlainSerializer(list)  # as it is read again from a run's config.yaml
 
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
 """Default clip ranges of the recipe's own loss."""
-PENALTIES: dict[str, Any] = {
-    "kl_coeff": 0.0,
-    "kl_estimator": "k3",
-    "entropy_coeff": 0.0,
-}
+PENALTIES: dict[str, Any] = {"kl_coeff": 0.0, "kl_estimator": "k3", "entropy_coeff": 0.0}
 """Defaults of the KL and entropy terms that are added to every loss."""
-
 
 _CLIP_TYPES = {
     "clip_low": Scheduled[Annotated[float, Field(gt=0, le=1)]],
@@ -219,7 +205,7 @@ class LoraSettings(BaseModel):
     model_config = _SECTION
     rank: Annotated[int, Field(ge=1, le=512)]  # the largest that vLLM takes
     alpha: Annotated[float, Field(gt=0, le=1e6)]
-    target_modules: LoraTargets = get_args(LoraTarget)
+    target_modules: Annotated[tuple[LoraTarget, ...], _TARGETS, _AS_LIST] = get_args(LoraTarget)
     dropout: Annotated[float, Field(ge=0, le=0.99)] = 0.0  # of the inputs, in training passes
     save_merged: bool = False  # whether checkpoints also hold the whole model
 
@@ -282,7 +268,7 @@ class GeneratorSettings(BaseModel):
     model_config = _SECTION
     backend: Literal["vllm", "transformers"] | None = None  # null: see `Settings.default_backend`
     max_response_tokens: Positions
-    temperature: Scheduled[Temperature]
+    temperature: Scheduled[Annotated[float, Field(ge=0.01, le=2)]]  # in which vLLM samples
     tensor_parallel_size: Processes = 1
     stop_token_ids: list[int] | None = None
     max_model_len: Annotated[int, Field(ge=2, le=2**22)] | None = None  # null: what prompts need
@@ -417,7 +403,8 @@ class RaySettings(BaseModel):
     """Where the processes of a run are started."""
 
     model_config = _SECTION
-    address: RayAddress | None = None  # null: a Ray of the run's own, on this machine
+    # null: a Ray of the run's own, on this machine
+    address: Annotated[str, Field(pattern=r"^(auto|.+:[0-9]{1,5})$")] | None = None
 
 
 def _without_nulls(section: Any, **values: Any) -> Any:
@@ -433,7 +420,7 @@ class Settings(BaseModel):
     model_config = _SECTION
     output_dir: Text
     base_model_path: Text
-    seed: Seed
+    seed: Annotated[int, Field(ge=0, le=_INT32)]
     device: Literal["cpu", "cuda"]
     dtype: Precision
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -762,8 +749,8 @@ class Settings(BaseModel):
             problem = f"{', '.join(fused)} given, which {self.model_type} has in a fused layer"
             fail("lora.target_modules", problem, "o_proj, down_proj")
         required = {"weights": "object_store", "tensor_parallel_dim": 1}
-        why = "which NCCL does not send, and ranks do not split"
-        self._require("adapters", why, required, "lora: null")
+        why = "adapters are neither sent over NCCL nor split over ranks"
+        self._require("lora", why, required, "lora: null")
         if needs_reference(self.reward_shaping.model_dump()):
             why = "and with lora, the reference's logprobs are computed after the rewards were "
             why += "shaped"
