@@ -262,6 +262,11 @@ class DynamicSamplingSettings(BaseModel):
     max_discarded: Count = 256
 
 
+TRUNCATION: dict[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+TRUNCATION |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+"""Sampler settings that change the sampling distribution, each with the value that turns it off."""
+
+
 class GeneratorSettings(BaseModel):
     """Settings of sampling and of the engine; sampler settings have vLLM's names."""
 
@@ -277,7 +282,7 @@ class GeneratorSettings(BaseModel):
     kv_cache_gib: Annotated[float, Field(ge=1e-3, le=2**20)] | None = None  # null: 1 on cpu
     enforce_eager: bool | None = None  # null: true on cpu, false on cuda
     top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = 0
+    top_k: Annotated[int, Field(ge=-1, le=_INT32), AfterValidator(lambda k: max(k, 0))] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -292,12 +297,7 @@ class GeneratorSettings(BaseModel):
     @property
     def biasing(self) -> list[str]:
         """Names of the sampler settings that change the sampling distribution."""
-        off = {"top_k": (0, -1)}  # in vLLM, either value turns it off
-        return [
-            name
-            for name, value in self.truncation.items()
-            if value not in off.get(name, (TRUNCATION[name],))
-        ]
+        return [name for name, value in self.truncation.items() if value != TRUNCATION[name]]
 
     @model_validator(mode="after")
     def _check_distribution(self) -> Self:
@@ -307,16 +307,6 @@ class GeneratorSettings(BaseModel):
             allowed = f"{TRUNCATION[name]:g}, or generator.allow_biased_sampling: true"
             fail(name, problem, allowed)
         return self
-
-
-TRUNCATION: dict[str, float] = {
-    name: GeneratorSettings.model_fields[name].default
-    for name in (
-        *("top_p", "top_k", "min_p"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-    )
-}
-"""Sampler settings that change the sampling distribution, each with the value that turns it off."""
 
 
 MAX_GENERATOR_KL = {"fp32": 1e-4, "bf16": 0.05}
