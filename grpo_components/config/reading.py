@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, NoReturn, cast
@@ -143,7 +143,7 @@ def _refuse(given: Mapping[str, Any], error: Mapping[str, Any]) -> NoReturn:
     if error["type"] == "extra_forbidden":
         *section, name = names
         prefix = "".join(f"{each}." for each in section)
-        fail(key, "unknown key", nearest(name, _keys_of(prefix), prefix))
+        fail(key, "unknown key", nearest(name, _keys_of(section), prefix))
     if error["type"] == "missing":
         fail(key, "missing", "a value, such as `tune cat tiny_async_grpo` shows")
     value: Any = given
@@ -162,28 +162,12 @@ def nearest(name: str, keys: Iterable[str], prefix: str = "") -> str:
         return f"did you mean {ours}?"
     if near := get_close_matches(name, keys, n=1, cutoff=0.75):
         return f"did you mean {prefix}{near[0]}?"
-    anywhere = {key.rpartition(".")[2]: key for key in reversed(_keys()) if key.count(".") < 2}
+    anywhere = {leaf: f"{key}.{leaf}" for key in reversed(_keys_of([])) for leaf in _keys_of([key])}
+    anywhere |= {key: key for key in _keys_of([])}
     anywhere = {leaf: key for leaf, key in anywhere.items() if key != f"{prefix}{name}"}
     if near := get_close_matches(name, anywhere, n=1, cutoff=0.8):
         return f"did you mean {anywhere[near[0]]}?"
     return ", ".join(keys) or "none" if prefix else "the keys that `tune cat tiny_async_grpo` shows"
-
-
-def leaves(schema: dict[str, Any] | None = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each dotted key with a JSON schema of its values; of several kinds, once for each."""
-    schema = schema or _json_schema()
-    if "$ref" in schema:
-        yield from leaves(_json_schema()["$defs"][schema["$ref"].rpartition("/")[2]], prefix)
-    elif union := schema.get("anyOf") or schema.get("oneOf"):
-        for part in union:
-            yield from leaves(part, prefix)
-    elif "minProperties" in schema:  # the rewards
-        yield from leaves(schema["additionalProperties"], f"{prefix}<name>.")
-    elif "properties" in schema:
-        for name, part in schema["properties"].items():
-            yield from leaves(part, f"{prefix}{name}.")
-    else:
-        yield prefix[:-1], schema
 
 
 @cache
@@ -191,13 +175,18 @@ def _json_schema() -> dict[str, Any]:
     return Settings.model_json_schema()
 
 
-@cache
-def _keys() -> list[str]:
-    """Return every key, those of sections included; the outermost come first."""
-    names = [key.split(".") for key, _ in leaves()]
-    found = [".".join(name[:depth]) for depth in (1, 2, 3) for name in names if len(name) >= depth]
-    return list(dict.fromkeys(found))
+def _keys_of(section: Iterable[str]) -> list[str]:
+    """Return the names of a section's keys."""
+    schemas = [_json_schema()]
+    for name in section:
+        inner = [schema.get("properties", {}).get(name, {}) for schema in schemas]
+        schemas = [part for each in inner for part in _alternatives(each)]
+    return [key for schema in schemas for key in schema.get("properties", ())]
 
 
-def _keys_of(prefix: str) -> list[str]:
-    return [key.removeprefix(prefix) for key in _keys() if key.rpartition(".")[0] == prefix[:-1]]
+def _alternatives(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the members of a union schema, else the schema itself; references are followed."""
+    if "$ref" in schema:
+        return _alternatives(_json_schema()["$defs"][schema["$ref"].rpartition("/")[2]])
+    union = schema.get("anyOf") or schema.get("oneOf")
+    return [part for each in union for part in _alternatives(each)] if union else [schema]

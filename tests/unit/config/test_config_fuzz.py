@@ -18,11 +18,12 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from lib.properties import many
+from lib.settings_schema import leaves
 from omegaconf import OmegaConf
 from ray import cloudpickle
 
 from grpo_components.cluster.supervision import exit_code
-from grpo_components.config.reading import leaves, merge_overrides
+from grpo_components.config.reading import merge_overrides
 from grpo_components.schedules import as_schedule
 
 ROOT = Path(__file__).parents[3]
@@ -121,9 +122,9 @@ def recipe(tiny_policy, tmp_path_factory):
 
 RULES: dict[str, list] = {}
 """Key -> the schemas of what it may hold."""
-for name, schema in leaves():
-    rules = RULES.setdefault(name.replace("<name>", "correctness"), [])
-    rules += [schema] if schema not in rules else []
+for key, schema in leaves():
+    if schema not in RULES.setdefault(key, []):
+        RULES[key].append(schema)
 
 
 # ---- what is accepted is built ------------------------------------------------------------------
