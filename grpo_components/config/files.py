@@ -20,6 +20,8 @@ from grpo_components.settings import Settings
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 """Suffixes of local data sets; `data/rows.py` reads them, but takes seconds to import."""
+_OUTPUTS = ("output_dir", "checkpointer.output_dir", "metric_logger.", "profiler.")
+"""Prefixes of keys that name the run's outputs."""
 
 
 def check_files(settings: Settings) -> None:
@@ -174,34 +176,52 @@ def _check_teacher(settings: Settings, policy_config: dict[str, Any]) -> None:
 
 
 def check_output(settings: Settings) -> None:
-    """Refuse an output_dir that cannot be written, is in use, or holds an input or other files.
+    """Refuse an output_dir that cannot be written, is or contains an input, or is in use.
 
-    An earlier run there is moved aside with everything in it. Links are followed. `begin_run`
-    checks the folder again, once it is locked.
+    Inputs must not lie in it: a used output_dir is moved aside with everything in it. Links are
+    followed. `begin_run` checks the folder again, once it is locked.
     """
     from grpo_components.records.resume import find_checkpoint, run_of  # imports torch
 
-    output_dir = real_path(settings.output_dir)
-    nearest = next(path for path in (output_dir, *output_dir.parents) if os.path.lexists(path))
-    try:  # in some places, such as /proc, even root can make no folder
-        tempfile.TemporaryDirectory(prefix=".grpo-", dir=nearest).cleanup()
-    except OSError as error:
-        problem = f"nothing can be made in {nearest}: {error.strerror}"
-        fail("output_dir", problem, "a writable place")
+    output_dir, allowed = real_path(settings.output_dir), "a folder for this run alone"
+    _check_writable(output_dir)
     refuse_folder_in_use(output_dir)  # before its contents are read
     checkpoint = find_checkpoint(settings.resume_from_checkpoint, output_dir)
     if checkpoint is not None and run_of(checkpoint) == output_dir:
         return  # a resume in the run's own folder, which stays
-    inputs: dict[str, Any] = {"resume_from_checkpoint": checkpoint}
-    for key in ("base_model_path", "eval_only", "train_from", "replay_events"):
-        inputs[key] = getattr(settings, key)
-    inputs["teacher.path"] = settings.teacher and settings.teacher.path
-    inputs["reward_model.path"] = settings.reward_model.path
-    for key, path in inputs.items():
-        if isinstance(path, str | Path) and real_path(path).is_relative_to(output_dir):
+    named = {"the current folder": str(Path.cwd()), **dict(_paths("", settings.model_dump()))}
+    if checkpoint is not None:
+        named["resume_from_checkpoint"] = str(checkpoint)
+    for key, path in named.items():
+        if real_path(path).is_relative_to(output_dir):
             problem = f"{path} lies in {output_dir}, and is {key}"
-            fail("output_dir", problem, "a folder for this run alone")
+            fail("output_dir", problem, allowed)
     is_used(output_dir)
+
+
+def _check_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be created or written to."""
+    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    try:  # in some places, such as /proc, even root can make no folder
+        if nearest != folder or not (nearest.is_dir() and os.access(folder, os.W_OK)):
+            tempfile.TemporaryDirectory(prefix=".grpo-", dir=nearest).cleanup()
+    except OSError as error:
+        problem = f"nothing can be made in {nearest}: {error.strerror}"
+        fail("output_dir", problem, "a writable place")
+
+
+def _paths(key: str, given: Any) -> Iterator[tuple[str, str]]:
+    """Yield (key, path) of every existing path in a config, except outputs."""
+    if key.startswith(_OUTPUTS) or key == "resume_from_checkpoint":
+        return
+    if isinstance(given, str):
+        if os.path.lexists(given):
+            yield key, given
+        return
+    items = given.items() if isinstance(given, dict) else ()
+    items = enumerate(given) if isinstance(given, list | tuple) else items
+    for name, value in items:
+        yield from _paths(f"{key}.{name}" if key else str(name), value)
 
 
 def check_disk(settings: Settings) -> None:

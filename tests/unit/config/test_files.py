@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from lib.checkpoints import write_checkpoint
 from lib.config_errors import refusal_of, refused_key
+from omegaconf import OmegaConf
 
 from grpo_components.config.files import (
     check_against_model,
@@ -15,6 +16,8 @@ from grpo_components.config.files import (
 )
 from grpo_components.config.reading import read_settings
 from grpo_components.records.run_folder import lock_folder
+
+CONFIG = Path(__file__).parents[3] / "recipes/configs/tiny_async_grpo.yaml"
 
 
 def test_a_value_to_be_filled_in_and_a_base_model_without_its_config_are_refused(cfg, refused):
@@ -141,85 +144,112 @@ def test_a_damaged_config_of_a_model_is_refused_by_its_key(tmp_path, text):
     assert refused_key(read_hf_config, "teacher.path", tmp_path) == "teacher.path"
 
 
-# ---- output_dir ---------------------------------------------------------------------------------
+# ---- output_dir against all other paths ---------------------------------------------------------
 
 KEYS = ("resume_from_checkpoint", "eval_only", "rollout_only", "train_from", "replay_events")
+INPUTS = {
+    "base_model_path": "base",
+    "dataset.source": "data",
+    "eval_dataset.parts.0.source": "held",
+    "environment.world.database": "env",
+    "reward_model.path": "scorer",
+    "train_from": "rollouts",
+    "replay_events": "first",
+}
 
 
 @pytest.fixture
-def with_output(settings_with, tmp_path, monkeypatch):
-    """Check an output_dir, `run` in a folder of its own by default, and other keys."""
+def values(tmp_path, monkeypatch):
+    """What a config names, each in a place of its own."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
+    named = ("base/model", "base/vocab.json", "data/train.jsonl", "scorer/config.json", "env/db")
+    for name in (*named, "first/receipts.jsonl", "rollouts/trajectories.jsonl", "held/out.csv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    base, run = f"{tmp_path}/base", f"{tmp_path}/run"
+    return {
+        **{"output_dir": run, "base_model_path": base, "tokenizer": {"path": f"{base}/vocab.json"}},
+        "checkpointer": {"checkpoint_dir": base, "output_dir": run},
+        "dataset": {"source": f"{tmp_path}/data/train.jsonl", "split": "train"},
+        "eval_dataset": {"parts": [{"source": f"{tmp_path}/held/out.csv"}]},
+        "environment": {"world": {"database": f"{tmp_path}/env/db"}},
+        "reward_model": {"path": f"{tmp_path}/scorer"},
+        **{
+            "metric_logger": {"log_dir": f"{run}/logs"},
+            "profiler": {"output_dir": f"{run}/profile"},
+        },
+        "train_from": f"{tmp_path}/rollouts/trajectories.jsonl",
+        "replay_events": f"{tmp_path}/first/receipts.jsonl",
+    }
 
-    def check(output_dir=tmp_path / "run", **changes):
-        check_output(settings_with(output_dir=str(output_dir), **changes))
 
-    return check
+def test_a_folder_of_its_own_is_accepted_and_not_made(values, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    check_with(values)
+    check_with(values, tmp_path / "a" / "run")
+    assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.fixture
-def is_refused(with_output):
+def check_with(values, output_dir=None, **changes):
+    """Check settings of the tiny config with these values in their sections."""
+    place = {} if output_dir is None else {"output_dir": str(output_dir)}
+    given = OmegaConf.merge(OmegaConf.load(CONFIG), values, place, changes)
+    check_output(read_settings(OmegaConf.to_container(given, resolve=True)))
+
+
+def is_refused(values, output_dir, **changes):
     """Return the problem of an output_dir that is refused."""
-
-    def problem(*output_dir, **changes):
-        error = refusal_of(with_output, *output_dir, **changes)
-        assert error.key == "output_dir"
-        return error.problem
-
-    return problem
+    error = refusal_of(check_with, values, output_dir, **changes)
+    assert error.key == "output_dir"
+    return error.problem
 
 
-def test_a_folder_of_its_own_is_accepted_and_not_made(with_output, tmp_path):
-    with_output()
-    with_output(tmp_path / "a" / "run")
-    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+@pytest.mark.parametrize("where", ["{0}", "{1}", "../{2}"])
+@pytest.mark.parametrize(("key", "folder"), INPUTS.items())
+def test_a_folder_that_holds_what_is_read_is_refused(values, tmp_path, key, folder, where):
+    (tmp_path / "link").symlink_to(tmp_path / folder)
+    output_dir = where.format(tmp_path / folder, tmp_path / "link", folder)
+    assert key in is_refused(values, output_dir)
 
 
-@pytest.mark.parametrize("where", ["{}/run", "{}/link", "../run"])
-@pytest.mark.parametrize("key", ["base_model_path", "eval_only", "train_from", "reward_model.path"])
-def test_an_earlier_run_that_is_read_is_not_moved_aside(is_refused, tmp_path, key, where):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.yaml").touch()
-    (tmp_path / "link").symlink_to(tmp_path / "run")
-    given = {key.replace(".", "__"): "../run/x"}
-    assert key in is_refused(where.format(tmp_path), **given)
-
-
-def test_a_folder_with_other_files_is_refused(is_refused, tmp_path):
+def test_a_link_to_what_lies_in_the_folder_is_followed(values, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.jsonl").touch()
-    assert "not empty" in is_refused()
+    Path("train.jsonl").symlink_to(tmp_path / "run" / "mine.jsonl")
+    values["dataset"]["source"] = "train.jsonl"
+    assert "dataset.source" in is_refused(values, tmp_path / "run")
 
 
 @pytest.mark.parametrize("folder", ["/", "/proc/foo", "/etc", "~"])
-def test_folders_of_the_system_and_homes_are_refused(is_refused, tmp_path, monkeypatch, folder):
+def test_folders_of_the_system_and_homes_are_refused(values, tmp_path, monkeypatch, folder):
     (tmp_path / "home/.config").mkdir(parents=True)
     (tmp_path / "home/.config/mine").touch()
     monkeypatch.setenv("HOME", f"{tmp_path}/home")
-    is_refused(Path(folder).expanduser())
+    is_refused(values, Path(folder).expanduser())
 
 
 @pytest.mark.parametrize("key", [None, *KEYS])
-def test_a_folder_in_use_is_refused_for_every_kind_of_run(is_refused, tmp_path, key):
+def test_a_folder_in_use_is_refused_for_every_kind_of_run(values, tmp_path, key):
     write_checkpoint(tmp_path / "run/checkpoints/step_2")
     (tmp_path / "run/checkpoints/latest").symlink_to("step_2")
     lock = lock_folder(tmp_path / "run")
-    changes = {} if key is None else {key: True if key in KEYS[:3] else "/elsewhere"}
-    assert str(os.getpid()) in is_refused(**changes)
+    changes = {} if key is None else {key: True if key in KEYS[:3] else values[key]}
+    assert str(os.getpid()) in is_refused(values, None, **changes)
     lock.release()
 
 
-def test_a_run_goes_on_in_its_folder_whatever_else_lies_there(with_output, is_refused, tmp_path):
+def test_a_run_goes_on_in_its_folder_whatever_else_lies_there(values, tmp_path):
     write_checkpoint(tmp_path / "run/checkpoints/step_2")
     (tmp_path / "run" / "notes.md").touch()
     for path in (f"{tmp_path}/run/checkpoints/step_2", "../run/checkpoints/step_2"):
-        with_output(resume_from_checkpoint=path)
-    is_refused()
+        check_with(values, resume_from_checkpoint=path)
+    is_refused(values, None)
 
 
 @pytest.mark.parametrize("output_dir", ["kept/step_2", "kept"])
-def test_the_checkpoint_of_another_run_is_not_written_to(is_refused, tmp_path, output_dir):
+def test_the_checkpoint_of_another_run_is_not_written_to(values, tmp_path, output_dir):
     write_checkpoint(tmp_path / "kept/step_2")
     (tmp_path / "kept/receipts.jsonl").write_text('{"event": "start"}\n')
-    is_refused(tmp_path / output_dir, resume_from_checkpoint=f"{tmp_path}/kept/step_2")
+    resumed = {"resume_from_checkpoint": f"{tmp_path}/kept/step_2"}
+    is_refused(values, tmp_path / output_dir, **resumed)
