@@ -34,8 +34,6 @@ _ARGUMENTS = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 _INT32 = 2**31 - 1
 Text = Annotated[str, Field(min_length=1)]
 TextOrNull = Text | None
-RayAddress = Annotated[str, Field(pattern=r"^(auto|.+:[0-9]{1,5})$")]
-Seed = Annotated[int, Field(ge=0, le=_INT32)]
 Count = Annotated[int, Field(ge=1, le=_INT32)]  # number of steps, policy versions or groups
 CountOrNull = Count | None
 CountOrZero = Annotated[int, Field(ge=0, le=_INT32)]
@@ -48,7 +46,6 @@ GpuShare = Annotated[float, Field(ge=0.001, le=1)]  # Ray counts shares in ten t
 Seconds = Annotated[float, Field(ge=0.1, le=2e6)]  # 24 days: time-outs are 32-bit milliseconds
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 Coefficient = Annotated[float, Field(ge=0, le=1e6)]
-Temperature = Annotated[float, Field(ge=0.01, le=2)]  # range in which vLLM samples
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Precision = Literal["fp32", "bf16"]
 Number = TypeVar("Number")
@@ -97,24 +94,13 @@ def _trainable(model_type: Any) -> Any:
 
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-LoraTargets = Annotated[
-    tuple[LoraTarget, ...],
-    Field(min_length=1, strict=False),
-    PlainSerializer(list),  # as it is read again from a run's config.yaml
-]
-
+_TARGETS = Field(min_length=1, strict=False)
+_AS_LIST = PlainSerializer(list)  # as it is read again from a run's config.yaml
 
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
 """Default clip ranges of the recipe's own loss."""
-PENALTIES: dict[str, Any] = {
-    "kl_coeff": 0.0,
-    "kl_estimator": "k3",
-    "entropy_coeff": 0.0,
-}
+PENALTIES: dict[str, Any] = {"kl_coeff": 0.0, "kl_estimator": "k3", "entropy_coeff": 0.0}
 """Defaults of the KL and entropy terms that are added to every loss."""
-
 
 _CLIP_TYPES = {
     "clip_low": Scheduled[Annotated[float, Field(gt=0, le=1)]],
@@ -219,7 +205,7 @@ class LoraSettings(BaseModel):
     model_config = _SECTION
     rank: Annotated[int, Field(ge=1, le=512)]  # the largest that vLLM takes
     alpha: Annotated[float, Field(gt=0, le=1e6)]
-    target_modules: LoraTargets = get_args(LoraTarget)
+    target_modules: Annotated[tuple[LoraTarget, ...], _TARGETS, _AS_LIST] = get_args(LoraTarget)
     dropout: Annotated[float, Field(ge=0, le=0.99)] = 0.0  # of the inputs, in training passes
     save_merged: bool = False  # whether checkpoints also hold the whole model
 
@@ -276,13 +262,18 @@ class DynamicSamplingSettings(BaseModel):
     max_discarded: Count = 256
 
 
+TRUNCATION: dict[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+TRUNCATION |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+"""Sampler settings that change the sampling distribution, each with the value that turns it off."""
+
+
 class GeneratorSettings(BaseModel):
     """Settings of sampling and of the engine; sampler settings have vLLM's names."""
 
     model_config = _SECTION
     backend: Literal["vllm", "transformers"] | None = None  # null: see `Settings.default_backend`
     max_response_tokens: Positions
-    temperature: Scheduled[Temperature]
+    temperature: Scheduled[Annotated[float, Field(ge=0.01, le=2)]]  # in which vLLM samples
     tensor_parallel_size: Processes = 1
     stop_token_ids: list[int] | None = None
     max_model_len: Annotated[int, Field(ge=2, le=2**22)] | None = None  # null: what prompts need
@@ -291,7 +282,7 @@ class GeneratorSettings(BaseModel):
     kv_cache_gib: Annotated[float, Field(ge=1e-3, le=2**20)] | None = None  # null: 1 on cpu
     enforce_eager: bool | None = None  # null: true on cpu, false on cuda
     top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = 0
+    top_k: Annotated[int, Field(ge=-1, le=_INT32), AfterValidator(lambda k: max(k, 0))] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -306,12 +297,7 @@ class GeneratorSettings(BaseModel):
     @property
     def biasing(self) -> list[str]:
         """Names of the sampler settings that change the sampling distribution."""
-        off = {"top_k": (0, -1)}  # in vLLM, either value turns it off
-        return [
-            name
-            for name, value in self.truncation.items()
-            if value not in off.get(name, (TRUNCATION[name],))
-        ]
+        return [name for name, value in self.truncation.items() if value != TRUNCATION[name]]
 
     @model_validator(mode="after")
     def _check_distribution(self) -> Self:
@@ -321,16 +307,6 @@ class GeneratorSettings(BaseModel):
             allowed = f"{TRUNCATION[name]:g}, or generator.allow_biased_sampling: true"
             fail(name, problem, allowed)
         return self
-
-
-TRUNCATION: dict[str, float] = {
-    name: GeneratorSettings.model_fields[name].default
-    for name in (
-        *("top_p", "top_k", "min_p"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-    )
-}
-"""Sampler settings that change the sampling distribution, each with the value that turns it off."""
 
 
 MAX_GENERATOR_KL = {"fp32": 1e-4, "bf16": 0.05}
@@ -417,7 +393,8 @@ class RaySettings(BaseModel):
     """Where the processes of a run are started."""
 
     model_config = _SECTION
-    address: RayAddress | None = None  # null: a Ray of the run's own, on this machine
+    # null: a Ray of the run's own, on this machine
+    address: Annotated[str, Field(pattern=r"^(auto|.+:[0-9]{1,5})$")] | None = None
 
 
 def _without_nulls(section: Any, **values: Any) -> Any:
@@ -433,7 +410,7 @@ class Settings(BaseModel):
     model_config = _SECTION
     output_dir: Text
     base_model_path: Text
-    seed: Seed
+    seed: Annotated[int, Field(ge=0, le=_INT32)]
     device: Literal["cpu", "cuda"]
     dtype: Precision
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -641,14 +618,12 @@ class Settings(BaseModel):
         self._check_objective()
         self._check_lengths()
         self._check_ranks()
-        self._check_memory_savings()
         self._check_optimizer()
         self._check_lora()
         self._check_backend()
         self._check_keep_best()
         self._check_transfer()
-        self._check_curriculum()
-        self._check_reuse()
+        self._check_prompts()
         self._check_rewards()
         if self.log_token_logprobs and self.rollouts_logged_per_step == 0:
             self._refuse("log_token_logprobs", "and rollouts_logged_per_step is 0", "false")
@@ -662,6 +637,12 @@ class Settings(BaseModel):
     def _refuse(self, key: str, why: str, allowed: str) -> None:
         fail(key, f"{shown(self._value(key))} given, {why}", allowed)
 
+    def _require(self, given: str, why: str, required: Mapping[str, Any], instead: str) -> None:
+        """Refuse other values of these keys than those that what is given requires."""
+        for key, value in required.items():
+            if self._value(key) != value:
+                self._refuse(key, f"and with {given}, {why}", f"{shown(value)}, or {instead}")
+
     def _check_asynchrony(self) -> None:
         if self.push_every_n_steps > (most := self.max_staleness + 1):
             why = "which would deadlock: rollouts wait for a push, and it for them"
@@ -673,21 +654,15 @@ class Settings(BaseModel):
     def _check_colocated(self) -> None:
         if not self.colocate:
             return
-        for key in ("eval_only", "rollout_only", "train_from"):
-            if value := getattr(self, key):
-                self._refuse("colocate", f"and {key} is {shown(value)}: no turns to take", "false")
-        workers, share = self.generator.tensor_parallel_size, self.gpus_per_trainer
-        required = {"max_staleness": 0, "push_every_n_steps": 1, "pull_every_m_rollouts": 1}
-        required["num_trainers"] = self.num_generators * workers
-        if self.device == "cuda":
-            required["gpus_per_generator"] = 1
-        for key, value in required.items():
-            if getattr(self, key) != value:
-                why = "and with colocate: true, generators take turns with the trainers on "
-                self._refuse(key, f"{why}their GPUs", f"{value} (or colocate: false)")
-        if self.device == "cuda" and share < 1 and workers > 1:
-            self._refuse("gpus_per_trainer", "and vLLM's workers need whole GPUs", "1")
-        if self.device == "cuda" and self.generator.kv_cache_gib is None:
+        workers, is_cuda = self.generator.tensor_parallel_size, self.device == "cuda"
+        required = {"eval_only": False, "rollout_only": False, "train_from": None}
+        required |= {"max_staleness": 0, "push_every_n_steps": 1, "pull_every_m_rollouts": 1}
+        required |= {"num_trainers": self.num_generators * workers}
+        required |= {"gpus_per_generator": 1} if is_cuda else {}
+        required |= {"gpus_per_trainer": 1} if is_cuda and workers > 1 else {}
+        why = "generators take turns with the trainers on their GPUs"
+        self._require("colocate: true", why, required, "colocate: false")
+        if is_cuda and self.generator.kv_cache_gib is None:
             why = "and what vLLM finds free beside a trainer that starts is chance"
             self._refuse("generator.kv_cache_gib", why, "a number, with colocate: true")
 
@@ -737,15 +712,10 @@ class Settings(BaseModel):
         if parts * self.updates_per_batch > samples:
             allowed = f"num_trainers / tensor_parallel_dim x updates_per_batch at most {samples}"
             self._refuse("num_trainers", f"and a step has {samples} samples", allowed)
-        if self.compile and tensor > 1:
-            why = "and torch.compile fails on layers that are split over ranks"
-            self._refuse("compile", why, "false, or tensor_parallel_dim: 1")
-
-    def _check_memory_savings(self) -> None:
-        if self.enable_activation_offloading and not self.enable_activation_checkpointing:
-            why = "and without checkpointing, every intermediate value would be copied"
-            allowed = "false, or enable_activation_checkpointing: true"
-            self._refuse("enable_activation_offloading", why, allowed)
+        if tensor > 1:
+            why = "torch.compile fails on layers that are split over ranks"
+            given = f"tensor_parallel_dim: {tensor}"
+            self._require(given, why, {"compile": False}, "tensor_parallel_dim: 1")
 
     def _check_optimizer(self) -> None:
         path = self.optimizer["_component_"]
@@ -757,6 +727,10 @@ class Settings(BaseModel):
             problem = f"{path} given without eps: 8 bits round small second moments to 0, and "
             problem += "with the default of 1e-8 such parameters then move many times too far"
             fail("optimizer", problem, "optimizer.eps not small against your gradients (1e-5, say)")
+        if self.enable_activation_offloading and not self.enable_activation_checkpointing:
+            why = "and without checkpointing, every intermediate value would be copied"
+            allowed = "false, or enable_activation_checkpointing: true"
+            self._refuse("enable_activation_offloading", why, allowed)
 
     def _check_lora(self) -> None:
         if self.lora is None:
@@ -764,11 +738,9 @@ class Settings(BaseModel):
         if fused := self.lora.fused_targets(self.model_type):
             problem = f"{', '.join(fused)} given, which {self.model_type} has in a fused layer"
             fail("lora.target_modules", problem, "o_proj, down_proj")
-        if self.weights != "object_store":
-            why = "and vLLM's transfer engines load whole models"
-            self._refuse("weights", why, "object_store, or lora: null")
-        if self.tensor_parallel_dim > 1:
-            self._refuse("tensor_parallel_dim", "and adapters have no plan", "1, or lora: null")
+        required = {"weights": "object_store", "tensor_parallel_dim": 1}
+        why = "adapters are neither sent over NCCL nor split over ranks"
+        self._require("lora", why, required, "lora: null")
         if needs_reference(self.reward_shaping.model_dump()):
             why = "and with lora, the reference's logprobs are computed after the rewards were "
             why += "shaped"
@@ -778,48 +750,36 @@ class Settings(BaseModel):
     def _check_backend(self) -> None:
         if self.generator.backend == "vllm" and find_spec("vllm") is None:
             self._refuse("generator.backend", "which is not installed", "transformers, or null")
-        if self.generator.backend == "vllm":
-            return
-        limits = {"generator.tensor_parallel_size": 1, "lora": None, "weights": "object_store"}
-        if self.device == "cuda":
-            limits["colocate"] = False
-        limits |= {f"generator.{name}": TRUNCATION[name] for name in self.generator.biasing}
-        for key, value in limits.items():
-            if self._value(key) != value:
-                why = "and generators that sample with transformers have no such thing"
-                self._refuse(key, why, f"{shown(value)}, or generator.backend: vllm")
+        if self.generator.backend != "vllm":
+            required = {"generator.tensor_parallel_size": 1, "lora": None}
+            required |= {"weights": "object_store"}
+            required |= {"colocate": False} if self.device == "cuda" else {}
+            required |= {f"generator.{name}": TRUNCATION[name] for name in self.generator.biasing}
+            why = "there is no such thing"
+            self._require(
+                "generator.backend: transformers", why, required, "generator.backend: vllm"
+            )
 
     def _check_transfer(self) -> None:
-        """Refuse a value of `weights` that the devices, or the placement of roles, do not allow."""
+        """Refuse what `weights: nccl` cannot serve: devices, or the placement of roles."""
         if self.weights == "object_store":
             return
-        if self.push == "delta":
-            self._refuse("push", f"and {self.weights} sends whole weights", "whole")
-        if self.train_from or self.device == "cpu":
-            why = "and device is cpu" if self.device == "cpu" else "and train_from has no vLLM"
-            self._refuse("weights", why, "object_store")
-        trainer, generator = self.gpus_per_trainer, self.gpus_per_generator
-        if self.colocate or trainer + generator <= 1:
+        required = {"push": "whole", "device": "cuda", "train_from": None, "colocate": False}
+        why = "trainers send whole weights to vLLM, from GPU to GPU"
+        self._require(f"weights: {self.weights}", why, required, "weights: object_store")
+        if self.gpus_per_trainer + self.gpus_per_generator <= 1:
             why = "and NCCL lets no two roles share a GPU"
-            allowed = "object_store, or GPU shares of more than 1 together, without colocate"
-            self._refuse("weights", why, allowed)
+            self._refuse("weights", why, "object_store, or GPU shares of more than 1 together")
 
-    def _check_curriculum(self) -> None:
-        if self.curriculum is None:
-            return
-        if not self.shuffle:
-            why = "and a curriculum draws the prompts at random"
-            self._refuse("shuffle", why, "true, or curriculum: null")
-        if self.train_from:
-            fail("curriculum", "given with train_from, whose groups are recorded", "null")
-
-    def _check_reuse(self) -> None:
+    def _check_prompts(self) -> None:
+        if self.curriculum is not None:
+            required, why = {"shuffle": True, "train_from": None}, "prompts are drawn at random"
+            self._require("a curriculum", why, required, "curriculum: null")
         rule, batch = self.replay_generation, self.groups_per_step
         if rule is None:
             return
-        for key in ("train_from", "rollout_only"):
-            if getattr(self, key):
-                fail("replay_generation", f"given with {key}, one half of a run", "null")
+        required, why = {"train_from": None, "rollout_only": False}, "groups are trained again"
+        self._require("replay_generation", why, required, "replay_generation: null")
         if self.max_staleness == 0:
             problem = "given with max_staleness: 0, by which no trained group is fresh enough again"
             fail("replay_generation", problem, "null, or max_staleness: 1 or more")
@@ -852,6 +812,12 @@ class Settings(BaseModel):
             fail("save_every_n_steps", problem, f"a multiple of eval_every_n_steps: {evaluate}")
 
 
-def teachers_of(settings: Settings) -> int:
-    """Return the number of teachers that a run starts: none if nothing is trained."""
-    return settings.num_teachers if settings.teacher is not None and settings.trains else 0
+def processes_of(settings: Settings, needs_reference: bool) -> dict[str, int]:
+    """Return the number of processes of each family of roles, stand-ins of half a run included."""
+    return {
+        "trainer": settings.num_trainers,
+        "reference": settings.num_references if needs_reference else 0,
+        "teacher": settings.num_teachers if settings.teacher and settings.trains else 0,
+        "reward_model": int(settings.reward_model.path is not None),
+        "generator": settings.num_generators,
+    }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -36,6 +36,7 @@ from grpo_components.objective.component_errors import named_failure
 from grpo_components.schedules import Schedule, as_schedule
 from grpo_components.settings import Settings
 
+_RAISES = (Exception, SystemExit)  # a user's component may raise anything
 _MAX_SCHEDULER_STEPS = 10_000
 """Maximum number of scheduler steps that are tried before the run; this many take 0.2 s."""
 
@@ -56,7 +57,7 @@ def try_training(cfg: Settings) -> list[str]:
     optimizer = build("optimizer", node, [parameter])
     if not node._component_.startswith("torchao."):  # torchao would compile the step
         allowed = "one for dense gradients, without a closure"
-        with named_failure("optimizer", node._component_, (Exception, SystemExit), allowed):
+        with named_failure("optimizer", node._component_, _RAISES, allowed):
             optimizer.step()
     _try_policy(cfg)
     tried = min(cfg.num_steps, _MAX_SCHEDULER_STEPS)
@@ -64,7 +65,14 @@ def try_training(cfg: Settings) -> list[str]:
     if cfg.lr_scheduler:
         given = {"num_training_steps": cfg.num_steps}
         scheduler = build("lr_scheduler", cfg.lr_scheduler, optimizer, **given)
-        rates = _rates(cfg.lr_scheduler._component_, scheduler, optimizer, tried)
+        rates = [float(optimizer.param_groups[0]["lr"])]
+        name = cfg.lr_scheduler._component_
+        with named_failure("lr_scheduler", name, _RAISES, "a scheduler of torch.optim"):
+            for _ in range(tried):
+                scheduler.step()
+                rates.append(float(optimizer.param_groups[0]["lr"]))
+        if wrong := [rate for rate in rates if not 0 <= rate < math.inf]:
+            fail("lr_scheduler", f"{name} sets the learning rate {wrong[0]}", "finite rates >= 0")
     key = "lr_scheduler" if cfg.lr_scheduler else "optimizer.lr"
     doubts = _doubts_about_rates(rates) if tried == cfg.num_steps and rates else ()
     return [f"warning: {key}: {each}" for each in doubts]
@@ -81,17 +89,23 @@ def try_teacher(settings: Settings, path: str) -> None:
             problem = f"{path} has another tokenizer: token {shown(token)} is {number} of the "
             problem += f"policy, and {theirs.get(token, 'no id')} there"
             fail("teacher.path", problem, "one with the policy's tokens")
-    try:
+    allowed = "weights of the config.json beside them"
+    with _refused("teacher.path", allowed, f"{path}: "):
         with torch.device("meta"):
             model = hugging_face(path)
         named = file_converter(model, None, Path(path))(model.state_dict())
         check_names_and_shapes(checkpoint_shapes(Path(path)), shapes_of(named))
         check_hugging_face(model, longest_sequence(settings))
-    except ConfigError as error:  # it names a key of the policy
-        fail("teacher.path", f"{path}: {error.problem}", error.allowed)
+
+
+@contextlib.contextmanager
+def _refused(key: str, allowed: str, before: str = "") -> Generator[None]:
+    """Refuse weights by this key, whatever key their error names."""
+    try:
+        yield
     except ValueError as error:
-        problem = str(error).removeprefix("weights: ")
-        fail("teacher.path", f"{path}: {problem}", "weights of the config.json beside them")
+        problem = getattr(error, "problem", str(error)).removeprefix("weights: ")
+        raise ConfigError(key, before + problem, getattr(error, "allowed", allowed)) from error
 
 
 def _try_policy(cfg: Settings) -> None:
@@ -108,11 +122,8 @@ def _try_policy(cfg: Settings) -> None:
         problem = f"{kind} given, and {cfg.model._component_} cannot be saved as such, {what}"
         allowed = f"the family of both model and {base / 'config.json'}"
         raise ConfigError("checkpointer.model_type", problem, allowed) from error
-    try:
+    with _refused("model", f"the builder of {base}"):
         check_names_and_shapes(shapes_of(converted), checkpoint_shapes(base))
-    except ValueError as error:
-        problem = str(error).removeprefix("weights: ")
-        raise ConfigError("model", problem, f"the builder of {base}") from error
     check_output_head(base)
     if is_transformers(model):
         if cfg.tensor_parallel_dim > 1:
@@ -135,27 +146,8 @@ def check_adapters(settings: Settings, model: nn.Module) -> None:
     named = AdapterNames(file_converter(model, settings.model_type, base))(
         {name: tensor for name, tensor in state.items() if is_adapter(name)}
     )
-    try:
+    with _refused("lora.target_modules", "layers of both `model` and base_model_path"):
         check_names_and_shapes(shapes_of(named), pushed_shapes(base, lora))
-    except ValueError as error:
-        problem = str(error).removeprefix("weights: ")
-        fail("lora.target_modules", problem, "layers of both `model` and base_model_path")
-
-
-def _rates(name: str, scheduler: Any, optimizer: Any, num_steps: int) -> list[float]:
-    """Return the learning rates of the first `num_steps` steps and of the step after them."""
-    allowed = "a scheduler of torch.optim, whose rates are finite numbers >= 0"
-    rates = [float(optimizer.param_groups[0]["lr"])]
-    try:
-        for _ in range(num_steps):
-            scheduler.step()
-            rates.append(float(optimizer.param_groups[0]["lr"]))
-            if not 0 <= rates[-1] < math.inf:
-                raise ValueError(f"it sets the learning rate {rates[-1]}")
-    except (Exception, SystemExit) as error:  # a user's scheduler may raise anything
-        problem = f"{name} cannot be stepped, {type(error).__name__}: {error}"
-        raise ConfigError("lr_scheduler", problem, allowed) from error
-    return rates
 
 
 def _doubts_about_rates(rates: list[float]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from grpo_components.config.files import check_files
 from grpo_components.config.reading import read_config_file, read_settings
 from grpo_components.errors import fail
 from grpo_components.quiet import quiet_libraries
-from grpo_components.settings import Settings, needs_reference, teachers_of
+from grpo_components.settings import Settings, needs_reference, processes_of
 
 
 def parse(recipe_main: Callable[[DictConfig], None]) -> Callable[[], None]:
@@ -60,7 +60,6 @@ def check_values_and_files(cfg: DictConfig) -> Settings:
 def check_what_is_imported(settings: Settings) -> None:
     """Check what needs torch or torchtune: GPUs, checkpoints, recorded runs and components."""
     from grpo_components.config.files import check_disk, check_output
-    from grpo_components.config.replayed import check_replay
     from grpo_components.offline.partial_runs import check_partial_run
     from grpo_components.records.resume import check_resume
 
@@ -68,7 +67,10 @@ def check_what_is_imported(settings: Settings) -> None:
         check_gpus(settings, here=settings.ray.address is None)
     check_output(settings)
     check_resume(settings.model_dump(), needs_reference)
-    check_replay(settings, read_settings)
+    if settings.replay_events is not None or settings.replay_until is not None:
+        from grpo_tools.replay.check import check_replay  # a live run needs no tools
+
+        check_replay(settings)
     check_partial_run(settings)
     check_components(settings)
     if settings.trains:
@@ -84,8 +86,10 @@ def check_gpus(settings: Settings, *, here: bool) -> None:
 
     if here and not torch.cuda.is_available():
         fail("device", f"cuda given, and PyTorch {torch.__version__} finds no GPU", "cpu")
-    counts = _roles(settings)
+    counts = processes_of(settings, any(map(needs_reference, settings.kl_sections.values())))
     shares = {role: getattr(settings, f"gpus_per_{role}") for role in counts}
+    counts["trainer"] *= settings.trains  # stand-ins use no GPU
+    counts["generator"] *= not settings.train_from
     workers = settings.generator.tensor_parallel_size
     if workers > 1 and shares["generator"] < 1:
         why = f"and each of the {workers} workers of a generator needs a whole GPU"
@@ -99,29 +103,15 @@ def check_gpus(settings: Settings, *, here: bool) -> None:
     if (used := settings.generator.gpu_memory_utilization) > shares[holder]:
         problem = f"{used:g} given, more than a {holder}'s share of a GPU"
         fail("generator.gpu_memory_utilization", problem, f"at most gpus_per_{holder}")
-    if settings.colocate:  # a generator has no GPU but its trainers'
-        del counts["generator"]
+    counts["generator"] *= not settings.colocate  # which then has its trainers'
     needed = [shares[role] for role, count in counts.items() for _ in range(count)]
-    needed += [1.0] * (workers - 1) * counts.get("generator", 0)
+    needed += [1.0] * (workers - 1) * counts["generator"]
     free = [1.0] * len(needed)  # share left of each GPU; as in Ray, none is split over two GPUs
     for share in sorted(needed, reverse=True):
         free[next(i for i, left in enumerate(free) if left >= share - 1e-9)] -= share
     num_needed = sum(left < 1 for left in free)
     if here and num_needed > torch.cuda.device_count():
-        problem = " and ".join(f"num_{role}s: {count}" for role, count in counts.items())
+        problem = " and ".join(f"num_{role}s: {count}" for role, count in counts.items() if count)
         problem += f" need {num_needed} GPUs, and there are {torch.cuda.device_count()}"
         key = "num_trainers" if settings.colocate else "num_generators"
         fail(key, problem, "fewer roles, or gpus_per_<role> below 1")
-
-
-def _roles(settings: Settings) -> dict[str, int]:
-    """Return the number of processes of each role that uses a GPU."""
-    counts = {"generator": 0 if settings.train_from else settings.num_generators}
-    counts["trainer"] = settings.num_trainers if settings.trains else 0
-    if any(map(needs_reference, settings.kl_sections.values())):
-        counts["reference"] = settings.num_references
-    if num_teachers := teachers_of(settings):
-        counts["teacher"] = num_teachers
-    if settings.reward_model.path is not None:
-        counts["reward_model"] = 1
-    return counts

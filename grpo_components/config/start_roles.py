@@ -1,11 +1,15 @@
-"""Starts a process for every role of a run, and returns their handles."""
+"""Starts a process for every role of a run, with the config values it takes; returns handles."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from omegaconf import DictConfig
+from torchtune import config
 
 from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.colocation import Colocation
@@ -20,12 +24,23 @@ from grpo_components.cluster.handles import (
 )
 from grpo_components.cluster.ray_cluster import Need
 from grpo_components.cluster.weight_transfer import WeightTransfer
-from grpo_components.config.role_arguments import role_arguments
+from grpo_components.config.components import build_environment, environment_kind
+from grpo_components.config.data import sampled_ids
+from grpo_components.config.model_trial import split_learning_rate
+from grpo_components.config.replayed import available_cpus, replay_of
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.objective.objective import Objective
-from grpo_components.offline.partial_runs import roles_of
-from grpo_components.settings import Settings, teachers_of
+from grpo_components.models.hugging_face_policy import hugging_face
+from grpo_components.models.meshes import Sharding
+from grpo_components.objective.objective import Objective, TrainedObjective
+from grpo_components.offline.partial_runs import TRAJECTORIES, roles_of, start_model
+from grpo_components.quiet import engine_environment
+from grpo_components.rewards.pool import RewardPool, reward_specs
+from grpo_components.rollout.generator_options import EngineOptions, EnvironmentOptions
+from grpo_components.rollout.schedule import open_schedule
+from grpo_components.settings import Settings, processes_of
+from grpo_components.training.trainer_options import TrainerOptions
+from grpo_components.training.weight_sender import WeightSender
 
 # Dotted paths: each role's module is imported in the role's own process only.
 GENERATOR = "grpo_components.rollout.generator.Generator"
@@ -34,6 +49,8 @@ REWARD_MODEL = "grpo_components.training.reward_model.RewardModel"
 REPLAY_BUFFER = "grpo_components.exchange.replay_buffer.ReplayBuffer"
 TRAINER = "grpo_components.training.trainer.Trainer"
 PARAMETER_SERVER = "grpo_components.exchange.parameter_server.VLLMParameterServer"
+
+Record = TypeVar("Record")
 
 
 def start_roles(
@@ -47,26 +64,21 @@ def start_roles(
 ) -> Roles:
     """Start all processes without waiting; `Cluster.ready` waits for them."""
     cluster.show(objective.doubts)
-    num_references = cfg.num_references if objective.trained.needs_reference else 0
-    arguments = role_arguments(
-        cfg,
-        contract=contract,
-        objective=objective.trained,
-        num_references=num_references,
-        tokenizer=tokenizer,
-        longest_prompt=longest_prompt,
-    )
+    counts = processes_of(cfg, objective.trained.needs_reference)
+    arguments = role_arguments(cfg, counts, contract, objective.trained, tokenizer, longest_prompt)
     spawn, timeouts, weights_s = cluster.spawn, cfg.timeouts, cfg.timeouts.weights_s
-    cluster.reserve(needs_of(cfg, arguments, num_references), timeouts.startup_s)
+    cluster.reserve(needs_of(cfg, arguments, counts), timeouts.startup_s)
+
+    def family(name: str, path: str) -> list[Any]:
+        return [spawn(f"{name}_{n}", path, **arguments[name]) for n in range(counts[name])]
+
     trainer, generator = roles_of(cfg, TRAINER, GENERATOR)  # or their stand-ins
     server = spawn("parameter_server", PARAMETER_SERVER)
     buffer = spawn("replay_buffer", REPLAY_BUFFER, **arguments["replay_buffer"])
     rank = partial(spawn, restarts_alone=False, **arguments["trainer"])
     trainers = [rank(f"trainer_{n}", trainer, rank=n) for n in range(cfg.num_trainers)]
-    frozen = partial(_frozen, cluster, timeouts.rollout_s)
-    references = frozen("reference", num_references, arguments["reference"])
-    teachers = frozen("teacher", teachers_of(cfg), arguments["teacher"], keep_kl=False)
-    scorer = cfg.reward_model.path and spawn(
+    references, teachers = family("reference", REFERENCE), family("teacher", REFERENCE)
+    scorer = counts["reward_model"] and spawn(
         "reward_model", REWARD_MODEL, **arguments["reward_model"]
     )
     turns = Colocation(ledger) if cfg.colocate else None
@@ -75,50 +87,186 @@ def start_roles(
         sampler(f"generator_{n}", generator, number=n, beside=hosts_of(cfg, n))
         for n in range(cfg.num_generators)
     ]
-    waits, counts = cfg.stale_groups == "wait", bool(cfg.curriculum)
+    waits, draws = cfg.stale_groups == "wait", bool(cfg.curriculum)
     limits, batch_limits = (timeouts.rollout_s, weights_s), (timeouts.batch_s, weights_s)
-    generators = [GeneratorHandle(role, ledger, *limits, counts) for role in samplers]
+    generators = [GeneratorHandle(role, ledger, *limits, draws) for role in samplers]
     turn = turns and partial(turns.trainers_turn, generators)
+    frozen = partial(ReferencesHandle, timeout_s=timeouts.rollout_s)
     return Roles(
         generators=generators,
         buffer=ReplayBufferHandle(buffer, ledger, *batch_limits, wait_for_stale=waits),
         trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, weights_s, turn),
         server=ParameterServerHandle(server, weights_s),
-        references=references,
-        teachers=teachers,
+        references=frozen(references) if references else None,
+        teachers=frozen(teachers, keep_kl=False) if teachers else None,
         reward_model=RewardModelHandle(scorer, timeouts.rollout_s) if scorer else None,
         transfer=None if cfg.weights == "object_store" else WeightTransfer(trainers[0], weights_s),
     )
 
 
-def _frozen(
-    cluster: Cluster,
-    timeout_s: float,
-    family: str,
-    count: int,
-    arguments: dict[str, Any],
-    keep_kl: bool = True,
-) -> ReferencesHandle | None:
-    """Start the references or the teachers of a run; None if there are none."""
-    roles = [cluster.spawn(f"{family}_{n}", REFERENCE, **arguments) for n in range(count)]
-    return ReferencesHandle(roles, timeout_s, keep_kl=keep_kl) if roles else None
+# ---- what the roles get -------------------------------------------------------------------------
+
+
+def role_arguments(
+    cfg: Settings,
+    counts: Mapping[str, int],
+    contract: StalenessContract,
+    objective: TrainedObjective,
+    tokenizer: Any,
+    longest_prompt: int,
+) -> dict[str, dict[str, Any]]:
+    """Return keyword arguments for `Cluster.spawn` by the family of roles, for a checked config."""
+    share = max(1, available_cpus(cfg) // sum(counts.values()))
+    if cfg.ray.address is not None:  # as Ray does: the cores of this machine say nothing there
+        share = 1
+    workers = {"generator": cfg.generator.tensor_parallel_size}
+    places: dict[str, dict[str, Any]] = {}
+    for family in counts:
+        gpus = getattr(cfg, f"gpus_per_{family}") if cfg.device == "cuda" else 0
+        threads = getattr(cfg.cpu_threads, family) or share
+        places[family] = {"cpu_threads": threads, "num_gpus": gpus * workers.get(family, 1)}
+    ids = sampled_ids(cfg, tokenizer)
+    logged = cfg.log_token_logprobs * cfg.rollouts_logged_per_step * cfg.group_size
+    trainer = {"path": str(Path(cfg.output_dir) / TRAJECTORIES), "logged_responses": logged}
+    if cfg.trains:
+        trainer = places["trainer"] | _trainer(cfg, contract, objective, ids, logged)
+    generator = {"path": cfg.train_from}
+    if not cfg.train_from:
+        generator = places["generator"] | _generator(cfg, tokenizer, longest_prompt, ids)
+    reference = {
+        "device": cfg.device,
+        "dtype": cfg.dtype,
+        "build_model": partial(config.instantiate, cfg.model),
+        "build_checkpointer": _component(None if cfg.is_hugging_face else cfg.checkpointer),
+        "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
+        "logprob_chunk_tokens": cfg.logprob_chunk_tokens,
+        "num_ids": ids,
+        "kl_estimator": cfg.reward_shaping.kl_estimator,
+    }
+    teacher = {"field": "teacher_logprobs", "build_checkpointer": None, "kl_estimator": "k1"}
+    teacher["build_model"] = partial(hugging_face, cfg.teacher.path) if cfg.teacher else None
+    scorer = {"device": cfg.device, "dtype": cfg.dtype, "settings": cfg.reward_model}
+    return {
+        "replay_buffer": {
+            "contract": contract,
+            "stale_tokens": cfg.stale_tokens,
+            "timeout_s": cfg.timeouts.batch_s,
+        },
+        "trainer": trainer,
+        "reference": places["reference"] | reference,
+        "teacher": places["teacher"] | reference | teacher,
+        "reward_model": places["reward_model"] | scorer,
+        "generator": {**generator, "min_living": cfg.min_generators or cfg.num_generators},
+    }
+
+
+def _component(node: DictConfig | None, **given: Any) -> Any:
+    """Return the function that builds a component in a role's process; None without one."""
+    return partial(config.instantiate, node, **given) if node else None
+
+
+def _taken(record: type[Record], cfg: Settings, **derived: Any) -> Record:
+    """Build an option record from `derived`; fill its other fields from config keys by name."""
+    names = {field.name for field in fields(cast(Any, record))} - derived.keys()
+    return record(**{name: getattr(cfg, name) for name in names if hasattr(cfg, name)}, **derived)
+
+
+def _trainer(
+    cfg: Settings,
+    contract: StalenessContract,
+    objective: TrainedObjective,
+    ids: int | None,
+    logged_responses: int,
+) -> dict[str, Any]:
+    sharding = Sharding(
+        replicate=cfg.data_parallel_replicate_dim,
+        tensor=cfg.tensor_parallel_dim,
+        reduce_dtype=cfg.reduce_dtype,
+        cpu_offload=cfg.fsdp_cpu_offload,
+        offload_activations=cfg.enable_activation_offloading,
+    )
+    sender = None
+    if cfg.weights != "object_store":
+        sender = partial(WeightSender, cfg.device, workers=cfg.generator.tensor_parallel_size)
+    optimizer, learning_rate = split_learning_rate(cfg.optimizer)
+    options = _taken(
+        TrainerOptions,
+        cfg,
+        num_ranks=cfg.num_trainers,
+        sharding=sharding,
+        collective_timeout_s=cfg.timeouts.collective_s,
+        open_sender=sender,
+        build_model=_component(cfg.model),
+        build_checkpointer=_component(None if cfg.is_hugging_face else cfg.checkpointer),
+        num_ids=ids,
+        contract=contract,
+        build_optimizer=_component(optimizer),
+        build_lr_scheduler=_component(cfg.lr_scheduler, num_training_steps=cfg.num_steps),
+        learning_rate=learning_rate,
+        build_profiler=_component(cfg.profiler if cfg.profiler.enabled else None),
+        logged_responses=logged_responses,
+    )
+    given = {"device": cfg.device, "seed": cfg.seed, "options": options, "objective": objective}
+    return {"meets": True, **given}
+
+
+def _generator(
+    cfg: Settings, tokenizer: Any, longest_prompt: int, ids: int | None
+) -> dict[str, Any]:
+    section = cfg.generator
+    sampler = section.model_copy(
+        update={
+            "max_model_len": section.max_model_len or longest_prompt + section.max_response_tokens,
+            "stop_token_ids": section.stop_token_ids or list(tokenizer.stop_tokens),
+        }
+    )
+    replay, logs = replay_of(cfg), str(Path(cfg.output_dir) / "logs")
+    transfer = None if cfg.weights == "object_store" else cfg.weights
+    return {
+        "counts_restarts": True,
+        "env": engine_environment(cfg.device, cfg.log_level),
+        "build_tokenizer": _component(cfg.tokenizer),
+        "settings": sampler,
+        "engine": _taken(
+            EngineOptions, cfg, **start_model(cfg), num_ids=ids, weight_transfer=transfer
+        ),
+        "environment": EnvironmentOptions(
+            build_environment=partial(build_environment, cfg.environment),
+            # Shorter than the driver's time-out for a generator: a hang costs only this group.
+            timeout_s=cfg.timeouts.rollout_s / 2,
+            kind=environment_kind(cfg.environment),
+        ),
+        "open_rewards": partial(
+            RewardPool,
+            reward_specs(cfg.rewards),
+            num_workers=cfg.reward_workers,
+            timeout_s=cfg.timeouts.reward_s,
+        ),
+        "group_size": cfg.group_size,
+        "seed": cfg.seed,
+        "rollouts_in_flight": cfg.rollouts_in_flight,
+        "log_token_texts": cfg.log_token_logprobs,
+        "open_schedule": partial(open_schedule, logs, replay and replay.read_schedule),
+    }
 
 
 # ---- what each family of roles needs of a joined cluster -----------------------------------------
 
 
 def needs_of(
-    cfg: Settings, arguments: Mapping[str, dict[str, Any]], num_references: int
+    cfg: Settings, arguments: Mapping[str, dict[str, Any]], counts: Mapping[str, int]
 ) -> dict[str, Need]:
     """Return the resources that each family of roles needs; other roles run beside the driver."""
-    scorers, teachers = int(bool(cfg.reward_model.path)), teachers_of(cfg)
-    counts = {"trainer": cfg.num_trainers, "reference": num_references, "teacher": teachers}
-    counts |= {"reward_model": scorers, "generator": cfg.num_generators}
-    needs = {family: _need(family, counts[family], arguments[family]) for family in counts}
+    needs: dict[str, Need] = {}
+    for family in (family for family, count in counts.items() if count):
+        gpus = arguments[family].get("num_gpus", 0)
+        resources = {"GPU": gpus} if gpus else {"CPU": arguments[family].get("cpu_threads", 1)}
+        strategy = "SPREAD" if family == "generator" else "PACK"
+        needs[family] = Need(counts[family], resources, strategy)
     if hosts := hosts_of(cfg, 0):
         del needs["generator"]
         needs["trainer"] = replace(needs["trainer"], together=len(hosts), guests="generator")
-    return {family: need for family, need in needs.items() if need.count}
+    return needs
 
 
 def hosts_of(cfg: Settings, generator: int) -> list[str]:
@@ -127,10 +275,3 @@ def hosts_of(cfg: Settings, generator: int) -> list[str]:
         return []
     workers = cfg.generator.tensor_parallel_size
     return [f"trainer_{generator * workers + worker}" for worker in range(workers)]
-
-
-def _need(family: str, count: int, arguments: Mapping[str, Any]) -> Need:
-    """Return the resources that `count` processes with the same `Cluster.spawn` arguments need."""
-    num_gpus = arguments.get("num_gpus", 0)
-    resources = {"GPU": num_gpus} if num_gpus else {"CPU": arguments.get("cpu_threads", 1)}
-    return Need(count, resources, "SPREAD" if family == "generator" else "PACK")

@@ -23,7 +23,7 @@ from grpo_components.objective.objective import Objective
 from grpo_components.offline.partial_runs import TRAJECTORIES, roles_of
 from grpo_components.records.resume import find_checkpoint, last_attempt, run_of
 from grpo_components.records.run_folder import free_name, is_used, real_path
-from grpo_components.settings import Settings, teachers_of
+from grpo_components.settings import Settings, processes_of
 from grpo_components.state_files import read_state
 from grpo_tools.memory_plan.plan import plan_run
 from grpo_tools.memory_plan.role_memory import GIB, GPU_GIB
@@ -93,17 +93,12 @@ def _roles(cfg: Settings, objective: Objective) -> Iterator[str]:
     more = f", each with room for {_counted(cfg.rollouts_in_flight, 'group')}"
     if has_rewards:
         more += f", and with {_counted(cfg.reward_workers, 'reward process')}"
-    references = cfg.num_references if objective.trained.needs_reference else 0
-    counted = [
-        ("generator", cfg.num_generators, generator, more),
-        ("trainer", cfg.num_trainers, trainer, ""),
-        ("reference", references, REFERENCE, ""),
-        ("teacher", teachers_of(cfg), REFERENCE, ""),
-        ("reward_model", int(cfg.reward_model.path is not None), REWARD_MODEL, ""),
-        ("replay_buffer", 1, REPLAY_BUFFER, ""),
-        ("parameter_server", 1, PARAMETER_SERVER, ""),
-    ]
-    for role, count, path, details in counted:
+    counts = {"replay_buffer": 1, "parameter_server": 1}
+    counts |= processes_of(cfg, objective.trained.needs_reference)
+    paths = {"generator": generator, "trainer": trainer, "reference": REFERENCE}
+    paths |= {"teacher": REFERENCE, "reward_model": REWARD_MODEL}
+    paths |= {"replay_buffer": REPLAY_BUFFER, "parameter_server": PARAMETER_SERVER}
+    for role, path in paths.items():
         computes = path in (GENERATOR, TRAINER, REFERENCE, REWARD_MODEL)  # others stand in
         share = getattr(cfg, f"gpus_per_{role}", 1.0)
         device = f"each {share:g} of a GPU" if computes and cfg.device == "cuda" else "cpu"
@@ -112,9 +107,9 @@ def _roles(cfg: Settings, objective: Objective) -> Iterator[str]:
             device = f"each on {workers} {place}"
         if cfg.colocate and role == "generator":
             device += ", in turns with the trainers"
-        if count:
-            name = path.rpartition(".")[2]
-            yield f"{_counted(count, role)} ({name}), {device}{details}"
+        if counts[role]:
+            name, details = path.rpartition(".")[2], more if role == "generator" else ""
+            yield f"{_counted(counts[role], role)} ({name}), {device}{details}"
 
 
 def _machine(cfg: Settings) -> str:

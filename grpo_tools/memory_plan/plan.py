@@ -11,7 +11,7 @@ from torchtune import config
 
 from grpo_components.config.files import check_splits
 from grpo_components.records import checkpoint_folder
-from grpo_components.settings import Settings, teachers_of
+from grpo_components.settings import Settings
 from grpo_tools.memory_plan.generator_memory import generator_memory
 from grpo_tools.memory_plan.model_sizes import ModelSizes
 from grpo_tools.memory_plan.role_memory import GIB, Device, RoleMemory, gib
@@ -142,7 +142,7 @@ def _roles(
         yield trainer_memory(cfg, sizes, prompt_tokens, device)
     if needs_reference and cfg.num_references:
         yield reference_memory(cfg, sizes, prompt_tokens, device)
-    if cfg.teacher and teachers_of(cfg):
+    if cfg.teacher and cfg.trains:
         yield teacher_memory(cfg, cfg.teacher.path, prompt_tokens, device)
 
 

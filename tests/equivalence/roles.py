@@ -15,7 +15,7 @@ from torchtune import config
 from grpo_components import _plugin
 from grpo_components.config import preflight
 from grpo_components.config.objective import build_penalties
-from grpo_components.config.role_arguments import role_arguments
+from grpo_components.config.start_roles import role_arguments
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import Manifest, unpack_bucket
@@ -23,7 +23,7 @@ from grpo_components.objective.losses import GRPOLoss
 from grpo_components.objective.objective import TrainedObjective
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.rollout.schedule import Schedule
-from grpo_components.settings import GeneratorSettings, LoraSettings, Settings
+from grpo_components.settings import GeneratorSettings, LoraSettings, Settings, processes_of
 from grpo_tools.replay.recorded_run import RecordedSchedule
 
 # Dotted paths, so that the classes are imported only where they run.
@@ -56,6 +56,7 @@ def tiny_arguments(cfg: Settings) -> tuple[dict[str, dict[str, Any]], Prompts]:
     loss = GRPOLoss(cfg.loss.clip_low, cfg.loss.clip_high)
     arguments = role_arguments(
         cfg,
+        processes_of(cfg, needs_reference=False),
         contract=StalenessContract(cfg.max_staleness, cfg.groups_per_step),
         objective=TrainedObjective(
             loss=loss,
@@ -63,7 +64,6 @@ def tiny_arguments(cfg: Settings) -> tuple[dict[str, dict[str, Any]], Prompts]:
             aggregation=config.instantiate(cfg.aggregation),
             off_policy=config.instantiate(cfg.off_policy),
         ),
-        num_references=0,
         tokenizer=tokenizer,
         longest_prompt=max(dataset.max_prompt_length, held_out.max_prompt_length),
     )

@@ -9,7 +9,7 @@ from grpo_components.config.start_roles import hosts_of, needs_of
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.settings import teachers_of
+from grpo_components.settings import processes_of
 
 TURNS = "colocate=true max_staleness=0 pull_every_m_rollouts=1"
 GPU = f"{TURNS} device=cuda generator.gpu_memory_utilization=0.4"
@@ -65,9 +65,9 @@ def test_roles_need_this_many_gpus_and_no_fewer(read, num_gpus, overrides, gpus)
 
 def test_a_teacher_counts_where_something_is_trained(read):
     given = "teacher.path=/a/model num_teachers=3"
-    assert teachers_of(read(given)) == 3
-    assert teachers_of(read(f"{given} rollout_only=true")) == 0
-    assert teachers_of(read("num_teachers=3")) == 0
+    counts = {given: 3, f"{given} rollout_only=true": 0, "num_teachers=3": 0}
+    for overrides, count in counts.items():
+        assert processes_of(read(overrides), True)["teacher"] == count
 
 
 # ---- what the config decides --------------------------------------------------------------------
@@ -88,10 +88,11 @@ def test_each_generator_runs_beside_its_own_trainers(settings_with):
 def test_in_a_cluster_a_generator_takes_no_room_but_its_trainers(settings_with):
     arguments = {key: {"num_gpus": 1} for key in FAMILIES} | {"generator": {"num_gpus": 2}}
     cfg = settings_with(device="cuda", colocate=True, **PAIRS)
-    ((family, need),) = needs_of(cfg, arguments, 0).items()
+    counts = processes_of(cfg, needs_reference=False)
+    ((family, need),) = needs_of(cfg, arguments, counts).items()
     assert (family, need.count, need.together, need.guests) == ("trainer", 4, 2, "generator")
     assert need.resources == {"GPU": 1}
-    split = needs_of(settings_with(device="cuda", **PAIRS), arguments, 0)
+    split = needs_of(settings_with(device="cuda", **PAIRS), arguments, counts)
     assert set(split) == {"trainer", "generator"}
     assert all(need.together == 1 and not need.guests for need in split.values())
 

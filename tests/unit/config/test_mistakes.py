@@ -89,17 +89,17 @@ min_generators               min_generators=2
 replay_generation.share      replay_generation.share=0.1
 replay_generation.share      replay_generation.share=0.5 groups_per_step=1
 replay_generation            replay_generation.max_uses=3 max_staleness=0 pull_every_m_rollouts=1
-replay_generation            replay_generation.max_uses=3 rollout_only=true
-weights                      weights=nccl
-weights                      weights=nccl device=cuda train_from=groups.jsonl
+rollout_only                 replay_generation.max_uses=3 rollout_only=true
+device                       weights=nccl
+train_from                   weights=nccl device=cuda train_from=groups.jsonl
 weights                      weights=nccl device=cuda gpus_per_trainer=0.5 gpus_per_generator=0.5
-weights                      weights=nccl TURNS GPU
+colocate                     weights=nccl TURNS GPU
 push                         push=delta weights=nccl
 max_staleness                TURNS max_staleness=1
 pull_every_m_rollouts        TURNS pull_every_m_rollouts=2
 num_trainers                 TURNS num_trainers=2
 num_trainers                 TURNS generator.tensor_parallel_size=2
-colocate                     TURNS eval_only=true
+eval_only                    TURNS eval_only=true
 gpus_per_generator           TURNS GPU gpus_per_generator=0.5
 generator.kv_cache_gib       TURNS GPU generator.kv_cache_gib=null
 gpus_per_trainer             TURNS GPU gpus_per_trainer=0.8 num_trainers=2 WORKERS=2
@@ -146,7 +146,7 @@ environment.max_turns        environment.max_turns=33
 # data, rewards, evaluation, records
 curriculum.low               curriculum.low=0.9
 shuffle                      curriculum.low=0.1 shuffle=false
-curriculum                   curriculum.low=0.1 train_from=a.jsonl
+train_from                   curriculum.low=0.1 train_from=a.jsonl
 rewards                      rewards=null
 rewards                      rewards.correctness=null
 rewards                      rewards.correctness.is_success=false

@@ -6,18 +6,19 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
-from grpo_components.config import role_arguments
 from grpo_components.config.replayed import available_cpus
+from grpo_components.config.start_roles import role_arguments
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.settings import processes_of
 
 
 @pytest.fixture
 def arguments():
     def build(cfg, **tokenizer):
-        given = {"objective": None, "num_references": 1, "longest_prompt": 64}
+        given = {"objective": None, "longest_prompt": 64}
         given["contract"] = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
         tokenizer = SimpleNamespace(**{"stop_tokens": [0], **tokenizer})
-        return role_arguments.role_arguments(cfg, tokenizer=tokenizer, **given)
+        return role_arguments(cfg, processes_of(cfg, True), tokenizer=tokenizer, **given)
 
     return build
 

@@ -61,7 +61,11 @@ def make_generator(engine_variables, monkeypatch):
             generator.Generator(
                 build_tokenizer=tokenizer,
                 settings=GeneratorSettings(
-                    max_response_tokens=size, temperature=1.0, stop_token_ids=[0], top_k=-1
+                    max_response_tokens=size,
+                    temperature=1.0,
+                    stop_token_ids=[0],
+                    top_k=7,
+                    allow_biased_sampling=True,
                 ),
                 engine=None,  # the stand-in reads no options
                 group_size=3,

@@ -141,7 +141,7 @@ def test_a_group_answers_one_prompt_group_size_times_and_its_summary_agrees(
         assert t.prompt_ids.tolist() == [4] and t.prompt_index == 4
         assert (t.group_id, t.epoch, t.attempt, t.temperature) == (17, 1, 5, 0.9)
         assert (request.max_tokens, request.temperature, request.seed) == (8, 0.9, seed)
-        assert (request.stop_token_ids, request.truncation["top_k"]) == ([STOP], -1)
+        assert (request.stop_token_ids, request.truncation["top_k"]) == ([STOP], 7)
         expected = completion([4], seed)
         assert t.response_ids.tolist() == expected.token_ids.tolist() and t.response_mask.all()
         assert t.generator_logprobs.tolist() == expected.logprobs.tolist()
