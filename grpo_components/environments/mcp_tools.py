@@ -13,7 +13,7 @@ from typing import Any
 from grpo_components.environments.extras import imported_extra
 from grpo_components.environments.mcp_server import MCPServer, MCPServerError
 from grpo_components.rollout.multi_turn import Reply
-from grpo_components.rollout.slots import Prompt
+from grpo_components.rollout.samples import Prompt
 from grpo_components.rollout.tools import ToolUse
 
 
