@@ -251,10 +251,8 @@ class Generator:
         self._budget.begin_attempt()
 
     def time_use(self) -> dict[str, Any]:
-        """Return the engine's seconds by activity, its steps, and the share of sequences in use."""
-        use = self._engine.use
-        seconds = {"seconds": use.seconds(), "cpu_seconds": use.cpu_seconds()}
-        return seconds | {"sequence_share": use.sequence_share(), "engine_steps": use.steps()}
+        """Return what the engine's time went to; see `EngineUse.report`."""
+        return self._engine.use.report()
 
     def close(self) -> None:
         """Stop the engine, the reward processes and the environments."""
