@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,16 +69,9 @@ class Call:
         return path[::-1]
 
 
-@dataclass(frozen=True)
-class SessionPart:
-    """Tokens of one trajectory of a session; R is the number of its response tokens."""
-
-    prompt_ids: NDArray[np.int64]
-    response_ids: NDArray[np.int64]
-    response_mask: NDArray[np.bool_]
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
-    finish_reason: str
+SessionPart = tuple[NDArray[np.int64], list[tuple[Any, ...]], str]
+"""One trajectory of a session: prompt ids [P], turns, and finish reason. A turn is (token ids,
+logprobs, versions) of the policy, or (token ids,) between two answers."""
 
 
 class Conversation:
@@ -152,22 +146,11 @@ def _order(call: Call, choice: Choice) -> tuple[tuple[int, str, int], int]:
 def _joined(steps: list[tuple[Call, Choice]]) -> SessionPart:
     """Join answers and the tokens between them; tokens before the first answer are the prompt."""
     prompt_ids = steps[0][0].prompt_ids
-    ids: list[NDArray[np.int64]] = []
-    masks: list[NDArray[np.bool_]] = []
-    logprobs: list[NDArray[np.float32]] = []
-    versions: list[NDArray[np.int32]] = []
-    end = len(prompt_ids)
+    end, known, turns = len(prompt_ids), [], list[tuple[Any, ...]]()
     for call, choice in steps:
-        known = ids[-1].tolist() if ids else []
         assert call.prompt_ids[end - len(known) : end] == known, "the policy saw other tokens"
-        between = np.array(call.prompt_ids[end:], np.int64)
-        size, sampled = len(between), len(choice.token_ids)
-        end = len(call.prompt_ids) + sampled
-        ids += [between, choice.token_ids]
-        masks += [np.zeros(size, bool), np.ones(sampled, bool)]
-        logprobs += [np.zeros(size, np.float32), choice.logprobs]
-        versions += [np.full(size, -1, np.int32), choice.versions]
-    return SessionPart(
-        *(np.array(prompt_ids, np.int64), np.concatenate(ids), np.concatenate(masks)),
-        *(np.concatenate(logprobs), np.concatenate(versions), steps[-1][1].finish_reason),
-    )
+        turns.append((call.prompt_ids[end:],))
+        turns.append((choice.token_ids, choice.logprobs, choice.versions))
+        known = choice.token_ids.tolist()
+        end = len(call.prompt_ids) + len(known)
+    return np.array(prompt_ids, np.int64), turns, steps[-1][1].finish_reason

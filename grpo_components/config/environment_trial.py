@@ -29,7 +29,7 @@ from grpo_components.rewards.pool import Score
 from grpo_components.rollout.completions import Completion
 from grpo_components.rollout.multi_turn import Conversation
 from grpo_components.rollout.observation_text import encode_text
-from grpo_components.rollout.slots import Sample
+from grpo_components.rollout.samples import Sample
 from grpo_components.settings import Settings
 from grpo_components.slow_calls import told_if_slow
 
@@ -101,7 +101,7 @@ def _roll_out(
     """Roll out a group in a torchrl environment, as the run will."""
     from torchrl.envs import EnvBase  # takes seconds; only needed for a user's environment
 
-    from grpo_components.rollout.collector import EnginePolicy, GroupCollector
+    from grpo_components.rollout.collector import GroupCollector
 
     if not (isinstance(env, EnvBase) and hasattr(env, "ask")):
         fail("environment", f"{name} makes a {type(env).__name__}", _ALLOWED)
@@ -109,16 +109,14 @@ def _roll_out(
         problem = f"{name} has batch size {list(env.batch_size)} for {num_slots} slots"
         fail("environment", problem, "[num_slots]")
     engine: Any = _Answers(answer or [0])
-    policy = EnginePolicy(engine, cfg.generator)
-    policy.samples = [Sample(prompt, "", 0)] * num_slots
-    ask: Any = env.ask
-    ask([prompt] * num_slots)
 
     async def here(call: Callable[..., Any], *given: Any) -> Any:
         return call(*given)
 
-    for slot in asyncio.run(GroupCollector(env, policy).rollout(here)):
-        if not np.array_equal(slot.prompt_ids, prompt["prompt_ids"]):
+    collector = GroupCollector(env, engine, cfg.generator)
+    scored = asyncio.run(collector.rollout([Sample(prompt, "", 0)] * num_slots, here))
+    for (record,), *_ in scored:
+        if not np.array_equal(record.prompt_ids, prompt["prompt_ids"]):
             problem = f"{name} does not start with the prompt's tokens as `tokens`"
             fail("environment", problem, _ALLOWED)
 

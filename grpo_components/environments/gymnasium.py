@@ -19,7 +19,7 @@ from grpo_components.environments.extras import imported_extra
 from grpo_components.errors import fail, shown
 from grpo_components.rollout.multi_turn import Reply
 from grpo_components.rollout.observation_text import quoted
-from grpo_components.rollout.slots import Prompt
+from grpo_components.rollout.samples import Prompt
 
 _COLUMN = "gymnasium_seed"
 _OBSERVATION = "{observation}"

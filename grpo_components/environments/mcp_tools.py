@@ -18,7 +18,7 @@ from typing import Any, cast
 from grpo_components.environments.extras import imported_extra
 from grpo_components.errors import ConfigError, fail
 from grpo_components.rollout.multi_turn import Reply
-from grpo_components.rollout.slots import Prompt
+from grpo_components.rollout.samples import Prompt
 from grpo_components.rollout.tools import ToolUse
 from grpo_components.slow_calls import told_if_slow
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+import torch
 from torch import Tensor
 
 from grpo_components.objective.kl import ESTIMATORS
@@ -72,4 +73,4 @@ def sequence_kl(
 ) -> list[float]:
     """Estimate KL(policy || reference) of each response, as a sum over its tokens."""
     per_token = ESTIMATORS[estimator](logprobs.detach().double(), reference.detach().double())
-    return [float(response.sum()) for response in per_token.split(lengths)]
+    return [float(response.sum()) for response in torch.split(per_token, lengths)]

@@ -49,33 +49,23 @@ class RewardSpec:
 
 @dataclass(frozen=True)
 class Score:
-    """Result of all rewards for one sample."""
+    """Result of all rewards for one sample; a reward's process sends that of its reward alone."""
 
     reward: float
     """Weighted sum of the terms; NaN if a reward failed."""
     terms: dict[str, float]
     """Unweighted value of each reward, by name."""
     success: bool
+    """Whether the reward marked `is_success` is at its maximum."""
     error: str | None
     """Name of the reward that failed, with file, line and message of its error; further lines are
     the traceback of its code. None if all succeeded."""
     used: dict[str, float] = field(default_factory=dict, compare=False)
     """What the rewards used for this sample, by reward and kind: `judge_requests`."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Result of one reward for one sample."""
-
-    value: float
-    is_best: bool = False
-    """Whether the reward is at its maximum."""
-    is_above: bool = False
-    """Whether the value is above what the reward calls its maximum."""
-    problem: str = ""
-    """The error of `Score`; empty if the reward succeeded."""
-    used: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
+    is_above: bool = field(default=False, compare=False)
+    """Of one reward: whether it is above what it calls its maximum."""
+    seconds: float = field(default=0.0, compare=False)
+    """Of one reward: how long it took."""
 
 
 def reward_specs(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardSpec]:
@@ -141,18 +131,18 @@ class RewardPool:
         terms, used = dict[str, float](), dict[str, float]()
         success, left_s = False, self._timeout_s
         for name, spec in self._rewards.items():
-            outcome = self._ask(name, sample, left_s)
-            used |= outcome.used
-            if outcome.problem:
-                return Score(math.nan, {}, False, outcome.problem, used)
-            terms[name], left_s = outcome.value, left_s - outcome.seconds
-            success = outcome.is_best if spec.is_success else success
+            score = self._ask(name, sample, left_s)
+            used |= score.used
+            if score.error:
+                return Score(math.nan, {}, False, score.error, used)
+            terms[name], left_s = score.reward, left_s - score.seconds
+            success = score.success if spec.is_success else success
         total = sum(spec.weight * terms[name] for name, spec in self._rewards.items())
         if not math.isfinite(total):
             return Score(math.nan, {}, False, f"rewards: the weighted sum is {total}", used)
         return Score(total, terms, success, None, used)
 
-    def _ask(self, name: str, sample: RewardInput, left_s: float) -> Outcome:
+    def _ask(self, name: str, sample: RewardInput, left_s: float) -> Score:
         worker, problem = self._get_worker(), "its process died"
         try:
             return worker.ask(name, sample, left_s)
@@ -167,7 +157,7 @@ class RewardPool:
                 self._drop(worker)
                 raise
         self._drop(worker)
-        return Outcome(0.0, problem=problem and f"reward {name}: {problem}")
+        return Score(0.0, {}, False, problem and f"reward {name}: {problem}")
 
     def _drop(self, worker: Worker) -> None:
         self._thread.worker = None
@@ -220,7 +210,7 @@ class Worker:
 
     def ask(
         self, name: str, sample: RewardInput, timeout_s: float, is_perfect: bool = False
-    ) -> Outcome:
+    ) -> Score:
         """Let one reward score a sample; `is_perfect` scores the reward's own perfect response."""
         of, problem = self.wait_until_built()
         if problem:

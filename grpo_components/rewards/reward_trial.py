@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_components.errors import ConfigError, shown
-from grpo_components.rewards.pool import Outcome, RewardInput, RewardSpec, Worker
+from grpo_components.rewards.pool import RewardInput, RewardSpec, Score, Worker
 
 _ALLOWED = "a class whose objects take prompt_text, response_text, answer and finish_reason by name"
 _SCORES = "one that can score a row of the data set"
@@ -43,8 +43,8 @@ class RewardTrial:
         doubts: list[str] = []
         for name, spec in self._rewards.items():
             known = [self._score(name, sample) for sample in self._samples]
-            if all(outcome.problem for outcome in known):  # failing for some samples is allowed
-                problem = _problem(name, known[0].problem)
+            if all(score.error for score in known):  # failing for some samples is allowed
+                problem = _problem(name, known[0].error or "")
                 allowed = _SCORES if spec.component.startswith("grpo_components.") else _ALLOWED
                 if allowed == _ALLOWED and not problem.startswith("raised TypeError"):
                     answer = shown(self._samples[0]["response_text"])
@@ -57,32 +57,32 @@ class RewardTrial:
             empty, noise = ({**self._samples[0], "response_text": text} for text in ("", _NOISE))
             of_empty = self._score(name, empty)
             scored = (*known, of_empty)
-            *given, last = ("fails" if each.problem else f"{each.value:g}" for each in scored)
+            *given, last = ("fails" if each.error else f"{each.reward:g}" for each in scored)
             scores = f"{', '.join(given)} for {rows}; {last} for an empty response"
             lines.append(f"rewards.{name}: {scores}")
             doubt = ""
-            if of_empty.problem:
-                raised = _problem(name, of_empty.problem).partition("\n")[0]
+            if of_empty.error:
+                raised = _problem(name, of_empty.error).partition("\n")[0]
                 doubt = f"an empty response fails its sample: the reward {raised}"
             elif spec.is_success and any(each.is_above for each in scored):
-                highest = max(each.value for each in scored if each.is_above)
+                highest = max(each.reward for each in scored if each.is_above)
                 doubt = (
                     f"gives {highest:g}, above its `max_reward` (1 if none is set): each response"
                 )
                 doubt += " that gets that much counts as a success"
-            elif {*given} == {last} and of_empty.value == self._score(name, noise).value != 0:
+            elif {*given} == {last} and of_empty.reward == self._score(name, noise).reward != 0:
                 doubt = f"gives {last} to {rows}, to an empty response and to a senseless one"
             doubts += [f"warning: rewards.{name}: {doubt}"] if doubt else []
         return lines, doubts
 
-    def _score(self, name: str, sample: RewardInput, *, perfect: bool = False) -> Outcome:
+    def _score(self, name: str, sample: RewardInput, *, perfect: bool = False) -> Score:
         try:
             return self._ask(name, sample, self._timeout_s, "a row" if perfect else "")
         except TimeoutError:
             hang = f"hangs: no answer within {self._timeout_s:g} s, timeouts.reward_s"
             raise self._error(name, hang, "one that answers in time") from None
 
-    def _ask(self, name: str, sample: RewardInput, timeout_s: float, row: str = "") -> Outcome:
+    def _ask(self, name: str, sample: RewardInput, timeout_s: float, row: str = "") -> Score:
         """Let one reward score a sample or, if `row` is given, its own perfect response to it."""
         try:
             return self._worker.ask(name, sample, timeout_s, bool(row))
@@ -108,10 +108,10 @@ class RewardTrial:
                 number, sample = prompt["prompt_index"] + 1, sample_of(prompt)
                 for name in names:
                     left_s = deadline - time.monotonic()
-                    outcome = self._ask(name, sample, left_s, f"row {number} of {key}")
-                    problem = "" if outcome.is_best else f"gave {outcome.value:g}"
-                    if outcome.problem:
-                        problem = _problem(name, outcome.problem).partition("\n")[0]
+                    score = self._ask(name, sample, left_s, f"row {number} of {key}")
+                    problem = "" if score.success else f"gave {score.reward:g}"
+                    if score.error:
+                        problem = _problem(name, score.error).partition("\n")[0]
                     text = f"{number}: {shown(prompt['answer'])} ({problem})"
                     found[name, key][number] = text if problem else ""
         lines: list[str] = []

@@ -23,19 +23,19 @@ from grpo_components.objective.component_errors import (
     failure_text,
     user_traceback,
 )
-from grpo_components.rewards.pool import Outcome, RewardInput
+from grpo_components.rewards.pool import RewardInput, Score
 
 _PR_SET_PDEATHSIG = 1
 
 
 def score_response(
     name: str, reward: Any, sample: RewardInput, is_perfect: bool, max_cpu_s: float
-) -> Outcome:
+) -> Score:
     """Apply one reward to a sample; `is_perfect` scores the reward's own perfect response."""
     is_ours = type(reward).__module__.startswith("grpo_components.")
     where = "" if is_ours else defined_at(reward)  # a line of ours tells the user nothing
     best, begun = getattr(reward, "max_reward", 1.0), time.monotonic()
-    value, is_best, problem = math.nan, False, ""
+    value, is_best, problem = math.nan, False, None
     try:
         response: Any = sample["response_text"]
         if is_perfect:
@@ -56,7 +56,8 @@ def score_response(
         problem = failure_text(f"reward {name}", error, where)
     use = cast(Any, reward).take_use() if hasattr(type(reward), "take_use") else {}
     used = {f"{name}_{kind}": amount for kind, amount in use.items()}
-    return Outcome(value, is_best, value > best, problem, used, time.monotonic() - begun)
+    seconds = time.monotonic() - begun
+    return Score(value, {name: value}, is_best, problem, used, value > best, seconds)
 
 
 def _number(given: Any) -> float:
@@ -83,7 +84,7 @@ def _counts_failures() -> str:
         raise RuntimeError("raised on purpose, to see that it counts as a failure")
 
     found = score_response("check", raises, dict.fromkeys(CALL, ""), False, 0.0)
-    return "" if found.problem else f"a reward that raises gives {found.value} and no failed sample"
+    return "" if found.error else f"a reward that raises gives {found.reward} and no failed sample"
 
 
 def _serve(connection: Connection) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 from transformers import AutoTokenizer
 
 from grpo_components.agents.chat import Chat
@@ -22,10 +20,8 @@ from grpo_components.errors import ConfigError, ReplayError
 from grpo_components.rewards.pool import RewardPool
 from grpo_components.rollout.engine import Engine, EngineStoppedError
 from grpo_components.rollout.generator_options import EnvironmentOptions
-from grpo_components.rollout.slots import Sample, SlotRollout, sampling_seed
+from grpo_components.rollout.samples import Sample, Scored, sampling_seed
 from grpo_components.settings import GeneratorSettings
-
-_log = logging.getLogger(__name__)
 
 
 class AgentServerError(RuntimeError):
@@ -55,35 +51,28 @@ class AgentRollouts:
         self._processes = AgentProcesses(self._options.agent)
         self._server = AgentServer()
 
-    async def collect(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
+    async def collect(self, samples: Sequence[Sample]) -> list[Scored]:
         """Run one session for each sample, all at once."""
-        with self._engine.use.rollout():
-            try:
-                work = self._all(samples, temperature)
-                return await asyncio.wrap_future(self._server.submit(work))
-            except (asyncio.CancelledError, RuntimeError) as error:  # or its loop is closed
-                task = asyncio.current_task()
-                if self._server.ended is None or (task and task.cancelling()):
-                    raise
-                ended = f"the agents' server ended: {self._server.ended}"
-                raise AgentServerError(ended) from error
-
-    async def _all(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
-        runs = (self._one(number, each, temperature) for number, each in enumerate(samples))
-        return await asyncio.gather(*runs)
-
-    async def _one(self, number: int, sample: Sample, temperature: float) -> SlotRollout:
         try:
-            slot = await self._rolled_out(number, sample, temperature)
+            return await asyncio.wrap_future(self._server.submit(self._all(samples)))
+        except (asyncio.CancelledError, RuntimeError) as error:  # or its loop is closed
+            task = asyncio.current_task()
+            if self._server.ended is None or (task and task.cancelling()):
+                raise
+            ended = f"the agents' server ended: {self._server.ended}"
+            raise AgentServerError(ended) from error
+
+    async def _all(self, samples: Sequence[Sample]) -> list[Scored]:
+        return await asyncio.gather(*(self._one(*each) for each in enumerate(samples)))
+
+    async def _one(self, number: int, sample: Sample) -> Scored:
+        try:
+            return await self._rolled_out(number, sample)
         finally:
             sample.ended()
-        if slot.score is not None and slot.score.error is not None:
-            _log.error("%s failed: %s", sample.name, slot.score.error)
-        return slot
 
-    async def _rolled_out(self, number: int, sample: Sample, temperature: float) -> SlotRollout:
-        session = self._session(sample, temperature)
-        prompt_ids = np.asarray(sample.prompt["prompt_ids"])
+    async def _rolled_out(self, number: int, sample: Sample) -> Scored:
+        session = self._session(sample)
         base_url = self._server.open(session)
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": session.key}
         task = _task(sample.prompt)
@@ -108,21 +97,19 @@ class AgentRollouts:
             problem = "agent: it ended without an answer"
         facts = {"sample": number, **session.facts()}
         if problem is not None:
-            slot = SlotRollout.failed(prompt_ids, problem)
-            slot.session = facts
-            return slot
+            return sample.failed(problem, facts)
         answered = reward_input(sample.prompt, session.last_text, session.finish_reason)
         given = outcome.reward or session.reward
         more = {"agent_reward": given, "transcript": session.transcript}
         score = await asyncio.wrap_future(self._rewards.begin({**answered, **more}))
-        slots = [SlotRollout.of_session(part, score, {"sample": number}) for part in parts]
-        slots[0].session, slots[0].others = facts, slots[1:]
-        return slots[0]
+        first, *others = parts
+        records = [sample.record(*first, score, facts)]
+        records += [sample.record(*part, score, {"sample": number}) for part in others]
+        return records, score, None
 
-    def _session(self, sample: Sample, temperature: float) -> Session:
-        submit = partial(
-            self._engine.submit, temperature=temperature, truncation=self._settings.truncation
-        )
+    def _session(self, sample: Sample) -> Session:
+        temperature, truncation = sample.temperature, self._settings.truncation
+        submit = partial(self._engine.submit, temperature=temperature, truncation=truncation)
         return Session(
             *(sample.name, self._chat, submit, partial(sampling_seed, sample.seed)),
             self._settings,

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from grpo_components.time_use import IDLE, TimeUse
 
@@ -58,29 +58,22 @@ class EngineUse:
             one = (1, sequences, prompts, prompt_tokens, seconds, cpu_s)
             self._steps[group] = [a + b for a, b in zip(self._steps[group], one, strict=True)]
 
-    def steps(self) -> dict[str, list[float]]:
-        """Return sums over the engine's steps, grouped by the number of sequences in a step."""
+    def report(self) -> dict[str, Any]:
+        """Return what the engine's time went to since it started.
+
+        `seconds` and `cpu_seconds` of the process are by activity or cause of idle time,
+        `sequence_share` is the mean share of `max_num_seqs` in use, and `engine_steps` are sums
+        over the steps, by the number of sequences in a step.
+        """
         with self._lock:
+            self._advance()
+            seconds, steps = self._time.seconds(), self._steps.items()
             return {
-                group: [round(value, 4) for value in sums] for group, sums in self._steps.items()
+                "seconds": seconds,
+                "cpu_seconds": self._time.cpu_seconds(),
+                "sequence_share": self._sequence_s / (self._max_num_seqs * sum(seconds.values())),
+                "engine_steps": {group: [round(x, 4) for x in sums] for group, sums in steps},
             }
-
-    def seconds(self) -> dict[str, float]:
-        """Return the seconds of each activity, and of each cause of idle time."""
-        with self._lock:
-            self._advance()
-            return self._time.seconds()
-
-    def cpu_seconds(self) -> dict[str, float]:
-        """Return the CPU seconds of the process during each activity; see `seconds`."""
-        with self._lock:
-            self._advance()
-            return self._time.cpu_seconds()
-
-    def sequence_share(self) -> float:
-        """Return the mean share of `max_num_seqs` in use since the engine started."""
-        wall_s = sum(self.seconds().values())
-        return self._sequence_s / (self._max_num_seqs * wall_s)
 
     def _count(self, change: int) -> None:
         with self._lock:

@@ -68,19 +68,8 @@ class EnvironmentThread:
         self._calls.put((function, args, future))
         return future
 
-    def call(self, limit: TimeLimit, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in the thread; return its result, or raise its exception."""
-        future = self.start(function, *args)
-        try:
-            with limit.running() as left_s:
-                return future.result(left_s)
-        except TimeoutError:
-            if future.done():
-                raise
-            raise self.hung(limit, function) from None
-
     async def run(self, limit: TimeLimit, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in the thread, as `call` does, without blocking the event loop."""
+        """Call a function in the thread; return its result, or raise its exception."""
         return await self.outcome(limit, function, self.start(function, *args))
 
     async def outcome(

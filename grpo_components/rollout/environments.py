@@ -12,7 +12,7 @@ from torchrl.envs import EnvBase
 
 from grpo_components.data.columns import reward_input
 from grpo_components.rewards.pool import RewardInput, Score
-from grpo_components.rollout.slots import Prompt
+from grpo_components.rollout.samples import Prompt
 
 
 def set_token_specs(env: EnvBase, num_slots: int) -> None:

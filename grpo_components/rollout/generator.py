@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -22,9 +23,9 @@ from grpo_components.rollout.completions import BASE_VERSION
 from grpo_components.rollout.engine import open_engine
 from grpo_components.rollout.generator_options import EngineOptions, EnvironmentOptions
 from grpo_components.rollout.observation_text import encode_text
+from grpo_components.rollout.samples import Prompt, Sample, Scored, reward_use, sampling_seed
 from grpo_components.rollout.schedule import Schedule
 from grpo_components.rollout.sequence_budget import SequenceBudget
-from grpo_components.rollout.slots import Prompt, Sample, SlotRollout, reward_use, sampling_seed
 from grpo_components.rollout.turn_rollouts import TurnRollouts
 from grpo_components.rollout.weight_receiver import IncomingWeights
 from grpo_components.settings import GeneratorSettings
@@ -36,6 +37,7 @@ _END_S = 10.0
 """Seconds that the engine may take to notice that a sender of weights has ended."""
 _MAX_UTF8_BYTES = 4
 """Maximum bytes of one character, and therefore of tokens that share a character."""
+_log = logging.getLogger(__name__)
 
 
 class Generator:
@@ -75,9 +77,9 @@ class Generator:
 
             self._rollouts = AgentRollouts(*shared, engine.model_path)
         elif environment.kind == "torchrl":
-            from grpo_components.rollout.rollouts import Rollouts  # torchrl
+            from grpo_components.rollout.collector import CollectedRollouts  # torchrl
 
-            self._rollouts = Rollouts(*shared, **texts)
+            self._rollouts = CollectedRollouts(*shared, **texts)
         else:
             self._rollouts = TurnRollouts(*shared, **texts)
         self.version = self._loading = BASE_VERSION
@@ -102,28 +104,37 @@ class Generator:
                 {**prompt, "seed": sampling_seed(seed, 2, group_id, i)},
                 f"group {group_id} sample {i}",
                 sampling_seed(seed, 0, group_id, i),
-                partial(ended, i),
+                *(temperature, epoch, group_id, attempt),
+                ended=partial(ended, i),
             )
             for i in range(group_size)
         ]
-        slots = await self._rollouts.collect(samples, temperature)
-        identity = {"epoch": epoch, "group_id": group_id, "attempt": attempt}
-        record = partial(SlotRollout.trajectory, prompt=prompt, **identity, temperature=temperature)
-        records, parts = list[Trajectory](), list[Trajectory]()
-        for slot in slots:
-            records.append(record(slot))
-            parts += [records[-1], *map(record, slot.others)]
-        shown = partial(self._readable, token_texts_too=self._log_token_texts)
+        scored = await self._collect(samples)
         text = {
             "prompt_index": prompt["prompt_index"],
             "epoch": epoch,
             "prompt": prompt["prompt_text"],
             "answer": prompt["answer"],
-            "responses": [shown(*each) for each in zip(records, slots, strict=True)],
+            "responses": [self._readable(each, self._log_token_texts) for each in scored],
         }
-        packed = pack(parts)
-        more = {"reward_use": reward_use(slots), "seeds": [sample.seed for sample in samples]}
+        packed = pack([record for records, *_ in scored for record in records])
+        more = {"reward_use": reward_use(scored), "seeds": [sample.seed for sample in samples]}
         return packed, replace(summarize(packed), **more), text
+
+    async def _collect(self, samples: Sequence[Sample]) -> list[Scored]:
+        """Sample and score responses, and log those that failed."""
+        with self._engine.use.rollout():
+            try:
+                scored = await self._rollouts.collect(samples)
+            finally:
+                for sample in samples:
+                    sample.ended()
+        for sample, (records, *_) in zip(samples, scored, strict=True):
+            if records[0].error is not None:
+                _log.error("%s failed: %s", sample.name, records[0].error)
+            for record in records:
+                record.check()
+        return scored
 
     async def evaluate(
         self,
@@ -141,6 +152,7 @@ class Generator:
                 # The first sample's name does not depend on `samples`.
                 f"evaluation of prompt {index}" + (f" sample {i}" if i else ""),
                 sampling_seed(seed, 1, index, i),
+                temperature,
                 evaluates=True,
             )
             for prompt in prompts
@@ -148,12 +160,12 @@ class Generator:
             for i in range(samples)
         ]
         chunks = [asked[i : i + size] for i in range(0, len(asked), size)]
-        collected = (self._rollouts.collect(chunk, temperature) for chunk in chunks)
-        slots = [slot for slots in await asyncio.gather(*collected) for slot in slots]
-        texts = {i * samples + sample for i in logged for sample in range(samples)}
+        collected = await asyncio.gather(*map(self._collect, chunks))
+        scored = [each for chunk in collected for each in chunk]
+        shown = {i * samples + sample for i in logged for sample in range(samples)}
         return [
-            self._evaluated(sample.prompt, slot, temperature if i in texts else None)
-            for i, (sample, slot) in enumerate(zip(asked, slots, strict=True))
+            self._evaluated(sample.prompt, each, i in shown)
+            for i, (sample, each) in enumerate(zip(asked, scored, strict=True))
         ]
 
     async def sleep(self) -> int:
@@ -239,10 +251,8 @@ class Generator:
         self._budget.begin_attempt()
 
     def time_use(self) -> dict[str, Any]:
-        """Return the engine's seconds by activity, its steps, and the share of sequences in use."""
-        use = self._engine.use
-        seconds = {"seconds": use.seconds(), "cpu_seconds": use.cpu_seconds()}
-        return seconds | {"sequence_share": use.sequence_share(), "engine_steps": use.steps()}
+        """Return what the engine's time went to; see `EngineUse.report`."""
+        return self._engine.use.report()
 
     def close(self) -> None:
         """Stop the engine, the reward processes and the environments."""
@@ -250,38 +260,32 @@ class Generator:
         self._rewards.close()
         self._rollouts.close()
 
-    def _evaluated(
-        self, prompt: Prompt, slot: SlotRollout, temperature: float | None
-    ) -> dict[str, Any]:
-        """Return the result of one response; includes its text if `temperature` is given."""
-        assert slot.score is not None
-        versions = slot.versions[slot.response_mask].tolist()
+    def _evaluated(self, prompt: Prompt, scored: Scored, is_shown: bool) -> dict[str, Any]:
+        """Return the result of one response, with its text if it is shown."""
+        record = scored[0][0]
+        versions = record.token_versions[record.response_mask].tolist()
         result = {
             "prompt_index": prompt["prompt_index"],
             "prompt_text": prompt["prompt_text"],
-            "reward": slot.score.reward,
-            "success": slot.score.success,
-            "error": slot.score.error,
+            "reward": record.reward,
+            "success": record.success,
+            "error": record.error,
             "oldest_version": min(versions, default=None),
             "newest_version": max(versions, default=None),
-            "reward_use": reward_use([slot]),
+            "reward_use": reward_use([scored]),
         }
-        if temperature is None:
+        if not is_shown:
             return result
-        nobody = {"epoch": 0, "group_id": 0, "attempt": 0}  # not in the readable form
-        trajectory = slot.trajectory(prompt, **nobody, temperature=temperature)
-        readable = self._readable(trajectory, slot, token_texts_too=False)
-        return result | {"answer": prompt["answer"], "readable": readable}
+        return result | {"answer": prompt["answer"], "readable": self._readable(scored, False)}
 
-    def _readable(
-        self, trajectory: Trajectory, slot: SlotRollout, *, token_texts_too: bool
-    ) -> dict[str, Any]:
+    def _readable(self, scored: Scored, token_texts_too: bool) -> dict[str, Any]:
+        (trajectory, *_), _, text = scored
         versions = trajectory.token_versions[trajectory.response_mask].tolist()
         token_ids, mask = trajectory.response_ids.tolist(), trajectory.response_mask
         texts = {"tokens": token_texts(token_ids, self._decode)} if token_texts_too else {}
         turns = {} if mask.all() else {"turns": self._turns(trajectory)}
         return {
-            "response": self._decode(token_ids) if slot.text is None else slot.text,
+            "response": self._decode(token_ids) if text is None else text,
             **turns,
             "finish_reason": trajectory.finish_reason,
             "response_tokens": len(versions),

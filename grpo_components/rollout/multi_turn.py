@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from grpo_components.objective.component_errors import defined_at
 from grpo_components.rewards.pool import Score
-from grpo_components.rollout.slots import Prompt
+from grpo_components.rollout.samples import Prompt
 
 _MAX_TOKEN_CHARS = 1000
 """Upper bound on the characters of one token, in any vocabulary."""

@@ -24,7 +24,7 @@ from grpo_components.errors import ConfigError
 from grpo_components.objective.component_errors import defined_at
 from grpo_components.rollout.multi_turn import Reply
 from grpo_components.rollout.observation_text import quoted
-from grpo_components.rollout.slots import Prompt
+from grpo_components.rollout.samples import Prompt
 
 Tool = Callable[..., str]
 """Function that takes named arguments, checked against its annotations, and returns a text. The

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from grpo_components.data.columns import reward_input
 from grpo_components.errors import ConfigError
@@ -25,12 +24,11 @@ from grpo_components.rollout.environment_thread import (
 )
 from grpo_components.rollout.generator_options import EnvironmentOptions
 from grpo_components.rollout.multi_turn import Conversation, MultiTurnEnvironment
-from grpo_components.rollout.slots import Sample, SlotRollout, next_turn
+from grpo_components.rollout.samples import Sample, Scored, failure, next_turn
 from grpo_components.settings import GeneratorSettings
 
 _SHOWN_CHARS = 500
 """Number of a response's characters that its error shows."""
-_log = logging.getLogger(__name__)
 
 
 class TurnRollouts:
@@ -52,78 +50,65 @@ class TurnRollouts:
         self._free: deque[MultiTurnEnvironment] = deque()
         """Idle environments, without a conversation; a new one is built only if none is idle."""
 
-    async def collect(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
+    async def collect(self, samples: Sequence[Sample]) -> list[Scored]:
         """Sample and score responses."""
-        with self._engine.use.rollout():
-            return await asyncio.gather(*(self._one(sample, temperature) for sample in samples))
+        return await asyncio.gather(*(self._one(sample) for sample in samples))
 
-    async def _one(self, sample: Sample, temperature: float) -> SlotRollout:
-        prompt_ids = np.asarray(sample.prompt["prompt_ids"])
+    async def _one(self, sample: Sample) -> Scored:
         limit = TimeLimit(self._environment.timeout_s)
         try:
             if self._environment.kind == "single_turn":
-                slot = await self._answered(sample, prompt_ids, temperature, limit, None)
-            else:
-                slot = await self._conversation(sample, prompt_ids, temperature, limit)
+                return await self._answered(sample, limit, None)
+            return await self._conversation(sample, limit)
         except (EngineStoppedError, RewardPoolError, ConfigError):
             raise
         except HungCallError as error:
-            slot = SlotRollout.failed(prompt_ids, hang_text(error))
+            return sample.failed(hang_text(error))
         except Exception as error:  # of a world, or a prompt that is too long: this sample fails
-            slot = SlotRollout.failed(prompt_ids, failure_text("environment", error))
+            return sample.failed(failure_text("environment", error))
         finally:
             sample.ended()
-        assert slot.score is not None
-        if slot.score.error is not None:
-            _log.error("%s failed: %s", sample.name, slot.score.error)
-        return slot
 
-    async def _conversation(
-        self, sample: Sample, prompt_ids: NDArray[np.int64], temperature: float, limit: TimeLimit
-    ) -> SlotRollout:
+    async def _conversation(self, sample: Sample, limit: TimeLimit) -> Scored:
         call = partial(self._threads.call, limit)
         build = self._environment.build_environment
         environment = self._free.pop() if self._free else await call(build)
         begun = await call(Conversation, environment, sample.prompt, self._encode)
-        slot = await self._answered(sample, prompt_ids, temperature, limit, begun)
+        scored = await self._answered(sample, limit, begun)
         self._free.append(environment)  # not after an error: its state is unknown
-        return slot
+        return scored
 
     async def _answered(
-        self,
-        sample: Sample,
-        prompt_ids: NDArray[np.int64],
-        temperature: float,
-        limit: TimeLimit,
-        conversation: Conversation | None,
-    ) -> SlotRollout:
-        settings, slot, tokens = self._settings, SlotRollout(prompt_ids), prompt_ids.tolist()
+        self, sample: Sample, limit: TimeLimit, conversation: Conversation | None
+    ) -> Scored:
+        settings, prompt_ids = self._settings, np.asarray(sample.prompt["prompt_ids"])
+        tokens, turns = prompt_ids.tolist(), list[tuple[Any, ...]]()
         while True:
-            used = len(slot.response_ids)
-            asked = next_turn(self._engine, settings, sample, temperature, tokens, used)
+            used = len(tokens) - len(prompt_ids)
+            asked = next_turn(self._engine, settings, sample, tokens, used)
             turn = await asyncio.wrap_future(asked)
             token_ids = turn.token_ids.tolist()
+            turns.append((turn.token_ids, turn.logprobs, turn.token_versions))
             text, reply_ids = self._decode(token_ids), None
             if conversation is not None:
                 room = settings.max_response_tokens - used - len(token_ids) - 1
                 reply = conversation.take_turn, text, turn.finish_reason, room
                 reply_ids = await self._threads.call(limit, *reply)
-            slot.extend(turn, reply_ids or ())
             if reply_ids is None:
                 break
+            turns.append((reply_ids,))
             tokens += token_ids + reply_ids
-        if conversation is None:
-            slot.text = text
-        else:
-            slot.finish_reason = conversation.finish_reason
+        finish_reason = conversation.finish_reason if conversation else turn.finish_reason
         answer = conversation and conversation.answer
-        score = await self._scored(sample, text, slot.finish_reason, answer, limit)
+        score = await self._score(sample, text, finish_reason, answer, limit)
         if score.error is not None:
             score = replace(score, error=f"{score.error}\nresponse: {text[:_SHOWN_CHARS]!r}")
-        slot.end(score if conversation is None else conversation.add_rewards(score))
-        return slot
+        if conversation is not None:
+            score = conversation.add_rewards(score)
+        record = sample.record(prompt_ids, turns, finish_reason, score)
+        return [record], score, None if conversation else text
 
-    async def _scored(
+    async def _score(
         self, sample: Sample, text: str, finish_reason: str, answer: str | None, limit: TimeLimit
     ) -> Score:
         scoring = self._rewards.begin(reward_input(sample.prompt, text, finish_reason, answer))
@@ -132,7 +117,7 @@ class TurnRollouts:
                 async with asyncio.timeout(left_s):
                     return await asyncio.wrap_future(scoring)
         except TimeoutError:
-            return Score(float("nan"), {}, False, NO_SCORE)
+            return failure(NO_SCORE)
 
     def close(self) -> None:
         """Let the idle threads end."""

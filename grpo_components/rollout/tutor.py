@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from grpo_components.rollout.multi_turn import Reply
-from grpo_components.rollout.slots import Prompt
+from grpo_components.rollout.samples import Prompt
 
 
 class Tutor:

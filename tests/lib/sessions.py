@@ -9,7 +9,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_components.agents.session import Session
+from grpo_components.rewards.pool import Score
 from grpo_components.rollout.completions import Completion
+from grpo_components.rollout.samples import Sample
 from grpo_components.settings import GeneratorSettings
 from lib.engine import StandInEngine
 
@@ -71,6 +73,12 @@ def make_session(chat, engine):
     name = "group 0 sample 0"
     submit, seed_of = partial(engine.submit, temperature=1.0), lambda *key: hash(key) % 2**31
     return Session(name, chat, submit, seed_of, SETTINGS, temperature=1.0, max_calls=20)
+
+
+def parts_of(recorded):
+    """The trajectories that a session or its conversation recorded."""
+    sample, score = Sample({"prompt_index": 0}, "", 0), Score(0.0, {}, False, None)
+    return [sample.record(*part, score) for part in recorded.parts()]
 
 
 async def ask(session, messages, *, deliver=True, **body):

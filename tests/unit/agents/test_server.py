@@ -7,7 +7,7 @@ import urllib.request
 import openai
 import pytest
 from lib.engine import Request
-from lib.sessions import Parser
+from lib.sessions import Parser, parts_of
 
 USER = [{"role": "user", "content": "abab?"}]
 LONG = b"c" * (1 << 20)
@@ -125,5 +125,5 @@ def test_a_client_that_disconnects_leaves_nothing_to_train(serve, server, stream
     facts = session.facts()
     assert (facts["calls"], facts["sampled_tokens"], facts["unanswered_tokens"]) == (2, 8, 4)
     assert facts["cached_tokens"] == 6
-    (part,) = session.parts()
-    assert part.versions[part.response_mask].tolist() == [2] * 4
+    (part,) = parts_of(session)
+    assert part.token_versions[part.response_mask].tolist() == [2] * 4

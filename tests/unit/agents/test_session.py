@@ -19,6 +19,7 @@ from lib.sessions import (
     Script,
     ask,
     make_session,
+    parts_of,
     scripted_engine,
 )
 
@@ -57,7 +58,7 @@ def test_a_chat_goes_on_with_the_tokens_that_were_sampled(make_chat):
         await ask(session, said(first, "more"))
 
     engine, session = converse(chat, talk, "abab<|im_end|>", "ab<|im_end|>")
-    (part,) = session.parts()
+    (part,) = parts_of(session)
     known = [*engine.requests[0].prompt_ids, *chat.encode("a"), *chat.encode("b")]
     assert engine.requests[1].prompt_ids[: len(known)] == known  # else `abab` would be one token
     assert chat.encode("abab") != [*chat.encode("a"), *chat.encode("b")] * 2
@@ -65,8 +66,8 @@ def test_a_chat_goes_on_with_the_tokens_that_were_sampled(make_chat):
     whole = [*part.prompt_ids.tolist(), *part.response_ids.tolist()]
     assert whole[: len(engine.requests[1].prompt_ids)] == engine.requests[1].prompt_ids
     assert chat.decode(sampled(part)) == "abab<|im_end|>ab<|im_end|>"
-    assert part.versions[part.response_mask].tolist() == [1] * 5 + [2] * 3
-    assert (part.versions[~part.response_mask] == -1).all()
+    assert part.token_versions[part.response_mask].tolist() == [1] * 5 + [2] * 3
+    assert (part.token_versions[~part.response_mask] == -1).all()
 
 
 def test_a_template_that_drops_thoughts_forks_the_session(make_chat):
@@ -77,7 +78,7 @@ def test_a_template_that_drops_thoughts_forks_the_session(make_chat):
         await ask(session, said(first, "sure?"))
 
     engine, session = converse(chat, talk, "<think>hm</think>yes<|im_end|>", "no<|im_end|>")
-    first, second = session.parts()
+    first, second = parts_of(session)
     assert chat.decode(sampled(first)) == "<think>hm</think>yes<|im_end|>"
     assert chat.decode(sampled(second)) == "no<|im_end|>"
     assert second.prompt_ids.tolist() == engine.requests[1].prompt_ids
@@ -105,7 +106,7 @@ def test_another_spelling_of_the_same_tool_call_is_no_fork(make_chat, spelling, 
 
     _, session = converse(chat, talk, f"<tool_call>{spelling}</tool_call><|im_end|>")
     assert session.facts()["trajectories"] == trajectories
-    assert spelling in chat.decode(sampled(session.parts()[0]))
+    assert spelling in chat.decode(sampled(parts_of(session)[0]))
 
 
 def test_parallel_calls_train_what_they_share_once(make_chat):
@@ -115,7 +116,7 @@ def test_parallel_calls_train_what_they_share_once(make_chat):
         first = await ask(session, USER)
         await asyncio.gather(*(ask(session, said(first, text)) for text in "pq"))
 
-    parts = converse(chat, talk, "abc<|im_end|>", "d<|im_end|>", "e<|im_end|>")[1].parts()
+    parts = parts_of(converse(chat, talk, "abc<|im_end|>", "d<|im_end|>", "e<|im_end|>")[1])
     texts = sorted(chat.decode(sampled(part)) for part in parts)
     assert len(parts) == 2
     assert "".join(texts).count("abc") == 1
@@ -131,7 +132,7 @@ def test_several_choices_are_trajectories_of_one_prompt(make_chat):
     engine, session = converse(make_chat(), talk, "a<|im_end|>", "b<|im_end|>")
     assert len({request.seed for request in engine.requests}) == 2
     assert len({request.name for request in engine.requests}) == 2
-    assert len(session.parts()) == 2
+    assert len(parts_of(session)) == 2
 
 
 def test_an_answer_that_nobody_got_is_neither_trained_nor_continued(make_chat):
@@ -143,8 +144,8 @@ def test_an_answer_that_nobody_got_is_neither_trained_nor_continued(make_chat):
         await ask(session, said(first, "go on"))
 
     _, session = converse(chat, talk, "abc<|im_end|>", "abc<|im_end|>")
-    (part,) = session.parts()
-    assert (part.versions[part.response_mask] != 1).all()
+    (part,) = parts_of(session)
+    assert (part.token_versions[part.response_mask] != 1).all()
     facts = session.facts()
     assert facts["sampled_tokens"] == 4 + int(part.response_mask.sum())
     assert facts["calls"] == 3 and facts["unanswered_tokens"] == 4
@@ -167,7 +168,7 @@ def test_a_stop_ends_the_record_where_it_ends_the_answer(make_chat, stop):
         await ask(session, text(f"abab{before}{stop}!"))
 
     _, session = converse(chat, talk, "1+2=3abc", "9<|im_end|>")
-    (part,) = session.parts()
+    (part,) = parts_of(session)
     assert chat.decode(sampled(part)) == f"{before}{stop}9<|im_end|>"
     assert chat.decode(part.response_ids.tolist()) == f"{before}{stop}!9<|im_end|>"
     assert session.facts()["sampled_tokens"] == len(before + stop) + 2  # none after the stop
@@ -187,7 +188,7 @@ def test_a_stop_inside_a_token_ends_the_answer_before_it(make_chat):
         assert (await ask(session, text("q"), stop=["b"]))["content"] == "añ€😀a"
 
     _, session = converse(chat, talk, engine=StandInEngine(partial(merged, Script(chat))))
-    (part,) = session.parts()
+    (part,) = parts_of(session)
     assert chat.decode(part.response_ids.tolist()) == "añ€😀abab"  # its last token has the stop
 
 
@@ -201,7 +202,7 @@ def test_a_text_that_goes_on_without_the_stop_continues_what_was_sampled_before_
             prompt += answer["content"] + "!"
 
     engine, session = converse(chat, talk, "abab\nc", "d\n", "e<|im_end|>")
-    (part,) = session.parts()
+    (part,) = parts_of(session)
     assert chat.decode(part.response_ids.tolist()) == "abab!d!e<|im_end|>"
     assert chat.decode(sampled(part)) == "ababde<|im_end|>"
     assert engine.requests[1].prompt_ids[1:3] == [*chat.encode("a"), *chat.encode("b")]
@@ -275,7 +276,7 @@ def test_names_and_seeds_do_not_depend_on_the_order_of_arrival(make_chat):
 
         engine, session = converse(make_chat(), talk)
         asked = {(request.name, request.seed) for request in engine.requests}
-        return asked, [part.prompt_ids.tolist() for part in session.parts()]
+        return asked, [part.prompt_ids.tolist() for part in parts_of(session)]
 
     assert found([0, 1, 2]) == found([1, 2, 0])
 
@@ -308,11 +309,11 @@ def test_each_delivered_token_is_in_one_trajectory_once(make_chat, data):
             call.choices.append(Choice(ids, unique, versions, *fields))
             said = data.draw(st.sampled_from([letters, letters[:end]]))
             texts.append(f"{prompt}{said}{data.draw(st.text('ab-', max_size=3))}")
-    found = [part.logprobs[part.response_mask].tolist() for part in tree.parts()]
+    found = [part.generator_logprobs[part.response_mask].tolist() for part in parts_of(tree)]
     calls = [call for call in tree.calls if call.delivered]
     delivered = [choice.logprobs.tolist() for call in calls for choice in call.choices]
     assert sorted(chain(*found)) == sorted(chain(*delivered))
-    for part in tree.parts():
+    for part in parts_of(tree):
         whole = chat.decode([*part.prompt_ids.tolist(), *part.response_ids.tolist()])
         assert whole.startswith("abq")
         assert part.response_mask[0]

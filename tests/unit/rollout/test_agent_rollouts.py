@@ -74,7 +74,7 @@ def module(engine_variables):
 
 @pytest.fixture
 def run(module, tmp_path, monkeypatch):
-    """Runs one session for each text of a prompt; returns the slots."""
+    """Runs one session for each text of a prompt; returns their trajectories."""
     (tmp_path / "session_agent.py").write_text(AGENT)
     (tmp_path / "template.jinja").write_text(CHATML)
     build_tokenizer().save_pretrained(tmp_path / "model")
@@ -113,12 +113,13 @@ def run(module, tmp_path, monkeypatch):
                 prompt(i, prompt_text=text, answer="", seed=i),
                 f"group 3 sample {i}",
                 seed=100 + i,
+                group_id=3,
                 **sample,
             )
             for i, text in enumerate(texts)
         ]
         try:
-            return asyncio.run(rollouts.collect(samples, 1.0))
+            return [records for records, *_ in asyncio.run(rollouts.collect(samples))]
         finally:
             rollouts.close()
 
@@ -126,17 +127,10 @@ def run(module, tmp_path, monkeypatch):
     rewards.close()
 
 
-def rows_of(slots):
-    return [row for slot in slots for row in (slot, *slot.others)]
-
-
 def test_sessions_become_groups_with_one_reward_each(run):
     from grpo_components.trajectory import pack, response_numbers, summarize
 
-    slots = run("good", "forks", "posts", "nothing")
-    identity = {"epoch": 0, "group_id": 3, "attempt": 0, "temperature": 1.0}
-    prompt = {"prompt_index": 5}
-    rows = [row.trajectory(prompt, **identity) for row in rows_of(slots)]
+    rows = [row for records in run("good", "forks", "posts", "nothing") for row in records]
     packed = pack(rows)
     assert response_numbers(packed).tolist() == [0, 1, 1, 2, 3]
     assert [row.reward for row in rows[:4]] == [1.0, 1.0, 1.0, 0.25]
@@ -153,28 +147,28 @@ def test_a_tool_call_that_is_sampled_reaches_the_agent_and_its_tokens_go_on(run)
     """In the policy's own spelling, which is not the template's."""
     call = '<tool_call>{"arguments": {"x":1},  "name": "f"}</tool_call><|im_end|>'
     engine = scripted_engine(None, call, "done<|im_end|>")
-    (slot,) = run("tool", engine=engine, tool_parser="hermes")
-    assert (slot.score.error, slot.score.reward) == (None, 1.0)
-    assert (slot.session["calls"], slot.session["trajectories"]) == (2, 1)
-    said = engine.answer.chat.decode(slot.response_ids[slot.response_mask].tolist())
+    ((record,),) = run("tool", engine=engine, tool_parser="hermes")
+    assert (record.error, record.reward) == (None, 1.0)
+    assert (record.session["calls"], record.session["trajectories"]) == (2, 1)
+    said = engine.answer.chat.decode(record.response_ids[record.response_mask].tolist())
     assert said == f"{call}done<|im_end|>"
 
 
 def test_whatever_an_agent_does_its_sample_alone_fails(run):
-    slots = run("raises", "hangs", "good", timeout_s=6.0)
-    errors = [slot.score.error for slot in slots]
+    records = [record for (record,) in run("raises", "hangs", "good", timeout_s=6.0)]
+    errors = [record.error for record in records]
     assert errors[0].startswith("agent: ValueError (")
     assert errors[0].splitlines()[0].endswith("): no more")
     limit = "session_agent.run did not end in 6 s, half of timeouts.rollout_s"
     assert errors[1] == f"agent: TimeoutError: {limit}"
     assert errors[2] is None
-    assert all(not slot.others and not len(slot.response_ids) for slot in slots[:2])
+    assert not any(len(record.response_ids) for record in records[:2])
 
 
 def test_an_agent_that_opens_a_thousand_calls_fails_its_sample_alone(run):
-    many, good = run("many", "good", timeout_s=120.0)
+    (many,), (good,) = run("many", "good", timeout_s=120.0)
     limit = "agent: the agent opened more than 20 calls (environment.max_calls)"
-    assert (many.score.error, good.score.error) == (limit, None)
+    assert (many.error, good.error) == (limit, None)
     assert many.session["calls"] <= 20
 
 
@@ -198,8 +192,8 @@ def test_an_agent_without_a_module_ends_the_run(run):
 
 def test_an_evaluation_takes_any_temperature(run):
     engine = scripted_engine(None)
-    (slot,) = run("good", engine=engine, evaluates=True)
-    assert slot.score.error is None
+    ((record,),) = run("good", engine=engine, evaluates=True)
+    assert record.error is None
     assert engine.requests[0].temperature == 1.0
 
 

@@ -28,14 +28,10 @@ def test_idle_time_has_a_cause_and_the_share_of_sequences_is_a_mean_over_time(mo
             passes(7)
         passes(2)
     passes(4)
-    assert use.seconds() == {
-        NO_GROUP: 5,
-        NO_REWARD: 9,
-        "sampling": 15,
-        "loading weights": 3,
-    }
-    assert sum(use.cpu_seconds().values()) >= 0
-    assert use.sequence_share() == pytest.approx((10 * 2 + 3 * 2 + 5 * 4) / (4 * now[0]))
+    found = use.report()
+    seconds = {NO_GROUP: 5, NO_REWARD: 9, "sampling": 15, "loading weights": 3}
+    assert found["seconds"] == seconds and found["cpu_seconds"].keys() == seconds.keys()
+    assert found["sequence_share"] == pytest.approx((10 * 2 + 3 * 2 + 5 * 4) / (4 * now[0]))
 
 
 def test_steps_are_summed_by_their_sequences_and_apart_if_prompts_entered(monkeypatch):
@@ -48,7 +44,7 @@ def test_steps_are_summed_by_their_sequences_and_apart_if_prompts_entered(monkey
         with use.step(prompts, 20 * prompts):
             now[0] += 2
             cpu[0] += 1
-    assert use.steps() == {
+    assert use.report()["engine_steps"] == {
         "8+": [1, 5, 5, 100, 2, 1],
         "8": [2, 13, 0, 0, 4, 2],
         "16+": [1, 9, 1, 20, 2, 1],

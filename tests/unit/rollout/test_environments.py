@@ -1,7 +1,6 @@
 """Environments of torchrl, the shipped one and one's own, are stepped slot by slot."""
 
 import asyncio
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from grpo_components.rollout.environments import (
     set_token_specs,
     slot_state,
 )
-from grpo_components.rollout.slots import Sample
+from grpo_components.rollout.samples import Sample
 from grpo_components.settings import GeneratorSettings
 
 TOKENS = st.lists(st.integers(0, 300), min_size=1, max_size=12)
@@ -104,6 +103,9 @@ class Countdown(EnvBase):
         super().__init__(batch_size=torch.Size([num_slots]), device=None)
         set_token_specs(self, num_slots)
 
+    def ask(self, prompts):
+        pass
+
     def _reset(self, tensordict=None, **_):
         self.left = list(range(1, self.batch_size[0] + 1))
         return lazy_stack([slot_state([1], done=False) for _ in self.left], 0)
@@ -136,11 +138,12 @@ async def at_once(function, *args):
     return function(*args)
 
 
-def policy_over(collector, engine, num_slots):
+SAMPLES = [Sample(prompt(0), "a", seed) for seed in range(3)]
+
+
+def collector_of(collector, env, engine):
     settings = GeneratorSettings(max_response_tokens=8, temperature=1.0, stop_token_ids=[0])
-    policy = collector.EnginePolicy(engine, settings)
-    policy.samples = [Sample({}, "a", seed) for seed in range(num_slots)]
-    return policy
+    return collector.GroupCollector(env, engine, settings)
 
 
 def test_slots_of_one_environment_end_one_by_one_and_then_stay_as_they_are(collector):
@@ -149,25 +152,23 @@ def test_slots_of_one_environment_end_one_by_one_and_then_stay_as_they_are(colle
         return Completion(np.array([5, 6]), np.full(2, -0.5, np.float32), versions, "stop")
 
     engine = StandInEngine(two)
-    made = collector.GroupCollector(Countdown(3), policy_over(collector, engine, 3))
+    made = collector_of(collector, Countdown(3), engine)
     assert not engine.requests, "torchrl would reset an environment in the constructor"
     for _ in range(2):  # a second rollout of the same collector starts afresh
-        slots = asyncio.run(made.rollout(at_once))
+        records = [record for (record,), *_ in asyncio.run(made.rollout(SAMPLES, at_once))]
         said = [[5, 6], [5, 6, 9, 5, 6], [5, 6, 9, 5, 6, 9, 5, 6]]
-        assert [slot.response_ids.tolist() for slot in slots] == said
-        assert slots[2].response_mask.tolist() == [True, True, False] * 2 + [True, True]
-        assert slots[2].versions.tolist() == [1, 1, -1, 4, 4, -1, 7, 7]
-        assert [slot.score.reward for slot in slots] == [0.0, 1.0, 2.0]
+        assert [record.response_ids.tolist() for record in records] == said
+        assert records[2].response_mask.tolist() == [True, True, False] * 2 + [True, True]
+        assert records[2].token_versions.tolist() == [1, 1, -1, 4, 4, -1, 7, 7]
+        assert [record.reward for record in records] == [0.0, 1.0, 2.0]
     seeds = [request.seed for request in engine.requests]
     assert seeds[:3] == [0, 1, 2] and len(set(seeds[:6])) == 6, "each turn has its own"
 
 
-def test_a_policy_without_room_names_the_limit(collector):
-    state = slot_state(range(9), done=False)
-    state["response_tokens"] = torch.tensor(8)
-    policy = policy_over(collector, SimpleNamespace(submit=print), 1)
+def test_a_response_without_room_names_the_limit(collector):
+    slot = collector._Slot(SAMPLES[0], np.array([1]), np.arange(9))
     with pytest.raises(ValueError, match=r"generator\.max_response_tokens\D*8"):
-        asyncio.run(policy(lazy_stack([state], 0)))
+        collector_of(collector, Countdown(1), StandInEngine(print))._submit(slot)
 
 
 @pytest.mark.parametrize(
@@ -177,13 +178,8 @@ def test_a_policy_without_room_names_the_limit(collector):
 def test_an_environment_that_changes_earlier_tokens_or_gives_no_score_is_an_error(
     collector, tokens, score, problem
 ):
-    turn = TensorDict(
-        response=torch.tensor([3]),
-        logprobs=torch.tensor([-1.0]),
-        versions=torch.tensor([0], dtype=torch.int32),
-        finish_reason=NonTensorData("stop"),
-        next=slot_state(tokens, done=True),
-    )
-    turn["next", "score"] = NonTensorData(score)
+    after = slot_state(tokens, done=True)
+    after["score"] = NonTensorData(score)
+    said = Completion(np.array([3]), np.array([-1.0]), np.array([0], np.int32), "stop")
     with pytest.raises((ValueError, TypeError), match=problem):
-        collector._extend(collector.SlotRollout(np.array([1, 2])), turn)
+        collector._Slot(SAMPLES[0], np.array([1, 2]), np.array([1, 2])).extend(said, after)

@@ -612,7 +612,7 @@ def test_an_environments_error_shows_its_own_file_and_line_and_begins_there(brea
     assert f"({__file__}:" in line
     frames = [text for text in lines if text.startswith("  File ")]
     assert frames[0].startswith(f'  File "{__file__}", line ')
-    ours = ("generator.py", "rollouts.py")
+    ours = ("generator.py", "collector.py")
     assert not any(f"grpo_components/rollout/{name}" in each for name in ours for each in frames)
     logged = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
     assert sum(line in text and frames[0] in text for text in logged) == 3
@@ -653,13 +653,13 @@ def test_a_prompt_that_the_engine_refuses_fails_and_no_other(generator, engine):
 @pytest.mark.parametrize("kind", ["breaking", "generator"])
 def test_a_failure_that_is_no_environments_is_the_generators(request, engine, error, kind):
     """Without an engine, or without rewards, there is nothing to go on with."""
-    from grpo_components.rollout import rollouts
+    from grpo_components.rollout import turn_rollouts
 
     def fails(_):
-        raise getattr(rollouts, error)("rewards", "gone", "one")
+        raise getattr(turn_rollouts, error)("rewards", "gone", "one")
 
     engine.arrived = fails
-    with pytest.raises(getattr(rollouts, error)):
+    with pytest.raises(getattr(turn_rollouts, error)):
         group(request.getfixturevalue(kind))
 
 

@@ -20,7 +20,7 @@ from grpo_components.rewards.pool import Score
 from grpo_components.rollout.completions import Completion
 from grpo_components.rollout.generator_options import EnvironmentOptions
 from grpo_components.rollout.multi_turn import MultiTurnEnvironment, Reply
-from grpo_components.rollout.slots import Sample, sampling_seed
+from grpo_components.rollout.samples import Sample, sampling_seed
 from grpo_components.settings import GeneratorSettings
 from grpo_components.trajectory import summarize, unpack
 
@@ -110,8 +110,8 @@ def rollout(turn_rollouts):
                 encode=encode,
             )
         )
-        (slot,) = asyncio.run(made[-1].collect([Sample(prompt(0), "a sample", 7)], 1.0))
-        return slot.trajectory(prompt(0), epoch=0, group_id=0, attempt=0, temperature=1.0)
+        (((record,), *_),) = asyncio.run(made[-1].collect([Sample(prompt(0), "a sample", 7)]))
+        return record
 
     yield run
     for each in made:

@@ -1,0 +1,126 @@
+"""A response from its request to its record: the sample that is asked for, and its trajectory."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grpo_components.rewards.pool import Score
+from grpo_components.trajectory import Trajectory
+
+if TYPE_CHECKING:  # worlds of users import this module
+    from grpo_components.rollout.completions import Completion
+    from grpo_components.rollout.engine import Engine
+    from grpo_components.settings import GeneratorSettings
+
+Prompt = dict[str, Any]
+"""One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text and answer, and the
+other columns of the row. The generator adds `seed`, for anything random in the environment."""
+Scored = tuple[list[Trajectory], Score, str | None]
+"""A scored response: its trajectory, or several of an agent's session; its score; and its text if
+it is one turn."""
+
+
+def sampling_seed(*identity: int) -> int:
+    """Return a sample's seed, computed from its identity (seed, purpose, group, sample) only."""
+    return int(np.random.SeedSequence(identity).generate_state(1, np.uint64)[0] >> 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A response to be sampled."""
+
+    prompt: Prompt
+    name: str
+    """Name in the engine's schedule and in errors."""
+    seed: int
+    temperature: float = 1.0
+    epoch: int = 0
+    group_id: int = 0
+    attempt: int = 0
+    ended: Callable[[], None] = lambda: None
+    """Function to call once the response is scored; further calls do nothing."""
+    evaluates: bool = False
+    """Whether it is sampled for an evaluation, not for training."""
+
+    def record(
+        self,
+        prompt_ids: NDArray[np.int64],
+        turns: Iterable[Sequence[Any]],
+        finish_reason: str,
+        score: Score,
+        session: dict[str, Any] | None = None,
+    ) -> Trajectory:
+        """Make the trajectory of a response; if the score has an error, the sample has failed.
+
+        A turn is (token ids, logprobs, versions) of the policy, or (token ids,) of the environment.
+        """
+        ids, masks = [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
+        logprobs, versions = [np.empty(0, np.float32)], [np.empty(0, np.int32)]
+        for token_ids, *sampled in turns:
+            size = len(token_ids)
+            ids.append(np.asarray(token_ids, np.int64))
+            masks.append(np.full(size, bool(sampled)))
+            logprobs.append(sampled[0] if sampled else np.zeros(size, np.float32))
+            versions.append(sampled[1] if sampled else np.full(size, -1, np.int32))
+        if score.error is None and not math.isfinite(score.reward):
+            score = failure(f"the environment gave the reward {score.reward}")
+        return Trajectory(
+            prompt_ids=prompt_ids,
+            response_ids=np.concatenate(ids),
+            response_mask=np.concatenate(masks),
+            generator_logprobs=np.concatenate(logprobs),
+            token_versions=np.concatenate(versions),
+            prompt_index=self.prompt["prompt_index"],
+            epoch=self.epoch,
+            group_id=self.group_id,
+            attempt=self.attempt,
+            temperature=self.temperature,
+            finish_reason="error" if score.error else finish_reason,  # pyright: ignore
+            reward=score.reward,
+            reward_terms=score.terms,
+            success=score.success,
+            error=score.error,
+            session=session,
+        )
+
+    def failed(self, error: str, session: dict[str, Any] | None = None) -> Scored:
+        """Return a failed response without tokens."""
+        prompt_ids, score = np.asarray(self.prompt["prompt_ids"]), failure(error)
+        return [self.record(prompt_ids, (), "error", score, session)], score, None
+
+
+def failure(error: str) -> Score:
+    """Return the score of a failed sample."""
+    return Score(math.nan, {}, False, error)
+
+
+def next_turn(
+    engine: Engine, settings: GeneratorSettings, sample: Sample, tokens: list[int], used: int
+) -> Future[Completion]:
+    """Request a sample's next turn; the last `used` of the `tokens` belong to its response."""
+    return engine.submit(
+        tokens,
+        max_tokens=settings.max_response_tokens - used,
+        temperature=sample.temperature,
+        # A later turn must not repeat the random numbers of the first.
+        seed=sampling_seed(sample.seed, used) if used else sample.seed,
+        stop_token_ids=settings.stop_token_ids or (),
+        truncation=settings.truncation,
+        name=sample.name,
+    )
+
+
+def reward_use(scored: Iterable[Scored]) -> dict[str, float]:
+    """Add up what the rewards used for these responses; see `Score.used`."""
+    total: Counter[str] = Counter()
+    for _, score, _ in scored:
+        total.update(score.used)  # pyright: ignore -- numbers
+    return dict(total)
