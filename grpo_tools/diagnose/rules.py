@@ -125,7 +125,7 @@ def _stands_still(run: Run) -> Finding | None:
     if kl < 1e-9 and not reward.sigmas > 3:
         what, advice = "the policy does not move", f"{advice}; is grad_norm above 0?"
         return Finding(67, what, figure, "learning rate of 0", advice)
-    slow = Finding(48, "the policy hardly moves", figure, "small updates", f"{advice}, more steps")
+    slow = Finding(43, "the policy hardly moves", figure, "small updates", f"{advice}, more steps")
     return slow if kl < 4e-6 and abs(reward.sigmas) < 3 else None
 
 
