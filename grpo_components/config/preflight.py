@@ -60,6 +60,7 @@ def check_values_and_files(cfg: DictConfig) -> Settings:
 def check_what_is_imported(settings: Settings) -> None:
     """Check what needs torch or torchtune: GPUs, checkpoints, recorded runs and components."""
     from grpo_components.config.files import check_disk, check_output
+    from grpo_components.config.replayed import check_replay
     from grpo_components.offline.partial_runs import check_partial_run
     from grpo_components.records.resume import check_resume
 
@@ -67,10 +68,7 @@ def check_what_is_imported(settings: Settings) -> None:
         check_gpus(settings, here=settings.ray.address is None)
     check_output(settings)
     check_resume(settings.model_dump(), needs_reference)
-    if settings.replay_events is not None or settings.replay_until is not None:
-        from grpo_tools.replay.check import check_replay  # a live run needs no tools
-
-        check_replay(settings)
+    check_replay(settings, read_settings)
     check_partial_run(settings)
     check_components(settings)
     if settings.trains:

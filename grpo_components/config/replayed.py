@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_components.settings import Settings
 
@@ -25,6 +26,14 @@ def replay_of(cfg: Settings) -> Replay | None:
     from grpo_tools.replay.recorded_run import Replay
 
     return Replay(run_folder(cfg.replay_events), cfg.timeouts.rollout_s)
+
+
+def check_replay(cfg: Settings, read: Callable[[Mapping[str, Any]], Settings]) -> None:
+    """Refuse a `replay_events` whose run cannot be replayed at all, or not with this config."""
+    if cfg.replay_events is not None or cfg.replay_until is not None:
+        from grpo_tools.replay import check
+
+        check.check_replay(cfg, read)
 
 
 def available_cpus(cfg: Settings) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from grpo_components.config.reading import read_settings
 from grpo_components.config.replayed import run_folder
 from grpo_components.errors import fail, shown
 from grpo_components.exchange.event_order import FORMAT
@@ -31,7 +30,7 @@ also change, to another copy of the same model."""
 _ALLOWED = "the output folder of a finished run, or its receipts.jsonl"
 
 
-def check_replay(settings: Settings) -> None:
+def check_replay(settings: Settings, read: Callable[[dict[str, Any]], Settings]) -> None:
     """Refuse a `replay_events` whose run cannot be replayed, at all or with this config."""
     until = settings.replay_until
     if settings.replay_events is None:
@@ -49,7 +48,7 @@ def check_replay(settings: Settings) -> None:
     if run.is_relative_to(output_dir):
         fail("output_dir", f"{output_dir} holds the run to replay", "another folder")
     _check_there(run, "config.yaml", "receipts.jsonl")
-    before, given = _recorded_config(run, settings), settings.model_dump()
+    before, given = _recorded_config(run, settings, read), settings.model_dump()
     for key, saved, now in differences(before, given):
         fail(key, f"{shown(now)} given, and the run to replay had another", shown(saved))
     names = (schedule_file(Path("logs"), n) for n in range(before["num_generators"]))
@@ -73,12 +72,14 @@ def _check_there(run: Path, *names: str) -> None:
             fail("replay_events", f"{run} has no {name}", _ALLOWED)
 
 
-def _recorded_config(run: Path, settings: Settings) -> dict[str, Any]:
+def _recorded_config(
+    run: Path, settings: Settings, read: Callable[[dict[str, Any]], Settings]
+) -> dict[str, Any]:
     """Return the config of a recorded run, with the replay's values of keys that may change."""
     given = settings.model_dump()
     saved: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
     moved = {saved[key]: given[key] for key in ("base_model_path", "output_dir")}
-    before = read_settings(saved).model_dump()
+    before = read(saved).model_dump()
     here = {key: _elsewhere(before[key], moved) for key in given}
     run_path = {saved["output_dir"]: given["output_dir"]}  # in a copy of the run's config
     same = (key for key in given if key in FREE or _elsewhere(given[key], run_path) == here[key])

@@ -34,7 +34,7 @@ def write(path, *records):
 
 
 def check(values):
-    check_replay(read_settings(values))
+    check_replay(read_settings(values), read_settings)
 
 
 def test_a_finished_run_can_be_replayed_by_its_folder_or_its_log_and_with_other_cpus(values):
