@@ -23,7 +23,6 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
@@ -32,7 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
 
-FORMAT_VERSION = 3  # increase it when the same seed and steps give a different model or data
+FORMAT_VERSION = 2  # increase it when the same seed and steps give a different model or data
 DEFAULT_OUTPUT_DIR = Path("/tmp/torchtune-async-grpo/tiny_policy")
 DEFAULT_STEPS = 400
 RECORD_FILE = "tiny_policy.json"
@@ -148,20 +147,6 @@ def _make_tokenizer(problems: list[Problem]) -> PreTrainedTokenizerFast:
     )
 
 
-def _logits_at(policy: Qwen2ForCausalLM, ids: Tensor, chosen: Tensor) -> Tensor:
-    """Return the policy's logits at chosen positions; the last layer's MLP is for these alone."""
-    model: Any = policy.model
-    hidden = model.embed_tokens(ids)
-    rotary = model.rotary_emb(hidden, torch.arange(ids.shape[1])[None])
-    *lower, last = model.layers
-    for layer in lower:
-        hidden = layer(hidden, position_embeddings=rotary)
-    attended, _ = last.self_attn(last.input_layernorm(hidden), rotary, attention_mask=None)
-    hidden = (hidden + attended)[chosen]
-    hidden = hidden + last.mlp(last.post_attention_layernorm(hidden))
-    return policy.lm_head(model.norm(hidden))
-
-
 def _warm_start(
     policy: Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
@@ -183,18 +168,16 @@ def _warm_start(
         texts = [p.answer(_noisy_result(p.result, wrong_share, rng)) + END_OF_TEXT for p in batch]
         prompts = tokenizer([p.prompt for p in batch])["input_ids"]
         answers = tokenizer(texts)["input_ids"]
-        pairs = sorted(zip(prompts, answers, strict=True), key=lambda pair: sum(map(len, pair)))
-        tokens = sum(map(len, answers))
-        for half in (pairs[: BATCH_SIZE // 2], pairs[BATCH_SIZE // 2 :]):  # of similar lengths
-            width = max(len(prompt) + len(answer) for prompt, answer in half)
-            ids = torch.zeros(len(half), width, dtype=torch.int64)
-            is_answer = torch.zeros(len(half), width, dtype=torch.bool)
-            for row, (prompt, answer) in enumerate(half):
-                length = len(prompt) + len(answer)
-                ids[row, :length] = torch.tensor(prompt + answer)
-                is_answer[row, len(prompt) : length] = True
-            logits = _logits_at(policy, ids[:, :-1], is_answer[:, 1:])
-            (cross_entropy(logits, ids[is_answer], reduction="sum") / tokens).backward()
+        width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+        ids = torch.zeros(BATCH_SIZE, width, dtype=torch.int64)
+        is_answer = torch.zeros(BATCH_SIZE, width, dtype=torch.bool)
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            length = len(prompt) + len(answer)
+            ids[row, :length] = torch.tensor(prompt + answer)
+            is_answer[row, len(prompt) : length] = True
+        hidden = policy.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        logits = policy.lm_head(hidden[is_answer[:, 1:]])
+        cross_entropy(logits, ids[:, 1:][is_answer[:, 1:]]).backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
