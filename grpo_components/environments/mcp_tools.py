@@ -65,7 +65,7 @@ class MCPTools:
         if not command or shutil.which(command[0]) is None:
             program = command[0] if command else "none"
             fail("command", f"no program {program!r}", "a program on the PATH, or the path of one")
-        if not (isinstance(timeout_s, int | float) and 0 < timeout_s < float("inf")):
+        if type(timeout_s) not in (int, float) or not 0 < timeout_s < float("inf"):
             fail("timeout_s", f"{timeout_s!r} given", "a number above 0")
         if type(num_servers) is not int or num_servers < 1:
             fail("num_servers", f"{num_servers!r} given", "a whole number of at least 1")
@@ -130,7 +130,11 @@ class MCPServer:
         self._thread = threading.Thread(target=self._run, name="mcp", daemon=True)
         self._thread.start()
         with told_if_slow(f"the tool server {self.name} to start", _START_S):
-            self._session, self._loop, self._stop = self._opened.result(_START_S)
+            try:
+                self._session, self._loop, self._stop = self._opened.result(_START_S)
+            except Exception as error:  # of this machine: the server itself has not begun
+                problem = f"the tool server {self.name} does not start: {error!r}"
+                raise MCPServerError(problem) from error
             self._wait("initialize", self._session.initialize(), _START_S)
 
     @property

@@ -141,6 +141,7 @@ def test_no_process_outlives_a_killed_owner(command, tmp_path):
         ({"command": ["/no/server"]}, "^command: no program '/no/server'; allowed: a program on"),
         ({"command": ["true"]}, "^command: the tool server true ended during initialize"),
         ({"timeout_s": 0}, "^timeout_s: 0 given; allowed: a number above 0"),
+        ({"timeout_s": True}, "^timeout_s: True given; allowed: a number above 0"),
         ({"call_format": "xml"}, "^call_format: 'xml' given"),
     ],
 )
