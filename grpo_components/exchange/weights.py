@@ -8,7 +8,7 @@ import logging
 import re
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -138,14 +138,18 @@ class Bucket:
         self._values: list[Tensor | None] = []
         self._used = 0
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor into the buffer; a copy from a GPU into pinned memory is not awaited."""
+    def add(self, name: str, tensor: Tensor, scale: float = 1.0) -> None:
+        """Copy a tensor into the buffer; a copy from a GPU into pinned memory is not awaited.
+
+        Engines keep it multiplied by `scale`.
+        """
         raw = tensor.detach().contiguous().flatten().view(torch.uint8)
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
         begin, self._used = self._used, self._used + raw.numel()
         self._buffer[begin : self._used].copy_(raw, non_blocking=True)
         compared = is_hashed(tensor.device.type, tensor.dtype)
-        values = hash_values(tensor).to("cpu", non_blocking=True) if compared else None
+        kept = tensor if scale == 1.0 else tensor * scale
+        values = hash_values(kept).to("cpu", non_blocking=True) if compared else None
         self._values.append(values)
         self._entries.append(TensorEntry(name, dtype, shape, begin, raw.numel(), 0))
 
@@ -255,24 +259,28 @@ def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def keeps_values(
-    engine: Callable[[], dict[str, int]],
-    device: str,
-    model_path: Path,
-    names: Iterable[str],
-    dtype: torch.dtype,
-) -> bool:
-    """Whether an engine's hashes by layer can be compared with those of pushed weights.
-
-    The engine has just read a checkpoint: the answer is yes if its hashes equal the checkpoint's.
-    """
-    if not is_hashed(device, dtype):
-        return False
-    hashes, wanted = dict[str, int](), set(names)
+def checkpoint_tensors(model_path: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Read some tensors of a checkpoint, one at a time."""
+    wanted = set(names)
     for file in checkpoint_files(model_path):
         with safe_open(file, framework="pt") as tensors:
             for name in wanted.intersection(tensors.keys()):
-                hashes[name] = int(hash_values(tensors.get_tensor(name).to(dtype)))
+                yield name, tensors.get_tensor(name)
+
+
+def keeps_values(
+    engine: Callable[[], dict[str, int]],
+    device: str,
+    loaded: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+) -> bool:
+    """Whether an engine's hashes by layer are those of the tensors that it has just loaded.
+
+    If not, its weights can't be compared with pushed ones.
+    """
+    if not is_hashed(device, dtype):
+        return False
+    hashes = hash_named((name, tensor.to(dtype)) for name, tensor in loaded)
     keeps = engine() == hash_layers(hashes)
     if not keeps:
         logging.getLogger(__name__).warning(

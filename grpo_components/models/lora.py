@@ -112,6 +112,11 @@ def is_adapter(name: str) -> bool:
     return name.endswith((f".{_A}", f".{_B}"))
 
 
+def engine_scale(name: str, lora: LoraSettings) -> float:
+    """Return by what vLLM multiplies a tensor with a peft name when it loads it."""
+    return lora.scale if name.endswith("lora_B.weight") else 1.0
+
+
 def adapted_layers(model: nn.Module) -> set[str]:
     """Return Hugging Face's names of the kinds of linear layers that have an adapter."""
     paths = (name.removesuffix(f".{_A}") for name in model.state_dict() if name.endswith(f".{_A}"))

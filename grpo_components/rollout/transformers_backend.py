@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from grpo_components.exchange.weight_probe import ProbeReading
-from grpo_components.exchange.weights import hash_layers, hash_named, keeps_values
+from grpo_components.exchange.weights import (
+    checkpoint_tensors,
+    hash_layers,
+    hash_named,
+    keeps_values,
+)
 from grpo_components.models.hugging_face_attention import (
     explicit,
     for_all_heads,
@@ -115,8 +120,8 @@ class TransformersBackend:
         self._probes: list[tuple[str, list[int]]] = []
         self._version = BASE_VERSION
         self._layers: dict[str, int] | None = None
-        model = Path(path), expected_shapes, self._model.dtype
-        self._keeps_values = keeps_values(self._hash, self._device, *model)
+        read = checkpoint_tensors(Path(path), expected_shapes)
+        self._keeps_values = keeps_values(self._hash, self._device, read, self._model.dtype)
 
     def add(self, request_id: str, request: Request) -> None:
         """Begin a request; raises a ValueError if it cannot be answered."""

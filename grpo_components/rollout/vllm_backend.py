@@ -25,6 +25,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from grpo_components.exchange.weight_probe import ProbeReading
 from grpo_components.exchange.weights import (
     check_names_and_shapes,
+    checkpoint_tensors,
     hash_layers,
     join_shares,
     keeps_values,
@@ -39,6 +40,7 @@ from grpo_components.rollout.vllm_weights import (
     hash_parameters,
     load_into_worker,
     load_into_workers,
+    load_random_adapter,
     never_sample_from,
     receive_into_worker,
     swap_adapter,
@@ -82,6 +84,14 @@ class VLLMBackend:
         self._sleep_level = level if lora is None else min(level, 1)  # the base comes only once
         self._asleep = False
         self._recompute_kv = options.recompute_kv_after_pull
+        self._layers: dict[str, int] | None = None
+        # vLLM packs or quantizes some layers; with more workers than key heads it has some values
+        # twice.
+        loaded = checkpoint_tensors(Path(options.model_path), expected_shapes)
+        if lora is not None:
+            loaded = load_random_adapter(self._engine, lora, expected_shapes)
+        dtype = self._engine.model_config.dtype
+        self._keeps_values = keeps_values(self._hash, options.device, loaded, dtype)
         if lora is not None:
             adapter = {name: torch.zeros(shape) for name, shape in expected_shapes.items()}
             if options.adapter_path is not None:
@@ -93,11 +103,6 @@ class VLLMBackend:
         self._watched: dict[str, _WatchedRequest] = {}
         self._group: dict[str, Any] | None = None
         """vLLM's description of the group over which a trainer sends weights."""
-        self._layers: dict[str, int] | None = None
-        # vLLM scales an adapter's B; it packs or quantizes some layers, and with more workers than
-        # key heads it has some values twice.
-        model = Path(options.model_path), expected_shapes, self._engine.model_config.dtype
-        self._keeps_values = lora is None and keeps_values(self._hash, options.device, *model)
 
     def add(self, request_id: str, request: Request) -> None:
         """Begin a request; raises a ValueError if it cannot be answered."""
@@ -230,7 +235,8 @@ class VLLMBackend:
         return cast(InprocClient, self._engine.engine_core).engine_core
 
     def _hash(self) -> dict[str, int]:
-        shares: Any = self._engine.collective_rpc(cast(Any, hash_parameters))
+        of = (self._lora is not None,)
+        shares: Any = self._engine.collective_rpc(cast(Any, hash_parameters), args=of)
         return hash_layers(join_shares(shares))
 
     def _label(self, version: int) -> None:

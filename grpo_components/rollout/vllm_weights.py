@@ -33,7 +33,12 @@ from grpo_components.exchange.shared_weights import (
     split,
 )
 from grpo_components.exchange.weights import TensorEntry, hash_named
-from grpo_components.models.lora import ADAPTER_FILE, peft_config, reserved_rank
+from grpo_components.models.lora import (
+    ADAPTER_FILE,
+    engine_scale,
+    peft_config,
+    reserved_rank,
+)
 from grpo_components.rollout.weight_receiver import CheckedModel
 from grpo_components.settings import LoraSettings
 
@@ -137,9 +142,17 @@ def load_into_workers(executor: Any, tensors: Mapping[str, torch.Tensor]) -> Non
         _refuse_missing(left, f"vLLM's worker {number}")
 
 
-def hash_parameters(worker: Any) -> dict[str, int]:
-    """Hash each parameter of a worker's share of the weights."""
-    return hash_named(worker.model_runner.get_model().named_parameters())
+def hash_parameters(worker: Any, of_adapter: bool) -> dict[str, int]:
+    """Hash each parameter of a worker's share of the weights, or each matrix of its adapter's."""
+    model = worker.model_runner.get_model()
+    if not of_adapter:
+        return hash_named(model.named_parameters())
+    return hash_named(
+        (f"{path}.{kind}.{number}", matrix)
+        for path, module in model.named_modules()
+        for kind in ("lora_a_stacked", "lora_b_stacked")
+        for number, matrix in enumerate(getattr(module, kind, ()))
+    )
 
 
 def _begin(worker: Any) -> set[str]:
@@ -250,3 +263,13 @@ def swap_adapter(
         name, number = ADAPTER.lora_name, ADAPTER.lora_int_id
         if not engine.add_lora(LoRARequest(name, number, folder, load_inplace=True)):
             raise RuntimeError("vLLM did not load the adapter")
+
+
+def load_random_adapter(
+    engine: LLMEngine, lora: LoraSettings, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Load an adapter of random values; yield them as the engine should keep them."""
+    random, dtype = torch.Generator().manual_seed(0), engine.model_config.dtype
+    made = {name: torch.randn(shape, generator=random).to(dtype) for name, shape in shapes.items()}
+    swap_adapter(engine, lora, made)
+    yield from ((name, matrix * engine_scale(name, lora)) for name, matrix in made.items())

@@ -17,7 +17,7 @@ from grpo_components.exchange.weight_deltas import DeltaBucket, DeltaEncoder
 from grpo_components.exchange.weights import Bucket, BucketBuffers, Manifest, StateDict
 from grpo_components.models.hf_weights import file_converter, layer_groups
 from grpo_components.models.loading import DTYPES
-from grpo_components.models.lora import AdapterNames, is_adapter, merged
+from grpo_components.models.lora import AdapterNames, engine_scale, is_adapter, merged
 from grpo_components.training.trainer_options import TrainerOptions
 
 
@@ -37,9 +37,10 @@ class WeightExport:
         rank: int,
         num_ranks: int,
         exported: Callable[[str], bool] = lambda name: True,
+        engine_scale: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
         self._model, self._to_hf, self._dtype, self._device = model, to_hf, dtype, device
-        self._exported = exported
+        self._exported, self._engine_scale = exported, engine_scale
         self._rank, self._num_ranks = rank, num_ranks
         empty = partial(torch.empty, dtype=dtype, device="meta")
         share = list(self._convert(lambda value: empty(value.shape)))[rank::num_ranks]
@@ -68,9 +69,9 @@ class WeightExport:
                 mine = layer
             if number % self._num_ranks == self._num_ranks - 1:
                 # Now each rank has a layer: they copy side by side, and none waits in a gather.
-                _add(bucket, mine)
+                self._add(bucket, mine)
                 mine = {}
-        _add(bucket, mine)
+        self._add(bucket, mine)
         done = torch.cuda.Event() if self._on_gpu else None
         if done:
             done.record()
@@ -88,6 +89,10 @@ class WeightExport:
             return bucket, bucket[0]
         delta = self._deltas.encode(version, bucket, base)
         return delta, delta.manifest
+
+    def _add(self, bucket: Bucket, tensors: StateDict) -> None:
+        for name, tensor in tensors.items():
+            bucket.add(name, tensor, self._engine_scale(name))
 
     def _convert(self, full: Callable[[Tensor], Tensor]) -> Iterator[StateDict]:
         """Yield each layer by Hugging Face names; `full` makes each parameter a whole tensor."""
@@ -110,12 +115,8 @@ def weight_exports(
     lora = options.lora
     if lora is None:
         return [export(to_hf)]
-    exports = [export(AdapterNames(to_hf), exported=is_adapter)]
+    scale = partial(engine_scale, lora=lora)
+    exports = [export(AdapterNames(to_hf), exported=is_adapter, engine_scale=scale)]
     if lora.save_merged:
         exports.append(export(lambda layer: to_hf(merged(layer, lora.scale))))
     return exports
-
-
-def _add(bucket: Bucket, tensors: StateDict) -> None:
-    for name, tensor in tensors.items():
-        bucket.add(name, tensor)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from grpo_components.exchange.weight_deltas import DeltaEncoder, RebuiltWeights
 from grpo_components.exchange.weights import (
     _HASHED_AT_ONCE,
+    checkpoint_tensors,
     hash_layers,
     hash_named,
     hash_values,
@@ -96,10 +97,12 @@ def test_key_heads_that_several_workers_have_are_seen_as_other_values(tmp_path):
     save_file(weights, tmp_path / "model.safetensors")
     sound = partial(loaded, rounded(weights), 4)
     copies = {name: torch.cat([t, t]) if "k_proj" in name else t for name, t in weights.items()}
-    model = tmp_path, SHAPES, torch.bfloat16
-    assert keeps_values(sound, "cpu", *model)
-    assert not keeps_values(partial(loaded, rounded(copies), 4), "cpu", *model)
-    assert not keeps_values(sound, "cpu", tmp_path, SHAPES, torch.float32)
+    for engine, dtype, keeps in (
+        (sound, torch.bfloat16, True),
+        (partial(loaded, rounded(copies), 4), torch.bfloat16, False),
+        (sound, torch.float32, False),
+    ):
+        assert keeps_values(engine, "cpu", checkpoint_tensors(tmp_path, SHAPES), dtype) == keeps
 
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 10, 100, 1000]), st.booleans())

@@ -5,7 +5,8 @@ import pytest
 import torch
 from lib.real_engine import ask, done, logprobs_of
 
-from grpo_components.models.lora import pushed_shapes
+from grpo_components.exchange.weights import BucketBuffers, pushed_layers
+from grpo_components.models.lora import engine_scale, pushed_shapes
 from grpo_components.rollout.schedule import Schedule
 from grpo_components.settings import LoraSettings
 from grpo_tools.replay.recorded_run import RecordedSchedule
@@ -87,3 +88,27 @@ def test_an_adapter_of_other_layers_is_refused_and_nothing_changes(make_engine, 
     assert completion.token_versions.tolist() == [0] * 8
     expected = logprobs(base, None, [5, 6], completion)
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("alpha", [4.0, 8.0, 9.3])
+def test_an_adapter_in_the_engine_has_the_hashes_of_the_pushed_one(
+    make_engine, checkpoints, alpha, workers
+):
+    """In bf16; vLLM fuses parts of A and B, cuts them, and multiplies B by the scale."""
+    base, lora = checkpoints / "untied_A", LORA.model_copy(update={"alpha": alpha})
+    engine = make_engine(base, lora=lora, dtype="bf16", workers=workers)
+    given = {name: tensor.bfloat16() for name, tensor in adapter(base, 1).items()}
+
+    def pushed():
+        bucket = BucketBuffers(sum(t.nbytes for t in given.values()), pinned=False).bucket()
+        for name, tensor in given.items():
+            bucket.add(name, tensor, engine_scale(name, lora))
+        return pushed_layers([bucket.close()[0]])
+
+    found = engine.load_weights(1, given).result(timeout=60).layers
+    assert found == pushed()
+    given[f"{PREFIX}model.layers.1.self_attn.v_proj.lora_B.weight"] *= 2
+    other = engine.load_weights(2, given).result(timeout=60).layers
+    assert other == pushed()
+    assert [name for name in found if found[name] != other[name]] == ["layer 1"]
