@@ -132,7 +132,7 @@ def prompt_dataset(
     def questions() -> Iterator[tuple[Prompt, tuple[int, Question]]]:
         """Yield the fields of a prompt without its tokens, and its row's number and question."""
         nonlocal num_read
-        for number, values in enumerate(rows, start=1):
+        for number, values in enumerate(_shown(rows, "reading", source, "rows"), start=1):
             num_read, place = number, f"{where}, row {number}"
             if not keep(Row(values, place, None)):
                 left_out["filtered out"] += 1
@@ -202,7 +202,7 @@ def passes_on_to_prompt_dataset(data_set: Callable[..., PromptDataset]) -> Any:
 
 
 def _in_processes(work: Callable[[Any], Any], items: list[Any], name: str) -> Iterator[Any]:
-    """Apply `work` to items in other processes, a few in this one; shows progress after 5 s."""
+    """Apply `work` to items in other processes, a few in this one."""
     global _work
     _work = work
     with contextlib.ExitStack() as stack:
@@ -212,9 +212,12 @@ def _in_processes(work: Callable[[Any], Any], items: list[Any], name: str) -> It
             forked, count = multiprocessing.get_context("fork"), len(os.sched_getaffinity(0))
             pool = stack.enter_context(ProcessPoolExecutor(count, mp_context=forked))
             results = pool.map(_work_here, items, chunksize=_CHUNK)
-        yield from tqdm(
-            results, f"tokenizing {name}", len(items), unit=" prompts", delay=5, mininterval=1
-        )
+        yield from _shown(results, "tokenizing", name, "prompts", len(items))
+
+
+def _shown(items: Iterable[Any], doing: str, name: str, unit: str, total: int | None = None) -> Any:
+    """Pass items on, and show progress after 5 s."""
+    return tqdm(items, f"{doing} {name}", total, unit=f" {unit}", delay=5, mininterval=1)
 
 
 def _work_here(item: Any) -> Any:

@@ -3,6 +3,8 @@
 import os
 
 import pytest
+from lib.rows import Characters, write_rows
+from tqdm import tqdm
 
 from grpo_components.data import datasets as module
 
@@ -29,3 +31,13 @@ def test_an_error_of_another_process_is_raised_here():
 
     with pytest.raises(ValueError, match="row 51 is none"):
         list(module._in_processes(work, list(range(100)), "rows"))
+
+
+def test_reading_and_tokenizing_show_how_far_they_are(monkeypatch, capsys, tmp_path):
+    how = {"delay": 0, "mininterval": 0}  # a run waits for 5 s before it shows anything
+    monkeypatch.setattr(module, "tqdm", lambda *args, **kwargs: tqdm(*args, **kwargs | how))
+    rows = [{"question": f"{number}?", "answer": "#### 1"} for number in range(50)]
+    source = write_rows(tmp_path / "rows.jsonl", *rows)
+    module.gsm8k_dataset(Characters(), source=str(source))
+    shown = capsys.readouterr().err
+    assert f"reading {source}: 50 rows" in shown and "50/50" in shown.partition("tokenizing ")[2]
