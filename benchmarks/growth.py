@@ -1,6 +1,7 @@
 """Measure what grows with a run: generators in the driver, and steps in the tools that read it.
 
-    python benchmarks/growth.py            # --steps 100 1000 10000 --generators 1 8 64 256
+    python benchmarks/growth.py --plot docs/pictures/growth.svg
+        # --steps 100 1000 10000 --generators 1 8 64 256
 
 The recipe's own loops run in this process with roles that answer at once, real ledger and receipts:
 what is left is the driver's own work. Their receipts, with 60 metrics a step, are then read by the
@@ -13,6 +14,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import random
 import resource
 import subprocess
@@ -20,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,11 +193,45 @@ def read(tool: str, folder: Path) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+def plot(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> str:
+    """Draw panels side by side as an SVG, each with named curves and both axes logarithmic."""
+    style = "text{font:12px sans-serif;fill:#656d76}path{fill:none;stroke:#1f6feb}"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 820 250"><style>{style}</style>'
+    ]
+    for number, (title, curves) in enumerate(panels.items()):
+        values = [(math.log(x), math.log(y)) for curve in curves.values() for x, y in curve]
+        (x0, x1), (y0, y1) = ((min(of), max(of)) for of in zip(*values, strict=True))
+        y0 = min(y0, y1 - math.log(100))  # two decades at least
+        left, width, bottom, height = 50 + 410 * number, 240, 210, 160
+
+        def at(x: float, y: float) -> tuple[float, float]:
+            right = (math.log(x) - x0) / (x1 - x0) * width  # noqa: B023 -- called in this turn
+            up = (math.log(y) - y0) / (y1 - y0) * height  # noqa: B023
+            return round(left + right, 1), round(bottom - up, 1)  # noqa: B023
+
+        parts.append(f'<text x="{left - 40}" y="24">{title}</text>')
+        for name, curve in curves.items():
+            points = [at(x, y) for x, y in curve]
+            parts.append(f'<path d="M{" L".join(f"{x} {y}" for x, y in points)}"/>')
+            parts += [
+                f'<text x="{x - 8}" y="{y - 6}">{value:g}</text>'
+                for (x, y), (_, value) in zip(points, curve, strict=True)
+            ]
+            parts.append(f'<text x="{points[-1][0] + 20}" y="{points[-1][1] + 4}">{name}</text>')
+        parts += [
+            f'<text x="{at(x, curve[0][1])[0] - 8}" y="{bottom + 24}">{x:,}</text>'
+            for x, _ in curve
+        ]
+    return "\n".join([*parts, "</svg>\n"])
+
+
 def main() -> None:
-    """Measure, and print the tables."""
+    """Measure, print the tables, and draw them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--generators", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--steps", type=int, nargs="+", default=[100, 1000, 10_000])
+    parser.add_argument("--plot", type=Path, help="SVG file to write")
     args = parser.parse_args()
     driver, tools = [], []
     with tempfile.TemporaryDirectory() as scratch:
@@ -209,11 +245,22 @@ def main() -> None:
         for steps in args.steps:
             folder = Path(scratch, f"tools {steps}")
             drive(folder, 2, 4, steps)
-            tools.append([steps, *(f"{read(tool, folder):.1f}" for tool in TOOLS)])
+            tools.append([steps, *(f"{read(tool, folder):.2f}" for tool in TOOLS)])
     head = ["generators", "groups per step", "groups", "CPU ms per group", "CPU us per event"]
     sys.stdout.write(f"{machine_line()}\n\n{markdown_table(head, driver)}\n\n")
     head = ["steps", *(f"CPU s of `grpo {tool}`" for tool in TOOLS)]
     sys.stdout.write(f"{markdown_table(head, tools)}\n")
+    if args.plot is not None:
+        per_group = [(row[0], float(row[3])) for row in driver]
+        by_tool = {
+            f"grpo {tool}": [(row[0], float(row[number])) for row in tools]
+            for number, tool in enumerate(TOOLS, start=1)
+        }
+        panels = {
+            "CPU ms of the driver per group, by number of generators": {"driver": per_group},
+            "CPU s of a tool, by steps of the run": by_tool,
+        }
+        args.plot.write_text(plot(panels))
 
 
 if __name__ == "__main__":
