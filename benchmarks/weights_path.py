@@ -1,15 +1,17 @@
 """Measure the path of weights from trainer to generator: push and pull against save and reload.
 
     python benchmarks/weights_path.py [--quick]
+    python benchmarks/weights_path.py --sizes 100M --beside 0 1 8
 
 The real roles run, each in a Ray actor with one thread. On a GPU (`--device cuda`) only the
-trainer's gather is measured.
+trainer's gather is measured. `--beside` measures it beside processes that pull all the time.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import os
 import statistics
 import sys
@@ -23,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measuring import machine_line, markdown_table
+from measuring import in_child, machine_line, markdown_table
 
 TIMEOUT_S = 600.0
 PROMPTS = [[1, 2, 3 + i] for i in range(4)]
@@ -439,21 +441,68 @@ def same(left: list[Any], right: list[Any]) -> bool:
     return all(map(partial(np.allclose, atol=1e-4), left, right))
 
 
-def peaks_alone(folder: Path, shape: dict[str, Any]) -> list[int]:
-    """Peak memory in bytes of a push and of a save, each in a fresh process without Ray."""
-    sys.path.append(str(Path(__file__).parents[1] / "tests"))
-    from equivalence.roles import RoleProcess  # pyright: ignore[reportMissingImports]
-
-    files = [None, str(folder / "alone")]
-    start = partial(RoleProcess, "weights_path.TrainerSide")
-    processes = [start(folder=str(folder), shape=shape, device="cpu") for _ in files]
+def peak_alone(folder: Path, shape: dict[str, Any], file: str | None) -> int:
+    """Peak memory in bytes of a push, or of saving to a file, without Ray; in a fresh process."""
+    side = TrainerSide(folder=str(folder), shape=shape, device="cpu")
     try:
-        for process, file in zip(processes, files, strict=True):
-            process.submit("push_alone", file)
-        return [process.result() for process in processes]
+        return side.push_alone(file)
     finally:
-        for process in processes:
-            process.close()
+        side.close()
+
+
+def _pull_again_and_again(bucket: tuple[Any, Any], begun: Any) -> None:
+    from grpo_components.exchange.weights import unpack_bucket
+
+    torch.set_num_threads(1)
+    weights = {name: tensor.clone() for name, tensor in unpack_bucket(*bucket).items()}
+    begun.release()
+    while True:
+        for name, tensor in unpack_bucket(*bucket).items():
+            weights[name].copy_(tensor)
+
+
+def gathers_beside(
+    folder: Path, shape: dict[str, Any], pulling: int, repeats: int
+) -> list[tuple[float, float]]:
+    """Seconds of gathers and of plain copies while processes pull; in a fresh process."""
+    torch.set_num_threads(1)
+    side = TrainerSide(folder=str(folder), shape=shape, device="cpu")
+    bucket, _ = side.export_weights(side.gather_weights())
+    context = multiprocessing.get_context("fork")  # the bucket is shared, as in the object store
+    begun, source, target = context.Semaphore(0), bucket[1], bucket[1].copy()
+    pull = partial(context.Process, target=_pull_again_and_again, args=(bucket, begun), daemon=True)
+    processes = [pull() for _ in range(pulling)]
+    for process in processes:
+        process.start()
+    for _ in processes:
+        begun.acquire()
+    found = []
+    for _ in range(repeats):
+        side.change()
+        started = time.perf_counter()
+        version = side.gather_weights()
+        gathered = time.perf_counter() - started
+        side.export_weights(version)
+        started = time.perf_counter()
+        np.copyto(target, source)
+        found.append((gathered, time.perf_counter() - started))
+    for process in processes:
+        process.kill()
+    side.close()
+    return found
+
+
+def on_cpu_beside(sizes: list[str], repeats: dict[str, int], beside: list[int], to: Path) -> str:
+    """Measure the trainer's pause beside processes that pull; returns the table."""
+    rows = []
+    for size in sizes:
+        num_bytes = 4 * write_model(to / size, SHAPES[size])
+        for pulling in beside:
+            found = in_child(gathers_beside, to / size, SHAPES[size], pulling, 3 * repeats[size])
+            gather, copy = map(list, zip(*found[1:], strict=True))
+            name = f"{size}, {num_bytes / 2**20:.0f} MiB"
+            rows.append([name, str(pulling), seconds(gather), seconds(copy), ratio(gather, copy)])
+    return table("model | processes that pull | gather_weights | memcpy | ratio", rows)
 
 
 def seconds(times: list[float]) -> str:
@@ -480,7 +529,8 @@ async def on_cpu(sizes: list[str], repeats: dict[str, int], scratch: Path) -> st
     for size in sizes:
         folder, shape = scratch / size, SHAPES[size]
         num_bytes = 4 * write_model(folder, shape)
-        peaks = peaks_alone(folder, shape)
+        files = None, str(folder / "alone")
+        peaks = [in_child(peak_alone, folder, shape, file) for file in files]
         (folder / "logs").mkdir()
         cluster = Cluster(folder, "WARNING", attempt=0)
         try:
@@ -553,6 +603,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--quick", action="store_true", help="the smallest model, twice")
     parser.add_argument("--repeats", type=int, help="rounds per model size; default 15, 7 and 5")
+    parser.add_argument("--beside", type=int, nargs="+", help="processes that pull meanwhile")
     options = parser.parse_args()
     sizes: list[str] = options.sizes
     repeats: dict[str, int] = {"3M": 15, "100M": 7, "500M": 5}
@@ -567,6 +618,8 @@ def main() -> None:
             if not torch.cuda.is_available():
                 parser.error("--device: cuda given, but torch finds no GPU; allowed: cpu")
             tables = on_cuda(sizes, repeats, Path(scratch))
+        elif options.beside is not None:
+            tables = on_cpu_beside(sizes, repeats, options.beside, Path(scratch))
         else:
             tables = asyncio.run(on_cpu(sizes, repeats, Path(scratch)))
     sys.stdout.write(f"{tables}\n{machine_line(options.device)}, 1 thread per role\n")
