@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from grpo_components.errors import DisagreementError, FailedSamplesError, SkippedStepsError
 from grpo_components.exchange.ledger import LedgerEntry
+from grpo_components.files import append_record
 from grpo_components.trajectory import GroupSummary
 
 _FEW_TOKENS = 16
@@ -124,8 +124,7 @@ class FailedSamples:
         tracebacks = {_first_line(error): error.partition("\n")[2] for error in reversed(errors)}
         if any(tracebacks.values()):
             record["tracebacks"] = {line: text for line, text in tracebacks.items() if text}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        append_record(self._path, record)
         shown = _first_line(errors[-1])[:_MAX_ERROR_CHARS]
         if self._count == 0:
             self._note(f"samples failed in {where}: {shown} (all errors: {self._path})")

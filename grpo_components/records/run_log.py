@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import shlex
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 from numpy.typing import NDArray
-from torchtune.training.metric_logging import MetricLoggerInterface
+from torchtune.training.metric_logging import MetricLoggerInterface, WandBLogger
 
 from grpo_components.cluster.supervision import root_cause
 from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.ledger import LedgerEntry
-from grpo_components.files import FAILURES, append_line, records_of
+from grpo_components.files import ANSWERS, EVALUATIONS, FAILURES, append_record, records_of
 from grpo_components.records.checkpoint_folder import latest
-from grpo_components.records.metrics import MetricLog
+from grpo_components.records.metrics import as_json, log_rollout_table
 from grpo_components.records.progress import Progress
 
 STEPS_SHOWN = 10
@@ -33,7 +33,10 @@ _STOP_REPORT_S = 60.0
 
 
 class RunLog:
-    """Logs metrics, sampled rollouts and progress of one run."""
+    """Logs metrics, sampled rollouts and progress of one run.
+
+    Files in `logs/` get every step, the metric logger every n-th step and every evaluation.
+    """
 
     def __init__(
         self,
@@ -46,9 +49,10 @@ class RunLog:
         resumable: bool = False,
     ) -> None:
         prints = type(metric_logger).__name__ == "StdoutLogger"
-        self._metric_log = MetricLog(str(output_dir), metric_logger, log_every_n_steps)
+        self._metric_logger, self._log_every_n_steps = metric_logger, log_every_n_steps
         self._progress = Progress(num_steps, plain=prints)
         self._output_dir, self._logs, self.attempt = output_dir, output_dir / "logs", attempt
+        self._logs.mkdir(parents=True, exist_ok=True)
         self._steps, self._evaluated = 0, False
         self._checkpoint, self._resumable = "", resumable
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=STEPS_SHOWN)
@@ -67,10 +71,6 @@ class RunLog:
         """Count an event of the run if it restarts a role, or all trainers together."""
         self._restarts += event["event"] in _RESTARTS and not event.get("given_up")
 
-    def _totals(self) -> dict[str, float]:
-        """Return the seconds of all attempts, start-up included, and this attempt's restarts."""
-        return {_WALL_CLOCK: time.perf_counter() - self._began, "restarts": self._restarts}
-
     def phase(self, name: str, *, shown: bool = False) -> None:
         """Begin a phase of the run's start or end."""
         self._phases.begin(name)
@@ -86,13 +86,25 @@ class RunLog:
         metrics |= _throughput(seconds, generated, trained_tokens)
         self._steps += 1
         self._steps_left = self._num_steps - step
-        self._metric_log.log(step, {"attempt": self.attempt, **metrics, **self._totals()})
+        self._log(step, metrics)
         self._phases.begin("training")
         # Groups arrive between some steps only, so the last step's throughput alone would jump.
         self._recent.append((seconds, generated, trained_tokens))
         recent = _throughput(*(sum(column) for column in zip(*self._recent, strict=True)))
         self._progress.update(step, metrics | recent)
         self._live_report.start()
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log a step's metrics, the seconds of all attempts, and this attempt's restarts."""
+        totals = {_WALL_CLOCK: time.perf_counter() - self._began, "restarts": self._restarts}
+        values = as_json({"attempt": self.attempt, **metrics, **totals})
+        append_record(self._logs / "metrics.jsonl", {"step": step, **values})
+        evaluated = any(key.startswith("eval/") for key in values)
+        if step % self._log_every_n_steps == 0 or evaluated:
+            # TensorBoard and W&B show NaN as a gap, but refuse null.
+            payload = {key: math.nan if value is None else value for key, value in values.items()}
+            with _named(step):
+                self._metric_logger.log_dict(payload, step)
 
     def count_generated(self, tokens: int) -> None:
         """Count tokens that were sampled for training."""
@@ -106,8 +118,7 @@ class RunLog:
         self._evaluated = True
         version = metrics["eval/policy_version"]
         if step == 0:
-            record = {"attempt": self.attempt, "policy_version": version, **metrics}
-            self._metric_log.log(0, record | self._totals())
+            self._log(0, {"policy_version": version, **metrics})
             self._progress.update(0, metrics)
             self._live_report.start()
         success, prompts = metrics["eval/success_rate"], metrics["eval/prompts"]
@@ -127,13 +138,15 @@ class RunLog:
                 success.setdefault(result["prompt_index"], []).append(result["success"])
             if "readable" in result:
                 index, prompt = result["prompt_index"], result["prompt_text"]
-                line = {"attempt": self.attempt, "policy_version": version, "prompt_index": index}
+                line = {"policy_version": version, "prompt_index": index}
                 line |= {"prompt": prompt, "answer": result["answer"], "responses": []}
                 lines.setdefault(index, line)["responses"].append(result["readable"])
         means = {index: sum(each) / len(each) for index, each in sorted(success.items())}
-        of_prompts = {"attempt": self.attempt, "prompt_index": [*means]}
-        of_prompts["success"] = [*means.values()]
-        self._metric_log.log_answers(step, list(lines.values()), of_prompts)
+        of_prompts = {"prompt_index": [*means], "success": [*means.values()]}
+        where = {"step": step, "attempt": self.attempt}
+        append_record(self._logs / EVALUATIONS, where | of_prompts)
+        for line in lines.values():
+            append_record(self._logs / ANSWERS, as_json(where | line))
 
     def rollouts(
         self,
@@ -155,8 +168,12 @@ class RunLog:
             if found := token_logprobs.get(entry.group_id):
                 both = zip(text["responses"], found, strict=True)
                 group["responses"] = [{**response, **logprobs} for response, logprobs in both]
-            groups.append(group)
-        self._metric_log.log_rollouts(step, groups)
+            groups.append(as_json(group))
+            append_record(self._logs / "rollouts.jsonl", {"step": step, **groups[-1]})
+        is_due = bool(groups) and step % self._log_every_n_steps == 0
+        if is_due and isinstance(self._metric_logger, WandBLogger):
+            with _named(step):
+                log_rollout_table(step, groups)
 
     def checkpoint(self, step: int, folder: str) -> None:
         """Show that a checkpoint was saved."""
@@ -195,7 +212,7 @@ class RunLog:
         return "\n".join([*lines, *books.beside()])
 
     def close(self) -> None:
-        """End the display, close the files and the logger, and write the report.
+        """End the display, close the logger, and write the report.
 
         An error that is ending the run is first written to `logs/failures.jsonl`, for the report.
         Last, the user is shown how to resume from the last checkpoint.
@@ -206,7 +223,7 @@ class RunLog:
         self._phases.begin("report")
         self._progress.close()
         self._live_report.stop()
-        self._metric_log.close()
+        self._metric_logger.close()  # it may have to wait for a server
         if self._steps or self._evaluated or self.attempt:
             self._report()
         self._phases.end()
@@ -240,7 +257,7 @@ class RunLog:
             text = str(cause)
         elif isinstance(cause, KeyboardInterrupt):
             text = None
-        _append(self._logs / FAILURES, {"attempt": self.attempt, "error": text})
+        append_record(self._logs / FAILURES, {"attempt": self.attempt, "error": text})
 
 
 class LiveReport:
@@ -301,7 +318,16 @@ class Phases:
         with contextlib.suppress(OSError):  # a full disk must not keep the run from ending
             self._file.parent.mkdir(parents=True, exist_ok=True)
             record = {"attempt": self._attempt, "phase": self._name, "seconds": seconds}
-            _append(self._file, record)
+            append_record(self._file, record)
+
+
+@contextlib.contextmanager
+def _named(step: int) -> Iterator[None]:
+    """Context manager: add logger and step to an OSError, which names neither."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"metric_logger cannot log step {step}: {error}") from error
 
 
 def _resume_command() -> str:
@@ -317,8 +343,3 @@ def _throughput(seconds: float, generated: float, trained: float) -> dict[str, f
         "throughput/generated_tokens_per_second": generated / seconds,
         "throughput/trained_tokens_per_second": trained / seconds,
     }
-
-
-def _append(path: Path, record: Mapping[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        append_line(file, json.dumps(record))

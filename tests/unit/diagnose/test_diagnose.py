@@ -3,13 +3,12 @@
 import math
 import random
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 from lib.rows import write_rows
 
 from grpo_components.records.guards import FailedSamples
-from grpo_components.records.metrics import MetricLog
+from grpo_components.records.metrics import as_json
 from grpo_tools.diagnose.__main__ import main
 from grpo_tools.diagnose.evidence import read
 from grpo_tools.diagnose.rules import RULES, diagnose
@@ -68,8 +67,7 @@ def write(tmp_path):
         trains=None,
     ):
         draw = random.Random(3)
-        (tmp_path / "logs/metrics.jsonl").unlink(missing_ok=True)
-        log = MetricLog(str(tmp_path), MagicMock(), 1)
+        rows = []
         ends = dict(zip((0, num), evaluated, strict=True))
         for step in range(num + 1):
             metrics = {"attempt": 0}
@@ -84,8 +82,8 @@ def write(tmp_path):
                 for key in ("eval/success_rate", "eval/reward_mean"):
                     metrics |= {key: rate, f"{key}_low": rate - half, f"{key}_high": rate + half}
                 metrics["eval/prompts"] = prompts
-            log.log(step, metrics)
-        log.close()
+            rows.append({"step": step, **metrics})
+        write_rows(tmp_path / "logs/metrics.jsonl", *map(as_json, rows))
         (tmp_path / "config.yaml").write_text(CONFIG)
         write_rows(tmp_path / "receipts.jsonl", START, *events, END)
         trains = trains or 90 - 100 * (HEALTHY | dict(planted))["time/wait_for_batch"]

@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import math
 import shlex
 import sys
 import time
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import numpy as np
 import psutil
 import pytest
 from omegaconf import OmegaConf
@@ -130,7 +132,11 @@ def test_sampled_groups_are_written_with_step_attempt_and_logprobs(make, tmp_pat
     """Group 7 is from a checkpoint, which has no text."""
     log, _ = make(attempt=2)
     entries = [LedgerEntry(group_id, {}, 0, 0, 0, 2) for group_id in (7, 8, 9, 10)]
-    answers = {"prompt": "2+2?", "responses": [{"response": "2"}, {"response": "3"}]}
+    responses = [
+        {"response": "é", "reward": math.nan},
+        {"response": "3", "versions": np.array([1, 2])},
+    ]
+    answers = {"prompt": "2+2?", "responses": responses}
     logprobs = {id: [{"trainer_logprobs": [-id - i, None]} for i in (0, 0.5)] for id in (7, 9)}
     log.rollouts(3, entries, [None, {"prompt": "1+1?"}, answers], [0.5, 1.5, 2.5, 3.5], logprobs)
     assert records(tmp_path, "rollouts") == [
@@ -138,8 +144,8 @@ def test_sampled_groups_are_written_with_step_attempt_and_logprobs(make, tmp_pat
         {
             **{"step": 3, "attempt": 2, "group_id": 9, "prompt": "2+2?", "advantages": 2.5},
             "responses": [
-                {"response": "2", "trainer_logprobs": [-9, None]},
-                {"response": "3", "trainer_logprobs": [-9.5, None]},
+                {"response": "é", "reward": None, "trainer_logprobs": [-9, None]},
+                {"response": "3", "versions": [1, 2], "trainer_logprobs": [-9.5, None]},
             ],
         },
     ]
