@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 from grpo_components.config.components import build
@@ -52,15 +51,12 @@ def open_run(
     replay = replay_of(cfg)
     ledger.events = EventOrder(start.attempt, replay and replay.order)
     curriculum = prompts.curriculum if isinstance(prompts, PromptCurriculum) else None
-    told = start.attempt, start.identity, curriculum, available_cpus(cfg)
-    receipts = build_receipts(cfg, ledger, *told)
+    receipts = build_receipts(cfg, ledger, start.identity, curriculum, available_cpus(cfg))
     if isinstance(prompts, PromptCurriculum):
         ledger.events.listen(prompts.follow)
-    log = open_log(cfg, start.attempt, start.note, dataset, held_out)
-    step_samples, logs = cfg.groups_per_step * cfg.group_size, Path(cfg.output_dir) / "logs"
-    failures = FailedSamples(cfg.max_failed_samples, step_samples, logs, start.attempt, log.note)
+    log = open_log(cfg, ledger.events, start.note, dataset, held_out)
+    failures = FailedSamples(cfg, ledger.events, log.note)
     checkpoints = Checkpoints(cfg, ledger, prompts, log, start)
-    ledger.events.listen(log.follow)
 
     def evaluated(step: int, results: list[dict[str, Any]]) -> dict[str, float]:
         log.evaluation_answers(step, results)
@@ -106,21 +102,14 @@ def _watch(cfg: Settings, log: RunLog, tokenizer: Any) -> RunWatch:
     return RunWatch(log.note, averages_tokens=averages_tokens, ends=ends)
 
 
-def open_log(cfg: Settings, attempt: int, note: str, dataset: Any, held_out: Any) -> RunLog:
+def open_log(cfg: Settings, events: EventOrder, note: str, dataset: Any, held_out: Any) -> RunLog:
     """Open the run log, and show the notes on the start and the data sets."""
     with without_prints(cfg.log_level):
         logger = build("metric_logger", cfg.metric_logger)
     if missing := [name for name in ("log_dict", "close") if not hasattr(logger, name)]:
         problem = f"{cfg.metric_logger._component_} makes a logger without {missing[0]}"
         fail("metric_logger", problem, "one of torchtune.training.metric_logging, or one like it")
-    run_log = RunLog(
-        Path(cfg.output_dir),
-        logger,
-        cfg.log_every_n_steps,
-        cfg.num_steps,
-        attempt,
-        resumable=cfg.trains,
-    )
+    run_log = RunLog(cfg, logger, events)
     left_out = re.sub("^dataset", "eval_dataset", getattr(held_out, "note", ""), flags=re.MULTILINE)
     shared = shared_prompts(dataset, held_out) if cfg.trains else ""
     unused = "eval_dataset is null: nothing is evaluated, whatever eval_every_n_steps says"

@@ -10,8 +10,10 @@ from statistics import median
 from typing import Any
 
 from grpo_components.errors import DisagreementError, FailedSamplesError, SkippedStepsError
+from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.files import append_record
+from grpo_components.settings import Settings
 from grpo_components.trajectory import GroupSummary
 
 _FEW_TOKENS = 16
@@ -67,17 +69,11 @@ class FailedSamples:
     written to `failed_samples.jsonl`; the first after each step is also shown.
     """
 
-    def __init__(
-        self,
-        max_failed_samples: float,
-        step_samples: int,
-        logs: Path,
-        attempt: int,
-        note: Callable[[str], None],
-    ) -> None:
-        self._max_failed_samples, self._step_samples = max_failed_samples, step_samples
-        self._path, self._note = logs / "failed_samples.jsonl", note
-        self.attempt = attempt
+    def __init__(self, cfg: Settings, events: EventOrder, note: Callable[[str], None]) -> None:
+        self._max_failed_samples = cfg.max_failed_samples
+        self._step_samples = cfg.groups_per_step * cfg.group_size
+        self._path = Path(cfg.output_dir) / "logs" / "failed_samples.jsonl"
+        self._events, self._note = events, note
         self._count = self._ended = 0
 
     def count_group(self, entry: LedgerEntry, group: GroupSummary) -> bool:
@@ -115,7 +111,7 @@ class FailedSamples:
         if not errors:
             return
         record = {
-            "attempt": self.attempt,
+            "attempt": self._events.attempt,
             **what,
             "prompt_index": prompt["prompt_index"],
             "prompt": prompt["prompt_text"],

@@ -89,14 +89,13 @@ class Journal:
         if self._start.attempt or self._start.checkpoint:
             await weights.restore()
 
-    async def roll_back(self) -> int:
+    async def roll_back(self) -> None:
         """End this attempt, and start the next one from the last checkpoint or the beginning."""
         await self._checkpoints.wait_idle()
         self._receipts.close()
         self._start = roll_back(self._start, self._ledger, self._prompts)
         self._ledger.events.attempt = self._start.attempt
-        self._receipts.begin_attempt(self._start.attempt)
-        return self._start.attempt
+        self._receipts.begin_attempt()
 
     async def finish(self) -> None:
         """Wait until the last checkpoint has been written."""

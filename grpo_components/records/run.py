@@ -114,9 +114,7 @@ class Run:
 
     async def begin_again(self) -> None:
         """Start the next attempt from the last checkpoint, after the trainers restarted."""
-        attempt = await self._journal.roll_back()
-        for log in (self._log, self._records.failures):
-            log.attempt = attempt
+        await self._journal.roll_back()
         await asyncio.gather(self._roles.server.begin_again(), self._roles.buffer.begin_again())
 
     def summary(self) -> None:

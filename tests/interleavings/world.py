@@ -167,7 +167,7 @@ class World:
         self.checkpoints.hold()
         self.books = books = Books(range(bound.steps + 1))
         pages: Any = books  # in place of the file: see `Pages`
-        receipts = self.receipts = Receipts(pages, self.ledger, 0, {})
+        receipts = self.receipts = Receipts(pages, self.ledger, {})
         self.journal = Journal(
             Start(self.checkpoints.held),  # type: ignore[arg-type]
             self.ledger,

@@ -184,7 +184,7 @@ class Run:
             **(self.prompts.curriculum.describe() if s.curriculum else {}),
             **self.ledger.reuse.describe(),
         }
-        self.receipts = Receipts(folder / "receipts.jsonl", self.ledger, attempt, settings)
+        self.receipts = Receipts(folder / "receipts.jsonl", self.ledger, settings)
         self.journal = Journal(
             MagicMock(), self.ledger, self.prompts, self.receipts, self, save_every_n_steps=3
         )

@@ -10,6 +10,7 @@ import pytest
 from lib.trajectories import summary
 
 from grpo_components.errors import DisagreementError, FailedSamplesError
+from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.objective.aggregation import SequenceMean, TokenMean
 from grpo_components.records.guards import FailedSamples, GeneratorAgreement, RunWatch
@@ -86,17 +87,24 @@ def answers(*errors):
 
 @pytest.fixture
 def failures(tmp_path, notes):
-    return FailedSamples(0.5, 12, tmp_path, 1, notes.append)
+    return failed_samples(tmp_path, 0.5, 12, notes.append)
+
+
+def failed_samples(folder, share, step_samples, note):
+    (folder / "logs").mkdir()
+    sizes = {"groups_per_step": step_samples // 4, "group_size": 4}
+    cfg = Settings.model_construct(output_dir=str(folder), max_failed_samples=share, **sizes)
+    return FailedSamples(cfg, EventOrder(1), note)
 
 
 def records(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "failed_samples.jsonl").open()]
+    return [json.loads(line) for line in (tmp_path / "logs/failed_samples.jsonl").open()]
 
 
 def test_without_failures_nothing_is_written(failures, tmp_path, notes):
     assert failures.count_group(entry(3), sampled()) is False
     assert len(failures.count_evaluation(4, answers(None, None))) == 2
-    assert failures.take_count() == 0 and not notes and list(tmp_path.iterdir()) == []
+    assert failures.take_count() == 0 and not notes and list(tmp_path.glob("logs/*")) == []
 
 
 def test_each_failure_is_written_with_its_prompt_and_counted_until_the_step(
@@ -111,7 +119,7 @@ def test_each_failure_is_written_with_its_prompt_and_counted_until_the_step(
         **{"prompt": "question 3", "errors": {"a": 2, "b": 1}},
     }
     assert (evaluation["evaluation"], evaluation["prompt"]) == (4, "held out 1")
-    assert "\x1b" not in (tmp_path / "failed_samples.jsonl").read_text()
+    assert "\x1b" not in (tmp_path / "logs/failed_samples.jsonl").read_text()
     (note,) = notes
     assert "samples failed in group 103: a" in note and str(tmp_path) in note
     assert (failures.take_count(), failures.take_count()) == (4, 0)
@@ -141,7 +149,7 @@ def test_too_many_between_two_steps_end_the_run_with_the_last_error_and_the_file
         failures.count_group(entry(7), sampled("x" * 5000))
     text = str(ended.value)
     assert text.startswith("max_failed_samples: 0.5 given, but 6 of 10 samples ")
-    assert "prompt 7: xxx" in text and text.endswith(str(tmp_path / "failed_samples.jsonl"))
+    assert "prompt 7: xxx" in text and text.endswith(str(tmp_path / "logs/failed_samples.jsonl"))
     assert len(text) < 1000
     assert records(tmp_path)[-1]["errors"] == {"x" * 5000: 1}, "the record of the last one is kept"
 
@@ -150,7 +158,7 @@ def test_too_many_between_two_steps_end_the_run_with_the_last_error_and_the_file
 def test_the_share_is_of_all_samples_that_ended_since_the_step_and_at_least_of_a_batch(
     share, tmp_path
 ):
-    failures = FailedSamples(share, 8, tmp_path, 0, print)
+    failures = failed_samples(tmp_path, share, 8, print)
     for _ in range(50):  # a step that takes many groups, as where dynamic sampling filters
         failures.count_group(entry(1), sampled(scored=7))
         failures.count_evaluation(1, answers(*[None] * 7))

@@ -13,9 +13,11 @@ import torch
 from omegaconf import OmegaConf
 from torchtune import config
 
+from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.records.metrics import rollout_rows
 from grpo_components.records.run_log import LiveReport, RunLog
+from grpo_components.settings import Settings
 
 LOGGERS = "torchtune.training.metric_logging"
 
@@ -29,7 +31,10 @@ def make(tmp_path, monkeypatch):
 
         def make(log_every_n_steps=1, logger=None):
             given = logger or MagicMock()
-            log = RunLog(tmp_path, given, log_every_n_steps, 20, 0)
+            cfg = Settings.model_construct(
+                output_dir=str(tmp_path), num_steps=20, log_every_n_steps=log_every_n_steps
+            )
+            log = RunLog(cfg, given, EventOrder())
             if logger is None:
                 logs.callback(log.close)
             return log, given

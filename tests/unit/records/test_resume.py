@@ -71,7 +71,8 @@ def run(tmp_path):
 def receipts(folder, ledger, attempt, identity=None):
     sizes = {"max_staleness": 1, "groups_per_step": 2, "group_size": 4}
     ids = identity._asdict() if identity else {}
-    return Receipts(folder / "receipts.jsonl", ledger, attempt, sizes | ids)
+    ledger.events.attempt = attempt
+    return Receipts(folder / "receipts.jsonl", ledger, sizes | ids)
 
 
 def config(output_dir, resume_from, **changes):

@@ -75,10 +75,10 @@ def test_a_step_is_committed_then_evaluated_logged_checked_and_saved(evaluation_
     counted.assert_called_once_with(7, "the loss is nan")
 
 
-def test_the_next_attempt_begins_in_the_journal_the_logs_and_the_empty_roles():
+def test_the_next_attempt_begins_in_the_journal_and_the_empty_roles():
     setting = Setting()
     asyncio.run(setting.run.begin_again())
-    assert setting.calls.log.attempt == setting.calls.failures.attempt == 7
+    setting.calls.journal.roll_back.assert_awaited_once_with()
     setting.calls.roles.server.begin_again.assert_awaited_once_with()
     setting.calls.roles.buffer.begin_again.assert_awaited_once_with()
 
