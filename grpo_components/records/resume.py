@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from omegaconf import OmegaConf
 
@@ -17,7 +17,6 @@ from grpo_components.records.checkpoint_folder import earlier, latest, point_lat
 from grpo_components.records.receipt_chain import END_FILE
 from grpo_components.records.run_folder import (
     CODE,
-    FolderLock,
     RunIdentity,
     lock_folder,
     new_identity,
@@ -64,12 +63,8 @@ class RunStart:
     driver: dict[str, Any]
     """State of the driver at the start, including `ledger` and `prompts`."""
     identity: RunIdentity
-    lock: FolderLock
-    """Lock of `output_dir`."""
-
-    def close(self) -> None:
-        """Release the folder, after the last write to it."""
-        self.lock.release()
+    lock: TextIO
+    """File that locks `output_dir` until it is closed, after the last write to the folder."""
 
 
 def find_checkpoint(resume_from: bool | str, output_dir: Path) -> Path | None:

@@ -51,7 +51,7 @@ class RunRecords:
 
     def close(self) -> None:
         """Close the logs and unlock the folder, however the run ended."""
-        for part in (self.journal, self.log, self.start):
+        for part in (self.journal, self.log, self.start.lock):
             part.close()
 
 

@@ -87,4 +87,4 @@ def test_the_folder_is_unlocked_last():
     setting = Setting()
     setting.records.close()
     closed = [call[0] for call in setting.calls.mock_calls if call[0].endswith(".close")]
-    assert closed == ["journal.close", "log.close", "start.close"]
+    assert closed == ["journal.close", "log.close", "start.lock.close"]
