@@ -18,7 +18,7 @@ from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.quiet import without_prints
-from grpo_components.records.guards import FailedSamples, GeneratorAgreement, RunWatch, SkippedSteps
+from grpo_components.records.guards import FailedSamples, RunWatch
 from grpo_components.records.journal import Checkpoints, Journal
 from grpo_components.records.receipts import build_receipts
 from grpo_components.records.resume import Stateful, begin_run
@@ -73,14 +73,9 @@ def open_run(
         replay_until=cfg.replay_until,
     )
     return RunRecords(
-        *(start, ledger, journal, log),
+        *(cfg, start, ledger, journal, log),
         evaluation=evaluation,
         failures=failures,
-        agreement=GeneratorAgreement(
-            cfg.max_generator_kl, exact=(cfg.device, cfg.dtype) == ("cpu", "fp32")
-        ),
-        skipped_steps=SkippedSteps(cfg.max_skipped_steps, log.note),
-        rollouts_logged=cfg.rollouts_logged_per_step,
         watch=_watch(cfg, log, tokenizer),
         curriculum=curriculum,
     )

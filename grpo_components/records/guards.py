@@ -18,8 +18,6 @@ from grpo_components.trajectory import GroupSummary
 
 _FEW_TOKENS = 16
 """Fewer fresh tokens multiply the bound by `_FEW_TOKENS` / tokens, to allow for rounding errors."""
-_EXACT_SHARE = 0.01
-"""Share of the bound that applies to the weight probe, whose tokens are the same at every step."""
 _MAX_ERROR_CHARS = 300
 """Maximum characters of an error's first line in a message; the file has the whole error."""
 _SEEDS_KEPT = 100_000
@@ -32,33 +30,25 @@ _MIN_STEPS, _LARGE_KL, _JUMP = 3, 0.1, 20.0
 """Steps before a jump of the mismatch can be shown; its least size in nats, and in medians."""
 
 
-class GeneratorAgreement:
-    """Ends the run if trainer and generator disagree on the logprobs of fresh tokens.
+def check_agreement(max_generator_kl: float | None, step: int, metrics: Mapping[str, Any]) -> None:
+    """End the run if trainer and generator disagree on the logprobs of a step's fresh tokens.
 
-    Fresh tokens were sampled by the version being trained, so both sides have the same weights.
+    Fresh tokens were sampled by the version being trained, so both sides have the same weights. A
+    step without fresh tokens always passes.
     """
-
-    def __init__(self, max_generator_kl: float | None, *, exact: bool = False) -> None:
-        self._max_kl = max_generator_kl
-        share = _EXACT_SHARE if exact else 1.0
-        self.probe_kl = None if max_generator_kl is None else share * max_generator_kl
-        """Upper bound of the KL on the weight probe; None disables it."""
-
-    def check(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Check one training step; a step without fresh tokens always passes."""
-        tokens = metrics.get("mismatch/fresh_tokens", 0)
-        if self._max_kl is None or not tokens > 0:
-            return
-        kl, bound = metrics["mismatch/fresh_kl"], self._max_kl * max(1.0, _FEW_TOKENS / tokens)
-        if kl > bound:
-            few = f", raised to {bound:.3g} for few tokens" if bound > self._max_kl else ""
-            raise DisagreementError(
-                f"step {step}: trainer and generator disagree on tokens sampled with the trainer's "
-                f"own weights: mismatch/fresh_kl is {kl:.3g} over {tokens:.0f} tokens; "
-                f"max_generator_kl is {self._max_kl:g}{few}. Likely causes: `model` does not match "
-                "config.json in base_model_path; a module or sampler setting that only one side "
-                "has; incomplete weights in the generator"
-            )
+    tokens = metrics.get("mismatch/fresh_tokens", 0)
+    if max_generator_kl is None or not tokens > 0:
+        return
+    kl, bound = metrics["mismatch/fresh_kl"], max_generator_kl * max(1.0, _FEW_TOKENS / tokens)
+    if kl > bound:
+        few = f", raised to {bound:.3g} for few tokens" if bound > max_generator_kl else ""
+        raise DisagreementError(
+            f"step {step}: trainer and generator disagree on tokens sampled with the trainer's "
+            f"own weights: mismatch/fresh_kl is {kl:.3g} over {tokens:.0f} tokens; "
+            f"max_generator_kl is {max_generator_kl:g}{few}. Likely causes: `model` does not match "
+            "config.json in base_model_path; a module or sampler setting that only one side "
+            "has; incomplete weights in the generator"
+        )
 
 
 class FailedSamples:

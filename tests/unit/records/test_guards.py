@@ -13,7 +13,7 @@ from grpo_components.errors import DisagreementError, FailedSamplesError
 from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.objective.aggregation import SequenceMean, TokenMean
-from grpo_components.records.guards import FailedSamples, GeneratorAgreement, RunWatch
+from grpo_components.records.guards import FailedSamples, RunWatch, check_agreement
 from grpo_components.settings import MAX_GENERATOR_KL, TRUNCATION, GeneratorSettings, Settings
 
 # ---- the logprobs of trainers and generators ----------------------------------------------------
@@ -43,11 +43,10 @@ def measured(kl, tokens=256.0):
 )
 def test_a_kl_above_the_bound_ends_the_run_with_both_numbers(bound, passes, ends, facts):
     """Few tokens raise the bound but do not remove it; a step without fresh ones passes."""
-    agreement = GeneratorAgreement(bound)
-    agreement.check(1, measured(*passes))
-    agreement.check(1, {})  # the metrics of a stand-in trainer
+    check_agreement(bound, 1, measured(*passes))
+    check_agreement(bound, 1, {})  # the metrics of a stand-in trainer
     with pytest.raises(DisagreementError) as ended:
-        agreement.check(7, measured(*ends))
+        check_agreement(bound, 7, measured(*ends))
     assert all(fact in str(ended.value) for fact in ("step 7", *facts))
 
 
@@ -55,7 +54,7 @@ def test_a_kl_above_the_bound_ends_the_run_with_both_numbers(bound, passes, ends
 @pytest.mark.parametrize("kl", [5.8, 4.6, 3.7, 2.9])
 def test_every_wrong_model_that_was_tried_is_over_the_default(dtype, kl):
     with pytest.raises(DisagreementError):
-        GeneratorAgreement(settings(dtype).default_bound).check(1, measured(kl))
+        check_agreement(settings(dtype).default_bound, 1, measured(kl))
 
 
 def test_a_truncating_sampler_has_no_default():
@@ -63,7 +62,7 @@ def test_a_truncating_sampler_has_no_default():
         biased = settings("fp32", **{name: 0.5 if name != "top_k" else 5})
         assert biased.default_bound is None
     assert settings("bf16", top_k=-1).default_bound == MAX_GENERATOR_KL["bf16"]
-    GeneratorAgreement(None).check(1, measured(5.8))
+    check_agreement(None, 1, measured(5.8))
 
 
 # ---- failed samples -----------------------------------------------------------------------------
