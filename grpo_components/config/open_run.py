@@ -19,7 +19,7 @@ from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.quiet import without_prints
 from grpo_components.records.guards import FailedSamples, RunWatch
-from grpo_components.records.journal import Checkpoints, Journal
+from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import build_receipts
 from grpo_components.records.resume import Stateful, begin_run
 from grpo_components.records.run import RunRecords
@@ -56,22 +56,17 @@ def open_run(
         ledger.events.listen(prompts.follow)
     log = open_log(cfg, ledger.events, start.note, dataset, held_out)
     failures = FailedSamples(cfg, ledger.events, log.note)
-    checkpoints = Checkpoints(cfg, ledger, prompts, log, start)
+    journal = Journal(cfg, start, ledger, prompts, receipts, log)
 
     def evaluated(step: int, results: list[dict[str, Any]]) -> dict[str, float]:
         log.evaluation_answers(step, results)
         scored = failures.count_evaluation(step, results)
         metrics = {"eval/step": step, **evaluation_metrics(scored)}
         log.evaluation(step, metrics)
-        checkpoints.add_evaluation(step, metrics)
+        journal.add_evaluation(step, metrics)
         return metrics
 
     evaluation = Evaluation(cfg, held_out, temperature, ledger.pin_weights, evaluated)
-    journal = Journal(
-        *(start, ledger, prompts, receipts, checkpoints),
-        save_every_n_steps=cfg.save_every_n_steps,
-        replay_until=cfg.replay_until,
-    )
     return RunRecords(
         *(cfg, start, ledger, journal, log),
         evaluation=evaluation,

@@ -114,7 +114,7 @@ class Run:
 
     def summary(self) -> None:
         """Show the closing summary."""
-        if (until := self._journal.replay_until) is not None:
+        if (until := self._cfg.replay_until) is not None:
             how = "resume_from_checkpoint=true, without replay_events"
             return self._log.note(f"steps 1 to {until} repeated; to go on with other keys: {how}")
         skipped, recording = self._skipped_steps.summary(), self._ledger.events.recording
