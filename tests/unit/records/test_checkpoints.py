@@ -31,11 +31,11 @@ from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.checkpoint_folder import latest, point_latest
 from grpo_components.records.journal import Journal
+from grpo_components.records.resume import damage
 from grpo_components.records.run_folder import new_identity
 from grpo_components.settings import Settings
 from grpo_components.state_files import read_state
 from grpo_components.training.checkpoint import TrainerState, save_hf_weights
-from grpo_components.training.damage import damage
 from grpo_components.trajectory import pack, summarize
 
 pytestmark = pytest.mark.anyio
