@@ -161,7 +161,7 @@ def drive(folder: Path, generators: int, groups_per_step: int, steps: int) -> tu
     run = Run(folder, ledger, versions)
     settings = {"max_staleness": STALENESS, "groups_per_step": groups_per_step}
     settings |= {"group_size": GROUP_SIZE, "cpus": 2, "libraries": {}}
-    receipts = Receipts(folder / "receipts.jsonl", ledger, 0, settings)
+    receipts = Receipts(folder / "receipts.jsonl", ledger, settings)
     (folder / "config.yaml").write_text(
         CONFIG.format(STALENESS, groups_per_step, GROUP_SIZE, steps)
     )

@@ -6,9 +6,9 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 ANSWERS = "evaluation_answers.jsonl"
 """File with one line for each logged prompt of each evaluation."""
@@ -29,15 +29,13 @@ def cut_torn_line(path: Path) -> None:
             file.truncate(file.read().rfind(b"\n") + 1)
 
 
-def append_line(file: TextIO, line: str) -> None:
-    """Append one line and flush it to the operating system."""
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one line of JSON, which is in the file even if this process then dies."""
     try:
-        file.write(line + "\n")
-        file.flush()
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
     except OSError as error:
-        with contextlib.suppress(OSError):  # else every later close would retry the unwritten rest
-            file.close()
-        raise OSError(error.errno, f"cannot be written: {error.strerror}", file.name) from error
+        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
 
 
 def records_of(path: Path, word: bytes = b"{") -> Iterator[Record]:

@@ -540,6 +540,12 @@ class Settings(BaseModel):
         return None if drops or self.generator.biasing else MAX_GENERATOR_KL[self.dtype]
 
     @property
+    def probe_kl(self) -> float | None:
+        """Bound of the KL on the weight probe, whose tokens are the same at every step."""
+        share = 0.01 if (self.device, self.dtype) == ("cpu", "fp32") else 1.0
+        return None if self.max_generator_kl is None else share * self.max_generator_kl
+
+    @property
     def default_backend(self) -> Literal["vllm", "transformers"]:
         """Default of `generator.backend`: vLLM on GPUs, or for settings that only vLLM supports."""
         generator = self.generator

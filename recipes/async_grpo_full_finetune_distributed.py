@@ -159,7 +159,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             pull_every_m_rollouts=cfg.pull_every_m_rollouts,
             push_early=self.records.evaluation.due,
             deltas=cfg.push == "delta",
-            probe_kl=self.records.agreement.probe_kl,
+            probe_kl=cfg.probe_kl,
         )
         self.run = self.records.run_with(self.roles, self.weights)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 from grpo_components.config.components import build
@@ -19,8 +18,8 @@ from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.quiet import without_prints
-from grpo_components.records.guards import FailedSamples, GeneratorAgreement, RunWatch, SkippedSteps
-from grpo_components.records.journal import Checkpoints, Journal
+from grpo_components.records.guards import FailedSamples, RunWatch
+from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import build_receipts
 from grpo_components.records.resume import Stateful, begin_run
 from grpo_components.records.run import RunRecords
@@ -52,39 +51,26 @@ def open_run(
     replay = replay_of(cfg)
     ledger.events = EventOrder(start.attempt, replay and replay.order)
     curriculum = prompts.curriculum if isinstance(prompts, PromptCurriculum) else None
-    told = start.attempt, start.identity, curriculum, available_cpus(cfg)
-    receipts = build_receipts(cfg, ledger, *told)
+    receipts = build_receipts(cfg, ledger, start.identity, curriculum, available_cpus(cfg))
     if isinstance(prompts, PromptCurriculum):
         ledger.events.listen(prompts.follow)
-    log = open_log(cfg, start.attempt, start.note, dataset, held_out)
-    step_samples, logs = cfg.groups_per_step * cfg.group_size, Path(cfg.output_dir) / "logs"
-    failures = FailedSamples(cfg.max_failed_samples, step_samples, logs, start.attempt, log.note)
-    checkpoints = Checkpoints(cfg, ledger, prompts, log, start)
-    ledger.events.listen(log.follow)
+    log = open_log(cfg, ledger.events, start.note, dataset, held_out)
+    failures = FailedSamples(cfg, ledger.events, log.note)
+    journal = Journal(cfg, start, ledger, prompts, receipts, log)
 
     def evaluated(step: int, results: list[dict[str, Any]]) -> dict[str, float]:
         log.evaluation_answers(step, results)
         scored = failures.count_evaluation(step, results)
         metrics = {"eval/step": step, **evaluation_metrics(scored)}
         log.evaluation(step, metrics)
-        checkpoints.add_evaluation(step, metrics)
+        journal.add_evaluation(step, metrics)
         return metrics
 
     evaluation = Evaluation(cfg, held_out, temperature, ledger.pin_weights, evaluated)
-    journal = Journal(
-        *(start, ledger, prompts, receipts, checkpoints),
-        save_every_n_steps=cfg.save_every_n_steps,
-        replay_until=cfg.replay_until,
-    )
     return RunRecords(
-        *(start, ledger, journal, log),
+        *(cfg, start, ledger, journal, log),
         evaluation=evaluation,
         failures=failures,
-        agreement=GeneratorAgreement(
-            cfg.max_generator_kl, exact=(cfg.device, cfg.dtype) == ("cpu", "fp32")
-        ),
-        skipped_steps=SkippedSteps(cfg.max_skipped_steps, log.note),
-        rollouts_logged=cfg.rollouts_logged_per_step,
         watch=_watch(cfg, log, tokenizer),
         curriculum=curriculum,
     )
@@ -106,21 +92,14 @@ def _watch(cfg: Settings, log: RunLog, tokenizer: Any) -> RunWatch:
     return RunWatch(log.note, averages_tokens=averages_tokens, ends=ends)
 
 
-def open_log(cfg: Settings, attempt: int, note: str, dataset: Any, held_out: Any) -> RunLog:
+def open_log(cfg: Settings, events: EventOrder, note: str, dataset: Any, held_out: Any) -> RunLog:
     """Open the run log, and show the notes on the start and the data sets."""
     with without_prints(cfg.log_level):
         logger = build("metric_logger", cfg.metric_logger)
     if missing := [name for name in ("log_dict", "close") if not hasattr(logger, name)]:
         problem = f"{cfg.metric_logger._component_} makes a logger without {missing[0]}"
         fail("metric_logger", problem, "one of torchtune.training.metric_logging, or one like it")
-    run_log = RunLog(
-        Path(cfg.output_dir),
-        logger,
-        cfg.log_every_n_steps,
-        cfg.num_steps,
-        attempt,
-        resumable=cfg.trains,
-    )
+    run_log = RunLog(cfg, logger, events)
     left_out = re.sub("^dataset", "eval_dataset", getattr(held_out, "note", ""), flags=re.MULTILINE)
     shared = shared_prompts(dataset, held_out) if cfg.trains else ""
     unused = "eval_dataset is null: nothing is evaluated, whatever eval_every_n_steps says"

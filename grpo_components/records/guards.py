@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +10,14 @@ from statistics import median
 from typing import Any
 
 from grpo_components.errors import DisagreementError, FailedSamplesError, SkippedStepsError
+from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import LedgerEntry
+from grpo_components.files import append_record
+from grpo_components.settings import Settings
 from grpo_components.trajectory import GroupSummary
 
 _FEW_TOKENS = 16
 """Fewer fresh tokens multiply the bound by `_FEW_TOKENS` / tokens, to allow for rounding errors."""
-_EXACT_SHARE = 0.01
-"""Share of the bound that applies to the weight probe, whose tokens are the same at every step."""
 _MAX_ERROR_CHARS = 300
 """Maximum characters of an error's first line in a message; the file has the whole error."""
 _SEEDS_KEPT = 100_000
@@ -30,33 +30,25 @@ _MIN_STEPS, _LARGE_KL, _JUMP = 3, 0.1, 20.0
 """Steps before a jump of the mismatch can be shown; its least size in nats, and in medians."""
 
 
-class GeneratorAgreement:
-    """Ends the run if trainer and generator disagree on the logprobs of fresh tokens.
+def check_agreement(max_generator_kl: float | None, step: int, metrics: Mapping[str, Any]) -> None:
+    """End the run if trainer and generator disagree on the logprobs of a step's fresh tokens.
 
-    Fresh tokens were sampled by the version being trained, so both sides have the same weights.
+    Fresh tokens were sampled by the version being trained, so both sides have the same weights. A
+    step without fresh tokens always passes.
     """
-
-    def __init__(self, max_generator_kl: float | None, *, exact: bool = False) -> None:
-        self._max_kl = max_generator_kl
-        share = _EXACT_SHARE if exact else 1.0
-        self.probe_kl = None if max_generator_kl is None else share * max_generator_kl
-        """Upper bound of the KL on the weight probe; None disables it."""
-
-    def check(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Check one training step; a step without fresh tokens always passes."""
-        tokens = metrics.get("mismatch/fresh_tokens", 0)
-        if self._max_kl is None or not tokens > 0:
-            return
-        kl, bound = metrics["mismatch/fresh_kl"], self._max_kl * max(1.0, _FEW_TOKENS / tokens)
-        if kl > bound:
-            few = f", raised to {bound:.3g} for few tokens" if bound > self._max_kl else ""
-            raise DisagreementError(
-                f"step {step}: trainer and generator disagree on tokens sampled with the trainer's "
-                f"own weights: mismatch/fresh_kl is {kl:.3g} over {tokens:.0f} tokens; "
-                f"max_generator_kl is {self._max_kl:g}{few}. Likely causes: `model` does not match "
-                "config.json in base_model_path; a module or sampler setting that only one side "
-                "has; incomplete weights in the generator"
-            )
+    tokens = metrics.get("mismatch/fresh_tokens", 0)
+    if max_generator_kl is None or not tokens > 0:
+        return
+    kl, bound = metrics["mismatch/fresh_kl"], max_generator_kl * max(1.0, _FEW_TOKENS / tokens)
+    if kl > bound:
+        few = f", raised to {bound:.3g} for few tokens" if bound > max_generator_kl else ""
+        raise DisagreementError(
+            f"step {step}: trainer and generator disagree on tokens sampled with the trainer's "
+            f"own weights: mismatch/fresh_kl is {kl:.3g} over {tokens:.0f} tokens; "
+            f"max_generator_kl is {max_generator_kl:g}{few}. Likely causes: `model` does not match "
+            "config.json in base_model_path; a module or sampler setting that only one side "
+            "has; incomplete weights in the generator"
+        )
 
 
 class FailedSamples:
@@ -67,17 +59,11 @@ class FailedSamples:
     written to `failed_samples.jsonl`; the first after each step is also shown.
     """
 
-    def __init__(
-        self,
-        max_failed_samples: float,
-        step_samples: int,
-        logs: Path,
-        attempt: int,
-        note: Callable[[str], None],
-    ) -> None:
-        self._max_failed_samples, self._step_samples = max_failed_samples, step_samples
-        self._path, self._note = logs / "failed_samples.jsonl", note
-        self.attempt = attempt
+    def __init__(self, cfg: Settings, events: EventOrder, note: Callable[[str], None]) -> None:
+        self._max_failed_samples = cfg.max_failed_samples
+        self._step_samples = cfg.groups_per_step * cfg.group_size
+        self._path = Path(cfg.output_dir) / "logs" / "failed_samples.jsonl"
+        self._events, self._note = events, note
         self._count = self._ended = 0
 
     def count_group(self, entry: LedgerEntry, group: GroupSummary) -> bool:
@@ -115,7 +101,7 @@ class FailedSamples:
         if not errors:
             return
         record = {
-            "attempt": self.attempt,
+            "attempt": self._events.attempt,
             **what,
             "prompt_index": prompt["prompt_index"],
             "prompt": prompt["prompt_text"],
@@ -124,8 +110,7 @@ class FailedSamples:
         tracebacks = {_first_line(error): error.partition("\n")[2] for error in reversed(errors)}
         if any(tracebacks.values()):
             record["tracebacks"] = {line: text for line, text in tracebacks.items() if text}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        append_record(self._path, record)
         shown = _first_line(errors[-1])[:_MAX_ERROR_CHARS]
         if self._count == 0:
             self._note(f"samples failed in {where}: {shown} (all errors: {self._path})")

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from grpo_components.cluster.handles import ReplayBufferHandle, Roles, TrainersHandle
+from grpo_components.cluster.handles import Roles
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.errors import ReplayStop
 from grpo_components.exchange.ledger import Ledger
@@ -30,25 +30,29 @@ _SESSIONS = ("count", "calls", "trajectories")
 class Journal:
     """Commits each step to ledger, receipts and checkpoints together; saves, restores, rolls back.
 
-    The ledger tracks every group; a receipt is the record of a step in receipts.jsonl.
+    The ledger tracks every group; a receipt is the record of a step in receipts.jsonl. All parts of
+    a checkpoint are taken between the same two steps.
     """
 
     def __init__(
         self,
+        cfg: Settings,
         start: RunStart,
         ledger: Ledger,
         prompts: Stateful,
         receipts: Receipts,
-        checkpoints: Checkpoints,
-        *,
-        save_every_n_steps: int,
-        replay_until: int | None = None,
+        log: RunLog,
     ) -> None:
-        self._start, self._ledger, self._prompts = start, ledger, prompts
-        self._receipts, self._checkpoints = receipts, checkpoints
-        self._save_every_n_steps = save_every_n_steps
-        self.replay_until = replay_until
-        """Last step of a replay; None in all other runs."""
+        self._cfg, self._start, self._ledger, self._prompts = cfg, start, ledger, prompts
+        self._receipts, self._log = receipts, log
+        self._folder = Path(cfg.output_dir) / "checkpoints"
+        self._versions: dict[int, int] = {}
+        """Step of the last checkpoint -> its policy version."""
+        self._evaluations: dict[int, Mapping[str, float]] = {}
+        """Step of the last evaluation -> its metrics."""
+        self.held: tuple[dict[str, Any], list[Any]] = {}, []
+        """For `save`: the driver's state after the last step, and the groups to be stored."""
+        self._writing: asyncio.Task[None] | None = None
 
     async def commit(
         self, batch_hash: str, result: StepResult, sessions: Mapping[str, int] | None = None
@@ -56,8 +60,8 @@ class Journal:
         """Commit a trained step; a replay first waits until this step is due."""
         step = self._ledger.steps_done + 1
         await self._ledger.events.wait_turn("step", step=step)
-        # No await from here on: a resumed run would miss an event between receipt and state to
-        # save, or record it in a second receipt.
+        # No await from here on: else an event or a pull could be in receipts.jsonl but not in the
+        # state that a resumed run starts from, or the other way round.
         mass, counts = result.metrics["off_policy/correction_mass"], result.token_versions
         outcome = {
             "token_versions": {str(version): n for version, n in sorted(counts.items()) if n},
@@ -67,86 +71,34 @@ class Journal:
             **({"sessions": {key: sessions[key] for key in _SESSIONS}} if sessions else {}),
         }
         self._ledger.finish_step(result.policy_version, outcome)
-        self._checkpoints.hold()
+        self.hold()
         return step
 
-    async def save_if_due(self, step: int, roles: Roles, batch: Any) -> None:
-        """Write the committed state as a checkpoint, every n steps and after the last step."""
-        stops = step == self.replay_until
-        if stops or step % self._save_every_n_steps == 0 or self._ledger.finished:
-            await self._checkpoints.save(step, roles.trainers, roles.buffer, batch)
-        if stops:
-            await self._checkpoints.finish()
-            raise ReplayStop(step)
-
-    async def restore(self, roles: Roles, weights: WeightSync) -> None:
-        """Load this attempt's checkpoint, if any, into trainers and buffer.
-
-        Unless the run is new, also publish the trainers' weights and load them into all generators.
-        """
-        if self._start.checkpoint:
-            await self._checkpoints.restore(self._start.checkpoint, roles.trainers, roles.buffer)
-        if self._start.attempt or self._start.checkpoint:
-            await weights.restore()
-
-    async def roll_back(self) -> int:
-        """End this attempt, and start the next one from the last checkpoint or the beginning."""
-        await self._checkpoints.wait_idle()
-        self._receipts.close()
-        self._start = roll_back(self._start, self._ledger, self._prompts)
-        self._ledger.events.attempt = self._start.attempt
-        self._receipts.begin_attempt(self._start.attempt)
-        return self._start.attempt
-
-    async def finish(self) -> None:
-        """Wait until the last checkpoint has been written."""
-        await self._checkpoints.finish()
-
-    def close(self) -> None:
-        """Write the end record of the receipts, however the run ended."""
-        self._receipts.close()
-
-
-class Checkpoints:
-    """Saves and restores checkpoints; all parts of one are taken between the same two steps."""
-
-    def __init__(
-        self, cfg: Settings, ledger: Ledger, prompts: Stateful, log: RunLog, start: RunStart
-    ) -> None:
-        self._cfg, self._ledger, self._prompts, self._log = cfg, ledger, prompts, log
-        self._identity = start.identity
-        self._folder = Path(cfg.output_dir) / "checkpoints"
-        self._versions: dict[int, int] = {}
-        """Step of the last checkpoint -> its policy version."""
-        self._evaluations: dict[int, Mapping[str, float]] = {}
-        """Step of the last evaluation -> its metrics."""
-        self._held: dict[str, Any] = {}
-        self._buffered: list[Any] = []
-        self._writing: asyncio.Task[None] | None = None
-
     def hold(self) -> None:
-        """Keep a copy of the driver's state for `save`; call it right after the step's receipt.
-
-        The caller must not await between the two: an event or a pull at that time would be in
-        receipts.jsonl but not in the state that a resumed run starts from, or the other way round.
-        """
-        self._held = {"ledger": self._ledger.state_dict(), "prompts": self._prompts.state_dict()}
-        # Keep references to the groups: the buffer's process may die before it has written them.
-        self._buffered = [part for entry in self._ledger.stored() for part in entry.parts]
+        """Keep the present state for `save`; raise the error of a checkpoint that failed since."""
+        state = {"ledger": self._ledger.state_dict(), "prompts": self._prompts.state_dict()}
+        # References to the groups: the buffer's process may die before it has written them.
+        self.held = state, [part for entry in self._ledger.stored() for part in entry.parts]
         if self._writing is not None and self._writing.done():
             self._writing.result()
 
-    async def save(
-        self, step: int, trainers: TrainersHandle, buffer: ReplayBufferHandle, batch: Any
-    ) -> None:
+    async def save_if_due(self, step: int, roles: Roles, batch: Any) -> None:
+        """Write the committed state as a checkpoint, every n steps and after the last step."""
+        stops = step == self._cfg.replay_until
+        if stops or step % self._cfg.save_every_n_steps == 0 or self._ledger.finished:
+            await self.save(step, roles, batch)
+        if stops:
+            await self.finish()
+            raise ReplayStop(step)
+
+    async def save(self, step: int, roles: Roles, batch: Any) -> None:
         """Write a checkpoint between two training steps, once the previous one has been written."""
         await self.finish()
         if self._cfg.rollout_only:
             return
-        await trainers.hold_state(in_background=self._cfg.async_checkpoint)
-        self._writing = asyncio.create_task(
-            self._write(step, self._held, [batch, *self._buffered], trainers, buffer)
-        )
+        await roles.trainers.hold_state(in_background=self._cfg.async_checkpoint)
+        state, buffered = self.held
+        self._writing = asyncio.create_task(self._write(step, state, [batch, *buffered], roles))
         # Retrieve the error, so that asyncio does not warn if the run ends with another one.
         self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())
         if not self._cfg.async_checkpoint:
@@ -157,44 +109,51 @@ class Checkpoints:
         self._evaluations = {step: metrics}
         self._rate(step)
 
+    async def restore(self, roles: Roles, weights: WeightSync) -> None:
+        """Load this attempt's checkpoint, if any, into trainers and buffer.
+
+        Unless the run is new, also publish the trainers' weights and load them into all generators.
+        `begin_run` or `roll_back` has restored the driver.
+        """
+        checkpoint, ledger = self._start.checkpoint, self._ledger
+        if checkpoint:
+            if self._cfg.keep_best and checkpoint.parent == self._folder.resolve():
+                checkpoint_folder.choose_best(self._folder, self._cfg.keep_best, ledger.steps_done)
+                self._versions = {ledger.steps_done: ledger.policy_version}
+            await roles.trainers.load_state(checkpoint)
+            await roles.buffer.read_state(checkpoint / "state")
+        if self._start.attempt or checkpoint:
+            await weights.restore()
+
+    async def roll_back(self) -> None:
+        """End this attempt, and start the next one from the last checkpoint or the beginning."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await asyncio.wait([writing])  # its error is not raised
+        self._receipts.close()
+        self._start = roll_back(self._start, self._ledger, self._prompts)
+        self._ledger.events.attempt = self._start.attempt
+        self._receipts.begin_attempt()
+
     async def finish(self) -> None:
         """Wait until the last checkpoint has been written."""
         writing, self._writing = self._writing, None
         if writing is not None:
             await writing
 
-    async def wait_idle(self) -> None:
-        """Wait until no checkpoint is being written; an error of the last write is not raised."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            await asyncio.wait([writing])
-
-    async def restore(
-        self, checkpoint: Path, trainers: TrainersHandle, buffer: ReplayBufferHandle
-    ) -> None:
-        """Load a checkpoint into trainers and buffer; `begin_run` has restored the driver."""
-        if self._cfg.keep_best and checkpoint.parent == self._folder.resolve():
-            checkpoint_folder.choose_best(
-                self._folder, self._cfg.keep_best, self._ledger.steps_done
-            )
-            self._versions = {self._ledger.steps_done: self._ledger.policy_version}
-        await trainers.load_state(checkpoint)
-        await buffer.read_state(checkpoint / "state")
+    def close(self) -> None:
+        """Write the end record of the receipts, however the run ended."""
+        self._receipts.close()
 
     async def _write(
-        self,
-        step: int,
-        state: dict[str, Any],
-        parts: list[Any],
-        trainers: TrainersHandle,
-        buffer: ReplayBufferHandle,
+        self, step: int, state: dict[str, Any], parts: list[Any], roles: Roles
     ) -> None:
+        place = self._folder, step, self._start.identity.incarnation
         try:
-            folder = await asyncio.to_thread(
-                checkpoint_folder.begin, self._folder, step, self._identity.incarnation
-            )
+            folder = await asyncio.to_thread(checkpoint_folder.begin, *place)
             failures = await asyncio.gather(
-                trainers.write_state(folder), buffer.write_state(folder / "state", parts)
+                roles.trainers.write_state(folder),
+                roles.buffer.write_state(folder / "state", parts),
             )
             for failure in (*failures[0], failures[1]):
                 if failure is not None:
@@ -211,6 +170,13 @@ class Checkpoints:
             self._log.checkpoint(step, str(checkpoint))
             self._versions = {step: state["ledger"]["policy_version"]}
             self._rate(step)
+
+    def _publish(self, folder: Path, step: int, state: dict[str, Any]) -> Path:
+        whole = {**state, "identity": self._start.identity._asdict(), "format": FORMAT}
+        write_state(folder / "state", "driver", whole)
+        saved = OmegaConf.create(self._cfg.model_dump())
+        OmegaConf.save(saved, folder / "state" / "config.yaml")
+        return checkpoint_folder.publish(folder, step, self._cfg.keep_last_n)
 
     def _rate(self, step: int) -> None:
         """Write the evaluation of a step to its checkpoint, and point `best` at the best one.
@@ -238,10 +204,3 @@ class Checkpoints:
         if self._cfg.checkpoint_failure == "error":
             raise OSError(problem) from error
         self._log.note(problem)
-
-    def _publish(self, folder: Path, step: int, state: dict[str, Any]) -> Path:
-        whole = {**state, "identity": self._identity._asdict(), "format": FORMAT}
-        write_state(folder / "state", "driver", whole)
-        saved = OmegaConf.create(self._cfg.model_dump())
-        OmegaConf.save(saved, folder / "state" / "config.yaml")
-        return checkpoint_folder.publish(folder, step, self._cfg.keep_last_n)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_components.files import append_line, cut_torn_line
+from grpo_components.files import cut_torn_line
 
 END_FILE = "receipts.end"
 """File beside receipts.jsonl that has the number of its records and the hash in the last one."""
@@ -81,15 +81,16 @@ class ChainedFile:
 
         If the run is killed between the two writes, the file has one record more than the count.
         """
-        fields = json.dumps(record, allow_nan=False)
+        fields, file = json.dumps(record, allow_nan=False), self._file
         chain = link(self._end.chain, fields.encode())
         try:
-            append_line(self._file, f'{fields[:-1]}, "chain": "{chain}"}}')
-            self._end = End(self._end.records + 1, chain)
+            file.write(f'{fields[:-1]}, "chain": "{chain}"}}\n')
+            file.flush()
+            self._end, file = End(self._end.records + 1, chain), self._end_file
             self._write_end()
-        except OSError:
+        except OSError as error:
             self.close()
-            raise
+            raise OSError(error.errno, f"cannot be written: {error.strerror}", file.name) from error
 
     def close(self) -> None:
         """Close both files; a second call does nothing."""
@@ -99,13 +100,9 @@ class ChainedFile:
 
     def _write_end(self) -> None:
         line = f'{{"records": {self._end.records:>15}, "chain": "{self._end.chain}"}}\n'
-        try:
-            self._end_file.seek(0)
-            self._end_file.write(line.encode())
-            self._end_file.truncate()
-        except OSError as error:
-            path = self._end_file.name
-            raise OSError(error.errno, f"cannot be written: {error.strerror}", path) from error
+        self._end_file.seek(0)
+        self._end_file.write(line.encode())
+        self._end_file.truncate()
 
 
 def _continue_from(path: Path) -> End:

@@ -29,21 +29,19 @@ class Receipts:
     has a hash of itself and of all lines before it.
     """
 
-    def __init__(
-        self, path: Path, ledger: Ledger, attempt: int, settings: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, path: Path, ledger: Ledger, settings: Mapping[str, Any]) -> None:
         self._path, self._ledger, self._settings = path, ledger, dict(settings)
-        self.begin_attempt(attempt)
+        self.begin_attempt()
         ledger.events.listen(self._write)
 
-    def begin_attempt(self, attempt: int) -> None:
+    def begin_attempt(self) -> None:
         """Open the file and write the attempt's start; the ledger must already be restored."""
         ledger, self._file = self._ledger, ChainedFile(self._path)
         tokens = {str(entry.group_id): entry.tokens for entry in ledger.living()}
         self._write(
             {
                 "event": "start",
-                **{"attempt": attempt, "format": FORMAT, "steps_done": ledger.steps_done},
+                **{"attempt": ledger.attempt, "format": FORMAT, "steps_done": ledger.steps_done},
                 **{"policy_version": ledger.policy_version, "num_steps": ledger.num_steps},
                 **self._settings,
                 "carried": {group: n for group, n in tokens.items() if n is not None},
@@ -83,7 +81,6 @@ class Receipts:
 def build_receipts(
     cfg: Settings,
     ledger: Ledger,
-    attempt: int,
     identity: RunIdentity,
     curriculum: Curriculum | None,
     cpus: int,
@@ -99,7 +96,7 @@ def build_receipts(
         "libraries": _versions(),
         "replayed": cfg.replay_events,
     }
-    return Receipts(Path(cfg.output_dir) / "receipts.jsonl", ledger, attempt, settings)
+    return Receipts(Path(cfg.output_dir) / "receipts.jsonl", ledger, settings)
 
 
 def _versions() -> dict[str, str]:

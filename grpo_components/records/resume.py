@@ -6,10 +6,12 @@ import copy
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from omegaconf import OmegaConf
+from safetensors import safe_open
 
 from grpo_components.errors import fail, shown
 from grpo_components.files import records_of
@@ -17,7 +19,6 @@ from grpo_components.records.checkpoint_folder import earlier, latest, point_lat
 from grpo_components.records.receipt_chain import END_FILE
 from grpo_components.records.run_folder import (
     CODE,
-    FolderLock,
     RunIdentity,
     lock_folder,
     new_identity,
@@ -26,8 +27,7 @@ from grpo_components.records.run_folder import (
     reopen_output_folder,
 )
 from grpo_components.settings import Settings
-from grpo_components.state_files import read_state
-from grpo_components.training.damage import damage
+from grpo_components.state_files import FORMAT, read_state
 
 FIXED = (
     *("seed", "dtype", "base_model_path", "model", "tokenizer", "checkpointer.model_type"),
@@ -64,12 +64,8 @@ class RunStart:
     driver: dict[str, Any]
     """State of the driver at the start, including `ledger` and `prompts`."""
     identity: RunIdentity
-    lock: FolderLock
-    """Lock of `output_dir`."""
-
-    def close(self) -> None:
-        """Release the folder, after the last write to it."""
-        self.lock.release()
+    lock: TextIO
+    """File that locks `output_dir` until it is closed, after the last write to the folder."""
 
 
 def find_checkpoint(resume_from: bool | str, output_dir: Path) -> Path | None:
@@ -90,6 +86,54 @@ def find_checkpoint(resume_from: bool | str, output_dir: Path) -> Path | None:
         return whole
     offered = f"{whole}, the newest whole checkpoint before it" if whole else "another checkpoint"
     fail("resume_from_checkpoint", f"{path} is damaged: {problem}", offered)
+
+
+def damage(checkpoint: Path) -> str | None:
+    """Return what is damaged in a checkpoint; None if a run can resume from it.
+
+    Of weights and optimizer state, only the sizes are checked; the trainers check the values.
+    """
+    for name, read in _readers(checkpoint):
+        try:
+            read()
+        except FileNotFoundError as error:
+            return f"{Path(error.filename).relative_to(checkpoint)} is missing"
+        except Exception as error:  # a reader of bytes that it did not write raises anything
+            why = (str(error).splitlines() or [""])[0]
+            return f"{name} cannot be used: {type(error).__name__}: {why}"
+    return None
+
+
+def _readers(checkpoint: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield functions that read the parts of a checkpoint, with the names of their files."""
+    state = checkpoint / "state"
+    yield "state/config.yaml", partial(OmegaConf.load, state / "config.yaml")
+    for name in ("driver", "trainer", "buffer"):
+        yield f"state/{name}.json or .npz", partial(_check_state, state, name)
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # takes seconds
+
+    reader = FileSystemReader(state / "trainer")
+    yield "state/trainer/.metadata", reader.read_metadata
+    for part in (reader.read_metadata().storage_data or {}).values():
+        yield f"state/trainer/{part.relative_path}", partial(_check_size, state / "trainer", part)
+    for weights in checkpoint.rglob("*.safetensors"):
+        # It compares the file's size with its header.
+        name = str(weights.relative_to(checkpoint))
+        yield name, partial(safe_open, weights, framework="pt")
+
+
+def _check_state(state: Path, name: str) -> None:
+    content = read_state(state, name)
+    if name == "driver" and content["format"] != FORMAT:
+        raise ValueError(f"format {content['format']}, and this version reads {FORMAT}")
+    if name == "driver" and type(content["ledger"]["steps_done"]) is not int:
+        raise TypeError("its steps_done is no whole number")
+
+
+def _check_size(folder: Path, part: Any) -> None:
+    size = (folder / part.relative_path).stat().st_size
+    if size < part.offset + part.length:
+        raise EOFError(f"it ends after {size:,} bytes")
 
 
 def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool]) -> None:

@@ -15,15 +15,12 @@ from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.data.curriculum import Curriculum
 from grpo_components.evaluation.evaluation import Evaluation
 from grpo_components.exchange.ledger import Ledger
-from grpo_components.records.guards import FailedSamples, GeneratorAgreement, RunWatch, SkippedSteps
+from grpo_components.records.guards import FailedSamples, RunWatch, SkippedSteps, check_agreement
 from grpo_components.records.journal import Journal
 from grpo_components.records.resume import RunStart
 from grpo_components.records.run_log import RunLog
-from grpo_components.records.step_metrics import (
-    reward_use,
-    rollout_metrics,
-    session_counts,
-)
+from grpo_components.records.step_metrics import reward_use, rollout_metrics, session_counts
+from grpo_components.settings import Settings
 from grpo_components.training.step_result import StepResult
 
 
@@ -31,16 +28,13 @@ from grpo_components.training.step_result import StepResult
 class RunRecords:
     """The parts of a run that write to its folder; they outlive its roles."""
 
+    cfg: Settings
     start: RunStart
     ledger: Ledger
     journal: Journal
     log: RunLog
     evaluation: Evaluation
     failures: FailedSamples
-    agreement: GeneratorAgreement
-    skipped_steps: SkippedSteps
-    rollouts_logged: int
-    """Number of groups of each step that are logged as text."""
     watch: RunWatch
     curriculum: Curriculum | None = None
     """Draws the run's prompts; None if they are drawn without a curriculum."""
@@ -51,7 +45,7 @@ class RunRecords:
 
     def close(self) -> None:
         """Close the logs and unlock the folder, however the run ended."""
-        for part in (self.journal, self.log, self.start):
+        for part in (self.journal, self.log, self.start.lock):
             part.close()
 
 
@@ -61,7 +55,8 @@ class Run:
     def __init__(self, records: RunRecords, roles: Roles, weights: WeightSync) -> None:
         self._records, self._roles, self._weights = records, roles, weights
         self._ledger, self._journal, self._log = records.ledger, records.journal, records.log
-        self._evaluation = records.evaluation
+        self._cfg, self._evaluation = records.cfg, records.evaluation
+        self._skipped_steps = SkippedSteps(records.cfg.max_skipped_steps, records.log.note)
         self._tasks: asyncio.TaskGroup | None = None
 
     async def restore(self) -> None:
@@ -98,13 +93,13 @@ class Run:
             await self._evaluate(step)
         metrics |= await self._evaluation.collect(step)
         metrics |= reward_use([generator.reward_use for generator in self._roles.generators])
-        logged = batch.entries[: self._records.rollouts_logged]
+        logged = batch.entries[: self._cfg.rollouts_logged_per_step]
         texts = await self._roles.buffer.texts(logged)
         self._log.rollouts(step, batch.entries, texts, advantages, result.token_logprobs)
         self._log.step(step, metrics, result.trained_tokens)
-        self._records.agreement.check(step, metrics)
+        check_agreement(self._cfg.max_generator_kl, step, metrics)
         self._records.watch.check_step(step, metrics)
-        self._records.skipped_steps.record(step, result.skipped_because)
+        self._skipped_steps.record(step, result.skipped_because)
         await self._journal.save_if_due(step, self._roles, batch.packed)
 
     async def finish(self) -> None:
@@ -114,17 +109,15 @@ class Run:
 
     async def begin_again(self) -> None:
         """Start the next attempt from the last checkpoint, after the trainers restarted."""
-        attempt = await self._journal.roll_back()
-        for log in (self._log, self._records.failures):
-            log.attempt = attempt
+        await self._journal.roll_back()
         await asyncio.gather(self._roles.server.begin_again(), self._roles.buffer.begin_again())
 
     def summary(self) -> None:
         """Show the closing summary."""
-        if (until := self._journal.replay_until) is not None:
+        if (until := self._cfg.replay_until) is not None:
             how = "resume_from_checkpoint=true, without replay_events"
             return self._log.note(f"steps 1 to {until} repeated; to go on with other keys: {how}")
-        skipped, recording = self._records.skipped_steps.summary(), self._ledger.events.recording
+        skipped, recording = self._skipped_steps.summary(), self._ledger.events.recording
         replayed = recording.summary() if recording else ""
         self._journal.close()  # the books need the end record
         self._log.summary(replayed, skipped)

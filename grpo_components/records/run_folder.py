@@ -14,7 +14,7 @@ import shutil
 import socket
 import subprocess
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from omegaconf import OmegaConf
 
@@ -47,53 +47,40 @@ def new_identity(run: str | None = None) -> RunIdentity:
     return RunIdentity(run or secrets.token_hex(16), secrets.token_hex(16))
 
 
-class FolderLock:
-    """A lock on a folder (flock), which the kernel releases when this process ends."""
+def lock_folder(folder: Path) -> TextIO:
+    """Lock a folder by flock, created if missing; the lock ends when the returned file is closed.
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / LOCK
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a+", encoding="utf-8")
-        except OSError as error:
-            problem = f"{folder} cannot be written to: {error.strerror}"
-            fail("output_dir", problem, "a writable folder")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.seek(0)
-            holder = self._file.read() or "another process"
-            self._file.close()
-            allowed = "another folder, or this one after that run has ended"
-            fail("output_dir", f"{folder} is in use by {holder}", allowed)
-        except OSError as error:
-            _log.warning("%s has no file locks: start no second run in it (%s)", folder, error)
-        self._file.truncate(0)
-        self._file.write(f"pid {os.getpid()} on {socket.gethostname()[:64]}")
-        self._file.flush()
-
-    def holds(self) -> bool:
-        """Whether the locked file is still in the folder."""
-        return self._path.exists() and os.path.samestat(
-            os.fstat(self._file.fileno()), self._path.stat()
-        )
-
-    def release(self) -> None:
-        """Release the folder; a second call does nothing."""
-        self._file.close()
-
-
-def lock_folder(folder: Path) -> FolderLock:
-    """Lock a folder, created if missing; raise a ConfigError if another process holds it."""
-    while not (lock := FolderLock(folder)).holds():  # it was moved aside before it was locked
-        lock.release()
-    return lock
+    The kernel closes it when this process ends. Raises a ConfigError if another process holds it.
+    """
+    path = folder / LOCK
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        fail("output_dir", f"{folder} cannot be written to: {error.strerror}", "a writable folder")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read() or "another process"
+        file.close()
+        allowed = "another folder, or this one after that run has ended"
+        fail("output_dir", f"{folder} is in use by {holder}", allowed)
+    except OSError as error:
+        _log.warning("%s has no file locks: start no second run in it (%s)", folder, error)
+    if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
+        file.close()  # the folder was moved aside before it was locked
+        return lock_folder(folder)
+    file.truncate(0)
+    file.write(f"pid {os.getpid()} on {socket.gethostname()[:64]}")
+    file.flush()
+    return file
 
 
 def refuse_folder_in_use(folder: Path) -> None:
     """Refuse a folder that a process holds; an early check, which `lock_folder` makes again."""
     if (folder / LOCK).exists():
-        lock_folder(folder).release()
+        lock_folder(folder).close()
 
 
 def real_path(path: str | Path) -> Path:
@@ -103,7 +90,7 @@ def real_path(path: str | Path) -> Path:
 
 def prepare_output_folder(
     folder: Path, cfg: Settings, identity: RunIdentity
-) -> tuple[FolderLock, Path | None]:
+) -> tuple[TextIO, Path | None]:
     """Make and lock a new run's folder; return the path to which an earlier run was moved.
 
     A folder is moved only by the holder of its lock, so an active run keeps its folder.
@@ -113,7 +100,7 @@ def prepare_output_folder(
     lock = lock_folder(folder)
     if is_used(folder):
         moved_to = _move_aside(folder)
-        lock.release()
+        lock.close()
         lock = lock_folder(folder)
     _write_config(folder, cfg, identity)
     (folder / "logs").mkdir(exist_ok=True)

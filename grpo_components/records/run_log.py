@@ -3,79 +3,87 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import shlex
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 from numpy.typing import NDArray
-from torchtune.training.metric_logging import MetricLoggerInterface
+from torchtune.training.metric_logging import MetricLoggerInterface, WandBLogger
 
 from grpo_components.cluster.supervision import root_cause
 from grpo_components.errors import RoleFailedError
+from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import LedgerEntry
-from grpo_components.files import FAILURES, append_line, records_of
+from grpo_components.files import ANSWERS, EVALUATIONS, FAILURES, append_record, records_of
 from grpo_components.records.checkpoint_folder import latest
-from grpo_components.records.metrics import MetricLog
+from grpo_components.records.metrics import as_json, log_rollout_table
 from grpo_components.records.progress import Progress
+from grpo_components.settings import Settings
 
 STEPS_SHOWN = 10
 """Number of steps over which the display averages the throughput."""
 _RESTARTS = ("restart", "rollback")
 _WALL_CLOCK = "time/wall_clock"
+_FIRST_PHASE = "imports, config and data"
 _STOP_REPORT_S = 60.0
 
 
 class RunLog:
-    """Logs metrics, sampled rollouts and progress of one run."""
+    """Logs metrics, sampled rollouts and progress of one run.
+
+    Files in `logs/` get every step, the metric logger every n-th step and every evaluation.
+    """
 
     def __init__(
-        self,
-        output_dir: Path,
-        metric_logger: MetricLoggerInterface,
-        log_every_n_steps: int,
-        num_steps: int,
-        attempt: int,
-        *,
-        resumable: bool = False,
+        self, cfg: Settings, metric_logger: MetricLoggerInterface, events: EventOrder
     ) -> None:
         prints = type(metric_logger).__name__ == "StdoutLogger"
-        self._metric_log = MetricLog(str(output_dir), metric_logger, log_every_n_steps)
-        self._progress = Progress(num_steps, plain=prints)
-        self._output_dir, self._logs, self.attempt = output_dir, output_dir / "logs", attempt
-        self._steps, self._evaluated = 0, False
-        self._checkpoint, self._resumable = "", resumable
+        self._cfg, self._metric_logger, self._events = cfg, metric_logger, events
+        self._progress = Progress(cfg.num_steps, plain=prints)
+        self._output_dir = Path(cfg.output_dir)
+        self._logs = self._output_dir / "logs"
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._steps, self._evaluated, self._checkpoint = 0, False, ""
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=STEPS_SHOWN)
         """Seconds, generated and trained tokens of the last steps."""
-        self._num_steps = self._steps_left = num_steps
+        self._steps_left = cfg.num_steps
         self._last = time.perf_counter()
         self._generated_tokens = self._counted_tokens = 0
-        self._live_report = LiveReport(output_dir, self._progress.note)
+        self._live_report = LiveReport(self._output_dir, self._progress.note)
         logged = records_of(self._logs / "metrics.jsonl", f'"{_WALL_CLOCK}": '.encode())
         earlier_s = max((record.get(_WALL_CLOCK) or 0 for record in logged), default=0)
         self._began, self._restarts = time.perf_counter() - earlier_s, 0
         self.note = self._progress.note
-        self._phases = Phases(self._logs / "phases.jsonl", attempt)
+        # The first phase began with the process, whose phases all count for its first attempt.
+        self._phase, self._phase_began = _FIRST_PHASE, psutil.Process().create_time()
+        self._first_attempt = events.attempt
+        events.listen(self._follow)
 
-    def follow(self, event: Mapping[str, Any]) -> None:
+    def _follow(self, event: Mapping[str, Any]) -> None:
         """Count an event of the run if it restarts a role, or all trainers together."""
         self._restarts += event["event"] in _RESTARTS and not event.get("given_up")
 
-    def _totals(self) -> dict[str, float]:
-        """Return the seconds of all attempts, start-up included, and this attempt's restarts."""
-        return {_WALL_CLOCK: time.perf_counter() - self._began, "restarts": self._restarts}
-
     def phase(self, name: str, *, shown: bool = False) -> None:
-        """Begin a phase of the run's start or end."""
-        self._phases.begin(name)
+        """Begin a phase of the run's start or end, unless it has begun."""
+        if name != self._phase:
+            self._end_phase()
+            self._phase = name
         if shown:
             self._progress.phase(name)
+
+    def _end_phase(self) -> None:
+        now = time.time()
+        seconds, self._phase_began = round(now - self._phase_began, 3), now
+        record = {"attempt": self._first_attempt, "phase": self._phase, "seconds": seconds}
+        with contextlib.suppress(OSError):  # a full disk must not keep the run from ending
+            append_record(self._logs / "phases.jsonl", record)
 
     def step(self, step: int, metrics: dict[str, float], trained_tokens: int) -> None:
         """Log a finished step; throughput is per second of wall time, including evaluations."""
@@ -85,14 +93,26 @@ class RunLog:
         self._counted_tokens = self._generated_tokens
         metrics |= _throughput(seconds, generated, trained_tokens)
         self._steps += 1
-        self._steps_left = self._num_steps - step
-        self._metric_log.log(step, {"attempt": self.attempt, **metrics, **self._totals()})
-        self._phases.begin("training")
+        self._steps_left = self._cfg.num_steps - step
+        self._log(step, metrics)
+        self.phase("training")
         # Groups arrive between some steps only, so the last step's throughput alone would jump.
         self._recent.append((seconds, generated, trained_tokens))
         recent = _throughput(*(sum(column) for column in zip(*self._recent, strict=True)))
         self._progress.update(step, metrics | recent)
         self._live_report.start()
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log a step's metrics, the seconds of all attempts, and this attempt's restarts."""
+        totals = {_WALL_CLOCK: time.perf_counter() - self._began, "restarts": self._restarts}
+        values = as_json({"attempt": self._events.attempt, **metrics, **totals})
+        append_record(self._logs / "metrics.jsonl", {"step": step, **values})
+        evaluated = any(key.startswith("eval/") for key in values)
+        if step % self._cfg.log_every_n_steps == 0 or evaluated:
+            # TensorBoard and W&B show NaN as a gap, but refuse null.
+            payload = {key: math.nan if value is None else value for key, value in values.items()}
+            with _named(step):
+                self._metric_logger.log_dict(payload, step)
 
     def count_generated(self, tokens: int) -> None:
         """Count tokens that were sampled for training."""
@@ -106,8 +126,7 @@ class RunLog:
         self._evaluated = True
         version = metrics["eval/policy_version"]
         if step == 0:
-            record = {"attempt": self.attempt, "policy_version": version, **metrics}
-            self._metric_log.log(0, record | self._totals())
+            self._log(0, {"policy_version": version, **metrics})
             self._progress.update(0, metrics)
             self._live_report.start()
         success, prompts = metrics["eval/success_rate"], metrics["eval/prompts"]
@@ -127,13 +146,15 @@ class RunLog:
                 success.setdefault(result["prompt_index"], []).append(result["success"])
             if "readable" in result:
                 index, prompt = result["prompt_index"], result["prompt_text"]
-                line = {"attempt": self.attempt, "policy_version": version, "prompt_index": index}
+                line = {"policy_version": version, "prompt_index": index}
                 line |= {"prompt": prompt, "answer": result["answer"], "responses": []}
                 lines.setdefault(index, line)["responses"].append(result["readable"])
         means = {index: sum(each) / len(each) for index, each in sorted(success.items())}
-        of_prompts = {"attempt": self.attempt, "prompt_index": [*means]}
-        of_prompts["success"] = [*means.values()]
-        self._metric_log.log_answers(step, list(lines.values()), of_prompts)
+        of_prompts = {"prompt_index": [*means], "success": [*means.values()]}
+        where = {"step": step, "attempt": self._events.attempt}
+        append_record(self._logs / EVALUATIONS, where | of_prompts)
+        for line in lines.values():
+            append_record(self._logs / ANSWERS, as_json(where | line))
 
     def rollouts(
         self,
@@ -147,16 +168,20 @@ class RunLog:
 
         A text that was lost is None. `token_logprobs`: group id -> logprobs of each response.
         """
-        groups: list[dict[str, Any]] = []
+        groups, attempt = list[dict[str, Any]](), self._events.attempt
         for entry, text, row in zip(entries, texts, advantages, strict=False):
             if text is None:
                 continue
-            group = {"attempt": self.attempt, "group_id": entry.group_id, **text, "advantages": row}
+            group = {"attempt": attempt, "group_id": entry.group_id, **text, "advantages": row}
             if found := token_logprobs.get(entry.group_id):
                 both = zip(text["responses"], found, strict=True)
                 group["responses"] = [{**response, **logprobs} for response, logprobs in both]
-            groups.append(group)
-        self._metric_log.log_rollouts(step, groups)
+            groups.append(as_json(group))
+            append_record(self._logs / "rollouts.jsonl", {"step": step, **groups[-1]})
+        is_due = bool(groups) and step % self._cfg.log_every_n_steps == 0
+        if is_due and isinstance(self._metric_logger, WandBLogger):
+            with _named(step):
+                log_rollout_table(step, groups)
 
     def checkpoint(self, step: int, folder: str) -> None:
         """Show that a checkpoint was saved."""
@@ -195,7 +220,7 @@ class RunLog:
         return "\n".join([*lines, *books.beside()])
 
     def close(self) -> None:
-        """End the display, close the files and the logger, and write the report.
+        """End the display, close the logger, and write the report.
 
         An error that is ending the run is first written to `logs/failures.jsonl`, for the report.
         Last, the user is shown how to resume from the last checkpoint.
@@ -203,16 +228,16 @@ class RunLog:
         if (error := sys.exception()) is not None:
             with contextlib.suppress(OSError):  # the disk may be full
                 self._write_failure(error)
-        self._phases.begin("report")
+        self.phase("report")
         self._progress.close()
         self._live_report.stop()
-        self._metric_log.close()
-        if self._steps or self._evaluated or self.attempt:
+        self._metric_logger.close()  # it may have to wait for a server
+        if self._steps or self._evaluated or self._events.attempt:
             self._report()
-        self._phases.end()
+        self._end_phase()
         if error is not None and self._steps and (books := self._books()):
             self._progress.summary([("books", books)])
-        if error is not None and self._resumable and self._steps_left:
+        if error is not None and self._cfg.trains and self._steps_left:
             checkpoint = latest(self._output_dir / "checkpoints")
             none = "none, the run ended before the first one was saved"
             self.note(f"last checkpoint: {checkpoint or none}")
@@ -240,7 +265,7 @@ class RunLog:
             text = str(cause)
         elif isinstance(cause, KeyboardInterrupt):
             text = None
-        _append(self._logs / FAILURES, {"attempt": self.attempt, "error": text})
+        append_record(self._logs / FAILURES, {"attempt": self._events.attempt, "error": text})
 
 
 class LiveReport:
@@ -278,30 +303,13 @@ class LiveReport:
             self._child.wait()
 
 
-class Phases:
-    """Writes the seconds of each phase to a file.
-
-    The first phase began with the process: imports, the check of the config, and the data.
-    """
-
-    def __init__(self, file: Path, attempt: int) -> None:
-        self._file, self._attempt = file, attempt
-        self._name, self._began = "imports, config and data", psutil.Process().create_time()
-
-    def begin(self, name: str) -> None:
-        """End the current phase and begin `name`; do nothing if it is the current phase."""
-        if name != self._name:
-            self.end()
-            self._name = name
-
-    def end(self) -> None:
-        """End the current phase."""
-        now = time.time()
-        seconds, self._began = round(now - self._began, 3), now
-        with contextlib.suppress(OSError):  # a full disk must not keep the run from ending
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            record = {"attempt": self._attempt, "phase": self._name, "seconds": seconds}
-            _append(self._file, record)
+@contextlib.contextmanager
+def _named(step: int) -> Iterator[None]:
+    """Context manager: add logger and step to an OSError, which names neither."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"metric_logger cannot log step {step}: {error}") from error
 
 
 def _resume_command() -> str:
@@ -317,8 +325,3 @@ def _throughput(seconds: float, generated: float, trained: float) -> dict[str, f
         "throughput/generated_tokens_per_second": generated / seconds,
         "throughput/trained_tokens_per_second": trained / seconds,
     }
-
-
-def _append(path: Path, record: Mapping[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        append_line(file, json.dumps(record))

@@ -20,7 +20,8 @@ from interleavings.roles import Generator
 import grpo_components.cluster.cluster as cluster_module
 import grpo_components.exchange.replay_buffer as buffer_module
 import grpo_components.records.receipts as receipts_module
-from grpo_components.cluster.handles import ReplayBufferHandle, TrainersHandle
+from grpo_components.cluster.handles import Roles
+from grpo_components.records.journal import Journal
 
 
 class Prompts:
@@ -53,42 +54,18 @@ class Start:
     output_dir: Path = Path("/nowhere")
 
 
-class Checkpoints:
-    """Keeps the last checkpoint in memory, by the calls that `records.Checkpoints` makes."""
-
-    def __init__(self, world: Any) -> None:
-        self._world, self.held = world, {}
-
-    def hold(self) -> None:
-        ledger, prompts = self._world.ledger, self._world.prompts
-        self.held = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
-        self._buffered = [p for e in ledger.in_state("buffered") for p in e.parts]
-
-    async def save(
-        self, step: int, trainers: TrainersHandle, buffer: ReplayBufferHandle, batch: Any
-    ) -> None:
-        if "trainer_0" not in self._world.bound.crash:
-            return  # nobody would read it
-        held, buffered = self.held, self._buffered
-        await trainers.hold_state(in_background=False)
-        folder = Path(f"step_{step}")
-        await asyncio.gather(
-            trainers.write_state(folder), buffer.write_state(folder / "state", [batch, *buffered])
-        )
-        world = self._world
-        world.journal._start = replace(world.journal._start, driver=held, checkpoint=folder)
-
-    async def restore(
-        self, checkpoint: Path, trainers: TrainersHandle, buffer: ReplayBufferHandle
-    ) -> None:
-        await trainers.load_state(checkpoint)
-        await buffer.read_state(checkpoint / "state")
-
-    async def wait_idle(self) -> None:
-        """Nothing is written in the background."""
-
-    async def finish(self) -> None:
-        """Nothing is written in the background."""
+async def _save_in_memory(self: Journal, step: int, roles: Roles, batch: Any) -> None:
+    """Save as `Journal.save`, with the driver's state in memory."""
+    if self._cfg.rollout_only:  # nobody would read it
+        return
+    held, buffered = self.held
+    await roles.trainers.hold_state(in_background=False)
+    folder = Path(f"step_{step}")
+    await asyncio.gather(
+        roles.trainers.write_state(folder),
+        roles.buffer.write_state(folder / "state", [batch, *buffered]),
+    )
+    self._start = replace(self._start, driver=held, checkpoint=folder)
 
 
 class Pages:
@@ -128,6 +105,7 @@ def without_ray() -> Iterator[None]:
                 "_HEARTBEAT_EVERY_S": math.inf,
             },
             receipts_module: {"ChainedFile": Pages},
+            Journal: {"save": _save_in_memory},
             storages: {"mp": SimpleNamespace(RLock=threading.RLock, Value=_Value)},
             buffer_module: {
                 "concatenate": list,

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from interleavings.around import Checkpoints
 from interleavings.roles import Generator
 from interleavings.world import NEVER_S, Bound
 
@@ -14,11 +13,13 @@ from grpo_components.cluster.handles import (
     GeneratorHandle,
     ParameterServerHandle,
     ReplayBufferHandle,
+    Roles,
 )
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.records.journal import Journal
 
 
 @dataclass(frozen=True)
@@ -114,11 +115,11 @@ async def _nothing(*_: Any) -> None:
 
 
 async def _save_prompts_later(
-    original: Any, self: Checkpoints, step: int, trainers: Any, buffer: Any
+    original: Any, self: Journal, step: int, roles: Roles, batch: Any
 ) -> None:
-    await trainers.hold_state(in_background=False)
-    self.held["prompts"] = self._world.prompts.state_dict()
-    await original(self, step, trainers, buffer)
+    await roles.trainers.hold_state(in_background=False)
+    self.held[0]["prompts"] = self._prompts.state_dict()
+    await original(self, step, roles, batch)
 
 
 _GENERATORS = ("generator_0", "generator_1")
@@ -202,6 +203,6 @@ RACES = {
     "torn_checkpoint": Race(
         "a checkpoint has the prompts' position of a later moment than the ledger",
         Bound(max_staleness=0, steps=2, generators=1, crash=("trainer_0",)),
-        *(Checkpoints, "save", _save_prompts_later),
+        *(Journal, "save", _save_prompts_later),
     ),
 }

@@ -136,7 +136,7 @@ class _World:
         return weights._ever_pushed, chain, pulled, self._queue(weights._reading_manifests)
 
     def _saved(self) -> Any:
-        start, held = self._world.journal._start, self._world.checkpoints.held
+        start, held = self._world.journal._start, self._world.journal.held[0]
         states = [(d["ledger"]["steps_done"], d["ledger"]["issued"], d["prompts"], [
             (e["group_id"], e["state"], e["start_version"]) for e in d["ledger"]["living"]
         ]) for d in (start.driver, held)]  # fmt: skip

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from interleavings.around import Checkpoints, Prompts, Start
+from interleavings.around import Prompts, Start
 from interleavings.controlled_loops import ControlledLoop
 from interleavings.roles import BrokenRule, Generator, Reference, Trainer
 from lib.role import NEVER_S, RemoteCall, StandInHost, stand_in_role
@@ -23,6 +23,7 @@ from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
+from grpo_components.settings import Settings
 from grpo_components.training.step_result import StepResult
 from grpo_tools.books import Books
 from grpo_tools.replay.recorded_run import RecordedOrder
@@ -163,19 +164,19 @@ class World:
         knobs = bound.groups_per_step, bound.stale_groups, bound.push_every, bound.pull_every
         recipe = self.recipe = connected(self.ledger, roles, self, *knobs)
         self.roles, self.weights = recipe.roles, recipe.weights
-        self.checkpoints = Checkpoints(self)
-        self.checkpoints.hold()
         self.books = books = Books(range(bound.steps + 1))
         pages: Any = books  # in place of the file: see `Pages`
-        receipts = self.receipts = Receipts(pages, self.ledger, 0, {})
-        self.journal = Journal(
-            Start(self.checkpoints.held),  # type: ignore[arg-type]
-            self.ledger,
-            self.prompts,
-            receipts,
-            self.checkpoints,  # type: ignore[arg-type]
-            save_every_n_steps=bound.save_every,
-        )
+        receipts = self.receipts = Receipts(pages, self.ledger, {})
+        saves = {
+            "rollout_only": "trainer_0" not in bound.crash,
+            "save_every_n_steps": bound.save_every,
+        }
+        cfg = Settings.model_construct(output_dir="/nowhere", **saves)
+        state = {"ledger": self.ledger.state_dict(), "prompts": self.prompts.state_dict()}
+        start: Any = Start(state)
+        log: Any = None  # of checkpoints that are written
+        self.journal = Journal(cfg, start, self.ledger, self.prompts, receipts, log)
+        self.journal.hold()
 
     # ---- what the loops call of `Run`
 

@@ -75,7 +75,7 @@ def write_run(path, eta=2, num_steps=6, draws=False, reuse=False):
         if draws:
             ledger.events.listen(prompts.follow)
             settings |= prompts.curriculum.describe()
-        receipts = Receipts(path, ledger, 0, settings)
+        receipts = Receipts(path, ledger, settings)
 
         async def buffered(reason=None, reissue=False):
             entry = await ledger.admit("test", 1)

@@ -1,12 +1,13 @@
 """A file is replaced as a whole, and links that someone put into its folder are not followed."""
 
+import errno
 import os
 import stat
 
 import pytest
 
 from grpo_components import files
-from grpo_components.files import write_whole
+from grpo_components.files import append_record, write_whole
 
 
 @pytest.fixture
@@ -20,6 +21,14 @@ def own(tmp_path):
 def target(tmp_path):
     (tmp_path / "run").mkdir()
     return tmp_path / "run" / "report.html"
+
+
+def test_a_record_that_the_full_disk_refuses_is_an_error_that_names_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")  # every write fails with ENOSPC
+    with pytest.raises(OSError) as failed:
+        append_record(path, {"step": 1})
+    assert (failed.value.errno, failed.value.filename) == (errno.ENOSPC, str(path))
 
 
 @pytest.mark.parametrize("durable", [False, True])

@@ -109,7 +109,7 @@ def test_training_from_a_file_needs_no_rewards_and_evaluates_nothing(planned, tm
 def test_an_earlier_run_in_the_folder_would_be_moved_aside(planned, settings_with, tmp_path):
     run = tmp_path / "run"
     lock, _ = prepare_output_folder(run, settings_with(output_dir=str(run)), new_identity())
-    lock.release()
+    lock.close()
     (run / "receipts.jsonl").write_text('{"event": "start", "attempt": 0}\n')
     (tmp_path / "run-1").mkdir()
     assert str(tmp_path / "run-2") in planned()["output"][1]

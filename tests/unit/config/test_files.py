@@ -236,7 +236,7 @@ def test_a_folder_in_use_is_refused_for_every_kind_of_run(values, tmp_path, key)
     lock = lock_folder(tmp_path / "run")
     changes = {} if key is None else {key: True if key in KEYS[:3] else values[key]}
     assert str(os.getpid()) in is_refused(values, None, **changes)
-    lock.release()
+    lock.close()
 
 
 def test_a_run_goes_on_in_its_folder_whatever_else_lies_there(values, tmp_path):

@@ -3,13 +3,14 @@
 import math
 import random
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 from lib.rows import write_rows
 
+from grpo_components.exchange.event_order import EventOrder
 from grpo_components.records.guards import FailedSamples
-from grpo_components.records.metrics import MetricLog
+from grpo_components.records.metrics import as_json
+from grpo_components.settings import Settings
 from grpo_tools.diagnose.__main__ import main
 from grpo_tools.diagnose.evidence import read
 from grpo_tools.diagnose.rules import RULES, diagnose
@@ -68,8 +69,7 @@ def write(tmp_path):
         trains=None,
     ):
         draw = random.Random(3)
-        (tmp_path / "logs/metrics.jsonl").unlink(missing_ok=True)
-        log = MetricLog(str(tmp_path), MagicMock(), 1)
+        rows = []
         ends = dict(zip((0, num), evaluated, strict=True))
         for step in range(num + 1):
             metrics = {"attempt": 0}
@@ -84,8 +84,8 @@ def write(tmp_path):
                 for key in ("eval/success_rate", "eval/reward_mean"):
                     metrics |= {key: rate, f"{key}_low": rate - half, f"{key}_high": rate + half}
                 metrics["eval/prompts"] = prompts
-            log.log(step, metrics)
-        log.close()
+            rows.append({"step": step, **metrics})
+        write_rows(tmp_path / "logs/metrics.jsonl", *map(as_json, rows))
         (tmp_path / "config.yaml").write_text(CONFIG)
         write_rows(tmp_path / "receipts.jsonl", START, *events, END)
         trains = trains or 90 - 100 * (HEALTHY | dict(planted))["time/wait_for_batch"]
@@ -241,7 +241,9 @@ def test_idle_generators_get_a_split_to_try_if_it_is_another_one(write, tmp_path
 
 def test_failing_samples_are_named_by_their_most_frequent_error(write, tmp_path):
     folder = write(events=[each for n in range(20) for each in generated(n, 5)])
-    failures = FailedSamples(0.9, 8, folder / "logs", 0, lambda _: None)
+    sizes = {"groups_per_step": 2, "group_size": 4}
+    cfg = Settings.model_construct(output_dir=str(folder), max_failed_samples=0.9, **sizes)
+    failures = FailedSamples(cfg, EventOrder(), lambda _: None)
     entry = SimpleNamespace(group_id=1, epoch=0, prompt={"prompt_index": 1, "prompt_text": "?"})
     group = SimpleNamespace(rewards=[0.0] * 6, errors=["reward form: KeyError"] * 4 + ["late"])
     failures.count_group(entry, group)

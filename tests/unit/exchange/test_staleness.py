@@ -23,7 +23,7 @@ from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import Reused, StalenessContract
 from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
-from grpo_components.settings import CurriculumSettings
+from grpo_components.settings import CurriculumSettings, Settings
 from grpo_components.state_files import read_state, write_state
 from grpo_components.training.sample import make_samples
 from grpo_components.training.step_result import StepResult
@@ -184,10 +184,11 @@ class Run:
             **(self.prompts.curriculum.describe() if s.curriculum else {}),
             **self.ledger.reuse.describe(),
         }
-        self.receipts = Receipts(folder / "receipts.jsonl", self.ledger, attempt, settings)
-        self.journal = Journal(
-            MagicMock(), self.ledger, self.prompts, self.receipts, self, save_every_n_steps=3
-        )
+        self.receipts = Receipts(folder / "receipts.jsonl", self.ledger, settings)
+        cfg = Settings.model_construct(output_dir=str(folder), save_every_n_steps=3)
+        parts = (self.ledger, self.prompts, self.receipts)
+        self.journal = Journal(cfg, MagicMock(), *parts, MagicMock())
+        self.journal.save = self.save
         self.generators = [Generator(f"generator_{i}", v) for i, v in enumerate(s.speeds)]
         self.random = random.Random(s.seed + attempt)
         self.buffered_at, self.waited = {}, {}
@@ -346,16 +347,11 @@ class Run:
                 sample.updated = True
         return use.count(samples, torch.device("cpu"), 1)
 
-    def hold(self):
-        """As `Checkpoints` does."""
-        driver = {"ledger": self.ledger.state_dict(), "prompts": self.prompts.state_dict()}
-        self.held = driver, parts_of(self.ledger.stored())
-
-    async def save(self, step, trainers, buffer, batch):
-        """As `Checkpoints` does."""
+    async def save(self, step, roles, batch):
+        """As `Journal` does."""
         folder = str(self.folder / f"{self.attempt}-{step}")
         await self.work(5)
-        driver, buffered = self.held
+        driver, buffered = self.journal.held
         write_state(Path(folder), "driver", driver)
         assert self.buffer.write_state(folder, batch, *buffered) is None
         self.saved = folder

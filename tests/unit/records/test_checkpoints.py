@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -29,12 +30,12 @@ from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.checkpoint_folder import latest, point_latest
-from grpo_components.records.journal import Checkpoints
+from grpo_components.records.journal import Journal
+from grpo_components.records.resume import damage
 from grpo_components.records.run_folder import new_identity
 from grpo_components.settings import Settings
 from grpo_components.state_files import read_state
 from grpo_components.training.checkpoint import TrainerState, save_hf_weights
-from grpo_components.training.damage import damage
 from grpo_components.trajectory import pack, summarize
 
 pytestmark = pytest.mark.anyio
@@ -152,14 +153,15 @@ class Run:
         self.identity = new_identity()
         self.configure(**options)
 
-    def configure(self, **options):
+    def configure(self, checkpoint=None, **options):
         log = SimpleNamespace(
             checkpoint=lambda *saved: self.shown.append(saved), note=self.shown.append
         )
-        start = SimpleNamespace(identity=self.identity)
+        start = SimpleNamespace(identity=self.identity, checkpoint=checkpoint, attempt=0)
         cfg = {"output_dir": str(self.folder.parent), "async_checkpoint": False, "seed": 7}
         settings = Settings.model_construct(**cfg | options)
-        self.checkpoints = Checkpoints(settings, self.ledger, self.prompts, log, start)
+        receipts, self.options = None, options
+        self.journal = Journal(settings, start, self.ledger, self.prompts, receipts, log)
 
     @property
     def names(self):
@@ -184,31 +186,22 @@ class Run:
         await self.buffer.add(*entry.parts)
         await ledger.finish_generation(entry.group_id, [number])
         await ledger.enter_buffer(entry.group_id)
-        self.checkpoints.hold()
+        self.journal.hold()
 
     def roles(self):
         trainer = stand_in_role("trainer_0", self.policy, max_restarts=0)
         trainers = TrainersHandle([trainer], self.ledger, 60.0, 60.0)
-        buffer = stand_in_role("replay_buffer", self.buffer, max_restarts=0)
-        return trainers, ReplayBufferHandle(buffer, self.ledger, 60.0, 60.0, wait_for_stale=False)
+        role = stand_in_role("replay_buffer", self.buffer, max_restarts=0)
+        buffer = ReplayBufferHandle(role, self.ledger, 60.0, 60.0, wait_for_stale=False)
+        return SimpleNamespace(trainers=trainers, buffer=buffer)
 
     async def save(self, step=None):
-        trainers, buffer = self.roles()
-        await self.checkpoints.save(step or self.ledger.steps_done, trainers, buffer, None)
-
-    async def problem(self, failure):
-        """What is said of a checkpoint that cannot be written."""
-        if failure == "warn":
-            await self.save()
-            return self.shown[-1]
-        with pytest.raises(OSError) as failed:
-            await self.save()
-        return str(failed.value)
+        await self.journal.save(step or self.ledger.steps_done, self.roles(), None)
 
     async def restore(self, folder):
         self.ledger.load_state_dict(read_state(folder / "state", "driver")["ledger"])
-        trainers, buffer = self.roles()
-        await self.checkpoints.restore(folder, trainers, buffer)
+        self.configure(folder, **self.options)
+        await self.journal.restore(self.roles(), AsyncMock())
 
 
 async def state_of(folder, tmp_path):
@@ -288,7 +281,7 @@ async def test_a_checkpoint_written_in_the_background_is_of_its_own_step(tmp_pat
     await run.save()  # waits for the first
     assert run.shown == [(1, str(run.folder / "step_1"))]
     await run.step()
-    await run.checkpoints.finish()
+    await run.journal.finish()
     assert [await state_of(run.folder / f"step_{step}", tmp_path) for step in (1, 2)] == [1, 2]
 
 
@@ -321,7 +314,7 @@ def test_a_kill_before_any_change_of_a_file_leaves_a_whole_checkpoint(tmp_path, 
     for operations in range(1000):
         shutil.rmtree(run.folder)
         shutil.copytree(initial, run.folder, symlinks=True)
-        run.checkpoints.hold()
+        run.journal.hold()
         disk.watch(run.folder, operations)
         try:
             asyncio.run(run.save())  # its loop ends with it, as the process does
@@ -358,7 +351,7 @@ async def test_a_full_disk_is_an_error_that_names_the_last_checkpoint(
     disk.watch(run.folder, operations, failure=full)
     with pytest.raises(OSError, match=r"step 2 .*No space left") as failed:
         await run.save()
-        await run.checkpoints.finish()
+        await run.journal.finish()
     assert run.names == ["latest", "step_1", "step_2"], "what was half written is still there"
     assert str(failed.value).endswith(str(run.folder / "step_1"))
     assert await state_of(run.folder / "latest", tmp_path) == 1
@@ -414,10 +407,10 @@ async def saved_and_rated(run, *successes, before=True):
         await run.step()
         step = run.ledger.steps_done
         if before:
-            run.checkpoints.add_evaluation(step, rating(step, success))
+            run.journal.add_evaluation(step, rating(step, success))
         await run.save()
         if not before:
-            run.checkpoints.add_evaluation(step, rating(step, success))
+            run.journal.add_evaluation(step, rating(step, success))
 
 
 def best_of(run):
@@ -448,7 +441,7 @@ async def test_a_rolled_back_run_forgets_ratings_of_later_steps(tmp_path):
     point_latest(first.folder / "step_2")  # as a run does that resumes from it
     await again.restore(first.folder / "step_2")
     assert best_of(again) == "step_1"
-    again.checkpoints.add_evaluation(2, rating(2, 0.625))  # as a resumed run's first evaluation
+    again.journal.add_evaluation(2, rating(2, 0.625))  # as a resumed run's first evaluation
     assert best_of(again) == "step_2"
     await saved_and_rated(again, 0.5625)
     assert best_of(again) == "step_2", "step 3 of the attempt that was given up counts no more"
@@ -456,7 +449,7 @@ async def test_a_rolled_back_run_forgets_ratings_of_later_steps(tmp_path):
     assert rated[SUCCESS] == 0.5625
     # A generator that restarts during an evaluation has other weights than the checkpoint.
     await again.stepped()
-    again.checkpoints.add_evaluation(4, rating(5, 0.9))
+    again.journal.add_evaluation(4, rating(5, 0.9))
     assert best_of(again) == "step_2" and not (again.folder / "step_4/evaluation.json").exists()
 
 

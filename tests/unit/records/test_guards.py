@@ -10,9 +10,10 @@ import pytest
 from lib.trajectories import summary
 
 from grpo_components.errors import DisagreementError, FailedSamplesError
+from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.objective.aggregation import SequenceMean, TokenMean
-from grpo_components.records.guards import FailedSamples, GeneratorAgreement, RunWatch
+from grpo_components.records.guards import FailedSamples, RunWatch, check_agreement
 from grpo_components.settings import MAX_GENERATOR_KL, TRUNCATION, GeneratorSettings, Settings
 
 # ---- the logprobs of trainers and generators ----------------------------------------------------
@@ -42,11 +43,10 @@ def measured(kl, tokens=256.0):
 )
 def test_a_kl_above_the_bound_ends_the_run_with_both_numbers(bound, passes, ends, facts):
     """Few tokens raise the bound but do not remove it; a step without fresh ones passes."""
-    agreement = GeneratorAgreement(bound)
-    agreement.check(1, measured(*passes))
-    agreement.check(1, {})  # the metrics of a stand-in trainer
+    check_agreement(bound, 1, measured(*passes))
+    check_agreement(bound, 1, {})  # the metrics of a stand-in trainer
     with pytest.raises(DisagreementError) as ended:
-        agreement.check(7, measured(*ends))
+        check_agreement(bound, 7, measured(*ends))
     assert all(fact in str(ended.value) for fact in ("step 7", *facts))
 
 
@@ -54,7 +54,7 @@ def test_a_kl_above_the_bound_ends_the_run_with_both_numbers(bound, passes, ends
 @pytest.mark.parametrize("kl", [5.8, 4.6, 3.7, 2.9])
 def test_every_wrong_model_that_was_tried_is_over_the_default(dtype, kl):
     with pytest.raises(DisagreementError):
-        GeneratorAgreement(settings(dtype).default_bound).check(1, measured(kl))
+        check_agreement(settings(dtype).default_bound, 1, measured(kl))
 
 
 def test_a_truncating_sampler_has_no_default():
@@ -62,7 +62,7 @@ def test_a_truncating_sampler_has_no_default():
         biased = settings("fp32", **{name: 0.5 if name != "top_k" else 5})
         assert biased.default_bound is None
     assert settings("bf16", top_k=-1).default_bound == MAX_GENERATOR_KL["bf16"]
-    GeneratorAgreement(None).check(1, measured(5.8))
+    check_agreement(None, 1, measured(5.8))
 
 
 # ---- failed samples -----------------------------------------------------------------------------
@@ -86,17 +86,24 @@ def answers(*errors):
 
 @pytest.fixture
 def failures(tmp_path, notes):
-    return FailedSamples(0.5, 12, tmp_path, 1, notes.append)
+    return failed_samples(tmp_path, 0.5, 12, notes.append)
+
+
+def failed_samples(folder, share, step_samples, note):
+    (folder / "logs").mkdir()
+    sizes = {"groups_per_step": step_samples // 4, "group_size": 4}
+    cfg = Settings.model_construct(output_dir=str(folder), max_failed_samples=share, **sizes)
+    return FailedSamples(cfg, EventOrder(1), note)
 
 
 def records(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "failed_samples.jsonl").open()]
+    return [json.loads(line) for line in (tmp_path / "logs/failed_samples.jsonl").open()]
 
 
 def test_without_failures_nothing_is_written(failures, tmp_path, notes):
     assert failures.count_group(entry(3), sampled()) is False
     assert len(failures.count_evaluation(4, answers(None, None))) == 2
-    assert failures.take_count() == 0 and not notes and list(tmp_path.iterdir()) == []
+    assert failures.take_count() == 0 and not notes and list(tmp_path.glob("logs/*")) == []
 
 
 def test_each_failure_is_written_with_its_prompt_and_counted_until_the_step(
@@ -111,7 +118,7 @@ def test_each_failure_is_written_with_its_prompt_and_counted_until_the_step(
         **{"prompt": "question 3", "errors": {"a": 2, "b": 1}},
     }
     assert (evaluation["evaluation"], evaluation["prompt"]) == (4, "held out 1")
-    assert "\x1b" not in (tmp_path / "failed_samples.jsonl").read_text()
+    assert "\x1b" not in (tmp_path / "logs/failed_samples.jsonl").read_text()
     (note,) = notes
     assert "samples failed in group 103: a" in note and str(tmp_path) in note
     assert (failures.take_count(), failures.take_count()) == (4, 0)
@@ -141,7 +148,7 @@ def test_too_many_between_two_steps_end_the_run_with_the_last_error_and_the_file
         failures.count_group(entry(7), sampled("x" * 5000))
     text = str(ended.value)
     assert text.startswith("max_failed_samples: 0.5 given, but 6 of 10 samples ")
-    assert "prompt 7: xxx" in text and text.endswith(str(tmp_path / "failed_samples.jsonl"))
+    assert "prompt 7: xxx" in text and text.endswith(str(tmp_path / "logs/failed_samples.jsonl"))
     assert len(text) < 1000
     assert records(tmp_path)[-1]["errors"] == {"x" * 5000: 1}, "the record of the last one is kept"
 
@@ -150,7 +157,7 @@ def test_too_many_between_two_steps_end_the_run_with_the_last_error_and_the_file
 def test_the_share_is_of_all_samples_that_ended_since_the_step_and_at_least_of_a_batch(
     share, tmp_path
 ):
-    failures = FailedSamples(share, 8, tmp_path, 0, print)
+    failures = failed_samples(tmp_path, share, 8, print)
     for _ in range(50):  # a step that takes many groups, as where dynamic sampling filters
         failures.count_group(entry(1), sampled(scored=7))
         failures.count_evaluation(1, answers(*[None] * 7))

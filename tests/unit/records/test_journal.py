@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from types import SimpleNamespace
 from unittest.mock import AsyncMock, MagicMock
 
 import pytest
@@ -15,6 +14,7 @@ from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
 from grpo_components.records.resume import RunStart
+from grpo_components.settings import Settings
 from grpo_components.training.step_result import StepResult
 from grpo_tools.replay.recorded_run import RecordedOrder
 
@@ -26,25 +26,27 @@ def start_in(folder, attempt=0, checkpoint=None, state=None):
     return RunStart(attempt, checkpoint, "", folder, state or {}, MagicMock(), MagicMock())
 
 
-class Setting:
-    """The real ledger and receipts, and checkpoints that keep what they are told to hold."""
+def settings_in(folder, **changes):
+    return Settings.model_construct(output_dir=str(folder), **changes)
 
-    def __init__(self, folder, recorded=None):
+
+class Setting:
+    """The real ledger and receipts; no checkpoint is written."""
+
+    def __init__(self, folder, recorded=None, until=None):
         rows = [{"prompt_index": index} for index in range(9)]
         self.prompts = PromptStream(rows, shuffle=False, seed=1)
         self.ledger = Ledger(StalenessContract(1, 1), 4, self.prompts)
         self.ledger.events = EventOrder(0, recorded and RecordedOrder(recorded, 9.0))
-        self.events, self.held, self.saved = [], [], []
+        self.events, self.saved = [], []
         self.ledger.events.listen(self.events.append)
         self.receipts_file = folder / "receipts.jsonl"
         settings = {"max_staleness": 1, "groups_per_step": 1, "group_size": 2}
-        receipts = Receipts(self.receipts_file, self.ledger, 0, settings)
-        checkpoints = MagicMock(wait_idle=AsyncMock(), finish=AsyncMock())
-        checkpoints.save = AsyncMock(side_effect=lambda step, *_: self.saved.append(step))
-        checkpoints.hold = lambda: self.held.append(self.state())
-        parts = (self.ledger, self.prompts, receipts, checkpoints)
+        receipts = Receipts(self.receipts_file, self.ledger, settings)
+        cfg = settings_in(folder, save_every_n_steps=2, replay_until=until)
         start = start_in(folder, state=self.state())
-        self.journal = Journal(start, *parts, save_every_n_steps=2)
+        self.journal = Journal(cfg, start, self.ledger, self.prompts, receipts, MagicMock())
+        self.journal.save = AsyncMock(side_effect=lambda step, *_: self.saved.append(step))
 
     def state(self):
         return {"ledger": self.ledger.state_dict(), "prompts": self.prompts.state_dict()}
@@ -72,7 +74,7 @@ async def test_what_is_held_for_the_checkpoint_is_what_the_receipt_says(tmp_path
     step = await setting.journal.commit("hash", RESULT)
     await other
     assert step == setting.ledger.steps_done == 1
-    (held,) = setting.held
+    held, _ = setting.journal.held
     *_, record, late = setting.records()
     assert (record["step"], record["policy_version"], record["batch_hash"]) == (1, 1, "hash")
     assert record["token_versions"] == {"0": 9} and record["correction_mass"] == 1.0
@@ -91,7 +93,7 @@ async def test_a_replayed_step_waits_for_its_turn(tmp_path):
     flying = await second.sampled()
     committing = asyncio.create_task(second.journal.commit("hash", RESULT))
     await asyncio.sleep(0)
-    assert second.ledger.steps_done == 0 and not second.held
+    assert second.ledger.steps_done == 0 and not second.journal.held[0]
     await second.ledger.drop([flying.group_id], "failed")
     assert await committing == 1
 
@@ -105,13 +107,12 @@ async def test_a_replay_that_trained_another_batch_commits_nothing_of_it(tmp_pat
     await setting.sampled()
     with pytest.raises(ReplayError, match=r"step 1.*another"):
         await setting.journal.commit("another", RESULT)
-    assert setting.ledger.steps_done == 0 and not setting.held
+    assert setting.ledger.steps_done == 0 and not setting.journal.held[0]
     assert "step" not in [record["event"] for record in setting.records()]
 
 
 async def test_a_replay_of_some_steps_ends_with_a_checkpoint_of_the_last(tmp_path):
-    setting = Setting(tmp_path)
-    setting.journal.replay_until = 1
+    setting = Setting(tmp_path, until=1)
     await setting.sampled()
     step = await setting.journal.commit("hash", RESULT)
     with pytest.raises(ReplayStop):
@@ -135,7 +136,7 @@ async def test_a_rollback_ends_the_attempt_and_begins_the_next_where_the_run_beg
     setting = Setting(tmp_path)
     await setting.sampled()
     await setting.journal.commit("hash", RESULT)
-    assert await setting.journal.roll_back() == 1
+    await setting.journal.roll_back()
     ledger = setting.ledger
     assert ledger.attempt == ledger.events.attempt == 1
     assert (ledger.steps_done, ledger.issued) == (0, 0)
@@ -158,9 +159,8 @@ async def test_roles_are_restored_from_the_checkpoint_and_generators_from_the_tr
     tmp_path, attempt, checkpoint, loaded, published
 ):
     start = start_in(tmp_path, attempt, checkpoint and tmp_path / checkpoint)
-    checkpoints, weights = MagicMock(restore=AsyncMock()), MagicMock(restore=AsyncMock())
-    parts = (start, *(MagicMock(),) * 3, checkpoints)
-    journal = Journal(*parts, save_every_n_steps=1)
-    await journal.restore(SimpleNamespace(trainers="trainers", buffer="buffer"), weights)
-    assert checkpoints.restore.await_count == loaded
+    roles, weights = AsyncMock(), AsyncMock()
+    journal = Journal(settings_in(tmp_path), start, *(MagicMock(),) * 4)
+    await journal.restore(roles, weights)
+    assert roles.trainers.load_state.await_count == roles.buffer.read_state.await_count == loaded
     assert weights.restore.await_count == published

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -14,21 +13,31 @@ import torch
 from omegaconf import OmegaConf
 from torchtune import config
 
-from grpo_components.records.metrics import MetricLog, rollout_rows
+from grpo_components.exchange.event_order import EventOrder
+from grpo_components.exchange.ledger import LedgerEntry
+from grpo_components.records.metrics import rollout_rows
+from grpo_components.records.run_log import LiveReport, RunLog
+from grpo_components.settings import Settings
 
 LOGGERS = "torchtune.training.metric_logging"
 
 
 @pytest.fixture
-def make(tmp_path):
-    """A log over `tmp_path`, and the logger that it feeds."""
+def make(tmp_path, monkeypatch):
+    """A log over `tmp_path` that writes no pages, and the logger that it feeds."""
+    monkeypatch.setattr(RunLog, "_report", lambda log: None)
+    monkeypatch.setattr(LiveReport, "start", lambda report: None)
     with contextlib.ExitStack() as logs:
 
-        def make(log_every_n_steps=1):
-            logger = MagicMock()
-            log = MetricLog(str(tmp_path), logger, log_every_n_steps)
-            logs.callback(log.close)
-            return log, logger
+        def make(log_every_n_steps=1, logger=None):
+            given = logger or MagicMock()
+            cfg = Settings.model_construct(
+                output_dir=str(tmp_path), num_steps=20, log_every_n_steps=log_every_n_steps
+            )
+            log = RunLog(cfg, given, EventOrder())
+            if logger is None:
+                logs.callback(log.close)
+            return log, given
 
         yield make
 
@@ -43,36 +52,21 @@ def test_tensors_are_numbers_and_nan_and_infinity_null_in_the_file_and_nan_for_t
     log, logger = make()
     tensors = {"tensor": torch.tensor(0.5), "one": torch.tensor([2.0])}
     arrays = {"array": np.float32(0.25), "nan": torch.tensor(math.nan), "count": np.int64(3)}
-    log.log(1, tensors | arrays | {"a": math.inf, "b": -math.inf})
+    log.step(1, tensors | arrays | {"a": math.inf, "b": -math.inf}, 0)
     expected = {"tensor": 0.5, "one": 2.0, "array": 0.25, "nan": None, "count": 3}
-    assert lines(tmp_path) == [{"step": 1, **expected, "a": None, "b": None}]
+    [line] = lines(tmp_path)
+    assert line.items() >= {"step": 1, "attempt": 0, **expected, "a": None, "b": None}.items()
     [payload, _] = logger.log_dict.call_args.args
     assert all(math.isnan(payload[key]) for key in ("nan", "a", "b")) and payload["one"] == 2.0
 
 
 def test_every_step_is_flushed_and_the_logger_gets_every_nth_and_every_evaluation(make, tmp_path):
     log, logger = make(4)
-    for step in range(11):
-        log.log(
-            step, {"eval/success_rate": 0.5} if step in (0, 5, 10) else {"policy_version": step}
-        )
-        assert len(lines(tmp_path)) == step + 1, "flushed before close"
-    assert [call.args[1] for call in logger.log_dict.call_args_list] == [0, 4, 5, 8, 10]
-    written = lines(tmp_path)
-    assert [line["step"] for line in written] == list(range(11))
-    assert written[3] == {"step": 3, "policy_version": 3}
-    assert isinstance(written[3]["policy_version"], int)
-
-
-def test_rollouts_are_written_as_text_one_group_a_line(make, tmp_path):
-    log, _ = make()
-    responses = [{"text": "a\nb \u00e9", "reward": math.nan, "versions": np.array([1, 2])}]
-    log.log_rollouts(7, [{"prompt": "1+1?", "responses": responses}, {"prompt": "2+2?"}])
-    log.log_rollouts(8, [])
-    first, second = lines(tmp_path, "rollouts")
-    expected = [{"text": "a\nb \u00e9", "reward": None, "versions": [1, 2]}]
-    assert first == {"step": 7, "prompt": "1+1?", "responses": expected}
-    assert second == {"step": 7, "prompt": "2+2?"}
+    for step in range(1, 11):
+        log.step(step, {"eval/success_rate": 0.5} if step in (5, 10) else {"lr": 0.5}, 0)
+        assert len(lines(tmp_path)) == step, "flushed before close"
+    assert [call.args[1] for call in logger.log_dict.call_args_list] == [4, 5, 8, 10]
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 11))
 
 
 def group() -> dict[str, Any]:
@@ -104,23 +98,21 @@ def test_the_table_has_a_row_for_each_response_and_a_column_for_each_reward():
     assert "reference_logprobs" not in columns and "trainer_logprobs" not in columns
 
 
-def run_with(output_dir: Path, node: dict[str, Any], rollouts: Sequence[Any] = ()) -> None:
-    """Log two steps, one of them with an evaluation and a NaN, through a real torchtune logger."""
-    logger = config.instantiate(OmegaConf.create(node))
-    log = MetricLog(str(output_dir), logger, log_every_n_steps=1)
-    log.log(0, {"eval/success_rate": 0.25})
-    log.log_rollouts(1, rollouts)
-    log.log(1, {"loss/total": 0.125, "policy_version": 1, "grad_norm": math.nan})
+def run_with(make, node: dict[str, Any], *groups: dict[str, Any]) -> None:
+    """Log a step with an evaluation and a NaN through a real torchtune logger."""
+    log, _ = make(logger=config.instantiate(OmegaConf.create(node)))
+    entries = [LedgerEntry(group["group_id"], {}, 0, 0, 0, 0) for group in groups]
+    log.rollouts(1, entries, groups, np.array([[0.5, -0.5]] * len(groups)), {})
+    log.step(1, {"eval/success_rate": 0.25, "loss/total": 0.125, "grad_norm": math.nan}, 0)
     log.close()
-    assert len(lines(output_dir)) == 2
 
 
-def test_with_torchtunes_tensorboard_logger(tmp_path):
+def test_with_torchtunes_tensorboard_logger(make, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = tmp_path / "logs/tensorboard"
     node = {"_component_": f"{LOGGERS}.TensorBoardLogger", "log_dir": str(folder)}
-    run_with(tmp_path, node)
+    run_with(make, node)
     [run] = folder.iterdir()
     events = EventAccumulator(str(run))
     events.Reload()
@@ -129,14 +121,14 @@ def test_with_torchtunes_tensorboard_logger(tmp_path):
     assert event.step == 1
 
 
-def test_with_torchtunes_wandb_logger_offline(tmp_path, monkeypatch):
+def test_with_torchtunes_wandb_logger_offline(make, tmp_path, monkeypatch):
     import wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     node = {"_component_": f"{LOGGERS}.WandBLogger", "log_dir": str(tmp_path / "logs")}
     groups = [group(), group() | {"answer": ["4", "four"]}, group() | {"answer": 4}]
-    run_with(tmp_path, node, groups)
+    run_with(make, node, *groups)
     wandb.teardown()  # offline, `finish` returns before the file is written
     [run] = (tmp_path / "logs/wandb").glob("offline-run-*")
     [record] = run.glob("*.wandb")

@@ -23,7 +23,7 @@ def new_ledger(num_steps=3, attempt=0):
 
 def make(tmp_path, num_steps=3, attempt=0):
     ledger = new_ledger(num_steps, attempt)
-    return ledger, Receipts(tmp_path / "receipts.jsonl", ledger, attempt, SETTINGS)
+    return ledger, Receipts(tmp_path / "receipts.jsonl", ledger, SETTINGS)
 
 
 def read(tmp_path):
@@ -102,7 +102,7 @@ def test_a_resumed_attempt_says_which_groups_it_carries(tmp_path):
     receipts.close()
     ledger = new_ledger(attempt=1)
     ledger.load_state_dict(before.state_dict())
-    Receipts(tmp_path / "receipts.jsonl", ledger, 1, SETTINGS)
+    Receipts(tmp_path / "receipts.jsonl", ledger, SETTINGS)
     assert read(tmp_path)[-1]["carried"] == {"2": 16}
     asyncio.run(ledger.admit("test", 1))
     again = read(tmp_path)[-1]

@@ -71,7 +71,8 @@ def run(tmp_path):
 def receipts(folder, ledger, attempt, identity=None):
     sizes = {"max_staleness": 1, "groups_per_step": 2, "group_size": 4}
     ids = identity._asdict() if identity else {}
-    return Receipts(folder / "receipts.jsonl", ledger, attempt, sizes | ids)
+    ledger.events.attempt = attempt
+    return Receipts(folder / "receipts.jsonl", ledger, sizes | ids)
 
 
 def config(output_dir, resume_from, **changes):
@@ -112,7 +113,7 @@ def test_a_run_resumes_in_its_folder_as_the_next_attempt(run, path, step):
         assert whole[-9:] == [next(prompts) for _ in range(9)]
         assert latest(run / "checkpoints") == run_start.checkpoint, "which it resumed from"
         receipts(run, ledger, run_start.attempt)  # killed: it never closes them
-        run_start.close()
+        run_start.lock.close()
     assert OmegaConf.load(run / "config.yaml").num_steps == 30
     assert OmegaConf.load(run / "config_attempt_0.yaml").num_steps == 20
     starts = [json.loads(line) for line in (run / "receipts.jsonl").open() if "format" in line]
@@ -168,7 +169,7 @@ def begun(cfg):
     state = state_of(ledger, prompts) | {"identity": run_start.identity._asdict()}
     write_checkpoint(checkpoint, state, VALUES)
     point_latest(checkpoint)
-    run_start.close()
+    run_start.lock.close()
     return run_start.identity
 
 
@@ -192,8 +193,7 @@ def test_no_attempt_starts_in_the_folder_of_a_running_one(run, resume_from):
     with pytest.raises(ValueError, match=f"^output_dir: .* pid {os.getpid()} on "):
         begin(config(run, resume_from))
     assert files_of(run) == before
-    assert living.lock.holds()
-    living.close()
+    living.lock.close()
 
 
 def test_an_incomplete_start_record_is_not_an_attempt(run):

@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import math
 import shlex
 import sys
 import time
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import numpy as np
 import psutil
 import pytest
 from omegaconf import OmegaConf
@@ -17,7 +19,8 @@ from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.records import run_log
-from grpo_components.records.run_log import Phases, RunLog
+from grpo_components.records.run_log import RunLog
+from grpo_components.settings import Settings
 from grpo_tools.report import page
 from grpo_tools.report.page import write_report
 
@@ -35,9 +38,12 @@ def make(tmp_path, clock):
     """A run's log over `tmp_path`, and the logger that it feeds."""
     with contextlib.ExitStack() as logs:
 
-        def make(num_steps=30, attempt=0, resumable=False):
-            logger = MagicMock()
-            log = RunLog(tmp_path, logger, 1, num_steps, attempt, resumable=resumable)
+        def make(num_steps=30, attempt=0, resumable=False, events=None):
+            logger, sizes = MagicMock(), {"num_steps": num_steps, "log_every_n_steps": 1}
+            cfg = Settings.model_construct(
+                output_dir=str(tmp_path), eval_only=not resumable, **sizes
+            )
+            log = RunLog(cfg, logger, events or EventOrder(attempt))
             logs.callback(log.close)
             return log, logger
 
@@ -130,7 +136,11 @@ def test_sampled_groups_are_written_with_step_attempt_and_logprobs(make, tmp_pat
     """Group 7 is from a checkpoint, which has no text."""
     log, _ = make(attempt=2)
     entries = [LedgerEntry(group_id, {}, 0, 0, 0, 2) for group_id in (7, 8, 9, 10)]
-    answers = {"prompt": "2+2?", "responses": [{"response": "2"}, {"response": "3"}]}
+    responses = [
+        {"response": "é", "reward": math.nan},
+        {"response": "3", "versions": np.array([1, 2])},
+    ]
+    answers = {"prompt": "2+2?", "responses": responses}
     logprobs = {id: [{"trainer_logprobs": [-id - i, None]} for i in (0, 0.5)] for id in (7, 9)}
     log.rollouts(3, entries, [None, {"prompt": "1+1?"}, answers], [0.5, 1.5, 2.5, 3.5], logprobs)
     assert records(tmp_path, "rollouts") == [
@@ -138,8 +148,8 @@ def test_sampled_groups_are_written_with_step_attempt_and_logprobs(make, tmp_pat
         {
             **{"step": 3, "attempt": 2, "group_id": 9, "prompt": "2+2?", "advantages": 2.5},
             "responses": [
-                {"response": "2", "trainer_logprobs": [-9, None]},
-                {"response": "3", "trainer_logprobs": [-9.5, None]},
+                {"response": "é", "reward": None, "trainer_logprobs": [-9, None]},
+                {"response": "3", "versions": [1, 2], "trainer_logprobs": [-9.5, None]},
             ],
         },
     ]
@@ -367,7 +377,7 @@ def test_notes_on_the_data_are_shown_at_the_start(cfg, capsys, trains, held):
     cfg.trains = trains
     left_out = "dataset a: 2 prompts of 3 rows; 1 in other parts"
     dataset, held_out = Prompts(1, 2, note=left_out), Prompts(held, 3, note=left_out)
-    open_log(cfg, 0, "moved aside", dataset, held_out).close()
+    open_log(cfg, EventOrder(), "moved aside", dataset, held_out).close()
     shared = ["eval_dataset: 1 of its 2 prompts are also trained on"]
     told = ["moved aside", left_out, f"eval_{left_out}", *shared * (trains and held == 2)]
     assert capsys.readouterr().out.splitlines() == told
@@ -376,31 +386,32 @@ def test_notes_on_the_data_are_shown_at_the_start(cfg, capsys, trains, held):
 # ---- phases and totals --------------------------------------------------------------------------
 
 
-def test_the_phases_add_up_to_the_time_since_the_process_began(tmp_path):
-    names = ("starting Ray", "training", "training", "report")
-    phases = Phases(tmp_path / "logs" / "phases.jsonl", 2)
+def test_the_phases_add_up_to_the_time_since_the_process_began(make, tmp_path):
+    names = ("starting Ray", "training", "training")
+    log, _ = make(attempt=2)
     for name in names:
-        phases.begin(name)
-    phases.end()
+        log.phase(name)
+    log.close()
     lines = records(tmp_path, "phases")
-    assert [line["phase"] for line in lines] == ["imports, config and data", *names[:2], names[3]]
+    expected = ["imports, config and data", *names[:2], "report"]
+    assert [line["phase"] for line in lines[:4]] == expected
     assert {line["attempt"] for line in lines} == {2}
     age = time.time() - psutil.Process().create_time()
     assert sum(line["seconds"] for line in lines) == pytest.approx(age, abs=1)
 
 
-def test_a_folder_that_cannot_be_written_does_not_keep_the_run_from_ending(tmp_path):
-    (tmp_path / "logs").touch()
-    phases = Phases(tmp_path / "logs" / "phases.jsonl", 0)
-    phases.begin("closing roles")
-    phases.end()
+def test_a_full_disk_does_not_keep_the_run_from_ending(make, tmp_path):
+    log, logger = make()
+    (tmp_path / "logs/phases.jsonl").symlink_to("/dev/full")
+    log.phase("closing roles")
+    log.close()
+    logger.close.assert_called_once_with()
 
 
 def test_restarts_of_a_role_and_of_all_trainers_count_and_a_role_given_up_does_not(
     make, clock, tmp_path
 ):
-    log, _ = make()
-    events = EventOrder(listeners=[log.follow])
+    log, _ = make(events=(events := EventOrder()))
     events.record("restart", role="generator_0", what="died", given_up=False)
     events.note("rollback", role="trainer_0", what="died")
     events.note("restart", role="trainer_0", what="died")  # while the roles start

@@ -11,9 +11,8 @@ from safetensors.torch import save_file
 
 from grpo_components.errors import ConfigError
 from grpo_components.records.checkpoint_folder import point_latest
-from grpo_components.records.resume import find_checkpoint
+from grpo_components.records.resume import damage, find_checkpoint
 from grpo_components.state_files import FORMAT, write_state
-from grpo_components.training.damage import damage
 
 FILES = (
     *("config.yaml", "driver.json", "driver.npz", "trainer.json", "trainer.npz"),
