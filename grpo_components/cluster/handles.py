@@ -222,7 +222,7 @@ class ReplayBufferHandle:
         while True:
             if self._wait_for_stale:
                 await ledger.until_none_is_doomed(num_groups, self._timeout_s)
-            asked = (*ledger.next_batch(num_groups), ledger.reuse.ids)
+            asked = ledger.next_batch(num_groups)
             limits = {"num_returns": 2, "timeout_s": self._timeout_s + GRACE_S}
             (packed, _), taken = await self.role.call("take", *asked, **limits)
             stale, new = [group.group_id for group in taken.dropped], taken.groups
@@ -269,18 +269,10 @@ class ReplayBufferHandle:
         await self.role.begin_again()
 
     async def refill(self, timeout_s: float | None = None) -> None:
-        """Fill a restarted buffer with the groups that the ledger lists as buffered or reusable."""
-        timeout_s = timeout_s or self._weights_s
-
-        def parts(entries: Sequence[LedgerEntry]) -> list[Any]:
-            return [part for entry in entries for part in entry.parts]
-
-        ledger = self._ledger
-        buffered = parts(ledger.in_state("buffered"))
-        await self.role.call("refill", *buffered, timeout_s=timeout_s)
-        if ledger.reuse.on:  # a later step may train again what is in training now
-            kept = parts([*ledger.reuse.kept, *ledger.in_state("in_training")])
-            await self.role.call("keep", *kept, timeout_s=timeout_s)
+        """Fill a restarted buffer with the groups that the ledger lists as buffered."""
+        buffered = self._ledger.in_state("buffered")
+        parts = [part for entry in buffered for part in entry.parts]
+        await self.role.call("refill", *parts, timeout_s=timeout_s or self._weights_s)
 
 
 class TrainersHandle:
