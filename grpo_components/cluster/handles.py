@@ -20,11 +20,14 @@ from grpo_components.cluster.role import Role
 from grpo_components.cluster.weight_transfer import WeightTransfer
 from grpo_components.errors import RoleFailedError, RoleLostError
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
+from grpo_components.exchange.weight_deltas import NO_BASE
 from grpo_components.exchange.weight_probe import LoadedWeights
 from grpo_components.training.step_result import StepResult
 
 GRACE_S = 30.0
 """Seconds added to a role's own time-out, so that the role's own, clearer error comes first."""
+MAX_DELTAS = 64
+"""Most deltas between two whole pushes: a new generator gets all of them."""
 CHECKPOINT_LANE = "checkpoint"
 """Name of the thread in which a role writes checkpoints while its main thread works."""
 
@@ -344,30 +347,73 @@ class TrainersHandle:
         return await asyncio.gather(*calls)
 
 
+@dataclass
+class Push:
+    """One push: what the parameter server gets, and its size."""
+
+    version: int
+    buckets: list[Any]
+    manifests: list[Any]
+    whole: bool
+    nbytes: int | None
+    """Bytes of the push, of all ranks; known once it is packed."""
+
+
 class ParameterServerHandle:
-    """Calls the parameter server, which holds the newest published weights."""
+    """Publishes the trainers' weights in the parameter server, each push whole or as a delta.
 
-    def __init__(self, role: Role, timeout_s: float) -> None:
-        self.role, self._timeout_s = role, timeout_s
-        self._pushed: tuple[Any, ...] = ()
-        """What was pushed last in this attempt."""
+    After a whole push, up to `MAX_DELTAS` pushes are deltas, as long as these are together smaller
+    than the whole push. Only the weights decide, so a replay decides the same.
+    """
 
-    async def push(
-        self,
-        version: int,
-        buckets: Sequence[Any],
-        manifests: Sequence[Any],
-        chain: Sequence[tuple[int, Sequence[Any]]] = (),
+    def __init__(
+        self, role: Role, trainers: TrainersHandle, timeout_s: float, *, deltas: bool = False
     ) -> None:
-        """Publish a snapshot; see `VLLMParameterServer.push`."""
-        pushed = version, buckets, manifests, chain
-        await self.role.call("push", *pushed, timeout_s=self._timeout_s)
-        self._pushed = pushed
+        self.role, self._trainers, self._timeout_s = role, trainers, timeout_s
+        self._deltas = deltas
+        self._pushes: list[Push] = []
+        """The last whole push in this attempt, and all deltas since."""
+        self.nbytes = 0
+        """Bytes of the last push that is packed; 0 before the first."""
+
+    async def begin(self) -> Push:
+        """Gather the trainers' weights, once the last push is packed, and start to pack them."""
+        last = self._pushes[-1] if self._pushes else None
+        if last is not None and last.nbytes is None:  # it decides on the next
+            manifests = await self._trainers.manifests(last.manifests)
+            last.nbytes = sum(entry.pushed_nbytes for manifest in manifests for entry in manifest)
+            self.nbytes = last.nbytes
+        version, base = await self._trainers.gather_weights(), self._base()
+        exported = self._trainers.export_weights(version, base)
+        # Without deltas, all pushes have the same size.
+        nbytes = None if self._deltas or last is None else last.nbytes
+        return Push(version, *exported, base in (None, NO_BASE), nbytes)
+
+    async def push(self, push: Push) -> None:
+        """Publish weights; they are packed while the next step runs."""
+        await self._send(push)
+        self._pushes = [push] if push.whole else [*self._pushes, push]
 
     async def push_again(self) -> None:
-        """Give a restarted server what was pushed last."""
-        if self._pushed:
-            await self.role.call("push", *self._pushed, timeout_s=self._timeout_s)
+        """Give a restarted server what it had."""
+        for push in self._pushes:
+            await self._send(push)
+
+    async def _send(self, push: Push) -> None:
+        pushed = push.version, push.buckets, push.manifests, push.whole
+        await self.role.call("push", *pushed, timeout_s=self._timeout_s)
+
+    def _base(self) -> int | None:
+        """Return the version that the next delta builds on; `NO_BASE` for a whole push."""
+        if not self._deltas:
+            return None
+        if not self._pushes:
+            return NO_BASE
+        whole, *deltas = (push.nbytes or 0 for push in self._pushes)
+        like_the_last = sum(deltas) + deltas[-1] if deltas else 0
+        if like_the_last > whole or len(deltas) >= MAX_DELTAS:
+            return NO_BASE
+        return self._pushes[-1].version
 
     async def newest(self, held: int = -1) -> tuple[int, list[Any], list[Any]]:
         """Return the newest snapshot; see `VLLMParameterServer.newest`."""
@@ -375,7 +421,7 @@ class ParameterServerHandle:
 
     async def begin_again(self) -> None:
         """Restart the server, without a snapshot, for the next attempt."""
-        self._pushed = ()
+        self._pushes = []
         await self.role.begin_again()
 
 

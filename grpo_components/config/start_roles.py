@@ -92,11 +92,12 @@ def start_roles(
     generators = [GeneratorHandle(role, ledger, *limits, draws) for role in samplers]
     turn = turns and partial(turns.trainers_turn, generators)
     frozen = partial(ReferencesHandle, timeout_s=timeouts.rollout_s)
+    ranks = TrainersHandle(trainers, ledger, timeouts.train_step_s, weights_s, turn)
     return Roles(
         generators=generators,
         buffer=ReplayBufferHandle(buffer, ledger, *batch_limits, wait_for_stale=waits),
-        trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, weights_s, turn),
-        server=ParameterServerHandle(server, weights_s),
+        trainers=ranks,
+        server=ParameterServerHandle(server, ranks, weights_s, deltas=cfg.push == "delta"),
         references=frozen(references) if references else None,
         teachers=frozen(teachers, keep_kl=False) if teachers else None,
         reward_model=RewardModelHandle(scorer, timeouts.rollout_s) if scorer else None,

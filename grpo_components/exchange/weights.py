@@ -30,16 +30,6 @@ StateDict = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class TensorDelta:
-    """Describes the delta of one tensor in a bucket."""
-
-    base: int
-    """Checksum of the tensor that it changes."""
-    nbytes: int
-    """Bytes of the delta."""
-
-
-@dataclass(frozen=True)
 class TensorEntry:
     """Describes one tensor in a bucket: what it is, where its bytes are, and its checksum."""
 
@@ -50,15 +40,17 @@ class TensorEntry:
     nbytes: int
     checksum: int
     """xxh3 (64 bits) of name, dtype, shape and bytes."""
-    delta: TensorDelta | None = None
-    """Set if the bucket has only the tensor's changes; `nbytes` is still the whole tensor's."""
+    base: int | None = None
+    """Checksum of the tensor that the bucket has only changes of; None if it has all bytes."""
+    delta_nbytes: int = 0
+    """Bytes of the changes; `nbytes` is still the whole tensor's."""
     values: int | None = None
     """`hash_values` of the whole tensor; None where it is not compared."""
 
     @property
     def pushed_nbytes(self) -> int:
         """Number of bytes that the bucket holds for the tensor."""
-        return self.nbytes if self.delta is None else self.delta.nbytes
+        return self.nbytes if self.base is None else self.delta_nbytes
 
 
 Manifest = tuple[TensorEntry, ...]

@@ -95,11 +95,12 @@ def connected(
     recipe.dynamic_sampling = None
     buffer, references = roles["replay_buffer"][0], roles["reference"]
     waits = stale_groups == "wait"
+    trainers = TrainersHandle(roles["trainer"], ledger, limit, limit)
     recipe.roles = Roles(
         generators=[GeneratorHandle(role, ledger, limit, limit) for role in roles["generator"]],
         buffer=ReplayBufferHandle(buffer, ledger, limit, limit, wait_for_stale=waits),
-        trainers=TrainersHandle(roles["trainer"], ledger, limit, limit),
-        server=ParameterServerHandle(roles["parameter_server"][0], limit),
+        trainers=trainers,
+        server=ParameterServerHandle(roles["parameter_server"][0], trainers, limit),
         references=ReferencesHandle(references, limit) if references else None,
         reward_model=None,
     )

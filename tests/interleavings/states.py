@@ -127,11 +127,11 @@ class _World:
         if isinstance(role, ReplayBuffer):
             live = sorted(item.group for item in role._buffer[:])
             return live, [each.group_id for each in role._dropped], len(role._changed._waiters)
-        return role and (role.__dict__.get("_version"), self.shown(role.__dict__.get("_buckets")))
+        return role and self.shown(role.__dict__.get("_pushes"))
 
     def _weights(self) -> Any:
-        weights = self._world.weights
-        chain = [(push.version, push.nbytes is None) for push in weights._pushes._chain]
+        weights, server = self._world.weights, self._world.roles.server
+        chain = [(push.version, push.nbytes is None) for push in server._pushes]
         pulled = self.shown(weights._pushed[0])
         return weights._ever_pushed, chain, pulled, self._queue(weights._reading_manifests)
 

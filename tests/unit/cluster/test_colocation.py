@@ -117,7 +117,8 @@ class Setting:
         ranks = [stand_in_role(rank.name, rank, restarts_alone=False) for rank in self.ranks]
         turn = partial(self.turns.trainers_turn, self.generators)
         self.trainers = TrainersHandle(ranks, self.ledger, 9.0, 9.0, turn)
-        server = ParameterServerHandle(stand_in_role("server", VLLMParameterServer()), 9.0)
+        server = stand_in_role("server", VLLMParameterServer())
+        server = ParameterServerHandle(server, self.trainers, 9.0)
         roles = Roles(self.generators, SimpleNamespace(), self.trainers, server, None, None)
         knobs = {"push_every_n_steps": 1, "pull_every_m_rollouts": 1}
         self.weights = WeightSync(self.ledger, roles, push_early=lambda _: False, **knobs)
