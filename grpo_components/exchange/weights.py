@@ -180,29 +180,19 @@ def pack_bucket(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Manifest, NDArra
     return bucket.close()
 
 
-def unpack_bucket(manifest: Manifest, bucket: NDArray[np.uint8]) -> StateDict:
-    """Return the tensors of a bucket as views of its bytes, after verifying their checksums."""
-    tensors: StateDict = {}
-    for entry in manifest:
-        raw = bucket[entry.offset : entry.offset + entry.nbytes]
-        given = checksum(entry.name, entry.dtype, entry.shape, raw)
-        if raw.nbytes != entry.nbytes or given != entry.checksum:
-            raise ValueError(f"weight tensor {entry.name} is damaged: checksum mismatch")
-        if entry.name in tensors:
-            raise ValueError(f"weight tensor {entry.name} appears twice")
-        flat = torch.frombuffer(raw, dtype=getattr(torch, entry.dtype), count=-1)
-        tensors[entry.name] = flat.view(entry.shape)
-    return tensors
-
-
 def unpack_buckets(buckets: Iterable[tuple[Manifest, NDArray[np.uint8]]]) -> StateDict:
     """Return the tensors of a snapshot as views of its buckets, after verifying their checksums."""
     tensors: StateDict = {}
     for manifest, bucket in buckets:
-        part = unpack_bucket(manifest, bucket)
-        for name in sorted(part.keys() & tensors.keys()):
-            raise ValueError(f"weight tensor {name} appears twice")
-        tensors |= part
+        for entry in manifest:
+            raw = bucket[entry.offset : entry.offset + entry.nbytes]
+            given = checksum(entry.name, entry.dtype, entry.shape, raw)
+            if raw.nbytes != entry.nbytes or given != entry.checksum:
+                raise ValueError(f"weight tensor {entry.name} is damaged: checksum mismatch")
+            if entry.name in tensors:
+                raise ValueError(f"weight tensor {entry.name} appears twice")
+            flat = torch.frombuffer(raw, dtype=getattr(torch, entry.dtype), count=-1)
+            tensors[entry.name] = flat.view(entry.shape)
     return tensors
 
 

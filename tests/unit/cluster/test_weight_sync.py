@@ -34,7 +34,7 @@ from grpo_components.exchange.weights import (
     pack_bucket,
     pushed_layers,
     snapshot_checksum,
-    unpack_bucket,
+    unpack_buckets,
 )
 from grpo_tools.replay.recorded_run import RecordedOrder
 
@@ -95,7 +95,7 @@ class DeltaEngine:
     async def load_weights(self, version, *buckets):
         self.sizes.append([len(bucket.packed) for bucket in buckets])
         (rebuilt,) = self.weights.rebuild(version, buckets)
-        unpack_bucket(*rebuilt)
+        unpack_buckets([rebuilt])
         self.weights.keep([rebuilt])
         self.loaded[version] = rebuilt[1].copy()
         return version, snapshot_checksum([rebuilt[0]]), None
