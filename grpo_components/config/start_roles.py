@@ -63,11 +63,12 @@ def start_roles(
     longest_prompt: int,
 ) -> Roles:
     """Start all processes without waiting; `Cluster.ready` waits for them."""
-    cluster.show(objective.doubts)
+    for doubt in objective.doubts:
+        cluster.note(doubt)
     counts = processes_of(cfg, objective.trained.needs_reference)
     arguments = role_arguments(cfg, counts, contract, objective.trained, tokenizer, longest_prompt)
     spawn, timeouts, weights_s = cluster.spawn, cfg.timeouts, cfg.timeouts.weights_s
-    cluster.reserve(needs_of(cfg, arguments, counts), timeouts.startup_s)
+    cluster.ray.reserve(needs_of(cfg, arguments, counts), timeouts.startup_s)
 
     def family(name: str, path: str) -> list[Any]:
         return [spawn(f"{name}_{n}", path, **arguments[name]) for n in range(counts[name])]

@@ -225,7 +225,7 @@ class _World:
         return len(group._tasks), errors, group._aborting, group._parent_cancel_requested
 
 
-_ONLY_LOOP_VARIABLES = ("Distributed.loops", "supervise.<locals>.attempt")
+_ONLY_LOOP_VARIABLES = ("Distributed.loops", "Cluster._run_watched")
 """Coroutines whose variables are those of loops that have ended."""
 _PLAIN = {type(None), bool, int, str}
 _OF_KIND: dict[type, Callable[[_World, Any], Any]] = {
