@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lib.role import stand_in_role
+from lib.role import limits, stand_in_role
 
 from grpo_components.cluster.handles import (
     MAX_DELTAS,
@@ -117,13 +117,13 @@ class Setting:
         self.engines = [DeltaEngine() if deltas else Engine() for _ in range(num_generators)]
         role = partial(stand_in_role, recover=lambda name: self.weights.recover(name))
         self.generators = [
-            GeneratorHandle(role(f"generator_{i}", engine), self.ledger, 9.0, 9.0)
+            GeneratorHandle(role(f"generator_{i}", engine), self.ledger, limits())
             for i, engine in enumerate(self.engines)
         ]
         self.trainer_role = role("trainer_0", lambda: self.trainer)
-        trainers = TrainersHandle([self.trainer_role], self.ledger, 9.0, 9.0)
+        trainers = TrainersHandle([self.trainer_role], self.ledger, limits())
         server = role("server", lambda: self.server)
-        self.server_handle = ParameterServerHandle(server, trainers, 9.0, deltas=deltas)
+        self.server_handle = ParameterServerHandle(server, trainers, limits(), deltas=deltas)
         buffer = SimpleNamespace(role=SimpleNamespace(name="replay_buffer"))
         roles = Roles(self.generators, buffer, trainers, self.server_handle, None, None)
         options = {"push_early": lambda step: step == 5, "probe_kl": probe_kl}
@@ -431,7 +431,7 @@ def push_all(trainers, deltas, count, forgets=()):
 
     async def run():
         role = stand_in_role("server", VLLMParameterServer)
-        server, found = ParameterServerHandle(role, trainers, 9.0, deltas=deltas), []
+        server, found = ParameterServerHandle(role, trainers, limits(), deltas=deltas), []
         for version in range(count):
             if version in forgets:
                 await server.begin_again()

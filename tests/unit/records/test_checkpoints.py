@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lib.one_rank import one_rank
-from lib.role import stand_in_role
+from lib.role import limits, stand_in_role
 from lib.trajectories import response
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
@@ -188,9 +188,9 @@ class Run:
 
     def roles(self):
         trainer = stand_in_role("trainer_0", self.policy, max_restarts=0)
-        trainers = TrainersHandle([trainer], self.ledger, 60.0, 60.0)
+        trainers = TrainersHandle([trainer], self.ledger, limits(60))
         buffer = stand_in_role("replay_buffer", self.buffer, max_restarts=0)
-        return trainers, ReplayBufferHandle(buffer, self.ledger, 60.0, 60.0, wait_for_stale=False)
+        return trainers, ReplayBufferHandle(buffer, self.ledger, limits(60), wait_for_stale=False)
 
     async def save(self, step=None):
         trainers, buffer = self.roles()
