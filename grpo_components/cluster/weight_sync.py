@@ -87,7 +87,10 @@ class WeightSync:
         for number in itertools.count(2):
             if not await self._ledger.should_pull(name, generator.version, this_try):
                 return
-            loaded = await self._load_newest(generator)
+            loading = generator.loading
+            async with loading:
+                # Another lock took its place if a restart, which pulls, came meanwhile.
+                loaded = loading is generator.loading and await self._load_newest(generator)
             this_try = f"{cause}, pull {number}"
             # If a restart cancelled it, the restart's own pull may have been of older weights.
             again = recording.pulled_again(name, cause, this_try) if recording else not loaded
@@ -149,4 +152,5 @@ class WeightSync:
 
     async def _pull_after_restart(self, generator: GeneratorHandle) -> None:
         generator.version, generator.held_version = 0, -1  # the base model's weights
+        generator.loading = asyncio.Lock()
         await self.pull(generator, f"restart {generator.role.process.incarnation}")

@@ -96,7 +96,7 @@ class _World:
 
     def _generator(self, handle: GeneratorHandle) -> Any:
         counts = handle.version, handle.held_version, handle.rollouts_since_pull, handle._reserved
-        return handle.name, counts, self._queue(handle.swapping)
+        return handle.name, counts, *map(self._queue, (handle.swapping, handle.loading))
 
     def _role(self, role: Role) -> Any:
         restarting = role._restarting
