@@ -27,7 +27,7 @@ from measuring import machine_line, markdown_table
 from safetensors.torch import load_file
 from torch import Tensor
 
-from grpo_components.cluster.weight_sync import MAX_DELTAS
+from grpo_components.cluster.handles import MAX_DELTAS
 from grpo_components.exchange.weight_deltas import (
     NO_BASE,
     Bucket,

@@ -158,7 +158,6 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             push_every_n_steps=cfg.push_every_n_steps,
             pull_every_m_rollouts=cfg.pull_every_m_rollouts,
             push_early=self.records.evaluation.due,
-            deltas=cfg.push == "delta",
             probe_kl=cfg.probe_kl,
         )
         self.run = self.records.run_with(self.roles, self.weights)

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray._private import worker as ray_worker
 
-from grpo_components.cluster.ray_cluster import Need, RayCluster, family_of
+from grpo_components.cluster.ray_cluster import RayCluster, family_of
 from grpo_components.cluster.role import RestartBudget, Role
 from grpo_components.cluster.role_host import RoleHost, resource_use
 from grpo_components.cluster.role_process import RoleProcess
@@ -51,7 +51,7 @@ class Cluster:
         self._log_level, self._attempt = log_level, attempt
         self._budget = budget or RestartBudget(0, math.inf)
         self._heartbeat_s, self._events = heartbeat_s, events or EventOrder()
-        self._note, self._phase = note, phase
+        self.note, self._phase = note, phase
         self._names: dict[str, str] = {}
         self._recover: Callable[[str], Awaitable[None]] | None = None
         self._starting: list[Role] = []
@@ -63,28 +63,19 @@ class Cluster:
         self._gpus: dict[str, Any] = {}
         """Role that shares its GPUs with another role -> reference to these GPUs."""
         folder, store = output_dir.absolute(), object_store_memory
-        self._ray = RayCluster(folder, log_level, note, address, store)
+        self.ray = RayCluster(folder, log_level, note, address, store)
         self._start_phase = "joining the Ray cluster" if address else "starting Ray"
-        self.scratch = self._ray.scratch
+        self.scratch = self.ray.scratch
         """Folder for temporary files, on every node; removed at the end."""
-
-    def show(self, lines: Iterable[str]) -> None:
-        """Show lines to the user."""
-        for line in lines:
-            self._note(line)
 
     def start(self) -> None:
         """Start Ray on this machine, private to this run, or join a cluster."""
         self._phase(self._start_phase)
-        self._ray.start()
-
-    def reserve(self, needs: Mapping[str, Need], timeout_s: float) -> None:
-        """See `RayCluster.reserve`."""
-        self._ray.reserve(needs, timeout_s)
+        self.ray.start()
 
     def _why_no_room(self) -> str:
         living = [role.name for role in self.roles if not role.lost]
-        return self._ray.why_no_room(living)
+        return self.ray.why_no_room(living)
 
     def spawn(
         self,
@@ -107,7 +98,7 @@ class Cluster:
         given = (log_file, str(self.scratch), self._log_level, cpu_threads, env or {}, sys.path)
 
         def start_process(incarnation: int) -> RoleProcess:
-            options = self._ray.options(name, num_gpus)
+            options = self.ray.options(name, num_gpus)
             options |= {"num_gpus": 0} if beside else {}
             host = ray.remote(RoleHost).options(**options).remote(name, *given)
             arguments = kwargs | ({"restart_count": incarnation} if counts_restarts else {})
@@ -119,7 +110,7 @@ class Cluster:
             log_file,
             start_process,
             budget=self._budget,
-            note=self._note,
+            note=self.note,
             record=self._events.record,
             started=self._record_start,
             recover=self._recover_role,
@@ -161,7 +152,7 @@ class Cluster:
         """
         self._phase("starting roles")
         starting, self._starting = self._starting, []
-        self._note(f"starting {', '.join(role.name for role in starting)} ...")
+        self.note(f"starting {', '.join(role.name for role in starting)} ...")
         together = {role for role in starting if not role.restarts_alone}
         alone = [self._ready(role, timeout_s) for role in starting if role.restarts_alone]
         await apart(_all([*alone, self._ready_together(together, timeout_s)]))
@@ -169,7 +160,7 @@ class Cluster:
     async def _ready(self, role: Role, timeout_s: float) -> None:
         began = time.monotonic()
         await role.ready(timeout_s)
-        self._note(f"{role.name} is ready after {time.monotonic() - began:.0f} s")
+        self.note(f"{role.name} is ready after {time.monotonic() - began:.0f} s")
 
     async def _ready_together(self, starting: set[Role], timeout_s: float) -> None:
         try:
@@ -193,46 +184,41 @@ class Cluster:
         are restarted together, and the loops start again after `begin_again`.
         """
         self._recover = recover
-        with (self._logs / "heartbeats.jsonl").open("a", encoding="utf-8") as file:
+        while True:
+            try:
+                return await apart(self._run_watched(loops))
+            except ExceptionGroup as failures:
+                failure = root_cause(failures)
+                if isinstance(failure, ReplayStop):
+                    return
+                if not isinstance(failure, RoleFailedError) or not self._mends(failure):
+                    raise
+                await self._restart_together(failure, self._attempt + 1)
+                await begin_again()
 
-            def beat(role: str, use: dict[str, Any]) -> None:
-                record = {"role": role, "attempt": self._attempt, "time": time.time(), **use}
-                file.write(json.dumps(record) + "\n")
-                file.flush()
+    async def _run_watched(self, loops: Callable[[], Awaitable[None]]) -> None:
+        """Run the loops of one attempt; watch all roles and this process meanwhile."""
 
-            def beat_of_driver() -> None:
-                beat("driver", resource_use() | {"objects": _objects_in_scope()})
+        def beat_of_driver() -> None:
+            self._beat("driver", resource_use() | {"objects": _objects_in_scope()})
 
-            async def watch_driver() -> None:
-                while True:
-                    beat_of_driver()
-                    await asyncio.sleep(_HEARTBEAT_EVERY_S)
-
-            async def attempt() -> None:
-                async with asyncio.TaskGroup() as tasks:
-                    watching = [tasks.create_task(watch_driver())]
-                    for role in self.roles:
-                        watch = role.watch(_HEARTBEAT_EVERY_S, self._heartbeat_s, beat)
-                        watching.append(tasks.create_task(watch, name=f"watch {role.name}"))
-                        watching.append(tasks.create_task(self._replay_restarts(role)))
-                    await loops()
-                    beat_of_driver()
-                    for task in watching:
-                        task.cancel()
-                    last = (role.process_failure(_HEARTBEAT_EVERY_S, beat) for role in self.roles)
-                    await asyncio.gather(*last)
-
+        async def watch_driver() -> None:
             while True:
-                try:
-                    return await apart(attempt())
-                except ExceptionGroup as failures:
-                    failure = root_cause(failures)
-                    if isinstance(failure, ReplayStop):
-                        return
-                    if not isinstance(failure, RoleFailedError) or not self._mends(failure):
-                        raise
-                    await self._restart_together(failure, self._attempt + 1)
-                    await begin_again()
+                beat_of_driver()
+                await asyncio.sleep(_HEARTBEAT_EVERY_S)
+
+        async with asyncio.TaskGroup() as tasks:
+            watching = [tasks.create_task(watch_driver())]
+            for role in self.roles:
+                watch = role.watch(_HEARTBEAT_EVERY_S, self._heartbeat_s, self._beat)
+                watching.append(tasks.create_task(watch, name=f"watch {role.name}"))
+                watching.append(tasks.create_task(self._replay_restarts(role)))
+            await loops()
+            beat_of_driver()
+            for task in watching:
+                task.cancel()
+            last = (role.process_failure(_HEARTBEAT_EVERY_S, self._beat) for role in self.roles)
+            await asyncio.gather(*last)
 
     def _mends(self, failure: RoleFailedError) -> bool:
         """Return whether a joint restart, from the last checkpoint, may repair a failure."""
@@ -261,7 +247,7 @@ class Cluster:
             self._attempt = attempt
             event = "rollback" if rollback else "restart"
             self._events.note(event, role=failure.role, what=failure.what)
-            self._note(f"{failure.role} {failure.what}{others}; {how} ({self._budget.used()})")
+            self.note(f"{failure.role} {failure.what}{others}; {how} ({self._budget.used()})")
             others = ""
             for role in roles:
                 role.process.kill()
@@ -278,7 +264,7 @@ class Cluster:
                     raise
                 failure = again
             else:
-                self._note(f"the trainers are back after {time.monotonic() - began:.0f} s")
+                self.note(f"the trainers are back after {time.monotonic() - began:.0f} s")
                 return
 
     async def _replay_restarts(self, role: Role) -> None:
@@ -286,10 +272,16 @@ class Cluster:
         while recording and await recording.wait_turn("restart", {"role": role.name}):
             await role.replay_restart(recording.why_restarted())
 
-    def _record_start(self, role: str, identity: dict[str, Any]) -> None:
-        record = {"role": role, **identity, "attempt": self._attempt, "started": time.time()}
-        with (self._logs / "roles.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    def _record_start(self, role: str, identity: Mapping[str, Any]) -> None:
+        self._write("roles.jsonl", role, **identity, started=time.time())
+
+    def _beat(self, role: str, use: Mapping[str, Any]) -> None:
+        self._write("heartbeats.jsonl", role, time=time.time(), **use)
+
+    def _write(self, file: str, role: str, **fields: Any) -> None:
+        record = {"role": role, "attempt": self._attempt, **fields}
+        with (self._logs / file).open("a") as out:
+            out.write(json.dumps(record) + "\n")
 
     async def close_roles(self, timeout_s: float) -> None:
         """Let every role stop its child processes, at the normal end of a run."""
@@ -304,7 +296,7 @@ class Cluster:
             for role in self.roles:
                 role.process.kill()
 
-        self._ray.stop(kill_roles)
+        self.ray.stop(kill_roles)
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:

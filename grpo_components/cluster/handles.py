@@ -20,11 +20,15 @@ from grpo_components.cluster.role import Role
 from grpo_components.cluster.weight_transfer import WeightTransfer
 from grpo_components.errors import RoleFailedError, RoleLostError
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
+from grpo_components.exchange.weight_deltas import NO_BASE
 from grpo_components.exchange.weight_probe import LoadedWeights
+from grpo_components.settings import Timeouts
 from grpo_components.training.step_result import StepResult
 
 GRACE_S = 30.0
 """Seconds added to a role's own time-out, so that the role's own, clearer error comes first."""
+MAX_DELTAS = 64
+"""Most deltas between two whole pushes: a new generator gets all of them."""
 CHECKPOINT_LANE = "checkpoint"
 """Name of the thread in which a role writes checkpoints while its main thread works."""
 
@@ -32,17 +36,11 @@ CHECKPOINT_LANE = "checkpoint"
 class GeneratorHandle:
     """Calls one generator, which samples groups, answers held-out prompts and loads weights.
 
-    It waits `timeout_s` for a group and `weights_s` for a load of weights. With `counts_successes`
-    the ledger records each group's successes, for a curriculum.
+    With `counts_successes`, the ledger records each group's successes, for a curriculum.
     """
 
     def __init__(
-        self,
-        role: Role,
-        ledger: Ledger,
-        timeout_s: float,
-        weights_s: float,
-        counts_successes: bool = False,
+        self, role: Role, ledger: Ledger, timeouts: Timeouts, counts_successes: bool = False
     ) -> None:
         self.role, self.name = role, role.name
         self.version = 0
@@ -55,9 +53,11 @@ class GeneratorHandle:
         self.swapping = nullcontext() if ledger.events.recording else asyncio.Lock()
         """Lock held while the generator's weights are swapped, or must not change; in a replay, the
         recorded order takes its place."""
+        self.loading = asyncio.Lock()
+        """Held during a load: pulls overlap in a replay. A restarted generator has a new one."""
         self.reward_use: Counter[str] = Counter()
         """What the rewards used since the last training step, such as a judge's tokens and cost."""
-        self._ledger, self._timeout_s, self._weights_s = ledger, timeout_s, weights_s
+        self._ledger, self._timeouts = ledger, timeouts
         self._counts_successes = counts_successes
         self._reserved = 0
         """Number of groups for which the generator keeps room."""
@@ -69,7 +69,8 @@ class GeneratorHandle:
 
     async def has_room(self) -> bool:
         """Wait for room for the responses of another group; False once the generator is lost."""
-        limit_s = self._weights_s + self._timeout_s + GRACE_S  # a group's own, and the clearer ones
+        # A group's own time-outs, and the clearer ones, come first.
+        limit_s = self._timeouts.weights_s + self._timeouts.rollout_s + GRACE_S
         while not (self._reserved or self._ledger.events.recording):  # a replay repeats the order
             pinned = self._ledger.weights_pinned
             try:
@@ -90,7 +91,7 @@ class GeneratorHandle:
         """Sample and score the responses to one prompt; `RoleLostError` if it is lost."""
         identity = (entry.prompt, entry.epoch, entry.group_id, self._ledger.attempt)
         turn = self._turn("finish", group=entry.group_id)
-        call = {"num_returns": 3, "timeout_s": self._timeout_s, "turn": turn}
+        call = {"num_returns": 3, "timeout_s": self._timeouts.rollout_s, "turn": turn}
         made = await self.role.call("generate_group", *identity, temperature, **call)
         (packed, packed_summary, entry.text), summary = made
         self.reward_use.update(summary.reward_use)  # pyright: ignore -- counts are numbers
@@ -108,7 +109,7 @@ class GeneratorHandle:
 
         Returns None if the generator was restarted meanwhile, which loads the newest weights.
         """
-        limit_s = self._weights_s
+        limit_s = self._timeouts.weights_s
         return await self.role.call_once("load_weights", version, *buckets, timeout_s=limit_s)
 
     async def sleep(self) -> int:
@@ -116,14 +117,14 @@ class GeneratorHandle:
 
         Returns the number of responses that it aborted.
         """
-        aborted = await self.role.call("sleep", timeout_s=self._weights_s)
+        aborted = await self.role.call("sleep", timeout_s=self._timeouts.weights_s)
         self.version, self.load_s = -1, 0.0
         return aborted
 
     async def begin_attempt(self) -> None:
         """Cancel reservations and allow older weights: a new attempt starts at a checkpoint."""
         self._reserved = 0
-        await self.role.call("begin_attempt", timeout_s=self._weights_s)
+        await self.role.call("begin_attempt", timeout_s=self._timeouts.weights_s)
 
     async def evaluate(
         self,
@@ -160,13 +161,13 @@ def _lost_with_its_node() -> Iterator[None]:
 class RewardModelHandle:
     """Calls the reward model, which gives each response a learned reward."""
 
-    def __init__(self, role: Role, timeout_s: float) -> None:
-        self._role, self._timeout_s = role, timeout_s
+    def __init__(self, role: Role, timeouts: Timeouts) -> None:
+        self._role, self._timeouts = role, timeouts
 
     async def add_scores(self, group: Group) -> Group:
         """Return the group with the learned reward added to its rewards."""
         entry = group.entry
-        call = {"num_returns": 3, "timeout_s": self._timeout_s}
+        call = {"num_returns": 3, "timeout_s": self._timeouts.rollout_s}
         with _lost_with_its_node():
             made = await self._role.call("add_scores", group.packed, entry.text, **call)
         (packed, packed_summary, entry.text), summary = made
@@ -176,13 +177,13 @@ class RewardModelHandle:
 class ReferencesHandle:
     """Calls the frozen models of one kind, references or teachers; a group goes to one of them."""
 
-    def __init__(self, roles: Sequence[Role], timeout_s: float, *, keep_kl: bool = True) -> None:
-        self._roles, self._timeout_s, self._keep_kl = roles, timeout_s, keep_kl
+    def __init__(self, roles: Sequence[Role], timeouts: Timeouts, *, keep_kl: bool = True) -> None:
+        self._roles, self._timeouts, self._keep_kl = roles, timeouts, keep_kl
 
     async def add_logprobs(self, group: Group) -> Group:
         """Return the group with the models' logprobs."""
         role = self._roles[group.entry.group_id % len(self._roles)]
-        call = {"num_returns": 2, "timeout_s": self._timeout_s}
+        call = {"num_returns": 2, "timeout_s": self._timeouts.rollout_s}
         with _lost_with_its_node():
             (packed, _), divergences = await role.call("add_logprobs", group.packed, **call)
         if self._keep_kl:
@@ -194,22 +195,16 @@ class ReplayBufferHandle:
     """Calls the replay buffer, and records in the ledger which groups enter and leave it."""
 
     def __init__(
-        self,
-        role: Role,
-        ledger: Ledger,
-        timeout_s: float,
-        weights_s: float,
-        *,
-        wait_for_stale: bool,
+        self, role: Role, ledger: Ledger, timeouts: Timeouts, *, wait_for_stale: bool
     ) -> None:
-        self.role, self._ledger, self._timeout_s = role, ledger, timeout_s
-        self._wait_for_stale, self._weights_s = wait_for_stale, weights_s
+        self.role, self._ledger, self._timeouts = role, ledger, timeouts
+        self._wait_for_stale = wait_for_stale
 
     async def add(self, group: Group) -> None:
         """Add a group; wait while the buffer is full."""
         entry, added = group.entry, None
         entry.parts = (group.packed, group.packed_summary)
-        limit_s = self._timeout_s + GRACE_S
+        limit_s = self._timeouts.batch_s + GRACE_S
         # None: the buffer was restarted. A step may have taken the group before this call's answer.
         while added is None and entry in self._ledger.in_state("in_flight"):
             with _lost_with_its_node():
@@ -221,9 +216,9 @@ class ReplayBufferHandle:
         began, ledger, dropped = time.perf_counter(), self._ledger, 0
         while True:
             if self._wait_for_stale:
-                await ledger.until_none_is_doomed(num_groups, self._timeout_s)
-            asked = (*ledger.next_batch(num_groups), ledger.reuse.ids)
-            limits = {"num_returns": 2, "timeout_s": self._timeout_s + GRACE_S}
+                await ledger.until_none_is_doomed(num_groups, self._timeouts.batch_s)
+            asked = ledger.next_batch(num_groups)
+            limits = {"num_returns": 2, "timeout_s": self._timeouts.batch_s + GRACE_S}
             (packed, _), taken = await self.role.call("take", *asked, **limits)
             stale, new = [group.group_id for group in taken.dropped], taken.groups
             entries = await ledger.take([group.group_id for group in new], stale, new)
@@ -251,36 +246,28 @@ class ReplayBufferHandle:
 
     async def write_state(self, folder: Path, parts: Sequence[Any]) -> str | None:
         """Write buffered groups to a checkpoint, during other calls."""
-        call = {"lane": CHECKPOINT_LANE, "timeout_s": self._timeout_s}
+        call = {"lane": CHECKPOINT_LANE, "timeout_s": self._timeouts.batch_s}
         return await self.role.call("write_state", str(folder), *parts, **call)
 
     async def read_state(self, folder: Path) -> None:
         """Fill the buffer with the groups of a checkpoint that the ledger lists as stored."""
         stored = self._ledger.stored()
         group_ids = [entry.group_id for entry in stored]
-        call = {"num_returns": 2 * len(stored) + 2, "timeout_s": self._timeout_s}
+        call = {"num_returns": 2 * len(stored) + 2, "timeout_s": self._timeouts.batch_s}
         parts, _ = await self.role.call("read_state", str(folder), group_ids, **call)
         for number, entry in enumerate(stored):
             entry.parts = parts[2 * number : 2 * number + 2]
-        await self.refill(self._timeout_s)
+        await self.refill(self._timeouts.batch_s)
 
     async def begin_again(self) -> None:
         """Restart the buffer, empty, for the next attempt."""
         await self.role.begin_again()
 
     async def refill(self, timeout_s: float | None = None) -> None:
-        """Fill a restarted buffer with the groups that the ledger lists as buffered or reusable."""
-        timeout_s = timeout_s or self._weights_s
-
-        def parts(entries: Sequence[LedgerEntry]) -> list[Any]:
-            return [part for entry in entries for part in entry.parts]
-
-        ledger = self._ledger
-        buffered = parts(ledger.in_state("buffered"))
-        await self.role.call("refill", *buffered, timeout_s=timeout_s)
-        if ledger.reuse.on:  # a later step may train again what is in training now
-            kept = parts([*ledger.reuse.kept, *ledger.in_state("in_training")])
-            await self.role.call("keep", *kept, timeout_s=timeout_s)
+        """Fill a restarted buffer with the groups that the ledger lists as buffered."""
+        buffered = self._ledger.in_state("buffered")
+        parts = [part for entry in buffered for part in entry.parts]
+        await self.role.call("refill", *parts, timeout_s=timeout_s or self._timeouts.weights_s)
 
 
 class TrainersHandle:
@@ -294,12 +281,10 @@ class TrainersHandle:
         self,
         roles: Sequence[Role],
         ledger: Ledger,
-        train_step_s: float,
-        weights_s: float,
+        timeouts: Timeouts,
         turn: Callable[[], AbstractAsyncContextManager[dict[str, float]]] | None = None,
     ) -> None:
-        self._roles, self._ledger = roles, ledger
-        self._train_step_s, self._weights_s = train_step_s, weights_s
+        self._roles, self._ledger, self._timeouts = roles, ledger, timeouts
         self._turn = turn or partial(nullcontext, {})
 
     async def train_step(self, batch: Batch, advantages: NDArray[Any]) -> StepResult:
@@ -327,10 +312,9 @@ class TrainersHandle:
 
     async def manifests(self, references: Sequence[Any]) -> list[Any]:
         """Wait for the ranks' manifests and return them."""
+        limit_s = self._timeouts.weights_s
         exports = zip(self._roles, references, strict=True)
-        return [
-            await role.answer(part, "export_weights", self._weights_s) for role, part in exports
-        ]
+        return [await role.answer(part, "export_weights", limit_s) for role, part in exports]
 
     async def hold_state(self, *, in_background: bool) -> None:
         """Keep the present state for `write_state`; as a copy if that runs in the background."""
@@ -347,43 +331,86 @@ class TrainersHandle:
 
     async def _on_all(self, method: str, *args: Any, lane: str = "main") -> list[Any]:
         """Call a method of all ranks at the same time: they wait for each other in collectives."""
-        limit_s = self._train_step_s
+        limit_s = self._timeouts.train_step_s
         calls = (role.call(method, *args, timeout_s=limit_s, lane=lane) for role in self._roles)
         return await asyncio.gather(*calls)
 
 
+@dataclass
+class Push:
+    """One push: what the parameter server gets, and its size."""
+
+    version: int
+    buckets: list[Any]
+    manifests: list[Any]
+    whole: bool
+    nbytes: int | None
+    """Bytes of the push, of all ranks; known once it is packed."""
+
+
 class ParameterServerHandle:
-    """Calls the parameter server, which holds the newest published weights."""
+    """Publishes the trainers' weights in the parameter server, each push whole or as a delta.
 
-    def __init__(self, role: Role, timeout_s: float) -> None:
-        self.role, self._timeout_s = role, timeout_s
-        self._pushed: tuple[Any, ...] = ()
-        """What was pushed last in this attempt."""
+    After a whole push, up to `MAX_DELTAS` pushes are deltas, as long as these are together smaller
+    than the whole push. Only the weights decide, so a replay decides the same.
+    """
 
-    async def push(
-        self,
-        version: int,
-        buckets: Sequence[Any],
-        manifests: Sequence[Any],
-        chain: Sequence[tuple[int, Sequence[Any]]] = (),
+    def __init__(
+        self, role: Role, trainers: TrainersHandle, timeouts: Timeouts, *, deltas: bool = False
     ) -> None:
-        """Publish a snapshot; see `VLLMParameterServer.push`."""
-        pushed = version, buckets, manifests, chain
-        await self.role.call("push", *pushed, timeout_s=self._timeout_s)
-        self._pushed = pushed
+        self.role, self._trainers, self._limit_s = role, trainers, timeouts.weights_s
+        self._deltas = deltas
+        self._pushes: list[Push] = []
+        """The last whole push in this attempt, and all deltas since."""
+        self.nbytes = 0
+        """Bytes of the last push that is packed; 0 before the first."""
+
+    async def begin(self) -> Push:
+        """Gather the trainers' weights, once the last push is packed, and start to pack them."""
+        last = self._pushes[-1] if self._pushes else None
+        if last is not None and last.nbytes is None:  # it decides on the next
+            manifests = await self._trainers.manifests(last.manifests)
+            last.nbytes = sum(entry.pushed_nbytes for manifest in manifests for entry in manifest)
+            self.nbytes = last.nbytes
+        version, base = await self._trainers.gather_weights(), self._base()
+        exported = self._trainers.export_weights(version, base)
+        # Without deltas, all pushes have the same size.
+        nbytes = None if self._deltas or last is None else last.nbytes
+        return Push(version, *exported, base in (None, NO_BASE), nbytes)
+
+    async def push(self, push: Push) -> None:
+        """Publish weights; they are packed while the next step runs."""
+        await self._send(push)
+        self._pushes = [push] if push.whole else [*self._pushes, push]
 
     async def push_again(self) -> None:
-        """Give a restarted server what was pushed last."""
-        if self._pushed:
-            await self.role.call("push", *self._pushed, timeout_s=self._timeout_s)
+        """Give a restarted server what it had."""
+        for push in self._pushes:
+            await self._send(push)
+
+    async def _send(self, push: Push) -> None:
+        pushed = push.version, push.buckets, push.manifests, push.whole
+        await self.role.call("push", *pushed, timeout_s=self._limit_s)
+
+    def _base(self) -> int | None:
+        """Return the version that the next delta builds on; `NO_BASE` for a whole push."""
+        if not self._deltas:
+            return None
+        if not self._pushes:
+            return NO_BASE
+        whole, *deltas = (push.nbytes or 0 for push in self._pushes)
+        like_the_last = sum(deltas) + deltas[-1] if deltas else 0
+        if like_the_last > whole or len(deltas) >= MAX_DELTAS:
+            return NO_BASE
+        return self._pushes[-1].version
 
     async def newest(self, held: int = -1) -> tuple[int, list[Any], list[Any]]:
         """Return the newest snapshot; see `VLLMParameterServer.newest`."""
-        return await self.role.call("newest", held, timeout_s=self._timeout_s)
+        return await self.role.call("newest", held, timeout_s=self._limit_s)
 
     async def begin_again(self) -> None:
         """Restart the server, without a snapshot, for the next attempt."""
-        self._pushed = ()
+        self._pushes = []
         await self.role.begin_again()
 
 

@@ -161,26 +161,19 @@ class Role:
         while not self.lost:
             await self._wait_restarted()
             process = self.process
-            try:
-                async with asyncio.timeout(interval_s + patience_s):
-                    use = await process.host.heartbeat.remote(interval_s)
-            except TimeoutError:
-                problem = f"sent no heartbeat for {patience_s:g} s"
-                failure = RoleFailedError(self.name, problem, self._log_file, "silent")
+            if failure := await self.process_failure(patience_s, beat, interval_s):
                 await self._handle_failure(failure, process)
-            except RayError as error:
-                failure = role_failure(error, self.name, "heartbeat", self._log_file, self._names)
-                await self._handle_failure(failure, process)
-            else:
-                beat(self.name, use)
 
     async def process_failure(
-        self, patience_s: float, beat: Callable[[str, dict[str, Any]], None] | None = None
+        self,
+        patience_s: float,
+        beat: Callable[[str, dict[str, Any]], None] | None = None,
+        after_s: float = 0.0,
     ) -> RoleFailedError | None:
-        """Check that the role's process answers; return its failure, or None if it answers."""
-        heartbeat = self.process.host.heartbeat.remote(0.0)
+        """Check that the role's process answers, after some time; return its failure, or None."""
+        heartbeat = self.process.host.heartbeat.remote(after_s)
         try:
-            use = await self.answer(heartbeat, "heartbeat", patience_s)
+            use = await self.answer(heartbeat, "a heartbeat", after_s + patience_s)
         except RoleFailedError as failure:
             return failure
         if beat:

@@ -6,17 +6,12 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from grpo_components.cluster.handles import GeneratorHandle, Roles, TrainersHandle
+from grpo_components.cluster.handles import GeneratorHandle, Roles
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
-from grpo_components.exchange.weight_deltas import NO_BASE
 from grpo_components.exchange.weight_probe import WeightProbe
 from grpo_components.exchange.weights import pushed_layers, snapshot_checksum
-
-MAX_DELTAS = 64
-"""Most deltas between two whole pushes: a new generator gets all, and each push names all."""
 
 
 class WeightSync:
@@ -30,14 +25,12 @@ class WeightSync:
         push_every_n_steps: int,
         pull_every_m_rollouts: int,
         push_early: Callable[[int], bool],
-        deltas: bool = False,
         probe_kl: float | None = None,
     ) -> None:
         self._ledger, self._roles = ledger, roles
         self._push_every_n_steps = push_every_n_steps
         self._pull_every_m_rollouts = pull_every_m_rollouts
         self._push_early, self._probe = push_early, WeightProbe(probe_kl)
-        self._pushes = Pushes(roles.trainers, deltas=deltas)
         self._pushed: tuple[list[Any], str, dict[str, int] | None] = [], "", None
         """Of the snapshot pulled last: references to its manifests, checksum, hashes of layers."""
         self._ever_pushed, self._reading_manifests = False, asyncio.Lock()
@@ -58,17 +51,16 @@ class WeightSync:
             self._probe.pushed(policy_version, probe_logprobs)
             await self.push()
         seconds = time.perf_counter() - began if is_due else 0.0
-        return {"time/push": seconds, "push/bytes": self._pushes.nbytes}
+        return {"time/push": seconds, "push/bytes": self._roles.server.nbytes}
 
     async def push(self) -> None:
-        """Publish the trainers' weights; they are packed while the next step runs."""
-        await self._pushes.wait_packed()
-        version = await self._roles.trainers.gather_weights()
-        buckets, manifests, chain = self._pushes.begin(version)
-        await self._ledger.events.take("push", version=version)
-        await self._roles.server.push(version, buckets, manifests, chain)
+        """Publish the trainers' weights."""
+        server = self._roles.server
+        push = await server.begin()
+        await self._ledger.events.take("push", version=push.version)
+        await server.push(push)
         self._ever_pushed = True
-        await self._ledger.publish(version)
+        await self._ledger.publish(push.version)
 
     async def pull_if_due(self, generator: GeneratorHandle, entry: LedgerEntry) -> None:
         """Pull weights every m rollouts, and when a group needs newer weights."""
@@ -95,7 +87,10 @@ class WeightSync:
         for number in itertools.count(2):
             if not await self._ledger.should_pull(name, generator.version, this_try):
                 return
-            loaded = await self._load_newest(generator)
+            loading = generator.loading
+            async with loading:
+                # Another lock took its place if a restart, which pulls, came meanwhile.
+                loaded = loading is generator.loading and await self._load_newest(generator)
             this_try = f"{cause}, pull {number}"
             # If a restart cancelled it, the restart's own pull may have been of older weights.
             again = recording.pulled_again(name, cause, this_try) if recording else not loaded
@@ -137,7 +132,6 @@ class WeightSync:
 
     async def restore(self) -> None:
         """Publish the trainers' weights, even if older, and load them into every generator."""
-        self._pushes.forget()
         self._probe.forget()
         await self.push()
         living = list(self._roles.living_generators())
@@ -158,64 +152,5 @@ class WeightSync:
 
     async def _pull_after_restart(self, generator: GeneratorHandle) -> None:
         generator.version, generator.held_version = 0, -1  # the base model's weights
+        generator.loading = asyncio.Lock()
         await self.pull(generator, f"restart {generator.role.process.incarnation}")
-
-
-@dataclass
-class _Push:
-    version: int
-    buckets: list[Any]
-    manifests: list[Any]
-    nbytes: int | None = None
-    """Bytes of the push; known once it is packed."""
-
-
-class Pushes:
-    """Starts each push, whole or as a delta from the previous push.
-
-    After a whole push, up to `MAX_DELTAS` pushes are deltas, as long as these are together smaller
-    than the whole push. Only the weights decide, so a replay decides the same.
-    """
-
-    def __init__(self, trainers: TrainersHandle, *, deltas: bool) -> None:
-        self._trainers, self._deltas = trainers, deltas
-        self._chain: list[_Push] = []
-        """The last whole push, and all deltas since."""
-        self.nbytes = 0
-        """Bytes of the last push that is packed, of all ranks; 0 before the first."""
-
-    async def wait_packed(self) -> None:
-        """Wait until the last push is packed, if its size is unknown: it decides on the next."""
-        last = self._chain[-1] if self._chain else None
-        if last is None or last.nbytes is not None:
-            return
-        manifests = await self._trainers.manifests(last.manifests)
-        last.nbytes = sum(entry.pushed_nbytes for manifest in manifests for entry in manifest)
-        self.nbytes = last.nbytes
-
-    def begin(self, version: int) -> tuple[list[Any], list[Any], list[tuple[int, list[Any]]]]:
-        """Start to pack the gathered weights."""
-        base = self._base() if self._deltas else None
-        last = self._chain[-1] if self._chain else None
-        if base in (None, NO_BASE):
-            self._chain = []
-        push = _Push(version, *self._trainers.export_weights(version, base))
-        if not self._deltas and last is not None:
-            push.nbytes = last.nbytes  # all whole pushes have the same
-        chain = [(earlier.version, earlier.buckets) for earlier in self._chain]
-        self._chain.append(push)
-        return push.buckets, push.manifests, chain
-
-    def forget(self) -> None:
-        """Make the next push a whole one: the trainers may have been restarted."""
-        self._chain = []
-
-    def _base(self) -> int:
-        """Return the version that the next delta builds on; `NO_BASE` for a whole push."""
-        if not self._chain:
-            return NO_BASE
-        whole, *deltas = (push.nbytes or 0 for push in self._chain)
-        like_the_last = sum(deltas) + deltas[-1] if deltas else 0
-        if like_the_last > whole or len(deltas) >= MAX_DELTAS:
-            return NO_BASE
-        return self._chain[-1].version

@@ -16,6 +16,7 @@ from typing import Any
 from grpo_components.cluster.role import Role
 from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.weight_probe import LoadedWeights
+from grpo_components.settings import Timeouts
 
 _GRACE_S = 30.0
 """Seconds added to the roles' own time-outs, so that a role's own, clearer error comes first."""
@@ -26,8 +27,8 @@ _LINKS = "links"
 class WeightTransfer:
     """Makes pulls in which weights go directly from the trainer to the generators' workers."""
 
-    def __init__(self, sender: Role, timeout_s: float) -> None:
-        self._sender, self._limit_s = sender, timeout_s + _GRACE_S
+    def __init__(self, sender: Role, timeouts: Timeouts) -> None:
+        self._sender, self._limit_s = sender, timeouts.weights_s + _GRACE_S
         self._numbers = count()
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """Lock of each generator: its pulls may overlap in a replay, but it has one NCCL group."""

@@ -63,11 +63,12 @@ def start_roles(
     longest_prompt: int,
 ) -> Roles:
     """Start all processes without waiting; `Cluster.ready` waits for them."""
-    cluster.show(objective.doubts)
+    for doubt in objective.doubts:
+        cluster.note(doubt)
     counts = processes_of(cfg, objective.trained.needs_reference)
     arguments = role_arguments(cfg, counts, contract, objective.trained, tokenizer, longest_prompt)
-    spawn, timeouts, weights_s = cluster.spawn, cfg.timeouts, cfg.timeouts.weights_s
-    cluster.reserve(needs_of(cfg, arguments, counts), timeouts.startup_s)
+    spawn, timeouts = cluster.spawn, cfg.timeouts
+    cluster.ray.reserve(needs_of(cfg, arguments, counts), timeouts.startup_s)
 
     def family(name: str, path: str) -> list[Any]:
         return [spawn(f"{name}_{n}", path, **arguments[name]) for n in range(counts[name])]
@@ -88,19 +89,19 @@ def start_roles(
         for n in range(cfg.num_generators)
     ]
     waits, draws = cfg.stale_groups == "wait", bool(cfg.curriculum)
-    limits, batch_limits = (timeouts.rollout_s, weights_s), (timeouts.batch_s, weights_s)
-    generators = [GeneratorHandle(role, ledger, *limits, draws) for role in samplers]
+    generators = [GeneratorHandle(role, ledger, timeouts, draws) for role in samplers]
     turn = turns and partial(turns.trainers_turn, generators)
-    frozen = partial(ReferencesHandle, timeout_s=timeouts.rollout_s)
+    frozen = partial(ReferencesHandle, timeouts=timeouts)
+    ranks = TrainersHandle(trainers, ledger, timeouts, turn)
     return Roles(
         generators=generators,
-        buffer=ReplayBufferHandle(buffer, ledger, *batch_limits, wait_for_stale=waits),
-        trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, weights_s, turn),
-        server=ParameterServerHandle(server, weights_s),
+        buffer=ReplayBufferHandle(buffer, ledger, timeouts, wait_for_stale=waits),
+        trainers=ranks,
+        server=ParameterServerHandle(server, ranks, timeouts, deltas=cfg.push == "delta"),
         references=frozen(references) if references else None,
         teachers=frozen(teachers, keep_kl=False) if teachers else None,
-        reward_model=RewardModelHandle(scorer, timeouts.rollout_s) if scorer else None,
-        transfer=None if cfg.weights == "object_store" else WeightTransfer(trainers[0], weights_s),
+        reward_model=RewardModelHandle(scorer, timeouts) if scorer else None,
+        transfer=None if cfg.weights == "object_store" else WeightTransfer(trainers[0], timeouts),
     )
 
 

@@ -139,11 +139,12 @@ class Ledger:
             await self.events.take("pull", **pull)
         return due
 
-    def next_batch(self, num_groups: int) -> tuple[int, int, tuple[list[int], list[int]] | None]:
-        """Return the arguments of `ReplayBuffer.take` for the next step's new groups."""
+    def next_batch(self, num_groups: int) -> tuple[Any, ...]:
+        """Return the arguments of `ReplayBuffer.take` for the next step."""
         recording = self.events.recording
         recorded = recording.next_batch() if recording else None
-        return num_groups - self.reuse.counts.next, self.policy_version, recorded
+        again = [part for each in self.reuse.chosen for part in each.entry.parts]
+        return num_groups - len(self.reuse.chosen), self.policy_version, recorded, *again
 
     async def until_none_is_doomed(self, num_groups: int, timeout_s: float) -> None:
         """Wait for a batch that makes no group in flight too old to train when a step takes it.
@@ -200,12 +201,13 @@ class Ledger:
         entries = [self._living[group_id] for group_id in group_ids]
         if not entries:
             return []
-        groups, reuse = [entry.group_id for entry in entries], self.reuse.begin_step(summaries)
+        groups = [entry.group_id for entry in entries]
+        reuse = self.reuse.begin_step(entries, summaries)
         await self.events.take("sample", step=self.steps_done + 1, groups=groups, **reuse)
         for entry in entries:
             entry.state = "in_training"
         self._wake(opened=False)
-        return entries + self.reuse.chosen
+        return entries + [each.entry for each in self.reuse.chosen]
 
     def finish_step(self, policy_version: int, outcome: Mapping[str, Any] | None = None) -> None:
         """Record the end of a training step, and what it trained.
@@ -217,8 +219,9 @@ class Ledger:
         groups = self.in_state("in_training")
         for entry in groups:
             del self._living[entry.group_id]
+            entry.state = "trained"
         self.trained_groups += len(groups)
-        self.reuse.end_step(groups, self.policy_version, policy_version)
+        self.reuse.end_step(self.policy_version, policy_version)
         self.policy_version = policy_version
         self.steps_done += 1
         self._wake()
@@ -253,7 +256,7 @@ class Ledger:
         return {
             **{name: getattr(self, name) for name in _COUNTERS},
             "dropped_groups": dict(self.dropped_groups),
-            "living": [vars(entry) | {"text": None, "parts": ()} for entry in self.living()],
+            "living": [entry.state_dict() for entry in self.living()],
             "reissued": self.waiting_prompts,
             **self.reuse.state_dict(),
         }

@@ -38,3 +38,7 @@ class LedgerEntry:
     def prompt_index(self) -> int:
         """Row of the prompt in the data set."""
         return self.prompt["prompt_index"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the entry as plain values, without what is only in the object store."""
+        return vars(self) | {"text": None, "parts": ()}

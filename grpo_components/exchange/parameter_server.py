@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 
@@ -15,32 +14,24 @@ class VLLMParameterServer:
     """
 
     def __init__(self) -> None:
-        self._version = -1
-        self._buckets: list[Any] = []
+        self._pushes: list[tuple[int, list[Any]]] = []
+        """Version and buckets of the last whole push, and of all deltas since."""
         self._manifests: list[Any] = []
-        self._chain: list[tuple[int, list[Any]]] = []
 
     def push(
-        self,
-        version: int,
-        buckets: list[Any],
-        manifests: list[Any],
-        chain: Iterable[tuple[int, list[Any]]] = (),
+        self, version: int, buckets: list[Any], manifests: list[Any], whole: bool = True
     ) -> None:
-        """Publish a snapshot."""
-        if version <= self._version:
-            raise ValueError(f"parameter server: version {version} pushed after {self._version}")
-        self._version = version
-        self._buckets, self._manifests = list(buckets), list(manifests)
-        self._chain = [(number, list(each)) for number, each in chain]
+        """Publish a snapshot: a whole one, or what changed since the last push."""
+        if self._pushes and version <= (last := self._pushes[-1][0]):
+            raise ValueError(f"parameter server: version {version} pushed after {last}")
+        earlier = [] if whole else self._pushes
+        self._pushes, self._manifests = [*earlier, (version, buckets)], manifests
 
     def newest(self, held: int = -1) -> tuple[int, list[Any], list[Any]]:
-        """Return the newest version, and the references to its buckets and manifests."""
-        if self._version < 0:
+        """Return the newest version, its buckets after the version held, and its manifests."""
+        if not self._pushes:
             raise LookupError("parameter server: no weights were pushed yet")
-        versions = [number for number, _ in self._chain]
-        later = self._chain[versions.index(held) + 1 :] if held in versions else self._chain
-        if held == self._version:
-            later = []
-        buckets = [bucket for _, each in later for bucket in each] + self._buckets
-        return self._version, buckets, self._manifests
+        versions = [version for version, _ in self._pushes]
+        first = versions.index(held) + 1 if held in versions else 0
+        pushes = self._pushes[first:] or self._pushes[-1:]
+        return versions[-1], [each for _, buckets in pushes for each in buckets], self._manifests

@@ -79,8 +79,6 @@ class ReplayBuffer:
         self._stale_tokens = stale_tokens
         self._changed = asyncio.Condition()
         self._dropped: list[GroupSummary] = []
-        self._kept: dict[int, _Item] = {}
-        """Groups that steps have taken and that later ones may train again, by group id."""
 
     def _make_room(self, capacity: int) -> None:
         self._capacity = capacity
@@ -109,11 +107,14 @@ class ReplayBuffer:
         num_groups: int,
         policy_version: int,
         recorded: tuple[list[int], list[int]] | None = None,
-        reuse: tuple[Sequence[int], Sequence[int]] | None = None,
+        *again: Any,
     ) -> tuple[PackedTrajectories, BatchSummary]:
-        """Consume one batch of whole groups, waiting until there are enough fresh ones."""
+        """Consume one batch of whole groups, waiting until there are enough fresh ones.
+
+        `again` has the groups that the step trains again: each, and its summary.
+        """
         if recorded is not None:
-            return self._batch(*await self._take_as_recorded(*recorded), reuse)
+            return self._batch(*await self._take_as_recorded(*recorded), again)
 
         def enough() -> bool:
             self._drop_stale(policy_version)
@@ -130,7 +131,7 @@ class ReplayBuffer:
             dropped, self._dropped = self._dropped, []
             if len(self._buffer) < num_groups:
                 return self._batch([], dropped)
-            return self._batch(self._remove(self._buffer.sample(num_groups)), dropped, reuse)
+            return self._batch(self._remove(self._buffer.sample(num_groups)), dropped, again)
 
     async def _take_as_recorded(
         self, group_ids: list[int], stale_ids: list[int]
@@ -167,24 +168,13 @@ class ReplayBuffer:
         return [taken[group_id] for group_id in sorted(taken)]
 
     def _batch(
-        self,
-        items: list[_Item],
-        dropped: list[GroupSummary],
-        reuse: tuple[Sequence[int], Sequence[int]] | None = None,
+        self, items: list[_Item], dropped: list[GroupSummary], again: Sequence[Any] = ()
     ) -> tuple[PackedTrajectories, BatchSummary]:
-        again: list[_Item] = []
-        if reuse and items:
-            again = [self._kept[group_id] for group_id in reuse[0]]
-            self._kept = {group_id: self._kept[group_id] for group_id in reuse[1]}
-            self._kept |= {item.summary.group_id: item for item in items}
-        batch = concatenate(item.group for item in items + again)
-        groups, reused = ([item.summary for item in part] for part in (items, again))
+        reused = _items(again) if items else []
+        batch = concatenate(item.group for item in items + reused)
+        groups, old = ([item.summary for item in part] for part in (items, reused))
         content = batch_hash(batch) if items else ""
-        return batch, BatchSummary(groups, reused, dropped, len(self._buffer), content)
-
-    def keep(self, *parts: Any) -> None:
-        """Replace the groups that later steps may train again."""
-        self._kept = {item.summary.group_id: item for item in _items(parts)}
+        return batch, BatchSummary(groups, old, dropped, len(self._buffer), content)
 
     async def refill(self, *parts: Any) -> None:
         """Replace the buffer's groups; the capacity grows if not all of the new groups fit."""

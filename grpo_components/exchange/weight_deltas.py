@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from grpo_components.exchange.weights import Manifest, TensorDelta, TensorEntry
+from grpo_components.exchange.weights import Manifest, TensorEntry
 
 NO_BASE = -1
 """Stands for the version that a delta builds on, in a push of all bytes."""
@@ -60,7 +60,7 @@ class DeltaBucket:
     version: int
     """Policy version of the weights."""
     manifest: Manifest
-    """Describes the rebuilt tensors; where `delta` is set, the bytes are a delta."""
+    """Describes the rebuilt tensors; where `base` is set, the bytes are a delta."""
     packed: Bytes
     """[nbytes] uint8."""
 
@@ -94,7 +94,7 @@ def encode_bucket(bucket: Bucket, base: Bucket) -> Bucket:
                 encode(_bytes_of(new, bucket[1]), _bytes_of(old, base[1]), _itemsize(new))
             )
             nbytes = len(deltas[-1])
-        entries.append(replace(new, offset=offset, delta=TensorDelta(old.checksum, nbytes)))
+        entries.append(replace(new, offset=offset, base=old.checksum, delta_nbytes=nbytes))
         offset += nbytes
     return tuple(entries), np.concatenate(deltas)
 
@@ -107,7 +107,8 @@ class RebuiltWeights:
     """
 
     def __init__(self) -> None:
-        self._kept: list[Bucket] = []
+        self._kept: dict[str, tuple[int, Bytes]] = {}
+        """Checksum and bytes of each tensor."""
 
     def rebuild(self, version: int, pushes: Sequence[DeltaBucket]) -> list[Bucket]:
         """Return the newest weights; the kept bytes are given up, because they change in place.
@@ -115,21 +116,35 @@ class RebuiltWeights:
         Deltas that are applied already are skipped. The caller must verify the checksums of the
         result, and call `keep` once the weights are in use.
         """
-        kept = {entry.name: (entry, raw) for (entry,), raw in self._kept}
-        self._kept = []
-        links: dict[str, list[tuple[TensorEntry, DeltaBucket]]] = {}
+        held, self._kept = self._kept, {}
+        newest: dict[str, tuple[TensorEntry, int]] = {}
         for push in pushes:
             for entry in push.manifest:
-                links.setdefault(entry.name, []).append((entry, push))
-        return [_rebuild(version, each, kept.pop(name, None)) for name, each in links.items()]
+                newest[entry.name] = entry, push.version
+                checksum, raw = held.get(entry.name, (None, np.empty(0, np.uint8)))
+                if entry.base is None and entry.checksum != checksum:
+                    held[entry.name] = entry.checksum, np.array(_bytes_of(entry, push.packed))
+                elif entry.base is not None and entry.base == checksum:
+                    _apply(entry, push, raw)
+                    held[entry.name] = entry.checksum, raw
+        for entry, pushed in newest.values():
+            problem = "" if pushed == version else f"of version {version} did not come"
+            if not problem and held.get(entry.name, (None,))[0] != entry.checksum:
+                problem = f": the push of version {version} builds on bytes that are not here"
+            if problem:
+                raise ValueError(f"weight tensor {entry.name}{problem}")
+        return [
+            ((replace(entry, offset=0, base=None),), held[name][1])
+            for name, (entry, _) in newest.items()
+        ]
 
     def keep(self, buckets: list[Bucket]) -> None:
         """Keep rebuilt weights for the next push, once nobody reads them."""
-        self._kept = buckets
+        self._kept = {entry.name: (entry.checksum, raw) for (entry,), raw in buckets}
 
     def forget(self) -> None:
         """Drop the kept bytes: the next weights come as a whole push."""
-        self._kept = []
+        self._kept = {}
 
 
 def newest_manifests(buckets: Iterable[Any]) -> Iterator[Manifest]:
@@ -141,36 +156,8 @@ def newest_manifests(buckets: Iterable[Any]) -> Iterator[Manifest]:
     return (manifest for manifest, _ in buckets)
 
 
-def _rebuild(
-    version: int,
-    links: Sequence[tuple[TensorEntry, DeltaBucket]],
-    kept: tuple[TensorEntry, Bytes] | None,
-) -> Bucket:
-    """Return a tensor's newest bytes as a bucket of its own."""
-    newest, push = links[-1]
-    if push.version != version:
-        raise ValueError(f"weight tensor {newest.name} of version {version} did not come")
-    checksum, raw = (kept[0].checksum, kept[1]) if kept else (None, np.empty(0, np.uint8))
-    first = 0
-    for number, (entry, _) in enumerate(links):
-        if entry.delta is None:
-            first = number
-        elif entry.checksum == checksum:
-            first = number + 1
-    for entry, push in links[first:]:
-        if entry.delta is None:
-            raw = np.array(_bytes_of(entry, push.packed))
-        elif entry.delta.base != checksum:
-            problem = f"the push of version {push.version} builds on bytes that are not here"
-            raise ValueError(f"weight tensor {entry.name}: {problem}")
-        else:
-            _apply(entry, push, raw)
-        checksum = entry.checksum
-    return (replace(newest, offset=0, delta=None),), raw
-
-
 def _apply(entry: TensorEntry, push: DeltaBucket, raw: Bytes) -> None:
-    if entry.delta is not None and not entry.delta.nbytes:
+    if not entry.delta_nbytes:
         return  # nothing changed
     try:
         apply(_bytes_of(entry, push.packed), raw, _itemsize(entry))

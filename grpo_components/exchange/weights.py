@@ -30,16 +30,6 @@ StateDict = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class TensorDelta:
-    """Describes the delta of one tensor in a bucket."""
-
-    base: int
-    """Checksum of the tensor that it changes."""
-    nbytes: int
-    """Bytes of the delta."""
-
-
-@dataclass(frozen=True)
 class TensorEntry:
     """Describes one tensor in a bucket: what it is, where its bytes are, and its checksum."""
 
@@ -50,15 +40,17 @@ class TensorEntry:
     nbytes: int
     checksum: int
     """xxh3 (64 bits) of name, dtype, shape and bytes."""
-    delta: TensorDelta | None = None
-    """Set if the bucket has only the tensor's changes; `nbytes` is still the whole tensor's."""
+    base: int | None = None
+    """Checksum of the tensor that the bucket has only changes of; None if it has all bytes."""
+    delta_nbytes: int = 0
+    """Bytes of the changes; `nbytes` is still the whole tensor's."""
     values: int | None = None
     """`hash_values` of the whole tensor; None where it is not compared."""
 
     @property
     def pushed_nbytes(self) -> int:
         """Number of bytes that the bucket holds for the tensor."""
-        return self.nbytes if self.delta is None else self.delta.nbytes
+        return self.nbytes if self.base is None else self.delta_nbytes
 
 
 Manifest = tuple[TensorEntry, ...]
@@ -192,29 +184,19 @@ def pack_bucket(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Manifest, NDArra
     return bucket.close()
 
 
-def unpack_bucket(manifest: Manifest, bucket: NDArray[np.uint8]) -> StateDict:
-    """Return the tensors of a bucket as views of its bytes, after verifying their checksums."""
-    tensors: StateDict = {}
-    for entry in manifest:
-        raw = bucket[entry.offset : entry.offset + entry.nbytes]
-        given = checksum(entry.name, entry.dtype, entry.shape, raw)
-        if raw.nbytes != entry.nbytes or given != entry.checksum:
-            raise ValueError(f"weight tensor {entry.name} is damaged: checksum mismatch")
-        if entry.name in tensors:
-            raise ValueError(f"weight tensor {entry.name} appears twice")
-        flat = torch.frombuffer(raw, dtype=getattr(torch, entry.dtype), count=-1)
-        tensors[entry.name] = flat.view(entry.shape)
-    return tensors
-
-
 def unpack_buckets(buckets: Iterable[tuple[Manifest, NDArray[np.uint8]]]) -> StateDict:
     """Return the tensors of a snapshot as views of its buckets, after verifying their checksums."""
     tensors: StateDict = {}
     for manifest, bucket in buckets:
-        part = unpack_bucket(manifest, bucket)
-        for name in sorted(part.keys() & tensors.keys()):
-            raise ValueError(f"weight tensor {name} appears twice")
-        tensors |= part
+        for entry in manifest:
+            raw = bucket[entry.offset : entry.offset + entry.nbytes]
+            given = checksum(entry.name, entry.dtype, entry.shape, raw)
+            if raw.nbytes != entry.nbytes or given != entry.checksum:
+                raise ValueError(f"weight tensor {entry.name} is damaged: checksum mismatch")
+            if entry.name in tensors:
+                raise ValueError(f"weight tensor {entry.name} appears twice")
+            flat = torch.frombuffer(raw, dtype=getattr(torch, entry.dtype), count=-1)
+            tensors[entry.name] = flat.view(entry.shape)
     return tensors
 
 

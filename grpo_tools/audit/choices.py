@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from grpo_components.data.curriculum import Curriculum, curriculum_of
-from grpo_components.exchange.group_reuse import Candidate, ReusePool
+from grpo_components.exchange.group_reuse import Candidate, GroupReuse
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.files import Record
 from grpo_tools.audit.findings import Findings
@@ -39,7 +39,7 @@ class Choices:
     """The attempt's start record."""
     curriculum: Curriculum | None = None
     """Draws the prompts once more; None if the run has no curriculum, or an invalid one."""
-    pool: ReusePool | None = None
+    pool: GroupReuse | None = None
     """Chooses the reused groups once more; None if nothing is reused."""
     once_trained: dict[int, Group] = field(default_factory=dict)
     """All trained groups, by group number, if the run reuses groups."""
@@ -61,14 +61,14 @@ class Choices:
             self.once_trained = {}
             return
         contract = StalenessContract(start["max_staleness"], start["groups_per_step"])
-        pool = ReusePool(contract, min(rule["share"], 1.0), rule["max_uses"])
+        pool = GroupReuse(contract, min(rule["share"], 1.0), rule["max_uses"])
         possible = rule["share"] < 1 and pool.most > 0 and pool.max_uses > 1
         problem = f"the rule {rule} can reuse nothing, or too much"
         if findings.check("reused", possible and start["max_staleness"] > 0, problem):
             self.pool = pool
             if earlier is not None:
                 pool.candidates = earlier.candidates
-                pool.forget(start["policy_version"])
+                pool.choose(start["policy_version"])
 
     def check_draw(self, prompt: Prompt, number: int, findings: Findings) -> None:
         """Check that a new group has the prompt that the success rates and the seed give."""
@@ -106,7 +106,7 @@ class Choices:
             check("reused", not again, f"reuses {again[:4]} without a rule")
             return {}
         before, after, known = step["trained_from"], step["policy_version"], pool.candidates
-        chosen = [{"group": n, "use": known[n].uses + 1} for n in pool.choose(before)]
+        chosen = [{"group": each.group_id, "use": each.uses + 1} for each in pool.chosen]
         problem = f"reuses {again[:4]}, but the priority chooses {chosen[:4]}"
         check("reused", again == chosen, problem)
         used = {each["group"]: known[each["group"]] for each in again if each["group"] in known}
@@ -120,7 +120,8 @@ class Choices:
         oldest = min(map(int, step["token_versions"]), default=stated)
         problem = f"trains tokens of version {oldest}, older than all its groups ({stated})"
         check("reused", stated <= oldest, problem)
-        pool.end_step(new, used, before, after)
+        pool.trained, pool.chosen = new, list(used.values())
+        pool.end_step(before, after)
         self.once_trained |= trained
         numbers = (each["group"] for each in again)
         return {number: group for number in numbers if (group := self.once_trained.get(number))}

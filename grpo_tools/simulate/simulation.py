@@ -33,7 +33,7 @@ from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.settings import Settings
+from grpo_components.settings import Settings, Timeouts
 from grpo_components.training.step_result import StepResult
 from grpo_tools.simulate.fit import WARM_UP_STEPS, Lengths, Times
 from grpo_tools.simulate.roles import (
@@ -86,21 +86,23 @@ def connected(
 
     Its trainers get the lengths of the responses in place of advantages.
     """
-    recipe, limit = _recipe_class()(), _PATIENCE_S
+    recipe = _recipe_class()()
+    limits = Timeouts.model_construct(None, **dict.fromkeys(Timeouts.model_fields, _PATIENCE_S))
     recipe.ledger, recipe.run, recipe.groups_per_step = ledger, run, groups_per_step
-    recipe.timeouts = SimpleNamespace(train_step_s=limit)
+    recipe.timeouts = limits
     recipe.temperature = lambda step: 1.0
     recipe.reward_shaping = lambda batch, step: batch.response_lengths
     recipe.advantages = lambda lengths: lengths
     recipe.dynamic_sampling = None
     buffer, references = roles["replay_buffer"][0], roles["reference"]
     waits = stale_groups == "wait"
+    trainers = TrainersHandle(roles["trainer"], ledger, limits)
     recipe.roles = Roles(
-        generators=[GeneratorHandle(role, ledger, limit, limit) for role in roles["generator"]],
-        buffer=ReplayBufferHandle(buffer, ledger, limit, limit, wait_for_stale=waits),
-        trainers=TrainersHandle(roles["trainer"], ledger, limit, limit),
-        server=ParameterServerHandle(roles["parameter_server"][0], limit),
-        references=ReferencesHandle(references, limit) if references else None,
+        generators=[GeneratorHandle(role, ledger, limits) for role in roles["generator"]],
+        buffer=ReplayBufferHandle(buffer, ledger, limits, wait_for_stale=waits),
+        trainers=trainers,
+        server=ParameterServerHandle(roles["parameter_server"][0], trainers, limits),
+        references=ReferencesHandle(references, limits) if references else None,
         reward_model=None,
     )
     recipe.weights = WeightSync(

@@ -38,7 +38,7 @@ def test_every_role_dies_and_nothing_is_lost(tune, tiny_policy, tmp_path):
     struck = [line for line in output.splitlines() if line.startswith("chaos: ")]
     assert len(struck) == len(FAULTS), output
     told = re.findall(
-        r"^(\w+) (?:died|sent no heartbeat).* \(restart \d+ of at most 20\)$", output, re.M
+        r"^(\w+) (?:died|did not answer a heartbeat).* \(restart \d+ of at most 20\)$", output, re.M
     )
     # A busy machine may be silent long enough for one restart more.
     assert Counter(told) >= Counter(fault.role for fault in FAULTS), output

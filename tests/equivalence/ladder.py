@@ -28,7 +28,7 @@ from equivalence.roles import (
     tiny_arguments,
     tiny_config,
 )
-from grpo_components.exchange.weights import StateDict, unpack_bucket
+from grpo_components.exchange.weights import StateDict, unpack_buckets
 from grpo_components.objective.losses import LossInputs
 from grpo_components.rendezvous import local_rendezvous
 
@@ -152,10 +152,7 @@ def saved_weights(folder: Path) -> StateDict:
 
 def merged_export(results: list[list[Any]]) -> StateDict:
     """Merge the weights that all ranks returned from their last call, `export_weights`."""
-    weights: StateDict = {}
-    for rank_results in results:
-        weights |= unpack_bucket(*rank_results[-1][0])
-    return weights
+    return unpack_buckets(rank_results[-1][0] for rank_results in results)
 
 
 def gradients(model: torch.nn.Module, value: Tensor) -> StateDict:

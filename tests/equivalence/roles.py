@@ -18,7 +18,7 @@ from grpo_components.config.objective import build_penalties
 from grpo_components.config.start_roles import role_arguments
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.exchange.weights import Manifest, unpack_bucket
+from grpo_components.exchange.weights import Manifest, unpack_buckets
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.objective.objective import TrainedObjective
 from grpo_components.rollout.generator_options import EngineOptions
@@ -106,7 +106,7 @@ class Engines:
             if bucket is not None:
                 # This fills the prefix cache, which the swap must clear.
                 _results(_submit_all(engine, prompts))
-                engine.load_weights(1, unpack_bucket(*bucket)).result()
+                engine.load_weights(1, unpack_buckets([bucket])).result()
             return _results(_submit_all(engine, prompts))
 
     def sample_under_load(
@@ -123,7 +123,7 @@ class Engines:
         schedule = Schedule(recorded=RecordedSchedule(entries, _TIMEOUT_S))
         with closing(self._engine(model_path, schedule, *more)) as engine:
             running = _submit_all(engine, prompts, "running", max_tokens=2 * _SWAP_STEP + 32)
-            loading = engine.load_weights(1, unpack_bucket(*bucket))
+            loading = engine.load_weights(1, unpack_buckets([bucket]))
             new = _results(_submit_all(engine, prompts, "new"))
             loading.result()
             return new, _results(running)

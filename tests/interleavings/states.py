@@ -96,7 +96,7 @@ class _World:
 
     def _generator(self, handle: GeneratorHandle) -> Any:
         counts = handle.version, handle.held_version, handle.rollouts_since_pull, handle._reserved
-        return handle.name, counts, self._queue(handle.swapping)
+        return handle.name, counts, *map(self._queue, (handle.swapping, handle.loading))
 
     def _role(self, role: Role) -> Any:
         restarting = role._restarting
@@ -127,11 +127,11 @@ class _World:
         if isinstance(role, ReplayBuffer):
             live = sorted(item.group for item in role._buffer[:])
             return live, [each.group_id for each in role._dropped], len(role._changed._waiters)
-        return role and (role.__dict__.get("_version"), self.shown(role.__dict__.get("_buckets")))
+        return role and self.shown(role.__dict__.get("_pushes"))
 
     def _weights(self) -> Any:
-        weights = self._world.weights
-        chain = [(push.version, push.nbytes is None) for push in weights._pushes._chain]
+        weights, server = self._world.weights, self._world.roles.server
+        chain = [(push.version, push.nbytes is None) for push in server._pushes]
         pulled = self.shown(weights._pushed[0])
         return weights._ever_pushed, chain, pulled, self._queue(weights._reading_manifests)
 
@@ -225,7 +225,7 @@ class _World:
         return len(group._tasks), errors, group._aborting, group._parent_cancel_requested
 
 
-_ONLY_LOOP_VARIABLES = ("Distributed.loops", "supervise.<locals>.attempt")
+_ONLY_LOOP_VARIABLES = ("Distributed.loops", "Cluster._run_watched")
 """Coroutines whose variables are those of loops that have ended."""
 _PLAIN = {type(None), bool, int, str}
 _OF_KIND: dict[type, Callable[[_World, Any], Any]] = {

@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from grpo_components.cluster.role import RestartBudget, Role
 from grpo_components.cluster.role_process import RoleProcess
 from grpo_components.errors import RoleFailedError
+from grpo_components.settings import Timeouts
 
 NEVER_S = 1e9
 """A time-out that does not come."""
@@ -271,6 +272,11 @@ def stand_in_role(
     made = Role(name, f"/nowhere/{name}.log", start_process, **arguments)
     made._start_timeout_s = NEVER_S  # `ready` would set it
     return made
+
+
+def limits(seconds: float = 9.0, **others: float) -> Timeouts:
+    """Return time-outs that are all the same, but for some others."""
+    return Timeouts.model_construct(None, **dict.fromkeys(Timeouts.model_fields, seconds) | others)
 
 
 def waits_of(role: Role) -> list[tuple[str, float]]:

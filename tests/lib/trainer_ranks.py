@@ -16,7 +16,7 @@ from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune
 from torchtune.training import FullModelHFCheckpointer
 
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.exchange.weights import unpack_bucket
+from grpo_components.exchange.weights import unpack_buckets
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.objective.losses import GRPOLoss
@@ -347,14 +347,9 @@ def export(version):
 
 def exported(results, call):
     """What all ranks together exported in one call; no tensor may come twice."""
-    weights = {}
-    for rank_results in results:
-        bucket, manifest = rank_results[call]
-        assert bucket[0] == manifest
-        part = unpack_bucket(*bucket)
-        assert not weights.keys() & part.keys()
-        weights |= part
-    return weights
+    exports = [rank_results[call] for rank_results in results]
+    assert all(bucket[0] == manifest for bucket, manifest in exports)
+    return unpack_buckets(bucket for bucket, _ in exports)
 
 
 def untimed(metrics):

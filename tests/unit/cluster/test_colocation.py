@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from lib.role import stand_in_role
+from lib.role import limits, stand_in_role
 
 from grpo_components.cluster.batch import Batch
 from grpo_components.cluster.colocation import Colocation
@@ -116,8 +116,9 @@ class Setting:
         self.generators = [self._generator(engine) for engine in self.engines]
         ranks = [stand_in_role(rank.name, rank, restarts_alone=False) for rank in self.ranks]
         turn = partial(self.turns.trainers_turn, self.generators)
-        self.trainers = TrainersHandle(ranks, self.ledger, 9.0, 9.0, turn)
-        server = ParameterServerHandle(stand_in_role("server", VLLMParameterServer()), 9.0)
+        self.trainers = TrainersHandle(ranks, self.ledger, limits(), turn)
+        server = stand_in_role("server", VLLMParameterServer())
+        server = ParameterServerHandle(server, self.trainers, limits())
         roles = Roles(self.generators, SimpleNamespace(), self.trainers, server, None, None)
         knobs = {"push_every_n_steps": 1, "pull_every_m_rollouts": 1}
         self.weights = WeightSync(self.ledger, roles, push_early=lambda _: False, **knobs)
@@ -128,7 +129,7 @@ class Setting:
 
         how = {"pause": partial(self.turns.pause, engine.name), "recover": recover}
         role = stand_in_role(engine.name, engine.awake, **how)
-        return GeneratorHandle(role, self.ledger, 9.0, 9.0)
+        return GeneratorHandle(role, self.ledger, limits())
 
     async def generate(self, *numbers):
         """One group by each of these generators, until it is in the buffer."""

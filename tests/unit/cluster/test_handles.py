@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from lib.role import stand_in_role, waits_of
+from lib.role import limits, stand_in_role, waits_of
 from lib.trajectories import response
 
 from grpo_components.cluster.batch import Batch, Group
@@ -71,16 +71,15 @@ class Setting:
         self.ledger.events = EventOrder(attempt=3, listeners=[self.events.append])
         self.sampler = Sampler()
         role = stand_in_role("generator_0", self.sampler)
-        self.generator = GeneratorHandle(role, self.ledger, 7.0, 9.0)
+        self.generator = GeneratorHandle(role, self.ledger, limits(rollout_s=7))
         self.pause = partial(asyncio.sleep, 0)  # before a restart of the buffer
         self.buffer_role = stand_in_role(
             *("replay_buffer", lambda: ReplayBuffer(contract=contract, timeout_s=0.01)),
             recover=lambda name: self.buffer.refill(),
             pause=lambda seconds: self.pause(),
         )
-        limits = (5.0, 9.0)
         self.buffer = ReplayBufferHandle(
-            self.buffer_role, self.ledger, *limits, wait_for_stale=wait_for_stale
+            self.buffer_role, self.ledger, limits(batch_s=5), wait_for_stale=wait_for_stale
         )
 
     async def generated(self):
@@ -113,7 +112,9 @@ async def test_a_group_is_asked_for_by_its_identity_and_its_end_is_recorded_like
 async def test_with_a_curriculum_the_successes_of_what_was_scored_are_recorded(scores, result):
     setting = Setting()
     role = setting.generator.role
-    setting.generator = GeneratorHandle(role, setting.ledger, 7.0, 9.0, counts_successes=True)
+    setting.generator = GeneratorHandle(
+        role, setting.ledger, limits(rollout_s=7), counts_successes=True
+    )
     setting.sampler.scores = [(score, score == 1.0) for score in scores]
     await setting.generated()
     assert setting.events[-1] == {
@@ -245,8 +246,11 @@ async def test_a_group_whose_data_was_lost_with_a_node_is_given_back_and_generat
 
     setting, other = Setting(), Other()
     group = await setting.generated()
-    buffer = ReplayBufferHandle(other, setting.ledger, 1, 1, wait_for_stale=False)
-    calls = ReferencesHandle([other], 1).add_logprobs, RewardModelHandle(other, 1).add_scores
+    buffer = ReplayBufferHandle(other, setting.ledger, limits(), wait_for_stale=False)
+    calls = (
+        ReferencesHandle([other], limits()).add_logprobs,
+        RewardModelHandle(other, limits()).add_scores,
+    )
     for call in (*calls, buffer.add):
         for other.kind, error in (("lost", RoleLostError), ("died", RoleFailedError)):
             with pytest.raises(error, match="reference_0 cannot go on"):
@@ -285,12 +289,12 @@ async def test_references_share_the_groups_and_the_kl_goes_to_the_ledger():
             return f"{packed} with logprobs of {self.number}", [self.number] * G
 
     roles = [stand_in_role(f"reference_{i}", Reference(i)) for i in range(2)]
-    references = ReferencesHandle(roles, 9.0)
+    references = ReferencesHandle(roles, limits())
     groups = [await references.add_logprobs(group_of(i)) for i in range(3)]
     named = [f"packed {i} with logprobs of {i % 2}" for i in range(3)]
     assert [await group.packed for group in groups] == named
     assert [group.entry.reference_kl for group in groups] == [[0, 0], [1, 1], [0, 0]]
-    teachers = ReferencesHandle(roles, 9.0, keep_kl=False)
+    teachers = ReferencesHandle(roles, limits(), keep_kl=False)
     graded = await teachers.add_logprobs(groups[0])
     assert await graded.packed == "packed 0 with logprobs of 0 with logprobs of 0"
     graded = await teachers.add_logprobs(group_of(1))
@@ -302,7 +306,7 @@ async def test_the_reward_model_returns_another_group_with_its_text():
         def add_scores(self, packed, text):
             return f"{packed}, scored", "new summary", f"{text}, scored"
 
-    handle = RewardModelHandle(stand_in_role("reward_model", RewardModel()), 9.0)
+    handle = RewardModelHandle(stand_in_role("reward_model", RewardModel()), limits())
     group = await handle.add_scores(group_of(0))
     assert (await group.packed, group.summary) == ("packed 0, scored", "new summary")
     assert await group.entry.text == "text, scored"
@@ -329,7 +333,7 @@ async def test_every_rank_gets_each_call_with_the_same_arguments():
     ledger = SimpleNamespace(steps_done=7)
     ranks = [Rank(rank) for rank in range(2)]
     roles = [stand_in_role(f"trainer_{rank.rank}", rank) for rank in ranks]
-    trainers = TrainersHandle(roles, ledger, 9.0, 5.0)
+    trainers = TrainersHandle(roles, ledger, limits(weights_s=5))
     batch = Batch("packed", [], [], "", 0, 0, 0.0)
     assert await trainers.train_step(batch, np.array([[1.0, -1.0]])) == "result"
     await trainers.hold_state(in_background=True)

@@ -12,15 +12,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lib.role import stand_in_role
+from lib.role import limits, stand_in_role
 
 from grpo_components.cluster.handles import (
+    MAX_DELTAS,
     GeneratorHandle,
     ParameterServerHandle,
     Roles,
     TrainersHandle,
 )
-from grpo_components.cluster.weight_sync import MAX_DELTAS, Pushes, WeightSync
+from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.errors import DisagreementError, RoleFailedError
 from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import Ledger
@@ -29,12 +30,11 @@ from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weight_deltas import NO_BASE, DeltaEncoder, RebuiltWeights
 from grpo_components.exchange.weight_probe import ProbeReading
 from grpo_components.exchange.weights import (
-    TensorDelta,
     TensorEntry,
     pack_bucket,
     pushed_layers,
     snapshot_checksum,
-    unpack_bucket,
+    unpack_buckets,
 )
 from grpo_tools.replay.recorded_run import RecordedOrder
 
@@ -95,7 +95,7 @@ class DeltaEngine:
     async def load_weights(self, version, *buckets):
         self.sizes.append([len(bucket.packed) for bucket in buckets])
         (rebuilt,) = self.weights.rebuild(version, buckets)
-        unpack_bucket(*rebuilt)
+        unpack_buckets([rebuilt])
         self.weights.keep([rebuilt])
         self.loaded[version] = rebuilt[1].copy()
         return version, snapshot_checksum([rebuilt[0]]), None
@@ -117,15 +117,16 @@ class Setting:
         self.engines = [DeltaEngine() if deltas else Engine() for _ in range(num_generators)]
         role = partial(stand_in_role, recover=lambda name: self.weights.recover(name))
         self.generators = [
-            GeneratorHandle(role(f"generator_{i}", engine), self.ledger, 9.0, 9.0)
+            GeneratorHandle(role(f"generator_{i}", engine), self.ledger, limits())
             for i, engine in enumerate(self.engines)
         ]
         self.trainer_role = role("trainer_0", lambda: self.trainer)
-        trainers = TrainersHandle([self.trainer_role], self.ledger, 9.0, 9.0)
-        self.server_handle = ParameterServerHandle(role("server", lambda: self.server), 9.0)
+        trainers = TrainersHandle([self.trainer_role], self.ledger, limits())
+        server = role("server", lambda: self.server)
+        self.server_handle = ParameterServerHandle(server, trainers, limits(), deltas=deltas)
         buffer = SimpleNamespace(role=SimpleNamespace(name="replay_buffer"))
         roles = Roles(self.generators, buffer, trainers, self.server_handle, None, None)
-        options = {"push_early": lambda step: step == 5, "deltas": deltas, "probe_kl": probe_kl}
+        options = {"push_early": lambda step: step == 5, "probe_kl": probe_kl}
         options |= {"push_every_n_steps": n, "pull_every_m_rollouts": m}
         self.weights = WeightSync(self.ledger, roles, **options)
 
@@ -245,14 +246,14 @@ async def test_a_generator_with_other_weights_than_the_trainers_pushed_ends_the_
         await setting.rollout(generator)
 
 
-async def test_a_restarted_server_gets_the_last_push_again_unless_an_attempt_began():
-    setting = Setting()
+async def test_a_restarted_server_gets_what_it_had_again_unless_an_attempt_began():
+    setting = Setting(deltas=True)
     server = setting.server_handle
     for _ in range(2):
         await setting.step()
-    setting.server = VLLMParameterServer()
+    before, setting.server = await server.newest(), VLLMParameterServer()
     await server.role.replay_restart("died")
-    assert (await server.newest())[0] == 2
+    assert await server.newest() == before and before[0] == len(before[1]) == 2
     setting.server = VLLMParameterServer()
     await server.begin_again()
     await server.role.replay_restart("died")
@@ -413,27 +414,29 @@ class Trainers:
 
     def export_weights(self, version, base):
         self.bases.append(base)
-        is_delta = base not in (None, NO_BASE)
-        deltas = [TensorDelta(0, self._sizes[version] // 2) if is_delta else None] * 2
-        manifests = [(TensorEntry("a", "uint8", (), 0, WHOLE // 2, 0, delta),) for delta in deltas]
-        return [f"{version} of {rank}" for rank in range(2)], manifests
+        delta = (None, 0) if base in (None, NO_BASE) else (0, self._sizes[version] // 2)
+        manifest = (TensorEntry("a", "uint8", (), 0, WHOLE // 2, 0, *delta),)
+        return [(version, rank) for rank in range(2)], [manifest, manifest]
 
     async def manifests(self, references):
         self.reads += 1
         return references
 
+    async def gather_weights(self):
+        return len(self.bases)
+
 
 def push_all(trainers, deltas, count, forgets=()):
-    """The chains and the sizes of the pushes, as the server and the metrics get them."""
+    """What the server then has, and the sizes of the pushes, as the metrics get them."""
 
     async def run():
-        pushes, found = Pushes(trainers, deltas=deltas), []
+        role = stand_in_role("server", VLLMParameterServer)
+        server, found = ParameterServerHandle(role, trainers, limits(), deltas=deltas), []
         for version in range(count):
             if version in forgets:
-                pushes.forget()
-            await pushes.wait_packed()
-            _, _, chain = pushes.begin(version)
-            found.append((pushes.nbytes, chain))
+                await server.begin_again()
+            await server.push(await server.begin())
+            found.append((server.nbytes, (await server.newest())[1]))
         return found
 
     return asyncio.run(run())
@@ -449,19 +452,16 @@ def test_a_chain_begins_whole_and_has_every_link_up_to_its_bounds(sizes, data):
     trainers = Trainers(sizes)
     chains = [chain for _, chain in push_all(trainers, True, count, forgets)]
     for version, (base, chain) in enumerate(zip(trainers.bases, chains, strict=True)):
-        links = [number for number, _ in chain]
+        first = chain[0][0]
+        assert chain == [(n, rank) for n in range(first, version + 1) for rank in range(2)]
+        assert trainers.bases[first] == NO_BASE
         if base == NO_BASE:
-            assert links == []
+            assert first == version
             continue
-        assert base == version - 1 == links[-1]
-        assert links == list(range(links[0], version))
-        assert trainers.bases[links[0]] == NO_BASE and version not in forgets
-        earlier = [sizes[number] for number in links[1:]]
+        assert base == version - 1 and version not in forgets
+        earlier = sizes[first + 1 : version]
         assert len(earlier) < MAX_DELTAS
         assert not earlier or sum(earlier) + earlier[-1] <= WHOLE
-        assert all(
-            buckets == [f"{number} of {rank}" for rank in range(2)] for number, buckets in chain
-        )
     again = Trainers(sizes)
     assert [chain for _, chain in push_all(again, True, count, forgets)] == chains
 
@@ -481,7 +481,7 @@ def test_whole_pushes_have_no_base_and_nobody_waits_for_their_sizes_again():
     found = push_all(trainers, False, 9, forgets={4})
     assert trainers.bases == [None] * 9
     assert [nbytes for nbytes, _ in found] == [0] + [WHOLE] * 8
-    assert all(chain == [] for _, chain in found)
+    assert all(len(chain) == 2 for _, chain in found)
     assert trainers.reads == 2  # the first of each attempt
     found = push_all(Trainers([0, 30, 50, 0]), True, 4)
     assert [nbytes for nbytes, _ in found] == [0, WHOLE, 30, 50], "that of the push before"

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from lib.role import stand_in_role, waits_of
+from lib.role import limits, stand_in_role, waits_of
 
 from grpo_components.cluster.weight_transfer import _GRACE_S, WeightTransfer
 from grpo_components.errors import RoleFailedError
@@ -74,7 +74,8 @@ class Setting:
         self.wire_sender, self.wire_receiver = Sender(wire, failure), Receiver(wire, early, late)
         self.sender = stand_in_role("trainer_0", self.wire_sender, **options)
         self.receiver = stand_in_role("generator_1", self.wire_receiver, **options)
-        self.transfer, self.waits = WeightTransfer(self.sender, LIMIT_S), waits_of(self.receiver)
+        self.transfer = WeightTransfer(self.sender, limits(LIMIT_S))
+        self.waits = waits_of(self.receiver)
 
     async def load(self, version=7):
         async with asyncio.timeout(LIMIT_S):

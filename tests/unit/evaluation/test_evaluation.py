@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 
 import pytest
-from lib.role import stand_in_role, waits_of
+from lib.role import limits, stand_in_role, waits_of
 
 from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.errors import RoleFailedError
@@ -22,7 +22,7 @@ class Generator:
 
     def __init__(self, **options):
         role = stand_in_role("generator_0", self, **options)
-        self.handle = GeneratorHandle(role, new_ledger(), 9.0, 9.0)
+        self.handle = GeneratorHandle(role, new_ledger(), limits())
         self.waits = waits_of(role)
         self.asked, self.temperatures, self.logged = [], [], []
         self.may_answer = asyncio.Event()

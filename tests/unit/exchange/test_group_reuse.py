@@ -12,7 +12,6 @@ from lib.trajectories import summary
 from grpo_components.exchange.group_reuse import (
     Candidate,
     GroupReuse,
-    ReusePool,
     reused_per_step,
     spread,
 )
@@ -24,6 +23,10 @@ def entry(group_id):
     found = LedgerEntry(group_id, {"prompt_index": group_id}, 0, 0, 0, 0, "in_training")
     found.tokens, found.parts = 8, (f"group {group_id}", "summary")
     return found
+
+
+def ids_of(groups):
+    return [each.group_id for each in groups]
 
 
 RULES = st.tuples(st.integers(1, 3), st.integers(2, 6), st.floats(0.5, 0.9), st.integers(2, 4))
@@ -42,10 +45,10 @@ def played(reuse, steps, version=0, first=0):
             summary([*map(float, rewards)], group_id=number, oldest_version=max(0, version - age))
             for number, (rewards, age) in zip(ids, groups, strict=True)
         ]
-        reuse.begin_step(summaries)
-        chosen.append([each.group_id for each in reuse.chosen])
+        reuse.begin_step([entry(number) for number in ids], summaries)
+        chosen.append(ids_of(reuse.chosen))
         before, version = version, version + (not skipped)
-        reuse.end_step([entry(number) for number in ids], before, version)
+        reuse.end_step(before, version)
     return chosen, version, first
 
 
@@ -75,7 +78,7 @@ def test_a_step_reuses_the_best_fresh_groups_that_were_not_used_up(rule, steps):
                 known[k], uses[k] = (spread(rewards), max(0, version - age)), 1
         version, number = after, end
         assert reuse.counts == Reused(len(reuse.chosen), most)
-        assert [e.state for e in reuse.kept] == ["trained"] * len(reuse.kept)
+        assert ids_of(reuse.kept) == sorted(reuse.candidates)
 
 
 @given(RULES, STEPS, STEPS)
@@ -107,7 +110,7 @@ def test_what_was_saved_follows_the_rule_of_the_resume():
     ):
         after = GroupReuse(contract, *rule)
         after.load_state_dict(state, version)
-        assert [e.group_id for e in after.chosen] == chosen
+        assert ids_of(after.chosen) == chosen
         after.load_state_dict({}, version)  # a checkpoint of a run without reuse
         assert not after.kept and not after.chosen
 
@@ -115,35 +118,36 @@ def test_what_was_saved_follows_the_rule_of_the_resume():
 def test_a_step_says_what_it_reuses_and_what_later_choices_depend_on():
     reuse = GroupReuse(StalenessContract(2, 4), 0.5, 2)
     assert reuse.describe() == {"replay_generation": {"share": 0.5, "max_uses": 2}}
-    assert reuse.begin_step([summary([0.0, 1.0, math.nan], group_id=5)]) == {
+    assert reuse.begin_step([entry(5)], [summary([0.0, 1.0, math.nan], group_id=5)]) == {
         "worths": [{"spread": 0.5, "oldest_version": 0}],
         "reused": [],
     }
-    reuse.end_step([entry(5)], 0, 1)
+    reuse.end_step(0, 1)
     assert reuse.metrics.pop("reuse/age_mean") is math.nan
     assert reuse.metrics == {"reuse/share": 0.0, "reuse/uses_mean": 1.0}
-    said = reuse.begin_step([])
+    said = reuse.begin_step([], [])
     assert said == {"worths": [], "reused": [{"group": 5, "use": 2}]}
-    assert reuse.ids == ([5], [5])
-    reuse.end_step([], 1, 2)
+    assert ids_of(reuse.chosen) == ids_of(reuse.kept) == [5]
+    reuse.end_step(1, 2)
     assert reuse.metrics == {"reuse/share": 0.25, "reuse/uses_mean": 1.25, "reuse/age_mean": 1.0}
-    assert reuse.ids == ([], [])
+    assert not reuse.chosen and not reuse.kept
 
 
 def test_without_a_share_nothing_is_kept_or_said():
     reuse = GroupReuse(StalenessContract(2, 4))
     assert played(reuse, [(False, [([0, 1], 0)])] * 3)[0] == [[], [], []]
-    assert (reuse.begin_step([]), reuse.state_dict(), reuse.describe()) == ({}, {}, {})
-    assert (reuse.ids, reuse.metrics, reuse.counts) == (None, {}, Reused())
+    assert (reuse.begin_step([], []), reuse.state_dict(), reuse.describe()) == ({}, {}, {})
+    assert (reuse.kept, reuse.metrics, reuse.counts) == ([], {}, Reused())
 
 
 def test_among_equals_the_older_group_goes_first_and_a_version_halves_the_priority():
-    pool = ReusePool(StalenessContract(4, 4), 0.25, 2)
-    pool.candidates = {n: Candidate(n, worth, oldest) for n, worth, oldest in
-                       ((7, 0.5, 3), (3, 0.5, 3), (1, 1.0, 2), (2, 1.9, 1))}  # fmt: skip
+    reuse = GroupReuse(StalenessContract(4, 4), 0.25, 2)
+    reuse.candidates = {n: Candidate(n, worth, oldest) for n, worth, oldest in
+                        ((7, 0.5, 3), (3, 0.5, 3), (1, 1.0, 2), (2, 1.9, 1))}  # fmt: skip
     for chosen in (1, 3, 7, 2):
-        assert pool.choose(4) == [chosen]
-        del pool.candidates[chosen]
+        reuse.choose(4)
+        assert ids_of(reuse.chosen) == [chosen]
+        del reuse.candidates[chosen]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ def test_a_generator_gets_the_pushes_since_the_one_it_holds():
     server = VLLMParameterServer()
     with pytest.raises(LookupError, match="parameter server"):
         server.newest()
-    chain = [(2, ["whole 2"]), (3, ["delta 3"])]
-    server.push(5, ["delta 5"], ["manifest 5"], chain)
+    server.push(2, ["whole 2"], ["manifest 2"])
+    server.push(3, ["delta 3"], ["manifest 3"], whole=False)
+    server.push(5, ["delta 5"], ["manifest 5"], whole=False)
     everything = ["whole 2", "delta 3", "delta 5"]
     # -1: a new one; 1: before the last whole push; 4: never pushed
     expected = {2: ["delta 3", "delta 5"], 3: ["delta 5"], 5: ["delta 5"]}

@@ -90,23 +90,18 @@ async def test_a_replay_takes_and_drops_the_groups_of_the_recorded_run():
     assert ids((await buffer.take(2, 9, ([0, 2], [])))[0]) == [0, 0, 2, 2]
 
 
-async def test_groups_to_reuse_follow_the_new_ones_and_the_others_are_forgotten():
-    """Live and in a replay; after a restart, it has what it is given to keep."""
-    buffer = make()
-    for group_id in range(6):
-        await buffer.add(*group(group_id))
-    await buffer.take(2, 0, None, ([], []))
-    batch, taken = await buffer.take(1, 0, None, ([1], [0, 1]))
+async def test_groups_to_train_again_follow_the_new_ones():
+    """Live and in a replay; not if all groups that are found are stale."""
+    buffer = make(eta=1)
+    for group_id in range(2, 6):
+        await buffer.add(*group(group_id, version=1))
+    batch, taken = await buffer.take(1, 1, None, *group(1, version=1))
     assert ids(batch) == [2, 2, 1, 1] and taken.batch_hash == batch_hash(batch)
     assert [[g.group_id for g in part] for part in (taken.groups, taken.reused)] == [[2], [1]]
-    batch, _ = await buffer.take(1, 0, ([5], []), ([0], [0, 2]))
-    assert ids(batch) == [5, 5, 0, 0]
-    with pytest.raises(KeyError):
-        await buffer.take(1, 0, None, ([1], [1]))
-    again = make()
-    await again.refill(*group(4))
-    again.keep(*group(2), *group(5))
-    assert ids((await again.take(1, 0, None, ([2, 5], [2, 5])))[0]) == [4, 4, 2, 2, 5, 5]
+    batch, _ = await buffer.take(1, 1, ([5], []), *group(0), *group(6))
+    assert ids(batch) == [5, 5, 0, 0, 6, 6]
+    batch, taken = await buffer.take(1, 3, None, *group(1))
+    assert (ids(batch), taken.groups, taken.reused, len(taken.dropped)) == ([], [], [], 2)
 
 
 async def test_a_full_buffer_holds_producers_back_until_the_consumer_takes():

@@ -202,7 +202,6 @@ class Run:
             for entry in stored:
                 entry.parts, parts = parts[:2], parts[2:]
             await self.buffer.refill(*parts_of(buffered))
-            self.buffer.keep(*parts_of(self.ledger.reuse.kept))
             for entry in buffered:
                 self.buffered_at[entry.group_id] = self.ledger.policy_version
             # Restored weights are published and pulled before anything is sampled.
@@ -302,7 +301,7 @@ class Run:
         while not groups:
             if self.schedule.wait:
                 await self.ledger.until_none_is_doomed(self.schedule.groups_per_step, TIMEOUT_S)
-            batch, taken = await self.buffer.take(*arguments, self.ledger.reuse.ids)
+            batch, taken = await self.buffer.take(*arguments)
             stale = [group.group_id for group in taken.dropped]
             await self.ledger.drop(stale, "stale", reissue=True)
             self.note_waits(stale)

@@ -102,7 +102,7 @@ def test_a_whole_push_needs_nothing_and_ends_the_chain():
         trainers.push(version)
     assert_loads(weights, 1, trainers.buckets(1))
     assert_loads(weights, 5, trainers.buckets(4, 5))  # 2 and 3 never came
-    assert all(entry.delta is None for entry in trainers.pushes[4][0].manifest)
+    assert all(entry.base is None for entry in trainers.pushes[4][0].manifest)
 
 
 def test_weights_of_another_attempt_are_no_base_although_their_version_is(trainers):

@@ -16,7 +16,7 @@ from grpo_components.exchange.weights import (
     checkpoint_shapes,
     pack_bucket,
     snapshot_checksum,
-    unpack_bucket,
+    unpack_buckets,
 )
 
 
@@ -31,7 +31,7 @@ def tensors():
 
 
 def test_a_bucket_gives_back_every_bit_and_dtype():
-    unpacked = unpack_bucket(*pack_bucket(tensors()))
+    unpacked = unpack_buckets([pack_bucket(tensors())])
     for name, tensor in tensors():
         assert unpacked[name].dtype == tensor.dtype
         assert torch.equal(unpacked[name], tensor), name
@@ -43,7 +43,7 @@ def test_a_bucket_gives_back_every_bit_and_dtype():
 def test_a_manifest_that_was_changed_is_found(changes):
     manifest, bucket = pack_bucket(tensors())
     with pytest.raises(ValueError, match=f"tensor {changes.get('name', 'a')} "):
-        unpack_bucket((replace(manifest[0], **changes), *manifest[1:]), bucket)
+        unpack_buckets([((replace(manifest[0], **changes), *manifest[1:]), bucket)])
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -92,7 +92,7 @@ def test_a_head_in_another_file_that_contradicts_the_config_is_refused(tied, hea
 
 
 def test_a_buffer_is_written_again_only_once_nobody_uses_its_bucket():
-    """Not even a slice of it: Ray and `unpack_bucket` keep nothing else."""
+    """Not even a slice of it: Ray and `unpack_buckets` keep nothing else."""
     buffers = BucketBuffers(8, pinned=False)
 
     def push(value):
@@ -101,7 +101,7 @@ def test_a_buffer_is_written_again_only_once_nobody_uses_its_bucket():
         return bucket.close()
 
     first, second = push(1), push(2)
-    part = unpack_bucket(*first)["a"][1:]
+    part = unpack_buckets([first])["a"][1:]
     address = first[1].ctypes.data
     assert address != second[1].ctypes.data
     del first
@@ -109,13 +109,13 @@ def test_a_buffer_is_written_again_only_once_nobody_uses_its_bucket():
     assert third[1].ctypes.data != address and part.tolist() == [1]
     del part
     assert push(4)[1].ctypes.data == address
-    assert unpack_bucket(*second)["a"].tolist() == [2, 2]
-    assert unpack_bucket(*third)["a"].tolist() == [3, 3]
+    assert unpack_buckets([second])["a"].tolist() == [2, 2]
+    assert unpack_buckets([third])["a"].tolist() == [3, 3]
 
 
 def test_an_empty_bucket_is_allowed():
     manifest, bucket = pack_bucket([])
-    assert unpack_bucket(manifest, bucket) == {}
+    assert unpack_buckets([(manifest, bucket)]) == {}
     assert bucket.dtype == np.uint8
 
 

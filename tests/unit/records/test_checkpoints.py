@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from lib.one_rank import one_rank
-from lib.role import stand_in_role
+from lib.role import limits, stand_in_role
 from lib.trajectories import response
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
@@ -190,9 +190,9 @@ class Run:
 
     def roles(self):
         trainer = stand_in_role("trainer_0", self.policy, max_restarts=0)
-        trainers = TrainersHandle([trainer], self.ledger, 60.0, 60.0)
+        trainers = TrainersHandle([trainer], self.ledger, limits(60))
         role = stand_in_role("replay_buffer", self.buffer, max_restarts=0)
-        buffer = ReplayBufferHandle(role, self.ledger, 60.0, 60.0, wait_for_stale=False)
+        buffer = ReplayBufferHandle(role, self.ledger, limits(60), wait_for_stale=False)
         return SimpleNamespace(trainers=trainers, buffer=buffer)
 
     async def save(self, step=None):
