@@ -95,6 +95,11 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
         sys.stdout.write(f"{plain(str(end))}\n")
         sys.stderr.writelines(f"does not fit: {problem}\n" for problem in end.problems)
         return 2 if end.problems else 0
+    except SystemExit as end:
+        if (place := _ended_by(recipe_main, end)) is None:
+            raise  # raised by torchtune, at the normal end or with a usage message
+        sys.stderr.write(f"error: {place} called sys.exit({end.code!r}) and ended the run\n")
+        return 1
     except KeyboardInterrupt:
         return _interrupted(received)
     except Exception as error:  # show whatever ended the run
@@ -151,6 +156,20 @@ def _reached(recipe_main: Callable[[], Any], error: BaseException) -> bool:
     recipe = inspect.unwrap(recipe_main)
     frames = traceback.walk_tb(error.__traceback__)
     return recipe is recipe_main or any(frame.f_code is recipe.__code__ for frame, _ in frames)
+
+
+def _ended_by(recipe_main: Callable[[], Any], end: SystemExit) -> str | None:
+    """Return file and line of a `sys.exit` in code that the recipe called.
+
+    None if it was called by torchtune, as at the end of every run, or by the recipe's own file.
+    """
+    frames = traceback.extract_tb(end.__traceback__)
+    # wandb replaces `sys.exit` by its own function when it is imported.
+    last = next(frame for frame in reversed(frames) if "wandb" not in Path(frame.filename).parts)
+    recipe = inspect.unwrap(recipe_main)
+    if not _reached(recipe_main, end) or last.filename in (recipe.__code__.co_filename, __file__):
+        return None
+    return f"{last.filename}:{last.lineno}"
 
 
 def root_cause(error: BaseException) -> BaseException:

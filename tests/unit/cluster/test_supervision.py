@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib
 import os
 import pty
 import signal
@@ -106,6 +107,20 @@ def through_torchtune(body, tmp_path, monkeypatch):
     path.write_text("seed: 1\n")
     monkeypatch.setattr("sys.argv", ["recipe", "--config", str(path)])
     return exit_code(recipe_main)
+
+
+@pytest.mark.parametrize("code", [0, None, 7, "bye"])
+def test_code_that_the_recipe_calls_cannot_end_the_run_silently(
+    code, tmp_path, monkeypatch, capsys
+):
+    component = tmp_path / "component.py"
+    component.write_text(f"import sys\n\ndef call():\n    sys.exit({code!r})\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("component", None)
+    call = importlib.import_module("component").call
+    assert through_torchtune(call, tmp_path, monkeypatch) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and f"component.py:4 called sys.exit({code!r})" in err
 
 
 def test_the_recipe_and_torchtune_may_end_the_process(tmp_path, monkeypatch, capsys):
