@@ -85,7 +85,7 @@ def open_run(
         ),
         skipped_steps=SkippedSteps(cfg.max_skipped_steps, log.note),
         rollouts_logged=cfg.rollouts_logged_per_step,
-        watch=_watch(cfg, log, tokenizer),
+        watch=_watch(cfg, log, logs, tokenizer),
         curriculum=curriculum,
     )
 
@@ -97,13 +97,13 @@ def build_reuse(cfg: Settings) -> GroupReuse:
     return GroupReuse(contract, **rule.model_dump()) if rule else GroupReuse(contract)
 
 
-def _watch(cfg: Settings, log: RunLog, tokenizer: Any) -> RunWatch:
+def _watch(cfg: Settings, log: RunLog, logs: Path, tokenizer: Any) -> RunWatch:
     """Build the watch that warns of silent mistakes."""
     names = {token_id: name for name, token_id in getattr(tokenizer, "special_tokens", {}).items()}
     stops = cfg.generator.stop_token_ids or tokenizer.stop_tokens
     ends = ", ".join(f"{i} ({names[i]})" if i in names else f"{i}" for i in stops)
     averages_tokens = cfg.aggregation._component_ == _TOKEN_MEAN
-    return RunWatch(log.note, averages_tokens=averages_tokens, ends=ends)
+    return RunWatch(log.note, logs, averages_tokens=averages_tokens, ends=ends)
 
 
 def open_log(cfg: Settings, attempt: int, note: str, dataset: Any, held_out: Any) -> RunLog:

@@ -12,6 +12,7 @@ from typing import Any
 
 from grpo_components.errors import DisagreementError, FailedSamplesError, SkippedStepsError
 from grpo_components.exchange.ledger import LedgerEntry
+from grpo_components.files import append_line
 from grpo_components.trajectory import GroupSummary
 
 _FEW_TOKENS = 16
@@ -140,10 +141,17 @@ class FailedSamples:
 
 
 class RunWatch:
-    """Warns once per run of each kind: loss out of balance, reused seeds, jumps of the mismatch."""
+    """Warns once per run of each kind: loss out of balance, reused seeds, jumps of the mismatch.
 
-    def __init__(self, note: Callable[[str], None], *, averages_tokens: bool, ends: str) -> None:
+    `warnings.jsonl` keeps them for `grpo diagnose`, until a resume: the run may be repaired then.
+    """
+
+    def __init__(
+        self, note: Callable[[str], None], logs: Path, *, averages_tokens: bool, ends: str
+    ) -> None:
         self._note, self._averages_tokens, self._ends = note, averages_tokens, ends
+        self._path = logs / "warnings.jsonl"
+        self._path.unlink(missing_ok=True)
         self._shown: set[str] = set()
         self._seeds: dict[int, int] = {}  # seed -> group that it sampled for
         self._mismatch: deque[float] = deque(maxlen=50)
@@ -208,6 +216,8 @@ class RunWatch:
         if kind not in self._shown:
             self._shown.add(kind)
             self._note(line)
+            with self._path.open("a", encoding="utf-8") as file:
+                append_line(file, json.dumps({"kind": kind, "warning": line}))
 
 
 def _first_line(error: str) -> str:

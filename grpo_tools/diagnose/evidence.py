@@ -53,11 +53,13 @@ class Run:
         over = attempt in {*history.ends, *history.failures}
         self.steps_left = 0 if over else max(0, start.get("num_steps", 0) - done)
         self.failed_samples, self.failed_in_evaluations = Counter[str](), 0
+        self.failed_groups = set[int]()
         for record in records_of(folder / "logs" / "failed_samples.jsonl", b'"errors"'):
             with contextlib.suppress(*DAMAGED):
                 self.failed_samples.update(record["errors"])
                 evaluated = sum(record["errors"].values()) if "evaluation" in record else 0
                 self.failed_in_evaluations += evaluated
+                self.failed_groups |= {record["group_id"]} if "group_id" in record else set()
         try:
             config = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
         except (OSError, yaml.YAMLError, ValueError, RecursionError):
@@ -110,6 +112,12 @@ class Run:
         whole = sum(sum(each.values()) - each.get(STARTING, 0.0) for each in times)
         spent = sum(each.get(activity, 0.0) for each in times for activity in activities)
         return spent / whole if whole else math.nan
+
+    def warning(self, kind: str) -> str:
+        """Return what the run itself warned of; empty if it did not."""
+        records = records_of(self.folder / "logs" / "warnings.jsonl", b'"kind"')
+        lines = [str(each.get("warning")) for each in records if each["kind"] == kind]
+        return lines[0].removeprefix("warning: ") if lines else ""
 
     @cached_property
     def heartbeats(self) -> list[Record]:

@@ -2,13 +2,14 @@
 
 import math
 import random
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 from lib.rows import write_rows
 
-from grpo_components.records.guards import FailedSamples
+from grpo_components.records.guards import FailedSamples, RunWatch
 from grpo_components.records.metrics import MetricLog
 from grpo_tools.diagnose.__main__ import main
 from grpo_tools.diagnose.evidence import read
@@ -252,6 +253,40 @@ def test_failing_samples_are_named_by_their_most_frequent_error(write, tmp_path)
     assert found(folder)[0].startswith(f"{says}3 in evaluations, 4 with ")
 
 
+@pytest.mark.parametrize(("tokens", "hint"), [(9, ""), (30, ", or a limit that long responses")])
+def test_samples_that_fail_in_long_groups_hint_at_a_limit(write, tokens, hint):
+    lengths = [tokens + n % 2 if n < 20 else 9 + n % 2 for n in range(60)]
+    folder = write(events=[each for group in enumerate(lengths) for each in generated(*group)])
+    rows = ({"group_id": n, "errors": {"late": 1}} for n in range(20))
+    write_rows(folder / "logs/failed_samples.jsonl", *rows)
+    longer = "; their groups have +21 tokens a response" if hint else ""
+    assert f"20 with late{longer}. Likely cause: a reward or environment{hint}" in found(folder)[0]
+
+
+WARNED = {
+    "samples share random numbers: groups 8 and 9 have samples of the same seed (99). L": {},
+    "tokens do not weigh the same in the loss: step 9: loss/total is 3, but": {"loss/total": 3.0},
+    "the mismatch has jumped: step 9: mismatch/generator_kl is 2": {"mismatch/generator_kl": 2.0},
+}
+
+
+@pytest.mark.parametrize("line", WARNED)
+def test_what_the_run_warned_of_comes_first_until_a_resume(write, line):
+    folder, sound = write({"time/push": 0.5}), {"loss/total": 1.0, "loss/policy": 1.0}
+    begin = partial(RunWatch, print, folder / "logs", averages_tokens=True, ends="7")
+    watch = begin()
+    for step in range(5):
+        watch.check_step(step, {**sound, "mismatch/generator_kl": 1e-3})
+        watch.count_group(SimpleNamespace(group_id=step, seeds=[2 * step, 2 * step + 1]))
+    assert found(folder)[0].startswith("weights move too often")
+    watch.check_step(9, sound | WARNED[line])
+    for group in () if WARNED[line] else (8, 9):
+        watch.count_group(SimpleNamespace(group_id=group, seeds=[99]))
+    assert found(folder)[0].startswith(line)
+    begin()
+    assert found(folder)[0].startswith("weights move too often")
+
+
 def test_drops_that_prefer_long_responses(write):
     events = [each for n in range(60) for each in generated(n, 10 + n % 3, stale=False)]
     events += [each for n in range(60, 75) for each in generated(n, 30 + n % 3, stale=True)]
@@ -314,7 +349,10 @@ STRANGE = {
         '{"event": "drop", "attempt": "a", "groups": [1], "reason": 1, "reissue": 0}',
     ),
     "logs/metrics.jsonl": tuple(str({**HUGE, "step": n}).replace("'", '"') for n in range(1, 60)),
-    "logs/failed_samples.jsonl": ('{"errors": {"a": "b"}}', '{"errors": [[]]}'),
+    "logs/failed_samples.jsonl": (
+        *('{"errors": {"a": "b"}}', '{"errors": [[]]}', '{"errors": {}, "group_id": []}'),
+    ),
+    "logs/warnings.jsonl": ('{"kind": []}', '{"kind": "loss"}', '{"kind": "seeds", "warning": 1}'),
     "config.yaml": (
         *("lr: 2020-99-99", "save_every_n_steps: 0", "num_trainers: 0", "optimizer: 3"),
         *("[" * 9000, "rewards: [1]", "max_staleness: x"),
