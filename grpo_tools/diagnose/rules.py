@@ -23,18 +23,14 @@ _AWAY, _LONG = "the policy runs away", "length grows with the reward"
 _CUT, _FLAT = "responses are cut off", "the reward is flat"
 _ERROR_CHARS = 160
 _WARNED = {
-    "seeds": (
-        *(93, "samples share random numbers", "generators or samples share a seed"),
-        "a seed of its own for each sample, as sampling_seed(seed, 0, group_id, i) gives",
-    ),
+    "seeds": (93, "samples share seeds", "generators begin alike", "a seed for each sample"),
     "loss": (
-        *(93, "tokens do not weigh the same in the loss"),
-        "each rank or micro-batch divides by its own number of tokens",
-        "a division by the tokens of the whole batch; compare with num_trainers=1",
+        *(93, "tokens weigh differently", "each rank divides by its own number of tokens"),
+        "a division by the tokens of the whole batch",
     ),
     "mismatch": (
-        *(57, "the mismatch has jumped", "tokens that were not sampled, or a jump of the policy"),
-        "training of the very token ids that were sampled, a lower optimizer.lr",
+        *(57, "the mismatch jumps", "trained tokens were not sampled, or the policy has jumped"),
+        "token ids in place of text, a lower optimizer.lr",
     ),
 }
 """Kind of a run's own warning -> severity, what is wrong, cause, advice."""
@@ -81,9 +77,7 @@ def _samples_fail(run: Run) -> Finding | None:
     figure += f"{count:,} with {shortened(error, _ERROR_CHARS)}"
     advice, cause = "mend what logs/failed_samples.jsonl names", "a reward or environment"
     longer, noise = _longer(run, run.failed_groups, run.history.lengths.keys() - run.failed_groups)
-    if longer > 4 * noise:
-        figure += f"; their groups have {longer:+.3g} tokens a response"
-        cause += ", or a limit that long responses exceed"
+    figure += f"; in groups of {longer:+.3g} tokens a response" if longer > 4 * noise else ""
     return Finding(70 + 30 * share, "samples fail", figure, cause, advice)
 
 
