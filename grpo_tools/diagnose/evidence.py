@@ -60,6 +60,8 @@ class Run:
                 evaluated = sum(record["errors"].values()) if "evaluation" in record else 0
                 self.failed_in_evaluations += evaluated
                 self.failed_groups.add(record.get("group_id", -1))
+        warned = records_of(folder / "logs" / "warnings.jsonl", b'"kind"')
+        self.warnings = {str(each.get("kind")): str(each.get("warning")) for each in warned}
         self._config: Record = {}
         with contextlib.suppress(OSError, ValueError):
             config = read_config(folder)
@@ -111,12 +113,6 @@ class Run:
         whole = sum(sum(each.values()) - each.get(STARTING, 0.0) for each in times)
         spent = sum(each.get(activity, 0.0) for each in times for activity in activities)
         return spent / whole if whole else math.nan
-
-    def warning(self, kind: str) -> str:
-        """Return what the run itself warned of; empty if it did not."""
-        records = records_of(self.folder / "logs" / "warnings.jsonl", b'"kind"')
-        lines = [str(each.get("warning")) for each in records if each["kind"] == kind]
-        return lines[0].removeprefix("warning: ") if lines else ""
 
     @cached_property
     def heartbeats(self) -> list[Record]:

@@ -58,8 +58,8 @@ def _try(run: Run, *advice: str) -> str:
 
 def _warned(run: Run) -> Finding | None:
     for kind, (severity, what, cause, advice) in _WARNED.items():
-        if warning := run.warning(kind):
-            figure = shortened(warning.rpartition(": ")[0] or warning, _ERROR_CHARS)
+        if warning := run.warnings.get(kind):
+            figure = warning.removeprefix("warning: ").rpartition(": ")[0]
             return Finding(severity, what, figure, cause, advice)
     return None
 
