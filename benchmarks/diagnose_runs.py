@@ -1,8 +1,9 @@
 """Measures `grpo diagnose`: does it name what is wrong with ill runs, and nothing in clean ones?
 
-    nice -n 5 python benchmarks/diagnose_runs.py FOLDER
+    nice -n 5 python benchmarks/diagnose_runs.py FOLDER [NAME ...]
 
-Makes each run that FOLDER lacks (of the tiny policy, about a minute), and looks at all of them.
+Makes each run that FOLDER lacks (of the tiny policy, about a minute), and looks at all of them, or
+at those whose names begin with a NAME, such as ill. Some ill runs are made from clean_default.
 """
 
 import json
@@ -125,7 +126,9 @@ def main() -> None:
     ]
     (folder / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     right = {"ill": 0, "clean": 0}
-    for name, (first, overrides) in cases(folder).items():
+    wanted = tuple(sys.argv[2:]) or ""
+    chosen = [each for each in cases(folder).items() if each[0].startswith(wanted)]
+    for name, (first, overrides) in chosen:
         kind = name.partition("_")[0]
         if overrides:
             make(folder / name, overrides)

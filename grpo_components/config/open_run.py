@@ -89,7 +89,7 @@ def _watch(cfg: Settings, log: RunLog, tokenizer: Any) -> RunWatch:
     stops = cfg.generator.stop_token_ids or tokenizer.stop_tokens
     ends = ", ".join(f"{i} ({names[i]})" if i in names else f"{i}" for i in stops)
     averages_tokens = cfg.aggregation._component_ == _TOKEN_MEAN
-    return RunWatch(log.note, averages_tokens=averages_tokens, ends=ends)
+    return RunWatch(log.note, cfg.output_dir, averages_tokens=averages_tokens, ends=ends)
 
 
 def open_log(cfg: Settings, events: EventOrder, note: str, dataset: Any, held_out: Any) -> RunLog:

@@ -125,10 +125,17 @@ class FailedSamples:
 
 
 class RunWatch:
-    """Warns once per run of each kind: loss out of balance, reused seeds, jumps of the mismatch."""
+    """Warns once per run of each kind: loss out of balance, reused seeds, jumps of the mismatch.
 
-    def __init__(self, note: Callable[[str], None], *, averages_tokens: bool, ends: str) -> None:
+    `warnings.jsonl` keeps them for `grpo diagnose`, until a resume: the run may be repaired then.
+    """
+
+    def __init__(
+        self, note: Callable[[str], None], output_dir: str, *, averages_tokens: bool, ends: str
+    ) -> None:
         self._note, self._averages_tokens, self._ends = note, averages_tokens, ends
+        self._path = Path(output_dir, "logs", "warnings.jsonl")
+        self._path.unlink(missing_ok=True)
         self._shown: set[str] = set()
         self._seeds: dict[int, int] = {}  # seed -> group that it sampled for
         self._mismatch: deque[float] = deque(maxlen=50)
@@ -193,6 +200,7 @@ class RunWatch:
         if kind not in self._shown:
             self._shown.add(kind)
             self._note(line)
+            append_record(self._path, {"kind": kind, "warning": line})
 
 
 def _first_line(error: str) -> str:

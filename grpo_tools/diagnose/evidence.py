@@ -16,7 +16,7 @@ import yaml
 from grpo_components.files import Record, records_of
 from grpo_components.time_use import STARTING
 from grpo_tools.report.curves import values_of
-from grpo_tools.report.run_files import DAMAGED, History, read_history, read_metrics
+from grpo_tools.report.run_files import DAMAGED, History, read_config, read_history, read_metrics
 from grpo_tools.report.timeline import seconds_by_role
 
 _FEWEST, _FEWEST_OF_TREND = 5, 15
@@ -53,16 +53,19 @@ class Run:
         over = attempt in {*history.ends, *history.failures}
         self.steps_left = 0 if over else max(0, start.get("num_steps", 0) - done)
         self.failed_samples, self.failed_in_evaluations = Counter[str](), 0
+        self.failed_groups = set[int]()
         for record in records_of(folder / "logs" / "failed_samples.jsonl", b'"errors"'):
             with contextlib.suppress(*DAMAGED):
                 self.failed_samples.update(record["errors"])
                 evaluated = sum(record["errors"].values()) if "evaluation" in record else 0
                 self.failed_in_evaluations += evaluated
-        try:
-            config = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
-        except (OSError, yaml.YAMLError, ValueError, RecursionError):
-            config = None
-        self._config = config if isinstance(config, dict) else {}
+                self.failed_groups.add(record.get("group_id", -1))
+        warned = records_of(folder / "logs" / "warnings.jsonl", b'"kind"')
+        self.warnings = {str(each.get("kind")): str(each.get("warning")) for each in warned}
+        self._config: Record = {}
+        with contextlib.suppress(OSError, ValueError):
+            config = read_config(folder)
+            self._config = config if isinstance(config, dict) else {}
 
     def setting(self, key: str, default: Any = None) -> Any:
         """Return the value of a dotted key of the config; the default if it has none."""

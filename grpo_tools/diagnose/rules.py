@@ -6,7 +6,7 @@ import math
 import shutil
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +22,18 @@ _ENDED, _SMALL_TEST = "the run ended with an error", "the evaluation is too smal
 _AWAY, _LONG = "the policy runs away", "length grows with the reward"
 _CUT, _FLAT = "responses are cut off", "the reward is flat"
 _ERROR_CHARS = 160
+_WARNED = {
+    "seeds": (93, "samples share seeds", "generators begin alike", "a seed for each sample"),
+    "loss": (
+        *(93, "tokens weigh differently", "each rank divides by its own number of tokens"),
+        "a division by the tokens of the whole batch",
+    ),
+    "mismatch": (
+        *(57, "the mismatch jumps", "trained tokens were not sampled, or the policy has jumped"),
+        "token ids in place of text, a lower optimizer.lr",
+    ),
+}
+"""Kind of a run's own warning -> severity, what is wrong, cause, advice."""
 
 
 class Finding(NamedTuple):
@@ -44,6 +56,14 @@ def _try(run: Run, *advice: str) -> str:
     return ", ".join(each for each in advice if not run.has(each))
 
 
+def _warned(run: Run) -> Finding | None:
+    for kind, (severity, what, cause, advice) in _WARNED.items():
+        if warning := run.warnings.get(kind):
+            figure = warning.removeprefix("warning: ").rpartition(": ")[0]
+            return Finding(severity, what, figure, cause, advice)
+    return None
+
+
 def _samples_fail(run: Run) -> Finding | None:
     failed, ended = run.failed_samples, sum(size for _, size in run.history.lengths.values())
     share = failed.total() / max(1, failed.total(), ended)
@@ -55,8 +75,10 @@ def _samples_fail(run: Run) -> Finding | None:
     figure = f"{trained:,} of {max(trained, ended):,} in training, "
     figure += f"{evaluated:,} in evaluations, " if evaluated else ""
     figure += f"{count:,} with {shortened(error, _ERROR_CHARS)}"
-    advice = "mend what logs/failed_samples.jsonl names"
-    return Finding(70 + 30 * share, "samples fail", figure, "a reward or environment", advice)
+    advice, cause = "mend what logs/failed_samples.jsonl names", "a reward or environment"
+    longer, noise = _longer(run, run.failed_groups, run.history.lengths.keys() - run.failed_groups)
+    figure += f"; in groups of {longer:+.3g} tokens a response" if longer > 4 * noise else ""
+    return Finding(70 + 30 * share, "samples fail", figure, cause, advice)
 
 
 def _ends_with_an_error(run: Run) -> Finding | None:
@@ -229,15 +251,13 @@ def _clipped(run: Run) -> Finding | None:
 
 
 def _groups_dropped(run: Run) -> Finding | None:
-    lengths = {group: length for group, (length, _) in run.history.lengths.items()}
+    lengths = run.history.lengths
     dropped = {drop["group_id"]: drop["reason"] for drop in run.history.drops}
     lost = [g for g in lengths if dropped.get(g, "filtered") != "filtered"]  # others on purpose
-    kept = [length for group, length in lengths.items() if group not in dropped]
-    if len(lost) < 8 or len(kept) < 8 or len(lost) < 0.02 * len(kept):
+    kept = lengths.keys() - dropped.keys()
+    longer, noise = _longer(run, lost, kept)
+    if math.isnan(longer) or len(lost) < 0.02 * len(kept):
         return None
-    gone = [lengths[group] for group in lost]
-    noise = math.sqrt(sum(statistics.variance(each) / len(each) for each in (gone, kept)))
-    longer = statistics.fmean(gone) - statistics.fmean(kept)
     why = ", ".join(f"{n} {reason}" for reason, n in Counter(map(dropped.get, lost)).items())
     figure = f"{why} ({len(lost) / len(lengths):.0%}), {longer:+.3g} tokens a response"
     biased = longer > 4 * noise
@@ -245,6 +265,18 @@ def _groups_dropped(run: Run) -> Finding | None:
     ways = "stale_groups=wait", "stale_tokens=mask", "a larger max_staleness"
     finding = Finding(71, what, figure, "training overtakes slow groups", _try(run, *ways))
     return finding if biased or len(lost) > 0.1 * len(kept) else None
+
+
+def _longer(run: Run, some: Collection[int], others: Collection[int]) -> tuple[float, float]:
+    """Return by how many tokens responses of some groups are longer, and the standard error."""
+    both = [
+        [run.history.lengths[group][0] for group in each if group in run.history.lengths]
+        for each in (some, others)
+    ]
+    if min(map(len, both)) < 8:
+        return math.nan, math.nan
+    longer = statistics.fmean(both[0]) - statistics.fmean(both[1])
+    return longer, math.sqrt(sum(statistics.variance(each) / len(each) for each in both))
 
 
 def _someone_waits(run: Run) -> Finding | None:
@@ -345,7 +377,7 @@ def _evaluated(run: Run, key: str) -> tuple[float, float, float]:
 
 
 RULES = (
-    *(_samples_fail, _ends_with_an_error, _steps_skipped, _roles_disagree, _runs_away),
+    *(_warned, _samples_fail, _ends_with_an_error, _steps_skipped, _roles_disagree, _runs_away),
     *(_stands_still, _entropy_collapses, _cut_off, _groups_equal, _format_only, _length_grows),
     *(_held_out_stays, _clipped, _groups_dropped, _someone_waits, _pushes_dear, _memory_grows),
     *(_disk_too_small, _evaluation_small, _not_ours),

@@ -7,12 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from grpo_components.plain_text import one_line
 from grpo_tools.report.comparison import write_comparison
 from grpo_tools.report.page import write_report
 from grpo_tools.report.rollouts import MAX_GROUPS
+from grpo_tools.report.run_files import DAMAGED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,8 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.writelines(f"{line}\n" for line in lines)
         else:
             page = write_report(folders[0], max(0, options.rollouts), target=target)
-    except (OSError, yaml.YAMLError) as error:
-        sys.stderr.write(f"no report: {one_line(str(error))}\n")
+    except (OSError, *DAMAGED) as error:
+        kind = "" if isinstance(error, OSError) else f"a file is damaged: {type(error).__name__}: "
+        sys.stderr.write(f"no report: {kind}{one_line(str(error))}\n")
         return 2
     sys.stdout.write(f"{page} ({page.stat().st_size / 1e6:.1f} MB)\n")
     return 0

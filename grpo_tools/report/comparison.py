@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from grpo_components.files import write_whole
 from grpo_components.records.run_folder import CODE
 from grpo_tools.report.better import verdicts
@@ -17,7 +15,7 @@ from grpo_tools.report.curves import metric_charts
 from grpo_tools.report.facts import key_figures, read_facts
 from grpo_tools.report.history import state_text
 from grpo_tools.report.page import PageParts, clock, controls
-from grpo_tools.report.run_files import read_run
+from grpo_tools.report.run_files import read_config, read_run
 from grpo_tools.report.safe_text import part, text
 
 _MAX_NAME_CHARS, _MAX_VALUE_CHARS, _MAX_KEYS = 40, 100, 500
@@ -66,8 +64,7 @@ def _table(first: str, names: Sequence[str], columns: Sequence[Mapping[str, str]
 
 def _config(folder: Path) -> dict[str, str]:
     """Return the values of a run's last config by dotted key, and a checksum of its code."""
-    path = folder / "config.yaml"
-    config = dict(_flat("", yaml.safe_load(path.read_text("utf-8")))) if path.exists() else {}
+    config = dict(_flat("", read_config(folder) or {}))
     attempts = sorted((folder / CODE).glob("attempt_*"), key=lambda each: (len(each.name), each))
     files = [*attempts[-1].glob("*.py"), *attempts[-1].glob("*.diff")] if attempts else []
     code = b"".join(file.read_bytes() for file in sorted(files))

@@ -34,6 +34,8 @@ _FREE_ROWS = 8
 """Number of rows on the vertical axis that fit into `_HEIGHT`."""
 _LEGEND_CHARS, _SYMBOL_CHARS = 48, 9
 """Width of a legend on a narrow screen, and of the line before each name, in characters."""
+_HUGE = 1e100
+"""What is as large was not measured by a run, and its sums would be infinite."""
 _BINS = ("0 %", "to 20 %", "to 40 %", "to 60 %", "to 80 %", "over 80 %", "100 %")
 Chart = dict[str, Any]
 """Keys: `title`, `about` (one line) and `figure` (plotly's `data` and `layout`)."""
@@ -101,12 +103,14 @@ def thinned(
 
 def measured_after(record: Record, key: str) -> int:
     """Return the step after which a metric was measured."""
-    return record.get("eval/step", record["step"]) if key.startswith("eval/") else record["step"]
+    known = values_of([record], "eval/step") if key.startswith("eval/") else []
+    return int(known[0]) if known else record["step"]
 
 
 def values_of(records: Sequence[Record], key: str) -> list[float]:
     """Return the values of a metric in the records that have one; null does not count."""
-    return [record[key] for record in records if isinstance(record.get(key), int | float)]
+    values = (record.get(key) for record in records)
+    return [value for value in values if isinstance(value, int | float) and abs(value) < _HUGE]
 
 
 def difficulty_charts(results: Sequence[Record]) -> Sequence[Chart]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from grpo_components.files import Record, first_and_last, records_of
 from grpo_tools.report.curves import measured_after, values_of
-from grpo_tools.report.run_files import History
+from grpo_tools.report.run_files import DAMAGED, History
 from grpo_tools.report.safe_text import part
 
 _MAX_HOSTS = 4
@@ -21,19 +22,21 @@ _NOT_MEASURED = ("eval/step", "eval/policy_version", "eval/prompts")
 def read_facts(folder: Path, metrics: Sequence[Record], starts: Sequence[Record]) -> dict[str, str]:
     """Return when, how long, where and with which versions a run ran, by name."""
     found: dict[str, str] = {}
-    if starts:
-        found["began"] = f"{datetime.fromtimestamp(starts[0]['time'], UTC):%Y-%m-%d %H:%M} UTC"
-    if took := values_of(metrics, "time/wall_clock"):
-        found["duration"] = duration(took[-1])
-    roles = [*records_of(folder / "logs/roles.jsonl")]
-    last = max((role["attempt"] for role in roles), default=0)
-    if hosts := [*dict.fromkeys(role["node"] for role in roles if role["attempt"] == last)]:
-        more = f" and {len(hosts) - _MAX_HOSTS} more" if len(hosts) > _MAX_HOSTS else ""
-        found["host"] = ", ".join(hosts[:_MAX_HOSTS]) + more
-    if starts:
-        found["host"] = f"{found.get('host', '')} ({starts[-1]['cpus']} CPUs)".strip()
-        versions = starts[-1]["libraries"].items()
-        found["versions"] = ", ".join(f"{name} {version}" for name, version in versions)
+    with contextlib.suppress(*DAMAGED):
+        if starts:
+            began = datetime.fromtimestamp(starts[0]["time"], UTC)
+            found["began"] = f"{began:%Y-%m-%d %H:%M} UTC"
+        if took := values_of(metrics, "time/wall_clock"):
+            found["duration"] = duration(took[-1])
+        roles = [*records_of(folder / "logs/roles.jsonl")]
+        last = max((role["attempt"] for role in roles), default=0)
+        if hosts := [*dict.fromkeys(role["node"] for role in roles if role["attempt"] == last)]:
+            more = f" and {len(hosts) - _MAX_HOSTS} more" if len(hosts) > _MAX_HOSTS else ""
+            found["host"] = ", ".join(hosts[:_MAX_HOSTS]) + more
+        if starts:
+            found["host"] = f"{found.get('host', '')} ({starts[-1]['cpus']} CPUs)".strip()
+            versions = starts[-1]["libraries"].items()
+            found["versions"] = ", ".join(f"{name} {version}" for name, version in versions)
     return found
 
 

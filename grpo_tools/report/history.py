@@ -23,8 +23,8 @@ def state_text(history: History, metrics: Sequence[Record], *, live: bool = Fals
     if history.starts:
         start = history.starts[-1]
         how = _ending(history, start["attempt"]) or how
-        planned = f" of {start['num_steps']}"
-        if start["num_steps"] == 0:
+        planned = f" of {start.get('num_steps', '?')}"
+        if start.get("num_steps") == 0:
             return f"{how}; only an evaluation"
     several = f", {len(history.starts)} attempts" if len(history.starts) > 1 else ""
     return f"{how}; {metrics[-1]['step']}{planned} steps{several}"
@@ -84,4 +84,4 @@ def _ending(history: History, attempt: int) -> str | None:
         return "interrupted" if history.failures[attempt] is None else "failed"
     if attempt not in history.ends:
         return None
-    return "finished" if history.ends[attempt]["finished"] else "stopped early"
+    return "finished" if history.ends[attempt].get("finished") else "stopped early"

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -28,7 +28,7 @@ from grpo_tools.report.curves import (
 from grpo_tools.report.facts import held_out_table, key_figures, read_facts
 from grpo_tools.report.history import dropped_section, history_tables, state_text
 from grpo_tools.report.rollouts import MAX_BYTES, MAX_GROUPS, read_groups
-from grpo_tools.report.run_files import read_run
+from grpo_tools.report.run_files import DAMAGED, read_run
 from grpo_tools.report.safe_text import part, script_json, whole_page
 from grpo_tools.report.timeline import timeline
 
@@ -50,6 +50,13 @@ class PageParts:
         cards = [*enumerate(found, start=len(self._figures))]
         self._figures += [chart["figure"] for chart in found]
         return part("charts", cards)
+
+    def add(self, name: str, make: Callable[[], str]) -> None:
+        """Add a section; if its files are damaged or those of another program, it says so."""
+        try:
+            self.sections[name] = make()
+        except (*DAMAGED, OSError) as error:
+            self.sections[name] = part("about", f"damaged: {type(error).__name__}: {error}")
 
     def metrics(self, sections: dict[str, list[Chart]]) -> dict[str, str]:
         """Add each section that has charts; return the other metrics' section, folded."""
@@ -97,12 +104,6 @@ def _page(folder: Path, max_groups: int, next_page_s: float | None) -> str:
     logs, parts, is_live = folder / "logs", PageParts(), next_page_s is not None
     metrics, history = read_run(folder)
     run = Run(folder, metrics, history)
-    over_time, role_events = timeline(
-        records_of(folder / "receipts.jsonl"),
-        list(records_of(logs / "roles.jsonl")),
-        run.heartbeats,
-        sum(values_of(metrics, "time/wait_for_batch")),
-    )
     rollouts = read_groups(logs / "rollouts.jsonl", history.attempts, max_groups)
     answers = read_groups(logs / ANSWERS, history.attempts, max_groups, of_evaluations=True)
     trained, others = bool(run.steps), {}  # else it has no curves, only values
@@ -115,17 +116,26 @@ def _page(folder: Path, max_groups: int, next_page_s: float | None) -> str:
         differences = [each for each in pairs if known.issuperset(each.split(" - "))]
         shown = part("rollouts", rollouts, differences, MAX_BYTES // 2**20)
         parts.sections["Rollouts"] = shown
-    phases = list(records_of(logs / "phases.jsonl"))
-    times = parts.charts(over_time) + history_tables(history, role_events, phases)
-    if prompts := difficulty_charts(history.results):
-        parts.sections["Prompts"] = parts.charts(prompts)
-    parts.sections["Timeline"] = times
-    failed_samples = list(records_of(logs / "failed_samples.jsonl"))
-    dropped = dropped_section(history.drops, failed_samples)
-    parts.sections["Dropped groups"] = part("accounts", close_books(folder)) + dropped
+
+    def times() -> str:
+        roles, phases = ([*records_of(logs / f"{name}.jsonl")] for name in ("roles", "phases"))
+        waited_s = sum(values_of(metrics, "time/wait_for_batch"))
+        receipts = records_of(folder / "receipts.jsonl")
+        over_time, role_events = timeline(receipts, roles, run.heartbeats, waited_s)
+        tables = history_tables(history, role_events, phases)
+        return parts.charts(over_time) + tables
+
+    def dropped() -> str:
+        failed = [*records_of(logs / "failed_samples.jsonl")]
+        return part("accounts", close_books(folder)) + dropped_section(history.drops, failed)
+
+    if history.results:
+        parts.add("Prompts", lambda: parts.charts(difficulty_charts(history.results)))
+    parts.add("Timeline", times)
+    parts.add("Dropped groups", dropped)
     earlier = sorted(folder.glob("config_attempt_*.yaml"), key=lambda path: (len(path.name), path))
     configs = [path for path in (folder / "config.yaml", *earlier) if path.exists()]
-    parts.sections["Config"] = part("configs", configs, bool(earlier))
+    parts.add("Config", lambda: part("configs", configs, bool(earlier)))
     parts.sections |= others
     state = state_text(history, metrics, live=is_live)
     top = part("top", state, run.error, read_facts(folder, metrics, history.starts))
@@ -152,7 +162,7 @@ def controls(*runs: Sequence[Record]) -> str:
 
 def clock(metrics: Sequence[Record]) -> dict[str, list[float]]:
     """Return steps and the wall-clock minutes at their ends; empty if they were not measured."""
-    timed = [record for record in metrics if "time/wall_clock" in record]
+    timed = [record for record in metrics if values_of([record], "time/wall_clock")]
     if not timed:
         return {}
     minutes = [record["time/wall_clock"] / 60 for record in timed]

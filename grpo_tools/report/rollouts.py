@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_components.files import Record, record_in
-from grpo_tools.report.run_files import Attempts
+from grpo_tools.report.run_files import DAMAGED, Attempts
 from grpo_tools.report.safe_text import text
 
 MAX_GROUPS = 200
@@ -75,7 +76,8 @@ def read_groups(
         groups = []
         for place in chosen:
             file.seek(place.start)
-            if record := record_in(file.read(place.length)):
+            record = record_in(file.read(place.length)) or {}
+            with contextlib.suppress(*DAMAGED):
                 for response in record["responses"]:
                     pieces = response.get("tokens") or ()
                     response["more_tokens"] = max(0, len(pieces) - _MAX_TOKENS)

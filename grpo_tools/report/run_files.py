@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from grpo_components.files import FAILURES, Record, records_of
 
 DAMAGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
@@ -77,6 +79,15 @@ def read_history(folder: Path) -> History:
     return history
 
 
+def read_config(folder: Path) -> Any:
+    """Read a run's last config; None if there is none. A damaged one raises a ValueError."""
+    path = folder / "config.yaml"
+    try:
+        return yaml.safe_load(path.read_text("utf-8")) if path.exists() else None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 def _follow(history: History, prompts: dict[int, Record], event: Record) -> None:
     name, attempt, at = event["event"], event["attempt"], history.step
     place = {"step": at + 1, "attempt": attempt}
@@ -97,7 +108,7 @@ def _follow(history: History, prompts: dict[int, Record], event: Record) -> None
             result = {key: event[key] for key in ("successes", "scored")}
             history.results.append({**place, "prompt_index": event["prompt"], **result})
     elif name == "drop":
-        why = {"reason": event["reason"], "reissue": event["reissue"]}
+        why = {"reason": str(event["reason"]), "reissue": event["reissue"]}
         for group in event["groups"]:
             history.drops.append({**place, "group_id": group, **prompts.get(group, {}), **why})
 

@@ -2,18 +2,21 @@
 
 import math
 import random
+import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from lib.rows import write_rows
 
 from grpo_components.exchange.event_order import EventOrder
-from grpo_components.records.guards import FailedSamples
+from grpo_components.records.guards import FailedSamples, RunWatch
 from grpo_components.records.metrics import as_json
 from grpo_components.settings import Settings
 from grpo_tools.diagnose.__main__ import main
 from grpo_tools.diagnose.evidence import read
 from grpo_tools.diagnose.rules import RULES, diagnose
+from grpo_tools.report.__main__ import main as report
 from grpo_tools.report.page import write_report
 
 STEPS = 40
@@ -254,6 +257,41 @@ def test_failing_samples_are_named_by_their_most_frequent_error(write, tmp_path)
     assert found(folder)[0].startswith(f"{says}3 in evaluations, 4 with ")
 
 
+@pytest.mark.parametrize(
+    ("tokens", "longer"), [(9, ""), (30, "; in groups of +21 tokens a respon")]
+)
+def test_samples_that_fail_in_long_groups_say_so(write, tokens, longer):
+    lengths = [tokens + n % 2 if n < 20 else 9 + n % 2 for n in range(60)]
+    folder = write(events=[each for group in enumerate(lengths) for each in generated(*group)])
+    rows = ({"group_id": n, "errors": {"late": 1}} for n in range(20))
+    write_rows(folder / "logs/failed_samples.jsonl", *rows)
+    assert f"20 with late{longer or '.'}" in found(folder)[0]
+
+
+WARNED = {
+    "samples share seeds: groups 8 and 9 have samples of the same seed (99). L": {},
+    "tokens weigh differently: step 9: loss/total is 3, but the": {"loss/total": 3.0},
+    "the mismatch jumps: step 9: mismatch/generator_kl is 2, the": {"mismatch/generator_kl": 2.0},
+}
+
+
+@pytest.mark.parametrize("line", WARNED)
+def test_what_the_run_warned_of_comes_first_until_a_resume(write, line):
+    folder, sound = write({"time/push": 0.5}), {"loss/total": 1.0, "loss/policy": 1.0}
+    begin = partial(RunWatch, print, folder / "logs", averages_tokens=True, ends="7")
+    watch = begin()
+    for step in range(5):
+        watch.check_step(step, {**sound, "mismatch/generator_kl": 1e-3})
+        watch.count_group(SimpleNamespace(group_id=step, seeds=[2 * step, 2 * step + 1]))
+    assert found(folder)[0].startswith("weights move too often")
+    watch.check_step(9, sound | WARNED[line])
+    for group in () if WARNED[line] else (8, 9):
+        watch.count_group(SimpleNamespace(group_id=group, seeds=[99]))
+    assert found(folder)[0].startswith(line)
+    begin()
+    assert found(folder)[0].startswith("weights move too often")
+
+
 def test_drops_that_prefer_long_responses(write):
     events = [each for n in range(60) for each in generated(n, 10 + n % 3, stale=False)]
     events += [each for n in range(60, 75) for each in generated(n, 30 + n % 3, stale=True)]
@@ -316,7 +354,16 @@ STRANGE = {
         '{"event": "drop", "attempt": "a", "groups": [1], "reason": 1, "reissue": 0}',
     ),
     "logs/metrics.jsonl": tuple(str({**HUGE, "step": n}).replace("'", '"') for n in range(1, 60)),
-    "logs/failed_samples.jsonl": ('{"errors": {"a": "b"}}', '{"errors": [[]]}'),
+    "logs/failed_samples.jsonl": (
+        *('{"errors": {"a": "b"}}', '{"errors": [[]]}', '{"errors": {}, "group_id": []}'),
+    ),
+    "logs/roles.jsonl": ('{"role": 1}', '{"role": [], "started": "x", "attempt": {}, "node": []}'),
+    "logs/heartbeats.jsonl": ('{"role": 3, "time": []}', '{"role": "a", "seconds": {"b": []}}'),
+    "logs/phases.jsonl": ('{"attempt": 0}', '{"attempt": 0, "phase": 1, "seconds": "x"}'),
+    "logs/rollouts.jsonl": tuple(
+        f'{{"step": 1, "attempt": 0, "responses": {responses}}}' for responses in ("3", '["a"]')
+    ),
+    "logs/warnings.jsonl": ('{"kind": []}', '{"kind": "loss"}', '{"kind": "seeds", "warning": 1}'),
     "config.yaml": (
         *("lr: 2020-99-99", "save_every_n_steps: 0", "num_trainers: 0", "optimizer: 3"),
         *("[" * 9000, "rewards: [1]", "max_staleness: x"),
@@ -324,15 +371,27 @@ STRANGE = {
 }
 
 
+SECTIONS = "diagnosis", "evaluation", "rollouts", "timeline", "dropped-groups", "config"
+
+
 @pytest.mark.parametrize("name", STRANGE)
-def test_strange_values_end_no_diagnosis(write, name, capsys):
+def test_strange_values_end_neither_a_diagnosis_nor_a_report(write, name, capsys, monkeypatch):
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")  # saves 5 MB per page
     folder = write({"time/wait_for_batch": 0.9, "rollout/cut_off_fraction": 0.5})
+    sound = shutil.copytree(folder, folder / "sound")
     (folder / "checkpoints/step_1").mkdir(parents=True)
     whole = (folder / name).read_text() if (folder / name).exists() else ""
     for line in ("\n".join(STRANGE[name]), *STRANGE[name]):
         (folder / name).write_text(line + "\n" if name == "config.yaml" else f"{whole}{line}\n")
         assert main([str(folder)]) == 0, line
         assert capsys.readouterr().out.strip() and found(folder)
+        assert report([str(folder)]) == 0, line
+        assert capsys.readouterr().out.count("\n") == 1
+        html = (folder / "report.html").read_text("utf-8")
+        assert all(f'<h2 id="{each}">' in html for each in SECTIONS), "those of other files"
+        code = report([str(folder), str(sound), "--output", str(folder / "both.html")])
+        told = capsys.readouterr().err
+        assert (code, told) == (0, "") or (told.startswith("no report: ") and told.count("\n") == 1)
 
 
 def test_metrics_of_another_program_are_no_clean_run(tmp_path, capsys):
@@ -342,6 +401,7 @@ def test_metrics_of_another_program_are_no_clean_run(tmp_path, capsys):
     assert main([str(tmp_path)]) == 0
     line = "nothing can be told: none of 39 steps has rollout/reward_mean. "
     assert capsys.readouterr().out.startswith(line)
+    assert report([str(tmp_path)]) == 0
 
 
 def test_the_report_has_a_panel(write):

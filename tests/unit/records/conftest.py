@@ -1,5 +1,7 @@
 """A watch of a run, and the lines that it has shown."""
 
+from functools import partial
+
 import pytest
 
 from grpo_components.records.guards import RunWatch
@@ -11,5 +13,10 @@ def notes():
 
 
 @pytest.fixture
-def watch(notes):
-    return RunWatch(notes.append, averages_tokens=True, ends="7 (<end>)")
+def new_watch(notes, tmp_path):
+    return partial(RunWatch, notes.append, tmp_path, averages_tokens=True, ends="7 (<end>)")
+
+
+@pytest.fixture
+def watch(new_watch):
+    return new_watch()

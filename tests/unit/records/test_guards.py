@@ -13,7 +13,7 @@ from grpo_components.errors import DisagreementError, FailedSamplesError
 from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.objective.aggregation import SequenceMean, TokenMean
-from grpo_components.records.guards import FailedSamples, RunWatch, check_agreement
+from grpo_components.records.guards import FailedSamples, check_agreement
 from grpo_components.settings import MAX_GENERATOR_KL, TRUNCATION, GeneratorSettings, Settings
 
 # ---- the logprobs of trainers and generators ----------------------------------------------------
@@ -96,8 +96,8 @@ def failed_samples(folder, share, step_samples, note):
     return FailedSamples(cfg, EventOrder(1), note)
 
 
-def records(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "logs/failed_samples.jsonl").open()]
+def records(tmp_path, name="logs/failed_samples.jsonl"):
+    return [json.loads(line) for line in (tmp_path / name).open()]
 
 
 def test_without_failures_nothing_is_written(failures, tmp_path, notes):
@@ -182,7 +182,9 @@ def seeded(group_id, *seeds):
     return summary([], group_id=group_id, seeds=list(seeds))
 
 
-def test_a_seed_of_two_samples_is_warned_of_once_and_one_of_a_group_made_again_is_not(watch, notes):
+def test_a_seed_of_two_samples_is_warned_of_once_and_one_of_a_group_made_again_is_not(
+    watch, new_watch, notes
+):
     for group in (seeded(0, 1, 2), seeded(0, 1, 2), seeded(1, 3, 4), seeded(2)):
         watch.count_group(group)  # the second: its generator was lost; the last: recorded
     assert notes == []
@@ -190,7 +192,7 @@ def test_a_seed_of_two_samples_is_warned_of_once_and_one_of_a_group_made_again_i
         watch.count_group(seeded(number, 5, 2))
     (line,) = notes
     assert line.startswith("warning: groups 0 and 3 have samples of the same seed (2)")
-    RunWatch(notes.append, averages_tokens=True, ends="").count_group(seeded(7, 1, 1))
+    new_watch().count_group(seeded(7, 1, 1))
     assert len(notes) == 2 and "groups 7 and 7" in notes[1]
 
 
@@ -214,16 +216,23 @@ def test_rounding_and_what_a_run_does_not_measure_are_no_imbalance(watch, notes,
     assert notes == []
 
 
-def test_tokens_that_do_not_weigh_the_same_are_warned_of_with_the_step(watch, notes):
-    RunWatch(notes.append, averages_tokens=False, ends="").check_step(1, losses(SequenceMean()))
+def test_tokens_that_do_not_weigh_the_same_are_warned_of_with_the_step(
+    watch, new_watch, notes, tmp_path
+):
+    new_watch(averages_tokens=False).check_step(1, losses(SequenceMean()))
     assert notes == [], "another aggregation weighs tokens as it likes"
     watch.check_step(4, losses(SequenceMean()))
     watch.check_step(5, losses(SequenceMean()))
     assert len(notes) == 1 and notes[0].startswith("warning: step 4: loss/total is ")
+    assert records(tmp_path, "warnings.jsonl") == [{"kind": "loss", "warning": notes[0]}]
+    new_watch()  # of a resumed run, which may be repaired
+    assert not [*tmp_path.iterdir()]
 
 
-def test_a_jump_of_the_mismatch_is_warned_of_and_growth_or_few_steps_are_not(watch, notes):
-    young = RunWatch(notes.append, averages_tokens=True, ends="")
+def test_a_jump_of_the_mismatch_is_warned_of_and_growth_or_few_steps_are_not(
+    watch, new_watch, notes
+):
+    young = new_watch()
     for step in (1, 2, 3):
         young.check_step(step, {"mismatch/generator_kl": 10.0**step})
     for step, kl in enumerate((1e-13, 1e-4, 4e-4, 6e-3, 0.05, 0.09, 0.1, float("nan")), 1):
