@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from grpo_components.config.components import build
@@ -89,7 +90,8 @@ def _watch(cfg: Settings, log: RunLog, tokenizer: Any) -> RunWatch:
     stops = cfg.generator.stop_token_ids or tokenizer.stop_tokens
     ends = ", ".join(f"{i} ({names[i]})" if i in names else f"{i}" for i in stops)
     averages_tokens = cfg.aggregation._component_ == _TOKEN_MEAN
-    return RunWatch(log.note, cfg.output_dir, averages_tokens=averages_tokens, ends=ends)
+    logs = Path(cfg.output_dir, "logs")
+    return RunWatch(log.note, logs, averages_tokens=averages_tokens, ends=ends)
 
 
 def open_log(cfg: Settings, events: EventOrder, note: str, dataset: Any, held_out: Any) -> RunLog:

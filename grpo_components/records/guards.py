@@ -131,10 +131,10 @@ class RunWatch:
     """
 
     def __init__(
-        self, note: Callable[[str], None], output_dir: str, *, averages_tokens: bool, ends: str
+        self, note: Callable[[str], None], logs: Path, *, averages_tokens: bool, ends: str
     ) -> None:
         self._note, self._averages_tokens, self._ends = note, averages_tokens, ends
-        self._path = Path(output_dir, "logs", "warnings.jsonl")
+        self._path = logs / "warnings.jsonl"
         self._path.unlink(missing_ok=True)
         self._shown: set[str] = set()
         self._seeds: dict[int, int] = {}  # seed -> group that it sampled for
