@@ -451,13 +451,13 @@ def peak_alone(folder: Path, shape: dict[str, Any], file: str | None) -> int:
 
 
 def _pull_again_and_again(bucket: tuple[Any, Any], begun: Any) -> None:
-    from grpo_components.exchange.weights import unpack_bucket
+    from grpo_components.exchange.weights import unpack_buckets
 
     torch.set_num_threads(1)
-    weights = {name: tensor.clone() for name, tensor in unpack_bucket(*bucket).items()}
+    weights = {name: tensor.clone() for name, tensor in unpack_buckets([bucket]).items()}
     begun.release()
     while True:
-        for name, tensor in unpack_bucket(*bucket).items():
+        for name, tensor in unpack_buckets([bucket]).items():
             weights[name].copy_(tensor)
 
 
