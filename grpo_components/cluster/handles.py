@@ -53,8 +53,9 @@ class GeneratorHandle:
         self.swapping = nullcontext() if ledger.events.recording else asyncio.Lock()
         """Lock held while the generator's weights are swapped, or must not change; in a replay, the
         recorded order takes its place."""
-        self.loading = asyncio.Lock()
-        """Held during a load: pulls overlap in a replay. A restarted generator has a new one."""
+        self.loads: list[asyncio.Event] = []
+        """Pulls in progress, which overlap in a replay; each is set at its end. A restarted
+        generator has a new list."""
         self.reward_use: Counter[str] = Counter()
         """What the rewards used since the last training step, such as a judge's tokens and cost."""
         self._ledger, self._timeouts = ledger, timeouts

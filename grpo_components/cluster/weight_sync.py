@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,31 +82,33 @@ class WeightSync:
     async def pull(self, generator: GeneratorHandle, cause: str) -> None:
         """Load the newest published weights, if they are newer than the generator's."""
         generator.rollouts_since_pull = 0
-        name, this_try, recording = generator.name, cause, self._ledger.events.recording
-        for number in itertools.count(2):
-            if not await self._ledger.should_pull(name, generator.version, this_try):
-                return
-            loading = generator.loading
-            async with loading:
-                # Another lock took its place if a restart, which pulls, came meanwhile.
-                loaded = loading is generator.loading and await self._load_newest(generator)
-            this_try = f"{cause}, pull {number}"
-            # If a restart cancelled it, the restart's own pull may have been of older weights.
-            again = recording.pulled_again(name, cause, this_try) if recording else not loaded
-            if not again:
-                return
+        if not await self._ledger.should_pull(generator.name, generator.version, cause):
+            return
+        loads, ended = generator.loads, asyncio.Event()
+        earlier = loads[-1:]
+        loads.append(ended)
+        try:
+            # In a replay, a pull asks at once, as recorded, and loads after those before it.
+            newest = await self._roles.server.newest(generator.held_version)
+            for each in earlier:
+                await each.wait()
+            if generator.loads is loads:  # else a restart came, and pulls what is newer
+                await self._load(generator, *newest)
+        finally:
+            ended.set()
+            loads.remove(ended)
 
-    async def _load_newest(self, generator: GeneratorHandle) -> bool:
-        """Load the newest published weights; return whether no restart cancelled it."""
-        version, buckets, references = await self._roles.server.newest(generator.held_version)
+    async def _load(
+        self, generator: GeneratorHandle, version: int, buckets: list[Any], references: list[Any]
+    ) -> None:
         began = time.perf_counter()
         if self._roles.transfer is None:
             loaded = await generator.load_weights(version, buckets)
         else:
             loaded = await self._roles.transfer.load(generator.role, version, buckets, references)
         generator.load_s = time.perf_counter() - began
-        if loaded is None:
-            return False
+        if loaded is None:  # a restart came, and pulls what is newer
+            return
         generator.version, checksum, probe = loaded
         generator.held_version = version
         pushed, layers = await self._pushed_hashes(references)
@@ -119,7 +120,6 @@ class WeightSync:
         checksums = {"checksum": checksum, "published": pushed}
         self._ledger.events.note("load", role=generator.name, version=version, **checksums)
         self._probe.check(generator.name, version, probe, layers)
-        return True
 
     async def _pushed_hashes(self, references: list[Any]) -> tuple[str, dict[str, int] | None]:
         """Return checksum and layers of a snapshot; hundreds of generators may ask for them."""
@@ -152,5 +152,5 @@ class WeightSync:
 
     async def _pull_after_restart(self, generator: GeneratorHandle) -> None:
         generator.version, generator.held_version = 0, -1  # the base model's weights
-        generator.loading = asyncio.Lock()
+        generator.loads = []
         await self.pull(generator, f"restart {generator.role.process.incarnation}")

@@ -36,10 +36,6 @@ class Recording(Protocol):
         """Return the reason of the next recorded restart."""
         ...
 
-    def pulled_again(self, role: str, cause: str, next_try: str) -> bool:
-        """Return whether a failed pull was repeated, rather than its group issued again."""
-        ...
-
     def summary(self) -> str:
         """Return what was repeated; raise an error if recorded events are left."""
         ...

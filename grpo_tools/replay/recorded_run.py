@@ -99,11 +99,6 @@ class RecordedOrder:
         """Return whether the recording has an event that is still to come."""
         return self._left[_key(event, identity)] > 0
 
-    def pulled_again(self, role: str, cause: str, next_try: str) -> bool:
-        """Return whether a failed pull was repeated, rather than its group issued again."""
-        pulls = (e["cause"] for e in self._to_come if e["event"] == "pull" and e["role"] == role)
-        return next((each for each in pulls if each in (cause, next_try)), None) == next_try
-
     def next_batch(self) -> tuple[list[int], list[int]] | None:
         """Return the groups that leave the buffer next: for a step, or as stale."""
         for event in self._to_come:

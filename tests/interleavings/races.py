@@ -95,12 +95,6 @@ async def _add_whatever_happened(_: Any, self: ReplayBufferHandle, group: Any) -
     await self._ledger.enter_buffer(group.entry.group_id)
 
 
-async def _pull_once(_: Any, self: WeightSync, generator: GeneratorHandle, cause: str) -> None:
-    generator.rollouts_since_pull = 0
-    if await self._ledger.should_pull(generator.name, generator.version, cause):
-        await self._load_newest(generator)
-
-
 async def _version_of_a_restart(
     original: Any, self: WeightSync, generator: Any, entry: Any
 ) -> None:
@@ -179,11 +173,6 @@ RACES = {
         "a restarted buffer gets a group again that a step has taken",
         Bound(max_staleness=0, steps=2, crash=("replay_buffer",)),
         *(ReplayBufferHandle, "add", _add_whatever_happened),
-    ),
-    "cancelled_pull": Race(
-        "a pull that a restart cancels is not made again, although the restart's own was older",
-        Bound(max_staleness=0, crash=_GENERATORS),
-        *(WeightSync, "pull", _pull_once),
     ),
     "version_of_a_restart": Race(
         "a group whose generator restarts while it pulls is labelled with the base model's version",

@@ -96,7 +96,7 @@ class _World:
 
     def _generator(self, handle: GeneratorHandle) -> Any:
         counts = handle.version, handle.held_version, handle.rollouts_since_pull, handle._reserved
-        return handle.name, counts, *map(self._queue, (handle.swapping, handle.loading))
+        return handle.name, counts, self._queue(handle.swapping), self._all(handle.loads)
 
     def _role(self, role: Role) -> Any:
         restarting = role._restarting
@@ -241,6 +241,7 @@ _OF_KIND: dict[type, Callable[[_World, Any], Any]] = {
     GeneratorHandle: lambda _, handle: handle.name,
     Role: lambda _, role: role.name,
     RoleProcess: lambda _, process: (process.incarnation, process.ended.is_set()),
+    asyncio.Event: lambda world, event: (event.is_set(), world._queue(event)),
     asyncio.TaskGroup: _World._task_group,
     asyncio.Task: lambda _, task: (task.done(), task.get_coro().__qualname__),
     CoroutineType: lambda _, coroutine: coroutine.__qualname__,

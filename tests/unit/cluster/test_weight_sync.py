@@ -346,45 +346,6 @@ def test_a_replay_pulls_where_the_run_did_that_it_repeats(happen, cause):
     assert replay.engines[0].loaded == original.engines[0].loaded
 
 
-async def pull_that_a_restart_cancels(setting):
-    """Pull for group 0; a restart cancels it, loads version 1, and version 2 is published."""
-    generator = setting.generators[0]
-    load_weights = generator.load_weights
-
-    async def is_cancelled(version, buckets):
-        generator.load_weights = load_weights
-        generator.version = 1  # what the restart loaded, before the next push
-        await setting.step()
-        return None
-
-    generator.load_weights = is_cancelled
-    await setting.weights.pull(generator, "group 0")
-
-
-async def test_a_pull_that_a_restart_cancels_is_made_again_if_the_restart_loaded_older_weights():
-    """In a replay, too, where nothing cancels it; a group that is issued anew has its own pull."""
-    first = Setting(num_generators=1)
-    await first.step()
-    await pull_that_a_restart_cancels(first)
-    assert first.generators[0].version == first.ledger.published_version == 2
-    assert [version for version, _ in first.engines[0].loaded] == [2]
-    pulls = [("generator_0", "group 0"), ("generator_0", "group 0, pull 2")]
-    assert first.named("pull") == pulls
-    await first.step()
-    await first.weights.pull(first.generators[0], "group 0")
-    recorded = [event | {"number": i} for i, event in enumerate(first.events)]
-    order = EventOrder(recording=RecordedOrder(recorded, 9.0))
-    replay = Setting(num_generators=1, events=order)
-    await replay.step()
-    pulling = asyncio.create_task(replay.weights.pull(replay.generators[0], "group 0"))
-    await replay.step()
-    await pulling
-    assert replay.generators[0].version == 2
-    await replay.step()
-    await replay.weights.pull(replay.generators[0], "group 0")
-    assert replay.named("pull") == first.named("pull") and order.recording.summary()
-
-
 async def test_a_group_whose_generator_restarts_while_it_pulls_starts_with_no_older_version():
     setting = Setting()
     await setting.step()
