@@ -128,7 +128,7 @@ class RebuiltWeights:
                     _apply(entry, push, raw)
                     held[entry.name] = entry.checksum, raw
         for entry, pushed in newest.values():
-            problem = "" if pushed == version else f"of version {version} did not come"
+            problem = "" if pushed == version else f" of version {version} did not come"
             if not problem and held.get(entry.name, (None,))[0] != entry.checksum:
                 problem = f": the push of version {version} builds on bytes that are not here"
             if problem:

@@ -98,7 +98,7 @@ def test_in_a_cluster_a_generator_takes_no_room_but_its_trainers(settings_with):
 
 
 def test_groups_are_reused_as_the_config_says(settings_with):
-    assert not build_reuse(settings_with()).on
+    assert not build_reuse(settings_with()).most
     reuse = build_reuse(settings_with(replay_generation={"share": 0.5}))
     assert reuse.describe() == {"replay_generation": {"share": 0.5, "max_uses": 2}}
     assert reuse.counts == (0, 4)

@@ -39,13 +39,13 @@ class NoCluster:
     """Takes the place of Ray: what is to be sent to a role must be fit to be sent."""
 
     def __init__(self, *_):
-        pass
+        self.ray = self
 
     def start(self):
         pass
 
-    def show(self, lines):
-        assert all(line.startswith("warning: ") for line in lines)
+    def note(self, line):
+        assert line.startswith("warning: ")
 
     def reserve(self, needs, timeout_s):
         cloudpickle.dumps(needs)
