@@ -5,6 +5,7 @@ from lib.whole_runs import AGENTS, assert_audited, metrics, receipts, records, s
 
 AGENT = """
 import subprocess
+import time
 
 import openai
 
@@ -23,6 +24,7 @@ def run(task):
     for _ in range(25 if number in (6, 7) else 1):
         answer = ask(text, max_tokens=4, stop=["\\n"])
         text += answer + "And? "
+        time.sleep(0.1 * (number in (6, 7)))  # else a long session may fit between two pulls
     ask(text.replace("?", "!"), max_tokens=2)  # history rewritten
     if number % 4 == 1 and task["seed"] % 2:
         raise RuntimeError("an odd seed")
