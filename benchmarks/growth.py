@@ -1,6 +1,6 @@
 """Measure what grows with a run: generators in the driver, and steps in the tools that read it.
 
-    python benchmarks/growth.py --plot docs/pictures/growth.svg
+    python benchmarks/growth.py --plot docs/results/growth.svg
         # --steps 100 1000 10000 --generators 1 8 64 256
 
 The recipe's own loops run in this process with roles that answer at once, real ledger and receipts:
