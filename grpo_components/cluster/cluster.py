@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import sys
@@ -24,6 +23,7 @@ from grpo_components.cluster.supervision import apart, root_cause
 from grpo_components.errors import ReplayStop, RoleFailedError
 from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import Ledger
+from grpo_components.files import append_record
 from grpo_components.settings import Settings
 
 _HEARTBEAT_EVERY_S = 5.0
@@ -279,9 +279,7 @@ class Cluster:
         self._write("heartbeats.jsonl", role, time=time.time(), **use)
 
     def _write(self, file: str, role: str, **fields: Any) -> None:
-        record = {"role": role, "attempt": self._attempt, **fields}
-        with (self._logs / file).open("a") as out:
-            out.write(json.dumps(record) + "\n")
+        append_record(self._logs / file, {"role": role, "attempt": self._attempt, **fields})
 
     async def close_roles(self, timeout_s: float) -> None:
         """Let every role stop its child processes, at the normal end of a run."""

@@ -266,8 +266,7 @@ def keeps_values(
     keeps = engine() == hash_layers(hashes)
     if not keeps:
         logging.getLogger(__name__).warning(
-            "the engine stores other values than the files of its model have: pulls compare "
-            "logprobs, and no weights"
+            "the engine stores other values than it loads: pulls compare logprobs, and no weights"
         )
     return keeps
 

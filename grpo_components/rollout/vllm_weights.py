@@ -33,12 +33,7 @@ from grpo_components.exchange.shared_weights import (
     split,
 )
 from grpo_components.exchange.weights import TensorEntry, hash_named
-from grpo_components.models.lora import (
-    ADAPTER_FILE,
-    engine_scale,
-    peft_config,
-    reserved_rank,
-)
+from grpo_components.models.lora import ADAPTER_FILE, engine_scale, peft_config, reserved_rank
 from grpo_components.rollout.weight_receiver import CheckedModel
 from grpo_components.settings import LoraSettings
 
