@@ -24,7 +24,7 @@ _RANKS = ("--nproc_per_node", "--nproc-per-node", "--nnodes")
 """Options of torchrun, which would start several drivers."""
 
 
-def main() -> Any:
+def main() -> None:
     """Run torchtune's `tune`; a wrong config of our recipe ends it before Ray is imported."""
     if sys.argv[1:2] in (["ls"], ["cp"]):
         return list_or_copy()
@@ -32,7 +32,7 @@ def main() -> Any:
     settings = _or_exit(check_early, words, sys.exit)
     # Nothing has begun, and Python would take a second to clear all modules.
     check = partial(_or_exit, check_what_is_imported, settings, os._exit)
-    return tune(check if settings else None)
+    tune(check if settings else None)
 
 
 def check_early(words: Sequence[str]) -> Settings | None:

@@ -237,6 +237,20 @@ def test_ctrl_c_while_torch_is_imported_shows_one_line_and_is_not_lost(tmp_path)
     assert (done.stderr, done.returncode) == ("interrupted\n", -signal.SIGINT)
 
 
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("pass", 0), ("1 / 0", 1)])
+def test_the_end_runs_what_libraries_registered_and_keeps_the_exit_code(tmp_path, end, code):
+    package = tmp_path / "torchtune" / "_cli"
+    package.mkdir(parents=True)
+    command = "import atexit, sys\n\ndef main():\n    atexit.register(print, 'library ended')\n"
+    (package / "tune.py").write_text(f"{command}    {end}\n")
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    program = "from grpo_components import _tune_run\n_tune_run.main()\n"
+    process = [sys.executable, "-c", program]
+    done = subprocess.run(process, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("library ended\n", code)
+
+
 def assert_refused(code: int, output: str, key: str) -> None:
     """Our preflight answered: exit code 2, and one line that names the key, no other."""
     assert code == 2, output
