@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from grpo_components.agents.chat import Chat
 from grpo_components.agents.environment import AgentEnvironment, parser_names
@@ -136,6 +135,8 @@ def _try_agents(cfg: Settings) -> None:
         close = difflib.get_close_matches(str(name), names, n=3, cutoff=0.4)
         allowed = f"null, or one of vLLM's, such as {', '.join(close or names[:5])}"
         fail("environment.tool_parser", f"{name!r} given", allowed)
+    from transformers import AutoTokenizer  # takes a second
+
     tokenizer: Any = AutoTokenizer.from_pretrained(cfg.base_model_path)
     chat = Chat(tokenizer, environment.chat_template, ())
     try:

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from transformers import AutoTokenizer
 
 from grpo_components.config.components import build
 from grpo_components.config.files import longest_sequence
@@ -80,6 +79,8 @@ def try_training(cfg: Settings) -> list[str]:
 
 def try_teacher(settings: Settings, path: str) -> None:
     """Refuse a teacher with another tokenizer, weights unlike its files', or wrong logprobs."""
+    from transformers import AutoTokenizer  # takes a second
+
     ours, theirs = (
         AutoTokenizer.from_pretrained(folder).get_vocab()
         for folder in (settings.base_model_path, path)

@@ -10,9 +10,8 @@ import contextlib
 import copy
 import random
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import cloudpickle
@@ -101,7 +100,7 @@ def try_components(
             used = {"dataset": not cfg.eval_only, "eval_dataset": not cfg.rollout_only}
             data = {"dataset": dataset, "eval_dataset": held_out}
             data = {key: rows for key, rows in data.items() if used[key]}
-            doubts += trial.check_rows(data, partial(_sample, cfg))
+            doubts += trial.check_rows(data, _samples_of(cfg))
     return doubts, scores
 
 
@@ -230,20 +229,21 @@ def _try_ptx(ptx: Any) -> None:
             fail("ptx", f"{name} gives no examples with tokens", allowed)
 
 
-def _sample(cfg: Settings, prompt: Any, response_text: str = "") -> RewardInput:
-    """Return the arguments of a reward for a made-up response to a prompt."""
-    sample = reward_input(prompt, response_text, "stop")
-    if environment_kind(cfg.environment) != "agents":
-        return sample
-    given = {str(node.get("name", "reward")): 0.0 for node in cfg.rewards.values()}
-    return {**sample, "agent_reward": given, "transcript": []}
+def _samples_of(cfg: Settings) -> Callable[..., RewardInput]:
+    """Return a function: a prompt and a made-up response -> the arguments of a reward."""
+    more: Any = {}
+    if environment_kind(cfg.environment) == "agents":
+        given = {str(node.get("name", "reward")): 0.0 for node in cfg.rewards.values()}
+        more = {"agent_reward": given, "transcript": []}
+    return lambda prompt, response="": {**reward_input(prompt, response, "stop"), **more}
 
 
 def _begin_rewards(cfg: Settings, dataset: Any) -> RewardTrial | None:
     """Start the trial of the rewards, with the known answers of the first rows as responses."""
     if cfg.train_from or not cfg.rewards:  # recorded groups have their rewards
         return None
+    sample_of = _samples_of(cfg)
     prompts = [dataset[row] for row in range(min(len(dataset), _ROWS))]
-    samples = [_sample(cfg, prompt, str(prompt["answer"])) for prompt in prompts]
+    samples = [sample_of(prompt, str(prompt["answer"])) for prompt in prompts]
     specs = reward_specs(cast(Any, cfg.rewards))
     return RewardTrial(specs, samples, cfg.timeouts.reward_s)

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import AutoTokenizer
-
 from grpo_components.errors import fail
 
 _ALLOWED = "a model folder with a tokenizer.json"
@@ -59,6 +57,8 @@ def hugging_face_tokenizer(path: str) -> HuggingFaceTokenizer:
     Raises:
         ValueError: the folder has no fast tokenizer, or nothing that ends a response.
     """
+    from transformers import AutoTokenizer  # takes a second
+
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False

@@ -163,7 +163,8 @@ def save_code(output_dir: Path, attempt: int, recipe: str | None) -> None:
         shutil.copy(recipe, folder)
     if changes := _git("diff", "HEAD"):
         (folder / "changes.diff").write_text(changes, encoding="utf-8")
-    packages = {str(p.metadata["Name"]): p.version for p in importlib.metadata.distributions()}
+    found = [package.metadata for package in importlib.metadata.distributions()]
+    packages = {str(each["Name"]): each["Version"] for each in found}
     about = {
         "recipe": recipe,
         "commit": _git("rev-parse", "HEAD").strip() or None,
