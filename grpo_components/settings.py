@@ -225,7 +225,7 @@ class LoraSettings(BaseModel):
 
 
 class CurriculumSettings(BaseModel):
-    """Draws of prompts by their success rate; the weight is 1 from `low` to `high`."""
+    """Weights of prompts by success rate: 1 from `low` to `high`, `floor` at 0 and 1."""
 
     model_config = _SECTION
     low: Annotated[float, Field(ge=0, le=1)] = 0.2
@@ -644,7 +644,7 @@ class Settings(BaseModel):
         fail(key, f"{shown(self._value(key))} given, {why}", allowed)
 
     def _require(self, given: str, why: str, required: Mapping[str, Any], instead: str) -> None:
-        """Refuse other values of these keys than those that what is given requires."""
+        """Refuse keys whose value is not the one that the setting `given` requires."""
         for key, value in required.items():
             if self._value(key) != value:
                 self._refuse(key, f"and with {given}, {why}", f"{shown(value)}, or {instead}")
@@ -819,7 +819,7 @@ class Settings(BaseModel):
 
 
 def processes_of(settings: Settings, needs_reference: bool) -> dict[str, int]:
-    """Return the number of processes of each family of roles, stand-ins of half a run included."""
+    """Return the number of processes of each kind of role, stand-ins included."""
     return {
         "trainer": settings.num_trainers,
         "reference": settings.num_references if needs_reference else 0,

@@ -48,7 +48,7 @@ class Amount:
 
 @dataclass
 class _Account:
-    """What became of groups up to a step, as far as no rollback or resume undid it."""
+    """Groups by outcome up to a step, without what a rollback or resume undid."""
 
     outcomes: dict[str, Amount] = field(default_factory=dict)
     stock: dict[int, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The calls of one session: which of them continue each other, and the trajectories they make."""
+"""Links an agent's requests that continue each other, and joins them into trajectories."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def _checked_agent(agent: Any) -> str | list[str]:
 def parser_names() -> list[str]:
     """Return the names of vLLM's tool call parsers without importing vLLM, which takes seconds.
 
-    Empty if vLLM keeps its table elsewhere; the generator asks vLLM itself.
+    Empty if vLLM's list is not found; the generator checks the name anyway.
     """
     spec = importlib.util.find_spec("vllm")
     for folder in (spec and spec.submodule_search_locations) or ():

@@ -180,8 +180,8 @@ class Cluster:
         """Run the loops to their end, and restart roles that fail.
 
         A role with `restarts_alone` is restarted while the loops continue, and `recover` brings it
-        up to date. If a role without it fails, or data is lost with a node, all roles without it
-        are restarted together, and the loops start again after `begin_again`.
+        up to date. If another role fails, or a lost node had data, all roles without
+        `restarts_alone` are restarted together, and the loops start again after `begin_again`.
         """
         self._recover = recover
         while True:

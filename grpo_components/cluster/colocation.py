@@ -26,7 +26,7 @@ class Colocation:
         self._asleep: set[str] = set()
         """Names of the generators whose process sleeps, or ended while it slept."""
         self._ended = asyncio.Event()
-        """Cleared during the trainers' turn."""
+        """Set outside the trainers' turns."""
         self._ended.set()
 
     @asynccontextmanager

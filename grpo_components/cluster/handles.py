@@ -28,7 +28,7 @@ from grpo_components.training.step_result import StepResult
 GRACE_S = 30.0
 """Seconds added to a role's own time-out, so that the role's own, clearer error comes first."""
 MAX_DELTAS = 64
-"""Most deltas between two whole pushes: a new generator gets all of them."""
+"""Maximum deltas after a whole push; a new generator has to load all."""
 CHECKPOINT_LANE = "checkpoint"
 """Name of the thread in which a role writes checkpoints while its main thread works."""
 
@@ -46,7 +46,7 @@ class GeneratorHandle:
         self.version = 0
         """Policy version of the generator's weights; -1 for none, or weights of another attempt."""
         self.held_version = -1
-        """Version whose bytes it keeps, as loaded from pushes of this attempt; -1 if none."""
+        """Version whose bytes the generator keeps for deltas, in this attempt; -1 if none."""
         self.load_s = 0.0
         """Seconds that the last load of weights took, or 0 since the generator slept."""
         self.rollouts_since_pull = 0
@@ -385,7 +385,7 @@ class ParameterServerHandle:
         self._pushes = [push] if push.whole else [*self._pushes, push]
 
     async def push_again(self) -> None:
-        """Give a restarted server what it had."""
+        """Push the last whole push and its deltas to a restarted server."""
         for push in self._pushes:
             await self._send(push)
 

@@ -1,4 +1,4 @@
-"""The Ray of a run: its own on this machine, or a cluster that it joins and shares with others."""
+"""Starts Ray for one run on this machine, or joins a cluster that other runs share."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class Need:
 
     count: int
     resources: Mapping[str, float]
-    """Resources that Ray gives to one process, which is never split over two nodes."""
+    """Ray resources of one process, all from one node, such as {"GPU": 1}."""
     strategy: Literal["PACK", "SPREAD"]
     """PACK: on as few nodes as possible, as they talk to each other. SPREAD: on many nodes."""
     together: int = 1
     """Number of consecutive processes that share a node."""
     guests: str = ""
-    """Family whose n-th process runs with the n-th set of these, and needs no resources itself."""
+    """Kind of role whose process n runs in the place of these processes' set n."""
 
 
 class RayCluster:
@@ -76,7 +76,7 @@ class RayCluster:
         # At WARNING, Ray tells much that is none of the user's business.
         self._level = getattr(logging, "ERROR" if log_level == "WARNING" else log_level)
         self._processes: set[psutil.Process] = set()
-        """Ray's own processes, which `stop` ends: not the page's writer or a logger's service."""
+        """Processes that Ray started; `stop` ends these, and no other children."""
         # In the main thread, Ray would replace the handler of SIGTERM. Its processes end with the
         # thread that started them.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")

@@ -78,7 +78,7 @@ class Role:
     ) -> Any:
         """Call a method and wait for its result; repeat the call after a restart of the role.
 
-        With several results, it returns references to all of them, and the value of the second.
+        If `num_returns` is 2, returns (references to both results, value of the second).
         """
         last_error = ""
         while True:

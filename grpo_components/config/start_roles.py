@@ -257,7 +257,7 @@ def _generator(
 def needs_of(
     cfg: Settings, arguments: Mapping[str, dict[str, Any]], counts: Mapping[str, int]
 ) -> dict[str, Need]:
-    """Return the resources that each family of roles needs; other roles run beside the driver."""
+    """Return the needs of each kind of role (`trainer`); kinds left out need no resources."""
     needs: dict[str, Need] = {}
     for family in (family for family, count in counts.items() if count):
         gpus = arguments[family].get("num_gpus", 0)

@@ -135,9 +135,9 @@ class Curriculum:
         """Metrics of the last step."""
 
     def draw(self) -> tuple[int, int]:
-        """Return `prompt_index` and `epoch` of the next prompt; `epoch` counts its draws, from 0.
+        """Return (prompt_index, epoch) of the next prompt; `epoch` counts its earlier draws.
 
-        So no pair of the two occurs twice.
+        So no pair is returned twice.
         """
         number = sum(self._turns.taken)
         digest = hashlib.sha256(f"{self.seed} {number}".encode()).digest()

@@ -188,9 +188,9 @@ def prompt_dataset(
 
 
 def passes_on_to_prompt_dataset(data_set: Callable[..., PromptDataset]) -> Any:
-    """Decorator: give a data set whose `**prompts` go to `prompt_dataset` that one's arguments.
+    """Decorator: put the arguments of `prompt_dataset` into the signature, for `**prompts`.
 
-    So a mistyped one is found before anything is built, with the nearest name.
+    So a mistyped argument is found before anything is built, and the nearest name shown.
     """
     own = inspect.signature(data_set)
     given = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]

@@ -94,7 +94,7 @@ class Ledger:
         return [entry for entry in self._living.values() if entry.state == state]
 
     async def admit(self, generator: str, timeout_s: float) -> LedgerEntry | None:
-        """Wait until a group may start, and issue it."""
+        """Wait until a group may start; return it, or None once the run is finished."""
         is_next = await self.events.wait_turn("issue", role=generator)
         if not (self.events.recording and is_next):
             await self._until(
@@ -147,7 +147,7 @@ class Ledger:
         return num_groups - len(self.reuse.chosen), self.policy_version, recorded, *again
 
     async def until_none_is_doomed(self, num_groups: int, timeout_s: float) -> None:
-        """Wait for a batch that makes no group in flight too old to train when a step takes it.
+        """Wait until a batch can be taken without making a group in flight too old to train.
 
         Used with `stale_groups: wait`; see `StalenessContract.must_wait`. The batch must be
         complete: a group that is admitted while the step waits for the rest could become too old.
@@ -247,7 +247,7 @@ class Ledger:
         self._wake()
 
     def stored(self) -> list[LedgerEntry]:
-        """Return the groups whose parts a checkpoint has: buffered ones, then those to reuse."""
+        """Return the groups that a checkpoint stores: buffered ones, then those to reuse."""
         return self.in_state("buffered") + self.reuse.kept
 
     def state_dict(self) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class ReplayBuffer:
         )
 
     async def add(self, group: PackedTrajectories, summary: GroupSummary) -> int:
-        """Store one group, waiting while the buffer is full."""
+        """Store one group once there is room; return the new size."""
         async with self._changed:
             await self._wait_until(
                 lambda: len(self._buffer) < self._capacity,
@@ -109,9 +109,10 @@ class ReplayBuffer:
         recorded: tuple[list[int], list[int]] | None = None,
         *again: Any,
     ) -> tuple[PackedTrajectories, BatchSummary]:
-        """Consume one batch of whole groups, waiting until there are enough fresh ones.
+        """Wait for a batch of whole groups; empty if stale ones were dropped and too few are left.
 
-        `again` has the groups that the step trains again: each, and its summary.
+        `recorded`: ids of the groups to train and to drop, in a replay. `again`: the groups that
+        the step trains again, each followed by its summary.
         """
         if recorded is not None:
             return self._batch(*await self._take_as_recorded(*recorded), again)

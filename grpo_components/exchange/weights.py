@@ -62,9 +62,9 @@ def is_hashed(device: str, dtype: torch.dtype) -> bool:
 
 
 def hash_values(tensor: Tensor) -> Tensor:
-    """Hash a tensor's elements on its device, as an int64, by a sum, which ignores their order.
+    """Return the sum of the hashes of a tensor's elements as an int64 scalar on its device.
 
-    So the hash of a fused or cut tensor follows from the hashes of the tensors it is made of.
+    Order does not matter: the hash of a fused tensor is the sum of its parts' hashes.
     """
     integer = {1: torch.uint8, 2: torch.int16}.get(tensor.dtype.itemsize, torch.int32)
     bits = tensor.detach().reshape(-1).view(integer)
@@ -94,7 +94,7 @@ def join_shares(shares: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def hash_layers(hashes: Mapping[str, int]) -> dict[str, int]:
-    """Combine the hashes of named tensors by layer; a head that is the embedding counts once."""
+    """Sum tensor hashes by layer; an output head equal to the embedding is left out."""
     layers: dict[str, int] = defaultdict(int)
     embedding = next((each for name, each in hashes.items() if name.endswith(_EMBEDDING)), None)
     for name, each in hashes.items():
@@ -133,7 +133,7 @@ class Bucket:
     def add(self, name: str, tensor: Tensor, scale: float = 1.0) -> None:
         """Copy a tensor into the buffer; a copy from a GPU into pinned memory is not awaited.
 
-        Engines keep it multiplied by `scale`.
+        Its hash is that of the tensor times `scale`, as engines store it.
         """
         raw = tensor.detach().contiguous().flatten().view(torch.uint8)
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)

@@ -100,7 +100,7 @@ class ModelFlops:
         return self.per_token * tokens + self.per_pair * pairs
 
     def train(self, parts: Sequence[Part], num_logprobs: int) -> float:
-        """Return the operations of forward and backward passes."""
+        """Return the operations to train on `parts`, with `num_logprobs` logprobs."""
         everything = micro_batch_cost(parts, range(len(parts)), self.layers)
         tokens = micro_batch_cost(parts, range(len(parts)), lambda new, _: new)
         not_done = self.frozen_per_token * tokens

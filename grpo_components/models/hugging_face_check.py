@@ -98,7 +98,7 @@ def _first_layers(config: Any) -> Iterator[int]:
 
 
 def _small_model(config: Any, name: str) -> tuple[nn.Module, Tensor]:
-    """Return a small random model with our attention, and its logprobs by the family's own code."""
+    """Return a small random model with our attention, and its logprobs with eager attention."""
     from transformers import AutoModelForCausalLM
 
     def build(attention: str, narrow: bool) -> Any:

@@ -14,10 +14,10 @@ from grpo_components.models import hugging_face_attention as shared
 
 
 def hugging_face(path: str) -> nn.Module:
-    """Build the model of a folder as transformers does, for training without dropout.
+    """Build the causal model that a folder's config.json describes, without dropout.
 
-    Its attention computes each prompt once for all its responses, and a tied head is no second
-    parameter beside the embedding. The weights are random; the trainer loads the folder's.
+    Attention computes each prompt once for all its responses. A tied output head has no parameter
+    of its own. The weights are random; the trainer loads those in the folder.
     """
     from transformers import AutoModelForCausalLM
 

@@ -64,7 +64,7 @@ class Block(NamedTuple):
     queries: Tensor
     """[n, Q] int64: indices of tokens; padding is 0, and its output is not read."""
     keys: Tensor
-    """[n, K] int64."""
+    """[n, K] int64: indices of tokens; padding is 0, and no token attends to it."""
     mask: Tensor | None
     """[n, 1, Q, K] bool, True where a query sees a key; None is causal, with the queries as keys.
     """
@@ -86,7 +86,7 @@ class Ragged(NamedTuple):
     query_ends: Tensor
     """[S + 1] int32: 0, and where the queries of each sequence end."""
     key_ends: Tensor
-    """[S + 1] int32."""
+    """[S + 1] int32: the same for keys."""
     most_queries: int
     most_keys: int
 
@@ -189,10 +189,10 @@ def _ragged(groups: list[Group], positions: Tokens, device: torch.device) -> tup
 
 
 def _runs(responses: list[Tokens], prompt_tokens: int) -> Iterator[Tokens]:
-    """Join short responses to one prompt into rows, so that its keys are not copied per response.
+    """Join a prompt's short responses into rows, because each row copies the prompt's keys.
 
-    A run of several is at most half as long as the prompt. So a row computes at most 1.5 times the
-    pairs of its responses, and R tokens of siblings have at most 5 R + P keys.
+    A row of several has at most P/2 tokens (P: prompt). So it computes at most 1.5 times the pairs
+    of its responses, and responses of R tokens in total have at most 5 R + P keys.
     """
     run: list[Tokens] = []
     for response in sorted(responses, key=len):

@@ -120,7 +120,7 @@ class TrajectoryWriter:
 
 
 def _written(trajectories: Iterable[Trajectory]) -> dict[int, dict[str, int]]:
-    """Count the sampled tokens in the file, and the agents' sampled tokens that it leaves out."""
+    """Return group id -> number of sampled tokens `written`, and `unanswered` (not in the file)."""
     groups: dict[int, dict[str, int]] = {}
     for each in trajectories:
         counts = groups.setdefault(each.group_id, {"written": 0, "unanswered": 0})

@@ -255,7 +255,7 @@ def _choice(text: str) -> tuple[str, str]:
 
 
 def _quotients(text: str) -> str:
-    """Return the ratio `3:4:5` as `(\frac{3}{4},\frac{4}{5})`; another text as it is."""
+    r"""Return the ratio `3:4:5` as `(\frac{3}{4},\frac{4}{5})`; another text as it is."""
     quotients = [
         times(a, 1 / value) if (value := number(b)) else rf"\frac{{{a}}}{{{b}}}"
         for a, b in itertools.pairwise(text.split(":"))

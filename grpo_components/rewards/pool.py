@@ -49,7 +49,7 @@ class RewardSpec:
 
 @dataclass(frozen=True)
 class Score:
-    """Result of all rewards for one sample; a reward's process sends that of its reward alone."""
+    """Score of one sample: by all rewards or, as a reward process sends it, by one reward."""
 
     reward: float
     """Weighted sum of the terms; NaN if a reward failed."""

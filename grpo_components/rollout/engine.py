@@ -78,7 +78,7 @@ class Engine:
         self._ids = map(str, range(2**63))
         self._probe: Future[Any] | None = None
         self._entered_prompts = self._entered_tokens = 0
-        """Number of requests that entered since the last step, and of their prompt tokens."""
+        """Requests added to the batch since the last engine step, and their prompt tokens."""
         self._asleep = False
         self._dead: BaseException | None = None
         built: Future[None] = Future()

@@ -17,7 +17,7 @@ from typing import Any
 from grpo_components.objective.component_errors import place_in, stack_text, users_part
 
 _QUICK_CALLS, _QUICK_S = 8, 0.01
-"""Calls that may begin at once, and seconds after which a running one makes way for the next."""
+"""Maximum of calls begun together, and seconds after which a running one frees its place."""
 
 
 class HungCallError(TimeoutError):

@@ -218,7 +218,7 @@ class Generator:
         return self._receiving
 
     async def weights_awaited(self, number: int) -> None:
-        """Wait until the engine waits for the first tensor of a transfer."""
+        """Return once the engine can receive transfer `number`."""
         await asyncio.wrap_future(self._awaited.setdefault(number, Future()))
 
     async def _swap(
@@ -227,7 +227,7 @@ class Generator:
         sleeps: int,
         load: Callable[[], Future[ProbeReading | None]],
     ) -> ProbeReading | None:
-        """Let the engine load weights; refuse them if newer weights came first."""
+        """Run `load` unless newer weights came; return the weight probe's reading."""
         # No await from this check to the update of `_loading`: newer weights may arrive in one.
         self._refuse_late(version, sleeps)
         loading, self._loading = load(), version

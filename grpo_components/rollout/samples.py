@@ -1,4 +1,4 @@
-"""A response from its request to its record: the sample that is asked for, and its trajectory."""
+"""Defines the request for one response (`Sample`), and turns its result into a trajectory."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def open_schedule(
     number: int = 0,
     restart_count: int = 0,
 ) -> Schedule[Any]:
-    """Open a generator's schedule to write it; `recorded` reads the schedule that is replayed."""
+    """Open a generator's schedule file to append; in a replay, `recorded` reads the old one."""
     path = schedule_file(Path(folder), number)
     cut_torn_line(path)
     commands = recorded(number, restart_count) if recorded else None

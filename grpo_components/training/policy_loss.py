@@ -22,8 +22,8 @@ from grpo_components.objective.token_advantages import with_teacher
 class PolicyLoss:
     """Computes token losses: policy loss times off-policy weight, plus penalties.
 
-    Every call checks the shapes and dtypes of what the parts return, which costs nothing. Only the
-    first call checks the values of the weights, because that waits for the device.
+    Every call checks the shapes and dtypes of the losses and weights. Only the first call checks
+    the values of the weights, because that waits for the device.
     """
 
     def __init__(

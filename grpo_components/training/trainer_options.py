@@ -23,10 +23,10 @@ class TrainerOptions:
     num_ranks: int
     sharding: Sharding
     collective_timeout_s: float
-    """`timeouts.collective_s`."""
+    """Seconds that a collective may take (`timeouts.collective_s`)."""
     colocate: bool = False
     open_sender: Callable[..., Any] | None = None
-    """Opens the weight sender on rank 0, given its address as `host`; None: no sender."""
+    """Builds rank 0's weight sender from the node's address `host`; None: no sender."""
     build_model: Callable[[], nn.Module]
     """Builds the torchtune decoder or transformers model."""
     build_checkpointer: Callable[[], Any] | None

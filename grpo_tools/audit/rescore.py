@@ -44,7 +44,7 @@ class Response:
     name: str
     trajectory: Trajectory
     trained: NDArray[np.bool_]
-    """[R]."""
+    """[R] True where the token was trained."""
     kv: Any = None
     """Keys and values of its tokens so far, if a later version continues with them."""
 
@@ -119,7 +119,7 @@ def load_model(model: Path, adapter: Path | None = None) -> Any:
 def score(model: Any, todo: Sequence[Segment]) -> Iterator[tuple[Segment, NDArray[np.float64]]]:
     """Yield the logprobs of each segment's tokens, at their sampling temperature.
 
-    Score one version after another, in ascending order: a response that goes on keeps its KV.
+    Call it once per version, in ascending order: `Response.kv` is kept for the next segment.
     """
     for segment in todo:
         if segment.begins and not segment.continues:
@@ -158,7 +158,7 @@ def _logprobs(logits: Tensor, segment: Segment) -> NDArray[np.float64]:
 
 @dataclass
 class Rescored:
-    """What a rescoring has found."""
+    """Differences between recorded and recomputed logprobs, and failed checks."""
 
     dtype: str
     steps: int

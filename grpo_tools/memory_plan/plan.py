@@ -38,7 +38,7 @@ _SNAPSHOTS = 3
 """Most snapshots in the object store: the newest, one that a generator still reads, and one that is
 being stored."""
 _DELTA_SNAPSHOTS = _SNAPSHOTS + 2
-"""With delta pushes also deltas of the newest snapshot and of one still read, up to its size."""
+"""With delta pushes: also deltas of two snapshots, each at most a snapshot's size."""
 _RAY_SHARE = 0.3
 """Share of a node's memory that Ray takes for its object store by default."""
 
@@ -149,7 +149,7 @@ def _roles(
 def in_turns(
     trainer: RoleMemory, generator: RoleMemory, device: Device, less_cache: str
 ) -> RoleMemory:
-    """Return the larger turn of a GPU: one role's whole memory, and what the other role keeps."""
+    """Return the peak of two roles in turns: one's total plus what the other keeps."""
     generating, training = generator.total + trainer.resting, trainer.total + generator.resting
     note = f"{gib(generating)} GiB while it generates, {gib(trainer.resting)} of them the trainer's"
     note += f"; {gib(training)} while it trains, {gib(generator.resting)} of them the generator's"

@@ -44,7 +44,7 @@ _PUSHED_LAYERS = 3
 _PINNED = 2
 """Largest ratio of page-locked memory to a tensor's bytes: PyTorch rounds up to 2**n."""
 _BYTES_PER_TOKEN = 256
-"""Of losses, metrics and their inputs, for each token of a micro-batch: 32 numbers of 64 bits."""
+"""Bytes of losses, metrics and their inputs, per token of a micro-batch: 32 x 64 bits."""
 _KERNELS = 1.005
 """Factor for what kernels allocate, and for all else that passes miss; 1.001 was measured."""
 
@@ -59,7 +59,7 @@ def _policy(cfg: Settings) -> Callable[[], nn.Module]:
 
 _META = torch.device("meta")  # masks of long sequences would take gigabytes
 _MAX_RANKS, _MAX_ROUNDS = 4, 3
-"""Most ranks, and most micro-batches per rank, that are planned: more have no other sizes."""
+"""Maximum ranks and micro-batches per rank to plan; more give the same batch sizes."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def host_bytes(cfg: Settings, sizes: ModelSizes) -> dict[str, int]:
 def _smaller(
     cfg: Settings, memory: RoleMemory, chunk: int, prompt_tokens: int, device: Device
 ) -> str:
-    """Return the key that makes a trainer smaller."""
+    """Return advice, `key: problem; allowed: ...`, that lowers a trainer's memory."""
     parts, room = memory.parts, device.nbytes * (cfg.gpus_per_trainer if device.is_gpu else 1)
     static = sum(parts[name] for name in _STATIC)
     if static > 0.6 * room:

@@ -218,7 +218,7 @@ class RecordedSchedule:
 def read_schedule(
     folder: str, timeout_s: float, number: int = 0, restart_count: int = 0
 ) -> RecordedSchedule:
-    """Read the schedule of a generator's process with the same number of restarts."""
+    """Read what generator `number` recorded in its process after `restart_count` restarts."""
     by_restart: dict[int, list[tuple[int, str]]] = {}
     probe_tokens = PROBE_TOKENS
     entered: list[tuple[int, str]] = []

@@ -66,7 +66,7 @@ class PageParts:
         return {"Other metrics": folded} if others else {}
 
     def html(self, title: str, state: str, top: str, command: str, **data: Any) -> str:
-        """Return the page; `data` is what its script reads besides the charts."""
+        """Return the page; `state` and `top` are HTML, `data` is for the page's script."""
         from plotly.offline import get_plotlyjs  # imported here because it reads 5 MB
 
         data = {"charts": self._figures, **data}

@@ -41,7 +41,7 @@ def script_json(value: Any) -> str:
 
 
 def part(name: str, *values: Any) -> Markup:
-    """Return HTML by a macro of `parts.html`, in which all values are text."""
+    """Render a macro of `parts.html`; values are escaped, except `Markup`."""
     return getattr(_templates().get_template("parts.html").module, name)(*values)
 
 

@@ -69,7 +69,7 @@ def timeline(
 def seconds_by_role(
     heartbeats: Sequence[Record], waited_s: float = 0.0
 ) -> dict[str, dict[str, float]]:
-    """Add up the time of each role's processes by activity."""
+    """Return role -> activity -> seconds; `waited_s` of a trainer's idle time is for a batch."""
     total: dict[str, dict[str, float]] = {}
     for role, processes in _processes(heartbeats).items():
         seconds: Any = Counter()

@@ -220,7 +220,7 @@ class VirtualTrainer:
 
 
 class VirtualReference:
-    """Waits as long as a reference works on one group after another, of mean lengths."""
+    """Waits as long as a reference computes groups of mean length, one after another."""
 
     def __init__(self, setup: Settings, times: Times, lengths: Lengths) -> None:
         self._seconds = times.reference(setup.group_size * lengths.mean)

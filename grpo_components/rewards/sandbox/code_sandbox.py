@@ -100,10 +100,10 @@ class CodeSandbox:
 
     @contextlib.contextmanager
     def opened(self, program: str) -> Iterator[Callable[[str, float | None], Outcome]]:
-        """Context manager: a function that runs the program with an input and a wall-clock limit.
+        """Context manager: a function that runs the program, given stdin and a limit in seconds.
 
-        The runs share the start of one sandbox and nothing else: each is a process with limits, an
-        empty /tmp and a memory of its own. After a run that hit its wall-clock limit there is none.
+        All runs use one sandbox, each in a new process with its own limits, memory and empty /tmp.
+        No run can follow one that was killed at its wall-clock limit.
         """
         with contextlib.ExitStack() as stack:
             files = given, out, err = [stack.enter_context(_memory_file()) for _ in range(3)]
@@ -128,8 +128,8 @@ class CodeSandbox:
     ) -> Outcome:
         """Run two programs in separate sandboxes; the stdout of each is the stdin of the other.
 
-        The outcome is that of `program`, without its stdout; the other is killed when it ends.
-        Files are in the root folder of a program, by name; only `program` sees `packages`.
+        Returns the outcome of `program`, without stdout; `other` is killed when `program` ends.
+        `files`: name in `/` -> text. `packages`: folder for `program` -> folder on this machine.
         """
         with contextlib.ExitStack() as stack:
             nothing, err = (stack.enter_context(_memory_file()) for _ in range(2))

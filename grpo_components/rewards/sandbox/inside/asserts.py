@@ -216,14 +216,14 @@ def _methods(value: Any) -> list[str]:
 
 
 def _answer(value: Any) -> Any:
-    """Return the value of an assert, which fails on an object of the program."""
+    """Return an assert's value; raise a TypeError for an object that the program made."""
     if (state := _state(value)) and not state.made_by:
         raise TypeError("an object of the program is no answer")
     return value
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a file; in the asserts, an object of the program is no answer."""
+    """Loads a file; in the asserts' file, checks each tested value by `_answer`."""
 
     def source_to_code(self, data: Any, path: Any, **_: Any) -> Any:
         tree = ast.parse(data)
