@@ -21,11 +21,11 @@ from grpo_components.agents.rewards import checked_reward
 from grpo_components.settings import GeneratorSettings
 
 _MOST_CHARACTERS = 16
-"""Most characters per token of the longest prompt; text of any language has fewer per token."""
+"""Maximum characters per token of the longest prompt; text of any language has fewer."""
 _MOST_BYTES = 4
-"""Most tokens that one character may take."""
+"""Maximum number of tokens that one character may take."""
 _SLACK = 16
-"""Most tokens that one step of the engine may add."""
+"""Maximum number of tokens that one step of the engine may add."""
 
 
 @dataclass(frozen=True)

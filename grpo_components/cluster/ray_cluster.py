@@ -47,7 +47,7 @@ _PREFIX, _LOCK = "grpo-", "lock"
 
 @dataclass(frozen=True)
 class Need:
-    """What the processes of one family of roles, e.g. all trainers, need of a cluster."""
+    """What the processes of one kind of role, e.g. all trainers, need of a cluster."""
 
     count: int
     resources: Mapping[str, float]
@@ -126,7 +126,7 @@ class RayCluster:
             self._processes = set(psutil.Process().children()) - before
 
     def reserve(self, needs: Mapping[str, Need], timeout_s: float) -> None:
-        """Reserve a cluster's resources for families of roles; others run on the driver's node."""
+        """Reserve a cluster's resources for kinds of role; others run on the driver's node."""
         if self._address is None:  # preflight has checked that the roles fit on this machine
             return
         self._needs = needs

@@ -31,7 +31,7 @@ class WeightSync:
         self._pull_every_m_rollouts = pull_every_m_rollouts
         self._push_early, self._probe = push_early, WeightProbe(probe_kl)
         self._pushed: tuple[list[Any], str, dict[str, int] | None] = [], "", None
-        """Of the snapshot pulled last: references to its manifests, checksum, hashes of layers."""
+        """The snapshot pulled last: references to its manifests, checksum, hashes of layers."""
         self._ever_pushed, self._reading_manifests = False, asyncio.Lock()
 
     async def push_if_due(

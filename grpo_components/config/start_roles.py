@@ -116,7 +116,7 @@ def role_arguments(
     tokenizer: Any,
     longest_prompt: int,
 ) -> dict[str, dict[str, Any]]:
-    """Return keyword arguments for `Cluster.spawn` by the family of roles, for a checked config."""
+    """Return kind of role -> keyword arguments for `Cluster.spawn`, for a checked config."""
     share = max(1, available_cpus(cfg) // sum(counts.values()))
     if cfg.ray.address is not None:  # as Ray does: the cores of this machine say nothing there
         share = 1
@@ -251,7 +251,7 @@ def _generator(
     }
 
 
-# ---- what each family of roles needs of a joined cluster -----------------------------------------
+# ---- what each kind of role needs of a joined cluster -------------------------------------------
 
 
 def needs_of(

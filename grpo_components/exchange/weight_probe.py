@@ -48,7 +48,7 @@ rounding is not small, the distance must also exceed the usual one by this facto
 _ROUNDING = 1e-4
 """Root mean square difference in nats below which no other version counts as nearer."""
 _LAYERS_NAMED = 4
-"""Most layers of a version that an error names."""
+"""Maximum number of layers of a version that an error names."""
 
 
 class WeightProbe:

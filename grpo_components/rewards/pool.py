@@ -63,9 +63,9 @@ class Score:
     used: dict[str, float] = field(default_factory=dict, compare=False)
     """What the rewards used for this sample, by reward and kind: `judge_requests`."""
     is_above: bool = field(default=False, compare=False)
-    """Of one reward: whether it is above what it calls its maximum."""
+    """Whether one reward gave more than its own maximum."""
     seconds: float = field(default=0.0, compare=False)
-    """Of one reward: how long it took."""
+    """Seconds that one reward took."""
 
 
 def reward_specs(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardSpec]:

@@ -32,9 +32,9 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 0.25}
 _FLOOR = 2e-6
 """Rounding of a logprob that is near 0, in nats."""
 _MAX_PROBLEMS = 3
-"""Most problems that are listed one by one."""
+"""Maximum number of problems that are listed one by one."""
 _MAX_TOKENS = 4096
-"""Most tokens, with padding, in one forward pass."""
+"""Maximum tokens, with padding, in one forward pass."""
 
 
 @dataclass(eq=False)

@@ -30,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
         self.live = 0
         """Bytes alive now."""
         self.peak = 0
-        """Most bytes alive at once since the last `mark`."""
+        """Peak bytes since the last `mark`."""
         self._sizes: dict[int, int] = {}
 
     def mark(self) -> int:

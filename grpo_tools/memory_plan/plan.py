@@ -35,7 +35,7 @@ _COLUMNS = (
 )
 _SMALL = 1e-9
 _SNAPSHOTS = 3
-"""Most snapshots in the object store: the newest, one that a generator still reads, and one that is
+"""Snapshots in the object store, at most: the newest, one that a generator still reads, one that is
 being stored."""
 _DELTA_SNAPSHOTS = _SNAPSHOTS + 2
 """With delta pushes: also deltas of two snapshots, each at most a snapshot's size."""

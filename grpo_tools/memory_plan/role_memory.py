@@ -18,7 +18,7 @@ class RoleMemory:
     share: float
     """Share of a GPU that a process asks for."""
     total: int = 0
-    """Most bytes at once: on its GPU, or of its tensors on a CPU."""
+    """Peak bytes: on its GPU, or of its tensors on a CPU."""
     parts: dict[str, int] = field(default_factory=dict)
     """Bytes by what they are for; they need not be there at the same time."""
     host: dict[str, int] = field(default_factory=dict)
