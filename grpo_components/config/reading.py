@@ -25,6 +25,7 @@ _ELSEWHERE = {
     "num_steps": "max_steps epochs num_train_epochs total_epochs max_steps_per_epoch",
     "generator.max_response_tokens": "max_completion_length max_generated_tokens max_tokens",
     "dataset.max_prompt_tokens": "max_prompt_length",
+    "dataset.source": "path data_files train_files dataset_name",
     "loss.kl_coeff": "beta kl_coeff kl_coef kl_loss_coef kl_loss_coeff",
     "loss.clip_low": "epsilon eps_clip clip_ratio clip_ratio_low cliprange",
     "loss.clip_high": "epsilon_high clip_ratio_high",
@@ -158,8 +159,9 @@ def nearest(name: str, keys: Iterable[str], prefix: str = "") -> str:
     """Return a hint: the key that was probably meant, else the existing keys."""
     keys = list(dict.fromkeys(keys))
     ours = _OURS.get(name, "")
-    if ours and (not prefix or ours in [f"{prefix}{key}" for key in keys]):
-        return f"did you mean {ours}?"
+    leaf = ours.rpartition(".")[2]
+    if ours and (not prefix or leaf in keys):
+        return f"did you mean {prefix}{leaf}?" if prefix else f"did you mean {ours}?"
     if near := get_close_matches(name, keys, n=1, cutoff=0.75):
         return f"did you mean {prefix}{near[0]}?"
     anywhere = {leaf: f"{key}.{leaf}" for key in reversed(_keys_of([])) for leaf in _keys_of([key])}

@@ -198,6 +198,7 @@ rewards.my._component_  OWN=own_parts.of_trl -> prompt_text, response_text, !! t
 rewards.my._component_  OWN=own_parts.judge -> a function that makes one !! takes prompt_text
 loss.kl_coeff     LOSS=own_parts.Takes ~loss.clip_low ~loss.clip_high
 loss.epsilon                 loss.epsilon=0.2 -> did you mean loss.clip_low?
+eval_dataset.path            eval_dataset.path=own.jsonl -> did you mean eval_dataset.source?
 loss.unlike                  loss.unlike=0.2 -> clip_low, clip_high, kl_coeff
 loss.epsilon                 GSPO loss.epsilon=3.0
 model.num_layer              model.num_layer=4 -> model.num_layers?
