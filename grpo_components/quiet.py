@@ -18,6 +18,8 @@ _HARMLESS = {
     ),
     # Logged at every start, with a traceback: the engine gets token ids and has no tokenizer.
     "vllm.renderers.base": re.compile(r"Chat template warmup failed: .*`skip_tokenizer_init=True`"),
+    # Logged at every start of its CPU build.
+    "vllm.triton_utils.importing": re.compile(r"Triton is installed, but doesn't include CPU .*"),
 }
 """Patterns of harmless vLLM messages by logger; a pattern includes the exception's text, if any."""
 
