@@ -11,7 +11,7 @@ from grpo_components.plain_text import one_line, shortened
 class ConfigError(ValueError):
     """A value or a component of the config is wrong; restarting a role would not help.
 
-    Its text is one line of at most `MAX_MESSAGE` characters; the fields are not shortened.
+    `str` gives one line of at most `MAX_MESSAGE` characters; key, problem and allowed stay whole.
     """
 
     def __init__(self, key: str, problem: str, allowed: str, user_traceback: str = "") -> None:

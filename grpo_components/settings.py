@@ -168,7 +168,7 @@ def _user(values: dict[str, Any]) -> DictConfig:
 def _as_dict_config(
     filled: Callable[[Any], Any], plain: Any, create: Callable[..., Any] = OmegaConf.create
 ) -> GetPydanticSchema:
-    """Return the pydantic type of a DictConfig: values are `filled`, then checked as `plain`."""
+    """Return the pydantic type of a DictConfig: `filled` adds defaults, `plain` checks values."""
 
     def made(checked: dict[str, Any] | None) -> DictConfig | None:
         return None if checked is None else create(checked)
@@ -819,7 +819,7 @@ class Settings(BaseModel):
 
 
 def processes_of(settings: Settings, needs_reference: bool) -> dict[str, int]:
-    """Return the number of processes of each kind of role, stand-ins included."""
+    """Return the number of processes of each kind of role; a stand-in counts as its role."""
     return {
         "trainer": settings.num_trainers,
         "reference": settings.num_references if needs_reference else 0,

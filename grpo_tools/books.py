@@ -85,7 +85,7 @@ class Books:
         self._kept: dict[int, _Account] = {0: _Account()}
         self._undone = Amount()
         self._batch: list[int] = []
-        """New groups of the step in training."""
+        """Ids of the new (not reused) groups of the step being trained."""
 
     @property
     def again(self) -> Amount:

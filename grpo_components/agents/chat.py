@@ -81,10 +81,10 @@ class Chat:
         return next((stop for stop in self._stops if turn.endswith(stop)), "")
 
     def turn_length(self, text: str, turn: str, least: int) -> int | None:
-        """Return how many characters at the start of a text are a turn; None if they are not.
+        """Return the length, in characters, of `turn` at the start of a text; None if it is absent.
 
-        A turn whose tool calls differ only in their JSON's spelling is the same turn, if it ends
-        after at least `least` characters: what the policy wrote is kept.
+        A turn whose tool calls are only spelled differently as JSON is the same turn, if it has at
+        least `least` characters. The caller then keeps what the policy wrote.
         """
         if text.startswith(turn):
             return len(turn)

@@ -82,7 +82,7 @@ def _watch(connection: socket.socket, agent: _Agent) -> None:
 
 
 def _read(reading: int, agent: _Agent) -> bytes:
-    """Read a part of an agent's result, or of a command's output, which goes to the log, too."""
+    """Read a part of a function's result, or of a command's output; copy the output to the log."""
     part = os.read(reading, _MAX_SAID)
     if isinstance(agent, list):
         os.write(2, part)

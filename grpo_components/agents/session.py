@@ -21,7 +21,7 @@ from grpo_components.agents.rewards import checked_reward
 from grpo_components.settings import GeneratorSettings
 
 _MOST_CHARACTERS = 16
-"""Maximum characters per token of the longest prompt; text of any language has fewer."""
+"""Maximum characters of a prompt, per token of `max_model_len`; any language has fewer."""
 _MOST_BYTES = 4
 """Maximum number of tokens that one character may take."""
 _SLACK = 16

@@ -46,7 +46,7 @@ class GeneratorHandle:
         self.version = 0
         """Policy version of the generator's weights; -1 for none, or weights of another attempt."""
         self.held_version = -1
-        """Version whose bytes the generator keeps for deltas, in this attempt; -1 if none."""
+        """Policy version, of this attempt, to which the generator can apply a delta; -1 if none."""
         self.load_s = 0.0
         """Seconds that the last load of weights took, or 0 since the generator slept."""
         self.rollouts_since_pull = 0
@@ -54,8 +54,8 @@ class GeneratorHandle:
         """Lock held while the generator's weights are swapped, or must not change; in a replay, the
         recorded order takes its place."""
         self.loads: list[asyncio.Event] = []
-        """Pulls in progress, which overlap in a replay; each is set at its end. A restarted
-        generator has a new list."""
+        """One event per pull in progress (several only in a replay), set when the pull ends. A
+        restart of the generator begins a new list."""
         self.reward_use: Counter[str] = Counter()
         """What the rewards used since the last training step, such as a judge's tokens and cost."""
         self._ledger, self._timeouts = ledger, timeouts
@@ -302,7 +302,10 @@ class TrainersHandle:
         return (await self._on_all("gather_weights"))[0]
 
     def export_weights(self, version: int, base: int | None = None) -> tuple[list[Any], list[Any]]:
-        """Start to pack the gathered weights, while the next step may run."""
+        """Start to pack the gathered weights; return references to each rank's bucket and manifest.
+
+        The next step may run meanwhile.
+        """
         args = (version,) if base is None else (version, base)
         exports = [
             role.submit("export_weights", *args, num_returns=2, lane="export")
@@ -394,7 +397,7 @@ class ParameterServerHandle:
         await self.role.call("push", *pushed, timeout_s=self._limit_s)
 
     def _base(self) -> int | None:
-        """Return the version that the next delta builds on; `NO_BASE` for a whole push."""
+        """Return the next delta's base version; `NO_BASE` for a whole push, None without deltas."""
         if not self._deltas:
             return None
         if not self._pushes:

@@ -57,7 +57,7 @@ class Need:
     together: int = 1
     """Number of consecutive processes that share a node."""
     guests: str = ""
-    """Kind of role whose process n runs in the place of these processes' set n."""
+    """Kind of role that shares these GPUs: its process n those of set n of `together` processes."""
 
 
 class RayCluster:
@@ -126,7 +126,7 @@ class RayCluster:
             self._processes = set(psutil.Process().children()) - before
 
     def reserve(self, needs: Mapping[str, Need], timeout_s: float) -> None:
-        """Reserve a cluster's resources for kinds of role; others run on the driver's node."""
+        """Reserve a cluster's resources by kind of role; other roles run on the driver's node."""
         if self._address is None:  # preflight has checked that the roles fit on this machine
             return
         self._needs = needs

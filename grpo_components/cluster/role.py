@@ -64,7 +64,7 @@ class Role:
         self._nobody_waits.set()
 
     def submit(self, method: str, *args: Any, num_returns: int = 1, lane: str = "main") -> Any:
-        """Send a call to the present process; return Ray's reference to its result, or to each."""
+        """Send a call to the present process; return Ray's reference to its result, or a list."""
         return self.process.send(method, lane, args, num_returns)
 
     async def call(

@@ -97,7 +97,7 @@ class RoleHost:
         rendezvous: Rendezvous | None = None,
         *shared_gpus: str,
     ) -> dict[str, Any]:
-        """Build the role in this process."""
+        """Build the role; return this process's pid, node (its name), node_id and tmp (folder)."""
         if shared_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shared_gpus)
         if rendezvous is not None:
@@ -136,7 +136,7 @@ class RoleHost:
 
     @contextlib.contextmanager
     def _timed(self, method: str, lane: str) -> Iterator[None]:
-        """Context manager: add the time to the method's, unless the main lane works as well."""
+        """Context manager: time the method or, while the main lane works, that lane's method."""
         call = object()
         self._running[call] = lane, method
         self._time_use.begin(self._activity())
@@ -162,7 +162,7 @@ class RoleHost:
                 await self._in_lane(_MAIN_LANE, self._role.close)
 
     async def heartbeat(self, interval_s: float) -> dict[str, Any]:
-        """Answer after an interval, so that the caller notices a process that is dead or hung."""
+        """Return resource and time use after an interval; silence means a dead or hung process."""
         await asyncio.sleep(interval_s)
         use = {"seconds": self._time_use.seconds(), "cpu_seconds": self._time_use.cpu_seconds()}
         more: dict[str, Any] = {}
@@ -204,7 +204,7 @@ def _collect_does_nothing() -> Iterator[None]:
 
 
 def resource_use() -> dict[str, Any]:
-    """Measure the resources that this process uses."""
+    """Measure this process's memory (MiB), CPU seconds, threads, open files and child processes."""
     process = psutil.Process()
     with process.oneshot():
         memory = process.memory_info()

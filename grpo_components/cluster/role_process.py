@@ -48,7 +48,7 @@ class RoleProcess:
     """Number of results -> function that sends a call; Ray takes long to build one."""
 
     def send(self, method: str, lane: str, args: tuple[Any, ...], num_returns: int) -> Any:
-        """Send a call; return Ray's reference to its result, or to each of several."""
+        """Send a call; return Ray's reference to its result, or a list of references to several."""
         if num_returns not in self._senders:
             options = self.host.call.options(num_returns=num_returns)
             self._senders[num_returns] = options.remote

@@ -122,7 +122,7 @@ class WeightSync:
         self._probe.check(generator.name, version, probe, layers)
 
     async def _pushed_hashes(self, references: list[Any]) -> tuple[str, dict[str, int] | None]:
-        """Return checksum and layers of a snapshot; hundreds of generators may ask for them."""
+        """Return a snapshot's checksum and hashes by layer, read once for all generators."""
         async with self._reading_manifests:
             if self._pushed[0] != references:
                 manifests = await self._roles.trainers.manifests(references)

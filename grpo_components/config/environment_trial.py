@@ -1,4 +1,4 @@
-"""Tries the environment of a config, with its world or agents, once before anything starts."""
+"""Tries a config's environment, with its world or agents, on a prompt before a run starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks the files and folders that a config names, and its numbers against the models in them."""
+"""Checks the files and folders that a config names, and its numbers against its models' sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OUTPUTS = ("output_dir", "checkpointer.output_dir", "metric_logger.", "profiler
 
 
 def check_files(settings: Settings) -> None:
-    """Refuse missing files, and values that do not fit the models in them."""
+    """Refuse missing files, and values that the config.json files of the models rule out."""
     base = Path(settings.base_model_path)
     _check_model_folder("base_model_path", base)
     _check_same_folder(settings, base)
@@ -49,7 +49,7 @@ def read_hf_config(key: str, folder: Path) -> dict[str, Any]:
 
 
 def longest_sequence(settings: Settings) -> int:
-    """Return the most tokens that a prompt and its response have, as far as the config says."""
+    """Return the maximum tokens of a prompt with its response, as far as the config limits them."""
     return (settings.dataset.get("max_prompt_tokens") or 1) + settings.generator.max_response_tokens
 
 
@@ -157,7 +157,7 @@ def _check_reward_model(path: str | None) -> None:
 
 
 def _check_teacher(settings: Settings, policy_config: dict[str, Any]) -> None:
-    """Refuse a teacher that is missing, or too small; its trial compares the tokenizers."""
+    """Refuse a teacher without files, or with too few token ids or positions; see `try_teacher`."""
     if settings.teacher is None:
         return
     key, folder = "teacher.path", Path(settings.teacher.path)

@@ -49,7 +49,7 @@ def split_learning_rate(node: DictConfig) -> tuple[DictConfig, Schedule | None]:
 
 
 def try_training(cfg: Settings) -> list[str]:
-    """Build optimizer, scheduler and model once, before any process starts."""
+    """Build optimizer, scheduler and model once, before any process starts; return warnings."""
     node, schedule = split_learning_rate(cfg.optimizer)
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros_like(parameter)
@@ -101,7 +101,7 @@ def try_teacher(settings: Settings, path: str) -> None:
 
 @contextlib.contextmanager
 def _refused(key: str, allowed: str, before: str = "") -> Generator[None]:
-    """Refuse weights by this key, whatever key their error names."""
+    """Context manager: turn a ValueError into a ConfigError of `key`; `before` begins its text."""
     try:
         yield
     except ValueError as error:

@@ -132,7 +132,7 @@ class Curriculum:
         self._results: dict[int, tuple[int, int]] = {}
         """prompt_index -> successes and responses since the last step."""
         self.metrics: dict[str, float] = {}
-        """Metrics of the last step."""
+        """Metrics of the last step, by name (`curriculum/...`); empty before the first."""
 
     def draw(self) -> tuple[int, int]:
         """Return (prompt_index, epoch) of the next prompt; `epoch` counts its earlier draws.

@@ -381,7 +381,7 @@ def _solution(row: Row) -> dict[str, str]:
 
 
 def _setup(row: Row, key: str, value: Any) -> Any:
-    """Return the code that a row runs before its asserts (MBPP), from its tests or a column."""
+    """Check and return setup code that runs before a row's asserts: `value`, else column `key`."""
     value = value or (row.value(key) if row.has(key) else None)
     if key == "test_imports" and isinstance(value, str) and value.strip():
         is_list = value.lstrip().startswith("[")  # a CSV file has lists as JSON text

@@ -84,7 +84,7 @@ class RowFilters:
 
 
 class Partition:
-    """Keeps the rows in some of n parts, for example to split off validation data.
+    """Selects the rows in some of n parts: `10/10` is a tenth, for example for validation.
 
     A hash of the question decides the part of its row. So the part depends on no seed, no other row
     and no order of rows, and equal questions are always in the same part.

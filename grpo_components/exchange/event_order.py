@@ -23,21 +23,21 @@ class Recording(Protocol):
         """Check that an event equals the next recorded one, and advance to the one after it."""
 
     def compare(self, event: Event) -> None:
-        """Compare what an event trained or loaded with what the recorded event did."""
+        """Compare a step's batch, or a load's weights, with the recorded ones."""
 
     def has(self, event: str, **identity: Any) -> bool:
         """Return whether the recording has an event that is still to come."""
         ...
 
     def next_batch(self) -> tuple[list[int], list[int]] | None:
-        """Return the groups that leave the buffer next: for a step, or as stale."""
+        """Return ids of the next groups to leave the buffer: (to train, stale); None if none do."""
 
     def why_restarted(self) -> str:
         """Return the reason of the next recorded restart."""
         ...
 
     def summary(self) -> str:
-        """Return what was repeated; raise an error if recorded events are left."""
+        """Say what was replayed; raise a ReplayError if recorded events are left."""
         ...
 
 

@@ -73,9 +73,9 @@ class GroupReuse:
         return {"replay_generation": rule} if self.most else {}
 
     def choose(self, policy_version: int) -> None:
-        """Choose groups for the step from this version; forget those that it may not train.
+        """Choose groups for the step from this version; forget those that are too old or used up.
 
-        They have the highest priorities; of groups with equal priority, the older is chosen.
+        Those with the highest priorities are chosen; of equal ones, the older.
         """
         self.candidates = {
             group_id: each
@@ -114,7 +114,7 @@ class GroupReuse:
         }
 
     def end_step(self, before: int, after: int) -> None:
-        """Count the uses of a step from one version to another, and choose for the next step."""
+        """End a step from version `before` to `after`: count uses, and choose for the next step."""
         if not self.most:
             return
         ages = [self._contract.staleness(each.oldest_version, before) for each in self.chosen]

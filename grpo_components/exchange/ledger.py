@@ -196,7 +196,10 @@ class Ledger:
         stale: Sequence[int] = (),
         summaries: Sequence[GroupSummary] = (),
     ) -> list[LedgerEntry]:
-        """Record which groups left the buffer; in a live run, before any other task runs."""
+        """Record which groups left the buffer; return the new ones to train, then the reused ones.
+
+        In a live run, no other task runs before the record is made.
+        """
         await self.drop(stale, "stale", reissue=True)
         entries = [self._living[group_id] for group_id in group_ids]
         if not entries:

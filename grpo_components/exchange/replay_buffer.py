@@ -83,7 +83,7 @@ class ReplayBuffer:
     def _make_room(self, capacity: int) -> None:
         self._capacity = capacity
         self._checked: tuple[int | None, int] = None, 0
-        """Policy version, and how many first groups are known to be fresh for it."""
+        """(policy version, n): the buffer's first n groups are fresh enough for this version."""
         self._buffer = TorchRLReplayBuffer(
             storage=ListStorage(capacity), sampler=_OldestVersionSampler(), collate_fn=list
         )
@@ -178,14 +178,14 @@ class ReplayBuffer:
         return batch, BatchSummary(groups, old, dropped, len(self._buffer), content)
 
     async def refill(self, *parts: Any) -> None:
-        """Replace the buffer's groups; the capacity grows if not all of the new groups fit."""
+        """Replace the groups by `parts`: each group, then its summary; grow the buffer to fit."""
         items = _items(parts)
         self._make_room(max(self._capacity, len(items)))
         for item in items:
             self._buffer.add(item)
 
     def write_state(self, folder: str, batch: PackedTrajectories, *parts: Any) -> str | None:
-        """Write groups to a checkpoint; safe while others use the buffer."""
+        """Write groups to a checkpoint, also during other calls; return why it failed, or None."""
         groups = [{"group": i.group, "summary": asdict(i.summary)} for i in _items(parts)]
         try:
             write_state(Path(folder), "buffer", groups)
@@ -195,7 +195,7 @@ class ReplayBuffer:
         return None
 
     def read_state(self, folder: str, group_ids: Sequence[int]) -> list[Any]:
-        """Load groups from a checkpoint, without adding them to the buffer."""
+        """Read groups of a checkpoint; return each, followed by its summary, and then two None."""
         saved = {
             # Not the saved summary, which may be of a version with other fields.
             each["summary"]["group_id"]: (each["group"], summarize(each["group"]))

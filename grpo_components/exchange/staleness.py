@@ -13,7 +13,7 @@ Versions = TypeVar("Versions", int, float, "Tensor")
 
 
 class Reused(NamedTuple):
-    """How many groups steps train again; steps take that many fewer groups from the buffer."""
+    """Numbers of groups that steps train again, in place of new ones from the buffer."""
 
     next: int = 0
     """Number of groups that the next step trains again."""
@@ -59,7 +59,7 @@ class StalenessContract:
         return self.max_staleness + 1
 
     def groups_of(self, steps: int, reused: Reused = NONE_REUSED) -> int:
-        """Return how many new groups the next training steps consume at least."""
+        """Return the minimum number of new groups that the next `steps` steps consume."""
         later = steps * (self.groups_per_step - reused.most)
         return later + reused.most - reused.next if steps else 0
 

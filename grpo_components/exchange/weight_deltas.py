@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from grpo_components.exchange.weights import Manifest, TensorEntry
 
 NO_BASE = -1
-"""Stands for the version that a delta builds on, in a push of all bytes."""
+"""Base version of a push that has all bytes, not a delta."""
 Bytes = NDArray[np.uint8]
 Bucket = tuple[Manifest, Bytes]
 _BLOCK = 2**18
@@ -36,7 +36,7 @@ def encode(new: Bytes, base: Bytes, itemsize: int) -> Bytes:
 
 
 def apply(delta: Bytes, raw: Bytes, itemsize: int) -> None:
-    """Change an array in place, from the base of a delta to what was encoded."""
+    """Apply a delta to `raw`, the bytes of its base, which become the new bytes in place."""
     with pa.CompressedInputStream(pa.py_buffer(delta), "zstd") as packed:
         for part in _blocks(len(raw), itemsize):
             block = raw[part].reshape(-1, itemsize)
@@ -62,7 +62,7 @@ class DeltaBucket:
     manifest: Manifest
     """Describes the rebuilt tensors; where `base` is set, the bytes are a delta."""
     packed: Bytes
-    """[nbytes] uint8."""
+    """[nbytes] uint8: the tensors' bytes or compressed changes, one tensor after the other."""
 
 
 class DeltaEncoder:
@@ -148,7 +148,7 @@ class RebuiltWeights:
 
 
 def newest_manifests(buckets: Iterable[Any]) -> Iterator[Manifest]:
-    """Return the manifests of the newest version, of whole or delta pushes."""
+    """Return the manifests of the newest version among whole or delta buckets."""
     buckets = list(buckets)
     if buckets and isinstance(buckets[-1], DeltaBucket):
         newest = buckets[-1].version

@@ -43,10 +43,10 @@ LoadedWeights = tuple[int, str, ProbeReading | None]
 probe; None without an engine."""
 _VERSIONS_KEPT = 64
 _NEARER = 4.0
-"""Another version counts as the loaded one if its squared distance is smaller by this factor. Where
-rounding is not small, the distance must also exceed the usual one by this factor."""
+"""Another version counts as loaded if its mean square gap is smaller by this factor. Where rounding
+is not small, the gap of the named version must also exceed the median gap by this factor."""
 _ROUNDING = 1e-4
-"""Root mean square difference in nats below which no other version counts as nearer."""
+"""Root mean square gap of the probe's logprobs, in nats, that still counts as rounding."""
 _LAYERS_NAMED = 4
 """Maximum number of layers of a version that an error names."""
 
@@ -59,7 +59,7 @@ class WeightProbe:
         self._pushed: dict[int, np.ndarray] = {}
         self._layers: dict[int, Mapping[str, int]] = {}
         self._usual: deque[float] = deque(maxlen=_VERSIONS_KEPT)
-        """Mean square gap of each earlier pull."""
+        """Mean square gap between trainer's and generator's logprobs in each earlier pull."""
 
     def pushed(self, version: int, logprobs: Sequence[float]) -> None:
         """Keep the logprobs that the trainers computed with the pushed weights; none if empty."""

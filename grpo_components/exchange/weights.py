@@ -133,7 +133,7 @@ class Bucket:
     def add(self, name: str, tensor: Tensor, scale: float = 1.0) -> None:
         """Copy a tensor into the buffer; a copy from a GPU into pinned memory is not awaited.
 
-        Its hash is that of the tensor times `scale`, as engines store it.
+        The manifest's hash is computed from the tensor times `scale`, which is what engines store.
         """
         raw = tensor.detach().contiguous().flatten().view(torch.uint8)
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
@@ -146,7 +146,7 @@ class Bucket:
         self._entries.append(TensorEntry(name, dtype, shape, begin, raw.numel(), 0))
 
     def close(self) -> tuple[Manifest, NDArray[np.uint8]]:
-        """Compute the checksums; all copies must have ended."""
+        """Compute checksums, once all copies have ended; return manifest and bytes [nbytes]."""
         assert self._used == len(self._buffer)
         # Based on a memoryview: slices of the array would keep an array alive, but not this one.
         packed = np.frombuffer(memoryview(cast(Any, self._buffer.numpy())), np.uint8)
@@ -177,7 +177,7 @@ class BucketBuffers:
 
 
 def pack_bucket(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Manifest, NDArray[np.uint8]]:
-    """Copy named tensors into one bucket."""
+    """Copy named tensors into one bucket; return its manifest and its bytes [nbytes]."""
     bucket = BucketBuffers(sum(tensor.nbytes for _, tensor in tensors), pinned=False).bucket()
     for name, tensor in tensors:
         bucket.add(name, tensor)

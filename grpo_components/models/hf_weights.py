@@ -67,7 +67,7 @@ def to_file_names(model: nn.Module) -> Callable[[StateDict], StateDict]:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return a copy if a tensor is part of a larger one, which files cannot store; else itself."""
+    """Return a tensor, or a copy if it is part of a larger one: files cannot store such a part."""
     is_part = tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous()
     return tensor.clone(memory_format=torch.contiguous_format) if is_part else tensor
 

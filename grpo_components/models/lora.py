@@ -30,7 +30,7 @@ _A, _B = "lora_a.weight", "lora_b.weight"
 
 
 def reserved_rank(lora: LoraSettings) -> int:
-    """Return the rank for which vLLM reserves memory."""
+    """Return the adapter rank for which vLLM reserves memory: `rank`, rounded up to one it has."""
     return next(rank for rank in _VLLM_RANKS if rank >= lora.rank)
 
 

@@ -99,9 +99,9 @@ def _pieces(
 def _fill(
     units: list[list[int]], parts: Sequence[Part], cost: Cost, num_ranks: int, budget: int
 ) -> list[list[int]]:
-    """Put units into as few rounds of micro-batches as fit, the costliest first.
+    """Pack units (responses that stay together) into micro-batches of as few rounds as possible.
 
-    Each unit goes to the cheapest micro-batch so far in which it fits.
+    The costliest unit comes first; each goes to the cheapest micro-batch so far in which it fits.
     """
     tokens = [micro_batch_cost(parts, unit, lambda new, _: new) for unit in units]
     costs = [micro_batch_cost(parts, unit, cost) for unit in units]

@@ -55,7 +55,7 @@ class Part(NamedTuple):
     """Equal for responses to the same prompt."""
     prompt_tokens: int
     response_tokens: int
-    """Number of tokens before the last one whose logprob is wanted; only they are read."""
+    """Number of response tokens read: all before the last one whose logprob is wanted."""
 
 
 class Block(NamedTuple):

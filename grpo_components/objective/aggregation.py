@@ -22,7 +22,7 @@ class TokenMean:
     """
 
     def __call__(self, token_counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the weights for one optimizer update."""
+        """Return weights [S] for the token counts [S] of an update's responses."""
         return np.full(len(token_counts), 1.0 / max(int(token_counts.sum()), 1))
 
 
@@ -33,7 +33,7 @@ class SequenceMean:
     """
 
     def __call__(self, token_counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the weights for one optimizer update."""
+        """Return weights [S] for the token counts [S] of an update's responses."""
         return 1.0 / (len(token_counts) * np.maximum(token_counts, 1).astype(np.float64))
 
 
@@ -54,5 +54,5 @@ class ConstantLength:
         self.length = length
 
     def __call__(self, token_counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the weights for one optimizer update."""
+        """Return weights [S] for the token counts [S] of an update's responses."""
         return np.full(len(token_counts), 1.0 / (max(len(token_counts), 1) * self.length))

@@ -41,7 +41,8 @@ def named_failure(
 ) -> Generator[None]:
     """Context manager: turn a component's error into a `ConfigError` that says where it arose.
 
-    The message has the component's key and name, and the file and line of the error.
+    The message has the component's key and name, the error with its file and line, and `allowed`:
+    what would be right. Errors that are not of `kinds` pass through.
     """
     try:
         yield

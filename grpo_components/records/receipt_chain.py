@@ -93,7 +93,7 @@ class ChainedFile:
             raise OSError(error.errno, f"cannot be written: {error.strerror}", file.name) from error
 
     def close(self) -> None:
-        """Close both files; a second call does nothing."""
+        """Close the receipts and `receipts.end`; a second call does nothing."""
         self._end_file.close()
         with suppress(OSError):  # the failed write was already reported
             self._file.close()

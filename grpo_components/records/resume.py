@@ -69,7 +69,7 @@ class RunStart:
 
 
 def find_checkpoint(resume_from: bool | str, output_dir: Path) -> Path | None:
-    """Find the checkpoint to resume from."""
+    """Return the whole checkpoint to resume from; None if `resume_from` is false."""
     if resume_from is False:
         return None
     checkpoints = output_dir / "checkpoints"

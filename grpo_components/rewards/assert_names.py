@@ -61,9 +61,9 @@ class Asserts(NamedTuple):
 
 
 def read_asserts(source: str) -> Asserts:
-    """Find the names that the program must define, by the rules in docs/rewards.md; import others.
+    """Add forgotten imports to asserts, and find the names that the tested program must define.
 
-    A name that tests forget to import is imported if the asserts also use a name of the program.
+    A name is imported only if the asserts also use a name of the program: see docs/rewards.md.
     """
     try:
         tree = ast.parse(source)

@@ -43,8 +43,8 @@ class CodeTests:
     Args:
         cpu_s: CPU seconds for each run of the program.
         wall_s: seconds for all tests of one response, after the start of the sandbox; must be
-            below `timeouts.reward_s`. The sample fails if they run out,
-            though no single test took half of them.
+            below `timeouts.reward_s`. If they run out in a test that began with half or more left,
+            the score is 0; in a later test, the sample fails.
         memory_mib: MiB of address space for each run.
         float_tolerance: largest error of a printed float, absolute or relative to the expected
             one, whichever allows more; 0 compares the text.

@@ -33,8 +33,8 @@ class RewardTrial:
     def finish(self) -> tuple[list[str], list[str]]:
         """Wait until each reward has scored known answers; return lines of scores, and warnings.
 
-        A line has one reward's scores of known answers, or of its own best responses if it can
-        write them, and of an empty response.
+        A line has the scores that one reward gives to known answers (to perfect responses, if it
+        can write them) and to an empty response.
         """
         of, problem = self._worker.wait_until_built()
         if problem:

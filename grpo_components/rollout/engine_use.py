@@ -39,7 +39,7 @@ class EngineUse:
 
     @contextlib.contextmanager
     def rollout(self) -> Iterator[None]:
-        """Context manager: a rollout requests sequences inside. Any thread may call this."""
+        """Context manager: count one more rollout as running. Any thread may call this."""
         self._count(1)
         try:
             yield
@@ -48,7 +48,7 @@ class EngineUse:
 
     @contextlib.contextmanager
     def step(self, prompts: int, prompt_tokens: int) -> Iterator[None]:
-        """Context manager: the engine's thread makes one step inside."""
+        """Context manager: measure one step, which the engine's thread makes inside."""
         sequences = self._sequences
         began, cpu_began = time.perf_counter(), time.thread_time()
         yield
@@ -62,8 +62,9 @@ class EngineUse:
         """Return what the engine's time went to since it started.
 
         `seconds` and `cpu_seconds` of the process are by activity or cause of idle time,
-        `sequence_share` is the mean share of `max_num_seqs` in use, and `engine_steps` are sums
-        over the steps, by the number of sequences in a step.
+        `sequence_share` is the mean share of `max_num_seqs` in use. `engine_steps` has sums over
+        steps, by the number of sequences (a power of two, with + if the steps read prompts):
+        steps, sequences, prompts, prompt tokens, seconds and CPU seconds.
         """
         with self._lock:
             self._advance()

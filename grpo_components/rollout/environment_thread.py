@@ -17,7 +17,7 @@ from typing import Any
 from grpo_components.objective.component_errors import place_in, stack_text, users_part
 
 _QUICK_CALLS, _QUICK_S = 8, 0.01
-"""Maximum of calls begun together, and seconds after which a running one frees its place."""
+"""Maximum number of quick calls at once, and seconds after which a call counts as slow."""
 
 
 class HungCallError(TimeoutError):
@@ -94,7 +94,7 @@ class EnvironmentThread:
         return HungCallError(problem, StackSummary.from_list(found[::-1]))
 
     def leave(self, close: Callable[[], Any] = lambda: None) -> Future[Any]:
-        """Let the thread end after its current call."""
+        """Call `close` after the current call, then end the thread; return the call's future."""
         closing = self.start(close)
         self._calls.put(None)
         return closing

@@ -96,7 +96,7 @@ class Generator:
     async def generate_group(
         self, prompt: Prompt, epoch: int, group_id: int, attempt: int, temperature: float
     ) -> tuple[PackedTrajectories, GroupSummary, dict[str, Any]]:
-        """Sample and score `group_size` responses to one prompt."""
+        """Sample and score `group_size` responses; return them packed, a summary, their text."""
         seed, group_size = self._seed, self._group_size
         ended = self._budget.begin_group()
         samples = [
@@ -143,7 +143,11 @@ class Generator:
         samples: int = 1,
         logged: Sequence[int] = (),
     ) -> list[dict[str, Any]]:
-        """Sample and score responses to each prompt, with the same seeds in every evaluation."""
+        """Sample and score responses to each prompt, with the same seeds in every evaluation.
+
+        Returns one result per response, in the order of the prompts. `logged`: positions of the
+        prompts whose results include the text.
+        """
         seed, size = self._seed, self._group_size
         asked = [
             Sample(
@@ -227,7 +231,7 @@ class Generator:
         sleeps: int,
         load: Callable[[], Future[ProbeReading | None]],
     ) -> ProbeReading | None:
-        """Run `load` unless newer weights came; return the weight probe's reading."""
+        """Run `load`, and return the weight probe's reading; a ValueError if newer weights came."""
         # No await from this check to the update of `_loading`: newer weights may arrive in one.
         self._refuse_late(version, sleeps)
         loading, self._loading = load(), version

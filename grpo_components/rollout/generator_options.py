@@ -9,12 +9,13 @@ from typing import Any, Literal
 from grpo_components.settings import LoraSettings
 
 EnvironmentKind = Literal["single_turn", "multi_turn", "agents", "torchrl"]
-"""Shipped, for one turn (not built); shipped, with a world; with agents; or the user's own."""
+"""How responses are made: in one turn, without building the environment; in turns with a world;
+by agents; or in a torchrl environment of the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What an engine needs besides `generator`; undescribed fields are keys of the config."""
+    """Engine options outside the section `generator`; undescribed fields are keys of the config."""
 
     model_path: str
     """Folder of the Hugging Face checkpoint to load as version 0."""
@@ -36,7 +37,7 @@ class EnvironmentOptions:
     """Options of the environment in which the policy answers prompts."""
 
     build_environment: Callable[..., Any]
-    """Builds it; torchrl's gets num_slots, decode, encode, score and max_response_tokens."""
+    """Factory; for torchrl, it gets num_slots, decode, encode, score and max_response_tokens."""
     timeout_s: float
     """Seconds for all environment calls of one rollout together, rewards included."""
     kind: EnvironmentKind = "torchrl"

@@ -1,4 +1,4 @@
-"""Encodes environment text; control tokens may be in its frame, but not in text that it quotes."""
+"""Encodes an environment's text, of which only unquoted parts may contain control tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MARKER = re.compile(r"(?=(<[^<>\s]+>|\[/?[A-Z_]+\]))")
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Encode a text that continues a conversation; names of control tokens become these tokens.
+    """Encode a text that continues a conversation; names of control tokens become the tokens.
 
-    In `quoted` text, they do not. torchtune's own tokenizers differ: Llama 3's encodes
+    In `quoted` text, they stay text. torchtune's own tokenizers differ: Llama 3's encodes
     `<|eot_id|>` as plain text, Qwen's as a control token, and those based on SentencePiece put a
     space before each text.
     """
@@ -68,7 +68,7 @@ def quoted(text: str) -> str:
 def unquoted(text: str, names: Iterable[str]) -> str:
     """Remove the marks of `quoted` from a text, so that quoted parts spell no control token.
 
-    A blank breaks each of `names`, and each marker of the other text, that is partly quoted.
+    A blank splits each of `names`, and each marker of the unquoted text, that is partly quoted.
     """
     parts = _QUOTE.split(text)
     whole = "".join(parts)
@@ -93,5 +93,5 @@ def _any_of(names: frozenset[str]) -> str:
 
 @cache
 def _starts_of(names: frozenset[str]) -> re.Pattern[str]:
-    """Find each name of several characters, also where two overlap, as group 1."""
+    """Return a pattern whose group 1 is each name of 2 or more characters, even if two overlap."""
     return re.compile(f"(?=({_any_of(frozenset(name for name in names if len(name) > 1))}))")

@@ -159,7 +159,7 @@ def run_in_sandbox(sandbox: Any, program: str) -> str:
 
 
 class ToolUse:
-    """World that runs the tool calls of each turn; a turn without a call ends the conversation.
+    """A `World` that runs the tool calls of a turn; a turn without a call ends the conversation.
 
     The reply to a malformed call, an unknown tool or wrong arguments is an error message, and the
     policy may try again.
@@ -169,8 +169,8 @@ class ToolUse:
         call_format: `hermes` (Qwen2.5 and many others: an object with `name` and `arguments` in
             `<tool_call>` tags) or `llama3_json` (the whole turn is an object with `name` and
             `parameters`).
-        max_result_characters: most characters of a result that the policy sees. Longer results lose
-            their middle, because errors are usually at the end.
+        max_result_characters: maximum characters of a result that the policy sees. Longer results
+            lose their middle, because errors are usually at the end.
 
     Raises:
         ValueError: an unknown format, no tools, or a tool without a signature.

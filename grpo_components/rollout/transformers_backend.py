@@ -1,4 +1,4 @@
-"""transformers as the engine's library: for small models, and where vLLM does not exist."""
+"""Runs transformers as the engine's backend: for small models, and where vLLM does not exist."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class _Sequence:
 
 
 class TransformersBackend:
-    """Slots of keys and values that sequences enter and leave at every step; see `VLLMBackend`.
+    """Samples in slots of keys and values, one per running sequence; methods as of `VLLMBackend`.
 
     The prompt of a group is computed once if its requests begin together. There is no cache of
     prefixes beyond that.
@@ -135,12 +135,12 @@ class TransformersBackend:
         self._waiting.append(_Sequence(request_id, request, ids, longest, stops, draws))
 
     def add_probe(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Begin the weight probe, before all requests that wait."""
+        """Queue the weight probe (see exchange/weight_probe.py) ahead of all waiting requests."""
         self._probes.append((request_id, list(token_ids)))
 
     @torch.inference_mode()
     def step(self) -> list[tuple[str, Result]]:
-        """Sample a token for each running request; returns what is finished."""
+        """Sample a token for each running request; return (id, result) of finished ones."""
         results: list[tuple[str, Result]] = [(name, self._read(ids)) for name, ids in self._probes]
         self._probes = []
         while self._free and self._waiting:
@@ -222,7 +222,7 @@ class TransformersBackend:
         sources: Tensor | None = None,
         at: Tensor | None = None,
     ) -> Tensor:
-        """Return hidden states [N, T, D], and write keys and values into slots; see `_Pass`."""
+        """Write keys and values of ids [R, T], and return hidden states [R, T, D]; see `_Pass`."""
         positions = (
             torch.arange(len(ids[0]), device=self._device)[None] if at is None else at[:, None]
         )
@@ -334,7 +334,7 @@ def _attention(
 
 
 def _parts(sequences: list[_Sequence]) -> Iterator[list[_Sequence]]:
-    """Yield parts for one pass each: as many sequences, of similar length, as it may compute."""
+    """Split sequences into parts of similar length, each as large as one pass may compute."""
     part: list[_Sequence] = []
     for each in sorted(sequences, key=lambda each: len(each.ids)):
         if part and (len(part) + 1) * len(each.ids) > _PROMPT_TOKENS:

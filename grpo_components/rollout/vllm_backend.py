@@ -1,4 +1,4 @@
-"""vLLM as the engine's library, in this process: continuous batching with a prefix cache."""
+"""Runs vLLM in this process as the engine's backend: batches continuously, caches prefixes."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class VLLMBackend:
             self._watched[request_id] = _WatchedRequest(watch)
 
     def add_probe(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Begin the weight probe, before all requests that wait."""
+        """Queue the weight probe (see exchange/weight_probe.py) ahead of all waiting requests."""
         prompt = TokensPrompt(prompt_token_ids=list(token_ids))
         sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
         # vLLM takes such a request past its prefix cache; but what is cached is of old weights.
@@ -142,7 +142,7 @@ class VLLMBackend:
         self._engine.add_request(request_id, prompt, sampling, lora_request=self._adapter, **how)
 
     def step(self) -> list[tuple[str, Result]]:
-        """Sample a token for each running request; returns what is finished."""
+        """Sample a token for each running request; return (id, result) of finished ones."""
         results: list[tuple[str, Result]] = []
         for output in cast("list[Any]", self._engine.step()):
             request_id, result = output.request_id, None

@@ -42,7 +42,7 @@ _PART_BYTES = 256 * 2**20
 _PARTS_AT_ONCE = 2
 """Parts in shared memory at once: the workers load one while the next is copied."""
 _WRITTEN_DIRECTLY = {"GptOssRoutedExperts", "OAIAttention"}
-"""Layers that vLLM's model writes without their weight loaders, so that its reload misses it."""
+"""Layers to which vLLM's model writes without weight loaders, so that its reload misses them."""
 _TIMEOUT_S = 300.0
 """Longest wait for all workers to load a part, in seconds."""
 
@@ -138,7 +138,7 @@ def load_into_workers(executor: Any, tensors: Mapping[str, torch.Tensor]) -> Non
 
 
 def hash_parameters(worker: Any, of_adapter: bool) -> dict[str, int]:
-    """Hash each parameter of a worker's share of the weights, or each matrix of its adapter's."""
+    """Hash each parameter of a worker's share of the weights or, if asked, of the adapter's."""
     model = worker.model_runner.get_model()
     if not of_adapter:
         return hash_named(model.named_parameters())

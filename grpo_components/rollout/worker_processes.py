@@ -1,4 +1,4 @@
-"""Starts and watches the worker processes of an engine that shares each layer among several."""
+"""Starts and watches an engine's worker processes, each of which has a share of every layer."""
 
 from __future__ import annotations
 

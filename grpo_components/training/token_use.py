@@ -40,7 +40,7 @@ class TokenUse:
     def count(
         self, samples: Sequence[TrainSample], device: torch.device, num_copies: int
     ) -> dict[int, dict[str, int]]:
-        """Return group id -> cause -> number of tokens; collective with a correction."""
+        """Return group id -> cause -> token count; with a correction, all ranks must call it."""
         weighted = _over_ranks(samples, device, num_copies) if self._corrects else None
         groups: dict[int, Counter[str]] = {}
         for number, sample in enumerate(samples):

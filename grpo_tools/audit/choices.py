@@ -25,7 +25,7 @@ class Group:
     tokens: int | None = None
     """Number of tokens of its responses; None until the group is generated."""
     in_flight: bool = True
-    """Whether it was issued since its generator was lost."""
+    """False from the loss of its generator, or a resume without it, until it is issued again."""
 
 
 Groups = Mapping[int, Group]

@@ -63,7 +63,7 @@ def read_metrics(folder: Path) -> dict[tuple[int, int], Record]:
 
 
 def check_metrics(known: dict[tuple[int, int], Record], record: Record, check: Check) -> None:
-    """Compare a step's record with its metrics, which are removed from those that are known."""
+    """Compare a step's record with its metrics, and remove these from `known`."""
     attempt, step = record["attempt"], record["step"]
     metrics = known.pop((attempt, step), None)
     if metrics is None:

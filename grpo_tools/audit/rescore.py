@@ -213,10 +213,10 @@ class Rescored:
 
 
 def allowed(logprobs: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
-    """Return the difference allowed for each token, in nats.
+    """Return the maximum difference between recorded and computed logprobs, in nats, per token.
 
-    The logprob of a token of probability p moves with 1 - p: by rounding of the logits, and by
-    other weights. So a constant bound would not notice wrong weights at a likely token.
+    Rounded logits, or other weights, move the logprob of a token of probability p by a multiple of
+    1 - p. A constant bound would miss wrong weights at likely tokens; for fp32 it falls with 1 - p.
     """
     most = TOLERANCE[dtype]
     if dtype != "fp32":

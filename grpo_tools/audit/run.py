@@ -88,7 +88,7 @@ class RunAudit:
             "step": self._step,
             "end": self._end,
         }
-        """Name of an event -> what checks it; other events have only their fields."""
+        """Name of an event -> its check; of other events, only the fields are checked."""
 
     def follow(self, line: bytes, number: int) -> None:
         """Check the next line."""

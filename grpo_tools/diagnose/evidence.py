@@ -75,7 +75,7 @@ class Run:
         return default if node is None else node
 
     def has(self, advice: str) -> bool:
-        """Return whether the config has this `key=value`, or sets this key, already."""
+        """Return whether the config has `key=value`, or sets `key` if the advice is only a key."""
         key, _, value = advice.partition("=")
         found = self.setting(key)
         return found == yaml.safe_load(value) if value else bool(found)

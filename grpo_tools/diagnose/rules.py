@@ -52,7 +52,7 @@ class Finding(NamedTuple):
 
 
 def _try(run: Run, *advice: str) -> str:
-    """Join what to try, without what the config has already."""
+    """Join pieces of advice; leave out each `key=value`, or key, that the config already has."""
     return ", ".join(each for each in advice if not run.has(each))
 
 

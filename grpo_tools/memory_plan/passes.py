@@ -34,7 +34,7 @@ def training_bytes(
     sequences: Sequence[TokenSequence],
     has_gradients: bool,
 ) -> Bytes:
-    """Return what training takes on rank 0."""
+    """Return the bytes of a training step on rank 0: static parts, and the peak of each phase."""
     sharding = Sharding(
         replicate=cfg.data_parallel_replicate_dim,
         tensor=cfg.tensor_parallel_dim,

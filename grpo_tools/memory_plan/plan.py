@@ -149,7 +149,10 @@ def _roles(
 def in_turns(
     trainer: RoleMemory, generator: RoleMemory, device: Device, less_cache: str
 ) -> RoleMemory:
-    """Return the peak of two roles in turns: one's total plus what the other keeps."""
+    """Return the peak of two roles in turns: one's total plus what the other keeps.
+
+    `less_cache`: advice for a generator that does not fit.
+    """
     generating, training = generator.total + trainer.resting, trainer.total + generator.resting
     note = f"{gib(generating)} GiB while it generates, {gib(trainer.resting)} of them the trainer's"
     note += f"; {gib(training)} while it trains, {gib(generator.resting)} of them the generator's"

@@ -1,4 +1,4 @@
-"""What one process of a role holds, and what of it does not fit."""
+"""Defines the predicted memory of a role's process, and the device that it must fit on."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Device:
 
 
 GPU_GIB = 80.0
-"""Memory of one GPU where none is known: an A100's or H100's."""
+"""Memory of one GPU if no GPU and no option tells it, in GiB: an A100's or H100's."""
 GPU_PROCESS_BYTES = GIB
 """CUDA's context, cuBLAS' workspace and NCCL's buffers of one process; not measured by us."""
 FRAGMENTATION = 0.05

@@ -83,7 +83,8 @@ def longest_micro_batches(
 
     It tries responses that are all as long as allowed, responses of evenly spread lengths, and
     short responses, whose prompts are copied most often as keys. It keeps the heaviest batch that
-    is alone in its update, and the heaviest that follows another in its update.
+    is alone in its update, and the heaviest that follows another in its update. `wide`: memory of
+    a token, relative to that of a key.
     """
     longest, same = cfg.generator.max_response_tokens, np.full(cfg.group_size, 1)
     spread = np.linspace(max(longest // 8, 1), longest, cfg.group_size).astype(int)
@@ -115,7 +116,7 @@ def _largest(
 
 
 def _weight(sequences: Sequence[TokenSequence], wide: float) -> float:
-    """Return memory in units of one token's keys and values in one layer, masks left out."""
+    """Return relative memory, without masks: 1 for each key that is read, `wide` for each token."""
     column = arrange(parts_of(sequences), _META)
     keys = sum(block.keys.numel() for block in column.layout.padded.blocks)
     return wide * len(column.positions) + keys

@@ -100,7 +100,7 @@ class RecordedOrder:
         return self._left[_key(event, identity)] > 0
 
     def next_batch(self) -> tuple[list[int], list[int]] | None:
-        """Return the groups that leave the buffer next: for a step, or as stale."""
+        """Return ids of the next groups to leave the buffer: (to train, stale); None if none do."""
         for event in self._to_come:
             if event["event"] == "sample":
                 return event["groups"], []
@@ -113,7 +113,7 @@ class RecordedOrder:
         return self._next["what"]
 
     def summary(self) -> str:
-        """Return how many events were repeated; raise an error if recorded events are left."""
+        """Say how many events were replayed; raise a ReplayError if recorded events are left."""
         if self._done < len(self._recorded):
             left = _describe(self._next["event"], self._next)
             raise ReplayError(f"the replay ended before event {self._next['number']}: {left}")

@@ -35,7 +35,7 @@ _FREE_ROWS = 8
 _LEGEND_CHARS, _SYMBOL_CHARS = 48, 9
 """Width of a legend on a narrow screen, and of the line before each name, in characters."""
 _HUGE = 1e100
-"""What is as large was not measured by a run, and its sums would be infinite."""
+"""Values of this size or more count as not measured: their sums would be infinite."""
 _BINS = ("0 %", "to 20 %", "to 40 %", "to 60 %", "to 80 %", "over 80 %", "100 %")
 Chart = dict[str, Any]
 """Keys: `title`, `about` (one line) and `figure` (plotly's `data` and `layout`)."""

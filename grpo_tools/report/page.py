@@ -52,7 +52,7 @@ class PageParts:
         return part("charts", cards)
 
     def add(self, name: str, make: Callable[[], str]) -> None:
-        """Add a section; if its files are damaged or those of another program, it says so."""
+        """Add a section or, if its files are damaged or another program's, a line that says so."""
         try:
             self.sections[name] = make()
         except (*DAMAGED, OSError) as error:

@@ -32,7 +32,7 @@ class RolloutSample:
     """The groups that a report shows, and how many the file has."""
 
     groups: list[Record]
-    """Lines of the file, as the page's script reads them."""
+    """Parsed lines of the rollout log, one per group, with texts made safe and long ones cut."""
     logged: int
     """Number of groups in the file, without superseded ones."""
     superseded: int

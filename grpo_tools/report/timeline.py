@@ -69,7 +69,7 @@ def timeline(
 def seconds_by_role(
     heartbeats: Sequence[Record], waited_s: float = 0.0
 ) -> dict[str, dict[str, float]]:
-    """Return role -> activity -> seconds; `waited_s` of a trainer's idle time is for a batch."""
+    """Return role -> activity -> seconds; of a trainer's idle time, `waited_s` are `no batch`."""
     total: dict[str, dict[str, float]] = {}
     for role, processes in _processes(heartbeats).items():
         seconds: Any = Counter()
@@ -84,7 +84,7 @@ def seconds_by_role(
 
 
 def time_use_charts(heartbeats: Sequence[Record], waited_s: float) -> list[Chart]:
-    """Draw each role's time by activity, and how many of its sequences each engine uses."""
+    """Draw each role's time by activity, and each engine's used share of `max_num_seqs`."""
     by_role = dict(sorted(seconds_by_role(heartbeats, waited_s).items()))
     if not by_role:
         return []

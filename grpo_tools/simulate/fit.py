@@ -22,7 +22,7 @@ from grpo_components.settings import Settings
 
 @dataclass(frozen=True)
 class Times:
-    """Fitted seconds of one run."""
+    """Durations of the parts of a run, in seconds, fitted to one recorded run."""
 
     step_s: float
     """Fixed part of every engine step."""

@@ -213,7 +213,7 @@ class VirtualTrainer:
         return self.policy_version
 
     async def export_weights(self, version: int) -> tuple[Any, tuple[()]]:
-        """Wait as long as the export takes, during the next step; see `Trainer.export_weights`."""
+        """Wait as long as an export takes, while steps go on; see `Trainer.export_weights`."""
         async with self._exporting:
             await asyncio.sleep(self._times.export_s)
         return None, ()
@@ -243,7 +243,7 @@ class VirtualRole:
         self.name, self._target = name, target
 
     def submit(self, method: str, *args: Any, num_returns: int = 1, lane: str = "main") -> Any:
-        """Start a call, and return the task of its result, or of each item; see `Role.submit`."""
+        """Start a call; return its task, or one task for each of several results; see `Role`."""
         result = asyncio.create_task(self._run(method, args))
 
         async def item(number: int) -> Any:

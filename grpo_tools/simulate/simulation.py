@@ -123,7 +123,7 @@ def simulate(
 
 
 class _Simulation:
-    """The run, and what its loops call of `Run`."""
+    """Sets up and runs a virtual run; stands in for the recipe's `Run`, which its loops call."""
 
     def __init__(
         self, setup: Settings, times: Times, lengths: Lengths, seed: int, filtered: float

@@ -95,7 +95,7 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any]) -> Any:
-    """Undo `encode`; build only types of the standard library."""
+    """Undo `encode`, building only standard types; `find` returns an object that `keep` kept."""
     if not isinstance(data, list):
         return data
     name, content = data
