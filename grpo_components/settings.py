@@ -132,7 +132,11 @@ def component(
 
     def filled(given: Any) -> Any:
         given = {**defaults, **given} if isinstance(given, dict) else given
-        return None if isinstance(given, dict) and given.get("_component_", "") is None else given
+        if isinstance(given, dict) and given.get("_component_", "") is None:
+            given = None
+        if given is None and not null:
+            raise ConfigError("", "null given", "`_component_` and its arguments")
+        return given
 
     node = _node({"_component_": Required[Text], **(keys or {})})
     return _as_dict_config(filled, node | None if null else node)
@@ -717,7 +721,8 @@ class Settings(BaseModel):
         samples = self.groups_per_step * self.group_size
         if parts * self.updates_per_batch > samples:
             allowed = f"num_trainers / tensor_parallel_dim x updates_per_batch at most {samples}"
-            self._refuse("num_trainers", f"and a step has {samples} samples", allowed)
+            key = "num_trainers" if parts > samples else "updates_per_batch"
+            self._refuse(key, f"and a step has {samples} samples", allowed)
         if tensor > 1:
             why = "torch.compile fails on layers that are split over ranks"
             given = f"tensor_parallel_dim: {tensor}"

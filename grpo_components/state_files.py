@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 FORMAT = 1
 """Format number of a checkpoint's files; raised when older files can no longer be read."""
@@ -50,6 +49,8 @@ def _encode(value: Any, arrays: dict[str, np.ndarray], path: str) -> Any:
         if all(type(key) is str and key != _MARK for key in value):
             return {str(key): item for key, item in items}
         return {_MARK: "dict", "items": items}
+    import torch
+
     if isinstance(value, torch.Tensor) and value.dtype is not torch.bfloat16:
         return _store("tensor", value.detach().cpu().numpy(), arrays)
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
@@ -76,4 +77,8 @@ def _decode(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     if kind == "dict":
         return {_decode(key, arrays): _decode(item, arrays) for key, item in value["items"]}
     array = arrays[value["key"]]
-    return {"array": array, "scalar": array[()], "tensor": torch.from_numpy(array)}[kind]
+    if kind != "tensor":
+        return {"array": array, "scalar": array[()]}[kind]
+    import torch  # takes seconds, and the audit reads arrays only
+
+    return torch.from_numpy(array)

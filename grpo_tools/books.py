@@ -86,6 +86,7 @@ class Books:
         self._undone = Amount()
         self._batch: list[int] = []
         """Ids of the new (not reused) groups of the step being trained."""
+        self._reused: set[int] = set()
 
     @property
     def again(self) -> Amount:
@@ -141,6 +142,7 @@ class Books:
                     self._drop(group, event["reason"], counted, account)
             case "sample":
                 self._batch = event["groups"]
+                self._reused = {each["group"] for each in event.get("reused") or ()}
             case "step":
                 self._train(event, account)
             case "end":
@@ -180,6 +182,9 @@ class Books:
     def _train(self, step: Record, account: _Account) -> None:
         skipped = step["policy_version"] == step["trained_from"]
         counts = {int(group): causes for group, causes in step["tokens"].items()}
+        foreign = counts.keys() - {*self._batch} - self._reused
+        if foreign and not self.problem:
+            self.problem = f"tokens of group {min(foreign)} count, which the step did not take"
         for group in counts.keys() - {*self._batch}:
             account.again += Amount(1, counts[group].get("trained", 0))
         for group in self._batch:

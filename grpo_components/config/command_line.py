@@ -60,9 +60,12 @@ def _given(words: Sequence[str]) -> DictConfig | None:
 
     A fork that changes the config, or `sys.path`, has to check it itself.
     """
-    if len(words) < 3 or words[1] != "--config" or any(word[:1] == "-" for word in words[2:]):
+    if "--config" not in words[1:-1]:
         return None
-    recipe, _, name, *overrides = words
+    at = words.index("--config")
+    recipe, name, overrides = words[0], words[at + 1], [*words[1:at], *words[at + 2 :]]
+    if any(word[:1] == "-" for word in (recipe, name, *overrides)):
+        return None
     try:
         text = b"read_config(given)" if recipe == RECIPE else Path(recipe).read_bytes()
     except OSError:

@@ -59,7 +59,8 @@ def check_against_model(settings: Settings, hf_config: dict[str, Any]) -> None:
     for token in engine.stop_token_ids or ():
         if token < 0 or (vocab is not None and token >= vocab):
             problem = f"{shown(token)} given, which the model cannot sample"
-            fail("generator.stop_token_ids", problem, f"token ids of 0 to {vocab or '...'}")
+            last = "..." if vocab is None else vocab - 1
+            fail("generator.stop_token_ids", problem, f"token ids of 0 to {last}")
     positions = hf_config.get("max_position_embeddings")
     if positions is None:
         return
@@ -68,6 +69,9 @@ def check_against_model(settings: Settings, hf_config: dict[str, Any]) -> None:
         fail("generator.max_model_len", problem, f"at most {positions}")
     if (longest := longest_sequence(settings)) > positions:
         prompt = longest - engine.max_response_tokens
+        if prompt >= positions:
+            problem = f"{prompt} given, and the model has {positions} positions"
+            fail("dataset.max_prompt_tokens", problem, f"less than {positions}")
         problem = f"{engine.max_response_tokens} given with dataset.max_prompt_tokens: {prompt}, "
         problem += f"and the model has {positions} positions"
         fail("generator.max_response_tokens", problem, f"at most {positions - prompt}")
@@ -120,6 +124,8 @@ def _files(settings: Settings) -> Iterator[tuple[str, Path]]:
     yield "base_model_path", base / "config.json"
     if checkpointer is not None and not settings.is_hugging_face:
         names = checkpointer.get("checkpoint_files")
+        if isinstance(names, str):
+            fail("checkpointer.checkpoint_files", f"{shown(names)} given", f"a list: [{names}]")
         for name in names if OmegaConf.is_list(names) else ():
             yield "checkpointer.checkpoint_files", base / str(name)
     tokenizer = settings.tokenizer

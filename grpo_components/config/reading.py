@@ -44,9 +44,12 @@ def read_config_file(name: str, overrides: Sequence[str]) -> DictConfig:
     try:
         given: Any = OmegaConf.to_container(OmegaConf.load(shipped.get(name, name)))
     except FileNotFoundError:
-        fail("--config", f"no config {name}", allowed)
+        near = get_close_matches(name, shipped, n=1, cutoff=0.75)
+        fail("--config", f"no config {name}", f"did you mean {near[0]}?" if near else allowed)
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        fail("--config", f"{name} cannot be read: {error}", allowed)
+        mark = getattr(error, "problem_mark", None)
+        why = f"line {mark.line + 1}: {getattr(error, 'problem', error)}" if mark else error
+        fail("--config", f"{name} cannot be read: {why}", allowed)
     if not isinstance(given, dict):
         fail("--config", f"{name} has no keys", allowed)
     return merge_overrides(given, overrides)
@@ -85,9 +88,13 @@ def merge_overrides(given: dict[str, Any], overrides: Sequence[str]) -> DictConf
             value = f"!!str {value}"  # else 00003 would be a number
         try:
             merged.append(OmegaConf.from_dotlist([f"{key}={'null' if value == 'None' else value}"]))
+            OmegaConf.merge(given, merged[-1])
         except YAMLError as error:
             problem = f"{shown(value)} given: {getattr(error, 'problem', error)}"
             fail(key, problem, "YAML, with a text of several signs in quotes")
+        except (TypeError, OmegaConfBaseException):
+            problem = f"{shown(value)} given, which does not go with the config's value"
+            fail(key, problem, "a section in place of a section, a list in place of a list")
     return cast(DictConfig, OmegaConf.merge(*merged))
 
 
@@ -151,7 +158,8 @@ def _refuse(given: Mapping[str, Any], error: Mapping[str, Any]) -> NoReturn:
     for name in names:
         value = value.get(name) if isinstance(value, Mapping) else value
     allowed = error["msg"].partition("Input should be ")[2] or error["msg"]
-    allowed = allowed.replace("valid tuple", "valid list")
+    allowed = allowed.partition(" or instance of ")[0].replace("valid tuple", "valid list")
+    allowed = allowed.replace("valid dictionary", "section")
     fail(key, f"{shown(value)} given", allowed)
 
 

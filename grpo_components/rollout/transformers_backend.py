@@ -34,6 +34,9 @@ NAME = "grpo_slots"
 """Name of the attention function among transformers' attention implementations."""
 _PROMPT_TOKENS = 8192
 """Maximum tokens of one pass over prompts, with padding; a longer prompt gets a pass of its own."""
+_BLOCK = 16
+"""Sequences and keys of a pass are padded to a multiple of it. Else, even with a single thread, the
+last bits of a logprob would depend on which other sequences are running."""
 
 
 @dataclass
@@ -113,7 +116,10 @@ class TransformersBackend:
             values = 2 * text.num_hidden_layers * heads * size * self.max_model_len
             fits = settings.kv_cache_gib * 2**30 / (values * self._model.dtype.itemsize)
             slots = max(1, min(slots, int(fits)))
-        self._cache, self._size = dict[int, list[Tensor]](), (slots, self.max_model_len)
+        self._cache, self._size = (
+            dict[int, list[Tensor]](),
+            (slots + 1, _padded(self.max_model_len)),
+        )
         self._free = list(range(slots))[::-1]
         self._waiting: list[_Sequence] = []
         self._running: list[_Sequence] = []
@@ -203,16 +209,21 @@ class TransformersBackend:
         """Return logits [N, V] of sequences whose slots are empty; compute equal sequences once."""
         rows: dict[tuple[int, ...], int] = {}
         sources = self._tensor([rows.setdefault(tuple(s.ids), len(rows)) for s in sequences])
-        longest = max(map(len, rows))
+        longest = _padded(max(map(len, rows)))
         padded = [[*ids, *[0] * (longest - len(ids))] for ids in rows]
         hidden = self._compute(padded, self._tensor([s.slot for s in sequences]), sources=sources)
-        last = hidden[range(len(rows)), [len(ids) - 1 for ids in rows]]
+        ends = [len(ids) - 1 for ids in rows]
+        extra = [0] * (_padded(len(rows)) - len(rows))
+        last = hidden[[*range(len(rows)), *extra], [*ends, *extra]]
         return self._logits(last)[sources]
 
     def _go_on(self, sequences: list[_Sequence]) -> Tensor:
         """Return logits [N, V] of sequences whose slots have all tokens but the last."""
-        slots, at = self._tensor([(s.slot, len(s.ids) - 1) for s in sequences]).T
-        return self._logits(self._compute([s.ids[-1:] for s in sequences], slots, at=at)[:, 0])
+        rows = [(s.slot, len(s.ids) - 1, s.ids[-1]) for s in sequences]
+        rows += [(self._size[0] - 1, 0, 0)] * (_padded(len(rows)) - len(rows))  # an unused slot
+        slots, at, ids = self._tensor(rows).T
+        hidden = self._compute(ids[:, None].tolist(), slots, at=at)[:, 0]
+        return self._logits(hidden)[: len(sequences)]
 
     def _compute(
         self,
@@ -226,7 +237,8 @@ class TransformersBackend:
         positions = (
             torch.arange(len(ids[0]), device=self._device)[None] if at is None else at[:, None]
         )
-        seen = torch.arange(int(positions.max()) + 1, device=self._device)
+        keys = int(positions.max()) + 1
+        seen = torch.arange(keys if at is None else _padded(keys), device=self._device)
         distance = (positions[..., None] - seen)[:, None]
         one_pass = _Pass(self._cache, self._size, slots, distance, sources, at)
         arguments = {"position_ids": positions, "use_cache": False, "one_pass": one_pass}
@@ -331,6 +343,10 @@ def _attention(
     else:
         found = explicit(query, keys, values, mask, scaling, softcap, s_aux)
     return found.transpose(1, 2), None
+
+
+def _padded(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK
 
 
 def _parts(sequences: list[_Sequence]) -> Iterator[list[_Sequence]]:

@@ -6,6 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from zipfile import BadZipFile
+
+from yaml import YAMLError
 
 from grpo_components.plain_text import one_line
 from grpo_components.quiet import quiet_libraries
@@ -13,14 +16,20 @@ from grpo_tools.audit.cross_checks import check_one_run
 from grpo_tools.audit.findings import RULES, FatalViolation, Findings
 from grpo_tools.audit.run import RunAudit
 
+_DAMAGED = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+    *(RecursionError, YAMLError, BadZipFile),
+)
+"""What reading a damaged file can raise."""
+
 
 def audit(path: Path, unfinished: bool = False) -> tuple[Findings, str]:
     """Check a run's receipts record by record, and compare them with the run's other files."""
     if not path.is_file() or not path.stat().st_size:
         raise FileNotFoundError(path)
-    findings = Findings()
-    run = RunAudit(path, findings)
+    findings, run = Findings(), None
     try:
+        run = RunAudit(path, findings)
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if unfinished and not line.endswith(b"\n"):
@@ -31,7 +40,10 @@ def audit(path: Path, unfinished: bool = False) -> tuple[Findings, str]:
         check_one_run(path, findings.check)
     except FatalViolation:
         pass
-    return findings, run.summary()
+    except _DAMAGED as error:
+        problem = f"a file of the run is damaged: {type(error).__name__}: {error}"
+        findings.check("one_run", False, problem)
+    return findings, run.summary() if run else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if findings.broken:
         rule = next(iter(findings.broken))
         sys.stdout.write(f"broken: {rule} ({RULES[rule]}): {findings.broken[rule]}\n")
-    else:
-        sys.stdout.write("every rule holds\n")
-    return (options.rescore and _rescore(options.output_dir)) or int(bool(findings.broken))
+        return 1
+    sys.stdout.write("every rule holds\n")
+    return _rescore(options.output_dir) if options.rescore else 0
 
 
 def _rescore(output_dir: Path) -> int:

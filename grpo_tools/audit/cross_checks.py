@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 
 from grpo_components.files import records_of
+from grpo_components.state_files import read_state
+from grpo_components.trajectory import batch_hash
 from grpo_tools.audit.choices import Record
 
 Check = Callable[[str, bool, str], Any]
@@ -139,6 +141,14 @@ def check_one_run(receipts: Path, check: Check) -> None:
         identity = state["identity"]
         known = identity["run"] == run and identity["incarnation"] in incarnations.values()
         check_ids(known, f"{name} is a checkpoint of {identity}, which no start record names")
+        done = state["ledger"]["steps_done"]
+        check_ids(name == f"step_{done}", f"{name} is the checkpoint of step {done}")
+        step, state_folder = steps.get(done), folder / "checkpoints" / name / "state"
+        # A step that a resume trained again may have its earlier checkpoint until the next one.
+        is_new = step and incarnations[step["attempt"]] == identity["incarnation"]
+        if is_new and (state_folder / "batch.json").is_file():
+            same = batch_hash(read_state(state_folder, "batch")) == step["batch_hash"]
+            check_ids(same, f"{name} has another batch than step {done} trained")
     if target is None:
         return
     ledger = saved[target]["ledger"] if target in saved else {}

@@ -59,9 +59,11 @@ def check_replay(settings: Settings, read: Callable[[dict[str, Any]], Settings])
     if events[0].get("format") != FORMAT:
         problem = f"the log of {run} has format {events[0].get('format')}"
         fail("replay_events", problem, f"one of this version, format {FORMAT}")
-    if any(event["attempt"] > 0 or event["event"] == "rollback" for event in events):
+    if any(event.get("attempt", 0) > 0 or event["event"] == "rollback" for event in events):
         problem = f"the run in {run} was resumed or rolled back, and no log has the lost steps"
         fail("replay_events", problem, "a run of one attempt")
+    if any(event["event"] == "interrupt" for event in events):
+        fail("replay_events", f"the run in {run} lost groups with a node", "one that lost none")
     if lost := [event["role"] for event in events if event.get("given_up")]:
         fail("replay_events", f"the run in {run} gave {lost[0]} up", "one that kept its generators")
 

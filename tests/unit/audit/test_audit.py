@@ -242,6 +242,16 @@ def test_missing_receipts_are_one_line_and_exit_code_2(tmp_path, capsys, content
     assert str(tmp_path / "receipts.jsonl") in line
 
 
+@pytest.mark.parametrize("text", ["[", '{"identity"', "\x00"])
+@pytest.mark.parametrize("file", ["config.yaml", "checkpoints/step_1/state/driver.json"])
+def test_a_damaged_file_is_a_violation(tmp_path, capsys, events, file, text, write_receipts):
+    write_receipts(tmp_path, events)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(text)
+    assert main([str(tmp_path)]) == 1
+    assert "BROKEN: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("line", ["[]", "{}", '{"event": "start"}', "", "[" * 10**5])
 def test_a_line_that_is_not_an_event_is_a_violation(tmp_path, capsys, events, line, write_receipts):
     write_receipts(tmp_path, [events[0]])

@@ -47,6 +47,9 @@ CORRUPTIONS = {
     "a group is counted that was not trained": lambda r: step(r, 2)["tokens"].update(
         {"99": {"trained": 7}}
     ),
+    "a group of an earlier step is counted": lambda r: step(r, 3)["tokens"].update(
+        {"5": {"skipped": 2}}
+    ),
     "two groups are mixed up": lambda r: step(r, 2)["tokens"].update(
         {"5": {"trained": 8}, "6": {"trained": 6}}
     ),

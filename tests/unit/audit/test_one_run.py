@@ -1,13 +1,16 @@
 """A folder with files of two runs, or of two processes of one run at once, is detected."""
 
+import numpy as np
 import pytest
 from lib.rows import write_rows
 
 from grpo_components.records.run_folder import RunIdentity
 from grpo_components.state_files import write_state
+from grpo_components.trajectory import batch_hash
 from grpo_tools.audit.cross_checks import check_one_run
 from grpo_tools.audit.findings import Findings
 
+BATCH = {"response_ids": np.arange(3), "session": [None]}
 RUN, OTHER = "a" * 32, "b" * 32
 FIRST, SECOND, THIRD = "1" * 32, "2" * 32, "3" * 32
 
@@ -18,7 +21,8 @@ def start(attempt, steps_done, incarnation, run=RUN):
 
 
 def steps(attempt, *numbers):
-    return [{"event": "step", "attempt": attempt, "step": n, "policy_version": n} for n in numbers]
+    same = {"event": "step", "attempt": attempt, "batch_hash": batch_hash(BATCH)}
+    return [{**same, "step": n, "policy_version": n} for n in numbers]
 
 
 def write_receipts(folder, *records):
@@ -35,6 +39,7 @@ def save(folder, step, incarnation, run=RUN, version=None, latest=True):
     state = {"ledger": {"steps_done": step, "policy_version": version}, "prompts": {}}
     state["identity"] = RunIdentity(run, incarnation)._asdict()
     write_state(path / "state", "driver", state)
+    write_state(path / "state", "batch", BATCH)
     if latest:
         (path.parent / "latest").unlink(missing_ok=True)
         (path.parent / "latest").symlink_to(path.name)
@@ -75,7 +80,20 @@ def receipts_are_of_two_runs(folder):
     write_receipts(folder, start(0, 0, FIRST), start(1, 0, SECOND, run=OTHER), *steps(1, 1, 6))
 
 
+def another_batch(folder):
+    other = BATCH | {"response_ids": np.arange(4)}
+    write_state(folder / "checkpoints" / "step_2" / "state", "batch", other)
+
+
+def exchanged(folder):
+    names = [folder / "checkpoints" / name for name in ("step_2", "aside", "step_4")]
+    for old, new in (names[:2], names[::-2], names[1:]):
+        old.rename(new)
+
+
 MIXED = {
+    "a checkpoint has another batch": (another_batch, "step_2"),
+    "two checkpoints are exchanged": (exchanged, "step_2"),
     "another run saved here": (lambda f: save(f, 7, THIRD, OTHER, latest=False), "step_7"),
     "its checkpoint replaced ours": (lambda f: save(f, 4, THIRD, OTHER, latest=False), "step_4"),
     "another process saved here": (lambda f: save(f, 5, THIRD, latest=False), THIRD),

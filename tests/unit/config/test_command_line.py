@@ -61,6 +61,7 @@ def test_a_component_is_replaced_by_its_path_alone():
         *(("num_steps", "overrides"), ("=3", "overrides"), ("~no.such=1", "~no.such")),
         *(("~model", "~model"), ("a={question} =", "a"), ("a==", "a")),
         *(("rewards.formal=null", "rewards.formal"), ("user.long_cof=9", "user.long_cof")),
+        *(("rewards=[1]", "rewards"), ("rewards.format=[1]", "rewards.format")),
     ],
 )
 def test_an_override_that_cannot_be_merged_is_named(override, key):
@@ -139,6 +140,8 @@ def test_only_a_config_that_the_recipe_takes_as_it_is_is_checked_that_early(
     for wrong in ("group_size=1", "base_model_path=/nowhere"):
         with pytest.raises(ConfigError) if found else contextlib.nullcontext():
             assert check_early([recipe, "--config", config, wrong]) is None
+        with pytest.raises(ConfigError) if found else contextlib.nullcontext():
+            assert check_early([recipe, wrong, "--config", config]) is None
 
 
 @pytest.mark.parametrize("option", ["--nproc_per_node 2", "--nproc-per-node=2", "--nnodes 1:2"])

@@ -49,6 +49,8 @@ shuffle                      shuffle=1
 output_dir                   output_dir=
 eval_only                    eval_only=''
 profiler.enabled             profiler.enabled=1
+dynamic_sampling             dynamic_sampling=3 -> a section
+updates_per_batch            updates_per_batch=65 !! has 64 samples
 generator.stop_token_ids     generator.stop_token_ids=[a]
 generator                    generator=7
 checkpointer.model_type      checkpointer.model_type=QWEN4
@@ -104,7 +106,7 @@ gpus_per_generator           TURNS GPU gpus_per_generator=0.5
 generator.kv_cache_gib       TURNS GPU generator.kv_cache_gib=null
 gpus_per_trainer             TURNS GPU gpus_per_trainer=0.8 num_trainers=2 WORKERS=2
 # batch, objective
-num_trainers                 num_trainers=2 updates_per_batch=33
+updates_per_batch            num_trainers=2 updates_per_batch=33
 tokens_per_micro_batch       tokens_per_micro_batch=95
 num_references               loss.kl_coeff=0.1 num_references=0
 num_references               reward_shaping.kl_coeff=0.1 num_references=0
@@ -208,6 +210,8 @@ dataset.max_promt_tokens  GYM ~dataset.source dataset.max_promt_tokens=9 -> max_
 dataset.source               GYM dataset.source=x
 lr_scheduler.step_size       lr_scheduler={_component_: torch.optim.lr_scheduler.StepLR}
 checkpointer                 checkpointer=null -> `_component_` and its arguments
+optimizer                    optimizer=null -> `_component_` and its arguments !! null given
+checkpointer.checkpoint_files  checkpointer.checkpoint_files=a.bin -> [a.bin]
 profiler.steps               profiler.enabled=true profiler.steps=3 -> active_steps
 rewards.correctness.weights  rewards.correctness.weights=1 -> correctness.weight?
 rewards.correctness.answer_format  rewards.correctness.answer_format=xml -> tag

@@ -84,6 +84,7 @@ END = {"event": "end", "attempt": 0, "finished": True}
         ("receipts.jsonl", [START, {"event": "rollback", "attempt": 0}, END]),
         ("receipts.jsonl", [START, START | {"attempt": 1}, END]),
         ("receipts.jsonl", [START, RESTART | {"given_up": True}, END]),
+        ("receipts.jsonl", [START, {"event": "interrupt", "attempt": 0, "group": 1}, END]),
         ("receipts.jsonl", [START | {"format": 1}, END]),
     ],
 )
