@@ -99,6 +99,9 @@ def test_in_a_cluster_a_generator_takes_no_room_but_its_trainers(settings_with):
     split = needs_of(settings_with(device="cuda", **PAIRS), arguments, counts)
     assert set(split) == {"trainer", "generator"}
     assert all(need.together == 1 and not need.guests for need in split.values())
+    tensor_parallel = settings_with(device="cuda", tensor_parallel_dim=2, **PAIRS)
+    groups = needs_of(tensor_parallel, arguments, counts)
+    assert (groups["trainer"].together, groups["generator"].together) == (2, 1)
 
 
 def test_groups_are_reused_as_the_config_says(settings_with):
