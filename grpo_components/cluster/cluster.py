@@ -102,8 +102,10 @@ class Cluster:
             options |= {"num_gpus": 0} if beside else {}
             host = ray.remote(RoleHost).options(**options).remote(name, *given)
             arguments = kwargs | ({"restart_count": incarnation} if counts_restarts else {})
-            met = [self._rendezvous_of(name, host) if meets else None, *map(self._gpus_of, beside)]
-            return RoleProcess(incarnation, host, host.start.remote(role_class, arguments, *met))
+            met = self._rendezvous_of(name, host) if meets else None
+            gpus = host.use_gpus.remote(*map(self._gpus_of, beside)) if beside else None
+            starting = host.start.remote(role_class, arguments, met, gpus)
+            return RoleProcess(incarnation, host, starting)
 
         role = Role(
             name,

@@ -90,16 +90,24 @@ class RoleHost:
         """Return the GPUs that Ray gave this process, as CUDA_VISIBLE_DEVICES has them."""
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
+    def use_gpus(self, *gpus: str) -> None:
+        """Use other roles' GPUs.
+
+        Called before `start`, whose arguments import torchtune, which starts CUDA.
+        """
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+
     async def start(
         self,
         role_class: str,
         kwargs: dict[str, Any],
         rendezvous: Rendezvous | None = None,
-        *shared_gpus: str,
+        gpus_in_use: None = None,
     ) -> dict[str, Any]:
-        """Build the role; return this process's pid, node (its name), node_id and tmp (folder)."""
-        if shared_gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shared_gpus)
+        """Build the role; return this process's pid, node (its name), node_id and tmp (folder).
+
+        `gpus_in_use`: what `use_gpus` returned, if it was called: Ray waits for it.
+        """
         if rendezvous is not None:
             others = replace(rendezvous, listener=None)  # a descriptor is rank 0's own
             kwargs |= {"rendezvous": self._rendezvous or others}

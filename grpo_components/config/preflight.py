@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from omegaconf import DictConfig
 
@@ -104,12 +104,21 @@ def check_gpus(settings: Settings, *, here: bool) -> None:
     counts["generator"] *= not settings.colocate  # which then has its trainers'
     needed = [shares[role] for role, count in counts.items() for _ in range(count)]
     needed += [1.0] * (workers - 1) * counts["generator"]
-    free = [1.0] * len(needed)  # share left of each GPU; as in Ray, none is split over two GPUs
-    for share in sorted(needed, reverse=True):
-        free[next(i for i, left in enumerate(free) if left >= share - 1e-9)] -= share
-    num_needed = sum(left < 1 for left in free)
+    num_needed = len(set(gpus_of(needed)))
     if here and num_needed > torch.cuda.device_count():
         problem = " and ".join(f"num_{role}s: {count}" for role, count in counts.items() if count)
         problem += f" need {num_needed} GPUs, and there are {torch.cuda.device_count()}"
         key = "num_trainers" if settings.colocate else "num_generators"
         fail(key, problem, "fewer roles, or gpus_per_<role> below 1")
+
+
+def gpus_of(shares: Sequence[float]) -> Iterator[int]:
+    """Yield the GPU that Ray gives each process, from the shares in the order of their start.
+
+    Ray takes the fullest GPU that has room, and splits no share over two.
+    """
+    free = [1.0] * len(shares)
+    for share in shares:
+        gpu = min((i for i, left in enumerate(free) if left >= share - 1e-9), key=free.__getitem__)
+        free[gpu] -= share
+        yield gpu

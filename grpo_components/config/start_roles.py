@@ -267,6 +267,8 @@ def needs_of(
     if hosts := hosts_of(cfg, 0):
         del needs["generator"]
         needs["trainer"] = replace(needs["trainer"], together=len(hosts), guests="generator")
+    else:
+        needs["trainer"] = replace(needs["trainer"], together=cfg.tensor_parallel_dim)
     return needs
 
 

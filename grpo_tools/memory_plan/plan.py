@@ -10,6 +10,7 @@ import psutil
 from torchtune import config
 
 from grpo_components.config.files import check_splits
+from grpo_components.config.preflight import gpus_of
 from grpo_components.records import checkpoint_folder
 from grpo_components.settings import Settings
 from grpo_tools.memory_plan.generator_memory import generator_memory
@@ -33,7 +34,6 @@ _COLUMNS = (
     *("weights", "gradients", "optimizer", "activations"),
     *("work", "KV cache", "push", "checkpoint", "reserve"),
 )
-_SMALL = 1e-9
 _SNAPSHOTS = 3
 """Snapshots in the object store, at most: the newest, one that a generator still reads, one that is
 being stored."""
@@ -202,17 +202,14 @@ def _table(roles: Sequence[RoleMemory]) -> Iterator[str]:
 
 
 def _place(roles: Sequence[RoleMemory]) -> list[list[RoleMemory]]:
-    """Put every process on a GPU, the largest share first, as Ray does; none is on two GPUs."""
+    """Return the processes of each GPU, as Ray places them; generators are started last."""
     processes = [role for role in roles for _ in range(role.count)]
-    gpus: list[list[RoleMemory]] = []
-    for process in sorted(processes, key=lambda role: -role.share):
-        for gpu in gpus:
-            if sum(role.share for role in gpu) + process.share <= 1 + _SMALL:
-                gpu.append(process)
-                break
-        else:
-            gpus.append([process])
-    return gpus
+    started = sorted(processes, key=lambda process: process.role == "generator")
+    placed = zip(started, gpus_of([process.share for process in started]), strict=True)
+    gpus: dict[int, list[RoleMemory]] = {}
+    for process, gpu in sorted(placed, key=lambda each: each[0].role != "generator"):
+        gpus.setdefault(gpu, []).append(process)
+    return list(gpus.values())
 
 
 def _gpu_lines(gpus: Sequence[Sequence[RoleMemory]], device: Device) -> Iterator[str]:

@@ -23,9 +23,11 @@ import torch
 LIMIT_S = 600
 REQUESTS, TOKENS = 256, 128
 STEPS, LONG = 5, 60
+COLOCATED = "qwen3B_colocated_grpo_1gpu"
+TWO_GPUS = "num_generators=2", "num_trainers=2"
 CONFIGS = {
     "qwen0.5B_async_grpo_1gpu": (LONG, 1),
-    "qwen3B_colocated_grpo_1gpu": (STEPS, 1),
+    COLOCATED: (STEPS, 1),
     "qwen3B_async_grpo": (LONG, 8),
     "qwen3B_sync_grpo": (STEPS, 8),
 }
@@ -301,6 +303,7 @@ OF_GPUS = {
         f"{steps} steps of {name}": run_of(name, steps=steps, gpus=gpus)
         for name, (steps, gpus) in CONFIGS.items()
     },
+    f"{STEPS} steps of {COLOCATED} on two GPUs": run_of(COLOCATED, *TWO_GPUS, gpus=2),
 }
 """What a CPU cannot try."""
 

@@ -9,11 +9,24 @@ from pathlib import Path
 import numpy as np
 
 
+class GpusWhenUnpickled:
+    """Argument that a process gets as the GPUs that it may use when it unpickles the argument."""
+
+    def __reduce__(self):
+        return os.getenv, ("CUDA_VISIBLE_DEVICES",)
+
+
 class Counter:
     def __init__(
-        self, start=0, fails_if_there=None, dies_if_there=None, restart_count=None, start_after_s=0
+        self,
+        start=0,
+        fails_if_there=None,
+        dies_if_there=None,
+        restart_count=None,
+        start_after_s=0,
+        first_gpus=None,
     ):
-        self.incarnation = restart_count
+        self.incarnation, self.first_gpus = restart_count, first_gpus
         time.sleep(start_after_s)
         if start < 0:
             raise ValueError("start is below 0")
@@ -64,3 +77,6 @@ class Counter:
 
     def gpus(self):
         return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    def gpus_when_unpickled(self):
+        return self.first_gpus

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from lib.counter_role import GpusWhenUnpickled
 
 from grpo_components.cluster import role as role_module
 from grpo_components.cluster.cluster import Cluster
@@ -299,17 +300,20 @@ async def test_a_generator_has_the_gpus_of_its_trainers_and_reserves_none(cluste
     budget.allow(1)
     names, together = [f"trainer_{n}" for n in range(4)], {"restarts_alone": False}
     trainers = [cluster.spawn(name, COUNTER, num_gpus=1, **together) for name in names]
+    given = {"num_gpus": 2, "first_gpus": GpusWhenUnpickled()}  # an argument that starts CUDA
     generators = [
-        cluster.spawn(f"generator_{n}", COUNTER, num_gpus=2, beside=names[2 * n : 2 * n + 2])
+        cluster.spawn(f"generator_{n}", COUNTER, beside=names[2 * n : 2 * n + 2], **given)
         for n in range(2)
     ]
     await cluster.ready(90)
     gpus = [await role.call("gpus", timeout_s=9) for role in trainers]
     assert sorted(gpus) == ["0", "1", "2", "3"], "all of them, one each"
     shared = [f"{gpus[0]},{gpus[1]}", f"{gpus[2]},{gpus[3]}"]
-    assert [await role.call("gpus", timeout_s=9) for role in generators] == shared
+    for method in ("gpus", "gpus_when_unpickled"):
+        assert [await role.call(method, timeout_s=9) for role in generators] == shared
     os.kill(generators[1].process.pid, signal.SIGKILL)
-    assert await generators[1].call("gpus", timeout_s=60) == shared[1], "also after a restart"
+    found = await generators[1].call("gpus_when_unpickled", timeout_s=60)
+    assert found == shared[1], "also after a restart"
     for role in (*trainers, *generators):
         role.process.kill()
 

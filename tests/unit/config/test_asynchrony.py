@@ -19,6 +19,8 @@ GPU = f"{TURNS} device=cuda generator.gpu_memory_utilization=0.4"
 
 WORKERS = "generator.tensor_parallel_size"
 LESS = "device=cuda generator.gpu_memory_utilization=0.4"
+FIFTHS = "loss.kl_coeff=0.1 gpus_per_reference=0.2"  # both on one GPU, before the generators
+FULLEST = "loss.kl_coeff=0.1 gpus_per_trainer=0.6 gpus_per_reference=0.7 teacher.path=/a/model"
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,8 @@ def test_a_share_of_a_gpu_that_cannot_be_is_refused(refused, num_gpus, overrides
         (f"{LESS} num_generators=2 num_trainers=3 eval_only=true", 2),  # no trainer is started
         (f"{LESS} reward_model.path=/a/model gpus_per_reward_model=0.5 gpus_per_trainer=0.5", 2),
         (f"{LESS} gpus_per_trainer=0.8 teacher.path=/a/model gpus_per_teacher=0.2", 2),
+        (f"{LESS} {FIFTHS} num_references=2 num_generators=2 gpus_per_generator=0.8", 4),
+        (f"{LESS} {FULLEST} gpus_per_teacher=0.3 gpus_per_generator=0.4", 2),
         (f"{GPU} num_trainers=4 {WORKERS}=4", 4),
         (f"{GPU} num_generators=2 num_trainers=2 loss.kl_coeff=0.1", 3),
         (f"{GPU} gpus_per_trainer=0.8 gpus_per_reference=0.2 loss.kl_coeff=0.1", 1),
@@ -95,6 +99,9 @@ def test_in_a_cluster_a_generator_takes_no_room_but_its_trainers(settings_with):
     split = needs_of(settings_with(device="cuda", **PAIRS), arguments, counts)
     assert set(split) == {"trainer", "generator"}
     assert all(need.together == 1 and not need.guests for need in split.values())
+    tensor_parallel = settings_with(device="cuda", tensor_parallel_dim=2, **PAIRS)
+    groups = needs_of(tensor_parallel, arguments, counts)
+    assert (groups["trainer"].together, groups["generator"].together) == (2, 1)
 
 
 def test_groups_are_reused_as_the_config_says(settings_with):

@@ -160,6 +160,19 @@ def test_what_does_not_fit_is_named_and_a_reference_is_beside_both_turns(capsys)
     assert not_fitting(shown) == ["generator.gpu_memory_utilization", "generator.kv_cache_gib"]
 
 
+def test_roles_are_on_the_gpus_that_ray_gives_them_with_the_generators_last(capsys):
+    shares = ["gpus_per_trainer=1", "gpus_per_reference=0.2", "gpus_per_generator=0.8"]
+    given = [*shares, "num_references=2", "num_generators=2", "--gpus=3"]
+    code, shown, _ = plan(capsys, "--config", ONE_GPU, *given)
+    assert code == 2 and "need 4 GPUs" in shown
+    placed = re.findall(r"^(\d GPUs with .+): ", shown, re.MULTILINE)
+    assert placed == [
+        "2 GPUs with generator",
+        "1 GPUs with trainer",
+        "1 GPUs with reference + reference",
+    ]
+
+
 def test_time_outs_follow_from_lengths():
     for name in OFTEN:
         cfg = read_settings(read_config_file(name, ()))
