@@ -145,8 +145,9 @@ def check_one_run(receipts: Path, check: Check) -> None:
         check_ids(name == f"step_{done}", f"{name} is the checkpoint of step {done}")
         step, state_folder = steps.get(done), folder / "checkpoints" / name / "state"
         # A step that a resume trained again may have its earlier checkpoint until the next one.
-        is_new = step and incarnations[step["attempt"]] == identity["incarnation"]
-        if is_new and (state_folder / "batch.json").is_file():
+        if step is None or incarnations[step["attempt"]] != identity["incarnation"]:
+            continue
+        if (state_folder / "batch.json").is_file():
             same = batch_hash(read_state(state_folder, "batch")) == step["batch_hash"]
             check_ids(same, f"{name} has another batch than step {done} trained")
     if target is None:
