@@ -210,6 +210,21 @@ def test_a_text_that_goes_on_without_the_stop_continues_what_was_sampled_before_
     assert session.facts()["unanswered_tokens"] == 2  # the ends of two answers
 
 
+def test_an_answer_keeps_its_end_if_no_call_continues_it(make_chat, monkeypatch):
+    chat = make_chat(PLAIN)
+
+    async def talk(session):
+        answer = await ask(session, text("q"), stop="\n")
+        with pytest.raises(RequestError, match="max_response_tokens"):
+            await ask(session, text(f"q{answer['content']}{'c' * 200}"))
+        monkeypatch.setattr(chat, "encode_after", lambda *_: None)  # as if the tokens said more
+        await ask(session, text(f"q{answer['content']}!"))
+
+    first, second = parts_of(converse(chat, talk, "abab\nc", "d<|im_end|>")[1])
+    assert chat.decode(sampled(first)) == "abab\n"
+    assert chat.decode(sampled(second)) == "d<|im_end|>"
+
+
 REFUSED = [
     ({"temperature": 0.5}, "temperature", "allowed: leave it out, or 1, that of the run"),
     ({"top_p": 0.9}, "top_p", "allowed: leave it out, or 1"),
@@ -297,7 +312,7 @@ def test_each_delivered_token_is_in_one_trajectory_once(make_chat, data):
         call = tree.place(prompt)
         call.key = len(call.prompt_ids), f"{number}", 0
         call.delivered = data.draw(st.booleans())
-        tree.calls.append(call)
+        tree.add(call)
         for _ in range(data.draw(st.integers(1, 2))):
             letters = data.draw(st.text("abc", min_size=1, max_size=4))
             ids = np.array([chat.encode(letter)[0] for letter in letters], np.int64)
