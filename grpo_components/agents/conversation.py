@@ -89,13 +89,14 @@ class Conversation:
 
     def place(self, text: str) -> Call:
         """Return a call that continues the longest conversation with which its prompt begins."""
-        best, end = None, -1
+        best, end, earlier = None, -1, set[int]()
         for call, choice in reversed(self._in_order()):  # so that few tool calls are compared
-            if text.startswith(call.prompt_text):
+            if id(choice) not in earlier and text.startswith(call.prompt_text):
                 begin = len(call.prompt_text)
                 length = self._length_of(choice, text[begin:], end - begin)
                 if length is not None and begin + length >= end:
                     best, end = (call, choice), begin + length
+                    earlier = {id(step[1]) for step in call.path}  # they end in its prompt
         if best is not None:
             call, choice = best
             kept = choice.token_ids.tolist()

@@ -23,7 +23,7 @@ from lib.sessions import (
     scripted_engine,
 )
 
-from grpo_components.agents.conversation import Choice, Conversation
+from grpo_components.agents.conversation import Call, Choice, Conversation
 from grpo_components.agents.requests import RequestError
 
 USER = [{"role": "user", "content": "abab?"}]
@@ -107,6 +107,21 @@ def test_another_spelling_of_the_same_tool_call_is_no_fork(make_chat, spelling, 
     _, session = converse(chat, talk, f"<tool_call>{spelling}</tool_call><|im_end|>")
     assert session.facts()["trajectories"] == trajectories
     assert spelling in chat.decode(sampled(parts_of(session)[0]))
+
+
+def test_a_long_loop_compares_its_prompt_with_the_last_answer_alone(make_chat, monkeypatch):
+    chat, compared = make_chat(), []
+    length = chat.turn_length
+    monkeypatch.setattr(chat, "turn_length", lambda *all: compared.append(1) or length(*all))
+
+    async def talk(session):
+        messages = USER
+        for _ in range(6):
+            messages = [*messages, await ask(session, messages), {"role": "user", "content": "m"}]
+
+    _, session = converse(chat, talk)
+    assert session.facts()["trajectories"] == 1
+    assert len(compared) == 5
 
 
 def test_parallel_calls_train_what_they_share_once(make_chat):
@@ -302,14 +317,18 @@ def test_names_and_seeds_do_not_depend_on_the_order_of_arrival(make_chat):
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.data())
-def test_each_delivered_token_is_in_one_trajectory_once(make_chat, data):
+def test_each_delivered_token_is_in_one_trajectory_once(make_chat, monkeypatch, data):
     """Random trees of calls; some answers nobody got, some are continued without their end."""
     chat = make_chat(CHATML)
     tree, texts = Conversation(chat), ["abq"]
     token = 0
     for number in range(data.draw(st.integers(1, 8))):
         prompt = data.draw(st.sampled_from(texts))
+        with monkeypatch.context() as patched:
+            patched.setattr(Call, "path", [])  # then each answer is compared
+            slow = tree.place(prompt)
         call = tree.place(prompt)
+        assert (call.parent, call.prompt_ids) == (slow.parent, slow.prompt_ids)
         call.key = len(call.prompt_ids), f"{number}", 0
         call.delivered = data.draw(st.booleans())
         tree.add(call)
