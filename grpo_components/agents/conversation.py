@@ -89,23 +89,34 @@ class Conversation:
 
     def place(self, text: str) -> Call:
         """Return a call that continues the longest conversation with which its prompt begins."""
-        best, end = None, -1
+        best, end, earlier = None, -1, set[int]()
         for call, choice in reversed(self._in_order()):  # so that few tool calls are compared
-            if text.startswith(call.prompt_text):
+            if id(choice) not in earlier and text.startswith(call.prompt_text):
                 begin = len(call.prompt_text)
                 length = self._length_of(choice, text[begin:], end - begin)
                 if length is not None and begin + length >= end:
                     best, end = (call, choice), begin + length
+                    earlier = {id(step[1]) for step in call.path}  # they end in its prompt
         if best is not None:
             call, choice = best
+            kept = choice.token_ids.tolist()
             if text[len(call.prompt_text) : end] == choice.content != choice.text:
-                choice.drop_end()
-            known = [*call.prompt_ids, *choice.token_ids.tolist()]
+                kept = kept[: choice.content_tokens]
+            known = [*call.prompt_ids, *kept]
             added = self._chat.encode_after(known, text[end:])
             if added is not None:
-                choice.continued = True
                 return Call(text, [*known, *added], best)
         return Call(text, self._chat.encode(text))
+
+    def add(self, call: Call) -> None:
+        """Keep a call; the answer that it continues loses its end if the prompt has no such end."""
+        self.calls.append(call)
+        if call.parent is not None:
+            before, choice = call.parent
+            choice.continued = True
+            begin, ids = len(before.prompt_ids), choice.token_ids.tolist()
+            if call.prompt_ids[begin : begin + len(ids)] != ids:
+                choice.drop_end()
 
     def _length_of(self, choice: Choice, text: str, least: int) -> int | None:
         """Return how many characters at the start of a text are an answer, or its content."""

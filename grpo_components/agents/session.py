@@ -109,7 +109,7 @@ class Session:
         digest = _digest(call, request, room)
         call.key = len(call.prompt_ids), digest, self._equal[digest]
         self._equal[digest] += 1
-        self._conversation.calls.append(call)
+        self._conversation.add(call)
         # A task of its own ends, whatever becomes of the client.
         sampling = asyncio.create_task(self._sample(call, request, room))
         self._sampling.add(sampling)

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,9 @@ def _try_agents(cfg: Settings) -> None:
         fail("rollout_only", "given, and the environment runs agents", "false")
     environment: AgentEnvironment = build_environment(cfg.environment)
     name, names = environment.tool_parser, parser_names()
+    if name is not None and find_spec("vllm") is None:
+        problem = f"{name!r} given, and vLLM, which has the parsers, is not installed"
+        fail("environment.tool_parser", problem, "null")
     if name is not None and names and name not in names:
         close = difflib.get_close_matches(str(name), names, n=3, cutoff=0.4)
         allowed = f"null, or one of vLLM's, such as {', '.join(close or names[:5])}"

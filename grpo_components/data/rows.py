@@ -112,8 +112,12 @@ class Row:
         value = self.value(field)
         if isinstance(value, float) and math.isfinite(value):
             return str(int(value)) if value.is_integer() else str(value)
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        return str(value) if is_whole else self.text(field)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return str(value)
+        if not isinstance(value, str):
+            allowed = "a text that is not empty, or a finite number"
+            self.refuse(field, f"{value!r:.40} given; allowed: {allowed}")
+        return self.text(field)
 
     def parsed(self, field: str) -> Any:
         """Return the data in a field, which holds the data itself or its JSON text."""

@@ -14,7 +14,6 @@ from grpo_components.agents.environment import AgentEnvironment
 from grpo_components.agents.processes import AgentImportError, AgentProcesses
 from grpo_components.agents.server import AgentServer
 from grpo_components.agents.session import Session
-from grpo_components.agents.tool_calls import TurnParser
 from grpo_components.data.columns import other_columns, reward_input
 from grpo_components.errors import ConfigError, ReplayError
 from grpo_components.rewards.pool import RewardPool
@@ -44,8 +43,11 @@ class AgentRollouts:
         built: Any = environment.build_environment()
         self._options: AgentEnvironment = built
         tokenizer = AutoTokenizer.from_pretrained(model_path)
-        name = self._options.tool_parser
-        parse = None if name is None else TurnParser(name, tokenizer)
+        name, parse = self._options.tool_parser, None
+        if name is not None:
+            from grpo_components.agents.tool_calls import TurnParser  # imports vLLM
+
+            parse = TurnParser(name, tokenizer)
         template, stops = self._options.chat_template, settings.stop_token_ids or ()
         self._chat = Chat(tokenizer, template, stops, parse)
         self._processes = AgentProcesses(self._options.agent)

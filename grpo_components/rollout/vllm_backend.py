@@ -107,19 +107,20 @@ class VLLMBackend:
     def add(self, request_id: str, request: Request) -> None:
         """Begin a request; raises a ValueError if it cannot be answered."""
         watch = request.watch
-        sampling = SamplingParams(
-            n=1,
-            max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            seed=request.seed,
-            stop_token_ids=list(request.stop_token_ids),
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.CUMULATIVE if watch else RequestOutputKind.FINAL_ONLY,
-            **{"top_p": 1.0, "top_k": 0, **request.truncation},
-        )
+        kind = RequestOutputKind.CUMULATIVE if watch else RequestOutputKind.FINAL_ONLY
         prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
         try:
+            sampling = SamplingParams(
+                n=1,
+                max_tokens=request.max_tokens,
+                temperature=request.temperature,
+                seed=request.seed,
+                stop_token_ids=list(request.stop_token_ids),
+                logprobs=0,
+                detokenize=False,
+                output_kind=kind,
+                **{"top_p": 1.0, "top_k": 0, **request.truncation},
+            )
             self._submit(request_id, prompt, sampling, priority=0)
         except VLLMValidationError as error:
             raise ValueError(str(error)) from error

@@ -23,7 +23,7 @@ from lib.sessions import (
     scripted_engine,
 )
 
-from grpo_components.agents.conversation import Choice, Conversation
+from grpo_components.agents.conversation import Call, Choice, Conversation
 from grpo_components.agents.requests import RequestError
 
 USER = [{"role": "user", "content": "abab?"}]
@@ -107,6 +107,21 @@ def test_another_spelling_of_the_same_tool_call_is_no_fork(make_chat, spelling, 
     _, session = converse(chat, talk, f"<tool_call>{spelling}</tool_call><|im_end|>")
     assert session.facts()["trajectories"] == trajectories
     assert spelling in chat.decode(sampled(parts_of(session)[0]))
+
+
+def test_a_long_loop_compares_its_prompt_with_the_last_answer_alone(make_chat, monkeypatch):
+    chat, compared = make_chat(), []
+    length = chat.turn_length
+    monkeypatch.setattr(chat, "turn_length", lambda *all: compared.append(1) or length(*all))
+
+    async def talk(session):
+        messages = USER
+        for _ in range(6):
+            messages = [*messages, await ask(session, messages), {"role": "user", "content": "m"}]
+
+    _, session = converse(chat, talk)
+    assert session.facts()["trajectories"] == 1
+    assert len(compared) == 5
 
 
 def test_parallel_calls_train_what_they_share_once(make_chat):
@@ -210,6 +225,21 @@ def test_a_text_that_goes_on_without_the_stop_continues_what_was_sampled_before_
     assert session.facts()["unanswered_tokens"] == 2  # the ends of two answers
 
 
+def test_an_answer_keeps_its_end_if_no_call_continues_it(make_chat, monkeypatch):
+    chat = make_chat(PLAIN)
+
+    async def talk(session):
+        answer = await ask(session, text("q"), stop="\n")
+        with pytest.raises(RequestError, match="max_response_tokens"):
+            await ask(session, text(f"q{answer['content']}{'c' * 200}"))
+        monkeypatch.setattr(chat, "encode_after", lambda *_: None)  # as if the tokens said more
+        await ask(session, text(f"q{answer['content']}!"))
+
+    first, second = parts_of(converse(chat, talk, "abab\nc", "d<|im_end|>")[1])
+    assert chat.decode(sampled(first)) == "abab\n"
+    assert chat.decode(sampled(second)) == "d<|im_end|>"
+
+
 REFUSED = [
     ({"temperature": 0.5}, "temperature", "allowed: leave it out, or 1, that of the run"),
     ({"top_p": 0.9}, "top_p", "allowed: leave it out, or 1"),
@@ -287,17 +317,21 @@ def test_names_and_seeds_do_not_depend_on_the_order_of_arrival(make_chat):
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.data())
-def test_each_delivered_token_is_in_one_trajectory_once(make_chat, data):
+def test_each_delivered_token_is_in_one_trajectory_once(make_chat, monkeypatch, data):
     """Random trees of calls; some answers nobody got, some are continued without their end."""
     chat = make_chat(CHATML)
     tree, texts = Conversation(chat), ["abq"]
     token = 0
     for number in range(data.draw(st.integers(1, 8))):
         prompt = data.draw(st.sampled_from(texts))
+        with monkeypatch.context() as patched:
+            patched.setattr(Call, "path", [])  # then each answer is compared
+            slow = tree.place(prompt)
         call = tree.place(prompt)
+        assert (call.parent, call.prompt_ids) == (slow.parent, slow.prompt_ids)
         call.key = len(call.prompt_ids), f"{number}", 0
         call.delivered = data.draw(st.booleans())
-        tree.calls.append(call)
+        tree.add(call)
         for _ in range(data.draw(st.integers(1, 2))):
             letters = data.draw(st.text("abc", min_size=1, max_size=4))
             ids = np.array([chat.encode(letter)[0] for letter in letters], np.int64)

@@ -15,7 +15,7 @@ from lib.config_errors import refusal_of, refused_key
 from lib.rows import Characters
 from omegaconf import OmegaConf
 
-from grpo_components.config import preflight
+from grpo_components.config import environment_trial, preflight
 from grpo_components.config.data import build_data
 from grpo_components.config.environment_trial import try_environment
 from grpo_components.config.objective import build_objective
@@ -438,3 +438,11 @@ TEMPLATES = [None, "broken.jinja", "raising.jinja"]
 )
 def test_a_wrong_setting_of_an_agent_is_refused_by_its_key(agent, changes, key):
     assert refused_key(agent, **changes) == key
+
+
+def test_a_tool_parser_needs_vllm_and_an_agent_without_one_does_not(agent, monkeypatch):
+    monkeypatch.setattr(environment_trial, "find_spec", lambda name: None)
+    agent()
+    refusal = refusal_of(agent, tool_parser="hermes")
+    assert refusal.key == "environment.tool_parser"
+    assert "not installed" in refusal.problem

@@ -1,6 +1,7 @@
 """All kinds of files give the same rows, and errors name the file and row."""
 
 import math
+from decimal import Decimal
 
 import pytest
 from hypothesis import given, settings
@@ -101,6 +102,7 @@ def test_a_number_is_read_as_its_usual_text_and_what_is_neither_is_refused():
     texts = {"42": "42", " 1,234": " 1,234", 42: "42", -7: "-7", 0: "0", 0.5: "0.5", -0.25: "-0.25"}
     for value, text in [*texts.items(), (42.0, "42")]:
         assert Row({"answer": value}, "row 1", {}).text_or_number("answer") == text
-    for value in (None, True, " ", math.nan, [1]):
-        with pytest.raises(ValueError, match=r"^row 1, field answer: "):
+    for value in (None, True, " ", math.nan, [1], Decimal("0.5")):
+        allowed = "" if value == " " else ".* given; allowed: a text .*, or a finite number"
+        with pytest.raises(ValueError, match=rf"^row 1, field answer: {allowed}"):
             Row({"answer": value}, "row 1", {}).text_or_number("answer")

@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -197,8 +201,17 @@ def test_an_evaluation_takes_any_temperature(run):
     assert engine.requests[0].temperature == 1.0
 
 
+def test_agents_run_where_vllm_does_not_exist():
+    hidden = str(Path(__file__).parents[2] / "lib" / "without_vllm")
+    code = "import grpo_components.rollout.agent_rollouts"
+    environment = {**os.environ, "PYTHONPATH": hidden}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
 def test_vllms_parser_finds_calls_and_compares_turns(module):
-    parse = module.TurnParser("hermes", build_tokenizer())
+    from grpo_components.agents.tool_calls import TurnParser
+
+    parse = TurnParser("hermes", build_tokenizer())
     call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     turn = parse(f"so {call}", tools)
@@ -215,7 +228,7 @@ def test_vllms_parser_finds_calls_and_compares_turns(module):
     with pytest.raises(
         ValueError, match=r"^environment.tool_parser: 'nobody' given; allowed: null"
     ):
-        module.TurnParser("nobody", build_tokenizer())
+        TurnParser("nobody", build_tokenizer())
 
 
 def test_a_server_that_ends_is_an_error_and_no_silence(run, module):

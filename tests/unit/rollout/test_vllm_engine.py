@@ -183,7 +183,7 @@ def test_a_replay_without_what_comes_next_ends_the_engine_with_its_name(
 def test_what_is_wrong_fails_alone_and_a_closed_engine_answers_with_an_error(
     make_engine, checkpoints
 ):
-    """Wrong weights, before anything is loaded, and a prompt that is too long."""
+    """Wrong weights, before anything is loaded, a prompt that is too long, a wrong request."""
     from grpo_components.rollout.engine import EngineStoppedError
 
     engine = make_engine(checkpoints / "tied_A")
@@ -200,6 +200,8 @@ def test_what_is_wrong_fails_alone_and_a_closed_engine_answers_with_an_error(
     fine, long = submit(engine), ask(engine, [1] * 600, 4)
     with pytest.raises(Exception, match="600"):
         long.result()
+    with pytest.raises(ValueError, match="temperature"):
+        ask(engine, [5, 6, 7], temperature=-1.0).result(timeout=60)
     assert_same(before, done(fine))
     running = submit(engine, max_tokens=400)
     engine.close()
