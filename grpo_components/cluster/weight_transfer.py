@@ -8,7 +8,6 @@ receiver go through the driver, which sees both fail. The bytes do not.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Awaitable, Sequence
 from itertools import count
 from typing import Any
@@ -30,23 +29,26 @@ class WeightTransfer:
     def __init__(self, sender: Role, timeouts: Timeouts) -> None:
         self._sender, self._limit_s = sender, timeouts.weights_s + _GRACE_S
         self._numbers = count()
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Lock of each generator: its pulls may overlap in a replay, but it has one NCCL group."""
+        self._turn = asyncio.Lock()
+        """Held during a transfer. Transfers side by side would share two CUDA streams of vLLM, and
+        each would take its own buffers on the sender's GPU. Time-outs start with the turn."""
 
     async def load(
         self, receiver: Role, version: int, buckets: Sequence[Any], manifests: Sequence[Any]
     ) -> LoadedWeights | None:
-        """Load one published snapshot into a generator.
+        """Load one published snapshot into a generator, when it is its turn.
 
         If a transfer breaks, the generator is restarted, because its model is half loaded, and then
         pulls again. Only the end of the sender, or a time-out, ends the loops.
         """
-        async with self._turns[receiver.name]:
-            if receiver.is_restarting:
-                return await receiver.restarted()
+        loaded = None
+        async with self._turn:
             process = receiver.process
-            loaded = await self._transfer(receiver, version, buckets, manifests)
-        # Without the lock: if this restarts the generator, the restart pulls.
+            if not receiver.is_restarting:
+                loaded = await self._transfer(receiver, version, buckets, manifests)
+        # Without the lock, because a restart pulls.
+        if loaded is None:
+            return await receiver.restarted()
         return await receiver.outcome(loaded, process, "load_weights", self._limit_s)
 
     async def _transfer(

@@ -104,13 +104,13 @@ class Layout:
             self.positions, self.ragged = _ragged(groups, positions, device)
         else:
             (self.positions,) = to_device([positions], device)
-            _ = self.padded  # now, because a compiled layer could not trace it
+            _ = self.padded  # now, because `_pad` would split a compiled layer
 
     @property
     def padded(self) -> Padded:
         """The column as blocks, for attention that flash cannot compute."""
         if self._padded is None:
-            self._padded = _pad(self._groups, self.positions)
+            self._padded = _pad(self._groups, self.positions)  # pyright: ignore
         return self._padded
 
 
@@ -221,6 +221,7 @@ def _alike(rows: list[Row]) -> Iterator[list[Row]]:
         yield group
 
 
+@torch.compiler.disable  # which could not trace it
 def _pad(groups: list[Group], positions: Tensor) -> Padded:
     """Turn groups into blocks: causal rows, and rows that see their prompt and themselves."""
     trunks = [*_alike([(trunk, trunk) for trunk, _ in groups])]

@@ -28,22 +28,25 @@ def state_on_device(
         yield metrics
         return
     began = time.perf_counter()
-    _move(optimizer, device)
+    _move(optimizer, device, device)
     seconds = time.perf_counter() - began
     yield metrics
     began = time.perf_counter()
     optimizer.zero_grad(set_to_none=True)
-    _move(optimizer, _CPU)
+    _move(optimizer, device, _CPU)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # else the generator could not have what PyTorch keeps
     metrics["time/offload"] = seconds + time.perf_counter() - began
 
 
-def _move(optimizer: Optimizer, device: torch.device) -> None:
-    for state in optimizer.state.values():
+def _move(optimizer: Optimizer, trained_on: torch.device, target: torch.device) -> None:
+    """Move the state of the parameters on a device; those that FSDP offloads are on the CPU."""
+    for parameter, state in optimizer.state.items():
+        if parameter.device.type != trained_on.type:
+            continue
         for name, value in state.items():
             if isinstance(value, Tensor) and value.ndim > 0:  # a count of steps may be anywhere
-                state[name] = moved(value, device)
+                state[name] = moved(value, target)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -49,6 +49,7 @@ class RewardModel:
         )
         self._model: Any = model.to(self._device).requires_grad_(False).eval()
         config = self._model.config
+        config.use_cache = False  # a decoder would return keys and values of each text
         if config.num_labels != 1:
             labels = f"{path} has {config.num_labels} outputs"
             raise ConfigError("reward_model.path", labels, "a classifier with one")

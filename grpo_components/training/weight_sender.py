@@ -77,7 +77,7 @@ class _Link:
 
 
 class WeightSender:
-    """Sends snapshots to receivers in parallel, to each over a group of its own."""
+    """Sends snapshots to receivers, one at a time, to each over a group of its own."""
 
     def __init__(self, device: str, *, workers: int, host: str) -> None:
         # Imported here: vLLM takes seconds, and the driver imports this module.

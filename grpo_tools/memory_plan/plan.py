@@ -39,8 +39,8 @@ _SNAPSHOTS = 3
 being stored."""
 _DELTA_SNAPSHOTS = _SNAPSHOTS + 2
 """With delta pushes: also deltas of two snapshots, each at most a snapshot's size."""
-_RAY_SHARE = 0.3
-"""Share of a node's memory that Ray takes for its object store by default."""
+_RAY_SHARE, _RAY_MAX_BYTES = 0.3, 200 * 10**9
+"""Share of a node's memory that Ray takes for its object store by default, and its maximum."""
 
 
 def object_store_bytes(cfg: Settings, sizes: ModelSizes) -> tuple[int, int]:
@@ -59,11 +59,12 @@ def _host_lines(cfg: Settings, sizes: ModelSizes, roles: list[RoleMemory]) -> It
     yield (
         f"push: {gib(sizes.snapshot_bytes(cfg.dtype))} GiB of weights; the object store of each "
         f"node has up to {snapshots} of them, {gib(nbytes)} GiB (object_store_memory; Ray takes "
-        f"{_RAY_SHARE:.0%} of the node's memory)"
+        f"{_RAY_SHARE:.0%} of the node's memory, at most {gib(_RAY_MAX_BYTES)} GiB)"
     )
     yield (
         f"host: {gib(host('trainer'))} GiB of all trainers' buffers and copies, and "
-        f"{gib(sizes.weight_bytes(cfg.dtype))} GiB in trainer_0 while it reads the checkpoint"
+        f"{gib(sizes.weight_bytes(cfg.dtype))} GiB in trainer_0 while it reads or saves a "
+        "checkpoint"
     )
     if generators := host("generator"):
         what = "for delta pushes that they rebuild, or for weights while they sleep"
@@ -73,9 +74,13 @@ def _host_lines(cfg: Settings, sizes: ModelSizes, roles: list[RoleMemory]) -> It
 def _store_problem(cfg: Settings, sizes: ModelSizes) -> Iterator[str]:
     """Yield what is wrong with `object_store_memory`, if anything is."""
     given, (snapshots, needed) = cfg.object_store_memory, object_store_bytes(cfg, sizes)
-    if given is not None and given < needed:
+    shown = f"{given} given"
+    if given is None:
+        given = _RAY_MAX_BYTES
+        shown = f"null given, and Ray takes at most {gib(given)} GiB"
+    if given < needed:
         taken = f"{snapshots} pushes take {gib(needed)} GiB; allowed: {needed} or more"
-        yield f"object_store_memory: {given} given, and {taken}"
+        yield f"object_store_memory: {shown}, and {taken}"
 
 
 def plan_run(

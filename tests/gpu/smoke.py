@@ -15,25 +15,30 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 LIMIT_S = 600
 REQUESTS, TOKENS = 256, 128
-STEPS, LONG = 5, 60
+STEPS = 5
+SMALL_GB = 24
 COLOCATED = "qwen3B_colocated_grpo_1gpu"
 TWO_GPUS = "num_generators=2", "num_trainers=2"
 CONFIGS = {
-    "qwen0.5B_async_grpo_1gpu": (LONG, 1),
-    COLOCATED: (STEPS, 1),
-    "qwen3B_async_grpo": (LONG, 8),
-    "qwen3B_sync_grpo": (STEPS, 8),
+    "qwen0.5B_async_grpo_1gpu": (60, 1, SMALL_GB),
+    COLOCATED: (STEPS, 1, 80),
+    "qwen3B_async_grpo": (20, 8, 80),
+    "qwen3B_sync_grpo": (STEPS, 8, 80),
 }
-"""Steps to run, and GPUs."""
+"""Steps to run, GPUs, and GB of each."""
 SMALLEST = "qwen0.5B_async_grpo_1gpu"
 GPU_EACH = ("gpus_per_generator=1", "gpus_per_trainer=1", "loss.kl_coeff=0")
+THREE, TP_GENERATOR = "num_generators=3", "generator.tensor_parallel_size=2"
+TP_TRAINERS = ("num_trainers=2", "tensor_parallel_dim=2")
 ON_ONE_GPU = (
     *("device=cuda", "gpus_per_generator=0.5", "gpus_per_trainer=0.5"),
     "generator.gpu_memory_utilization=0.2",
@@ -195,12 +200,12 @@ def sleep_and_wake(options):
     return gap < 0.1 and freed_enough, f"{freed:.1f} GiB freed, {seconds}, largest gap {gap:.2g}"
 
 
-def run_of(name, *overrides, steps=STEPS, gpus=0, tiny=False):
+def run_of(name, *overrides, steps=STEPS, gpus=0, gb=SMALL_GB, tiny=False):
     """A check that trains a config: engine and trainer must have like logprobs, the tiny learn."""
 
     def check(options):
-        if options.device == "cuda" and torch.cuda.device_count() < gpus:
-            return None, f"needs {gpus} GPUs"
+        if not tiny and (lacking := lacks(options, name, gpus, gb)):
+            return None, f"needs {lacking}"
         folder = Path(tempfile.mkdtemp(prefix="gpu-test-"))
         arguments = [f"num_steps={steps}", f"save_every_n_steps={steps}"]
         arguments += [f"output_dir={folder}/run", *overrides]
@@ -223,6 +228,16 @@ def run_of(name, *overrides, steps=STEPS, gpus=0, tiny=False):
         return judged(found, steps, tiny, planned_gib(name, arguments))
 
     return check
+
+
+def lacks(options, name, gpus, gb):
+    """What the machine does not have of what a config needs; empty if it has all."""
+    if torch.cuda.device_count() < gpus:
+        return f"{gpus} GPUs"
+    if torch.cuda.get_device_properties(0).total_memory / 1e9 < 0.95 * gb:
+        return f"{gb} GB of GPU memory"
+    model = model_of(options, name)
+    return "" if (model / "config.json").is_file() else str(model)
 
 
 def judged(found, steps, tiny, planned):
@@ -299,11 +314,14 @@ CHECKS = {
 }
 OF_GPUS = {
     "weights: nccl": run_of(SMALLEST, "weights=nccl", *GPU_EACH, gpus=2),
+    "it to 3 generators": run_of(SMALLEST, "weights=nccl", THREE, *GPU_EACH, gpus=4),
+    "a generator on 2 GPUs": run_of(SMALLEST, TP_GENERATOR, *GPU_EACH, gpus=3),
+    "trainers that split layers": run_of(SMALLEST, *TP_TRAINERS, *GPU_EACH, gpus=3),
     **{
-        f"{steps} steps of {name}": run_of(name, steps=steps, gpus=gpus)
-        for name, (steps, gpus) in CONFIGS.items()
+        f"{steps} steps of {name}": run_of(name, steps=steps, gpus=gpus, gb=gb)
+        for name, (steps, gpus, gb) in CONFIGS.items()
     },
-    f"{STEPS} steps of {COLOCATED} on two GPUs": run_of(COLOCATED, *TWO_GPUS, gpus=2),
+    f"{STEPS} steps of {COLOCATED} on two GPUs": run_of(COLOCATED, *TWO_GPUS, gpus=2, gb=80),
 }
 """What a CPU cannot try."""
 
@@ -382,8 +400,9 @@ def main(arguments=None):
         return 0
     if options.random:
         for size, shape in SHAPES.items():
-            if not (options.models / f"Qwen2.5-{size}" / "config.json").is_file():
-                make_random(options.models / f"Qwen2.5-{size}", shape)
+            if not ((folder := options.models / f"Qwen2.5-{size}") / "config.json").is_file():
+                with ProcessPoolExecutor(1, get_context("spawn")) as child:  # frees its GPU memory
+                    child.submit(make_random, folder, shape).result()
     sys.stdout.write("| check | | seconds | |\n|---|---|---|---|\n")
     failed = 0
     for name in (*CHECKS, *(() if options.on_cpu else OF_GPUS)):

@@ -46,10 +46,11 @@ class Receiver:
 
     def __init__(self, wire, early=None, late=None):
         self.wire, self.early, self.late = wire, early, late
-        self.awaited, self.numbers = asyncio.Event(), []
+        self.awaited, self.numbers, self.incarnation = asyncio.Event(), [], 0
 
     async def receive_weights(self, version, number, group, *manifests):
-        assert (group, manifests) == ({"group": "generator_1.0"}, ("manifest",))
+        joined = {"group": f"generator_1.{self.incarnation}"}
+        assert (group, manifests) == (joined, ("manifest",))
         self.numbers.append(number)
         if self.early:
             raise self.early
@@ -102,6 +103,51 @@ async def test_pulls_of_one_receiver_that_overlap_come_one_after_the_other():
     loaded = await asyncio.gather(setting.load(7), setting.load(8))
     assert loaded == [(7, "checksum", None), (8, "checksum", None)]
     assert setting.wire_receiver.numbers == [0, 1]
+
+
+async def test_transfers_to_several_receivers_come_one_after_the_other_each_with_its_time():
+    """The memory of the sender's GPU is planned for one; whoever waits is not timed yet."""
+    setting, begun, may_receive = Setting(), [], asyncio.Event()
+
+    class Waits:
+        def __init__(self, name):
+            self.name, self.awaited = name, asyncio.Event()
+
+        async def receive_weights(self, version, number, group, *manifests):
+            begun.append(self.name)
+            await may_receive.wait()
+            raise DAMAGED
+
+        async def weights_awaited(self, number):
+            await may_receive.wait()
+
+    names = ["generator_1", "generator_2", "generator_3"]
+    receivers = [stand_in_role(name, Waits(name), max_restarts=0) for name in names]
+    waits = [waits_of(receiver) for receiver in receivers]
+    loads = [setting.transfer.load(receiver, 7, (), ["manifest"]) for receiver in receivers]
+    loading = asyncio.gather(*loads, return_exceptions=True)
+    await asyncio.sleep(0.05)
+    assert begun == names[:1] and [bool(each) for each in waits] == [True, False, False]
+    may_receive.set()
+    assert {type(each) for each in await loading} == {RoleFailedError}
+    assert begun == names
+
+
+async def test_a_restart_can_pull_while_another_pull_waits_for_it():
+    """The pull that found the receiver restarting has given up its turn."""
+    setting, pulled = Setting(max_restarts=1), []
+
+    async def recover(role):
+        await asyncio.sleep(0)
+        pulled.append(await setting.load(8))
+
+    setting.receiver._recover, setting.wire_receiver.incarnation = recover, 1
+    restart = asyncio.create_task(setting.receiver.replay_restart("died"))
+    await asyncio.sleep(0)
+    assert setting.receiver.is_restarting
+    assert await setting.load(7) is None
+    await restart
+    assert pulled == [(8, "checksum", None)]
 
 
 DAMAGED = ValueError("weight tensor a is damaged")

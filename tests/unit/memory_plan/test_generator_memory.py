@@ -1,5 +1,6 @@
 """What a generator and the pushes to it take, on its GPU and in CPU memory."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from torchtune.models import qwen2_5
 from grpo_components.config.reading import read_settings
 from grpo_tools.memory_plan.generator_memory import generator_memory, transfer_bytes
 from grpo_tools.memory_plan.model_sizes import ModelSizes
-from grpo_tools.memory_plan.plan import object_store_bytes
-from grpo_tools.memory_plan.role_memory import GIB, Device
+from grpo_tools.memory_plan.plan import _store_problem, object_store_bytes
+from grpo_tools.memory_plan.role_memory import GIB, Device, gib
 from grpo_tools.memory_plan.trainer_memory import host_bytes
 
 GPU = Device(is_gpu=True, gib=80.0)
@@ -74,3 +75,12 @@ def test_with_deltas_every_generator_holds_a_copy_and_every_rank_its_share_thric
     assert (whole[0], delta[0]) == (0, GIVEN["num_generators"] * SNAPSHOT)
     assert delta[1] == 3 * whole[1] >= 3 * SNAPSHOT
     assert (whole[2], delta[2]) == ((3, 3 * SNAPSHOT), (5, 5 * SNAPSHOT))
+
+
+def test_pushes_must_fit_what_ray_takes_for_its_object_store_by_default():
+    large = replace(SIZES, units=[5 * unit for unit in SIZES.units])
+    assert not [*_store_problem(settings(), SIZES)]
+    (problem,) = _store_problem(settings(), large)
+    known = "object_store_memory: null given, and Ray takes at most 186 GiB, and 3 pushes take "
+    assert problem == f"{known}{gib(15 * SNAPSHOT)} GiB; allowed: {15 * SNAPSHOT} or more"
+    assert not [*_store_problem(settings(object_store_memory=15 * SNAPSHOT), large)]

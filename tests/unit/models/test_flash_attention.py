@@ -164,6 +164,16 @@ def test_float32_and_dropout_are_computed_in_blocks(flash):
     assert not made
 
 
+def test_compiled_attention_computes_in_blocks_what_flash_does_not(flash):
+    made = flash(True, dtypes=(torch.bfloat16,))
+    parts = [Part(n, prompt, size) for n, (prompt, sizes) in enumerate(RAGGED) for size in sizes]
+    given = torch.randn(3, len(arrange(parts).positions), 2, 1, 8)
+    compiled = torch.compile(attend, backend="eager")
+    found = [each(*given, arrange(parts).layout, 0.0, True) for each in (compiled, attend)]
+    torch.testing.assert_close(*found)
+    assert not made
+
+
 def of_cuda(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
     """The kernel that CUDA takes without cuDNN; one that takes a mask takes it as numbers."""
     if attn_mask is None:

@@ -72,6 +72,19 @@ def test_between_two_steps_all_of_the_state_is_elsewhere_and_no_bit_changes(name
             assert torch.equal(*whole)
 
 
+def test_the_state_of_parameters_that_are_offloaded_stays_beside_them():
+    """With `fsdp_cpu_offload`, which has parameters and gradients on the CPU."""
+    weights, gpu = parameters(), torch.device("meta")
+    optimizer = OPTIMIZERS["AMSGrad"](weights)
+    for _ in range(2):
+        with state_on_device(optimizer, gpu, active=True):
+            update(optimizer, weights)
+            before = {where: tensor.data_ptr() for where, tensor in tensors(optimizer).items()}
+        after = {where: tensor.data_ptr() for where, tensor in tensors(optimizer).items()}
+        assert after == before and {each.device for each in tensors(optimizer).values()} == {CPU}
+        assert all(weight.grad is None for weight in weights)
+
+
 @pytest.fixture(scope="module")
 def adam():
     return {"build_optimizer": partial(torch.optim.AdamW, lr=0.01, fused=True)}

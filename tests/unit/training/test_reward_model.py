@@ -116,6 +116,11 @@ def test_every_response_gets_its_own_score_whatever_its_batch(tmp_path, kind, pa
     assert unpack(group)[1].reward == 1.0  # the input is unchanged
 
 
+def test_a_decoder_keeps_no_keys_and_values_of_what_it_scored(tmp_path):
+    model = build(make_classifier(tmp_path))._model
+    assert model(torch.tensor([[3, 4]])).past_key_values is None
+
+
 @pytest.mark.parametrize("tokens", [{"ends": True}, {"eos_token": None}])
 def test_a_classifier_without_a_pad_token_reads_to_the_last_token(tmp_path, tokens):
     path = make_classifier(tmp_path, **tokens)
