@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_components.files import EVALUATIONS, records_of
+from grpo_components.records.run_folder import CODE
 from grpo_tools.report.run_files import DAMAGED
 
 _T_QUANTILES = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -59,6 +60,8 @@ def _measured_otherwise(first: Mapping[str, str], other: Mapping[str, str]) -> l
     differ = {key for key in first.keys() | other.keys() if first.get(key) != other.get(key)}
     judges = [key for key in first if key.endswith(".is_success") and first[key] == "True"]
     decisive = *_EVALUATED, *(key.removesuffix("is_success") for key in judges)
+    paths = [first[k] for k in first if k.startswith(decisive) and k.endswith("_component_")]
+    decisive = *decisive, *(f"{CODE}/{path.partition('.')[0]}.py" for path in paths)
     return sorted(k for k in differ if k.startswith(decisive) and not k.endswith(".weight"))
 
 

@@ -63,12 +63,12 @@ def _table(first: str, names: Sequence[str], columns: Sequence[Mapping[str, str]
 
 
 def _config(folder: Path) -> dict[str, str]:
-    """Return the values of a run's last config by dotted key, and a checksum of its code."""
+    """Return the values of a run's last config by dotted key, and a checksum of each code file."""
     config = dict(_flat("", read_config(folder) or {}))
     attempts = sorted((folder / CODE).glob("attempt_*"), key=lambda each: (len(each.name), each))
     files = [*attempts[-1].glob("*.py"), *attempts[-1].glob("*.diff")] if attempts else []
-    code = b"".join(file.read_bytes() for file in sorted(files))
-    return config | ({"code of recipe and changes": f"{zlib.crc32(code):08x}"} if files else {})
+    code = {f"{CODE}/{f.name}": f"{zlib.crc32(f.read_bytes()):08x}" for f in sorted(files)}
+    return config | code
 
 
 def _flat(prefix: str, node: Any) -> list[tuple[str, str]]:

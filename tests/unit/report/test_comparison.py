@@ -169,6 +169,29 @@ def test_other_evaluations_are_not_compared_and_missing_ones_are_named(compare, 
     assert line == "c, d: runs of one job, which differ in their seeds at most"
 
 
+def test_own_files_that_differ_make_another_job_and_those_that_evaluate_another_measure(make):
+    def run(name, **files):
+        right = "right: {_component_: my_reward.A, is_success: true}"
+        rewards = f"rewards: {{{right}, form: {{_component_: my_form.B}}}}"
+        folder = make(name, f"{rewards}\neval_dataset: {{_component_: my_data.C}}\n")
+        (folder / "code/attempt_0").mkdir(parents=True)
+        for file in ("my_reward", "my_form", "my_data"):
+            (folder / f"code/attempt_0/{file}.py").write_text(files.get(file, "as it was"))
+        line = {"step": 2, "prompt_index": [*range(9)], "success": [1.0] * 9}
+        write_rows(folder / "logs" / EVALUATIONS, line)
+        return folder
+
+    def verdict(folder):
+        return write_comparison([first, folder], first.parent / "page.html")[1][0]
+
+    first = run("a")
+    assert verdict(run("b")).startswith("a, b: runs of one job")
+    assert verdict(run("c", my_form="edited")).startswith("c against a: not enough to tell: held")
+    for file in ("my_reward", "my_data"):
+        line = verdict(run(file, **{file: "edited"}))
+        assert line.endswith(f": not comparable: they were evaluated with different code/{file}.py")
+
+
 def test_a_forked_recipe_is_another_job_and_a_folder_counts_once(make, tmp_path, capsys):
     def forked(name, loss, prompt):
         folder = make(name, f"system_prompt: {'x' * 200}{prompt}{'y' * 200}")
@@ -182,7 +205,7 @@ def test_a_forked_recipe_is_another_job_and_a_folder_counts_once(make, tmp_path,
     ]
     page, (fork, other) = write_comparison([*folders, folders[0]], tmp_path / "page.html")
     assert fork.startswith("c against a: ") and other.startswith("d against a: ")
-    assert "<td>code of recipe and changes</td>" in page.read_text()
+    assert "<td>code/my_grpo.py</td>" in page.read_text()
     (folders[1] / "config.yaml").write_text("a: [")
     assert main([str(each) for each in folders[:2]]) == 2
     (line,) = capsys.readouterr().err.splitlines()
