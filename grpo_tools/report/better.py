@@ -26,6 +26,7 @@ class _Job(NamedTuple):
     """Runs that differ in nothing but their seed."""
 
     name: str
+    seeds: set[str]
     steps: list[int]
     success: list[dict[int, float]]
     """For each run, the success on each held-out prompt in its last evaluation."""
@@ -42,8 +43,9 @@ def verdicts(
     jobs: dict[tuple[tuple[str, str], ...], _Job] = {}
     for folder, name, config in zip(folders, names, configs, strict=True):
         own = {key: value for key, value in config.items() if not key.startswith(_OF_A_SEED)}
-        job = jobs.setdefault(tuple(sorted(own.items())), _Job(name, [], []))
+        job = jobs.setdefault(tuple(sorted(own.items())), _Job(name, set(), [], []))
         for record in _last_evaluation(folder):
+            job.seeds.add(config.get("seed", ""))
             job.steps.append(record[0])
             job.success.append(record[1])
     keys, (first, *others) = [*jobs], jobs.values()
@@ -86,12 +88,15 @@ def _verdict(first: _Job, other: _Job, differ: Sequence[str]) -> str:
         return f"{what}not comparable: they were evaluated with different {of}"
     a, b = (job.on(sorted(shared)) for job in (first, other))
     differences = b.mean(0) - a.mean(0)  # of the same prompts: their difficulty cancels
-    squared = differences.var(ddof=1) / len(differences)
-    runs, free = (len(a), len(b)), len(a) + len(b) - 2
-    several = min(runs) > 1
+    squared, runs = differences.var(ddof=1) / len(differences), (len(a), len(b))
+    several, quantile = min(len(first.seeds), len(other.seeds)) > 1, 1.96
     if several:
-        squared += sum(means.var(ddof=1) / len(means) for means in (a.mean(1), b.mean(1)))
-    quantile = 1.96 if not several else _T_QUANTILES[free - 1] if free <= 10 else 1.96 + 2.4 / free
+        of_prompts = squared**2 / (len(differences) - 1)
+        of_seeds = sum(means.var(ddof=1) / len(means) for means in (a.mean(1), b.mean(1)))
+        squared += of_seeds
+        # Welch and Satterthwaite: degrees of freedom of a sum of variances of prompts and of seeds
+        free = squared**2 / max(of_prompts + of_seeds**2 / (sum(runs) - 2), 1e-300)
+        quantile = 1.96 + 2.4 / free if free >= 11 else _T_QUANTILES[max(int(free), 1) - 1]
     change, half = float(differences.mean()), quantile * math.sqrt(squared)
     word = "better" if change > half else "worse" if change < -half else "not enough to tell"
     line = f"{what}{word}: held-out success {a.mean():.3f} to {b.mean():.3f}, {change:+.3f} "

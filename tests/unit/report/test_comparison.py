@@ -152,6 +152,29 @@ def test_runs_that_are_alike_are_called_different_in_few_cases(compare, seeds, e
     assert wrong <= 18, "5 % of 200, and three standard deviations"
 
 
+@pytest.mark.parametrize(("seeds", "effect"), [(2, 0.02), (3, 0.04)])
+def test_the_interval_has_the_true_difference_and_is_narrow_enough_to_decide(
+    compare, seeds, effect
+):
+    """Answers to 204 prompts of a job that is better by 0.1; few seeds, which differ little."""
+    random, missed, decided = np.random.default_rng(5), 0, 0
+    for _ in range(200):
+        rates = random.uniform(0.25, 0.65, 204)
+        pair = (runs(random, rates + more, seeds, effect) for more in (0, 0.1))
+        line = compare(*pair)[0]
+        low, high = map(float, re.findall(r"\((\S+) to (\S+) with 95 %", line)[0])
+        missed += not low <= 0.1 <= high
+        decided += ": better: " in line
+    assert missed <= 18, "5 % of 200, and three standard deviations"
+    assert decided >= 60
+
+
+def test_copies_of_a_run_are_no_further_seeds(compare):
+    success = np.arange(200) % 2 == 0
+    [line] = compare([success] * 2, [success] * 2, seed="0")
+    assert "2 and 2 runs" in line and "Another seed may differ by more" in line
+
+
 def test_other_evaluations_are_not_compared_and_missing_ones_are_named(compare, make):
     alike = [np.ones(9)]
     for key in ("eval_dataset.source", "timeouts.reward_s", "rewards.right.answer_format"):
