@@ -124,15 +124,19 @@ def _runs_away(run: Run) -> Finding | None:
     fell |= before - after > max(noise, 0.1 * before)
     far = run.late("loss/kl_reference") > 1 and reference.after > 2 * reference.before
     figure = f"KL to the generator above 0.1 nats a token in {len(high)} steps, "
-    figure += f"{max(high, default=0.0):.2g} at most; " + (f"to the reference {reference}; " * far)
+    figure = f"{figure}{max(high):.2g} at most; " if high else ""
+    figure += f"KL to the reference {reference}; " * far
     figure += f"reward {reward}, " * (not math.isnan(reward.before))
     figure += f"held-out {before:.2g} to {after:.2g}"
     smaller = f"a tenth of optimizer.lr (now {run.setting('optimizer.lr')})"
-    advice = _try(run, smaller, "loss.kl_coeff=0.01")
     later = run.values(_KL)[10:]  # an optimizer's first steps are large without a warm-up
     stays = len(high) >= 3 and (len(later) < 10 or max(later) > 0.1)
     jumps = stays or abs(run.late("ratio/mean") - 1) > 0.2 or far
-    cause = "the learning rate is too high for this staleness"
+    cause, ways = "the learning rate is too high for this staleness", [smaller]
+    if not jumps:
+        cause = "updates lead away from the reward: the sign of the loss or of the advantages, or "
+        cause, ways = f"{cause}the learning rate", ["the recipe's own loss", smaller]
+    advice = _try(run, *ways, "loss.kl_coeff=0.01")
     severity = 60 if reward.sigmas > 3 else 91 if jumps else 79
     finding = Finding(severity, _AWAY, figure, cause, advice)
     return finding if jumps or fell else None

@@ -120,7 +120,7 @@ ILL = {
     "generator and trainer disagree": {"mismatch/fresh_kl": 9e-5},
     "generator and trainer drift apart": {"mismatch/fresh_kl": lambda at: 1e-9 * 10 ** (4 * at)},
     "the policy runs away: KL to the gen": {"mismatch/generator_kl": rising(0.001, 0.9)},
-    "the policy runs away: KL": {"rollout/reward_mean": rising(0.7, 0.1)},
+    "the policy runs away: reward 0.": {"rollout/reward_mean": rising(0.7, 0.1)},
     "the policy does not move": {**FLAT, "mismatch/generator_kl": 1e-13},
     "entropy collapses: 0.": {**FLAT, "entropy": lambda at: 0.5 * 0.01**at},
     "the policy hardly moves": {**FLAT, "mismatch/generator_kl": 1e-6},
@@ -164,6 +164,14 @@ def test_what_a_policy_that_runs_away_does_is_listed_as_its_effect(write):
         *("responses are cut off", "the reward is flat")
     ]
     assert all("Likely cause: the policy runs away." in each for each in others[-2:])
+
+
+def test_a_reward_that_falls_without_a_jump_may_have_the_wrong_sign(write):
+    line = found(write({"rollout/reward_mean": rising(0.7, 0.1)}))[0]
+    assert "the sign of the loss" in line and "Try: the recipe's own loss, a tenth of " in line
+    assert "nats" not in line, "the KL is usual"
+    line = found(write({"mismatch/generator_kl": rising(0.001, 0.9)}))[0]
+    assert "0.1 nats a token in 36 steps, " in line and "sign" not in line
 
 
 @pytest.mark.parametrize("rate", [0, 1])
