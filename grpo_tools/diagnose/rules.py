@@ -21,6 +21,7 @@ _HELD_OUT = "eval/reward_mean"
 _ENDED, _SMALL_TEST = "the run ended with an error", "the evaluation is too small"
 _AWAY, _LONG = "the policy runs away", "length grows with the reward"
 _CUT, _FLAT = "responses are cut off", "the reward is flat"
+_LARGER = "a larger generator.max_response_tokens"
 _ERROR_CHARS = 160
 _WARNED = {
     "seeds": (93, "samples share seeds", "generators begin alike", "a seed for each sample"),
@@ -97,9 +98,10 @@ def _steps_skipped(run: Run) -> Finding | None:
     first = run.steps[0] if each else {}
     if each and each[0] == first["step"] and first.get("rollout/trained_tokens"):
         cause = "the loss, or the advantages, are NaN before any update was made"
-        loss = "look for a term of the loss that divides by 0, or has no tokens"
-        null = "for null among the advantages in logs/rollouts.jsonl"
-        advice = _try(run, loss, null, f"rollouts_logged_per_step={run.setting('groups_per_step')}")
+        advice = "look for a division by 0 in the loss (is an advantage 0?), or for null among the "
+        advice += "advantages in logs/rollouts.jsonl"
+        log_all = f"rollouts_logged_per_step={run.setting('groups_per_step', 8)}"
+        advice += "" if run.has(log_all) else f" ({log_all} logs all groups)"
     severity = 60 + 40 * skipped / max(1, steps)
     return Finding(severity, "gradients are skipped", figure, cause, advice) if skipped else None
 
@@ -171,8 +173,7 @@ def _cut_off(run: Run) -> Finding | None:
     figure = f"{share:.0%} of them, at {run.setting('generator.max_response_tokens')} tokens"
     figure += f"; {wrong:.0%} are wrong" if wrong > 0 else ""
     cause = "the limit is too small, or nothing pays for an end"
-    longer = "a larger generator.max_response_tokens"
-    advice = _try(run, longer, "reward_shaping.overlong_tokens")
+    advice = _try(run, _LARGER, "reward_shaping.overlong_tokens")
     finding = Finding(50 + 40 * share, _CUT, figure, cause, advice)
     return finding if share >= 0.25 or 0.08 <= share >= wrong / 4 else None
 
@@ -193,10 +194,10 @@ def _groups_equal(run: Run) -> Finding | None:
     figure += f"{right:.0%} are all right and {share - right:.0%} all wrong"
     prompts = f"the prompts are too {'easy' if easy else 'hard'}"
     cause = f"{prompts}, or the reward tells nothing apart"
-    others = f"{'harder' if easy else 'easier'} prompts"
-    advice = _try(run, others, "curriculum", "dynamic_sampling.enabled=true")
+    choices = ("curriculum", "dynamic_sampling.enabled=true") if share < 0.95 else ()
+    advice = _try(run, f"{'harder' if easy else 'easier'} prompts", *choices)
     if run.late("rollout/cut_off_fraction") > 0.5:
-        cause = "most responses are cut off before they end"
+        cause, advice = "most responses are cut off before they end", _LARGER
     elif constant:
         cause = f"the reward tells no right from wrong (success is {right:.0f}), or {prompts}"
         advice = f"read responses in report.html; if the reward is right: {advice}"

@@ -180,7 +180,14 @@ def test_a_reward_that_gives_all_responses_the_same_is_looked_at_first(write, ra
     line = found(write({**flat, "rollout/zero_variance_fraction": 1}, evaluated=((1, 99),) * 2))[0]
     assert line.startswith("the reward is flat: ")
     says = f"tells no right from wrong (success is {rate}), or the prompts", "read responses"
-    assert line.index(says[0]) < line.index(says[1]) < line.index("er prompts, curriculum")
+    assert line.index(says[0]) < line.index(says[1]) < line.index("er prompts")
+    assert line.endswith("er prompts"), "of groups that are all equal, none is left to choose"
+
+
+def test_what_is_cut_off_needs_more_tokens_and_no_other_prompts(write):
+    flat = {**FLAT, "rollout/zero_variance_fraction": 0.9, "rollout/cut_off_fraction": 0.9}
+    (line,) = [each for each in found(write(flat)) if each.startswith("the reward is flat")]
+    assert line.endswith("before they end. Try: a larger generator.max_response_tokens")
 
 
 def test_clipping_names_the_range_and_no_fewer_than_one_update(write):
@@ -196,8 +203,13 @@ def test_clipping_names_the_range_and_no_fewer_than_one_update(write):
 
 def test_a_first_step_that_is_skipped_is_no_matter_of_the_learning_rate(write):
     all_skipped = {"skipped_steps": lambda at: round(at * STEPS), "rollout/trained_tokens": 9}
-    line = found(write(all_skipped))[0]
-    assert "before any update" in line and "logs/rollouts.jsonl" in line and "optimizer" not in line
+    folder = write(all_skipped)
+    for logged, ends in ((1, " (rollouts_logged_per_step=8 logs all groups)"), (8, "")):
+        sizes = f"groups_per_step: 8\nrollouts_logged_per_step: {logged}\n"
+        (folder / "config.yaml").write_text(sizes)
+        line = found(folder)[0]
+        assert "before any update" in line and "optimizer" not in line
+        assert line.endswith(f"null among the advantages in logs/rollouts.jsonl{ends}")
     line = found(write(ILL["gradients are skipped: 9 of 40 steps"]))[0]
     assert "Try: a lower optimizer.lr" in line and "dtype" not in line
 
