@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from grpo_components.plain_text import one_line, shortened
 from grpo_components.rollout.engine_use import NO_GROUP, NO_REWARD
-from grpo_tools.diagnose.evidence import Run, read
+from grpo_tools.diagnose.evidence import FEWEST_OF_TREND, Run, read
 from grpo_tools.report.curves import values_of
 from grpo_tools.report.run_files import DAMAGED
 
@@ -405,6 +405,13 @@ def diagnose(run: Run) -> Sequence[Finding]:
         effect = {"severity": 39, "cause": _AWAY, "advice": advice}
         found = [e._replace(**effect) if e.what in (_CUT, _FLAT, _LONG) else e for e in found]
     return sorted(found, key=lambda each: -each.severity)[:10]
+
+
+def lines_of(run: Run) -> list[str]:
+    """Return a line for each finding, or one that says that there is none."""
+    steps = len(run.steps)
+    short = f"; most rules need {FEWEST_OF_TREND} steps" if steps < FEWEST_OF_TREND else ""
+    return [*map(str, diagnose(run))] or [f"nothing looks wrong in {steps} steps{short}"]
 
 
 def worst_of(folder: Path) -> str:

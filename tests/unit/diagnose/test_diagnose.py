@@ -154,6 +154,9 @@ def test_a_clean_run_has_no_finding_whatever_its_length(write, capsys):
     folder = write()
     assert main([str(folder)]) == 0
     assert capsys.readouterr().out == "nothing looks wrong in 40 steps\n"
+    for num, said in ((14, "; most rules need 15 steps\n"), (15, "\n")):
+        assert main([str(write(num=num))]) == 0
+        assert capsys.readouterr().out == f"nothing looks wrong in {num} steps{said}"
 
 
 def test_what_a_policy_that_runs_away_does_is_listed_as_its_effect(write):
@@ -427,7 +430,8 @@ def test_metrics_of_another_program_are_no_clean_run(tmp_path, capsys):
 def test_the_report_has_a_panel(write):
     html = write_report(write(FLAT | {"rollout/cut_off_fraction": 0.5})).read_text("utf-8")
     assert '<h2 id="diagnosis">' in html and "<li>responses are cut off: 5" in html
-    assert "<li>nothing looks wrong</li>" in write_report(write()).read_text("utf-8")
+    clean = write_report(write()).read_text("utf-8")
+    assert "<li>nothing looks wrong in 40 steps</li>" in clean
 
 
 def test_an_error_that_ended_the_run(write):
