@@ -70,12 +70,16 @@ def _samples_fail(run: Run) -> Finding | None:
     share = failed.total() / max(1, failed.total(), ended)
     if failed.total() < 3 or share < 0.01:
         return None
-    error, count = failed.most_common(1)[0]
+    kinds = Counter[str]()
+    for error, number in failed.items():
+        kinds[error.partition("): ")[0]] += number  # up to file and line: messages have values
+    kind, count = kinds.most_common(1)[0]
+    error = next(error for error, _ in failed.most_common() if error.startswith(kind))
     evaluated = run.failed_in_evaluations
     trained = failed.total() - evaluated
     figure = f"{trained:,} of {max(trained, ended):,} in training, "
     figure += f"{evaluated:,} in evaluations, " if evaluated else ""
-    figure += f"{count:,} with {shortened(error, _ERROR_CHARS)}"
+    figure += f"{count:,} like {shortened(error, _ERROR_CHARS)}"
     advice, cause = "mend what logs/failed_samples.jsonl names", "a reward or environment"
     longer, noise = _longer(run, run.failed_groups, run.history.lengths.keys() - run.failed_groups)
     figure += f"; in groups of {longer:+.3g} tokens a response" if longer > 4 * noise else ""

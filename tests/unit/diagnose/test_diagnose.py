@@ -274,10 +274,18 @@ def test_failing_samples_are_named_by_their_most_frequent_error(write, tmp_path)
     group = SimpleNamespace(rewards=[0.0] * 6, errors=["reward form: KeyError"] * 4 + ["late"])
     failures.count_group(entry, group)
     says = "samples fail: 5 of 40 in training, "
-    assert found(folder)[0].startswith(f"{says}4 with reward form: KeyError")
+    assert found(folder)[0].startswith(f"{says}4 like reward form: KeyError")
     held_out = {"prompt_index": 1, "prompt_text": "?", "error": "late"}
     failures.count_evaluation(0, [held_out] * 3 + [held_out | {"error": None}])
-    assert found(folder)[0].startswith(f"{says}3 in evaluations, 4 with ")
+    assert found(folder)[0].startswith(f"{says}3 in evaluations, 4 like ")
+
+
+def test_failures_of_one_line_count_together_whatever_values_their_messages_have(write):
+    folder = write(events=[each for n in range(20) for each in generated(n, 5)])
+    texts = [f"reward form: ValueError (my.py:3): invalid literal 'now{n}'" for n in range(4)]
+    errors = {"late": 3, **dict.fromkeys(texts, 1)}
+    write_rows(folder / "logs/failed_samples.jsonl", {"group_id": 1, "errors": errors})
+    assert found(folder)[0].startswith(f"samples fail: 7 of 40 in training, 4 like {texts[0]}. ")
 
 
 @pytest.mark.parametrize(
@@ -288,7 +296,7 @@ def test_samples_that_fail_in_long_groups_say_so(write, tokens, longer):
     folder = write(events=[each for group in enumerate(lengths) for each in generated(*group)])
     rows = ({"group_id": n, "errors": {"late": 1}} for n in range(20))
     write_rows(folder / "logs/failed_samples.jsonl", *rows)
-    assert f"20 with late{longer or '.'}" in found(folder)[0]
+    assert f"20 like late{longer or '.'}" in found(folder)[0]
 
 
 WARNED = {
