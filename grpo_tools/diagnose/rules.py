@@ -57,6 +57,12 @@ def _try(run: Run, *advice: str) -> str:
     return ", ".join(each for each in advice if not run.has(each))
 
 
+def _rate(run: Run) -> str:
+    """Return the key of the learning rate, and its value if the config is there."""
+    rate = run.setting("optimizer.lr")
+    return "optimizer.lr" if rate is None else f"optimizer.lr (now {rate})"
+
+
 def _warned(run: Run) -> Finding | None:
     for kind, (severity, what, cause, advice) in _WARNED.items():
         if warning := run.warnings.get(kind):
@@ -98,7 +104,7 @@ def _steps_skipped(run: Run) -> Finding | None:
     skipped = max(each, default=0)
     figure = f"{skipped:.0f} of {steps} steps"
     cause = "loss or gradient is not finite: the learning rate is too high, or a loss divides by 0"
-    advice = _try(run, f"a lower optimizer.lr (now {run.setting('optimizer.lr')})", "dtype=fp32")
+    advice = _try(run, f"a lower {_rate(run)}", "dtype=fp32")
     first = run.steps[0] if each else {}
     if each and each[0] == first["step"] and first.get("rollout/trained_tokens"):
         cause = "the loss, or the advantages, are NaN before any update was made"
@@ -134,7 +140,7 @@ def _runs_away(run: Run) -> Finding | None:
     figure += f"KL to the reference {reference}; " * far
     figure += f"reward {reward}, " * (not math.isnan(reward.before))
     figure += f"held-out {before:.2g} to {after:.2g}"
-    smaller = f"a tenth of optimizer.lr (now {run.setting('optimizer.lr')})"
+    smaller = f"a tenth of {_rate(run)}"
     later = run.values(_KL)[10:]  # an optimizer's first steps are large without a warm-up
     stays = len(high) >= 3 and (len(later) < 10 or max(later) > 0.1)
     jumps = stays or abs(run.late("ratio/mean") - 1) > 0.2 or far
@@ -151,7 +157,7 @@ def _runs_away(run: Run) -> Finding | None:
 def _stands_still(run: Run) -> Finding | None:
     kl, staleness, reward = run.late(_KL), run.late("staleness/mean"), run.trend(_REWARD)
     figure = f"the KL to weights {staleness:.1f} steps older is {kl:.1g}, reward {reward}"
-    advice = f"a higher optimizer.lr (now {run.setting('optimizer.lr')})"
+    advice = f"a higher {_rate(run)}"
     if not (staleness >= 0.5 and run.late("rollout/zero_variance_fraction") < 0.6):
         return None
     if kl < 1e-9 and not reward.sigmas > 3:
@@ -174,7 +180,8 @@ def _entropy_collapses(run: Run) -> Finding | None:
 def _cut_off(run: Run) -> Finding | None:
     share = run.late("rollout/cut_off_fraction", statistics.fmean)
     wrong = 1 - run.late(_SUCCESS, statistics.fmean)
-    figure = f"{share:.0%} of them, at {run.setting('generator.max_response_tokens')} tokens"
+    limit = run.setting("generator.max_response_tokens")
+    figure = f"{share:.0%} of them" + (f", at {limit} tokens" if limit else "")
     figure += f"; {wrong:.0%} are wrong" if wrong > 0 else ""
     cause = "the limit is too small, or nothing pays for an end"
     advice = _try(run, _LARGER, "reward_shaping.overlong_tokens")
@@ -253,7 +260,7 @@ def _clipped(run: Run) -> Finding | None:
     cause += f"too large updates, old tokens (max_staleness={stale}), or a narrow range "
     cause += f"(loss.clip_low={low}, loss.clip_high={high})"
     advice = "fewer ppo_epochs or updates_per_batch, " if updates > 1 else ""
-    advice += f"a lower optimizer.lr (now {run.setting('optimizer.lr')})"
+    advice += f"a lower {_rate(run)}"
     advice += ", a smaller max_staleness" if stale else ""
     ill = share >= 0.05 and not (isinstance(high, float) and high < 0.05)  # as GSPO's
     return Finding(66, "clipping is far above usual", figure, cause, advice) if ill else None

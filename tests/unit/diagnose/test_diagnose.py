@@ -125,7 +125,7 @@ ILL = {
     "entropy collapses: 0.": {**FLAT, "entropy": lambda at: 0.5 * 0.01**at},
     "the policy hardly moves": {**FLAT, "mismatch/generator_kl": 1e-6},
     "responses are cut off: 50% of them": {"rollout/cut_off_fraction": 0.5},
-    "responses are cut off: 18% of them, at None tokens; 60% are wrong": {
+    "responses are cut off: 18% of them; 60% are wrong": {
         **FLAT,
         "rollout/cut_off_fraction": 0.18,
     },
@@ -372,6 +372,8 @@ def test_a_run_that_goes_on_and_damaged_or_foreign_files_have_an_answer(write, t
     assert "0 steps" in capsys.readouterr().out
     assert main([str(tmp_path / "logs")]) == 2
     assert capsys.readouterr().err.startswith("no diagnosis: no run: ")
+    assert main([str(folder / "config.yaml")]) == 2
+    assert capsys.readouterr().err.endswith("config.yaml: a file, not a folder\n")
 
 
 HUGE = {"step": 1, "rollout/reward_mean": 10**401, "rollout/cut_off_fraction": 1e308}
@@ -423,6 +425,14 @@ def test_strange_values_end_neither_a_diagnosis_nor_a_report(write, name, capsys
         code = report([str(folder), str(sound), "--output", str(folder / "both.html")])
         told = capsys.readouterr().err
         assert (code, told) == (0, "") or (told.startswith("no report: ") and told.count("\n") == 1)
+
+
+def test_without_a_config_no_figure_or_advice_names_its_values(write):
+    folder = write({"rollout/cut_off_fraction": 0.5, "mismatch/generator_kl": rising(0.001, 0.9)})
+    (folder / "config.yaml").write_text("generator: {max_response_tokens: 64}\n")
+    assert any(" of them, at 64 tokens; " in line for line in found(folder))
+    (folder / "config.yaml").unlink()
+    assert len(found(folder)) == 2 and not any("None" in line for line in found(folder))
 
 
 def test_metrics_of_another_program_are_no_clean_run(tmp_path, capsys):
