@@ -38,6 +38,7 @@ from grpo_components.objective.doubts import (
     doubts_about_advantages,
     doubts_about_loss,
     doubts_about_micro_batches,
+    doubts_about_sign,
 )
 from grpo_components.objective.losses import LossInputs
 from grpo_components.objective.objective import Objective, TrainedObjective
@@ -155,7 +156,8 @@ def _doubts(cfg: Settings, ours: dict[str, Any]) -> list[str]:
         inputs = _made_for(cfg, True, 0)
         if getattr(loss, "needs_proximal", False):
             inputs = replace(inputs, proximal_logprobs=inputs.trainer_logprobs.detach())
-        doubts = list(doubts_about_micro_batches(loss, penalties, inputs))
+        doubts = [*doubts_about_sign(loss)]
+        doubts += doubts_about_micro_batches(loss, penalties, inputs)
         several = not cfg.is_synchronous or cfg.ppo_epochs * cfg.updates_per_batch > 1
         if several and isinstance(ours["off_policy"], NoCorrection):
             doubts += doubts_about_loss(loss)

@@ -58,6 +58,17 @@ def doubts_about_loss(loss: Loss) -> Iterator[str]:
         )
 
 
+def doubts_about_sign(loss: Loss) -> Iterator[str]:
+    """Yield a warning if a loss trains away from the reward, on tokens of the current policy."""
+    at_one = _RATIOS.index(1.0)
+    better, worse = (_gradients(loss, advantage)[at_one] for advantage in (1.0, -1.0))
+    if better > 0 or worse < 0:
+        yield (
+            "a token with advantage 1 becomes less likely, or one with -1 likelier, so that the "
+            "loss leads away from the reward: its sign is wrong"
+        )
+
+
 def doubts_about_micro_batches(
     loss: Loss, penalties: Penalties, inputs: LossInputs
 ) -> Iterator[str]:
@@ -111,6 +122,7 @@ def _gradients(loss: Loss, advantage: float) -> list[float]:
         staleness=torch.ones(len(ratios), dtype=torch.int64),
         step=0,
         reference_logprobs=trainer.detach(),
+        teacher_logprobs=trainer.detach(),
         proximal_logprobs=generator if wants_anchor else None,
         entropy=torch.ones_like(ratios).requires_grad_(),
     )

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import platform
+import re
 import secrets
 import shutil
 import socket
@@ -152,15 +153,19 @@ def _write_config(folder: Path, cfg: Settings, identity: RunIdentity) -> None:
 
 
 def save_code(output_dir: Path, attempt: int, recipe: str | None) -> None:
-    """Write the recipe's file, the changes in the current folder's checkout, and versions.
+    """Write the files of the recipe and the user's components, changes in git, and versions.
 
+    The recipe's and the components' files are those of the current folder that config.yaml names,
+    and the changes those of the current folder's checkout.
     Environment variables are not recorded: they may be secret.
     """
     folder = output_dir / CODE / f"attempt_{attempt}"
     shutil.rmtree(folder, ignore_errors=True)  # of a process that ended before its first receipt
     folder.mkdir(parents=True)
-    if recipe is not None:
-        shutil.copy(recipe, folder)
+    modules = re.findall(r"_component_: (\w+)", (output_dir / "config.yaml").read_text("utf-8"))
+    own = {file for name in modules if (file := Path(f"{name}.py")).is_file()}
+    for file in (*own, *([recipe] if recipe is not None else [])):
+        shutil.copy(file, folder)
     if changes := _git("diff", "HEAD"):
         (folder / "changes.diff").write_text(changes, encoding="utf-8")
     found = [package.metadata for package in importlib.metadata.distributions()]

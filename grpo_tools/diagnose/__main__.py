@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grpo_components.plain_text import one_line
 from grpo_tools.diagnose.evidence import read
-from grpo_tools.diagnose.rules import diagnose
+from grpo_tools.diagnose.rules import lines_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,6 +24,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         sys.stderr.write(f"no diagnosis: {one_line(str(error))}\n")
         return 2
-    lines = [str(finding) for finding in diagnose(run)]
-    sys.stdout.write("\n".join(lines or [f"nothing looks wrong in {len(run.steps)} steps"]) + "\n")
+    sys.stdout.writelines(f"{line}\n" for line in lines_of(run))
     return 0

@@ -19,7 +19,7 @@ from grpo_tools.report.curves import values_of
 from grpo_tools.report.run_files import DAMAGED, History, read_config, read_history, read_metrics
 from grpo_tools.report.timeline import seconds_by_role
 
-_FEWEST, _FEWEST_OF_TREND = 5, 15
+_FEWEST, FEWEST_OF_TREND = 5, 15
 """Fewest values for a median or a share of a step, and fewest for a difference of thirds."""
 
 
@@ -93,7 +93,7 @@ class Run:
         """Compare a metric's first and last third; the first `since` (0 to 1) is skipped."""
         values = self.values(key)
         values = values[int(since * len(values)) :]
-        if len(values) < _FEWEST_OF_TREND:
+        if len(values) < FEWEST_OF_TREND:
             return Trend()
         third = len(values) // 3
         first, last = values[:third], values[-third:]

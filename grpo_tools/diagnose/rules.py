@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from grpo_components.plain_text import one_line, shortened
 from grpo_components.rollout.engine_use import NO_GROUP, NO_REWARD
-from grpo_tools.diagnose.evidence import Run, read
+from grpo_tools.diagnose.evidence import FEWEST_OF_TREND, Run, read
 from grpo_tools.report.curves import values_of
 from grpo_tools.report.run_files import DAMAGED
 
@@ -21,6 +21,7 @@ _HELD_OUT = "eval/reward_mean"
 _ENDED, _SMALL_TEST = "the run ended with an error", "the evaluation is too small"
 _AWAY, _LONG = "the policy runs away", "length grows with the reward"
 _CUT, _FLAT = "responses are cut off", "the reward is flat"
+_LARGER = "a larger generator.max_response_tokens"
 _ERROR_CHARS = 160
 _WARNED = {
     "seeds": (93, "samples share seeds", "generators begin alike", "a seed for each sample"),
@@ -56,6 +57,12 @@ def _try(run: Run, *advice: str) -> str:
     return ", ".join(each for each in advice if not run.has(each))
 
 
+def _rate(run: Run) -> str:
+    """Return the key of the learning rate, and its value if the config is there."""
+    rate = run.setting("optimizer.lr")
+    return "optimizer.lr" if rate is None else f"optimizer.lr (now {rate})"
+
+
 def _warned(run: Run) -> Finding | None:
     for kind, (severity, what, cause, advice) in _WARNED.items():
         if warning := run.warnings.get(kind):
@@ -69,12 +76,16 @@ def _samples_fail(run: Run) -> Finding | None:
     share = failed.total() / max(1, failed.total(), ended)
     if failed.total() < 3 or share < 0.01:
         return None
-    error, count = failed.most_common(1)[0]
+    kinds = Counter[str]()
+    for error, number in failed.items():
+        kinds[error.partition("): ")[0]] += number  # up to file and line: messages have values
+    kind, count = kinds.most_common(1)[0]
+    error = next(error for error, _ in failed.most_common() if error.startswith(kind))
     evaluated = run.failed_in_evaluations
     trained = failed.total() - evaluated
     figure = f"{trained:,} of {max(trained, ended):,} in training, "
     figure += f"{evaluated:,} in evaluations, " if evaluated else ""
-    figure += f"{count:,} with {shortened(error, _ERROR_CHARS)}"
+    figure += f"{count:,} like {shortened(error, _ERROR_CHARS)}"
     advice, cause = "mend what logs/failed_samples.jsonl names", "a reward or environment"
     longer, noise = _longer(run, run.failed_groups, run.history.lengths.keys() - run.failed_groups)
     figure += f"; in groups of {longer:+.3g} tokens a response" if longer > 4 * noise else ""
@@ -93,13 +104,14 @@ def _steps_skipped(run: Run) -> Finding | None:
     skipped = max(each, default=0)
     figure = f"{skipped:.0f} of {steps} steps"
     cause = "loss or gradient is not finite: the learning rate is too high, or a loss divides by 0"
-    advice = _try(run, f"a lower optimizer.lr (now {run.setting('optimizer.lr')})", "dtype=fp32")
+    advice = _try(run, f"a lower {_rate(run)}", "dtype=fp32")
     first = run.steps[0] if each else {}
     if each and each[0] == first["step"] and first.get("rollout/trained_tokens"):
         cause = "the loss, or the advantages, are NaN before any update was made"
-        loss = "look for a term of the loss that divides by 0, or has no tokens"
-        null = "for null among the advantages in logs/rollouts.jsonl"
-        advice = _try(run, loss, null, f"rollouts_logged_per_step={run.setting('groups_per_step')}")
+        advice = "look for a division by 0 in the loss (is an advantage 0?), or for null among the "
+        advice += "advantages in logs/rollouts.jsonl"
+        log_all = f"rollouts_logged_per_step={run.setting('groups_per_step', 8)}"
+        advice += "" if run.has(log_all) else f" ({log_all} logs all groups)"
     severity = 60 + 40 * skipped / max(1, steps)
     return Finding(severity, "gradients are skipped", figure, cause, advice) if skipped else None
 
@@ -124,15 +136,19 @@ def _runs_away(run: Run) -> Finding | None:
     fell |= before - after > max(noise, 0.1 * before)
     far = run.late("loss/kl_reference") > 1 and reference.after > 2 * reference.before
     figure = f"KL to the generator above 0.1 nats a token in {len(high)} steps, "
-    figure += f"{max(high, default=0.0):.2g} at most; " + (f"to the reference {reference}; " * far)
+    figure = f"{figure}{max(high):.2g} at most; " if high else ""
+    figure += f"KL to the reference {reference}; " * far
     figure += f"reward {reward}, " * (not math.isnan(reward.before))
     figure += f"held-out {before:.2g} to {after:.2g}"
-    smaller = f"a tenth of optimizer.lr (now {run.setting('optimizer.lr')})"
-    advice = _try(run, smaller, "loss.kl_coeff=0.01")
+    smaller = f"a tenth of {_rate(run)}"
     later = run.values(_KL)[10:]  # an optimizer's first steps are large without a warm-up
     stays = len(high) >= 3 and (len(later) < 10 or max(later) > 0.1)
     jumps = stays or abs(run.late("ratio/mean") - 1) > 0.2 or far
-    cause = "the learning rate is too high for this staleness"
+    cause, ways = "the learning rate is too high for this staleness", [smaller]
+    if not jumps:
+        cause = "updates lead away from the reward: the sign of the loss or of the advantages, or "
+        cause, ways = f"{cause}the learning rate", ["the recipe's own loss", smaller]
+    advice = _try(run, *ways, "loss.kl_coeff=0.01")
     severity = 60 if reward.sigmas > 3 else 91 if jumps else 79
     finding = Finding(severity, _AWAY, figure, cause, advice)
     return finding if jumps or fell else None
@@ -141,7 +157,7 @@ def _runs_away(run: Run) -> Finding | None:
 def _stands_still(run: Run) -> Finding | None:
     kl, staleness, reward = run.late(_KL), run.late("staleness/mean"), run.trend(_REWARD)
     figure = f"the KL to weights {staleness:.1f} steps older is {kl:.1g}, reward {reward}"
-    advice = f"a higher optimizer.lr (now {run.setting('optimizer.lr')})"
+    advice = f"a higher {_rate(run)}"
     if not (staleness >= 0.5 and run.late("rollout/zero_variance_fraction") < 0.6):
         return None
     if kl < 1e-9 and not reward.sigmas > 3:
@@ -164,11 +180,11 @@ def _entropy_collapses(run: Run) -> Finding | None:
 def _cut_off(run: Run) -> Finding | None:
     share = run.late("rollout/cut_off_fraction", statistics.fmean)
     wrong = 1 - run.late(_SUCCESS, statistics.fmean)
-    figure = f"{share:.0%} of them, at {run.setting('generator.max_response_tokens')} tokens"
+    limit = run.setting("generator.max_response_tokens")
+    figure = f"{share:.0%} of them" + (f", at {limit} tokens" if limit else "")
     figure += f"; {wrong:.0%} are wrong" if wrong > 0 else ""
     cause = "the limit is too small, or nothing pays for an end"
-    longer = "a larger generator.max_response_tokens"
-    advice = _try(run, longer, "reward_shaping.overlong_tokens")
+    advice = _try(run, _LARGER, "reward_shaping.overlong_tokens")
     finding = Finding(50 + 40 * share, _CUT, figure, cause, advice)
     return finding if share >= 0.25 or 0.08 <= share >= wrong / 4 else None
 
@@ -189,10 +205,10 @@ def _groups_equal(run: Run) -> Finding | None:
     figure += f"{right:.0%} are all right and {share - right:.0%} all wrong"
     prompts = f"the prompts are too {'easy' if easy else 'hard'}"
     cause = f"{prompts}, or the reward tells nothing apart"
-    others = f"{'harder' if easy else 'easier'} prompts"
-    advice = _try(run, others, "curriculum", "dynamic_sampling.enabled=true")
+    choices = ("curriculum", "dynamic_sampling.enabled=true") if share < 0.95 else ()
+    advice = _try(run, f"{'harder' if easy else 'easier'} prompts", *choices)
     if run.late("rollout/cut_off_fraction") > 0.5:
-        cause = "most responses are cut off before they end"
+        cause, advice = "most responses are cut off before they end", _LARGER
     elif constant:
         cause = f"the reward tells no right from wrong (success is {right:.0f}), or {prompts}"
         advice = f"read responses in report.html; if the reward is right: {advice}"
@@ -244,7 +260,7 @@ def _clipped(run: Run) -> Finding | None:
     cause += f"too large updates, old tokens (max_staleness={stale}), or a narrow range "
     cause += f"(loss.clip_low={low}, loss.clip_high={high})"
     advice = "fewer ppo_epochs or updates_per_batch, " if updates > 1 else ""
-    advice += f"a lower optimizer.lr (now {run.setting('optimizer.lr')})"
+    advice += f"a lower {_rate(run)}"
     advice += ", a smaller max_staleness" if stale else ""
     ill = share >= 0.05 and not (isinstance(high, float) and high < 0.05)  # as GSPO's
     return Finding(66, "clipping is far above usual", figure, cause, advice) if ill else None
@@ -400,6 +416,13 @@ def diagnose(run: Run) -> Sequence[Finding]:
         effect = {"severity": 39, "cause": _AWAY, "advice": advice}
         found = [e._replace(**effect) if e.what in (_CUT, _FLAT, _LONG) else e for e in found]
     return sorted(found, key=lambda each: -each.severity)[:10]
+
+
+def lines_of(run: Run) -> list[str]:
+    """Return a line for each finding, or one that says that there is none."""
+    steps = len(run.steps)
+    short = f"; most rules need {FEWEST_OF_TREND} steps" if steps < FEWEST_OF_TREND else ""
+    return [*map(str, diagnose(run))] or [f"nothing looks wrong in {steps} steps{short}"]
 
 
 def worst_of(folder: Path) -> str:

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_components.files import EVALUATIONS, records_of
-from grpo_tools.report.run_files import DAMAGED
+from grpo_components.records.run_folder import CODE
+from grpo_tools.report.run_files import DAMAGED, Attempts
 
 _T_QUANTILES = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """97.5 % quantile of Student's t for 1 to 10 degrees of freedom."""
@@ -24,7 +25,8 @@ _OF_A_SEED = ("seed", "output_dir", "metric_logger.", "checkpointer.", "resume_"
 class _Job(NamedTuple):
     """Runs that differ in nothing but their seed."""
 
-    name: str
+    names: list[str]
+    seeds: set[str]
     steps: list[int]
     success: list[dict[int, float]]
     """For each run, the success on each held-out prompt in its last evaluation."""
@@ -35,23 +37,33 @@ class _Job(NamedTuple):
 
 
 def verdicts(
-    folders: Sequence[Path], names: Sequence[str], configs: Sequence[Mapping[str, str]]
+    folders: Sequence[Path],
+    names: Sequence[str],
+    configs: Sequence[Mapping[str, str]],
+    attempts: Sequence[Attempts],
 ) -> list[str]:
     """Compare each job with the first; folders whose configs differ only in seed are one job."""
     jobs: dict[tuple[tuple[str, str], ...], _Job] = {}
-    for folder, name, config in zip(folders, names, configs, strict=True):
+    lines: list[str] = []
+    for folder, name, config, its_attempts in zip(folders, names, configs, attempts, strict=True):
+        if not config:
+            lines.append(f"{name}: not comparable: it has no config.yaml")
+            continue
         own = {key: value for key, value in config.items() if not key.startswith(_OF_A_SEED)}
-        job = jobs.setdefault(tuple(sorted(own.items())), _Job(name, [], []))
-        for record in _last_evaluation(folder):
+        job = jobs.setdefault(tuple(sorted(own.items())), _Job([], set(), [], []))
+        job.names.append(name)
+        for record in _last_evaluation(folder, its_attempts):
+            job.seeds.add(config.get("seed", ""))
             job.steps.append(record[0])
             job.success.append(record[1])
-    keys, (first, *others) = [*jobs], jobs.values()
-    if not others:
-        return [f"{', '.join(names)}: runs of one job, which differ in their seeds at most"]
-    return [
-        _verdict(first, other, _measured_otherwise(dict(keys[0]), dict(key)))
-        for key, other in zip(keys[1:], others, strict=True)
-    ]
+    if not jobs:
+        return lines
+    (key, first), *others = jobs.items()
+    if not others and len(first.names) > 1:
+        lines.append(f"{_named(first)}: runs of one job, which differ in their seeds at most")
+    for other_key, other in others:
+        lines.append(_verdict(first, other, _measured_otherwise(dict(key), dict(other_key))))
+    return lines
 
 
 def _measured_otherwise(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
@@ -59,13 +71,18 @@ def _measured_otherwise(first: Mapping[str, str], other: Mapping[str, str]) -> l
     differ = {key for key in first.keys() | other.keys() if first.get(key) != other.get(key)}
     judges = [key for key in first if key.endswith(".is_success") and first[key] == "True"]
     decisive = *_EVALUATED, *(key.removesuffix("is_success") for key in judges)
+    paths = [first[k] for k in first if k.startswith(decisive) and k.endswith("_component_")]
+    decisive = *decisive, *(f"{CODE}/{path.partition('.')[0]}.py" for path in paths)
     return sorted(k for k in differ if k.startswith(decisive) and not k.endswith(".weight"))
 
 
-def _last_evaluation(folder: Path) -> list[tuple[int, dict[int, float]]]:
+def _last_evaluation(folder: Path, attempts: Attempts) -> list[tuple[int, dict[int, float]]]:
+    """Return step and success by prompt of the last evaluation that counts, if there is one."""
     found: list[tuple[int, dict[int, float]]] = []
     for record in records_of(folder / "logs" / EVALUATIONS, b'"success"'):
         try:
+            if not attempts.counts(record):
+                continue
             pairs = zip(record["prompt_index"], record["success"], strict=True)
             found = [(record["step"], {index: float(value) for index, value in pairs})]
         except DAMAGED:
@@ -74,21 +91,24 @@ def _last_evaluation(folder: Path) -> list[tuple[int, dict[int, float]]]:
 
 
 def _verdict(first: _Job, other: _Job, differ: Sequence[str]) -> str:
-    what = f"{other.name} against {first.name}: "
-    if missing := [job.name for job in (first, other) if not job.success]:
-        return f"{what}not enough to tell: {missing[0]} has no evaluation"
+    what = f"{_named(other)} against {_named(first)}: "
+    if missing := [_named(job) for job in (first, other) if not job.success]:
+        return f"{what}not enough to tell: no evaluation of {missing[0]}"
     shared = set.intersection(*(set(each) for each in (*first.success, *other.success)))
     if differ or len(shared) < 2:
         of = ", ".join(differ) or "prompts"
         return f"{what}not comparable: they were evaluated with different {of}"
     a, b = (job.on(sorted(shared)) for job in (first, other))
     differences = b.mean(0) - a.mean(0)  # of the same prompts: their difficulty cancels
-    squared = differences.var(ddof=1) / len(differences)
-    runs, free = (len(a), len(b)), len(a) + len(b) - 2
-    several = min(runs) > 1
+    squared, runs = differences.var(ddof=1) / len(differences), (len(a), len(b))
+    several, quantile = min(len(first.seeds), len(other.seeds)) > 1, 1.96
     if several:
-        squared += sum(means.var(ddof=1) / len(means) for means in (a.mean(1), b.mean(1)))
-    quantile = 1.96 if not several else _T_QUANTILES[free - 1] if free <= 10 else 1.96 + 2.4 / free
+        of_prompts = squared**2 / (len(differences) - 1)
+        of_seeds = sum(means.var(ddof=1) / len(means) for means in (a.mean(1), b.mean(1)))
+        squared += of_seeds
+        # Welch and Satterthwaite: degrees of freedom of a sum of variances of prompts and of seeds
+        free = squared**2 / max(of_prompts + of_seeds**2 / (sum(runs) - 2), 1e-300)
+        quantile = 1.96 + 2.4 / free if free >= 11 else _T_QUANTILES[max(int(free), 1) - 1]
     change, half = float(differences.mean()), quantile * math.sqrt(squared)
     word = "better" if change > half else "worse" if change < -half else "not enough to tell"
     line = f"{what}{word}: held-out success {a.mean():.3f} to {b.mean():.3f}, {change:+.3f} "
@@ -97,6 +117,10 @@ def _verdict(first: _Job, other: _Job, differ: Sequence[str]) -> str:
     line += f"{len(shared)} prompts, {runs[0]} and {runs[1]} runs, steps {_steps(first)} and "
     line += _steps(other) if _steps(first) == _steps(other) else f"{_steps(other)}: not the same"
     return line if several else f"{line}. Another seed may differ by more: give several of each"
+
+
+def _named(job: _Job) -> str:
+    return ", ".join(job.names)
 
 
 def _steps(job: _Job) -> str:

@@ -27,19 +27,20 @@ def write_comparison(folders: Sequence[Path], target: Path) -> tuple[Path, list[
     paths = [folder.resolve() for folder in folders]
     shared = os.path.commonpath([path.parent for path in paths])
     names = [text(path.relative_to(shared))[-_MAX_NAME_CHARS:] for path in paths]
-    figures, metrics = [], []
+    figures, metrics, attempts = [], [], []
     for folder in folders:
         found, history = read_run(folder)
         metrics.append(found)
+        attempts.append(history.attempts)
         state = {"state": state_text(history, found)}
         values = key_figures(found, history, "first and last steps")
         figures.append(state | read_facts(folder, found, history.starts) | values)
     parts = PageParts()
     parts.sections["Runs"] = _table("", names, figures)
     configs = [*map(_config, folders)]
-    others = parts.metrics(metric_charts(*metrics, names=names))
-    if lines := verdicts(folders, names, configs):
+    if lines := verdicts(folders, names, configs, attempts):
         parts.sections["Which is better"] = part("about", "\n".join(lines))
+    others = parts.metrics(metric_charts(*metrics, names=names))
     parts.sections["Differences in the configs"] = _differences(names, configs)
     parts.sections |= others
     page = parts.html(
@@ -63,12 +64,16 @@ def _table(first: str, names: Sequence[str], columns: Sequence[Mapping[str, str]
 
 
 def _config(folder: Path) -> dict[str, str]:
-    """Return the values of a run's last config by dotted key, and a checksum of its code."""
-    config = dict(_flat("", read_config(folder) or {}))
+    """Return the values of a run's last config by dotted key, and a checksum of each code file.
+
+    Empty without a config.
+    """
+    if (found := read_config(folder)) is None:
+        return {}
     attempts = sorted((folder / CODE).glob("attempt_*"), key=lambda each: (len(each.name), each))
     files = [*attempts[-1].glob("*.py"), *attempts[-1].glob("*.diff")] if attempts else []
-    code = b"".join(file.read_bytes() for file in sorted(files))
-    return config | ({"code of recipe and changes": f"{zlib.crc32(code):08x}"} if files else {})
+    code = {f"{CODE}/{f.name}": f"{zlib.crc32(f.read_bytes()):08x}" for f in sorted(files)}
+    return dict(_flat("", found)) | code
 
 
 def _flat(prefix: str, node: Any) -> list[tuple[str, str]]:

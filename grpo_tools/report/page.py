@@ -16,7 +16,7 @@ from typing import Any
 from grpo_components.files import ANSWERS, Record, records_of, write_whole
 from grpo_tools.books import close_books
 from grpo_tools.diagnose.evidence import Run
-from grpo_tools.diagnose.rules import diagnose
+from grpo_tools.diagnose.rules import lines_of
 from grpo_tools.report.curves import (
     MAX_POINTS,
     Chart,
@@ -108,7 +108,7 @@ def _page(folder: Path, max_groups: int, next_page_s: float | None) -> str:
     answers = read_groups(logs / ANSWERS, history.attempts, max_groups, of_evaluations=True)
     trained, others = bool(run.steps), {}  # else it has no curves, only values
     if trained:
-        parts.sections["Diagnosis"] = part("findings", diagnose(run))
+        parts.sections["Diagnosis"] = part("findings", lines_of(run))
         others = parts.metrics(metric_charts(metrics))
     parts.sections["Evaluation"] = held_out_table(metrics) + part("answers", answers)
     if trained or rollouts.logged:

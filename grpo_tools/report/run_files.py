@@ -64,7 +64,8 @@ class History:
 def read_history(folder: Path) -> History:
     """Read a run's receipts and failures; a damaged line is skipped."""
     if not folder.is_dir():
-        raise NotADirectoryError(f"{folder}: no such folder")
+        what = "a file, not a folder" if folder.exists() else "no such folder"
+        raise NotADirectoryError(f"{folder}: {what}")
     history, prompts = History(), dict[int, Record]()
     for event in records_of(folder / "receipts.jsonl"):
         if all(type(event.get(key, 0)) is int for key in _NUMBERS):

@@ -357,6 +357,10 @@ def test_what_looks_wrong_is_a_warning_with_the_component_and_nothing_of_ours_do
     assert line.startswith("warning: loss: ") and "Gradient: a token whose ratio" in line
     assert tried(*doubtful, "max_staleness=0", "pull_every_m_rollouts=1").doubts == ()
 
+    for synchronous in ((), ("max_staleness=0", "pull_every_m_rollouts=1")):
+        line = tried(*giving("loss", "-losses, {}"), *synchronous).doubts[0]
+        assert line.startswith("warning: loss: ") and line.endswith(": its sign is wrong")
+
 
 # ---- worlds --------------------------------------------------------------------------------------
 

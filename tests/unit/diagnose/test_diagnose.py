@@ -120,12 +120,12 @@ ILL = {
     "generator and trainer disagree": {"mismatch/fresh_kl": 9e-5},
     "generator and trainer drift apart": {"mismatch/fresh_kl": lambda at: 1e-9 * 10 ** (4 * at)},
     "the policy runs away: KL to the gen": {"mismatch/generator_kl": rising(0.001, 0.9)},
-    "the policy runs away: KL": {"rollout/reward_mean": rising(0.7, 0.1)},
+    "the policy runs away: reward 0.": {"rollout/reward_mean": rising(0.7, 0.1)},
     "the policy does not move": {**FLAT, "mismatch/generator_kl": 1e-13},
     "entropy collapses: 0.": {**FLAT, "entropy": lambda at: 0.5 * 0.01**at},
     "the policy hardly moves": {**FLAT, "mismatch/generator_kl": 1e-6},
     "responses are cut off: 50% of them": {"rollout/cut_off_fraction": 0.5},
-    "responses are cut off: 18% of them, at None tokens; 60% are wrong": {
+    "responses are cut off: 18% of them; 60% are wrong": {
         **FLAT,
         "rollout/cut_off_fraction": 0.18,
     },
@@ -154,6 +154,9 @@ def test_a_clean_run_has_no_finding_whatever_its_length(write, capsys):
     folder = write()
     assert main([str(folder)]) == 0
     assert capsys.readouterr().out == "nothing looks wrong in 40 steps\n"
+    for num, said in ((14, "; most rules need 15 steps\n"), (15, "\n")):
+        assert main([str(write(num=num))]) == 0
+        assert capsys.readouterr().out == f"nothing looks wrong in {num} steps{said}"
 
 
 def test_what_a_policy_that_runs_away_does_is_listed_as_its_effect(write):
@@ -166,13 +169,28 @@ def test_what_a_policy_that_runs_away_does_is_listed_as_its_effect(write):
     assert all("Likely cause: the policy runs away." in each for each in others[-2:])
 
 
+def test_a_reward_that_falls_without_a_jump_may_have_the_wrong_sign(write):
+    line = found(write({"rollout/reward_mean": rising(0.7, 0.1)}))[0]
+    assert "the sign of the loss" in line and "Try: the recipe's own loss, a tenth of " in line
+    assert "nats" not in line, "the KL is usual"
+    line = found(write({"mismatch/generator_kl": rising(0.001, 0.9)}))[0]
+    assert "0.1 nats a token in 36 steps, " in line and "sign" not in line
+
+
 @pytest.mark.parametrize("rate", [0, 1])
 def test_a_reward_that_gives_all_responses_the_same_is_looked_at_first(write, rate):
     flat = {"rollout/reward_mean": rate, "rollout/success_rate": rate}
     line = found(write({**flat, "rollout/zero_variance_fraction": 1}, evaluated=((1, 99),) * 2))[0]
     assert line.startswith("the reward is flat: ")
     says = f"tells no right from wrong (success is {rate}), or the prompts", "read responses"
-    assert line.index(says[0]) < line.index(says[1]) < line.index("er prompts, curriculum")
+    assert line.index(says[0]) < line.index(says[1]) < line.index("er prompts")
+    assert line.endswith("er prompts"), "of groups that are all equal, none is left to choose"
+
+
+def test_what_is_cut_off_needs_more_tokens_and_no_other_prompts(write):
+    flat = {**FLAT, "rollout/zero_variance_fraction": 0.9, "rollout/cut_off_fraction": 0.9}
+    (line,) = [each for each in found(write(flat)) if each.startswith("the reward is flat")]
+    assert line.endswith("before they end. Try: a larger generator.max_response_tokens")
 
 
 def test_clipping_names_the_range_and_no_fewer_than_one_update(write):
@@ -188,8 +206,13 @@ def test_clipping_names_the_range_and_no_fewer_than_one_update(write):
 
 def test_a_first_step_that_is_skipped_is_no_matter_of_the_learning_rate(write):
     all_skipped = {"skipped_steps": lambda at: round(at * STEPS), "rollout/trained_tokens": 9}
-    line = found(write(all_skipped))[0]
-    assert "before any update" in line and "logs/rollouts.jsonl" in line and "optimizer" not in line
+    folder = write(all_skipped)
+    for logged, ends in ((1, " (rollouts_logged_per_step=8 logs all groups)"), (8, "")):
+        sizes = f"groups_per_step: 8\nrollouts_logged_per_step: {logged}\n"
+        (folder / "config.yaml").write_text(sizes)
+        line = found(folder)[0]
+        assert "before any update" in line and "optimizer" not in line
+        assert line.endswith(f"null among the advantages in logs/rollouts.jsonl{ends}")
     line = found(write(ILL["gradients are skipped: 9 of 40 steps"]))[0]
     assert "Try: a lower optimizer.lr" in line and "dtype" not in line
 
@@ -251,10 +274,18 @@ def test_failing_samples_are_named_by_their_most_frequent_error(write, tmp_path)
     group = SimpleNamespace(rewards=[0.0] * 6, errors=["reward form: KeyError"] * 4 + ["late"])
     failures.count_group(entry, group)
     says = "samples fail: 5 of 40 in training, "
-    assert found(folder)[0].startswith(f"{says}4 with reward form: KeyError")
+    assert found(folder)[0].startswith(f"{says}4 like reward form: KeyError")
     held_out = {"prompt_index": 1, "prompt_text": "?", "error": "late"}
     failures.count_evaluation(0, [held_out] * 3 + [held_out | {"error": None}])
-    assert found(folder)[0].startswith(f"{says}3 in evaluations, 4 with ")
+    assert found(folder)[0].startswith(f"{says}3 in evaluations, 4 like ")
+
+
+def test_failures_of_one_line_count_together_whatever_values_their_messages_have(write):
+    folder = write(events=[each for n in range(20) for each in generated(n, 5)])
+    texts = [f"reward form: ValueError (my.py:3): invalid literal 'now{n}'" for n in range(4)]
+    errors = {"late": 3, **dict.fromkeys(texts, 1)}
+    write_rows(folder / "logs/failed_samples.jsonl", {"group_id": 1, "errors": errors})
+    assert found(folder)[0].startswith(f"samples fail: 7 of 40 in training, 4 like {texts[0]}. ")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +296,7 @@ def test_samples_that_fail_in_long_groups_say_so(write, tokens, longer):
     folder = write(events=[each for group in enumerate(lengths) for each in generated(*group)])
     rows = ({"group_id": n, "errors": {"late": 1}} for n in range(20))
     write_rows(folder / "logs/failed_samples.jsonl", *rows)
-    assert f"20 with late{longer or '.'}" in found(folder)[0]
+    assert f"20 like late{longer or '.'}" in found(folder)[0]
 
 
 WARNED = {
@@ -341,6 +372,8 @@ def test_a_run_that_goes_on_and_damaged_or_foreign_files_have_an_answer(write, t
     assert "0 steps" in capsys.readouterr().out
     assert main([str(tmp_path / "logs")]) == 2
     assert capsys.readouterr().err.startswith("no diagnosis: no run: ")
+    assert main([str(folder / "config.yaml")]) == 2
+    assert capsys.readouterr().err.endswith("config.yaml: a file, not a folder\n")
 
 
 HUGE = {"step": 1, "rollout/reward_mean": 10**401, "rollout/cut_off_fraction": 1e308}
@@ -394,6 +427,14 @@ def test_strange_values_end_neither_a_diagnosis_nor_a_report(write, name, capsys
         assert (code, told) == (0, "") or (told.startswith("no report: ") and told.count("\n") == 1)
 
 
+def test_without_a_config_no_figure_or_advice_names_its_values(write):
+    folder = write({"rollout/cut_off_fraction": 0.5, "mismatch/generator_kl": rising(0.001, 0.9)})
+    (folder / "config.yaml").write_text("generator: {max_response_tokens: 64}\n")
+    assert any(" of them, at 64 tokens; " in line for line in found(folder))
+    (folder / "config.yaml").unlink()
+    assert len(found(folder)) == 2 and not any("None" in line for line in found(folder))
+
+
 def test_metrics_of_another_program_are_no_clean_run(tmp_path, capsys):
     (tmp_path / "logs").mkdir()
     rows = [{"step": step, "loss": 1.0, "kl": 50} for step in range(1, 40)]
@@ -407,7 +448,8 @@ def test_metrics_of_another_program_are_no_clean_run(tmp_path, capsys):
 def test_the_report_has_a_panel(write):
     html = write_report(write(FLAT | {"rollout/cut_off_fraction": 0.5})).read_text("utf-8")
     assert '<h2 id="diagnosis">' in html and "<li>responses are cut off: 5" in html
-    assert "<li>nothing looks wrong</li>" in write_report(write()).read_text("utf-8")
+    clean = write_report(write()).read_text("utf-8")
+    assert "<li>nothing looks wrong in 40 steps</li>" in clean
 
 
 def test_an_error_that_ended_the_run(write):

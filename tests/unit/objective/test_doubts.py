@@ -12,6 +12,7 @@ from grpo_components.objective.doubts import (
     doubts_about_advantages,
     doubts_about_loss,
     doubts_about_micro_batches,
+    doubts_about_sign,
 )
 from grpo_components.objective.losses import (
     CISPOLoss,
@@ -40,6 +41,7 @@ def inputs_of(loss, step=0):
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
 def test_no_loss_of_ours_is_doubted(loss):
     assert list(doubts_about_loss(loss)) == []
+    assert list(doubts_about_sign(loss)) == []
     assert list(doubts_about_micro_batches(loss, PENALTIES, inputs_of(loss))) == []
 
 
@@ -71,6 +73,17 @@ def test_a_known_mistake_is_named(loss, said):
     found = list(doubts_about_loss(loss))
     assert len(found) == len(said)
     assert all(part in line for part, line in zip(said, found, strict=True))
+
+
+@pytest.mark.parametrize("loss", [GRPOLoss(), CISPOLoss(), DecoupledPPOLoss(), weighted])
+def test_a_forgotten_minus_is_named(loss):
+    def negated(tokens):
+        losses, metrics = loss(tokens)
+        return -losses, metrics
+
+    negated.needs_proximal = getattr(loss, "needs_proximal", False)
+    (line,) = doubts_about_sign(negated)
+    assert "its sign is wrong" in line and not list(doubts_about_sign(loss))
 
 
 def test_a_loss_that_mixes_responses_is_named():

@@ -262,7 +262,9 @@ def recipe(tmp_path, monkeypatch):
     return Path("my_grpo.py")
 
 
-def saved(tmp_path, recipe="my_grpo.py"):
+def saved(tmp_path, recipe="my_grpo.py", config=""):
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run/config.yaml").write_text(config)
     save_code(tmp_path / "run", 0, recipe)
     folder = tmp_path / "run" / "code" / "attempt_0"
     return folder, json.loads((folder / "environment.json").read_text())
@@ -286,3 +288,15 @@ def test_no_checkout_and_no_recipe_are_no_error_and_a_second_start_replaces_it(r
     folder, about = saved(tmp_path, recipe=None)
     assert about["commit"] is None and about["recipe"] is None
     assert [path.name for path in folder.iterdir()] == ["environment.json"]
+
+
+def test_it_has_the_own_files_of_components_also_of_nested_ones(recipe, tmp_path):
+    for name in ("my_rewards", "my_worlds", "my_notes"):
+        Path(f"{name}.py").write_text(name)
+    world = {"_component_": "my_worlds.Digit"}
+    rewards = {"a": {"_component_": "my_rewards.A"}, "b": {"_component_": "torch.nn.B"}}
+    config = {"environment": {"_component_": "grpo_components.C", "world": world}}
+    folder, _ = saved(tmp_path, config=OmegaConf.to_yaml(config | {"rewards": rewards}))
+    assert {path.name for path in folder.glob("*.py")} == {
+        *("my_grpo.py", "my_rewards.py", "my_worlds.py")
+    }

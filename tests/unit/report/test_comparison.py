@@ -11,7 +11,7 @@ from grpo_components.files import EVALUATIONS
 from grpo_tools.report.__main__ import main
 from grpo_tools.report.better import verdicts
 from grpo_tools.report.comparison import write_comparison
-from grpo_tools.report.run_files import NoStepsError
+from grpo_tools.report.run_files import Attempts, NoStepsError
 
 
 @pytest.fixture(autouse=True)
@@ -107,14 +107,16 @@ def compare(tmp_path):
         for number, seeds in enumerate(jobs):
             for seed, success in enumerate(seeds):
                 folder = tmp_path / f"{number} {seed}"
-                line = {"step": step if number else 9, "prompt_index": [*range(len(success))]}
+                line = {"step": step if number else 9, "attempt": 0}
+                line |= {"prompt_index": [*range(len(success))]}
                 line |= {"success": [*map(float, success)]}
                 write_rows(folder / "logs" / EVALUATIONS, line | {"step": 1}, line)
                 own = {"optimizer.lr": str(number), "seed": str(seed), "output_dir": folder.name}
                 own |= {"rewards.right.is_success": "True"}
                 folders.append(folder)
                 configs.append(own | ({} if number else config))
-        return verdicts(folders, [folder.name for folder in folders], configs)
+        attempts = [Attempts()] * len(folders)
+        return verdicts(folders, [folder.name for folder in folders], configs, attempts)
 
     return compare
 
@@ -131,7 +133,8 @@ def test_a_clear_difference_is_named_and_its_direction(compare):
     assert line.startswith("1 0 against 0 0: better: held-out success 0.500 to 0.900, +0.400 (+0.3")
     assert "200 prompts, 1 and 1 runs, steps 9 and 9. Another seed may differ by more" in line
     [line] = compare([better] * 3, [base] * 3)
-    assert ": worse: " in line and "3 and 3 runs" in line and "Another seed" not in line
+    assert line.startswith("1 0, 1 1, 1 2 against 0 0, 0 1, 0 2: worse: "), "all folders of a job"
+    assert "3 and 3 runs" in line and "Another seed" not in line
 
 
 def test_the_same_prompts_count_more_than_as_many_others(compare):
@@ -152,6 +155,29 @@ def test_runs_that_are_alike_are_called_different_in_few_cases(compare, seeds, e
     assert wrong <= 18, "5 % of 200, and three standard deviations"
 
 
+@pytest.mark.parametrize(("seeds", "effect"), [(2, 0.02), (3, 0.04)])
+def test_the_interval_has_the_true_difference_and_is_narrow_enough_to_decide(
+    compare, seeds, effect
+):
+    """Answers to 204 prompts of a job that is better by 0.1; few seeds, which differ little."""
+    random, missed, decided = np.random.default_rng(5), 0, 0
+    for _ in range(200):
+        rates = random.uniform(0.25, 0.65, 204)
+        pair = (runs(random, rates + more, seeds, effect) for more in (0, 0.1))
+        line = compare(*pair)[0]
+        low, high = map(float, re.findall(r"\((\S+) to (\S+) with 95 %", line)[0])
+        missed += not low <= 0.1 <= high
+        decided += ": better: " in line
+    assert missed <= 18, "5 % of 200, and three standard deviations"
+    assert decided >= 60
+
+
+def test_copies_of_a_run_are_no_further_seeds(compare):
+    success = np.arange(200) % 2 == 0
+    [line] = compare([success] * 2, [success] * 2, seed="0")
+    assert "2 and 2 runs" in line and "Another seed may differ by more" in line
+
+
 def test_other_evaluations_are_not_compared_and_missing_ones_are_named(compare, make):
     alike = [np.ones(9)]
     for key in ("eval_dataset.source", "timeouts.reward_s", "rewards.right.answer_format"):
@@ -163,10 +189,65 @@ def test_other_evaluations_are_not_compared_and_missing_ones_are_named(compare, 
     assert says in line
     [line] = compare(alike, [np.arange(9) > 0], step=5)
     assert "with 95 %); 9 prompts, 1 and 1 runs, steps 9 and 5: not the same. " in line
-    [line] = verdicts([make("a"), make("b")], ["a", "b"], [{"a": "1"}, {"a": "2"}])
-    assert line == "b against a: not enough to tell: a has no evaluation"
-    [line] = verdicts([make("c"), make("d")], ["c", "d"], [{"seed": "1"}, {"seed": "2"}])
+    none = [Attempts()] * 2
+    [line] = verdicts([make("a"), make("b")], ["a", "b"], [{"a": "1"}, {"a": "2"}], none)
+    assert line == "b against a: not enough to tell: no evaluation of a"
+    [line] = verdicts([make("c"), make("d")], ["c", "d"], [{"seed": "1"}, {"seed": "2"}], none)
     assert line == "c, d: runs of one job, which differ in their seeds at most"
+
+
+def test_own_files_that_differ_make_another_job_and_those_that_evaluate_another_measure(make):
+    def run(name, **files):
+        right = "right: {_component_: my_reward.A, is_success: true}"
+        rewards = f"rewards: {{{right}, form: {{_component_: my_form.B}}}}"
+        folder = make(name, f"{rewards}\neval_dataset: {{_component_: my_data.C}}\n")
+        (folder / "code/attempt_0").mkdir(parents=True)
+        for file in ("my_reward", "my_form", "my_data"):
+            (folder / f"code/attempt_0/{file}.py").write_text(files.get(file, "as it was"))
+        line = {"step": 2, "attempt": 0, "prompt_index": [*range(9)], "success": [1.0] * 9}
+        write_rows(folder / "logs" / EVALUATIONS, line)
+        return folder
+
+    def verdict(folder):
+        return write_comparison([first, folder], first.parent / "page.html")[1][0]
+
+    first = run("a")
+    assert verdict(run("b")).startswith("a, b: runs of one job")
+    assert verdict(run("c", my_form="edited")).startswith("c against a: not enough to tell: held")
+    for file in ("my_reward", "my_data"):
+        line = verdict(run(file, **{file: "edited"}))
+        assert line.endswith(f": not comparable: they were evaluated with different code/{file}.py")
+
+
+def test_a_folder_without_a_config_is_named_and_the_others_are_compared(make):
+    folders = [make("a"), make("b"), make("c", "seed: 2\n")]
+    (folders[1] / "config.yaml").unlink()
+    html, lines = write_comparison(folders, folders[0].parent / "page.html")
+    without = "b: not comparable: it has no config.yaml"
+    assert html.exists() and lines[0] == without
+    assert lines[1].startswith("a, c: runs of one job")
+    (folders[0] / "config.yaml").unlink()
+    assert write_comparison(folders[:2], html)[1] == [without.replace("b", "a", 1), without]
+
+
+def test_an_evaluation_that_a_later_attempt_replaced_does_not_count(make):
+    folders = [make("a", "lr: 1\n", steps=9), make("b", "lr: 2\n", steps=9)]
+    prompts = {"prompt_index": [*range(100)]}
+    first, last = ({"step": step, "attempt": 0, **prompts} for step in (4, 9))
+    lines = first | {"success": [1.0] * 100}, last | {"success": [0.0] * 100}
+    for folder in folders:
+        write_rows(folder / "logs" / EVALUATIONS, *lines)
+    with (folders[1] / "logs/metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "attempt": 1}\n')  # resumed from step 4, then killed
+    (line,) = write_comparison(folders, folders[0].parent / "page.html")[1]
+    assert "held-out success 0.000 to 1.000" in line and "steps 9 and 4: not the same" in line
+
+
+def test_which_is_better_comes_before_the_curves(make):
+    html, _ = page(make("a", **{"rollout/reward_mean": 1.0}), make("b"))
+    headings = re.findall('<h2 id="(.*?)"', html)
+    assert headings[:2] == ["runs", "which-is-better"] and "data-chart=" in html
+    assert html.index('<h2 id="which-is-better"') < html.index("data-chart=")
 
 
 def test_a_forked_recipe_is_another_job_and_a_folder_counts_once(make, tmp_path, capsys):
@@ -181,8 +262,8 @@ def test_a_forked_recipe_is_another_job_and_a_folder_counts_once(make, tmp_path,
         forked(*each) for each in (("a", "1", 5), ("b", "1", 5), ("c", "2", 5), ("d", "1", 6))
     ]
     page, (fork, other) = write_comparison([*folders, folders[0]], tmp_path / "page.html")
-    assert fork.startswith("c against a: ") and other.startswith("d against a: ")
-    assert "<td>code of recipe and changes</td>" in page.read_text()
+    assert fork.startswith("c against a, b: ") and other.startswith("d against a, b: ")
+    assert "<td>code/my_grpo.py</td>" in page.read_text()
     (folders[1] / "config.yaml").write_text("a: [")
     assert main([str(each) for each in folders[:2]]) == 2
     (line,) = capsys.readouterr().err.splitlines()
