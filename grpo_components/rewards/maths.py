@@ -165,13 +165,23 @@ class MathCorrectness:
             return not isinstance(theirs, str | None) and self._are_equal(
                 ours, theirs, "." in known + given
             )
-        except (ArithmeticError, RecursionError, MemoryError, TypeError, AttributeError):
-            return False  # caused by the response
+        except (ArithmeticError, RuntimeError, MemoryError, TypeError, AttributeError):
+            return False  # nested too deeply, not solvable: caused by the response
 
     def _are_equal(self, ours: Any, theirs: Any, is_decimal: bool) -> bool:
         if max(_bits(ours), _bits(theirs)) > _MAX_BITS:  # 9^{9^9}: compare as it is written
             return ours == theirs
-        n = self._sympy.Symbol("n", integer=True, positive=True)
+        sp = self._sympy
+        equations = [side for side in (ours, theirs) if isinstance(side, sp.Equality)]
+        parts = [part for equation in equations for part in equation.args]
+        if len(parts) == 4 and all(isinstance(it, sp.Expr) and not it.is_Matrix for it in parts):
+            quotient = sp.simplify((ours.lhs - ours.rhs) / (theirs.lhs - theirs.rhs), doit=False)
+            if quotient.is_number:
+                return bool(quotient.is_finite and quotient.is_nonzero)
+            opaque = (sp.core.function.AppliedUndef, sp.Derivative, sp.Limit, sp.Integral)
+            if ours.has(*opaque) or theirs.has(*opaque) or not sp.solve(ours, ours.free_symbols):
+                return False  # math-verify takes two equations without solutions as equal
+        n = sp.Symbol("n", integer=True, positive=True)
         sides = [
             side.subs(dict.fromkeys([s for s in side.free_symbols if s.name == "n"], n))
             for side in (ours, theirs)
@@ -180,7 +190,7 @@ class MathCorrectness:
         if any(are_numbers) and any(side.has(*self._infinities) for side in sides):
             return ours == theirs  # sympy may call an infinite product equal to 5
         if all(are_numbers):
-            one, two = (self._sympy.N(side, 60) for side in sides)
+            one, two = (sp.N(side, 60) for side in sides)
             return bool(abs(one - two) <= (float(_TOLERANCE) if is_decimal else 1e-40) * abs(one))
         # math-verify's own time-out needs signals; the reward pool enforces the deadline instead.
         return self._math_verify.verify(
