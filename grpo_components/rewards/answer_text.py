@@ -95,7 +95,11 @@ _SPELLINGS: _Rules = [
     (r"\\(?:left|right|displaystyle|large|Large|quad|qquad|limits)(?![A-Za-z])", " "),
     (r"\\color\{\w+\}(?!\{)|\\approx(?![a-z])|\\[()\[\]]|(?<!\\)\$|\n", " "),
     (r"(?<=\d)(?:\\[,! ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", ""),
-    (r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])", lambda m: m[0].replace(",", "")),
+    (
+        # not in the point (3,121), but in (1,000)
+        r"((?:[(\[]|\\\{|\\langle)[\s-]*)?(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])",
+        lambda m: m[0] if m[1] and ",0" not in m[0] else m[0].replace(",", ""),
+    ),
     (r"(?<!\\)\\[,;:! ]", " "),
     (r"^\D{0,9}\d{1,3}(?: \d{3})+(?![ \d]*\d)", lambda m: re.sub(r"(?<=\d) ", "", m[0])),
     (r"(?:US)?\\\$|\bUSD\b", " «dollar» "),
