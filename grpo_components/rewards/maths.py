@@ -92,6 +92,9 @@ class MathCorrectness:
         said = words(known), words(given)
         if squeezed[0] == squeezed[1] or any(said):
             return squeezed[0] == squeezed[1] or said[0] == said[1]
+        joins = [{*re.findall("«(?:and|or)»", text)} for text in (known, given)]
+        if all(joins) and joins[0] != joins[1] and _INEQUALITY.search(known + given):
+            return self._is_same_set(known, given)
         values, others = _values(known), _values(given)
         is_equation = (values, others) != ([known], [given])
         if not any(map(_has_letters, values)):
@@ -208,9 +211,13 @@ class MathCorrectness:
 
     def _set(self, text: str) -> Any:
         """Return the set of reals of `x<2 or x>3` or of an interval; None for any other text."""
-        if re.search(r"<|>|\\[lg]e", text):
-            text = re.sub(r"\\cup|«or»", ",", text)
-        sets = []
+        sets, names, join = [], set(), self._sympy.Union
+        if _INEQUALITY.search(text):
+            text, unions = re.subn(r"\\cup|«or»", ",", text)
+            if "«and»" in text:
+                if unions:
+                    return None
+                join = self._sympy.Intersection
         for part in map(self._parse, _split(text)):
             for item in part.args if isinstance(part, self._sympy.FiniteSet) else [part]:
                 if _bits(item) > _MAX_BITS:
@@ -222,11 +229,12 @@ class MathCorrectness:
                         side and side.is_univariate and side.degree() <= 2 for side in sides
                     ):
                         return None  # solving others may take minutes
+                    names |= item.free_symbols
                     item = item.as_set()
                 if not isinstance(item, self._sympy.Set):
                     return None
                 sets.append(item)
-        return self._sympy.Union(*sets) if sets else None
+        return join(*sets) if sets and len(names) < 2 else None
 
     def _parse(self, text: str) -> Any:
         letters = {*_LETTER.findall(text)}
@@ -250,6 +258,7 @@ _NAME = re.compile(
     r"\\?[A-Za-z]\w{0,9}(?:_\{?\w+\}?)?(?:\s*\(\s*[A-Za-z]\s*\))?'*|\([A-Za-z](?:,\s*[A-Za-z])*\)"
     r"|\\(?:angle|triangle|overline|vec|hat)\s*\{?\s*[A-Za-z]{1,3}\}?|«[^»]*»(?:\s*«[^»]*»)*"
 )
+_INEQUALITY = re.compile(r"<|>|\\[lg]e")
 _EQUALS = re.compile(r"=(?![^{}]*\})")  # not that of \sum_{n=1}
 _LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _CLOCK = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)")
