@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import re
+import string
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -120,6 +121,8 @@ class MathCorrectness:
         return is_same or self._is_same_set(known, given)
 
     def _are_same_items(self, ours: list[str], theirs: list[str], is_ordered: bool) -> bool:
+        if is_ordered:
+            ours, theirs = _by_name(ours), _by_name(theirs)
         names = [*map(_name, ours)]
         is_named = len({*names} - {""}) == len(names)
         if is_ordered or (is_named and not any(map(_name, theirs))):  # x=1, y=2 and (1, 2)
@@ -289,6 +292,13 @@ def _has_letters(text: str) -> bool:
 def _name(text: str) -> str:
     left, equals, _ = text.partition("=")
     return left.strip() if equals and _NAME.fullmatch(left.strip()) else ""
+
+
+def _by_name(items: list[str]) -> list[str]:
+    """Sort items named by neighbouring letters: the point y=2, x=1 is (1, 2); leave others."""
+    names = [*map(_name, items)]
+    is_named = all(names) and "".join(sorted(names)) in string.ascii_letters
+    return sorted(items, key=_name) if is_named else items
 
 
 def _values(text: str) -> list[str]:
