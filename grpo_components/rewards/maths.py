@@ -259,6 +259,7 @@ _CHOICE = re.compile(
 _NO_VALUE = r"\s*[,&]|and\b|or\b|\s*[-+*/^=_<>\\]?\s*\(?[A-J]\)?\s*(?:,|and\b|$)"
 _NAME = re.compile(
     r"\\?[A-Za-z]\w{0,9}(?:_\{?\w+\}?)?(?:\s*\(\s*[A-Za-z]\s*\))?'*|\([A-Za-z](?:,\s*[A-Za-z])*\)"
+    r"|[A-Za-z](?:\^\{-1\}|'+)?\s*\(\s*-?\w+\s*\)"
     r"|\\(?:angle|triangle|overline|vec|hat)\s*\{?\s*[A-Za-z]{1,3}\}?|«[^»]*»(?:\s*«[^»]*»)*"
 )
 _INEQUALITY = re.compile(r"<|>|\\[lg]e")
