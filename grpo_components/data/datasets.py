@@ -302,13 +302,13 @@ math_dataset = partial(
 """Data set in MATH's format: `problem`, and a `solution` whose last `\\boxed{}` is the answer."""
 
 
-_WholeNumbers = Annotated[list[int], Field(min_length=1)]
+_WholeNumbers = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 def _numbers_and_target(row: Row) -> tuple[str, str]:
     numbers, target = row.parsed("numbers"), row.parsed("target")
     if not fits(numbers, _WholeNumbers):
-        row.refuse("numbers", "must be a list of whole numbers")
+        row.refuse("numbers", "must be a list of whole numbers, none of them negative")
     if not fits(target, int):
         row.refuse("target", "must be a whole number")
     listed = ", ".join(map(str, numbers))

@@ -18,7 +18,7 @@ _SYMBOLS = str.maketrans(
         **{"⅓": r" \frac{1}{3}", "⅔": r" \frac{2}{3}", "~": " ", "。": " ", "✓": " ", "、": ","},
         **{"€": "«euro»", "£": "«gbp»", "₹": "«rupee»", "¢": "«cent»", "°": r"^\circ ", "«": "<"},
         **{"≈": " ", "¥": "«yen»", "￥": "«yen»", "₩": "«won»", "»": ">", "’": "'", "′": "'"},  # noqa: RUF001
-        **{"″": "''", '"': "''"},
+        **{"″": "''", '"': "''", "÷": "/"},
         **{0xFF01 + n: chr(0x21 + n) for n in range(94)},  # full-width forms
     }
 )
@@ -49,7 +49,8 @@ _SCALES |= {"million": 10**6, "crore": 10**7, "billion": 10**9, "trillion": 10**
 _COUNTS, _IGNORED, _CHANGES, _FUNCTIONS, _ABBREVIATIONS = (
     re.findall(r"\w+", names)
     for names in (
-        "zero one two three four five six seven eight nine ten eleven twelve",
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+        "fifteen sixteen seventeen eighteen nineteen twenty",
         "and the a an answer is are final result approximately approx about of so or all therefore "
         "exactly roughly around option choice equals",
         # These change a number, so that it cannot stand for the one without them:
@@ -90,12 +91,25 @@ def _letters(match: re.Match[str]) -> str:
 
 # Spellings of one thing, each with the one that the rules below read.
 _SPELLINGS: _Rules = [
+    (r"\\([lg])t(?![A-Za-z])", lambda m: "<" if m[1] == "l" else ">"),
+    (  # between relations
+        r"\\(?:(lor|vee)|land|wedge)(?![A-Za-z])(?=.*(?:[<>=]|\\[lgn]e))",
+        lambda m: " «or» " if m[1] else " «and» ",
+    ),
+    (  # equations alone: it is no function
+        r"\\begin\{cases\}((?:[^&<>]|&(?=\s*=))*?)\\end\{cases\}",
+        lambda m: m[1].replace(r"\\", ",").replace("&", " "),
+    ),
     (r"<\|[\w-]+\|>|</s>|\s*####\s*$|[*`]{1,3}(?![\d(a-z\\*])|(?<![\w)*])[*`]+|\\\\\s*$", ""),
     (r"^\s*=|\bUS(?=\$)", ""),
     (r"\\(?:left|right|displaystyle|large|Large|quad|qquad|limits)(?![A-Za-z])", " "),
     (r"\\color\{\w+\}(?!\{)|\\approx(?![a-z])|\\[()\[\]]|(?<!\\)\$|\n", " "),
     (r"(?<=\d)(?:\\[,! ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", ""),
-    (r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])", lambda m: m[0].replace(",", "")),
+    (
+        # not in the point (3,121), but in (1,000)
+        r"((?:[(\[]|\\\{|\\langle)[\s-]*)?(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])",
+        lambda m: m[0] if m[1] and ",0" not in m[0] else m[0].replace(",", ""),
+    ),
     (r"(?<!\\)\\[,;:! ]", " "),
     (r"^\D{0,9}\d{1,3}(?: \d{3})+(?![ \d]*\d)", lambda m: re.sub(r"(?<=\d) ", "", m[0])),
     (r"(?:US)?\\\$|\bUSD\b", " «dollar» "),

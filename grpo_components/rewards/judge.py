@@ -32,7 +32,7 @@ _MAX_ERROR_CHARS = 300
 _MAX_REPLY_CHARS = 20_000
 """Length of the end of a reply, in characters, that is searched for a grade."""
 # A line that is a number: `7`, `Score: 7`, `**Score:** 7/10`.
-_NUMBER_LINE = re.compile(r"(?:.*[:=])?[\s*]*([-+]?\d+(?:\.\d+)?)\s*(?:/\s*\d+)?[\s*.]*")
+_NUMBER_LINE = re.compile(r"(?:.*[:=])?[\s*]*([-+]?\d+(?:\.\d+)?)\s*(?:/\s*(\d+))?[\s*.]*")
 _OBJECT = re.compile(r"\{\s*[\"}]")
 _TEMPLATES = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
@@ -57,17 +57,18 @@ class Verdict:
 
     def read(self, reply: str) -> float | None:
         """Return the grade in a reply, scaled to 0 (lowest) to 1 (highest); None without one."""
-        tail, (lowest, highest) = reply[-_MAX_REPLY_CHARS:], self.scale
-        grade = _last_line(tail) if self.format == "number" else _last_object(tail, self.key)
+        end, (lowest, highest) = reply[-_MAX_REPLY_CHARS:], self.scale
+        grade = _last_line(end, highest) if self.format == "number" else _last_object(end, self.key)
         if grade is None or not lowest <= grade <= highest:  # refuses NaN, too
             return None
         return (grade - lowest) / (highest - lowest)
 
 
-def _last_line(text: str) -> float | None:
+def _last_line(text: str, highest: float) -> float | None:
+    """Return the number of the last line; None without one, and if it is of another scale."""
     lines = [line for line in text.splitlines() if line.strip()]
     match = _NUMBER_LINE.fullmatch(lines[-1]) if lines else None
-    return float(match[1]) if match else None
+    return float(match[1]) if match and float(match[2] or highest) == highest else None
 
 
 def _last_object(text: str, key: str) -> float | None:

@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import re
+import string
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -92,6 +93,9 @@ class MathCorrectness:
         said = words(known), words(given)
         if squeezed[0] == squeezed[1] or any(said):
             return squeezed[0] == squeezed[1] or said[0] == said[1]
+        joins = [{*re.findall("«(?:and|or)»", text)} for text in (known, given)]
+        if all(joins) and joins[0] != joins[1] and _INEQUALITY.search(known + given):
+            return self._is_same_set(known, given)
         values, others = _values(known), _values(given)
         is_equation = (values, others) != ([known], [given])
         if not any(map(_has_letters, values)):
@@ -117,6 +121,8 @@ class MathCorrectness:
         return is_same or self._is_same_set(known, given)
 
     def _are_same_items(self, ours: list[str], theirs: list[str], is_ordered: bool) -> bool:
+        if is_ordered:
+            ours, theirs = _by_name(ours), _by_name(theirs)
         names = [*map(_name, ours)]
         is_named = len({*names} - {""}) == len(names)
         if is_ordered or (is_named and not any(map(_name, theirs))):  # x=1, y=2 and (1, 2)
@@ -165,13 +171,23 @@ class MathCorrectness:
             return not isinstance(theirs, str | None) and self._are_equal(
                 ours, theirs, "." in known + given
             )
-        except (ArithmeticError, RecursionError, MemoryError, TypeError, AttributeError):
-            return False  # caused by the response
+        except (ArithmeticError, RuntimeError, MemoryError, TypeError, AttributeError):
+            return False  # nested too deeply, not solvable: caused by the response
 
     def _are_equal(self, ours: Any, theirs: Any, is_decimal: bool) -> bool:
         if max(_bits(ours), _bits(theirs)) > _MAX_BITS:  # 9^{9^9}: compare as it is written
             return ours == theirs
-        n = self._sympy.Symbol("n", integer=True, positive=True)
+        sp = self._sympy
+        equations = [side for side in (ours, theirs) if isinstance(side, sp.Equality)]
+        parts = [part for equation in equations for part in equation.args]
+        if len(parts) == 4 and all(isinstance(it, sp.Expr) and not it.is_Matrix for it in parts):
+            quotient = sp.simplify((ours.lhs - ours.rhs) / (theirs.lhs - theirs.rhs), doit=False)
+            if quotient.is_number:
+                return bool(quotient.is_finite and quotient.is_nonzero)
+            opaque = (sp.core.function.AppliedUndef, sp.Derivative, sp.Limit, sp.Integral)
+            if ours.has(*opaque) or theirs.has(*opaque) or not sp.solve(ours, ours.free_symbols):
+                return False  # math-verify takes two equations without solutions as equal
+        n = sp.Symbol("n", integer=True, positive=True)
         sides = [
             side.subs(dict.fromkeys([s for s in side.free_symbols if s.name == "n"], n))
             for side in (ours, theirs)
@@ -180,7 +196,7 @@ class MathCorrectness:
         if any(are_numbers) and any(side.has(*self._infinities) for side in sides):
             return ours == theirs  # sympy may call an infinite product equal to 5
         if all(are_numbers):
-            one, two = (self._sympy.N(side, 60) for side in sides)
+            one, two = (sp.N(side, 60) for side in sides)
             return bool(abs(one - two) <= (float(_TOLERANCE) if is_decimal else 1e-40) * abs(one))
         # math-verify's own time-out needs signals; the reward pool enforces the deadline instead.
         return self._math_verify.verify(
@@ -198,9 +214,13 @@ class MathCorrectness:
 
     def _set(self, text: str) -> Any:
         """Return the set of reals of `x<2 or x>3` or of an interval; None for any other text."""
-        if re.search(r"<|>|\\[lg]e", text):
-            text = re.sub(r"\\cup|«or»", ",", text)
-        sets = []
+        sets, names, join = [], set(), self._sympy.Union
+        if _INEQUALITY.search(text):
+            text, unions = re.subn(r"\\cup|«or»", ",", text)
+            if "«and»" in text:
+                if unions:
+                    return None
+                join = self._sympy.Intersection
         for part in map(self._parse, _split(text)):
             for item in part.args if isinstance(part, self._sympy.FiniteSet) else [part]:
                 if _bits(item) > _MAX_BITS:
@@ -212,11 +232,12 @@ class MathCorrectness:
                         side and side.is_univariate and side.degree() <= 2 for side in sides
                     ):
                         return None  # solving others may take minutes
+                    names |= item.free_symbols
                     item = item.as_set()
                 if not isinstance(item, self._sympy.Set):
                     return None
                 sets.append(item)
-        return self._sympy.Union(*sets) if sets else None
+        return join(*sets) if sets and len(names) < 2 else None
 
     def _parse(self, text: str) -> Any:
         letters = {*_LETTER.findall(text)}
@@ -238,8 +259,10 @@ _CHOICE = re.compile(
 _NO_VALUE = r"\s*[,&]|and\b|or\b|\s*[-+*/^=_<>\\]?\s*\(?[A-J]\)?\s*(?:,|and\b|$)"
 _NAME = re.compile(
     r"\\?[A-Za-z]\w{0,9}(?:_\{?\w+\}?)?(?:\s*\(\s*[A-Za-z]\s*\))?'*|\([A-Za-z](?:,\s*[A-Za-z])*\)"
+    r"|[A-Za-z](?:\^\{-1\}|'+)?\s*\(\s*-?\w+\s*\)"
     r"|\\(?:angle|triangle|overline|vec|hat)\s*\{?\s*[A-Za-z]{1,3}\}?|«[^»]*»(?:\s*«[^»]*»)*"
 )
+_INEQUALITY = re.compile(r"<|>|\\[lg]e")
 _EQUALS = re.compile(r"=(?![^{}]*\})")  # not that of \sum_{n=1}
 _LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _CLOCK = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)")
@@ -270,6 +293,13 @@ def _has_letters(text: str) -> bool:
 def _name(text: str) -> str:
     left, equals, _ = text.partition("=")
     return left.strip() if equals and _NAME.fullmatch(left.strip()) else ""
+
+
+def _by_name(items: list[str]) -> list[str]:
+    """Sort items named by neighbouring letters: the point y=2, x=1 is (1, 2); leave others."""
+    names = [*map(_name, items)]
+    is_named = all(names) and "".join(sorted(names)) in string.ascii_letters
+    return sorted(items, key=_name) if is_named else items
 
 
 def _values(text: str) -> list[str]:

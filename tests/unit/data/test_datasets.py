@@ -364,7 +364,9 @@ NO_TESTS = [{}, 5, {"asserts": [""]}, {**STDIN, **ASSERTS}, {"stdin_stdout": [{"
 NO_TESTS += [{"inputs": ["1"], "outputs": []}]
 NO_TESTS += [[{"input": "1", "output": "2", "testtype": "functional"}]]
 WRONG = [(math_dataset, {"problem": "x?", **own}, "solution") for own in ({"solution": "5"}, {})]
-WRONG += [(countdown_dataset, {"numbers": n, "target": 1}, "numbers") for n in ([], [1.5], "[1")]
+WRONG += [
+    (countdown_dataset, {"numbers": n, "target": 1}, "numbers") for n in ([], [1.5], "[1", [-3, 4])
+]
 WRONG += [(countdown_dataset, {"numbers": [1], "target": t}, "target") for t in ("x", None)]
 WRONG += [(code_dataset, {"prompt": "f?", "tests": tests}, "tests") for tests in NO_TESTS]
 WRONG += [

@@ -9,6 +9,7 @@ NUMBER, JSON = Verdict(), Verdict("json", scale=(1, 5))
 NUMBERS = {"7": 0.7, "Score: 7": 0.7, "**Score:** **7.5**": 0.75, "Final grade = 0.": 0.0}
 NUMBERS |= {"Score: 10": 1.0, "I give 3 points for style.\n\nScore: 7/10\n": 0.7}
 NO_NUMBERS = ["Score: 11", "Score: -1", "Score: 7 or 8", "Score: seven", "Score: 7\nOr more?"]
+NO_NUMBERS += ["Score: 5/5", "Score: 7/100", "Score: 7/0"]
 NO_NUMBERS += ["I cannot grade 5 answers", "Score: nan", "", "\n \n"]
 FIELDS = {'{"score": 5}': 1.0, '{"score": 1} is too low. {"score": 2}': 0.25}
 FIELDS |= {'Thus:\n```json\n{"why": "{right}", "score": 3.0}\n```': 0.5}
