@@ -68,7 +68,7 @@ endif
 check: lint  ## Check style, types and all that needs no engine, rank or Ray (4 minutes); ROOM=exchange: of one room
 	@$(call with_types,EXAMPLES=0.1 $(BIN)/pytest -q -m '$(UNMARKED)' $(TESTS))
 
-test: lint  ## Check style and types, run all tests but nightly ones (about 15 minutes on two cores)
+test: lint  ## Check style and types, run all tests but nightly ones (15 to 25 minutes on two cores)
 	@$(call with_types,EXAMPLES=0.3 $(PYTEST) -m 'not nightly' $$($(TRACKED) 'tests/**/test_*.py'))
 
 nightly: install-dev tiny-policy  ## Run what is long or needs root: two machines, kills at any moment, all planted bugs (hours)

@@ -23,10 +23,11 @@ class ConfigError(ValueError):
         fields = (one_line(text) for text in (self.key, self.problem, self.allowed))
         key, problem, allowed = fields
         key = shortened(key, 100)
-        label = "" if allowed.startswith("did you mean ") else "allowed: "
-        rest = MAX_MESSAGE - len(f"{key}: ; {label}")
+        label = "; " if allowed.startswith("did you mean ") else "; allowed: "
+        label *= bool(allowed)  # a component's own error may not say it
+        rest = MAX_MESSAGE - len(f"{key}: {label}")
         allowed = shortened(allowed, max(120, rest - len(problem)))
-        return f"{key}: {shortened(problem, rest - len(allowed))}; {label}{allowed}"
+        return f"{key}: {shortened(problem, rest - len(allowed))}{label}{allowed}"
 
 
 def fail(key: str, problem: str, allowed: str) -> NoReturn:

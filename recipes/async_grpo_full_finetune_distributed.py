@@ -130,8 +130,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         tokenizer, dataset, held_out = build_data(cfg)
         # EDIT ME: the loss. Put a coefficient of your own under `user:` in the config, and pass
         # partial(grpo_loss, my_coeff=cfg.user.my_coeff). The trainers get the loss by value.
-        # EDIT ME: for advantages of your own, add advantages=my_function; it gets rewards [B, G],
-        # NaN where a sample failed, and returns advantages [B, G].
+        # EDIT ME: for advantages of your own, add advantages=my_function. It gets rewards, a NumPy
+        # array [B, G] with NaN where a sample failed, and returns advantages [B, G].
         objective = build_objective(cfg, grpo_loss, tokenizer, dataset, held_out)
         self.advantages = objective.advantages_of
         self.reward_shaping = objective.reward_shaping

@@ -30,7 +30,6 @@ from grpo_components.settings import PENALTIES, Settings
 SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.SingleTurnEnvironment"}
 
 _A_PATH = "a dotted path, installed or in the current folder"
-_ACCEPTED = "what the component accepts"
 _KEY_FIRST = re.compile(r"([a-z_]\w*(?:\.[^\s:,]+)*(?:, [a-z_]\w*)*): |(dataset|ptx) ")
 """Matches the key, or the argument names, at the start of an error's text."""
 # Arguments that the recipe adds to a component's: number of leading ones, names of the others.
@@ -64,7 +63,7 @@ def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
         raise refused_by(key, node, error) from error
     except (Exception, SystemExit, GeneratorExit) as error:  # a component may raise anything
         problem = f"{node._component_} cannot be built: {type(error).__name__}: {error}"
-        raise ConfigError(key, problem, _ACCEPTED) from error
+        raise ConfigError(key, problem, "") from error
 
 
 def refused_by(key: str, node: Mapping[Any, Any], error: ValueError) -> ConfigError:
@@ -82,7 +81,7 @@ def refused_by(key: str, node: Mapping[Any, Any], error: ValueError) -> ConfigEr
         where = f"{key}.{where}"
     elif where != key and not where.startswith(f"{key}."):
         where, problem = key, f"{where}: {problem}" if where else problem
-    return ConfigError(where, problem, allowed or _ACCEPTED)
+    return ConfigError(where, problem, allowed)
 
 
 def build_environment(node: DictConfig, **offered: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from numbers import Integral
 from pathlib import Path
@@ -83,6 +84,13 @@ def sampled_ids(cfg: Settings, tokenizer: Any) -> int | None:
     if environment_kind(cfg.environment) == "agents":  # they have the model's own
         tokenizer = hugging_face_tokenizer(cfg.base_model_path)
     return num_ids(tokenizer, stops)
+
+
+def left_out(dataset: Any, held_out: Any) -> list[str]:
+    """Return lines that say which rows the data sets leave out, and why; none if they use all."""
+    own, other = (getattr(each, "note", "") for each in (dataset, held_out))
+    other = re.sub("^dataset", "eval_dataset", other, flags=re.MULTILINE)
+    return [*own.splitlines(), *other.splitlines()]
 
 
 def shared_prompts(dataset: Any, held_out: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import Parameter
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -19,6 +20,8 @@ from grpo_components.objective.reward_shaping import RewardShaping
 from grpo_components.schedules import as_schedule
 from grpo_components.settings import CLIP, PENALTIES, Settings
 
+_NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
 
 def build_loss(cfg: Settings, default_loss: Callable[..., Any]) -> Callable[..., Any]:
     """Build the policy loss: the component that the config names, else the recipe's own."""
@@ -26,6 +29,10 @@ def build_loss(cfg: Settings, default_loss: Callable[..., Any]) -> Callable[...,
     if "_component_" in section:
         return build("loss", OmegaConf.create(section))
     taken = parameters_of(default_loss)
+    for name in (p.name for p in taken[1:] if p.default is p.empty and p.kind in _NAMED):
+        if name not in section:
+            allowed = f"in the recipe, partial(my_loss, {name}=cfg.user.{name})"
+            fail("loss", f"the recipe's loss takes {name}, and nothing gives it", allowed)
     if all(parameter.kind != parameter.VAR_KEYWORD for parameter in taken):
         for key in section.keys() - {parameter.name for parameter in taken}:  # a fork has no clip
             if section.pop(key) != CLIP.get(key):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 from grpo_components.config.components import build
-from grpo_components.config.data import shared_prompts
+from grpo_components.config.data import left_out, shared_prompts
 from grpo_components.config.replayed import available_cpus, replay_of
 from grpo_components.data.prompt_stream import PromptCurriculum
 from grpo_components.errors import fail
@@ -102,10 +101,9 @@ def open_log(cfg: Settings, events: EventOrder, note: str, dataset: Any, held_ou
         problem = f"{cfg.metric_logger._component_} makes a logger without {missing[0]}"
         fail("metric_logger", problem, "one of torchtune.training.metric_logging, or one like it")
     run_log = RunLog(cfg, logger, events)
-    left_out = re.sub("^dataset", "eval_dataset", getattr(held_out, "note", ""), flags=re.MULTILINE)
     shared = shared_prompts(dataset, held_out) if cfg.trains else ""
     unused = "eval_dataset is null: nothing is evaluated, whatever eval_every_n_steps says"
     none = "" if len(held_out) else unused
-    for line in filter(None, (note, getattr(dataset, "note", ""), left_out, shared, none)):
+    for line in filter(None, (note, *left_out(dataset, held_out), shared, none)):
         run_log.note(line)
     return run_log

@@ -151,7 +151,10 @@ def _refuse(given: Mapping[str, Any], error: Mapping[str, Any]) -> NoReturn:
     if error["type"] == "extra_forbidden":
         *section, name = names
         prefix = "".join(f"{each}." for each in section)
-        fail(key, "unknown key", nearest(name, _keys_of(section), prefix))
+        hint = nearest(name, _keys_of(section), prefix)
+        if section == ["loss"]:  # a loss of the recipe's own
+            hint += f" (for a loss of your own: user.{name}, passed by `partial`)"
+        fail(key, "unknown key", hint)
     if error["type"] == "missing":
         fail(key, "missing", "a value, such as `tune cat tiny_async_grpo` shows")
     value: Any = given

@@ -86,7 +86,7 @@ def try_components(
             doubts += _try_objective(cfg, objective.trained)
         rewards = _made_rewards(min(cfg.group_size, _MOST_SIBLINGS))
         advantages = objective.advantages
-        allowed = "rewards [B, G] -> advantages [B, G]"
+        allowed = "rewards, a NumPy array [B, G] -> advantages [B, G]"
         with named_failure("advantages", name_of(advantages), _RAISES, allowed):
             advantages_of(_own(advantages), rewards)
             found = doubts_about_advantages(_own(advantages), min(cfg.group_size, _MOST_SIBLINGS))
@@ -205,7 +205,7 @@ def made_inputs(
     made = LossInputs(
         trainer_logprobs=trainer.clone().requires_grad_(),
         generator_logprobs=trainer + between(-0.1, 0.1),
-        advantages=torch.tensor([1.0, -1.0, -0.5, 0.5])[responses],
+        advantages=torch.tensor([1.0, -1.0, -0.5, 0.0])[responses],
         sequence_ids=responses,
         staleness=torch.arange(size) % versions,
         step=step,

@@ -274,12 +274,13 @@ _WITH_SEPARATORS = re.compile(r"[^\d()\[\]{},]*\d{1,3}(?:,\d{3})+(?:\.\d+)?[^\d(
 
 def _after_hashes(row: Row) -> tuple[Question, str]:
     question = row.question("question")
-    _, marker, answer = row.text("answer").rpartition("####")
+    _, marker, answer = row.text_or_number("answer").rpartition("####")
     answer = answer.strip()
     if _WITH_SEPARATORS.fullmatch(answer):
         answer = answer.replace(",", "")
     if not marker or not answer:
-        row.refuse("answer", "does not end with `#### <answer>`")
+        plain = "dataset._component_=grpo_components.data.datasets.prompt_dataset for plain answers"
+        row.refuse("answer", f"does not end with `#### <answer>`; allowed: {plain}")
     return question, answer
 
 

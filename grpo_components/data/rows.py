@@ -19,6 +19,7 @@ from datasets.exceptions import DatasetsError
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from grpo_components.errors import shown
 from grpo_components.shapes import AnyText, fits
 
 Question = str | list[dict[str, Any]]
@@ -53,7 +54,9 @@ class Row:
         self.asked.add(field)
         column = self._columns.get(field, field)
         if not isinstance(self._values, dict):
-            raise ValueError(f"{self._where}: has no field {column}, nor any other")
+            problem = f"has no field {column}, it is {shown(self._values)}"
+            allowed = f"an object with fields; {_LAYOUTS['.jsonl']}"
+            raise ValueError(f"{self._where}: {problem}; allowed: {allowed}")
         found = _at(self._values, column)
         if found is _NO_COLUMN:
             has = ", ".join(map(str, self._values)) or "nothing"
@@ -168,7 +171,8 @@ def _rows_of(path: Path) -> Iterator[Any]:
                 number += 1
     except (OSError, ValueError, RecursionError, csv.Error, pyarrow.ArrowException) as error:
         where = f"dataset {path}, from row {number} on"
-        raise ValueError(f"{where}: not readable: {error}") from error
+        allowed = f"; allowed: {_LAYOUTS[path.suffix]}" if path.suffix in _LAYOUTS else ""
+        raise ValueError(f"{where}: not readable: {error}{allowed}") from error
 
 
 def _json_lines(file: BinaryIO) -> Iterator[Any]:
@@ -179,7 +183,7 @@ def _json_lines(file: BinaryIO) -> Iterator[Any]:
 def _json_list(file: BinaryIO) -> Iterator[Any]:
     rows = json.load(file)
     if not isinstance(rows, list):
-        raise ValueError("must be one list of rows (a row per line is .jsonl)")
+        raise ValueError("no list")
     yield from rows
 
 
@@ -201,6 +205,10 @@ def _parquet_rows(file: BinaryIO) -> Iterator[Any]:
         yield from batch.to_pylist()
 
 
+_LAYOUTS = {
+    ".jsonl": "a .jsonl file has one object a line",
+    ".json": "a .json file is one list of objects; name a file with one object a line .jsonl",
+}
 _READERS: dict[str, Callable[[BinaryIO], Iterator[Any]]] = {
     ".jsonl": _json_lines,
     ".json": _json_list,

@@ -50,9 +50,11 @@ def check_numbers(name: str, losses: Tensor, inputs: LossInputs) -> None:
     if gradient is None:
         raise _refused("loss", name, "losses whose gradient misses trainer_logprobs", allowed)
     for what, values in (("losses with", losses), ("losses with the gradient", gradient)):
-        wrong = values[~values.isfinite()]
-        if len(wrong):
-            raise _refused("loss", name, f"{what} {wrong[0].item()}", allowed)
+        wrong = ~values.isfinite()
+        if wrong.any():
+            advantage = inputs.advantages[wrong][0].item()
+            problem = f"{what} {values[wrong][0].item()} at the advantage {advantage:g}"
+            raise _refused("loss", name, problem, allowed)
 
 
 def checked_weights(name: str, returned: Any, log_ratios: Tensor) -> Tensor:

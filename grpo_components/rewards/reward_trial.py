@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from grpo_components.data.columns import CALL, other_columns
 from grpo_components.errors import ConfigError, shown
 from grpo_components.rewards.pool import RewardInput, RewardSpec, Score, Worker
 
@@ -49,6 +50,9 @@ class RewardTrial:
                 if allowed == _ALLOWED and not problem.startswith("raised TypeError"):
                     answer = shown(self._samples[0]["response_text"])
                     allowed = f"one that scores a known answer, such as {answer}, as the response"
+                elif allowed == _ALLOWED and " missing " in problem:
+                    columns = ", ".join(other_columns(self._samples[0])) or "none"
+                    allowed = f"{', '.join(CALL)}, or a column of the rows, which have: {columns}"
                 raise self._error(name, problem, allowed)
             rows = f"the known answers of {len(known)} rows"
             if self._worker.has_perfect[name]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from grpo_components.config.components import build
+from grpo_components.config.data import left_out
 from grpo_components.config.replayed import available_cpus, run_folder
 from grpo_components.config.start_roles import (
     GENERATOR,
@@ -141,6 +142,7 @@ def _data(cfg: Settings, dataset: Any, held_out: Any) -> Iterator[str]:
         source = cfg.eval_dataset.get("source", cfg.eval_dataset._component_)
         longest = f"the longest has {held_out.max_prompt_length} tokens"
         yield f"{len(held_out):,} held-out prompts of {source}, {longest}"
+    yield from left_out(dataset, held_out)
 
 
 def _rewards(cfg: Settings) -> Iterator[str]:

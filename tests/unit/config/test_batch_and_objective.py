@@ -1,11 +1,12 @@
 """Batch, objective, trainer and adapters: what does not go together is refused by its key."""
 
 from argparse import Namespace
+from functools import partial
 
 import pytest
 import torch
 from equivalence.families import FAMILIES, random_checkpoint
-from lib.config_errors import refused_key
+from lib.config_errors import refusal_of, refused_key
 from torchtune.models.qwen2 import qwen2
 
 from grpo_components.config.model_trial import check_adapters
@@ -25,6 +26,17 @@ def test_a_loss_is_a_section_not_a_name(values_with, settings_with):
 def test_without_a_component_the_loss_is_the_recipes_own(check):
     clip = build_loss(check("loss.clip_high=0.3 ~loss.clip_low"), lambda tokens, **clip: clip)
     assert clip(Namespace(step=0)) == {"clip_low": 0.2, "clip_high": 0.3}
+
+
+def test_a_parameter_of_the_recipes_loss_that_nothing_gives_is_refused_before_a_call(check):
+    def own(tokens, clip_low, my_coeff, bonus=0.0):
+        return clip_low, my_coeff, bonus
+
+    error = refusal_of(build_loss, check("~loss.clip_high"), own)
+    assert error.key == "loss" and "my_coeff" in error.problem
+    assert "partial(my_loss, my_coeff=cfg.user.my_coeff)" in error.allowed
+    given = build_loss(check("~loss.clip_high"), partial(own, my_coeff=3))
+    assert given(Namespace(step=0)) == (0.2, 3, 0.0)
 
 
 def test_a_component_gets_its_own_arguments_and_the_penalties_get_theirs(check):

@@ -221,6 +221,7 @@ RESULTS = {
         | losses * float('nan'), {} | losses | losses.long(), {} | sys.exit(0)
         | losses, {'loss/own': losses.mean()} | losses, {'loss/own': 0.5}
         | losses, {'loss/total': losses} | (inputs.trainer_logprobs * 0).sqrt(), {}
+        | losses * inputs.advantages / inputs.advantages, {}
         | (losses if inputs.step == 0 else losses[1:], {}) | 1 / 0""",
     "advantages": """centred[:, 0] | centred.ravel() | centred.T | centred.tolist()
         | (rewards > 0).astype(int) | None | centred / deviation | sys.exit(0)""",

@@ -17,6 +17,7 @@ from grpo_tools.memory_plan.dry_run import plan
 
 class Prompts(list):
     max_prompt_length = 41
+    note = "dataset rows.jsonl: 1000 prompts of 1002 rows; 2 filtered out"
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_a_whole_run(planned, tmp_path):
     assert "reward_model" not in roles
     assert "2,000,896 parameters" in found["model"][0]
     assert "1,000 prompts" in found["data"][0] and "41 tokens" in found["data"][0]
-    assert "1 held-out" in found["data"][1]
+    assert "1 held-out" in found["data"][1] and found["data"][2:] == [Prompts.note]
     assert found["steps"][0].startswith("250 of 8 prompts x 8 responses")
     assert "2,000 prompts, 2.00 passes" in found["steps"][1]
     assert found["output"] == [str(tmp_path / "run"), "a new folder"]

@@ -202,6 +202,7 @@ loss.kl_coeff     LOSS=own_parts.Takes ~loss.clip_low ~loss.clip_high
 loss.epsilon                 loss.epsilon=0.2 -> did you mean loss.clip_low?
 eval_dataset.path            eval_dataset.path=own.jsonl -> did you mean eval_dataset.source?
 loss.unlike                  loss.unlike=0.2 -> clip_low, clip_high, kl_coeff
+loss.my_coeff                loss.my_coeff=1 -> user.my_coeff, passed by `partial`
 loss.epsilon                 GSPO loss.epsilon=3.0
 model.num_layer              model.num_layer=4 -> model.num_layers?
 model.max_seq_len            HUGGING model.path=${base_model_path} -> path

@@ -144,6 +144,7 @@ def test_a_refusal_is_one_line_with_key_problem_and_what_is_allowed(key, problem
     assert text == one_line(text) and len(text) <= MAX_MESSAGE == 285
     assert str(ConfigError("a.b", "is\nwrong", "c | d")) == "a.b: is wrong; allowed: c | d"
     assert str(ConfigError("a", "unknown", "did you mean b?")) == "a: unknown; did you mean b?"
+    assert str(ConfigError("a", "no data", "")) == "a: no data"  # a component's own error
     assert ": " in text and "; allowed: " in text
 
 

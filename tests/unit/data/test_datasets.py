@@ -53,6 +53,7 @@ UNUSABLE = {
     "answer": [{"question": "a?"}, *({"question": "a?", "answer": b} for b in ("2", "2 ####"))],
 }
 UNUSABLE["question"].append({"answer": "#### 2"})
+UNUSABLE["answer"].append({"question": "a?", "answer": 3})
 
 
 @pytest.mark.parametrize("field", UNUSABLE)
@@ -61,6 +62,32 @@ def test_a_row_that_cannot_be_used_is_named_with_its_file_and_field(tmp_path, fi
         path = write_rows(tmp_path / "bad.jsonl", ROWS[0], row, ROWS[0])
         with pytest.raises(ValueError, match=rf"bad\.jsonl, row 2.*{field}"):
             load(path)
+
+
+@pytest.mark.parametrize("answer", ["3", 3])
+def test_a_plain_answer_is_refused_with_the_builder_that_takes_it(tmp_path, answer):
+    path = write_rows(tmp_path / "rows.jsonl", {"question": "1 + 2?", "answer": answer})
+    builder = f"{prompt_dataset.__module__}.{prompt_dataset.__name__}"
+    with pytest.raises(ValueError, match=f"; allowed: dataset._component_={builder} for plain"):
+        load(path)
+    assert prompt_dataset(Characters(), source=str(path))[0]["answer"] == "3"
+
+
+LINES = '{"question": "a?", "answer": "#### 1"}\n' * 2
+LIST = json.dumps(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "allowed"),
+    [
+        *(("a.jsonl", text, "one object a line") for text in (LIST, "[\n]")),
+        *(("a.json", text, r"one list .* one object a line \.jsonl") for text in (LINES, "{}")),
+    ],
+)
+def test_a_json_file_of_the_other_layout_is_refused_with_its_own(tmp_path, name, text, allowed):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"{name}, .*row 1\b.*; allowed: .*({allowed})$"):
+        load(tmp_path / name)
 
 
 def test_a_prompt_that_is_too_long_is_named_with_both_lengths(jsonl):

@@ -22,6 +22,10 @@ class Reward:
 
     def deeper(self, answer):
         return {}[answer]  # raises
+
+class ByLevel:
+    def __call__(self, *, answer, level, **rest):
+        return float(answer == level)
 """
 
 
@@ -33,8 +37,8 @@ def file(tmp_path, monkeypatch):
     return path
 
 
-def attempt(component, module="tried_rewards", answers="1", is_success=False, **kwargs):
-    sample = {"prompt_text": "?", "finish_reason": "stop"}
+def attempt(component, module="tried_rewards", answers="1", is_success=False, row=(), **kwargs):
+    sample = {"prompt_text": "?", "finish_reason": "stop", **dict(row)}
     samples = [{**sample, "response_text": answer, "answer": answer} for answer in answers]
     spec = RewardSpec(f"{module}.{component}", kwargs, 1.0, is_success)
     with closing(RewardTrial({"own": spec}, samples, 30.0)) as trial:
@@ -97,6 +101,13 @@ def test_a_reward_that_fails_is_refused_with_its_line_and_traceback(file, kind, 
     frames = [text for text in trace.splitlines() if text.startswith("  File ")]
     assert all(f'"{file}"' in frame for frame in frames), trace
     assert f"line {line}, in " in frames[-1]
+
+
+@pytest.mark.parametrize(("row", "has"), [({}, "none"), ({"lvl": 1}, "lvl")])
+def test_a_reward_that_wants_a_column_is_told_which_the_rows_have(file, row, has):
+    with pytest.raises(ConfigError, match=f"'level'; allowed: .*, or a column .* have: {has}$"):
+        attempt("ByLevel", row=row)
+    assert attempt("ByLevel", row={"level": "1"})[0]
 
 
 def test_a_judge_that_is_down_is_not_called_a_wrong_class():
