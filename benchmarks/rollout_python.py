@@ -29,10 +29,10 @@ from grpo_components.config.components import SHIPPED_ENVIRONMENT, build_environ
 from grpo_components.examples.tiny_policy import DEFAULT_OUTPUT_DIR, build_tiny_policy
 from grpo_components.rewards.pool import RewardPool, RewardSpec, Score
 from grpo_components.rollout import generator
-from grpo_components.rollout.completions import Completion
 from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import EnvironmentKind, EnvironmentOptions
 from grpo_components.rollout.multi_turn import MultiTurnEnvironment, Reply
+from grpo_components.rollout.samples import Completion
 from grpo_components.settings import GeneratorSettings
 
 GROUP_SIZE, IN_FLIGHT, RESPONSE = 8, 64, 40

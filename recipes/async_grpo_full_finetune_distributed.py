@@ -88,19 +88,19 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         try:
             await self.weights.pull_if_due(generator, entry)
             temperature = self.temperature(entry.target_step)
-            group = await generator.generate_group(entry, temperature)
+            summary = await generator.generate_group(entry, temperature)
             if self.roles.reward_model:
-                group = await self.roles.reward_model.add_scores(group)
-            if not self.run.has_trainable(group):
+                summary = await self.roles.reward_model.add_scores(entry)
+            if not self.run.has_trainable(entry, summary):
                 return await self.ledger.drop([entry.group_id], "failed")
-            sampling, summary = self.dynamic_sampling, group.summary
+            sampling = self.dynamic_sampling
             if sampling and not sampling.keeps(summary.rewards, summary.successes):
                 return await self.ledger.drop([entry.group_id], "filtered")
             if self.roles.references:
-                group = await self.roles.references.add_logprobs(group)
+                await self.roles.references.add_logprobs(entry)
             if self.roles.teachers:
-                group = await self.roles.teachers.add_logprobs(group)
-            await self.roles.buffer.add(group)
+                await self.roles.teachers.add_logprobs(entry)
+            await self.roles.buffer.add(entry)
         except RoleLostError:
             self.ledger.give_back(entry)  # it is generated again
 

@@ -1,4 +1,4 @@
-"""Data passed between the loops: one generated group, and the batch of one training step."""
+"""The batch of one training step, as the driver knows it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,6 @@ from numpy.typing import NDArray
 
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.trajectory import GroupSummary
-
-
-@dataclass(frozen=True)
-class Group:
-    """One generated group on its way to the buffer; its tensors stay in the object store."""
-
-    entry: LedgerEntry
-    packed: Any
-    """Ray reference to the packed trajectories of the group."""
-    packed_summary: Any
-    """Ray reference to the group's summary."""
-    summary: GroupSummary
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
-from grpo_components.cluster.batch import Batch, Group
+from grpo_components.cluster.batch import Batch
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.weight_transfer import WeightTransfer
 from grpo_components.errors import RoleFailedError, RoleLostError
@@ -24,6 +24,7 @@ from grpo_components.exchange.weight_deltas import NO_BASE
 from grpo_components.exchange.weight_probe import LoadedWeights
 from grpo_components.settings import Timeouts
 from grpo_components.training.step_result import StepResult
+from grpo_components.trajectory import GroupSummary
 
 GRACE_S = 30.0
 """Seconds added to a role's own time-out, so that the role's own, clearer error comes first."""
@@ -88,17 +89,20 @@ class GeneratorHandle:
         self._reserved = max(0, self._reserved - 1)
         return True
 
-    async def generate_group(self, entry: LedgerEntry, temperature: float) -> Group:
-        """Sample and score the responses to one prompt; `RoleLostError` if it is lost."""
+    async def generate_group(self, entry: LedgerEntry, temperature: float) -> GroupSummary:
+        """Sample and score the responses to a group's prompt; the entry refers to the result.
+
+        Raises `RoleLostError` if the generator is lost.
+        """
         identity = (entry.prompt, entry.epoch, entry.group_id, self._ledger.attempt)
         turn = self._turn("finish", group=entry.group_id)
         call = {"num_returns": 3, "timeout_s": self._timeouts.rollout_s, "turn": turn}
         made = await self.role.call("generate_group", *identity, temperature, **call)
-        (packed, packed_summary, entry.text), summary = made
+        (*entry.parts, entry.text), summary = made
         self.reward_use.update(summary.reward_use)  # pyright: ignore -- counts are numbers
         scored = summary.scored_successes if self._counts_successes else None
         await self._ledger.finish_generation(entry.group_id, summary.response_tokens, scored)
-        return Group(entry, packed, packed_summary, summary)
+        return summary
 
     def _turn(self, event: str, **identity: Any) -> Callable[[], Any] | None:
         """Return a function that waits for an event's turn in a replay; None in a live run."""
@@ -165,14 +169,13 @@ class RewardModelHandle:
     def __init__(self, role: Role, timeouts: Timeouts) -> None:
         self._role, self._timeouts = role, timeouts
 
-    async def add_scores(self, group: Group) -> Group:
-        """Return the group with the learned reward added to its rewards."""
-        entry = group.entry
+    async def add_scores(self, entry: LedgerEntry) -> GroupSummary:
+        """Add the learned reward to a group's rewards; return its new summary."""
         call = {"num_returns": 3, "timeout_s": self._timeouts.rollout_s}
         with _lost_with_its_node():
-            made = await self._role.call("add_scores", group.packed, entry.text, **call)
-        (packed, packed_summary, entry.text), summary = made
-        return Group(entry, packed, packed_summary, summary)
+            made = await self._role.call("add_scores", entry.parts[0], entry.text, **call)
+        (*entry.parts, entry.text), summary = made
+        return summary
 
 
 class ReferencesHandle:
@@ -181,15 +184,15 @@ class ReferencesHandle:
     def __init__(self, roles: Sequence[Role], timeouts: Timeouts, *, keep_kl: bool = True) -> None:
         self._roles, self._timeouts, self._keep_kl = roles, timeouts, keep_kl
 
-    async def add_logprobs(self, group: Group) -> Group:
-        """Return the group with the models' logprobs."""
-        role = self._roles[group.entry.group_id % len(self._roles)]
+    async def add_logprobs(self, entry: LedgerEntry) -> None:
+        """Add the models' logprobs to a group."""
+        role, (group, summary) = self._roles[entry.group_id % len(self._roles)], entry.parts
         call = {"num_returns": 2, "timeout_s": self._timeouts.rollout_s}
         with _lost_with_its_node():
-            (packed, _), divergences = await role.call("add_logprobs", group.packed, **call)
+            (packed, _), divergences = await role.call("add_logprobs", group, **call)
         if self._keep_kl:
-            group.entry.reference_kl = divergences
-        return replace(group, packed=packed)
+            entry.reference_kl = divergences
+        entry.parts = packed, summary
 
 
 class ReplayBufferHandle:
@@ -201,11 +204,9 @@ class ReplayBufferHandle:
         self.role, self._ledger, self._timeouts = role, ledger, timeouts
         self._wait_for_stale = wait_for_stale
 
-    async def add(self, group: Group) -> None:
+    async def add(self, entry: LedgerEntry) -> None:
         """Add a group; wait while the buffer is full."""
-        entry, added = group.entry, None
-        entry.parts = (group.packed, group.packed_summary)
-        limit_s = self._timeouts.batch_s + GRACE_S
+        added, limit_s = None, self._timeouts.batch_s + GRACE_S
         # None: the buffer was restarted. A step may have taken the group before this call's answer.
         while added is None and entry in self._ledger.in_state("in_flight"):
             with _lost_with_its_node():

@@ -26,10 +26,9 @@ from grpo_components.config.components import (
 from grpo_components.errors import ConfigError, fail
 from grpo_components.objective.component_errors import named_failure
 from grpo_components.rewards.pool import Score
-from grpo_components.rollout.completions import Completion
 from grpo_components.rollout.multi_turn import Conversation
 from grpo_components.rollout.observation_text import encode_text
-from grpo_components.rollout.samples import Sample
+from grpo_components.rollout.samples import Completion, Sample
 from grpo_components.settings import Settings
 from grpo_components.slow_calls import told_if_slow
 

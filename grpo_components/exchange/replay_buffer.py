@@ -23,20 +23,15 @@ from grpo_components.trajectory import (
     summarize,
 )
 
-
-@dataclass(frozen=True)
-class _Item:
-    """One buffered group."""
-
-    group: PackedTrajectories
-    summary: GroupSummary
+_Pair = tuple[PackedTrajectories, GroupSummary]
+"""One buffered group, with its summary."""
 
 
 class _OldestVersionSampler(RandomSampler):
     """Samples the groups with the oldest weights first; ties are broken by group id."""
 
     def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        summaries = [item.summary for item in storage[: len(storage)]]
+        summaries = [summary for _, summary in storage[: len(storage)]]
         order = sorted(
             range(len(summaries)),
             key=lambda i: (summaries[i].oldest_version, summaries[i].group_id),
@@ -98,7 +93,7 @@ class ReplayBuffer:
                     f"replay_buffer (full with {self._capacity} groups; the trainer takes none)"
                 ),
             )
-            self._buffer.add(_Item(group, summary))
+            self._buffer.add((group, summary))
             self._changed.notify_all()
             return len(self._buffer)
 
@@ -136,12 +131,9 @@ class ReplayBuffer:
 
     async def _take_as_recorded(
         self, group_ids: list[int], stale_ids: list[int]
-    ) -> tuple[list[_Item], list[GroupSummary]]:
-        def here() -> dict[int, _Item]:
-            return {item.summary.group_id: item for item in self._buffer[:]}
-
+    ) -> tuple[list[_Pair], list[GroupSummary]]:
         def missing() -> list[int]:
-            groups = here()
+            groups = _by_id(self._buffer[:])
             return [group_id for group_id in group_ids + stale_ids if group_id not in groups]
 
         async with self._changed:
@@ -152,15 +144,15 @@ class ReplayBuffer:
                     f"groups {missing()} in replay_buffer"
                 ),
             )
-            groups = here()
-            items, stale = ([groups[each] for each in ids] for ids in (group_ids, stale_ids))
-            self._remove(items + stale)
-            return items, [item.summary for item in stale]
+            groups = _by_id(self._buffer[:])
+            pairs, stale = ([groups[each] for each in ids] for ids in (group_ids, stale_ids))
+            self._remove(pairs + stale)
+            return pairs, [summary for _, summary in stale]
 
-    def _remove(self, items: list[_Item]) -> list[_Item]:
+    def _remove(self, pairs: list[_Pair]) -> list[_Pair]:
         """Take groups out of the buffer; return them sorted by group id."""
-        taken = {item.summary.group_id: item for item in items}
-        rest = [item for item in self._buffer[:] if item.summary.group_id not in taken]
+        taken = _by_id(pairs)
+        rest = [pair for pair in self._buffer[:] if pair[1].group_id not in taken]
         self._buffer.empty()
         if rest:
             self._buffer.extend(rest)
@@ -169,24 +161,24 @@ class ReplayBuffer:
         return [taken[group_id] for group_id in sorted(taken)]
 
     def _batch(
-        self, items: list[_Item], dropped: list[GroupSummary], again: Sequence[Any] = ()
+        self, pairs: list[_Pair], dropped: list[GroupSummary], again: Sequence[Any] = ()
     ) -> tuple[PackedTrajectories, BatchSummary]:
-        reused = _items(again) if items else []
-        batch = concatenate(item.group for item in items + reused)
-        groups, old = ([item.summary for item in part] for part in (items, reused))
-        content = batch_hash(batch) if items else ""
+        reused = _pairs(again) if pairs else []
+        batch = concatenate(group for group, _ in pairs + reused)
+        groups, old = ([summary for _, summary in part] for part in (pairs, reused))
+        content = batch_hash(batch) if pairs else ""
         return batch, BatchSummary(groups, old, dropped, len(self._buffer), content)
 
     async def refill(self, *parts: Any) -> None:
         """Replace the groups by `parts`: each group, then its summary; grow the buffer to fit."""
-        items = _items(parts)
-        self._make_room(max(self._capacity, len(items)))
-        for item in items:
-            self._buffer.add(item)
+        pairs = _pairs(parts)
+        self._make_room(max(self._capacity, len(pairs)))
+        for pair in pairs:
+            self._buffer.add(pair)
 
     def write_state(self, folder: str, batch: PackedTrajectories, *parts: Any) -> str | None:
         """Write groups to a checkpoint, also during other calls; return why it failed, or None."""
-        groups = [{"group": i.group, "summary": asdict(i.summary)} for i in _items(parts)]
+        groups = [{"group": group, "summary": asdict(summary)} for group, summary in _pairs(parts)]
         try:
             write_state(Path(folder), "buffer", groups)
             write_state(Path(folder), "batch", batch)
@@ -209,17 +201,15 @@ class ReplayBuffer:
         masks = self._stale_tokens == "mask"
         version, known = self._checked
         # Not all of them for each new group: there may be thousands.
-        items: list[_Item] = self._buffer[known if version == policy_version else 0 :]
         stale = [
-            item
-            for item in items
+            (group, summary)
+            for group, summary in self._buffer[known if version == policy_version else 0 :]
             if not self._contract.may_train(
-                item.summary.newest_version if masks else item.summary.oldest_version,
-                policy_version,
+                summary.newest_version if masks else summary.oldest_version, policy_version
             )
         ]
         if stale:
-            self._dropped += [item.summary for item in stale]
+            self._dropped += [summary for _, summary in stale]
             self._remove(stale)
         self._checked = policy_version, len(self._buffer)
 
@@ -232,6 +222,10 @@ class ReplayBuffer:
             raise TimeoutError(message()) from None
 
 
-def _items(parts: Sequence[Any]) -> list[_Item]:
+def _pairs(parts: Sequence[Any]) -> list[_Pair]:
     """Pair each packed group with its summary, which follows it."""
-    return [_Item(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _by_id(pairs: Sequence[_Pair]) -> dict[int, _Pair]:
+    return {pair[1].group_id: pair for pair in pairs}

@@ -9,12 +9,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from grpo_components.cluster.batch import Batch, Group
+from grpo_components.cluster.batch import Batch
 from grpo_components.cluster.handles import Roles
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.data.curriculum import Curriculum
 from grpo_components.evaluation.evaluation import Evaluation
 from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.ledger_entry import LedgerEntry
 from grpo_components.records.guards import FailedSamples, RunWatch, SkippedSteps, check_agreement
 from grpo_components.records.journal import Journal
 from grpo_components.records.resume import RunStart
@@ -22,6 +23,7 @@ from grpo_components.records.run_log import RunLog
 from grpo_components.records.step_metrics import reward_use, rollout_metrics, session_counts
 from grpo_components.settings import Settings
 from grpo_components.training.step_result import StepResult
+from grpo_components.trajectory import GroupSummary
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,12 @@ class Run:
         if not self._ledger.finished:
             self._log.phase("first step")
 
-    def has_trainable(self, group: Group) -> bool:
+    def has_trainable(self, entry: LedgerEntry, summary: GroupSummary) -> bool:
         """Count a group's tokens and failed samples; return whether any sample can be trained."""
-        if self._records.failures.count_group(group.entry, group.summary):
+        if self._records.failures.count_group(entry, summary):
             return False
-        self._records.watch.count_group(group.summary)
-        self._log.count_generated(sum(group.summary.response_tokens))
+        self._records.watch.count_group(summary)
+        self._log.count_generated(sum(summary.response_tokens))
         return True
 
     async def finish_step(self, batch: Batch, advantages: NDArray[Any], result: StepResult) -> None:

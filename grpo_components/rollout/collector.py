@@ -20,8 +20,7 @@ from torchrl.envs.utils import step_mdp
 from grpo_components.errors import ConfigError
 from grpo_components.objective.component_errors import failure_text
 from grpo_components.rewards.pool import NO_SCORE, RewardPool, RewardPoolError, Score
-from grpo_components.rollout.completions import Completion
-from grpo_components.rollout.engine import Engine, EngineStoppedError
+from grpo_components.rollout.engine import Engine, EngineStoppedError, next_turn
 from grpo_components.rollout.environment_thread import (
     EnvironmentThread,
     HungCallError,
@@ -29,7 +28,7 @@ from grpo_components.rollout.environment_thread import (
     hang_text,
 )
 from grpo_components.rollout.generator_options import EnvironmentOptions
-from grpo_components.rollout.samples import Sample, Scored, next_turn
+from grpo_components.rollout.samples import Completion, Sample, Scored
 from grpo_components.settings import GeneratorSettings
 
 _CLOSING_S = 5.0

@@ -15,9 +15,16 @@ import torch
 from grpo_components.exchange.weight_probe import PROBE_IDS
 from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
 from grpo_components.models.lora import pushed_shapes
-from grpo_components.rollout.completions import Completion, Request, Result, Watch
 from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import EngineOptions
+from grpo_components.rollout.samples import (
+    Completion,
+    Request,
+    Result,
+    Sample,
+    Watch,
+    sampling_seed,
+)
 from grpo_components.rollout.schedule import STOP, Schedule
 from grpo_components.rollout.weight_receiver import IncomingWeights
 from grpo_components.settings import GeneratorSettings
@@ -232,3 +239,19 @@ class Engine:
         self._running.clear()
         for _, _, future in self._schedule.drain():
             future.set_exception(error)
+
+
+def next_turn(
+    engine: Engine, settings: GeneratorSettings, sample: Sample, tokens: list[int], used: int
+) -> Future[Completion]:
+    """Request a sample's next turn; the last `used` of the `tokens` belong to its response."""
+    return engine.submit(
+        tokens,
+        max_tokens=settings.max_response_tokens - used,
+        temperature=sample.temperature,
+        # A later turn must not repeat the random numbers of the first.
+        seed=sampling_seed(sample.seed, used) if used else sample.seed,
+        stop_token_ids=settings.stop_token_ids or (),
+        truncation=settings.truncation,
+        name=sample.name,
+    )

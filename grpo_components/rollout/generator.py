@@ -19,11 +19,17 @@ from grpo_components.exchange.weight_probe import LoadedWeights, ProbeReading
 from grpo_components.exchange.weights import Manifest, snapshot_checksum, unpack_buckets
 from grpo_components.malloc import give_back_freed, limit_arenas
 from grpo_components.rewards.pool import RewardPool
-from grpo_components.rollout.completions import BASE_VERSION
 from grpo_components.rollout.engine import open_engine
 from grpo_components.rollout.generator_options import EngineOptions, EnvironmentOptions
 from grpo_components.rollout.observation_text import encode_text
-from grpo_components.rollout.samples import Prompt, Sample, Scored, reward_use, sampling_seed
+from grpo_components.rollout.samples import (
+    BASE_VERSION,
+    Prompt,
+    Sample,
+    Scored,
+    reward_use,
+    sampling_seed,
+)
 from grpo_components.rollout.schedule import Schedule
 from grpo_components.rollout.sequence_budget import SequenceBudget
 from grpo_components.rollout.turn_rollouts import TurnRollouts

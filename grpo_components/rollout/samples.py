@@ -1,31 +1,30 @@
-"""Defines the request for one response (`Sample`), and turns its result into a trajectory."""
+"""Defines a response from its `Sample` to its trajectory, and what an engine is asked for it."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from grpo_components.exchange.weight_probe import ProbeReading
 from grpo_components.rewards.pool import Score
 from grpo_components.trajectory import Trajectory
 
-if TYPE_CHECKING:  # worlds of users import this module
-    from grpo_components.rollout.completions import Completion
-    from grpo_components.rollout.engine import Engine
-    from grpo_components.settings import GeneratorSettings
-
+BASE_VERSION = 0
+"""Policy version of the weights that an engine loads first."""
 Prompt = dict[str, Any]
 """One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text and answer, and the
 other columns of the row. The generator adds `seed`, for anything random in the environment."""
 Scored = tuple[list[Trajectory], Score, str | None]
 """A scored response: its trajectory, or several of an agent's session; its score; and its text if
 it is one turn."""
+Watch = Callable[[Sequence[int]], bool]
+"""Function of all tokens that were sampled so far; returns whether sampling ends here."""
 
 
 def sampling_seed(*identity: int) -> int:
@@ -97,25 +96,42 @@ class Sample:
         return [self.record(prompt_ids, (), "error", score, session)], score, None
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What an engine is asked for: a response, or one turn of it."""
+
+    prompt_ids: list[int]
+    max_tokens: int
+    temperature: float
+    seed: int
+    stop_token_ids: Sequence[int]
+    truncation: Mapping[str, float]
+    """Sampler settings other than the temperature, by vLLM's names; see `TRUNCATION`."""
+    watch: Watch | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine sampled for one request."""
+
+    token_ids: NDArray[np.int64]
+    """[R] sampled tokens, including the stop token if one was sampled."""
+    logprobs: NDArray[np.float32]
+    """[R] log-probability of each token in nats, under the distribution it was sampled from."""
+    token_versions: NDArray[np.int32]
+    """[R] version of the policy that sampled each token."""
+    finish_reason: Literal["stop", "length", "abort"]
+    cached_tokens: int = 0
+    """Tokens of the prompt whose keys and values were in the prefix cache."""
+
+
+Result = Completion | ProbeReading
+"""What an engine answers."""
+
+
 def failure(error: str) -> Score:
     """Return the score of a failed sample."""
     return Score(math.nan, {}, False, error)
-
-
-def next_turn(
-    engine: Engine, settings: GeneratorSettings, sample: Sample, tokens: list[int], used: int
-) -> Future[Completion]:
-    """Request a sample's next turn; the last `used` of the `tokens` belong to its response."""
-    return engine.submit(
-        tokens,
-        max_tokens=settings.max_response_tokens - used,
-        temperature=sample.temperature,
-        # A later turn must not repeat the random numbers of the first.
-        seed=sampling_seed(sample.seed, used) if used else sample.seed,
-        stop_token_ids=settings.stop_token_ids or (),
-        truncation=settings.truncation,
-        name=sample.name,
-    )
 
 
 def reward_use(scored: Iterable[Scored]) -> dict[str, float]:

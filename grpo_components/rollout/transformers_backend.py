@@ -26,8 +26,8 @@ from grpo_components.models.hugging_face_attention import (
     refuse_unsupported,
 )
 from grpo_components.models.hugging_face_policy import base_of, logits_of
-from grpo_components.rollout.completions import BASE_VERSION, Completion, Request, Result
 from grpo_components.rollout.generator_options import EngineOptions
+from grpo_components.rollout.samples import BASE_VERSION, Completion, Request, Result
 from grpo_components.settings import GeneratorSettings
 
 NAME = "grpo_slots"

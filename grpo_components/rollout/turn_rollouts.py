@@ -15,7 +15,7 @@ from grpo_components.data.columns import reward_input
 from grpo_components.errors import ConfigError
 from grpo_components.objective.component_errors import failure_text
 from grpo_components.rewards.pool import NO_SCORE, RewardPool, RewardPoolError, Score
-from grpo_components.rollout.engine import Engine, EngineStoppedError
+from grpo_components.rollout.engine import Engine, EngineStoppedError, next_turn
 from grpo_components.rollout.environment_thread import (
     EnvironmentThreads,
     HungCallError,
@@ -24,7 +24,7 @@ from grpo_components.rollout.environment_thread import (
 )
 from grpo_components.rollout.generator_options import EnvironmentOptions
 from grpo_components.rollout.multi_turn import Conversation, MultiTurnEnvironment
-from grpo_components.rollout.samples import Sample, Scored, failure, next_turn
+from grpo_components.rollout.samples import Sample, Scored, failure
 from grpo_components.settings import GeneratorSettings
 
 _SHOWN_CHARS = 500

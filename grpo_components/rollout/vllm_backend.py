@@ -32,8 +32,8 @@ from grpo_components.exchange.weights import (
     shapes_of,
 )
 from grpo_components.models.lora import ADAPTER_FILE
-from grpo_components.rollout.completions import BASE_VERSION, Completion, Request, Result, Watch
 from grpo_components.rollout.generator_options import EngineOptions
+from grpo_components.rollout.samples import BASE_VERSION, Completion, Request, Result, Watch
 from grpo_components.rollout.vllm_weights import (
     ADAPTER,
     adapter_arguments,

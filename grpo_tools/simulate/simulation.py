@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from grpo_components._plugin import recipes_folder
 from grpo_components._tune_run import RECIPE
-from grpo_components.cluster.batch import Batch, Group
+from grpo_components.cluster.batch import Batch
 from grpo_components.cluster.handles import (
     GeneratorHandle,
     ParameterServerHandle,
@@ -30,11 +30,13 @@ from grpo_components.cluster.handles import (
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.exchange.event_order import Event, EventOrder
 from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.ledger_entry import LedgerEntry
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.settings import Settings, Timeouts
 from grpo_components.training.step_result import StepResult
+from grpo_components.trajectory import GroupSummary
 from grpo_tools.simulate.fit import WARM_UP_STEPS, Lengths, Times
 from grpo_tools.simulate.roles import (
     VirtualGenerator,
@@ -197,7 +199,7 @@ class _Simulation:
     async def begin(self, tasks: asyncio.TaskGroup) -> None:
         """Do nothing: no evaluation comes before the first step."""
 
-    def has_trainable(self, group: Group) -> bool:
+    def has_trainable(self, entry: LedgerEntry, summary: GroupSummary) -> bool:
         """Return True: every group can be trained."""
         return True
 

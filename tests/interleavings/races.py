@@ -89,10 +89,9 @@ async def _look_at_once(original: Any, self: Ledger, num_groups: int, timeout_s:
     await original(self, 0, timeout_s)
 
 
-async def _add_whatever_happened(_: Any, self: ReplayBufferHandle, group: Any) -> None:
-    group.entry.parts = (group.packed, group.packed_summary)
-    await self.role.call("add", *group.entry.parts, timeout_s=NEVER_S)
-    await self._ledger.enter_buffer(group.entry.group_id)
+async def _add_whatever_happened(_: Any, self: ReplayBufferHandle, entry: Any) -> None:
+    await self.role.call("add", *entry.parts, timeout_s=NEVER_S)
+    await self._ledger.enter_buffer(entry.group_id)
 
 
 async def _version_of_a_restart(

@@ -12,7 +12,7 @@ from interleavings.roles import Generator, Sampled, Trainer
 from interleavings.world import World
 from lib.role import Reference, RemoteCall, StandInHost
 
-from grpo_components.cluster.batch import Batch, Group
+from grpo_components.cluster.batch import Batch
 from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.role_process import RoleProcess
@@ -125,7 +125,7 @@ class _World:
         if isinstance(role, Trainer):
             return role.weights, role._held, sorted(role.gathered.items())
         if isinstance(role, ReplayBuffer):
-            live = sorted(item.group for item in role._buffer[:])
+            live = sorted(group for group, _ in role._buffer[:])
             return live, [each.group_id for each in role._dropped], len(role._changed._waiters)
         return role and self.shown(role.__dict__.get("_pushes"))
 
@@ -232,7 +232,6 @@ _OF_KIND: dict[type, Callable[[_World, Any], Any]] = {
     **dict.fromkeys((list, tuple, deque), _World._all),
     dict: _World._mapping,
     LedgerEntry: lambda _, entry: f"entry {entry.group_id}",
-    Group: lambda _, group: f"group {group.entry.group_id}",
     Sampled: lambda _, group: group,
     Batch: lambda _, batch: batch.batch_hash,
     StepResult: lambda _, result: result.policy_version,

@@ -13,11 +13,12 @@ from interleavings.controlled_loops import ControlledLoop
 from interleavings.roles import BrokenRule, Generator, Reference, Trainer
 from lib.role import NEVER_S, RemoteCall, StandInHost, stand_in_role
 
-from grpo_components.cluster.batch import Batch, Group
+from grpo_components.cluster.batch import Batch
 from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.role import RestartBudget, Role
 from grpo_components.exchange.event_order import Event, EventOrder
 from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.ledger_entry import LedgerEntry
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
@@ -25,6 +26,7 @@ from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
 from grpo_components.settings import Settings
 from grpo_components.training.step_result import StepResult
+from grpo_components.trajectory import GroupSummary
 from grpo_tools.books import Books
 from grpo_tools.replay.recorded_run import RecordedOrder
 from grpo_tools.simulate.simulation import connected
@@ -186,9 +188,8 @@ class World:
     async def begin(self, tasks: asyncio.TaskGroup) -> None:
         """No evaluation before the first step."""
 
-    def has_trainable(self, group: Group) -> bool:
+    def has_trainable(self, entry: LedgerEntry, summary: GroupSummary) -> bool:
         """Check a group's labels; return whether its prompt is one of those that work."""
-        entry, summary = group.entry, group.summary
         order = entry.needed_version, entry.start_version, summary.oldest_version
         if list(order) != sorted(order) and not self.recording:
             what = "needed version, version at its start, oldest token"

@@ -11,8 +11,8 @@ import torch
 
 from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
 from grpo_components.rewards.pool import Score
-from grpo_components.rollout.completions import Completion, Watch
 from grpo_components.rollout.engine_use import EngineUse
+from grpo_components.rollout.samples import Completion, Watch
 
 if TYPE_CHECKING:  # it imports vLLM
     from grpo_components.rollout.weight_receiver import IncomingWeights

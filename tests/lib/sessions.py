@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_components.agents.session import Session
 from grpo_components.rewards.pool import Score
-from grpo_components.rollout.completions import Completion
-from grpo_components.rollout.samples import Sample
+from grpo_components.rollout.samples import Completion, Sample
 from grpo_components.settings import GeneratorSettings
 from lib.engine import StandInEngine
 

@@ -232,14 +232,13 @@ def trained_twice(finish: Any, self: Any, policy_version: int, outcome: Any = No
 @_replaces(
     "cluster.handles", "ReplayBufferHandle.add", "thinking-machines-lab/tinker-cookbook#p822"
 )
-async def long_ones_dropped(add: Any, self: Any, group: Any) -> None:
+async def long_ones_dropped(add: Any, self: Any, entry: Any) -> None:
     """Groups with long responses are dropped more often, so the policy learns to be short."""
-    tokens = group.summary.response_tokens
-    means = vars(self).setdefault("means", [])
-    means.append(sum(tokens) / len(tokens))
-    if means[-1] > 1.05 * sorted(means)[len(means) // 2]:
-        return await self._ledger.drop([group.entry.group_id], "stale", reissue=True)
-    await add(self, group)
+    lengths = vars(self).setdefault("lengths", [])
+    lengths.append(entry.tokens)
+    if lengths[-1] > 1.05 * sorted(lengths)[len(lengths) // 2]:
+        return await self._ledger.drop([entry.group_id], "stale", reissue=True)
+    await add(self, entry)
 
 
 @_replaces("evaluation.evaluation", "Evaluation._try", "radixark/miles#p1740")

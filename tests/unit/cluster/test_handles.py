@@ -12,7 +12,7 @@ import pytest
 from lib.role import limits, stand_in_role, waits_of
 from lib.trajectories import response
 
-from grpo_components.cluster.batch import Batch, Group
+from grpo_components.cluster.batch import Batch
 from grpo_components.cluster.handles import (
     GRACE_S,
     GeneratorHandle,
@@ -84,7 +84,8 @@ class Setting:
 
     async def generated(self):
         entry = await self.ledger.admit("generator_0", 1)
-        return await self.generator.generate_group(entry, 0.5)
+        self.summary = await self.generator.generate_group(entry, 0.5)
+        return entry
 
     def names(self):
         return [event["event"] for event in self.events]
@@ -93,11 +94,11 @@ class Setting:
 async def test_a_group_is_asked_for_by_its_identity_and_its_end_is_recorded_like_an_evaluations():
     setting = Setting()
     waits = waits_of(setting.generator.role)
-    group = await setting.generated()
+    entry = await setting.generated()
     assert setting.sampler.asked == [(10, 0, 0, 3, 0.5)]
     assert waits == [("generate_group", 7.0)]
-    assert group.summary.response_tokens == [3, 3] and group.entry.tokens == 6
-    assert await group.entry.text == {"text of": 0}
+    assert setting.summary.response_tokens == [3, 3] and entry.tokens == 6
+    assert await entry.text == {"text of": 0}
     results = await setting.generator.evaluate([4, 5], 0.0, 1, step=20, timeout_s=60.0)
     assert results == [{"prompt": 4}, {"prompt": 5}]
     assert setting.names() == ["issue", "finish", "evaluate"]
@@ -171,23 +172,24 @@ async def test_with_wait_a_step_lets_groups_finish_that_it_would_make_stale():
     taking = asyncio.create_task(setting.buffer.take(1))
     await asyncio.sleep(0)
     assert "take" not in setting.buffer_role.process.host.received
-    await setting.buffer.add(await setting.generator.generate_group(entry, 1.0))
+    await setting.generator.generate_group(entry, 1.0)
+    await setting.buffer.add(entry)
     assert [e.group_id for e in (await taking).entries] == [entry.group_id]
 
 
 @pytest.mark.parametrize("taken", [False, True])
 async def test_a_restarted_buffer_gets_a_group_again_unless_a_step_has_taken_it(taken):
     setting = Setting()
-    role, group = setting.buffer_role, await setting.generated()
+    role, entry = setting.buffer_role, await setting.generated()
 
     async def pause():
         if taken:  # the step's answer came before that of `add`, which the restart cancelled
-            await setting.ledger.take([group.entry.group_id])
+            await setting.ledger.take([entry.group_id])
             setting.ledger.finish_step(1)
 
     role.process.host.dies_in, setting.pause = {"add"}, pause
-    await setting.buffer.add(group)
-    assert (group.entry.state == "buffered") != taken
+    await setting.buffer.add(entry)
+    assert (entry.state == "buffered") != taken
     with pytest.raises(RoleFailedError) if taken else contextlib.nullcontext():
         _, found = await role.call("take", 1, 0, timeout_s=1)
         assert [summary.group_id for summary in found.groups] == [0]
@@ -223,16 +225,16 @@ async def test_what_may_be_reused_survives_a_restart_of_the_buffer_and_a_checkpo
 
 async def test_a_text_that_was_lost_with_a_node_is_left_out_and_another_failure_is_not():
     setting = Setting()
-    group = await setting.generated()
+    entry = await setting.generated()
 
     async def failing(kind):
         raise RoleFailedError("replay_buffer", "cannot go on", "its.log", kind)
 
-    group.entry.text = failing("lost")
-    assert await setting.buffer.texts([group.entry]) == [None]
-    group.entry.text = failing("silent")
+    entry.text = failing("lost")
+    assert await setting.buffer.texts([entry]) == [None]
+    entry.text = failing("silent")
     with pytest.raises(RoleFailedError):
-        await setting.buffer.texts([group.entry])
+        await setting.buffer.texts([entry])
 
 
 async def test_a_group_whose_data_was_lost_with_a_node_is_given_back_and_generated_again():
@@ -245,7 +247,7 @@ async def test_a_group_whose_data_was_lost_with_a_node_is_given_back_and_generat
         call_once = call
 
     setting, other = Setting(), Other()
-    group = await setting.generated()
+    entry = await setting.generated()
     buffer = ReplayBufferHandle(other, setting.ledger, limits(), wait_for_stale=False)
     calls = (
         ReferencesHandle([other], limits()).add_logprobs,
@@ -254,19 +256,20 @@ async def test_a_group_whose_data_was_lost_with_a_node_is_given_back_and_generat
     for call in (*calls, buffer.add):
         for other.kind, error in (("lost", RoleLostError), ("died", RoleFailedError)):
             with pytest.raises(error, match="reference_0 cannot go on"):
-                await call(group)
-    setting.ledger.give_back(group.entry)
+                await call(entry)
+    setting.ledger.give_back(entry)
+    assert entry.parts == ()
     again = await setting.generated()
-    assert again.entry is group.entry and again.entry.parts == ()
+    assert again is entry and len(entry.parts) == 2
     await setting.buffer.add(again)
 
 
 async def test_checkpointed_groups_come_back_with_their_parts_and_without_their_text(tmp_path):
     before, after = Setting(), Setting()
-    group = await before.generated()
-    await before.buffer.add(group)
-    assert await before.buffer.texts([group.entry]) == [{"text of": 0}]
-    assert await before.buffer.write_state(tmp_path, [group.packed, *group.entry.parts]) is None
+    entry = await before.generated()
+    await before.buffer.add(entry)
+    assert await before.buffer.texts([entry]) == [{"text of": 0}]
+    assert await before.buffer.write_state(tmp_path, [entry.parts[0], *entry.parts]) is None
     after.ledger.load_state_dict(before.ledger.state_dict())
     await after.buffer.read_state(tmp_path)
     (entry,) = after.ledger.in_state("buffered")
@@ -277,7 +280,8 @@ async def test_checkpointed_groups_come_back_with_their_parts_and_without_their_
 
 def group_of(group_id):
     entry = SimpleNamespace(group_id=group_id, text="text", reference_kl=None)
-    return Group(entry, f"packed {group_id}", "summary", SimpleNamespace())
+    entry.parts = f"packed {group_id}", "summary"
+    return entry
 
 
 async def test_references_share_the_groups_and_the_kl_goes_to_the_ledger():
@@ -290,26 +294,30 @@ async def test_references_share_the_groups_and_the_kl_goes_to_the_ledger():
 
     roles = [stand_in_role(f"reference_{i}", Reference(i)) for i in range(2)]
     references = ReferencesHandle(roles, limits())
-    groups = [await references.add_logprobs(group_of(i)) for i in range(3)]
+    groups = [group_of(i) for i in range(3)]
+    for group in groups:
+        await references.add_logprobs(group)
     named = [f"packed {i} with logprobs of {i % 2}" for i in range(3)]
-    assert [await group.packed for group in groups] == named
-    assert [group.entry.reference_kl for group in groups] == [[0, 0], [1, 1], [0, 0]]
+    assert [await group.parts[0] for group in groups] == named
+    assert [group.reference_kl for group in groups] == [[0, 0], [1, 1], [0, 0]]
     teachers = ReferencesHandle(roles, limits(), keep_kl=False)
-    graded = await teachers.add_logprobs(groups[0])
-    assert await graded.packed == "packed 0 with logprobs of 0 with logprobs of 0"
-    graded = await teachers.add_logprobs(group_of(1))
-    assert graded.entry.reference_kl is None
+    await teachers.add_logprobs(groups[0])
+    assert await groups[0].parts[0] == "packed 0 with logprobs of 0 with logprobs of 0"
+    await teachers.add_logprobs(graded := group_of(1))
+    assert graded.reference_kl is None and graded.parts[1] == "summary"
 
 
-async def test_the_reward_model_returns_another_group_with_its_text():
+async def test_the_reward_model_changes_a_group_its_summary_and_its_text():
     class RewardModel:
         def add_scores(self, packed, text):
             return f"{packed}, scored", "new summary", f"{text}, scored"
 
     handle = RewardModelHandle(stand_in_role("reward_model", RewardModel()), limits())
-    group = await handle.add_scores(group_of(0))
-    assert (await group.packed, group.summary) == ("packed 0, scored", "new summary")
-    assert await group.entry.text == "text, scored"
+    entry = group_of(0)
+    assert await handle.add_scores(entry) == "new summary"
+    packed, summary = entry.parts
+    assert (await packed, await summary) == ("packed 0, scored", "new summary")
+    assert await entry.text == "text, scored"
 
 
 async def test_every_rank_gets_each_call_with_the_same_arguments():

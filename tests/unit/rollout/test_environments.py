@@ -14,13 +14,12 @@ from tensordict import NonTensorData, TensorDict, lazy_stack
 from torchrl.envs import EnvBase
 
 from grpo_components.rewards.pool import Score
-from grpo_components.rollout.completions import Completion
 from grpo_components.rollout.environments import (
     SingleTurnEnvironment,
     set_token_specs,
     slot_state,
 )
-from grpo_components.rollout.samples import Sample
+from grpo_components.rollout.samples import Completion, Sample
 from grpo_components.settings import GeneratorSettings
 
 TOKENS = st.lists(st.integers(0, 300), min_size=1, max_size=12)

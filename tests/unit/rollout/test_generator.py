@@ -25,10 +25,10 @@ from grpo_components.exchange.weight_deltas import NO_BASE, DeltaEncoder
 from grpo_components.exchange.weight_probe import ProbeReading
 from grpo_components.exchange.weights import pack_bucket, snapshot_checksum
 from grpo_components.rewards.pool import Score
-from grpo_components.rollout.completions import Completion
 from grpo_components.rollout.engine import Engine
 from grpo_components.rollout.engine_use import NO_REWARD
 from grpo_components.rollout.environments import SingleTurnEnvironment
+from grpo_components.rollout.samples import Completion
 from grpo_components.trajectory import summarize, unpack
 
 STOP = 0

@@ -17,10 +17,9 @@ from lib.processes import until
 from lib.properties import many
 
 from grpo_components.rewards.pool import Score
-from grpo_components.rollout.completions import Completion
 from grpo_components.rollout.generator_options import EnvironmentOptions
 from grpo_components.rollout.multi_turn import MultiTurnEnvironment, Reply
-from grpo_components.rollout.samples import Sample, sampling_seed
+from grpo_components.rollout.samples import Completion, Sample, sampling_seed
 from grpo_components.settings import GeneratorSettings
 from grpo_components.trajectory import summarize, unpack
 
