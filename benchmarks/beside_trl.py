@@ -38,12 +38,9 @@ from typing import Any
 import torch
 from measuring import in_child, machine_line, markdown_table
 
-from grpo_components.examples.tiny_policy import (
-    ARCHITECTURE,
-    DEFAULT_OUTPUT_DIR,
-    PROMPT_TEMPLATE,
-    build_tiny_policy,
-)
+from grpo_components.examples.tiny_policy import DEFAULT_OUTPUT_DIR, build_tiny_policy
+from grpo_components.examples.tiny_policy_model import ARCHITECTURE
+from grpo_components.examples.word_problems import PROMPT_TEMPLATE
 
 RECIPE = ("async_grpo_full_finetune_distributed", "--config", "tiny_async_grpo")
 COMMAND = (Path(sys.executable).with_name("tune"), "run", *RECIPE)

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,6 +21,10 @@ from grpo_components.errors import ConfigError
 
 RECIPE = "async_grpo_full_finetune_distributed"
 """Name of our recipe."""
+LOADED = threading.Event()
+"""Event that is set when the imports of a recipe have ended."""
+_SILENT_S = 4.0
+"""Seconds without a line while a recipe's imports go on."""
 
 
 def main(check: Callable[[], None] | None = None) -> None:
@@ -119,10 +124,17 @@ def _uses_us(path: Path) -> bool:
         return False
 
 
+def _tell_while_loading() -> None:
+    while not LOADED.wait(_SILENT_S):
+        sys.stdout.write("  still loading\n")
+        sys.stdout.flush()
+
+
 def _begin() -> None:
     """Tell the user that imports take a while; let Ctrl-C end them at once, without a traceback."""
     sys.stdout.write("loading torch, Ray and torchtune, then checking the config ...\n")
     sys.stdout.flush()
+    threading.Thread(target=_tell_while_loading, daemon=True).start()
 
     def end(number: int, frame: FrameType | None) -> None:
         sys.stderr.write("interrupted\n")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from omegaconf import DictConfig
 
+from grpo_components._tune_run import LOADED
 from grpo_components.config.components import check_components, refuse_missing
 from grpo_components.config.files import check_files
 from grpo_components.config.reading import read_config_file, read_settings
@@ -21,6 +22,7 @@ def parse(recipe_main: Callable[[DictConfig], None]) -> Callable[[], None]:
 
     @functools.wraps(recipe_main)
     def main() -> None:
+        LOADED.set()
         parser = argparse.ArgumentParser(description=main.__doc__)
         parser.add_argument("--config", required=True, help="name in `tune ls`, or a file")
         given, overrides = parser.parse_known_args()

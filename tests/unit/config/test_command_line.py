@@ -4,11 +4,13 @@ import contextlib
 import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 from lib.config_errors import refusal_of, refused_key
 from omegaconf import OmegaConf
 
+from grpo_components import _tune_run
 from grpo_components._plugin import recipes_folder
 from grpo_components.cluster.supervision import exit_code
 from grpo_components.config.command_line import check_early
@@ -152,3 +154,18 @@ def test_ranks_of_torchrun_are_refused_for_our_recipe_and_its_copies(here, optio
         error = refusal_of(check_early, [*option.split(), recipe, "--config", TINY])
         assert option.startswith(error.key) and "num_trainers" in error.allowed
     assert check_early([*option.split(), "theirs.py", "--config", TINY]) is None
+
+
+def test_long_imports_are_not_silent_until_the_recipe_begins(monkeypatch, capsys):
+    loaded = threading.Event()
+    monkeypatch.setattr("grpo_components.config.preflight.LOADED", loaded)
+    monkeypatch.setattr(_tune_run, "LOADED", loaded)
+    monkeypatch.setattr(_tune_run, "_SILENT_S", 0.01)
+    teller = threading.Thread(target=_tune_run._tell_while_loading)
+    teller.start()
+    while not (told := capsys.readouterr().out):
+        assert teller.is_alive()
+    monkeypatch.setattr(sys, "argv", ["recipe", "--config", TINY])
+    parse(lambda cfg: None)()
+    teller.join(10)
+    assert "still loading\n" in told and not teller.is_alive()

@@ -6,15 +6,9 @@ import re
 import pytest
 import torch
 
-from grpo_components.examples import tiny_policy as module
-from grpo_components.examples.tiny_policy import (
-    NAMES,
-    RECORD_FILE,
-    THINGS,
-    build_tiny_policy,
-    main,
-    make_problems,
-)
+from grpo_components.examples import tiny_policy_model
+from grpo_components.examples.tiny_policy import RECORD_FILE, build_tiny_policy, main
+from grpo_components.examples.word_problems import NAMES, THINGS, make_problems
 
 STEPS = 2  # enough for tests that need no trained policy
 
@@ -22,7 +16,7 @@ STEPS = 2  # enough for tests that need no trained policy
 def build(folder, seed):
     """Build without measuring the success rate, which takes most of a short build."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_success_rate", lambda *_: 0.0)
+        patch.setattr(tiny_policy_model, "success_rate", lambda *_: 0.0)
         build_tiny_policy(folder, seed=seed, steps=STEPS)
 
 
@@ -50,9 +44,7 @@ def contents(folder):
     """The bytes of every file except the record, which has the build time."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {
-        path.relative_to(folder): path.read_bytes()
-        for path in files
-        if path.name != module.RECORD_FILE
+        path.relative_to(folder): path.read_bytes() for path in files if path.name != RECORD_FILE
     }
 
 
@@ -69,13 +61,13 @@ def test_a_build_is_kept_unless_forced_or_different(tmp_path, monkeypatch):
     folder = tmp_path / "policy"
     built = []
 
-    def build_into(new, seed, steps):
+    def build_into(new, seed, steps, console):
         built.append((seed, steps))
         new.mkdir()
         (new / "model.safetensors").touch()
         return {"held_out_success": 0.4, "held_out_success_greedy": 1.0, "seconds": 1.0}
 
-    monkeypatch.setattr(module, "_build_into", build_into)
+    monkeypatch.setattr(tiny_policy_model, "build_into", build_into)
     first = build_tiny_policy(folder, seed=0, steps=5)
     assert build_tiny_policy(folder, seed=0, steps=5) == first
     assert built == [(0, 5)]
@@ -83,7 +75,7 @@ def test_a_build_is_kept_unless_forced_or_different(tmp_path, monkeypatch):
     build_tiny_policy(folder, seed=1, steps=5)
     build_tiny_policy(folder, seed=1, steps=6)
     assert built == [(0, 5), (0, 5), (1, 5), (1, 6)]
-    assert json.loads((folder / module.RECORD_FILE).read_text())["seed"] == 1
+    assert json.loads((folder / RECORD_FILE).read_text())["seed"] == 1
     assert list(tmp_path.iterdir()) == [folder]
 
 
