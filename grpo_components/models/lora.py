@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -187,6 +188,19 @@ def merged(tensors: StateDict, scale: float) -> StateDict:
             tensor = (tensor.float() + scale * added).to(tensor.dtype)
         merged_tensors[name] = tensor
     return merged_tensors
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Context manager: adapters drop nothing, for logprobs that no gradient goes through."""
+    active = [each for each in model.modules() if isinstance(each, nn.Dropout) and each.training]
+    for each in active:
+        each.eval()
+    try:
+        yield
+    finally:
+        for each in active:
+            each.train()
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -148,6 +148,8 @@ class TrainerState:
             raise ConfigError("resume_from_checkpoint", problem, _ANOTHER) from error
         for name, tensor in tensors.items():
             part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if type(part) not in (Tensor, nn.Parameter):
+                part = part.dequantize()  # torchao's 8-bit moments have no `isfinite`
             if not part.isfinite().all():
                 problem = f"{folder}: {name} is not finite"
                 raise ConfigError("resume_from_checkpoint", problem, _ANOTHER)
@@ -255,8 +257,15 @@ def _scaled(state: Any, ratios: list[float]) -> Any:
 
 
 def _named(prefix: str, values: dict[str, Any]) -> dict[str, Tensor]:
-    """Return only the tensors, with prefixed names: DCP would pickle the config values."""
-    return {f"{prefix}.{name}": v for name, v in values.items() if isinstance(v, Tensor)}
+    """Return the state's tensors, with prefixed names: DCP would pickle the other config values.
+
+    A learning rate, which torchao keeps as a tensor, is no state: it comes from the config.
+    """
+    return {
+        f"{prefix}.{name}": value
+        for name, value in values.items()
+        if isinstance(value, Tensor) and not name.startswith("param_groups.")
+    }
 
 
 def _unnamed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -26,7 +26,12 @@ from grpo_components.exchange.weights import Manifest
 from grpo_components.malloc import keep_freed
 from grpo_components.models.loading import load_sharded_model
 from grpo_components.models.logprobs import ResponseLogprobs, parts_of, token_batch
-from grpo_components.models.lora import adapted_model, new_adapters, trained_parameters
+from grpo_components.models.lora import (
+    adapted_model,
+    new_adapters,
+    trained_parameters,
+    without_dropout,
+)
 from grpo_components.models.meshes import Meshes, Sharding, join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.models.shared_prompts import Part
@@ -162,6 +167,8 @@ class Trainer:
             "time/train": seconds,
             "time/train_cpu": time.process_time() - cpu_started,
         }
+        with without_dropout(self._model):
+            probe = probe_logprobs(self._logprobs, self._device)
         why = "" if trained else self._skipped_because or _nothing_to_train(samples)
         if self._profiler is not None:
             self._profiler.step()  # the last one of a cycle writes the traces; collective
@@ -172,7 +179,7 @@ class Trainer:
             trained_tokens=len(versions),
             skipped_because=why,
             metrics=metrics,
-            probe_logprobs=probe_logprobs(self._logprobs, self._device),
+            probe_logprobs=probe,
             group_tokens=use.count(samples, self._device, self._sharding.tensor),
         )
 
@@ -229,7 +236,8 @@ class Trainer:
         for indices in self._plan(samples) if samples else []:
             # A rank without a micro-batch of its own still has to join the others' collectives.
             members = [samples[i] for i in indices] or samples[:1]
-            logprobs = self._forward(members)[0].split([s.num_tokens for s in members])
+            with without_dropout(self._model):
+                logprobs = self._forward(members)[0].split([s.num_tokens for s in members])
             for sample, values in zip(members, logprobs, strict=True):
                 sample.proximal_logprobs = values
 

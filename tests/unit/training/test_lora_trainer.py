@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from lib.logprobs import whole_logprobs
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from grpo_components.models.lora import pushed_shapes
 from grpo_components.models.meshes import Sharding
+from grpo_components.objective.losses import DecoupledPPOLoss
 from grpo_components.objective.penalties import Penalties
 from grpo_components.settings import LoraSettings
 
@@ -120,3 +122,16 @@ def test_dropout_falls_on_training_passes_alone(ranks, base, recorded):
     assert_weights_close(exported(first, 2), exported(given, 2))
     without = ranks.run(base, 1, calls, **ADAPTED)
     assert largest_change(exported(first, 2), exported(without, 2)) > 1e-3
+
+
+def test_dropout_does_not_fall_on_the_logprobs_that_a_step_starts_from(ranks, base):
+    """Of two steps that change nothing, both start from the same policy."""
+    lora = LORA.model_copy(update={"dropout": 0.5})
+    still = np.zeros_like(ADVANTAGES)
+    calls = [step(PLAIN, ADVANTAGES), step(PLAIN, still, 1), step(PLAIN, still, 2), *export(3)]
+    options = {"lora": lora, "needs_reference": False, "loss": DecoupledPPOLoss(max_weight=2.0)}
+    sgd = partial(torch.optim.SGD, lr=1.0)
+    given = ADAPTED | options | {"build_optimizer": sgd, "logged_responses": 99}
+    first, second, third, *_ = ranks.run(base, 1, calls, **given)[0]
+    assert second["token_logprobs"] == third["token_logprobs"] != first["token_logprobs"]
+    assert second["ratio/mean"] != third["ratio/mean"], "the trained passes have dropout"

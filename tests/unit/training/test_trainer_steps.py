@@ -25,6 +25,10 @@ from lib.trainer_ranks import (
     untimed,
 )
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.tensor import DTensor
+from torchao.optim import AdamW8bit
+from torchao.optim.subclass_8bit import OptimState8bit
 from torchtune.training import setup_torch_profiler
 
 from grpo_components.exchange.weights import checkpoint_shapes
@@ -232,6 +236,46 @@ def test_a_learning_rate_that_was_changed_takes_part_in_the_schedule(ranks, base
     faster = ADAM | {"build_optimizer": partial(torch.optim.AdamW, lr=0.04)}
     results = ranks.run(base, 1, [("load_state", str(folder)), first, first], **faster)
     assert [result["lr"] for result in results[0][1:]] == [0.02, 0.01]
+
+
+def eight_bit(parameters, lr=0.01):
+    """torchao's optimizer, which otherwise compiles its step, and leaves small tensors whole."""
+    optimizer = AdamW8bit(parameters, lr=lr, eps=1e-5)
+    compiled = optimizer.step
+
+    def moment(parameter, signed):
+        local = parameter.to_local()
+        if local.numel() % 256 == 0:
+            local = OptimState8bit.zeros(local.shape, signed, 256, local.device)
+        else:
+            local = torch.zeros_like(local)
+        return DTensor.from_local(local, parameter.device_mesh, parameter.placements)
+
+    optimizer._new_buffer = moment
+
+    def step(*args, **kwargs):
+        with torch.compiler.set_stance("force_eager"):
+            return compiled(*args, **kwargs)
+
+    optimizer.step = step
+    return optimizer
+
+
+def test_a_checkpoint_of_an_8_bit_optimizer_is_loaded_and_its_rate_is_the_configs(
+    ranks, base, tmp_path
+):
+    first, second = step(RAGGED, ADVANTAGES), step(RAGGED[::-1], ADVANTAGES)
+    calls = [first, *save_to(tmp_path), second, *export(2)]
+    whole = ranks.run(base, 1, calls, build_optimizer=eight_bit)
+    saved = FileSystemReader(tmp_path / "state" / "trainer").read_metadata().state_dict_metadata
+    assert any("exp_avg" in name for name in saved)
+    resumed = [("load_state", str(tmp_path)), second, *export(2)]
+    results = ranks.run(base, 1, resumed, build_optimizer=eight_bit)
+    assert_weights_equal(exported(results, 3), exported(whole, 5))
+    faster = partial(eight_bit, lr=0.02)
+    assert ranks.run(base, 1, resumed[:2], build_optimizer=faster)[0][1]["lr"] == pytest.approx(
+        0.02
+    )
 
 
 def test_a_folder_that_cannot_be_written_is_told_by_every_rank(ranks, base, tmp_path):
