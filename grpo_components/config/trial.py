@@ -26,9 +26,10 @@ from grpo_components.data.columns import reward_input
 from grpo_components.errors import fail
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.component_errors import name_of, named_failure
-from grpo_components.objective.composition import objective_losses
+from grpo_components.objective.composition import has_entropy_gradient, objective_losses
 from grpo_components.objective.contracts import (
     advantages_of,
+    check_entropy,
     check_first_weights,
     check_numbers,
     checked_aggregation,
@@ -181,6 +182,8 @@ def _try_loss(loss: Any, penalties: Penalties, off_policy: Any, inputs: LossInpu
     for applied in (None,) if weights is None else (None, weights):
         with named_failure("loss", name, _RAISES, allowed):
             losses, _ = objective_losses(loss, penalties, inputs, applied, name)
+            if not has_entropy_gradient(loss, penalties):
+                check_entropy(name, losses, inputs)
             check_numbers(name, losses, inputs)
 
 

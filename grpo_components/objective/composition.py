@@ -16,6 +16,11 @@ from grpo_components.objective.penalties import Penalties
 Loss = Callable[[LossInputs], tuple[Tensor, TokenMetrics]]
 
 
+def has_entropy_gradient(loss: Loss, penalties: Penalties) -> bool:
+    """Whether the entropy that a loss gets carries a gradient, which costs memory."""
+    return penalties.entropy_coeff > 0 or getattr(loss, "needs_entropy", False)
+
+
 def objective_losses(
     loss: Loss,
     penalties: Penalties,

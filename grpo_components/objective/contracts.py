@@ -42,6 +42,15 @@ def checked_losses(name: str, returned: Any, inputs: LossInputs) -> tuple[Tensor
     return losses, named
 
 
+def check_entropy(name: str, losses: Tensor, inputs: LossInputs) -> None:
+    """Refuse losses with a gradient through the entropy, for a run in which it carries none."""
+    assert inputs.entropy is not None
+    found = torch.autograd.grad(losses.sum(), inputs.entropy, retain_graph=True, allow_unused=True)
+    if found[0] is not None and found[0].any():
+        allowed = "an attribute `needs_entropy = True` of the loss, or `tokens.entropy.detach()`"
+        raise _refused("loss", name, "losses with a gradient through tokens.entropy", allowed)
+
+
 def check_numbers(name: str, losses: Tensor, inputs: LossInputs) -> None:
     """Refuse losses unless they and their gradient with respect to trainer_logprobs are finite."""
     allowed = "finite losses that depend on trainer_logprobs with a finite gradient"

@@ -51,7 +51,8 @@ class LossInputs:
     proximal_logprobs: Tensor | None = None
     """[N] float32, logprobs (no gradient) under the policy at the step's start; None if unused."""
     entropy: Tensor | None = None
-    """[N] float32, entropy of the policy at each token, in nats; None if unused."""
+    """[N] float32, entropy of the policy at each token, in nats. It carries a gradient only with
+    `loss.entropy_coeff` or a loss with the attribute `needs_entropy = True`."""
     kept: Tensor | None = None
     """[N] bool, False where the off-policy correction masks the token: then its inputs are all 0,
     and its loss will be set to 0. For losses that combine tokens; None if no token is masked."""

@@ -142,7 +142,9 @@ def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool])
     if checkpoint is None:
         return
     saved: Any = OmegaConf.to_container(OmegaConf.load(checkpoint / "state" / "config.yaml"))
-    for key in FIXED:
+    component = str(_at(values, "lr_scheduler._component_"))
+    # A scheduler of torch saves its arguments with its state, and computes each rate from the last.
+    for key in (*FIXED, *(["lr_scheduler"] if component.startswith("torch.") else ())):
         for inner, before, now in differences(_at(saved, key), _at(values, key), key):
             problem = f"{shown(now)} given, but the checkpoint was written with another value"
             fail(inner, problem, shown(before))

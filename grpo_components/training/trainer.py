@@ -35,6 +35,7 @@ from grpo_components.models.lora import (
 from grpo_components.models.meshes import Meshes, Sharding, join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.models.shared_prompts import Part
+from grpo_components.objective.composition import has_entropy_gradient
 from grpo_components.objective.losses import LossInputs
 from grpo_components.objective.objective import TrainedObjective
 from grpo_components.rendezvous import Rendezvous
@@ -102,8 +103,7 @@ class Trainer:
             self._model,
             chunk_tokens=options.logprob_chunk_tokens,
             num_ids=options.num_ids,
-            entropy_gradient=objective.penalties.entropy_coeff > 0
-            or getattr(objective.loss, "needs_entropy", False),
+            entropy_gradient=has_entropy_gradient(objective.loss, objective.penalties),
             compile_softmax=options.compile,
         )
         parts = (self._forward, self._plan, self._num_data_ranks)

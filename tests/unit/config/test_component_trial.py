@@ -221,7 +221,7 @@ RESULTS = {
         | losses * float('nan'), {} | losses | losses.long(), {} | sys.exit(0)
         | losses, {'loss/own': losses.mean()} | losses, {'loss/own': 0.5}
         | losses, {'loss/total': losses} | (inputs.trainer_logprobs * 0).sqrt(), {}
-        | losses * inputs.advantages / inputs.advantages, {}
+        | losses * inputs.advantages / inputs.advantages, {} | losses - inputs.entropy, {}
         | (losses if inputs.step == 0 else losses[1:], {}) | 1 / 0""",
     "advantages": """centred[:, 0] | centred.ravel() | centred.T | centred.tolist()
         | (rewards > 0).astype(int) | None | centred / deviation | sys.exit(0)""",
@@ -329,6 +329,8 @@ def test_what_contributing_prints_is_let_through(tried, own):
     [
         (),
         giving("loss", "losses, {'loss/own': losses}"),
+        giving("loss", "losses * inputs.entropy.detach(), {}"),
+        (*giving("loss", "losses - inputs.entropy, {}"), "loss.entropy_coeff=0.1"),
         giving("advantages", "centred"),
         giving("advantages", "torch.tensor(centred)"),
         giving("off_policy", "log_ratios.exp()"),

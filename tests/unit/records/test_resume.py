@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,19 @@ def test_an_incompatible_change_is_refused_by_its_key(run, change, start, allowe
         check(config(run, True, **change))
     text = str(refused.value)
     assert text.startswith(start) and text.endswith(f"; allowed: {allowed}") and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("component", "fixed"),
+    [("torch.optim.lr_scheduler.StepLR", True), ("torchtune.get_cosine", False)],
+)
+def test_the_arguments_of_torchs_own_schedulers_are_fixed(run, component, fixed):
+    saved = OmegaConf.create(VALUES | {"lr_scheduler": {"_component_": component, "step_size": 5}})
+    OmegaConf.save(saved, run / "checkpoints" / "latest" / "state" / "config.yaml")
+    check(config(run, True, lr_scheduler=saved.lr_scheduler))
+    changed = config(run, True, lr_scheduler={"_component_": component, "step_size": 9})
+    with pytest.raises(ValueError, match="step_size: 9 ") if fixed else nullcontext():
+        check(changed)
 
 
 @pytest.mark.parametrize(
