@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from grpo_components.exchange.weight_deltas import DeltaBucket, DeltaEncoder
 from grpo_components.exchange.weights import Bucket, BucketBuffers, Manifest, StateDict
 from grpo_components.models.hf_weights import file_converter, layer_groups
+from grpo_components.models.hugging_face_policy import plain_name
 from grpo_components.models.loading import DTYPES
 from grpo_components.models.lora import AdapterNames, engine_scale, is_adapter, merged
 from grpo_components.training.trainer_options import TrainerOptions
@@ -42,8 +43,10 @@ class WeightExport:
         self._model, self._to_hf, self._dtype, self._device = model, to_hf, dtype, device
         self._exported, self._engine_scale = exported, engine_scale
         self._rank, self._num_ranks = rank, num_ranks
-        empty = partial(torch.empty, dtype=dtype, device="meta")
-        share = list(self._convert(lambda value: empty(value.shape)))[rank::num_ranks]
+        self._buffer_names = {plain_name(name) for name, _ in model.named_buffers()}
+        empty = partial(torch.empty, device="meta")
+        share = list(self._convert(lambda value, dtype: empty(value.shape, dtype=dtype)))
+        share = share[rank::num_ranks]
         nbytes = sum(tensor.nbytes for layer in share for tensor in layer.values())
         self._on_gpu = device.type == "cuda"
         self._buffers = BucketBuffers(nbytes, pinned=self._on_gpu)
@@ -53,8 +56,8 @@ class WeightExport:
     def layers(self) -> Iterator[StateDict]:
         """Gather one layer after the other, by Hugging Face names; a collective of all ranks."""
 
-        def gather(value: Tensor) -> Tensor:
-            value = value.to(self._device, self._dtype)  # may be on the CPU
+        def gather(value: Tensor, dtype: torch.dtype) -> Tensor:
+            value = value.to(self._device, dtype)  # may be on the CPU
             if isinstance(value, DTensor):  # of one rank alone, a gather would be one more copy
                 return value.full_tensor() if value.device_mesh.size() > 1 else value.to_local()
             return value
@@ -94,11 +97,15 @@ class WeightExport:
         for name, tensor in tensors.items():
             bucket.add(name, tensor, self._engine_scale(name))
 
-    def _convert(self, full: Callable[[Tensor], Tensor]) -> Iterator[StateDict]:
-        """Yield each layer by Hugging Face names; `full` makes each parameter a whole tensor."""
-        state_dict = self._model.state_dict()
-        for names in layer_groups(filter(self._exported, state_dict)):
-            yield self._to_hf({name: full(state_dict[name]) for name in names})
+    def _convert(self, full: Callable[[Tensor, torch.dtype], Tensor]) -> Iterator[StateDict]:
+        """Yield each layer by Hugging Face names; `full` makes each value a whole tensor.
+
+        Buffers keep their dtype: in bf16, a router's bias would choose other experts.
+        """
+        values = self._model.state_dict()
+        dtypes = {n: values[n].dtype if n in self._buffer_names else self._dtype for n in values}
+        for names in layer_groups(filter(self._exported, values)):
+            yield self._to_hf({name: full(values[name], dtypes[name]) for name in names})
 
 
 def weight_exports(

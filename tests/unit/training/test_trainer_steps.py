@@ -34,6 +34,7 @@ from torchtune.training import setup_torch_profiler
 from grpo_components.exchange.weights import checkpoint_shapes
 from grpo_components.schedules import Schedule
 from grpo_components.training.token_metrics import over_updates
+from grpo_components.training.weight_export import WeightExport
 
 # ---- steps, versions, rates ---------------------------------------------------------------------
 
@@ -172,6 +173,17 @@ def test_the_exports_of_all_ranks_are_the_checkpoint_that_was_loaded_bit_for_bit
     weights = exported(results, 1)
     assert {n: tuple(t.shape) for n, t in weights.items()} == checkpoint_shapes(base)
     assert_weights_equal(weights, hf_weights(base))
+
+
+def test_a_buffer_is_exported_in_its_own_dtype():
+    """Some routers keep a bias as a float32 buffer, whose small differences choose the experts."""
+    router = torch.nn.Linear(4, 2, bias=False)
+    router.register_buffer("choice_bias", torch.tensor([5.0154, 4.9971]))
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([router])})
+    export = WeightExport(model, dict, torch.bfloat16, torch.device("cpu"), 0, 1)
+    (layer,) = export.layers()
+    assert torch.equal(layer["layers.0.choice_bias"], router.choice_bias)
+    assert layer["layers.0.weight"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
