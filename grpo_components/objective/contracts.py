@@ -46,7 +46,8 @@ def check_entropy(name: str, losses: Tensor, inputs: LossInputs) -> None:
     """Refuse losses with a gradient through the entropy, for a run in which it carries none."""
     assert inputs.entropy is not None
     found = torch.autograd.grad(losses.sum(), inputs.entropy, retain_graph=True, allow_unused=True)
-    if found[0] is not None and found[0].any():
+    gradient = cast("Tensor | None", found[0])
+    if gradient is not None and gradient.any():
         allowed = "an attribute `needs_entropy = True` of the loss, or `tokens.entropy.detach()`"
         raise _refused("loss", name, "losses with a gradient through tokens.entropy", allowed)
 
