@@ -83,7 +83,7 @@ class Generator:
         if environment.kind == "agents":
             from grpo_components.rollout.agent_rollouts import AgentRollouts  # a web server
 
-            self._rollouts = AgentRollouts(*shared, engine.model_path)
+            self._rollouts = AgentRollouts(*shared, engine.model_path, self._tokenizer)
         elif environment.kind == "torchrl":
             from grpo_components.rollout.collector import CollectedRollouts  # torchrl
 
