@@ -27,8 +27,10 @@ class Chat:
         template: str | None,
         stop_token_ids: Sequence[int],
         parse: Any = None,
+        beginning: Sequence[int] = (),
     ) -> None:
         self._tokenizer, self.parse = tokenizer, parse
+        self._beginning = list(beginning) if template == PLAIN else []  # others write it themselves
         self._template = _template_text(tokenizer, template)
         self._in_parts = reads_parts(self._template)
         self.stop_token_ids = list(stop_token_ids)
@@ -56,6 +58,10 @@ class Chat:
         except Exception as error:  # a template is a program and may raise anything
             what = "the chat template cannot write these messages"
             raise RequestError(f"{what}: {type(error).__name__}: {error}", "messages") from error
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the token ids of a prompt, after the token for the beginning if there is one."""
+        return [*self._beginning, *self.encode(text)]
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text; names of control tokens become these tokens."""

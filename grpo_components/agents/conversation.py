@@ -106,7 +106,7 @@ class Conversation:
             added = self._chat.encode_after(known, text[end:])
             if added is not None:
                 return Call(text, [*known, *added], best)
-        return Call(text, self._chat.encode(text))
+        return Call(text, self._chat.encode_prompt(text))
 
     def add(self, call: Call) -> None:
         """Keep a call; the answer that it continues loses its end if the prompt has no such end."""

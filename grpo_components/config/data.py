@@ -50,6 +50,9 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
         "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
     }
     name, most = _lowest(trained)
+    talk = cfg.generator.max_model_len  # of agents, whose prompts are not known yet
+    if talk and talk > most and environment_kind(cfg.environment) == "agents":
+        raise ConfigError("generator.max_model_len", f"{talk} given", f"at most {most}, {name}")
     if cfg.train_from:
         data["dataset"] = recorded = RecordedPrompts(cfg.train_from)
         recorded.check(most, name)

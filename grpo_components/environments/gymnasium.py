@@ -132,7 +132,7 @@ class GymnasiumWorld:
         if _COLUMN not in prompt:
             raise ValueError("the prompt has no seed; allowed: rows of gymnasium_dataset")
         env, first = self.begin(prompt[_COLUMN])
-        if first not in prompt["prompt_text"]:
+        if first.strip() not in prompt["prompt_text"]:  # chat templates often trim a content
             raise ValueError(f"the prompt does not show the first observation {first!r:.100}")
         total = 0.0
 
@@ -175,7 +175,7 @@ def _function(key: str, path: str | None) -> Callable[..., Any] | None:
 
 def _default_action(text: str, space: Any) -> Any:
     if isinstance(space, imported_extra("gymnasium").spaces.Discrete):
-        numbers = re.findall(r"(?<![\d.])-?\d{1,9}(?![\d.])", text)
+        numbers = re.findall(r"(?<![\d.])-?\d{1,9}(?!\d|\.\d)", text)
         action = int(numbers[-1]) if numbers else None
         allowed = f"a whole number from {space.start} to {space.start + space.n - 1}"
     else:

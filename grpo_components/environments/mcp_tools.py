@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -26,6 +27,8 @@ _START_S = 60.0
 """Seconds for a server to start."""
 _END_S = 10.0
 """Seconds to wait for the end of a server, which is killed before."""
+_MAX_DEPTH = 100
+"""Levels of a call's arguments; the connection to a server breaks at about twice as many."""
 _RUNNER = Path(__file__).with_name("mcp_process.py")
 
 
@@ -169,6 +172,7 @@ class MCPServer:
 
     def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
         """Call a tool and return the texts of its result."""
+        _check_sendable(arguments)
         result = self._wait(name, self._session.call_tool(name, dict(arguments)), timeout_s)
         text = "\n".join(
             part.text if part.type == "text" else f"({part.type})" for part in result.content
@@ -218,3 +222,13 @@ class MCPServer:
             stop = asyncio.Event()
             self._opened.set_result((session, asyncio.get_running_loop(), stop))
             await stop.wait()
+
+
+def _check_sendable(arguments: Mapping[str, Any]) -> None:
+    """Raise a ValueError, for the policy, at arguments that would end a server's connection."""
+    level, depth = list[Any]([arguments]), 0
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        if (depth := depth + 1) > _MAX_DEPTH:
+            raise ValueError(f"the arguments are nested more than {_MAX_DEPTH} deep")
+        level = [x for each in level for x in (each.values() if isinstance(each, dict) else each)]
+    json.dumps(arguments, ensure_ascii=False).encode()  # refuses half of a surrogate pair

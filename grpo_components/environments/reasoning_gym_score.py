@@ -69,7 +69,11 @@ class ReasoningGymScore:
         if given is None:
             return 0.0
         task = task_of(reasoning_gym["task"], json.dumps({**reasoning_gym["options"], "seed": 0}))
-        return float(task.score_answer(given.strip(), ast.literal_eval(reasoning_gym["entry"])))
+        entry = ast.literal_eval(reasoning_gym["entry"])
+        try:
+            return float(task.score_answer(given.strip(), entry))
+        except Exception:  # some tasks' scorers raise at an answer that they cannot parse
+            return 0.0
 
     def perfect_response(self, *, reasoning_gym: Mapping[str, Any]) -> str | None:
         """Return the task's own answer in the form of a response; None if the task gives none.

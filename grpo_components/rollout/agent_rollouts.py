@@ -37,6 +37,7 @@ class AgentRollouts:
         settings: GeneratorSettings,
         environment: EnvironmentOptions,
         model_path: str,
+        data_tokenizer: Any,
     ) -> None:
         self._engine, self._rewards, self._settings = engine, rewards, settings
         self._timeout_s = environment.timeout_s
@@ -49,7 +50,10 @@ class AgentRollouts:
 
             parse = TurnParser(name, tokenizer)
         template, stops = self._options.chat_template, settings.stop_token_ids or ()
-        self._chat = Chat(tokenizer, template, stops, parse)
+        # Of a letter, because some tokenizers begin no empty text.
+        letter = data_tokenizer.encode("a", add_bos=True, add_eos=False)
+        beginning = letter[: -len(tokenizer("a", add_special_tokens=False)["input_ids"])]
+        self._chat = Chat(tokenizer, template, stops, parse, beginning)
         self._processes = AgentProcesses(self._options.agent)
         self._server = AgentServer()
 

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -76,12 +77,13 @@ class Generator:
         self._engine = open_engine(settings, engine, seed=seed, schedule=schedule)
         self._log_token_texts = log_token_texts
         self._budget = SequenceBudget(rollouts_in_flight, group_size)
+        self._kind, self._most_at_once = environment.kind, rollouts_in_flight * group_size
         shared = self._engine, self._rewards, settings, environment
         texts = {"decode": self._decode, "encode": partial(encode_text, self._tokenizer)}
         if environment.kind == "agents":
             from grpo_components.rollout.agent_rollouts import AgentRollouts  # a web server
 
-            self._rollouts = AgentRollouts(*shared, engine.model_path)
+            self._rollouts = AgentRollouts(*shared, engine.model_path, self._tokenizer)
         elif environment.kind == "torchrl":
             from grpo_components.rollout.collector import CollectedRollouts  # torchrl
 
@@ -154,7 +156,13 @@ class Generator:
         Returns one result per response, in the order of the prompts. `logged`: positions of the
         prompts whose results include the text.
         """
-        seed, size = self._seed, self._group_size
+        seed = self._seed
+        # A torchrl environment has a group's slots; any other takes one response.
+        size = self._group_size if self._kind == "torchrl" else 1
+        # As in training, because time limits count the waits for what all responses share. Only
+        # the engine may have room for more, which single turns use.
+        room, free = asyncio.Semaphore(self._most_at_once // size), nullcontext()
+        running, scoring = (free, room) if self._kind == "single_turn" else (room, free)
         asked = [
             Sample(
                 # All samples of a prompt get the same environment seed.
@@ -163,14 +171,20 @@ class Generator:
                 f"evaluation of prompt {index}" + (f" sample {i}" if i else ""),
                 sampling_seed(seed, 1, index, i),
                 temperature,
+                scoring=scoring,
                 evaluates=True,
             )
             for prompt in prompts
             for index in (prompt["prompt_index"],)
             for i in range(samples)
         ]
+
+        async def collect(chunk: Sequence[Sample]) -> list[Scored]:
+            async with running:
+                return await self._collect(chunk)
+
         chunks = [asked[i : i + size] for i in range(0, len(asked), size)]
-        collected = await asyncio.gather(*map(self._collect, chunks))
+        collected = await asyncio.gather(*map(collect, chunks))
         scored = [each for chunk in collected for each in chunk]
         shown = {i * samples + sample for i in logged for sample in range(samples)}
         return [

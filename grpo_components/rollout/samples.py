@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -46,6 +47,8 @@ class Sample:
     attempt: int = 0
     ended: Callable[[], None] = lambda: None
     """Function to call once the response is scored; further calls do nothing."""
+    scoring: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
+    """Entered while a single turn is scored."""
     evaluates: bool = False
     """Whether it is sampled for an evaluation, not for training."""
 

@@ -111,13 +111,14 @@ class TurnRollouts:
     async def _score(
         self, sample: Sample, text: str, finish_reason: str, answer: str | None, limit: TimeLimit
     ) -> Score:
-        scoring = self._rewards.begin(reward_input(sample.prompt, text, finish_reason, answer))
-        try:
-            with limit.running() as left_s:
-                async with asyncio.timeout(left_s):
-                    return await asyncio.wrap_future(scoring)
-        except TimeoutError:
-            return failure(NO_SCORE)
+        async with sample.scoring:
+            scoring = self._rewards.begin(reward_input(sample.prompt, text, finish_reason, answer))
+            try:
+                with limit.running() as left_s:
+                    async with asyncio.timeout(left_s):
+                        return await asyncio.wrap_future(scoring)
+            except TimeoutError:
+                return failure(NO_SCORE)
 
     def close(self) -> None:
         """Let the idle threads end."""

@@ -189,6 +189,20 @@ def test_supervised_examples_have_to_fit_into_the_policys_context(data_cfg):
     assert refused_key(build_data, data_cfg) == "ptx.max_tokens"
 
 
+@pytest.mark.parametrize("limit", [each for each in LIMITS.split() if "model_len" not in each])
+def test_an_agents_longest_conversation_has_to_fit_into_what_the_trainer_takes(data_cfg, limit):
+    """Else one would fail in the trainer, or take more memory than is granted."""
+    data_cfg.generator.max_model_len = 60
+    limit_to(data_cfg, limit, 59)
+    build_data(data_cfg)
+    agents = "grpo_components.agents.environment.AgentEnvironment"
+    data_cfg.environment = {"_component_": agents, "agent": "a.b"}
+    error = refusal_of(build_data, data_cfg)
+    assert error.key == "generator.max_model_len" and limit in error.allowed
+    limit_to(data_cfg, limit, 60)
+    build_data(data_cfg)
+
+
 def test_a_part_of_a_mix_is_refused_with_the_row_of_its_own_file(data_cfg):
     parts = {"a": dict(data_cfg.dataset, num_rows=1), "b.c": dict(data_cfg.eval_dataset, weight=2)}
     data_cfg.dataset = {"_component_": MIXED, "parts": parts}

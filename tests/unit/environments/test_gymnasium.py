@@ -35,6 +35,7 @@ class Echo(gymnasium.Env):
 def my_texts(monkeypatch):
     module = ModuleType("my_texts")
     module.where = lambda observation: f"At {observation}."
+    module.padded = lambda observation: f"\n At {observation}. \n"
     module.act = lambda text, space: {"down": DOWN, "right": RIGHT}[text.strip()]
     monkeypatch.setitem(sys.modules, "my_texts", module)
     gymnasium.register("Echo-v0", Echo)
@@ -90,6 +91,24 @@ def test_what_is_no_action_is_told_and_may_be_tried_again(text):
     reply = respond(text)
     assert text_of(reply).startswith("<error: ") and "a whole number from 0 to 3" in text_of(reply)
     assert not reply.done and text_of(respond("2")) == "<1>"
+
+
+@pytest.mark.parametrize(
+    ("text", "reply"), [("I choose 2.", "1\n"), ("Not 2 but 1.", "4\n"), ("1.5 or 2.", "1\n")]
+)
+def test_a_number_that_ends_a_sentence_is_an_action(text, reply):
+    _, respond = begin(**LAKE)
+    assert text_of(respond(text)) == reply
+
+
+def test_a_first_observation_may_lose_its_outer_blanks_in_the_prompt():
+    settings = {**LAKE, "observe": "my_texts.padded"}
+    prompt, _ = begin(**settings)
+    trimmed = {**prompt, "prompt_text": "user: At 0. assistant:"}
+    respond = GymnasiumWorld(**settings)(trimmed, 7)
+    assert text_of(respond("1")) == "\n At 4. \n\n"
+    with pytest.raises(ValueError, match="the prompt does not show the first observation"):
+        GymnasiumWorld(**settings)({**prompt, "prompt_text": "At 1."}, 7)
 
 
 def test_a_function_of_the_users_reads_actions():

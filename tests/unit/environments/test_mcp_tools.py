@@ -1,5 +1,6 @@
 """Tools of a real MCP server: offered, called with a deadline, and never left behind."""
 
+import contextlib
 import json
 import os
 import signal
@@ -90,6 +91,22 @@ def test_the_policy_reads_errors_of_its_calls(world):
     assert "too < s> small" in result_of(respond(call("fail", why="too <s> small")))
     assert result_of(respond(call("add", left="x", right=4))).startswith("error: ")
     assert "there is no tool 'minus'" in result_of(respond(call("minus")))
+
+
+def nested(depth):
+    return [nested(depth - 1)] if depth else 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"), [("\ud83d", "surrogates"), (nested(300), "nested more than 100 deep")]
+)
+def test_arguments_that_cannot_be_sent_are_told_and_the_server_lives(command, wrong, problem):
+    with contextlib.closing(MCPServer(command)) as server:
+        with pytest.raises(ValueError, match=problem):
+            server.call("add", {"left": wrong, "right": 4}, 60)
+        with pytest.raises(ValueError, match="left"):  # the server's own answer
+            server.call("add", {"left": nested(99), "right": 4}, 60)
+        assert server.call("add", {"left": 3, "right": 4}, 60) == "7"
 
 
 def test_a_server_that_ends_fails_the_sample_and_is_started_again(world):

@@ -60,6 +60,15 @@ def test_only_the_last_marked_answer_counts(answer_format, right):
     assert score(prompt, "seven", answer_format) == 0.0
 
 
+@pytest.mark.parametrize(("task", "answer"), [("prime_factorization", "2 x 3"), ("boxnet", "1")])
+def test_an_answer_at_which_the_tasks_scorer_raises_gets_0(task, answer):
+    (prompt,) = load(task, num_rows=1, seed=3)
+    own = create_dataset(task, size=1, seed=3)
+    with pytest.raises(Exception):  # noqa: B017 -- of any kind
+        own.score_answer(answer, own[0])
+    assert score(prompt, f"<answer>{answer}</answer>") == 0.0
+
+
 def test_options_reach_the_task_and_its_score():
     prompts = load("basic_arithmetic", num_rows=4, options={"min_terms": 5, "max_terms": 5})
     for prompt in prompts:

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lib.rows import prompt
+from lib.rows import Characters, prompt
 from lib.sessions import CHATML, build_tokenizer, scripted_engine
+from tokenizers.processors import TemplateProcessing
 
 from grpo_components.agents.environment import parser_names
+from grpo_components.data.prompts import prompt_encoder
+from grpo_components.data.tokenizers import HuggingFaceTokenizer
 from grpo_components.errors import ConfigError, ReplayError
 from grpo_components.rewards.pool import RewardPool, RewardSpec
 from grpo_components.rollout.generator_options import EnvironmentOptions
@@ -36,6 +39,8 @@ def run(task):
     if what == "tool":
         return tool(client, what)
     first = chat(client, what)
+    if what == "goes on":
+        chat(client, what, first, "more")
     if what == "raises":
         raise ValueError("no more")
     if what == "hangs":
@@ -92,9 +97,10 @@ def run(module, tmp_path, monkeypatch):
         agent="session_agent.run",
         timeout_s=20.0,
         tool_parser=None,
+        template=str(tmp_path / "template.jinja"),
+        data_tokenizer=None,
         **sample,
     ):
-        template = str(tmp_path / "template.jinja")
         environment = EnvironmentOptions(
             build_environment=lambda: module.AgentEnvironment(
                 agent, template, max_calls=20, tool_parser=tool_parser
@@ -110,7 +116,9 @@ def run(module, tmp_path, monkeypatch):
         )
         model = str(tmp_path / "model")
         engine = engine or scripted_engine(None)
-        rollouts = module.AgentRollouts(engine, rewards, settings, environment, model)
+        rollouts = module.AgentRollouts(
+            engine, rewards, settings, environment, model, data_tokenizer or Characters()
+        )
         engine.answer.chat = rollouts._chat
         samples = [
             module.Sample(
@@ -192,6 +200,22 @@ def test_a_replay_says_at_which_call_the_agent_differs(run):
 def test_an_agent_without_a_module_ends_the_run(run):
     with pytest.raises(ConfigError, match=r"^environment.agent: no_such.run cannot be imported"):
         run("good", agent="no_such.run")
+
+
+@pytest.mark.parametrize("has_beginning", [False, True])
+def test_a_plain_prompt_has_the_tokens_of_the_data_set_and_begins_once(run, has_beginning):
+    tokenizer, name = build_tokenizer(), "<|im_start|>"
+    beginning = tokenizer.convert_tokens_to_ids(name)
+    if has_beginning:
+        adds = TemplateProcessing(f"{name} $A", None, [(name, beginning)])
+        tokenizer.backend_tokenizer.post_processor = adds
+    data_tokenizer, engine = HuggingFaceTokenizer(tokenizer, [0]), scripted_engine(None)
+    more = {"template": "plain", "data_tokenizer": data_tokenizer}
+    ((record,),) = run("goes on", engine=engine, **more)
+    first, second = (request.prompt_ids for request in engine.requests)
+    assert first == prompt_encoder(data_tokenizer, "{question}", None, None)("goes on")[0]
+    assert first == record.prompt_ids.tolist() and (beginning in first) == has_beginning
+    assert second == [*first, *tokenizer("xmore", add_special_tokens=False)["input_ids"]]
 
 
 def test_an_evaluation_takes_any_temperature(run):

@@ -28,6 +28,7 @@ from grpo_components.rewards.pool import Score
 from grpo_components.rollout.engine import Engine
 from grpo_components.rollout.engine_use import NO_REWARD
 from grpo_components.rollout.environments import SingleTurnEnvironment
+from grpo_components.rollout.multi_turn import MultiTurnEnvironment, Reply
 from grpo_components.rollout.samples import Completion
 from grpo_components.trajectory import summarize, unpack
 
@@ -261,6 +262,45 @@ def test_an_evaluation_returns_the_text_of_the_logged_prompts_alone(generator):
         assert readable["versions"] == [result["oldest_version"], result["newest_version"]]
         for name in ("reward", "success", "error"):
             assert readable[name] == result[name]
+
+
+def one_turn():
+    return MultiTurnEnvironment(1, lambda prompt, seed: lambda text: Reply(done=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "environment", "most_sampled"),
+    [("single_turn", None, 20), ("multi_turn", one_turn, 6), ("torchrl", SingleTurnEnvironment, 6)],
+)
+def test_an_evaluation_has_no_more_responses_under_way_than_training(
+    make, engine, kind, environment, most_sampled
+):
+    """Else they would wait in line until their time is over; only the engine may have more room."""
+    pool, sampled, scored = StandInPool(scores), [0], [0]
+    waiting, asked = [], engine.requests
+    pool.begin = lambda sample: waiting.append(Future()) or waiting[-1]
+    engine.arrived = lambda request: None
+    generator = make(environment, kind=kind, pool=pool, in_flight=2)
+
+    async def run():
+        evaluation = asyncio.create_task(generator.evaluate([prompt(i) for i in range(20)], 1.0))
+        while not evaluation.done():
+            await asyncio.sleep(0.005)
+            sampling = [request for request in asked if not request.future.done()]
+            sampled.append(len(sampling))
+            scored.append(len(waiting))
+            if sampling:
+                sampling[0].finish()
+            elif waiting:
+                waiting.pop(0).set_result(scores([{"finish_reason": "stop"}])[0])
+        return await evaluation
+
+    results = asyncio.run(run())
+    assert (max(sampled), max(scored)) == (most_sampled, 6 if kind != "torchrl" else 0)
+    assert [result["prompt_index"] for result in results] == list(range(20))
+    if kind == "single_turn":  # threads of environments begin in any order
+        names = [f"evaluation of prompt {i}" for i in range(20)]
+        assert [request.name for request in asked] == names
 
 
 def bucket_of(*names, value=1.0):
