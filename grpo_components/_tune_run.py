@@ -75,8 +75,8 @@ def recipe_argument(argv: Sequence[str]) -> str | None:
 def complete(registry: ModuleType, recipe: str) -> None:
     """Register a recipe file that torchtune cannot import; refuse a recipe that does not exist.
 
-    torchtune turns a path into a dotted module name: this fails outside the current folder, and
-    with a leading `./`.
+    torchtune turns a path into a dotted module name: this fails outside the current folder, with a
+    leading `./`, in a folder `recipes` (a package of torchtune's), and with a dot in a name.
     """
     recipes = registry.get_all_recipes()
     names = [each.name for each in recipes]
@@ -85,7 +85,7 @@ def complete(registry: ModuleType, recipe: str) -> None:
     if recipe in names:
         return
     if path.is_file() and path.suffix == ".py":
-        if module.startswith("."):
+        if "." in module:  # else it is a module of this folder
             given = {"name": recipe, "file_path": str(path.resolve()), "configs": []}
             registry._ALL_RECIPES.append(registry.Recipe(**given, supports_distributed=True))
         return

@@ -550,6 +550,13 @@ class Settings(BaseModel):
         return None if self.max_generator_kl is None else share * self.max_generator_kl
 
     @property
+    def publish_s(self) -> float:
+        """Longest time between two pushes, in seconds: steps with their batches and saves."""
+        limits = self.timeouts
+        step_s = limits.batch_s + 2 * limits.train_step_s
+        return self.push_every_n_steps * step_s + limits.weights_s
+
+    @property
     def default_backend(self) -> Literal["vllm", "transformers"]:
         """Default of `generator.backend`: vLLM on GPUs, or for settings that only vLLM supports."""
         generator = self.generator

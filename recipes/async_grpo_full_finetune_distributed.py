@@ -78,7 +78,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
     async def rollout_loop(self, generator: GeneratorHandle, loops: asyncio.TaskGroup) -> None:
         """Begin group after group until the run needs no more."""
         while await generator.has_room():
-            entry = await self.ledger.admit(generator.name, self.timeouts.train_step_s)
+            entry = await self.ledger.admit(generator.name, self.publish_s)
             if entry is None:
                 return
             loops.create_task(self.rollout(generator, entry))
@@ -139,6 +139,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.temperature = objective.temperature
 
         self.groups_per_step, self.timeouts = cfg.groups_per_step, cfg.timeouts
+        self.publish_s = cfg.publish_s  # a push, and the steps before it, take at most so long
         contract = StalenessContract.of(cfg)
         prompts = build_prompts(cfg, dataset)
         self.ledger = Ledger(contract, 0 if cfg.eval_only else cfg.num_steps, prompts)

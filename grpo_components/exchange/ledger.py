@@ -101,7 +101,8 @@ class Ledger:
                 lambda: self.finished or (is_next and self._may_start()),
                 lambda: self._opened,
                 timeout_s,
-                f"{generator}'s rollout waited for the training loop to publish newer weights than "
+                f"{generator}'s rollout waited for the training loop (timeouts.batch_s, "
+                "train_step_s, weights_s) to publish newer weights than "
                 f"version {self.published_version}",
             )
         if self.finished:

@@ -91,7 +91,7 @@ def connected(
     recipe = _recipe_class()()
     limits = Timeouts.model_construct(None, **dict.fromkeys(Timeouts.model_fields, _PATIENCE_S))
     recipe.ledger, recipe.run, recipe.groups_per_step = ledger, run, groups_per_step
-    recipe.timeouts = limits
+    recipe.timeouts, recipe.publish_s = limits, _PATIENCE_S
     recipe.temperature = lambda step: 1.0
     recipe.reward_shaping = lambda batch, step: batch.response_lengths
     recipe.advantages = lambda lengths: lengths

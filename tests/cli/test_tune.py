@@ -198,14 +198,17 @@ def test_a_path_is_registered_that_torchtune_cannot_run(tmp_path, monkeypatch):
     here = tmp_path / "here"
     (here / "sub").mkdir(parents=True)
     monkeypatch.chdir(here)
-    for name in ("my_grpo.py", "sub/mine.py"):
+    (here / "recipes").mkdir()
+    paths = ["./my_grpo.py", "../here/my_grpo.py", f"{here}/my_grpo.py"]
+    paths += ["sub/mine.py", "recipes/mine.py", "my_grpo_v1.2.py"]
+    for name in ("my_grpo.py", *paths[3:]):
         (here / name).touch()
-    for given in ("./my_grpo.py", "../here/my_grpo.py", f"{here}/my_grpo.py"):
+    for given in paths:
         registry = Registry(RECIPE)
         _tune_run.complete(registry, given)
         (found,) = registry.get_all_recipes()[1:]
-        assert found.name == given and Path(found.file_path) == here / "my_grpo.py"
-    for given in (RECIPE, "my_grpo.py", "my_grpo", "sub/mine.py", "timeit"):
+        assert found.name == given and Path(found.file_path) == (here / given).resolve()
+    for given in (RECIPE, "my_grpo.py", "my_grpo", "timeit"):
         registry = Registry(RECIPE)
         _tune_run.complete(registry, given)
         assert len(registry.get_all_recipes()) == 1, given
