@@ -832,10 +832,11 @@ class Settings(BaseModel):
 
 def processes_of(settings: Settings, needs_reference: bool) -> dict[str, int]:
     """Return the number of processes of each kind of role; a stand-in counts as its role."""
+    has_groups = not settings.eval_only
     return {
         "trainer": settings.num_trainers,
-        "reference": settings.num_references if needs_reference else 0,
+        "reference": settings.num_references if needs_reference and has_groups else 0,
         "teacher": settings.num_teachers if settings.teacher and settings.trains else 0,
-        "reward_model": int(settings.reward_model.path is not None),
+        "reward_model": int(settings.reward_model.path is not None and has_groups),
         "generator": settings.num_generators,
     }

@@ -83,10 +83,14 @@ def check_splits(settings: Settings, hf_config: dict[str, Any]) -> None:
     ranks, workers = settings.tensor_parallel_dim, settings.generator.tensor_parallel_size
     split = [("generator.tensor_parallel_size", workers, name) for name in names]
     split += [("tensor_parallel_dim", ranks, name) for name in (*names, "num_key_value_heads")]
-    for key, parts, name in split:  # vLLM replicates heads of keys and values
+    for key, parts, name in split:
         if (size := hf_config.get(name) or parts) % parts:
             problem = f"{parts} given, and the model's {name} is {size}"
             fail(key, problem, f"a divisor of {size}")
+    heads = hf_config.get("num_key_value_heads") or workers
+    if max(heads, workers) % min(heads, workers):  # of fewer heads, vLLM gives workers copies
+        problem = f"{workers} given, and the model's num_key_value_heads is {heads}"
+        fail("generator.tensor_parallel_size", problem, f"a divisor or a multiple of {heads}")
 
 
 def _check_model_folder(key: str, folder: Path) -> None:

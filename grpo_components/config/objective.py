@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from grpo_components.config.components import build, parameters_of
+from grpo_components.config.preflight import check_gpus
 from grpo_components.config.trial import try_components
 from grpo_components.errors import DryRunEnd, fail
 from grpo_components.objective.dynamic_sampling import DynamicSampling
@@ -82,10 +83,15 @@ def build_objective(
         dynamic_sampling=DynamicSampling(dynamic.max_discarded) if dynamic.enabled else None,
         temperature=as_schedule("generator.temperature", cfg.generator.temperature),
     )
+    if objective.trained.needs_reference and not cfg.eval_only:
+        if not (cfg.num_references or cfg.lora):
+            fail("num_references", "0 given, and the loss needs the reference", "at least 1")
+        if cfg.device == "cuda":
+            check_gpus(cfg, here=cfg.ray.address is None, is_compared=True)
     doubts, scores = try_components(cfg, tokenizer, dataset, held_out, objective)
     objective = replace(objective, doubts=tuple(doubts), reward_scores=tuple(scores))
     if cfg.dry_run:
         from grpo_tools.memory_plan.dry_run import plan  # a run needs no tools
 
-        raise DryRunEnd(*plan(cfg, tokenizer, dataset, objective))
+        raise DryRunEnd(*plan(cfg, dataset, held_out, objective))
     return objective

@@ -80,13 +80,17 @@ def check_what_is_imported(settings: Settings) -> None:
 # ---- GPUs ---------------------------------------------------------------------------------------
 
 
-def check_gpus(settings: Settings, *, here: bool) -> None:
-    """Refuse GPU shares that roles cannot have; if `here`, also roles that exceed these GPUs."""
+def check_gpus(settings: Settings, *, here: bool, is_compared: bool = False) -> None:
+    """Refuse GPU shares that roles cannot have; if `here`, also roles that exceed these GPUs.
+
+    `is_compared`: whether the run needs a reference also without a KL in the config.
+    """
     import torch
 
     if here and not torch.cuda.is_available():
         fail("device", f"cuda given, and PyTorch {torch.__version__} finds no GPU", "cpu")
-    counts = processes_of(settings, any(map(needs_reference, settings.kl_sections.values())))
+    is_compared = is_compared or any(map(needs_reference, settings.kl_sections.values()))
+    counts = processes_of(settings, is_compared)
     shares = {role: getattr(settings, f"gpus_per_{role}") for role in counts}
     counts["trainer"] *= settings.trains  # stand-ins use no GPU
     counts["generator"] *= not settings.train_from

@@ -169,13 +169,12 @@ class LLMJudge:
             answer = self._client.post(url, json=sent, headers=headers, timeout=left_s)
         except httpx.HTTPError as error:
             return None, f"{type(error).__name__}: {self._without_key(str(error))}", 0.0
-        text = self._without_key(answer.text)
         if answer.is_error:
             status = answer.status_code
             again = status in _TEMPORARY or status >= 500
             delay_s = _retry_after_s(answer.headers) if again else math.inf
-            return None, f"HTTP status {status}: {text}", delay_s
-        return *self._read(text), 0.0
+            return None, f"HTTP status {status}: {self._without_key(answer.text)}", delay_s
+        return *self._read(answer.text), 0.0
 
     def _read(self, body: str) -> tuple[float | None, str]:
         """Return the grade in an answer, or None and the reason why it has none."""
@@ -189,10 +188,11 @@ class LLMJudge:
             reply, ended = choice["message"].get("content") or "", choice.get("finish_reason")
             grade = self._verdict.read(reply)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            return None, f"the answer is no chat completion: {shown(body)}"
+            return None, f"the answer is no chat completion: {shown(self._without_key(body))}"
         if ended in _WHOLE and grade is not None:
             return grade, ""
         where = f"verdict.format {self._verdict.format}, finish_reason {ended}"
+        reply = self._without_key(reply)  # not before: a short key may be part of the grade
         end = f"...{reply[-50:]}" if len(reply) > 50 else reply
         return None, f"the reply has no grade in the scale ({where}): {end!r}"
 

@@ -147,7 +147,7 @@ class RewardPool:
         try:
             return worker.ask(name, sample, left_s)
         except TimeoutError:
-            problem = f"TimeoutError: no score after {self._timeout_s:g} s"
+            problem = f"TimeoutError: no score after {left_s:.3g} s"
         except (EOFError, ConnectionError):
             if worker.exceeded_cpu_limit():
                 problem, end = "", sample["response_text"][-80:]

@@ -32,12 +32,9 @@ from grpo_tools.memory_plan.role_memory import GIB, GPU_GIB
 _DONE = "the config is right and its components were called; nothing was started or written"
 
 
-def plan(
-    cfg: Settings, tokenizer: Any, dataset: Any, objective: Objective
-) -> tuple[str, list[str]]:
+def plan(cfg: Settings, dataset: Any, held_out: Any, objective: Objective) -> tuple[str, list[str]]:
     """Return what the run would do, as lines of text under headings, and what does not fit."""
-    node = cfg.eval_dataset if cfg.evaluates else None
-    held_out: Any = [] if node is None else build("eval_dataset", node, tokenizer)
+    held_out = held_out if cfg.evaluates else ()
     gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
     memory, problems = plan_run(
         cfg,

@@ -46,6 +46,7 @@ def test_a_share_of_a_gpu_that_cannot_be_is_refused(refused, num_gpus, overrides
         (f"{LESS} num_generators=3 gpus_per_generator=0.5", 3),
         (f"{LESS} num_generators=2 gpus_per_generator=0.7 gpus_per_trainer=0.3", 2),
         (f"{LESS} num_generators=2 num_trainers=3 eval_only=true", 2),  # no trainer is started
+        (f"{LESS} {FIFTHS} reward_model.path=/a/model eval_only=true", 1),  # nor what groups need
         (f"{LESS} reward_model.path=/a/model gpus_per_reward_model=0.5 gpus_per_trainer=0.5", 2),
         (f"{LESS} gpus_per_trainer=0.8 teacher.path=/a/model gpus_per_teacher=0.2", 2),
         (f"{LESS} {FIFTHS} num_references=2 num_generators=2 gpus_per_generator=0.8", 4),

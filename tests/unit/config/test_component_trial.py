@@ -74,6 +74,9 @@ class Raises:
     def __call__(self, inputs):
         return 1 / 0  # line 40
 
+class Compared(Loss):
+    needs_reference = True
+
 class Unsent(Loss):
     def __init__(self):
         super().__init__("losses, {}")
@@ -245,6 +248,15 @@ def test_a_component_with_another_output_than_its_kind_is_refused(tried, key):
     for result in map(str.strip, RESULTS[key].split(" | ")):
         error = refusal_of(tried, *giving(key, result), "timeouts.reward_s=1")
         assert error.key == key and error.problem.startswith(PATHS[key]), result
+
+
+def test_a_loss_that_compares_with_a_reference_needs_one(tried):
+    loss = component(
+        "loss", "own_parts.Compared", result='"losses - inputs.reference_logprobs, {}"'
+    )
+    assert refused_key(tried, *loss, "num_references=0") == "num_references"
+    assert tried(*loss, "num_references=1").trained.needs_reference
+    tried(*loss, "num_references=0", "eval_only=true")
 
 
 def test_a_forks_own_advantages_are_tried_in_place_of_the_configs(tried):

@@ -1,11 +1,9 @@
 """A dry run says what would run: roles, model, data, steps and folder; and it writes nothing."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 from lib.checkpoints import write_checkpoint
-from lib.rows import Characters
 from lib.trajectories import trajectory
 
 from grpo_components.objective.losses import GRPOLoss
@@ -20,23 +18,25 @@ class Prompts(list):
     note = "dataset rows.jsonl: 1000 prompts of 1002 rows; 2 filtered out"
 
 
+class HeldOut(list):
+    max_prompt_length = 7
+
+
 @pytest.fixture
 def planned(settings_with, tmp_path):
     """The sections of a plan: its heading -> its lines."""
-    source = tmp_path / "held_out.jsonl"
-    source.write_text(json.dumps({"question": "1+1", "answer": "#### 2"}) + "\n")
     part = GRPOLoss()
 
     def planned(*, needs_reference=False, dataset=None, **changes):
         changes = {"output_dir": str(tmp_path / "run"), **changes}
-        cfg = settings_with(eval_dataset__source=str(source), **changes)
+        cfg = settings_with(eval_dataset__source="held_out.jsonl", **changes)
         parts = dict.fromkeys(("loss", "aggregation", "off_policy"), part)
         trained = SimpleNamespace(**parts, ptx=None, needs_reference=needs_reference)
         objective = SimpleNamespace(trained=trained, advantages=part, doubts=(), reward_scores=())
         data = Prompts(range(1000)) if dataset is None else dataset
         before = sorted(tmp_path.rglob("*"))
         sections = {}
-        text, problems = plan(cfg, Characters(), data, objective)
+        text, problems = plan(cfg, data, HeldOut([{}]), objective)
         assert not problems
         for line in text.splitlines():
             if heading := line[:11].strip():

@@ -28,6 +28,7 @@ def test_a_value_to_be_filled_in_and_a_base_model_without_its_config_are_refused
 
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}
+PHI_4 = {"num_attention_heads": 40, "num_key_value_heads": 10, "intermediate_size": 17920}
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,7 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size"
     [
         (HEADS, "num_trainers=4 tensor_parallel_dim=4", "tensor_parallel_dim"),
         (HEADS, "generator.tensor_parallel_size=3", "generator.tensor_parallel_size"),
+        (PHI_4, "generator.tensor_parallel_size=4", "generator.tensor_parallel_size"),
     ],
 )
 def test_a_base_model_that_cannot_be_trained_is_refused(
@@ -45,6 +47,7 @@ def test_a_base_model_that_cannot_be_trained_is_refused(
     assert refused(overrides) == key
     if hf_config == HEADS:
         check("num_trainers=2 tensor_parallel_dim=2")
+        check("generator.tensor_parallel_size=4")
 
 
 HF_CONFIG = {"vocab_size": 384, "max_position_embeddings": 512}

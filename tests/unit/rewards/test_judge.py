@@ -101,6 +101,12 @@ def test_the_key_is_sent_and_shown_nowhere(server, make, monkeypatch, caplog):
     assert KEY not in caplog.text
 
 
+def test_a_key_that_is_part_of_the_reply_changes_no_grade(server, make, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "1")
+    server.answers = ["Score: 10"]
+    assert make(api_key_env="MY_KEY")(**CALL) == 1.0
+
+
 def test_a_judge_that_is_down_is_a_failed_sample(server):
     server.answers = ["Score: 1", (400, b"", {}), "Score: 3"]
     arguments = {"base_url": server.url, "model": "m", "rubric": RUBRIC}
