@@ -29,7 +29,7 @@ from grpo_components.errors import ConfigError
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.records.checkpoint_folder import latest, point_latest
+from grpo_components.records.checkpoint_folder import earlier, latest, point_latest
 from grpo_components.records.journal import Journal
 from grpo_components.records.resume import damage
 from grpo_components.records.run_folder import new_identity
@@ -295,6 +295,20 @@ async def test_the_last_n_are_kept_and_always_the_latest(tmp_path):
         await run.save(step)
         assert run.names == ["latest", *kept]
         assert latest(run.folder) == run.folder / f"step_{step}"
+
+
+async def test_only_folders_named_after_a_step_are_checkpoints_and_all_else_stays(tmp_path):
+    run = await Run(tmp_path, keep_last_n=1, keep_best=SUCCESS).stepped()
+    foreign = [".DS_Store", "step_1.tar", "step_1_keep", "step_3"]
+    shutil.copytree(run.folder / "step_1", run.folder / "step_1_keep")
+    (run.folder / "step_1_keep" / "evaluation.json").write_text(json.dumps(rating(1, 0.9)))
+    for name in (".DS_Store", "step_1.tar", "step_3", ".step_9.unfinished"):
+        (run.folder / name).touch()
+    await saved_and_rated(run, 0.5)
+    assert run.names == sorted(["best", "latest", "step_2", *foreign])
+    assert best_of(run) == "step_2" and earlier(run.folder / "step_2") == []
+    await saved_and_rated(run, 0.75)
+    assert best_of(run) == "step_3", "in place of the file"
 
 
 async def prepared(tmp_path):
