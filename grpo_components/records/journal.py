@@ -49,7 +49,7 @@ class Journal:
         self._versions: dict[int, int] = {}
         """Step of the last checkpoint -> its policy version."""
         self._evaluations: dict[int, Mapping[str, float]] = {}
-        """Step of the last evaluation -> its metrics."""
+        """Step of an evaluation since the last checkpoint -> its metrics."""
         self.held: tuple[dict[str, Any], list[Any]] = {}, []
         """For `save`: the driver's state after the last step, and the groups to be stored."""
         self._writing: asyncio.Task[None] | None = None
@@ -106,7 +106,7 @@ class Journal:
 
     def add_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Rate a step's checkpoint by the step's evaluation, once both exist."""
-        self._evaluations = {step: metrics}
+        self._evaluations[step] = metrics
         self._rate(step)
 
     async def restore(self, roles: Roles, weights: WeightSync) -> None:
@@ -116,6 +116,7 @@ class Journal:
         `begin_run` or `roll_back` has restored the driver.
         """
         checkpoint, ledger = self._start.checkpoint, self._ledger
+        self._evaluations = {}  # those of an attempt that was rolled back
         if checkpoint:
             if self._cfg.keep_best and checkpoint.parent == self._folder.resolve():
                 checkpoint_folder.choose_best(self._folder, self._cfg.keep_best, ledger.steps_done)
@@ -170,6 +171,9 @@ class Journal:
             self._log.checkpoint(step, str(checkpoint))
             self._versions = {step: state["ledger"]["policy_version"]}
             self._rate(step)
+            # Written in the background, it may come after the evaluation of the next.
+            later = {at: metrics for at, metrics in self._evaluations.items() if at > step}
+            self._evaluations = later
 
     def _publish(self, folder: Path, step: int, state: dict[str, Any]) -> Path:
         whole = {**state, "identity": self._start.identity._asdict(), "format": FORMAT}

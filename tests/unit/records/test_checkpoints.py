@@ -446,6 +446,26 @@ async def test_the_best_checkpoint_is_kept(tmp_path, before):
     assert any("step 2: best" in str(line) and "0.750" in line for line in run.shown)
 
 
+async def test_a_checkpoint_is_rated_even_if_the_next_evaluation_is_there_before_it(tmp_path):
+    run = Run(tmp_path, async_checkpoint=True, keep_last_n=1, keep_best=SUCCESS)
+    await run.step()
+    await run.save()
+    run.journal.add_evaluation(1, rating(1, 0.75))
+    run.journal.add_evaluation(2, rating(2, 0.25))
+    await run.stepped()
+    await run.journal.finish()
+    assert best_of(run) == "step_1" and run.names == ["best", "latest", "step_1", "step_2"]
+    assert (run.folder / "step_2/evaluation.json").exists()
+
+
+async def test_an_attempt_forgets_evaluations_of_the_one_before(tmp_path):
+    run = Run(tmp_path, keep_best=SUCCESS)
+    run.journal.add_evaluation(1, rating(1, 0.75))
+    await run.journal.restore(run.roles(), AsyncMock())
+    await run.stepped()
+    assert best_of(run) is None
+
+
 async def test_a_rolled_back_run_forgets_ratings_of_later_steps(tmp_path):
     first = Run(tmp_path, keep_best=SUCCESS)
     await saved_and_rated(first, 0.5, 0.25, 0.75)
