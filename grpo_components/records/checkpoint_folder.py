@@ -17,6 +17,8 @@ LATEST = "latest"
 BEST = "best"
 _EVALUATION = "evaluation.json"
 """Name of the file in a checkpoint that has the metrics of its evaluation."""
+_KIND = "kind"
+"""Key in that file: a hash of what decides an evaluation besides the weights."""
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -108,22 +110,26 @@ def point_latest(checkpoint: Path) -> None:
     _point(checkpoint, LATEST)
 
 
-def rate(checkpoint: Path, metrics: Mapping[str, float]) -> None:
-    """Write the metrics of an evaluation to the checkpoint's `evaluation.json`."""
+def rate(checkpoint: Path, metrics: Mapping[str, float], kind: str) -> None:
+    """Write metrics and kind of an evaluation to the checkpoint's `evaluation.json`."""
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    write_whole(checkpoint / _EVALUATION, json.dumps(finite, indent=1), durable=True)
+    rating = json.dumps({**finite, _KIND: kind}, indent=1)
+    write_whole(checkpoint / _EVALUATION, rating, durable=True)
     _sync(checkpoint)
 
 
-def choose_best(checkpoints: Path, metric: str, last_step: int) -> Path | None:
-    """Point `best` at the checkpoint with the highest value of a metric, of equals the earliest."""
+def choose_best(checkpoints: Path, metric: str, last_step: int, kind: str) -> Path | None:
+    """Point `best` at the checkpoint with the highest value of a metric, of equals the earliest.
+
+    Only evaluations of one kind are compared, with the same prompts and sampling.
+    """
     ratings, steps = {}, saved_steps(checkpoints)
     for folder, step in steps.items():
         path = folder / _EVALUATION
         if step <= last_step and path.is_file():
-            value = json.loads(path.read_text(encoding="utf-8")).get(metric)
-            if value is not None:
-                ratings[folder] = value
+            rating = json.loads(path.read_text(encoding="utf-8"))
+            if metric in rating and rating.get(_KIND) == kind:
+                ratings[folder] = rating[metric]
     if not ratings:
         (checkpoints / BEST).unlink(missing_ok=True)
         return None

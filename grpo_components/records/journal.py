@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -119,7 +121,7 @@ class Journal:
         self._evaluations = {}  # those of an attempt that was rolled back
         if checkpoint:
             if self._cfg.keep_best and checkpoint.parent == self._folder.resolve():
-                checkpoint_folder.choose_best(self._folder, self._cfg.keep_best, ledger.steps_done)
+                self._choose_best(ledger.steps_done)
                 self._versions = {ledger.steps_done: ledger.policy_version}
             await roles.trainers.load_state(checkpoint)
             await roles.buffer.read_state(checkpoint / "state")
@@ -195,8 +197,8 @@ class Journal:
             return
         checkpoint = self._folder / f"step_{step}"
         try:
-            checkpoint_folder.rate(checkpoint, metrics)
-            best = checkpoint_folder.choose_best(self._folder, self._cfg.keep_best, step)
+            checkpoint_folder.rate(checkpoint, metrics, _kind_of_evaluation(self._cfg))
+            best = self._choose_best(step)
         except OSError as error:
             self._report(f"the evaluation of {checkpoint} could not be written: {error}", error)
         else:
@@ -204,7 +206,21 @@ class Journal:
                 value = metrics[self._cfg.keep_best]
                 self._log.note(f"step {step}: best checkpoint, {self._cfg.keep_best} {value:.3f}")
 
+    def _choose_best(self, last_step: int) -> Path | None:
+        assert self._cfg.keep_best, "no metric"
+        given = self._cfg.keep_best, last_step, _kind_of_evaluation(self._cfg)
+        return checkpoint_folder.choose_best(self._folder, *given)
+
     def _report(self, problem: str, error: OSError) -> None:
         if self._cfg.checkpoint_failure == "error":
             raise OSError(problem) from error
         self._log.note(problem)
+
+
+def _kind_of_evaluation(cfg: Settings) -> str:
+    """Return a hash of prompts and sampling, which a resume may change."""
+    given, temperature = cfg.eval, cfg.eval.temperature
+    if temperature is None:
+        temperature = cfg.generator.temperature
+    kind = OmegaConf.to_container(cfg.eval_dataset), given.samples_per_prompt, temperature
+    return hashlib.sha256(json.dumps(kind, sort_keys=True, default=str).encode()).hexdigest()

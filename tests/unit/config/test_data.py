@@ -135,9 +135,7 @@ def test_what_is_no_data_set_is_refused(data_cfg, key, kind):
 
 
 @pytest.mark.parametrize("value", ["date.today()", "[date.today()]", "np.array([{}])"])
-def test_a_column_that_no_checkpoint_can_store_is_refused_in_training_prompts_only(
-    data_cfg, value
-):
+def test_a_column_that_no_checkpoint_can_store_is_refused_in_training_prompts_only(data_cfg, value):
     for key in KEYS:
         data_cfg[key] = {"_component_": "my_data.made", "kind": "Rows([P | {'when': np.ones(2)}])"}
     data_cfg.eval_dataset.kind = f"Rows([P | {{'when': {value}}}])"

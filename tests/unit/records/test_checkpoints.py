@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
+from unittest.mock import ANY, AsyncMock
 
 import numpy as np
 import pytest
@@ -33,12 +33,15 @@ from grpo_components.records.checkpoint_folder import earlier, latest, point_lat
 from grpo_components.records.journal import Journal
 from grpo_components.records.resume import damage
 from grpo_components.records.run_folder import new_identity
-from grpo_components.settings import Settings
+from grpo_components.settings import EvalSettings, Settings
 from grpo_components.state_files import read_state
 from grpo_components.training.checkpoint import TrainerState, save_hf_weights
 from grpo_components.trajectory import pack, summarize
 
 pytestmark = pytest.mark.anyio
+
+
+PROMPTS = OmegaConf.create({"_component_": "gsm8k", "source": "test.jsonl"})
 
 
 class Killed(BaseException):
@@ -159,6 +162,7 @@ class Run:
         )
         start = SimpleNamespace(identity=self.identity, checkpoint=checkpoint, attempt=0)
         cfg = {"output_dir": str(self.folder.parent), "async_checkpoint": False, "seed": 7}
+        cfg |= {"eval_dataset": PROMPTS, "eval": EvalSettings(temperature=1.0)}
         settings = Settings.model_construct(**cfg | options)
         receipts, self.options = None, options
         self.journal = Journal(settings, start, self.ledger, self.prompts, receipts, log)
@@ -441,6 +445,7 @@ async def test_the_best_checkpoint_is_kept(tmp_path, before):
     assert json.loads((run.folder / "best/evaluation.json").read_text()) == {
         "eval/policy_version": 2,
         SUCCESS: 0.75,
+        "kind": ANY,
     }
     assert await state_of(run.folder / "step_2", tmp_path) == 2
     assert any("step 2: best" in str(line) and "0.750" in line for line in run.shown)
@@ -485,6 +490,27 @@ async def test_a_rolled_back_run_forgets_ratings_of_later_steps(tmp_path):
     await again.stepped()
     again.journal.add_evaluation(4, rating(5, 0.9))
     assert best_of(again) == "step_2" and not (again.folder / "step_4/evaluation.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "best"),
+    [
+        ({"eval": EvalSettings(temperature=1.0, prompts_logged=3)}, "step_1"),
+        ({"eval": EvalSettings(temperature=0.0)}, "step_2"),
+        ({"eval": EvalSettings(temperature=1.0, samples_per_prompt=4)}, "step_2"),
+        ({"eval_dataset": OmegaConf.merge(PROMPTS, {"source": "hard.jsonl"})}, "step_2"),
+    ],
+)
+async def test_the_best_is_chosen_among_evaluations_of_the_same_prompts_and_sampling(
+    tmp_path, change, best
+):
+    first = Run(tmp_path, keep_best=SUCCESS)
+    await saved_and_rated(first, 0.75, 0.5)
+    again = Run(tmp_path, keep_best=SUCCESS, **change)
+    await again.restore(first.folder / "step_2")
+    again.journal.add_evaluation(2, rating(2, 0.25))
+    await saved_and_rated(again, 0.125)
+    assert best_of(again) == best
 
 
 @pytest.mark.parametrize(
