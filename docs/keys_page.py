@@ -54,7 +54,7 @@ MEANINGS = {
     "checkpointer": "reads the base model; null with a model of transformers",
     "checkpointer.model_type": "family of the model",
     "dataset": "training prompts",
-    "dataset.source": "file, folder, or name of a data set on the Hugging Face Hub",
+    "dataset.source": "file, or name of a data set on the Hugging Face Hub",
     "dataset.max_prompt_tokens": "of longer prompts, `too_long` makes an error or drops them",
     "dataset.num_rows": "the first n rows; null: all",
     "eval_dataset": "held-out prompts, with the same keys; null: no evaluation",

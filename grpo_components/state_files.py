@@ -33,6 +33,11 @@ def read_state(folder: Path, name: str) -> Any:
         return _decode(json.loads(text), arrays)
 
 
+def check_storable(value: Any, name: str) -> None:
+    """Raise a TypeError, which names the part, if `write_state` could not store a value."""
+    _encode(value, {}, name)
+
+
 def _encode(value: Any, arrays: dict[str, np.ndarray], path: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value

@@ -225,7 +225,7 @@ class Cluster:
     def _mends(self, failure: RoleFailedError) -> bool:
         """Return whether a joint restart, from the last checkpoint, may repair a failure."""
         names = [role.name for role in self._restarted_together()]
-        return failure.role in names or failure.kind == "lost"
+        return failure.role in names or (bool(names) and failure.kind == "lost")
 
     def _restarted_together(self) -> list[Role]:
         return [role for role in self.roles if not role.restarts_alone]

@@ -16,12 +16,13 @@ from grpo_components.config.files import read_hf_config
 from grpo_components.data.curriculum import MAX_PROMPTS
 from grpo_components.data.datasets import PromptDataset
 from grpo_components.data.prompt_mix import PromptMix, takes_tools
-from grpo_components.data.prompt_stream import PromptCurriculum, PromptStream
+from grpo_components.data.prompt_stream import PromptCurriculum, PromptStream, converted
 from grpo_components.data.tokenizers import hugging_face_tokenizer, num_ids
 from grpo_components.errors import ConfigError, fail
 from grpo_components.objective.component_errors import named_failure
 from grpo_components.offline.partial_runs import RecordedPrompts
 from grpo_components.settings import HUGGING_FACE, Settings
+from grpo_components.state_files import check_storable
 
 _RAISES = (Exception, SystemExit)
 
@@ -39,6 +40,8 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
             offered = {"tools": tools} if tools and takes_tools(node) else {}
             data[key] = build(key, node, tokenizer, **offered)
             _check_rows(key, node._component_, data[key])
+            if key == "dataset":
+                _check_columns(node._component_, data[key])
     hf_config = read_hf_config("base_model_path", Path(cfg.base_model_path))
     vocab_size = hf_config.get("vocab_size")
     of_transformers = cfg.model.get("_component_") == HUGGING_FACE
@@ -144,6 +147,18 @@ def _check_rows(key: str, component: str, dataset: Any) -> None:
                 problem = f"gives {index!r}, {ids!r}, {text!r} as {', '.join(fields[:3])}"
         if problem:
             fail(key, f"{component} {problem}", allowed)
+
+
+def _check_columns(component: str, dataset: Any) -> None:
+    """Refuse a value that no checkpoint can store: it has the prompts of all living groups."""
+    for row in map(dataset.__getitem__, range(len(dataset))):
+        try:
+            prompt = converted(row)
+            del prompt["prompt_ids"]
+            check_storable(prompt, "row")
+        except TypeError as error:
+            allowed = "texts, numbers, lists, mappings and arrays of numbers"
+            fail("dataset", f"{component}, prompt_index {row['prompt_index']}: {error}", allowed)
 
 
 def _check_prompts(

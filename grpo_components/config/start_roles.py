@@ -76,7 +76,7 @@ def start_roles(
     trainer, generator = roles_of(cfg, TRAINER, GENERATOR)  # or their stand-ins
     server = spawn("parameter_server", PARAMETER_SERVER)
     buffer = spawn("replay_buffer", REPLAY_BUFFER, **arguments["replay_buffer"])
-    rank = partial(spawn, restarts_alone=False, **arguments["trainer"])
+    rank = partial(spawn, **arguments["trainer"])
     trainers = [rank(f"trainer_{n}", trainer, rank=n) for n in range(cfg.num_trainers)]
     references, teachers = family("reference", REFERENCE), family("teacher", REFERENCE)
     scorer = counts["reward_model"] and spawn(
@@ -208,7 +208,7 @@ def _trainer(
         logged_responses=logged_responses,
     )
     given = {"device": cfg.device, "seed": cfg.seed, "options": options, "objective": objective}
-    return {"meets": True, **given}
+    return {"meets": True, "restarts_alone": False, **given}
 
 
 def _generator(

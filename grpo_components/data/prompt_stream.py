@@ -41,7 +41,7 @@ class PromptStream:
         number = self._turns.next()
         rows = self._parts[number].rows
         epoch, place = divmod(self._turns.taken[number] - 1, len(rows))
-        return _converted(rows[self._order(number, epoch)[place]]), epoch
+        return converted(rows[self._order(number, epoch)[place]]), epoch
 
     def _order(self, number: int, epoch: int) -> Sequence[int]:
         known, order = self._orders.get(number, (-1, ()))
@@ -88,7 +88,7 @@ class PromptCurriculum:
     def __next__(self) -> tuple[Prompt, int]:
         index, epoch = self.curriculum.draw()
         rows, row = self._places[index]
-        return _converted(rows[row]), epoch
+        return converted(rows[row]), epoch
 
     def follow(self, event: Mapping[str, Any]) -> None:
         """Learn from an event of the ledger: a group was generated, or a step was trained."""
@@ -124,7 +124,7 @@ def _check_num_rows(state: Mapping[str, Any], parts: Sequence[MixedPart]) -> Non
         raise ConfigError("dataset", f"it has {rows} rows", f"the {before} rows of the checkpoint")
 
 
-def _converted(row: Mapping[str, Any]) -> Prompt:
+def converted(row: Mapping[str, Any]) -> Prompt:
     """Return a row with tensors in place of arrays; PyTorch's function visits every token id."""
     is_plain = isinstance(row.get("prompt_ids"), list)
     return {

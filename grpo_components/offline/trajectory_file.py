@@ -7,7 +7,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice
+from os import SEEK_END
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,9 @@ class TrajectoryWriter:
     def __init__(self, *, rank: int, path: str, logged_responses: int = 0) -> None:
         self._logged_responses = logged_responses
         self._path = Path(path) if rank == 0 else None
+        self._wrote = False
         if self._path is not None:
-            self._path.write_text("")
+            self._path.touch()
 
     def train_step(
         self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
@@ -101,9 +103,13 @@ class TrajectoryWriter:
         """Write a batch of whole groups, one line each; called in place of `Trainer.train_step`."""
         trajectories = unpack(batch)
         if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                for _, group in groupby(trajectories, key=lambda t: t.group_id):
-                    file.write(group_line(list(group)) + "\n")
+            groups = [list(group) for _, group in groupby(trajectories, key=lambda t: t.group_id)]
+            with self._path.open("rb+") as file:
+                if not self._wrote:  # a process that was killed may have written this step before
+                    file.truncate(sum(map(len, islice(file, step * len(groups)))))
+                file.seek(0, SEEK_END)
+                file.writelines(f"{group_line(group)}\n".encode() for group in groups)
+            self._wrote = True
         logprobs: dict[int, list[Any]] = {}
         for trajectory in trajectories[: self._logged_responses]:
             logprobs.setdefault(trajectory.group_id, []).append(recorded_logprobs(trajectory))

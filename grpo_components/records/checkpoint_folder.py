@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import stat
 from collections.abc import Mapping
@@ -16,6 +17,9 @@ LATEST = "latest"
 BEST = "best"
 _EVALUATION = "evaluation.json"
 """Name of the file in a checkpoint that has the metrics of its evaluation."""
+_KIND = "kind"
+"""Key in that file: a hash of what decides an evaluation besides the weights."""
+_NAME = re.compile(r"step_(\d+)")
 
 
 def nbytes(parameters: int, trained: int, dtype: str, optimizer: str) -> int:
@@ -48,8 +52,15 @@ def begin(checkpoints: Path, step: int, incarnation: str) -> Path:
 
 def clean(checkpoints: Path) -> None:
     """Remove half-written and half-deleted checkpoints."""
-    for leftover in checkpoints.glob(".*"):
-        discard(leftover)
+    for kind in ("unfinished", "discarded"):
+        for leftover in checkpoints.glob(f".*.{kind}"):
+            discard(leftover)
+
+
+def saved_steps(checkpoints: Path) -> dict[Path, int]:
+    """Return the checkpoints in a folder with their steps, without anything else that is there."""
+    named = ((path, _NAME.fullmatch(path.name)) for path in checkpoints.glob("step_*"))
+    return {path: int(name[1]) for path, name in named if name and path.is_dir()}
 
 
 def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:
@@ -74,8 +85,9 @@ def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:
     if keep_last_n is not None:
         # Delete later steps first: they belong to an attempt that was rolled back.
         kept = (target, _target(checkpoints, BEST))
-        others = [folder for folder in checkpoints.glob("step_*") if folder not in kept]
-        others.sort(key=lambda folder: (_step(folder) < step, _step(folder)), reverse=True)
+        found = saved_steps(checkpoints)
+        others = [folder for folder in found if folder not in kept]
+        others.sort(key=lambda folder: (found[folder] < step, found[folder]), reverse=True)
         for folder in others[keep_last_n - 1 :]:
             discard(folder)
     return target
@@ -88,9 +100,9 @@ def latest(checkpoints: Path) -> Path | None:
 
 def earlier(checkpoint: Path) -> list[Path]:
     """Return the checkpoints of earlier steps in the same folder, the newest first."""
-    others = [folder for folder in checkpoint.parent.glob("step_*") if folder.is_dir()]
-    before = [folder for folder in others if _step(folder) < _step(checkpoint)]
-    return sorted(before, key=_step, reverse=True)
+    steps = saved_steps(checkpoint.parent)
+    before = [path for path, step in steps.items() if step < steps.get(checkpoint, 0)]
+    return sorted(before, key=lambda path: steps[path], reverse=True)
 
 
 def point_latest(checkpoint: Path) -> None:
@@ -98,35 +110,41 @@ def point_latest(checkpoint: Path) -> None:
     _point(checkpoint, LATEST)
 
 
-def rate(checkpoint: Path, metrics: Mapping[str, float]) -> None:
-    """Write the metrics of an evaluation to the checkpoint's `evaluation.json`."""
+def rate(checkpoint: Path, metrics: Mapping[str, float], kind: str) -> None:
+    """Write metrics and kind of an evaluation to the checkpoint's `evaluation.json`."""
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    write_whole(checkpoint / _EVALUATION, json.dumps(finite, indent=1), durable=True)
+    rating = json.dumps({**finite, _KIND: kind}, indent=1)
+    write_whole(checkpoint / _EVALUATION, rating, durable=True)
     _sync(checkpoint)
 
 
-def choose_best(checkpoints: Path, metric: str, last_step: int) -> Path | None:
-    """Point `best` at the checkpoint with the highest value of a metric, of equals the earliest."""
-    ratings = {}
-    for path in checkpoints.glob(f"step_*/{_EVALUATION}"):
-        value = json.loads(path.read_text(encoding="utf-8")).get(metric)
-        if value is not None and _step(path.parent) <= last_step:
-            ratings[path.parent] = value
+def choose_best(checkpoints: Path, metric: str, last_step: int, kind: str) -> Path | None:
+    """Point `best` at the checkpoint with the highest value of a metric, of equals the earliest.
+
+    Only evaluations of one kind are compared, with the same prompts and sampling.
+    """
+    ratings, steps = {}, saved_steps(checkpoints)
+    for folder, step in steps.items():
+        path = folder / _EVALUATION
+        if step <= last_step and path.is_file():
+            rating = json.loads(path.read_text(encoding="utf-8"))
+            if metric in rating and rating.get(_KIND) == kind:
+                ratings[folder] = rating[metric]
     if not ratings:
         (checkpoints / BEST).unlink(missing_ok=True)
         return None
-    best = max(ratings, key=lambda folder: (ratings[folder], -_step(folder)))
+    best = max(ratings, key=lambda folder: (ratings[folder], -steps[folder]))
     if best != _target(checkpoints, BEST):
         _point(best, BEST)
     return best
 
 
 def discard(path: Path) -> None:
-    """Delete a folder or a link, if it exists.
+    """Delete a folder, a file or a link, if it exists.
 
     A folder is first renamed to a hidden name, so that a visible folder is always whole.
     """
-    if path.is_symlink():
+    if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
         hidden = path
@@ -147,10 +165,6 @@ def _point(checkpoint: Path, name: str) -> None:
     link.symlink_to(checkpoint.name)
     link.replace(checkpoint.parent / name)
     _sync(checkpoint.parent)
-
-
-def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
 
 
 def _sync(path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,7 +51,7 @@ class Journal:
         self._versions: dict[int, int] = {}
         """Step of the last checkpoint -> its policy version."""
         self._evaluations: dict[int, Mapping[str, float]] = {}
-        """Step of the last evaluation -> its metrics."""
+        """Step of an evaluation since the last checkpoint -> its metrics."""
         self.held: tuple[dict[str, Any], list[Any]] = {}, []
         """For `save`: the driver's state after the last step, and the groups to be stored."""
         self._writing: asyncio.Task[None] | None = None
@@ -106,7 +108,7 @@ class Journal:
 
     def add_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Rate a step's checkpoint by the step's evaluation, once both exist."""
-        self._evaluations = {step: metrics}
+        self._evaluations[step] = metrics
         self._rate(step)
 
     async def restore(self, roles: Roles, weights: WeightSync) -> None:
@@ -116,9 +118,10 @@ class Journal:
         `begin_run` or `roll_back` has restored the driver.
         """
         checkpoint, ledger = self._start.checkpoint, self._ledger
+        self._evaluations = {}  # those of an attempt that was rolled back
         if checkpoint:
             if self._cfg.keep_best and checkpoint.parent == self._folder.resolve():
-                checkpoint_folder.choose_best(self._folder, self._cfg.keep_best, ledger.steps_done)
+                self._choose_best(ledger.steps_done)
                 self._versions = {ledger.steps_done: ledger.policy_version}
             await roles.trainers.load_state(checkpoint)
             await roles.buffer.read_state(checkpoint / "state")
@@ -170,6 +173,9 @@ class Journal:
             self._log.checkpoint(step, str(checkpoint))
             self._versions = {step: state["ledger"]["policy_version"]}
             self._rate(step)
+            # Written in the background, it may come after the evaluation of the next.
+            later = {at: metrics for at, metrics in self._evaluations.items() if at > step}
+            self._evaluations = later
 
     def _publish(self, folder: Path, step: int, state: dict[str, Any]) -> Path:
         whole = {**state, "identity": self._start.identity._asdict(), "format": FORMAT}
@@ -191,8 +197,8 @@ class Journal:
             return
         checkpoint = self._folder / f"step_{step}"
         try:
-            checkpoint_folder.rate(checkpoint, metrics)
-            best = checkpoint_folder.choose_best(self._folder, self._cfg.keep_best, step)
+            checkpoint_folder.rate(checkpoint, metrics, _kind_of_evaluation(self._cfg))
+            best = self._choose_best(step)
         except OSError as error:
             self._report(f"the evaluation of {checkpoint} could not be written: {error}", error)
         else:
@@ -200,7 +206,21 @@ class Journal:
                 value = metrics[self._cfg.keep_best]
                 self._log.note(f"step {step}: best checkpoint, {self._cfg.keep_best} {value:.3f}")
 
+    def _choose_best(self, last_step: int) -> Path | None:
+        assert self._cfg.keep_best, "no metric"
+        given = self._cfg.keep_best, last_step, _kind_of_evaluation(self._cfg)
+        return checkpoint_folder.choose_best(self._folder, *given)
+
     def _report(self, problem: str, error: OSError) -> None:
         if self._cfg.checkpoint_failure == "error":
             raise OSError(problem) from error
         self._log.note(problem)
+
+
+def _kind_of_evaluation(cfg: Settings) -> str:
+    """Return a hash of prompts and sampling, which a resume may change."""
+    given, temperature = cfg.eval, cfg.eval.temperature
+    if temperature is None:
+        temperature = cfg.generator.temperature
+    kind = OmegaConf.to_container(cfg.eval_dataset), given.samples_per_prompt, temperature
+    return hashlib.sha256(json.dumps(kind, sort_keys=True, default=str).encode()).hexdigest()

@@ -221,8 +221,11 @@ def last_attempt(output_dir: Path) -> int:
 
 def _copy_history(run: Path, folder: Path) -> None:
     """Copy a run's history from its start: receipts, earlier configs and code snapshots."""
+    if not (run / "receipts.jsonl").is_file():  # the checkpoint was copied elsewhere alone
+        return
     if (run / CODE).is_dir():
-        shutil.copytree(run / CODE, folder / CODE, dirs_exist_ok=True)
+        code = run / CODE, folder / CODE
+        shutil.copytree(*code, ignore_dangling_symlinks=True, dirs_exist_ok=True)
     # The end file first: the copied one may be older than the receipts, never newer.
     for path in (run / END_FILE, run / "receipts.jsonl", *run.glob("config_attempt_*.yaml")):
         if path.is_file():

@@ -242,7 +242,7 @@ class RunLog:
             none = "none, the run ended before the first one was saved"
             self.note(f"last checkpoint: {checkpoint or none}")
             if checkpoint:
-                self.note(f"to go on from it: {_resume_command()}")
+                self.note(f"to go on from it: {_resume_command(self._cfg)}")
 
     def _report(self) -> None:
         from grpo_tools.diagnose.rules import worst_of
@@ -312,10 +312,13 @@ def _named(step: int) -> Iterator[None]:
         raise OSError(f"metric_logger cannot log step {step}: {error}") from error
 
 
-def _resume_command() -> str:
-    """Return the command of this process as it was typed, with the override that resumes a run."""
+def _resume_command(cfg: Settings) -> str:
+    """Return the command of this process as it was typed, with the overrides that resume a run."""
     _, program, *words = sys.orig_argv
-    kept = [word for word in words if not word.lstrip("~").startswith("resume_from_checkpoint")]
+    replay = ("replay_events", "replay_until")  # the config may give them, too
+    set_anew = ("resume_from_checkpoint", *replay)
+    kept = [word for word in words if not word.lstrip("~").startswith(set_anew)]
+    kept += [f"{key}=null" for key in replay if getattr(cfg, key) is not None]
     typed = ["tune"] if Path(program).name == "tune" else ["python", program]
     return shlex.join([*typed, *kept, "resume_from_checkpoint=true"])
 

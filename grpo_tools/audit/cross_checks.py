@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from grpo_components.files import records_of
+from grpo_components.records.checkpoint_folder import saved_steps
 from grpo_components.state_files import read_state
 from grpo_components.trajectory import batch_hash
 from grpo_tools.audit.choices import Record
@@ -123,8 +124,10 @@ def check_one_run(receipts: Path, check: Check) -> None:
     # Read before the receipts: a run writes the record of a step before the step's checkpoint.
     latest = folder / "checkpoints" / "latest"
     target = os.readlink(latest) if latest.is_symlink() else None
-    states = sorted(folder.glob("checkpoints/step_*/state/driver.json"))
-    saved = {path.parents[1].name: json.loads(path.read_text()) for path in states}
+    states = (
+        path / "state" / "driver.json" for path in sorted(saved_steps(folder / "checkpoints"))
+    )
+    saved = {path.parents[1].name: json.loads(path.read_text()) for path in states if path.exists()}
     starts, steps, _ = read_receipts(receipts)
     if starts[0].get("run") is None:  # of a test
         return

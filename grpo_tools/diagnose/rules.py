@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from grpo_components.plain_text import one_line, shortened
+from grpo_components.records.checkpoint_folder import saved_steps
 from grpo_components.rollout.engine_use import NO_GROUP, NO_REWARD
 from grpo_tools.diagnose.evidence import FEWEST_OF_TREND, Run, read
 from grpo_tools.report.curves import values_of
@@ -346,7 +347,7 @@ def _memory_grows(run: Run) -> Finding | None:
 
 
 def _disk_too_small(run: Run) -> Finding | None:
-    folders = [path for path in run.folder.glob("checkpoints/step_*") if path.is_dir()]
+    folders = saved_steps(run.folder / "checkpoints")
     sizes = [sum(map(_bytes_of, each.rglob("*"))) for each in folders]
     saves = math.ceil(run.steps_left / run.setting("save_every_n_steps", math.inf))
     keep = run.setting("keep_last_n", saves + len(sizes))

@@ -68,7 +68,8 @@ def tiny_arguments(cfg: Settings) -> tuple[dict[str, dict[str, Any]], Prompts]:
         longest_prompt=max(dataset.max_prompt_length, held_out.max_prompt_length),
     )
     for own in (arguments["trainer"], arguments["generator"]):
-        for key in ("num_gpus", "meets", "min_living", "open_schedule", "counts_restarts", "env"):
+        of_spawn = "num_gpus", "meets", "restarts_alone", "min_living", "counts_restarts", "env"
+        for key in (*of_spawn, "open_schedule"):
             own.pop(key, None)
     return arguments, prompts
 

@@ -71,6 +71,11 @@ def test_a_resumed_run_is_one_run_and_receipts_alone_are_enough(folder, tmp_path
     assert not problem(tmp_path / "alone")
 
 
+def test_a_copy_under_a_name_of_its_own_is_none_of_the_runs_checkpoints(folder):
+    (folder / "checkpoints" / "step_2").rename(folder / "checkpoints" / "step_2_keep")
+    assert not problem(folder)
+
+
 def latest_is_of_a_superseded_step(folder):
     write_receipts(folder, start(0, 0, FIRST), *steps(0, 1, 2, 3, 4, 5), start(1, 4, SECOND))
     save(folder, 5, FIRST)

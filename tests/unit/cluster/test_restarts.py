@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from lib.role import AtOnce, StandInHost, stand_in_role
 from ray.exceptions import OutOfMemoryError
 
+from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.role import RestartBudget, role_failure
 from grpo_components.cluster.role_host import RoleHost
+from grpo_components.cluster.supervision import root_cause
 from grpo_components.errors import RoleFailedError
 
 
@@ -109,6 +111,21 @@ async def test_the_same_error_after_a_success_is_a_new_error():
     role, notes = broken_role()
     assert [await role.call("fail_once", n, timeout_s=9) for n in range(2)] == ["done"] * 2
     assert sum("restart" in line for line in notes) == 2
+
+
+@pytest.mark.anyio
+async def test_lost_data_ends_a_run_without_roles_that_restart_together(tmp_path):
+    """As one without a trainer, whose loops cannot begin again."""
+    (tmp_path / "logs").mkdir()
+    cluster, lost = Cluster(tmp_path, "WARNING", attempt=0), failure(kind="lost")
+    cluster._restart_together = lambda *_: pytest.fail("restarted")
+
+    async def loops():
+        raise lost
+
+    with pytest.raises(ExceptionGroup) as ended:
+        await cluster.supervise(loops, loops, loops)
+    assert root_cause(ended.value) is lost
 
 
 @pytest.mark.anyio

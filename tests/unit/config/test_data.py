@@ -21,6 +21,9 @@ MIXED = "grpo_components.data.prompt_mix.mixed_dataset"
 KEYS = ("dataset", "eval_dataset")
 BOTH = pytest.mark.parametrize("key", KEYS)
 MY_DATA = """
+from datetime import date
+import numpy as np
+
 class CharacterTokenizer:
     stop_tokens = [0]
 
@@ -129,6 +132,17 @@ def test_what_is_no_data_set_is_refused(data_cfg, key, kind):
     build_data(data_cfg)
     data_cfg[key].kind = kind
     assert refused_key(build_data, data_cfg) == key
+
+
+@pytest.mark.parametrize("value", ["date.today()", "[date.today()]", "np.array([{}])"])
+def test_a_column_that_no_checkpoint_can_store_is_refused_in_training_prompts_only(data_cfg, value):
+    for key in KEYS:
+        data_cfg[key] = {"_component_": "my_data.made", "kind": "Rows([P | {'when': np.ones(2)}])"}
+    data_cfg.eval_dataset.kind = f"Rows([P | {{'when': {value}}}])"
+    build_data(data_cfg)
+    data_cfg.dataset.kind = f"Rows([P, P | {{'prompt_index': 9, 'when': {value}}}])"
+    error = refusal_of(build_data, data_cfg)
+    assert error.key == "dataset" and "prompt_index 9: row.when" in error.problem
 
 
 WRONG = """

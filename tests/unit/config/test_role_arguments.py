@@ -103,6 +103,7 @@ def test_the_stand_ins_of_half_a_run_get_its_file(settings_with, arguments):
     roles = arguments(cfg)
     path = f"{cfg.output_dir}/trajectories.jsonl"
     assert roles["trainer"] == {"path": path, "logged_responses": cfg.group_size}
+    assert arguments(settings_with())["trainer"]["restarts_alone"] is False
     assert roles["generator"]["min_living"] == 2
     roles = arguments(settings_with(train_from="/a/trajectories.jsonl"))
     assert roles["generator"] == {"path": "/a/trajectories.jsonl", "min_living": 1}

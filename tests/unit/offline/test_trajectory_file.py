@@ -32,11 +32,11 @@ def make(group_id, logprobs, reward=1.0, mask=None):
     )
 
 
-def written(path, *batches):
+def written(path, *batches, first=0):
     writer = TrajectoryWriter(rank=0, path=str(path))
     return [
         writer.train_step(pack(batch), np.zeros(len(batch), np.float32), number)
-        for number, batch in enumerate(batches)
+        for number, batch in enumerate(batches, start=first)
     ]
 
 
@@ -89,12 +89,23 @@ def test_the_first_responses_return_the_known_logprobs_of_their_tokens(path):
     }
 
 
-def test_only_rank_0_writes_and_a_new_writer_empties_the_file(path):
-    written(path, [make(0, [-1.0])])
-    TrajectoryWriter(rank=1, path=str(path))
-    assert len(path.read_text().splitlines()) == 1
+def test_only_rank_0_writes(path):
+    TrajectoryWriter(rank=1, path=str(path)).train_step(pack([make(0, [-1.0])]), np.zeros(1), 0)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("torn", [0, 1, 9])
+def test_a_restarted_writer_keeps_earlier_steps_and_writes_a_repeated_one_once(path, torn):
+    groups = [[make(number, [-1.0])] * 2 for number in range(6)]
+    batches = [groups[at] + groups[at + 1] for at in (0, 2, 4)]
+    written(path, *batches)
+    whole = path.read_bytes()
+    path.unlink()
+    written(path, *batches[:2])  # it was killed before its second answer
+    path.write_bytes(path.read_bytes()[: -torn or None])
     written(path)
-    assert path.read_text() == ""
+    written(path, *batches[1:], first=1)
+    assert path.read_bytes() == whole
 
 
 @pytest.mark.parametrize("line", ["{", '{"prompt_index": 0, "prompt_ids": [1], "responses": []}'])

@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
+from unittest.mock import ANY, AsyncMock
 
 import numpy as np
 import pytest
@@ -29,16 +29,19 @@ from grpo_components.errors import ConfigError
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.records.checkpoint_folder import latest, point_latest
+from grpo_components.records.checkpoint_folder import earlier, latest, point_latest
 from grpo_components.records.journal import Journal
 from grpo_components.records.resume import damage
 from grpo_components.records.run_folder import new_identity
-from grpo_components.settings import Settings
+from grpo_components.settings import EvalSettings, Settings
 from grpo_components.state_files import read_state
 from grpo_components.training.checkpoint import TrainerState, save_hf_weights
 from grpo_components.trajectory import pack, summarize
 
 pytestmark = pytest.mark.anyio
+
+
+PROMPTS = OmegaConf.create({"_component_": "gsm8k", "source": "test.jsonl"})
 
 
 class Killed(BaseException):
@@ -159,6 +162,7 @@ class Run:
         )
         start = SimpleNamespace(identity=self.identity, checkpoint=checkpoint, attempt=0)
         cfg = {"output_dir": str(self.folder.parent), "async_checkpoint": False, "seed": 7}
+        cfg |= {"eval_dataset": PROMPTS, "eval": EvalSettings(temperature=1.0)}
         settings = Settings.model_construct(**cfg | options)
         receipts, self.options = None, options
         self.journal = Journal(settings, start, self.ledger, self.prompts, receipts, log)
@@ -297,6 +301,20 @@ async def test_the_last_n_are_kept_and_always_the_latest(tmp_path):
         assert latest(run.folder) == run.folder / f"step_{step}"
 
 
+async def test_only_folders_named_after_a_step_are_checkpoints_and_all_else_stays(tmp_path):
+    run = await Run(tmp_path, keep_last_n=1, keep_best=SUCCESS).stepped()
+    foreign = [".DS_Store", "step_1.tar", "step_1_keep", "step_3"]
+    shutil.copytree(run.folder / "step_1", run.folder / "step_1_keep")
+    (run.folder / "step_1_keep" / "evaluation.json").write_text(json.dumps(rating(1, 0.9)))
+    for name in (".DS_Store", "step_1.tar", "step_3", ".step_9.unfinished"):
+        (run.folder / name).touch()
+    await saved_and_rated(run, 0.5)
+    assert run.names == sorted(["best", "latest", "step_2", *foreign])
+    assert best_of(run) == "step_2" and earlier(run.folder / "step_2") == []
+    await saved_and_rated(run, 0.75)
+    assert best_of(run) == "step_3", "in place of the file"
+
+
 async def prepared(tmp_path):
     """A folder whose latest checkpoint is step 1, with a step 2 of a rolled-back attempt."""
     run = await Run(tmp_path).stepped()
@@ -427,9 +445,30 @@ async def test_the_best_checkpoint_is_kept(tmp_path, before):
     assert json.loads((run.folder / "best/evaluation.json").read_text()) == {
         "eval/policy_version": 2,
         SUCCESS: 0.75,
+        "kind": ANY,
     }
     assert await state_of(run.folder / "step_2", tmp_path) == 2
     assert any("step 2: best" in str(line) and "0.750" in line for line in run.shown)
+
+
+async def test_a_checkpoint_is_rated_even_if_the_next_evaluation_is_there_before_it(tmp_path):
+    run = Run(tmp_path, async_checkpoint=True, keep_last_n=1, keep_best=SUCCESS)
+    await run.step()
+    await run.save()
+    run.journal.add_evaluation(1, rating(1, 0.75))
+    run.journal.add_evaluation(2, rating(2, 0.25))
+    await run.stepped()
+    await run.journal.finish()
+    assert best_of(run) == "step_1" and run.names == ["best", "latest", "step_1", "step_2"]
+    assert (run.folder / "step_2/evaluation.json").exists()
+
+
+async def test_an_attempt_forgets_evaluations_of_the_one_before(tmp_path):
+    run = Run(tmp_path, keep_best=SUCCESS)
+    run.journal.add_evaluation(1, rating(1, 0.75))
+    await run.journal.restore(run.roles(), AsyncMock())
+    await run.stepped()
+    assert best_of(run) is None
 
 
 async def test_a_rolled_back_run_forgets_ratings_of_later_steps(tmp_path):
@@ -451,6 +490,27 @@ async def test_a_rolled_back_run_forgets_ratings_of_later_steps(tmp_path):
     await again.stepped()
     again.journal.add_evaluation(4, rating(5, 0.9))
     assert best_of(again) == "step_2" and not (again.folder / "step_4/evaluation.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "best"),
+    [
+        ({"eval": EvalSettings(temperature=1.0, prompts_logged=3)}, "step_1"),
+        ({"eval": EvalSettings(temperature=0.0)}, "step_2"),
+        ({"eval": EvalSettings(temperature=1.0, samples_per_prompt=4)}, "step_2"),
+        ({"eval_dataset": OmegaConf.merge(PROMPTS, {"source": "hard.jsonl"})}, "step_2"),
+    ],
+)
+async def test_the_best_is_chosen_among_evaluations_of_the_same_prompts_and_sampling(
+    tmp_path, change, best
+):
+    first = Run(tmp_path, keep_best=SUCCESS)
+    await saved_and_rated(first, 0.75, 0.5)
+    again = Run(tmp_path, keep_best=SUCCESS, **change)
+    await again.restore(first.folder / "step_2")
+    again.journal.add_evaluation(2, rating(2, 0.25))
+    await saved_and_rated(again, 0.125)
+    assert best_of(again) == best
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,23 @@ def test_a_run_can_resume_in_another_folder_with_what_the_audit_needs_of_it(run,
     assert read_end(other / "receipts.jsonl").records == records + 1
 
 
+def test_a_copied_checkpoint_brings_nothing_that_lies_around_it(run, tmp_path):
+    shutil.copytree(run / "checkpoints/step_4", copied := tmp_path / "kept" / "step_4")
+    for name in ("code/mine.py", "config.yaml", "config_attempt_7.yaml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("seed: 5\n")
+    run_start, ledger, _ = begin(config(tmp_path / "new", str(copied)))
+    assert (run_start.attempt, ledger.steps_done) == (0, 4)
+    assert {path.name for path in files_of(tmp_path / "new")} == {"config.yaml", LOCK}
+
+
+def test_a_dead_link_in_the_code_of_a_run_does_not_keep_another_from_starting(run, tmp_path):
+    (run / "code").mkdir()
+    (run / "code" / "my_grpo.py").symlink_to("/nowhere")
+    begin(config(tmp_path / "new", str(run / "checkpoints/step_4")))
+    assert last_attempt(tmp_path / "new") == 0
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_missing_records_are_still_noticed_after_the_run_resumed(run, tmp_path, elsewhere):
     """The next record is chained to the missing one."""

@@ -38,10 +38,10 @@ def make(tmp_path, clock):
     """A run's log over `tmp_path`, and the logger that it feeds."""
     with contextlib.ExitStack() as logs:
 
-        def make(num_steps=30, attempt=0, resumable=False, events=None):
+        def make(num_steps=30, attempt=0, resumable=False, events=None, **keys):
             logger, sizes = MagicMock(), {"num_steps": num_steps, "log_every_n_steps": 1}
             cfg = Settings.model_construct(
-                output_dir=str(tmp_path), eval_only=not resumable, **sizes
+                output_dir=str(tmp_path), eval_only=not resumable, **sizes, **keys
             )
             log = RunLog(cfg, logger, events or EventOrder(attempt))
             logs.callback(log.close)
@@ -346,6 +346,19 @@ def test_a_run_that_ends_early_tells_its_last_checkpoint_and_how_to_go_on(
     assert last.endswith(str(tmp_path / "checkpoints" / "step_4"))
     words = shlex.split(command.partition("to go on from it: ")[2])
     assert words == ["tune", *typed, "resume_from_checkpoint=true"]
+
+
+def test_a_replay_goes_on_as_a_run_of_its_own(make, tmp_path, capsys, monkeypatch):
+    """A resume refuses `replay_events`, whether it was typed or is in the config."""
+    typed = ["/usr/bin/python", "/env/bin/tune", "run", "my_grpo.py", "replay_events=/runs/a"]
+    monkeypatch.setattr(sys, "orig_argv", [*typed, "replay_until=3"])
+    (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest").symlink_to("step_4")
+    log, _ = make(resumable=True, replay_events="/runs/a", replay_until=3)
+    close_during(log, KeyboardInterrupt())
+    words = shlex.split(capsys.readouterr().out.partition("to go on from it: ")[2])
+    live = ["replay_events=null", "replay_until=null"]
+    assert words == ["tune", "run", "my_grpo.py", *live, "resume_from_checkpoint=true"]
 
 
 @pytest.mark.parametrize(
