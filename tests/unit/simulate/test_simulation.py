@@ -239,6 +239,13 @@ def test_a_wrong_setting_is_one_line(folder, capsys, arguments, key):
     assert f": {key}: " in shown.err
 
 
+def test_a_resumed_run_is_refused(folder, capsys):
+    with (folder / "receipts.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "start", "attempt": 1, "time": 9.0}) + "\n")
+    assert main([str(folder)]) == 2
+    assert "the run resumed; a simulation needs an undisturbed" in capsys.readouterr().err
+
+
 def test_files_that_do_not_suffice_are_one_line(folder, capsys, tmp_path):
     def problem(folder):
         assert main([str(folder)]) == 2
