@@ -308,7 +308,10 @@ def _someone_waits(run: Run) -> Finding | None:
     change = (1 - slow - idle) / (run.share_of_time("trainer_", "train_step") or 1)  # of the split
     fits = change * numbers[0] / numbers[1]
     advice = f"{fits:.1f} generators for each trainer, now {numbers[0]}:{numbers[1]}"
-    if run.setting("device") != "cpu":
+    sizes = (
+        run.setting(key, 1) for key in ("generator.tensor_parallel_size", "tensor_parallel_dim")
+    )
+    if run.setting("device") != "cpu" and max(sizes) == 1:  # else --gpus is refused
         advice += f"; grpo simulate {run.folder} --gpus {max(4, sum(numbers))}"
     if waits >= 0.7 and slow + idle < 0.4 and change > 1.5 and not in_turns:
         return Finding(45, "the trainer waits", figure, "too few generators", advice)

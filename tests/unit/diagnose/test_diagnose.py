@@ -263,6 +263,9 @@ def test_idle_generators_get_a_split_to_try_if_it_is_another_one(write, tmp_path
     folder = write({"time/wait_for_batch": 0.05}, seconds=idle)
     (folder / "config.yaml").write_text(f"{CONFIG}device: cpu\nnum_trainers: 2\n")
     assert found(folder)[0].endswith("Try: 0.1 generators for each trainer, now 1:2")
+    for parallel in ("generator: {tensor_parallel_size: 2}", "tensor_parallel_dim: 2"):
+        (folder / "config.yaml").write_text(f"{CONFIG}{parallel}\n")
+        assert found(folder)[0].endswith(", now 1:1"), "grpo simulate refuses --gpus"
 
 
 def test_failing_samples_are_named_by_their_most_frequent_error(write, tmp_path):

@@ -142,6 +142,15 @@ def test_the_advised_split_gives_the_slow_half_more_gpus():
         advise(setup, 1, lambda each: simulate(each, times, lengths()))
 
 
+@pytest.mark.parametrize("side", ["generators", "trainers"])
+def test_no_split_is_advised_for_a_role_of_several_gpus(side):
+    parallel = {"num_trainers": 2, "tensor_parallel_dim": 2, "group_size": 4}
+    if side == "generators":
+        parallel = {"generator": {**config()["generator"], "tensor_parallel_size": 2}}
+    with pytest.raises(ValueError, match=r"^--gpus: 8 given, .* without tensor parallelism"):
+        advise(job(**parallel), 8, lambda each: simulate(each, TIMES, lengths()))
+
+
 @pytest.fixture
 def folder(tmp_path):
     run = simulate(job(**RECORDED), FITTED, lengths(seed=3), seed=3)
