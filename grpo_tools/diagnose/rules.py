@@ -269,13 +269,12 @@ def _clipped(run: Run) -> Finding | None:
 def _groups_dropped(run: Run) -> Finding | None:
     lengths = run.history.lengths
     dropped = {drop["group_id"]: drop["reason"] for drop in run.history.drops}
-    lost = [g for g in lengths if dropped.get(g, "filtered") != "filtered"]  # others on purpose
+    lost = [group for group in lengths if dropped.get(group) == "stale"]  # others: other causes
     kept = lengths.keys() - dropped.keys()
     longer, noise = _longer(run, lost, kept)
     if math.isnan(longer) or len(lost) < 0.02 * len(kept):
         return None
-    why = ", ".join(f"{n} {reason}" for reason, n in Counter(map(dropped.get, lost)).items())
-    figure = f"{why} ({len(lost) / len(lengths):.0%}), {longer:+.3g} tokens a response"
+    figure = f"{len(lost)} stale ({len(lost) / len(lengths):.0%}), {longer:+.3g} tokens a response"
     biased = longer > 4 * noise
     what = f"{'long responses' if biased else 'many groups'} are dropped"
     ways = "stale_groups=wait", "stale_tokens=mask", "a larger max_staleness"

@@ -333,6 +333,12 @@ def test_drops_that_prefer_long_responses(write):
     assert line.startswith("long responses are dropped: 15 stale (20%), +20 tokens")
 
 
+def test_staleness_is_not_blamed_for_groups_that_failed(write):
+    events = [each for n in range(75) for each in generated(n, 30 - n // 15, stale=n < 15)]
+    failed = [each | {"reason": "failed"} for each in events]
+    assert found(write(events=events)) and found(write(events=failed)) == []
+
+
 def test_memory_that_grows_and_a_disk_that_is_too_small(write, monkeypatch):
     folder = write()
     write_rows(folder / "receipts.jsonl", START | {"num_steps": 1000})
