@@ -196,7 +196,7 @@ def _groups_equal(run: Run) -> Finding | None:
     )
     trend = run.trend(_REWARD)
     moves = abs(trend.sigmas) > 3 and abs(trend.after - trend.before) > 0.05 * abs(trend.before)
-    if not share >= 0.6 or moves:
+    if not share >= 0.6 or moves or run.setting("teacher"):  # which trains equal groups too
         return None
     constant = share == 1 and right in (0, 1)
     right = min(share, max(0.0, right - (1 - share) / 2))  # half of the mixed groups are right

@@ -187,6 +187,14 @@ def test_a_reward_that_gives_all_responses_the_same_is_looked_at_first(write, ra
     assert line.endswith("er prompts"), "of groups that are all equal, none is left to choose"
 
 
+def test_a_flat_reward_is_no_fault_of_a_run_that_learns_from_a_teacher(write):
+    constant = {"rollout/reward_mean": 0, "rollout/success_rate": 0}
+    folder = write({**constant, "rollout/zero_variance_fraction": 1})
+    assert any("the reward is flat" in line for line in found(folder))
+    (folder / "config.yaml").write_text(f"{CONFIG}teacher: {{path: /models/a}}\n")
+    assert not any("the reward is flat" in line for line in found(folder))
+
+
 def test_what_is_cut_off_needs_more_tokens_and_no_other_prompts(write):
     flat = {**FLAT, "rollout/zero_variance_fraction": 0.9, "rollout/cut_off_fraction": 0.9}
     (line,) = [each for each in found(write(flat)) if each.startswith("the reward is flat")]
