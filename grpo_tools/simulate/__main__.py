@@ -41,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         setup = changed(run.setup, options.overrides)
         if setup.num_steps < 2 * WARM_UP_STEPS:
             fail("num_steps", f"{setup.num_steps} given", f"{2 * WARM_UP_STEPS} or more")
+        given, cut = (each.generator.max_response_tokens for each in (setup, run.setup))
+        if given > cut and any(cut in group for group in run.groups):
+            problem = f"{given} given, and how long the responses cut off at {cut} were is unknown"
+            fail("generator.max_response_tokens", problem, f"at most {cut}")
 
         def predict(setup: Settings) -> Prediction:
             lengths = Lengths(run.groups, setup.generator.max_response_tokens, options.seed)

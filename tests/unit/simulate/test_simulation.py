@@ -255,6 +255,16 @@ def test_a_resumed_run_is_refused(folder, capsys):
     assert "the run resumed; a simulation needs an undisturbed" in capsys.readouterr().err
 
 
+def test_no_longer_responses_are_predicted_from_those_that_were_cut_off(folder, capsys):
+    limit = "generator.max_response_tokens"
+    assert main([str(folder), f"{limit}=120"]) == 0
+    cut = {**config()["generator"], "max_response_tokens": max(map(max, RAGGED))}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config(**RECORDED, generator=cut)))
+    assert main([str(folder), f"{limit}=30"]) == 0
+    assert main([str(folder), f"{limit}=41"]) == 2
+    assert f": {limit}: 41 given, and " in capsys.readouterr().err
+
+
 def test_files_that_do_not_suffice_are_one_line(folder, capsys, tmp_path):
     def problem(folder):
         assert main([str(folder)]) == 2
