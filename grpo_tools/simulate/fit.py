@@ -94,7 +94,7 @@ SIMULATED = (
     *("generator.max_response_tokens", "generator.max_num_seqs"),
 )
 """Keys of a config that decide how a run's roles work together."""
-_NOT_SIMULATED = ("colocate", "teacher", "replay_generation")
+_NOT_SIMULATED = ("colocate", "teacher", "replay_generation", "train_from", "rollout_only")
 
 
 @dataclass(frozen=True)

@@ -286,6 +286,8 @@ def test_files_that_do_not_suffice_are_one_line(folder, capsys, tmp_path):
         {"colocate": True},
         {"teacher": {"path": "/models/a"}},
         {"replay_generation": {"share": 0.5}, "max_staleness": 2, "groups_per_step": 4},
+        {"train_from": "/run/trajectories.jsonl"},
+        {"rollout_only": True},
     ],
 )
 def test_a_run_with_what_is_not_simulated_is_refused(change):
