@@ -269,7 +269,7 @@ def _clipped(run: Run) -> Finding | None:
 def _groups_dropped(run: Run) -> Finding | None:
     lengths = run.history.lengths
     dropped = {drop["group_id"]: drop["reason"] for drop in run.history.drops}
-    lost = [group for group in lengths if dropped.get(group) == "stale"]  # others: other causes
+    lost = [group for group in lengths if dropped.get(group) == "stale"]
     kept = lengths.keys() - dropped.keys()
     longer, noise = _longer(run, lost, kept)
     if math.isnan(longer) or len(lost) < 0.02 * len(kept):
@@ -307,10 +307,8 @@ def _someone_waits(run: Run) -> Finding | None:
     change = (1 - slow - idle) / (run.share_of_time("trainer_", "train_step") or 1)  # of the split
     fits = change * numbers[0] / numbers[1]
     advice = f"{fits:.1f} generators for each trainer, now {numbers[0]}:{numbers[1]}"
-    sizes = (
-        run.setting(key, 1) for key in ("generator.tensor_parallel_size", "tensor_parallel_dim")
-    )
-    if run.setting("device") != "cpu" and max(sizes) == 1:  # else --gpus is refused
+    keys = "generator.tensor_parallel_size", "tensor_parallel_dim"  # above 1, --gpus is refused
+    if run.setting("device") != "cpu" and max(run.setting(key, 1) for key in keys) == 1:
         advice += f"; grpo simulate {run.folder} --gpus {max(4, sum(numbers))}"
     if waits >= 0.7 and slow + idle < 0.4 and change > 1.5 and not in_turns:
         return Finding(45, "the trainer waits", figure, "too few generators", advice)

@@ -72,7 +72,7 @@ def advise(
     first several at a time, for as long as that shortens the step.
     """
     if max(setup.generator.tensor_parallel_size, setup.tensor_parallel_dim) > 1:
-        fail("--gpus", f"{gpus} given, and roles share tensors", "a run without tensor parallelism")
+        fail("--gpus", f"{gpus} given for roles with tensor parallelism", "a run without it")
     kinds = 3 if setup.num_references else 2
     if gpus < kinds:
         roles = "generators and trainers" if kinds == 2 else "generators, trainers and references"
