@@ -197,7 +197,7 @@ def _groups_equal(run: Run) -> Finding | None:
     )
     trend = run.trend(_REWARD)
     moves = abs(trend.sigmas) > 3 and abs(trend.after - trend.before) > 0.05 * abs(trend.before)
-    if not share >= 0.6 or moves:
+    if not share >= 0.6 or moves or run.setting("teacher"):  # which trains equal groups too
         return None
     constant = share == 1 and right in (0, 1)
     right = min(share, max(0.0, right - (1 - share) / 2))  # half of the mixed groups are right
@@ -270,13 +270,12 @@ def _clipped(run: Run) -> Finding | None:
 def _groups_dropped(run: Run) -> Finding | None:
     lengths = run.history.lengths
     dropped = {drop["group_id"]: drop["reason"] for drop in run.history.drops}
-    lost = [g for g in lengths if dropped.get(g, "filtered") != "filtered"]  # others on purpose
+    lost = [group for group in lengths if dropped.get(group) == "stale"]
     kept = lengths.keys() - dropped.keys()
     longer, noise = _longer(run, lost, kept)
     if math.isnan(longer) or len(lost) < 0.02 * len(kept):
         return None
-    why = ", ".join(f"{n} {reason}" for reason, n in Counter(map(dropped.get, lost)).items())
-    figure = f"{why} ({len(lost) / len(lengths):.0%}), {longer:+.3g} tokens a response"
+    figure = f"{len(lost)} stale ({len(lost) / len(lengths):.0%}), {longer:+.3g} tokens a response"
     biased = longer > 4 * noise
     what = f"{'long responses' if biased else 'many groups'} are dropped"
     ways = "stale_groups=wait", "stale_tokens=mask", "a larger max_staleness"
@@ -309,7 +308,8 @@ def _someone_waits(run: Run) -> Finding | None:
     change = (1 - slow - idle) / (run.share_of_time("trainer_", "train_step") or 1)  # of the split
     fits = change * numbers[0] / numbers[1]
     advice = f"{fits:.1f} generators for each trainer, now {numbers[0]}:{numbers[1]}"
-    if run.setting("device") != "cpu":
+    keys = "generator.tensor_parallel_size", "tensor_parallel_dim"  # above 1, --gpus is refused
+    if run.setting("device") != "cpu" and max(run.setting(key, 1) for key in keys) == 1:
         advice += f"; grpo simulate {run.folder} --gpus {max(4, sum(numbers))}"
     if waits >= 0.7 and slow + idle < 0.4 and change > 1.5 and not in_turns:
         return Finding(45, "the trainer waits", figure, "too few generators", advice)

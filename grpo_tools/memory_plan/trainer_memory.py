@@ -247,7 +247,8 @@ def host_bytes(cfg: Settings, sizes: ModelSizes) -> dict[str, int]:
     host = {"push": 3 * bucket if cfg.push == "delta" else bucket}
     if cfg.async_checkpoint:
         moments = 3 * 4 * sizes.trained  # float32 weights and two moments
-        host["checkpoint"] = moments // cfg.num_trainers
+        shards = cfg.num_trainers // cfg.data_parallel_replicate_dim  # tensor-parallel ones too
+        host["checkpoint"] = moments // shards
     return host
 
 

@@ -41,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         setup = changed(run.setup, options.overrides)
         if setup.num_steps < 2 * WARM_UP_STEPS:
             fail("num_steps", f"{setup.num_steps} given", f"{2 * WARM_UP_STEPS} or more")
+        given, cut = (each.generator.max_response_tokens for each in (setup, run.setup))
+        if given > cut and any(cut in group for group in run.groups):
+            problem = f"{given} given, and how long the responses cut off at {cut} were is unknown"
+            fail("generator.max_response_tokens", problem, f"at most {cut}")
 
         def predict(setup: Settings) -> Prediction:
             lengths = Lengths(run.groups, setup.generator.max_response_tokens, options.seed)
@@ -67,6 +71,8 @@ def advise(
     Each role has a GPU of its own. From an equal split, GPUs move from one kind of role to another,
     first several at a time, for as long as that shortens the step.
     """
+    if max(setup.generator.tensor_parallel_size, setup.tensor_parallel_dim) > 1:
+        fail("--gpus", f"{gpus} given for roles with tensor parallelism", "a run without it")
     kinds = 3 if setup.num_references else 2
     if gpus < kinds:
         roles = "generators and trainers" if kinds == 2 else "generators, trainers and references"

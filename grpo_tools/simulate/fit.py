@@ -94,7 +94,7 @@ SIMULATED = (
     *("generator.max_response_tokens", "generator.max_num_seqs"),
 )
 """Keys of a config that decide how a run's roles work together."""
-_NOT_SIMULATED = ("colocate", "teacher", "replay_generation")
+_NOT_SIMULATED = ("colocate", "teacher", "replay_generation", "train_from", "rollout_only")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Recorded:
     filtered: float
     """Share of the generated groups that dynamic sampling discarded."""
     step_s: float
-    """Mean seconds from the end of a step to the end of the next, without evaluations and saves."""
+    """Mean seconds from the end of a step to the end of the next, with saves, not evaluations."""
     staleness_mean: float
     staleness_max: int
     dropped: Counter[str]
@@ -141,8 +141,10 @@ def fit(folder: Path) -> Recorded:
         events[event["event"]].append(event)
     records = records_of(folder / "logs" / "metrics.jsonl")
     steps = [each for each in records if each["step"] > WARM_UP_STEPS]
-    if events["restart"] or events["rollback"]:
-        raise ValueError("a role was restarted; a simulation needs an undisturbed run")
+    # After a second start, the pause would count as a step, and heartbeats lack the time before.
+    if events["restart"] or events["rollback"] or len(events["start"]) > 1:
+        why = "a role was restarted or the run resumed"
+        raise ValueError(f"{why}; a simulation needs an undisturbed run")
     if len(steps) < WARM_UP_STEPS:
         raise ValueError(f"{2 * WARM_UP_STEPS} steps or more are needed")
     beats = records_of(folder / "logs" / "heartbeats.jsonl")
@@ -165,7 +167,7 @@ def fit(folder: Path) -> Recorded:
 
 
 def _step_s(steps: Sequence[Record], events: Mapping[str, Sequence[Record]]) -> float:
-    """Return the mean seconds of the steps that no evaluation and no save delayed."""
+    """Return the mean seconds of the steps that no evaluation delayed; a save may have."""
     ends = {event["step"]: event["time"] for event in events["step"]}
     evaluated = {event["step"] for event in events["evaluate"]}
     last = [each["step"] - 1 for each in steps]

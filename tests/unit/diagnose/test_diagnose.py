@@ -187,6 +187,14 @@ def test_a_reward_that_gives_all_responses_the_same_is_looked_at_first(write, ra
     assert line.endswith("er prompts"), "of groups that are all equal, none is left to choose"
 
 
+def test_a_flat_reward_is_no_fault_of_a_run_that_learns_from_a_teacher(write):
+    constant = {"rollout/reward_mean": 0, "rollout/success_rate": 0}
+    folder = write({**constant, "rollout/zero_variance_fraction": 1})
+    assert any("the reward is flat" in line for line in found(folder))
+    (folder / "config.yaml").write_text(f"{CONFIG}teacher: {{path: /models/a}}\n")
+    assert not any("the reward is flat" in line for line in found(folder))
+
+
 def test_what_is_cut_off_needs_more_tokens_and_no_other_prompts(write):
     flat = {**FLAT, "rollout/zero_variance_fraction": 0.9, "rollout/cut_off_fraction": 0.9}
     (line,) = [each for each in found(write(flat)) if each.startswith("the reward is flat")]
@@ -263,6 +271,9 @@ def test_idle_generators_get_a_split_to_try_if_it_is_another_one(write, tmp_path
     folder = write({"time/wait_for_batch": 0.05}, seconds=idle)
     (folder / "config.yaml").write_text(f"{CONFIG}device: cpu\nnum_trainers: 2\n")
     assert found(folder)[0].endswith("Try: 0.1 generators for each trainer, now 1:2")
+    for parallel in ("generator: {tensor_parallel_size: 2}", "tensor_parallel_dim: 2"):
+        (folder / "config.yaml").write_text(f"{CONFIG}{parallel}\n")
+        assert found(folder)[0].endswith(", now 1:1"), "grpo simulate refuses --gpus"
 
 
 def test_failing_samples_are_named_by_their_most_frequent_error(write, tmp_path):
@@ -328,6 +339,12 @@ def test_drops_that_prefer_long_responses(write):
     events += [each for n in range(60, 75) for each in generated(n, 30 + n % 3, stale=True)]
     (line,) = found(write(events=events))
     assert line.startswith("long responses are dropped: 15 stale (20%), +20 tokens")
+
+
+def test_staleness_is_not_blamed_for_groups_that_failed(write):
+    events = [each for n in range(75) for each in generated(n, 30 - n // 15, stale=n < 15)]
+    failed = [each | {"reason": "failed"} for each in events]
+    assert found(write(events=events)) and found(write(events=failed)) == []
 
 
 def test_memory_that_grows_and_a_disk_that_is_too_small(write, monkeypatch):

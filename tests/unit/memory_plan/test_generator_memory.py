@@ -77,6 +77,13 @@ def test_with_deltas_every_generator_holds_a_copy_and_every_rank_its_share_thric
     assert (whole[2], delta[2]) == ((3, 3 * SNAPSHOT), (5, 5 * SNAPSHOT))
 
 
+def test_each_replica_of_the_shards_copies_the_whole_state_for_a_checkpoint():
+    for tensor, replicas, shards in ((1, 1, 8), (1, 2, 4), (2, 2, 4), (2, 4, 2)):
+        ranks = {"num_trainers": 8, "tensor_parallel_dim": tensor}
+        ranks |= {"data_parallel_replicate_dim": replicas, "async_checkpoint": True}
+        assert host_bytes(settings(**ranks), SIZES)["checkpoint"] == 12 * SIZES.trained // shards
+
+
 def test_pushes_must_fit_what_ray_takes_for_its_object_store_by_default():
     large = replace(SIZES, units=[5 * unit for unit in SIZES.units])
     assert not [*_store_problem(settings(), SIZES)]

@@ -142,6 +142,15 @@ def test_the_advised_split_gives_the_slow_half_more_gpus():
         advise(setup, 1, lambda each: simulate(each, times, lengths()))
 
 
+@pytest.mark.parametrize("side", ["generators", "trainers"])
+def test_no_split_is_advised_for_a_role_of_several_gpus(side):
+    parallel = {"num_trainers": 2, "tensor_parallel_dim": 2, "group_size": 4}
+    if side == "generators":
+        parallel = {"generator": {**config()["generator"], "tensor_parallel_size": 2}}
+    with pytest.raises(ValueError, match=r"^--gpus: 8 given for roles with tensor parallel"):
+        advise(job(**parallel), 8, lambda each: simulate(each, TIMES, lengths()))
+
+
 @pytest.fixture
 def folder(tmp_path):
     run = simulate(job(**RECORDED), FITTED, lengths(seed=3), seed=3)
@@ -239,6 +248,23 @@ def test_a_wrong_setting_is_one_line(folder, capsys, arguments, key):
     assert f": {key}: " in shown.err
 
 
+def test_a_resumed_run_is_refused(folder, capsys):
+    with (folder / "receipts.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "start", "attempt": 1, "time": 9.0}) + "\n")
+    assert main([str(folder)]) == 2
+    assert "the run resumed; a simulation needs an undisturbed" in capsys.readouterr().err
+
+
+def test_no_longer_responses_are_predicted_from_those_that_were_cut_off(folder, capsys):
+    limit = "generator.max_response_tokens"
+    assert main([str(folder), f"{limit}=120"]) == 0
+    cut = {**config()["generator"], "max_response_tokens": max(map(max, RAGGED))}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config(**RECORDED, generator=cut)))
+    assert main([str(folder), f"{limit}=30"]) == 0
+    assert main([str(folder), f"{limit}=41"]) == 2
+    assert f": {limit}: 41 given, and " in capsys.readouterr().err
+
+
 def test_files_that_do_not_suffice_are_one_line(folder, capsys, tmp_path):
     def problem(folder):
         assert main([str(folder)]) == 2
@@ -260,6 +286,8 @@ def test_files_that_do_not_suffice_are_one_line(folder, capsys, tmp_path):
         {"colocate": True},
         {"teacher": {"path": "/models/a"}},
         {"replay_generation": {"share": 0.5}, "max_staleness": 2, "groups_per_step": 4},
+        {"train_from": "/run/trajectories.jsonl"},
+        {"rollout_only": True},
     ],
 )
 def test_a_run_with_what_is_not_simulated_is_refused(change):
