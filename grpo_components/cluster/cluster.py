@@ -286,7 +286,15 @@ class Cluster:
     async def close_roles(self, timeout_s: float) -> None:
         """Let every role stop its child processes, at the normal end of a run."""
         self._phase("closing roles")
-        await apart(_all(role.close(timeout_s) for role in self.roles))
+        await apart(_all(self._close(role, timeout_s) for role in self.roles))
+
+    async def _close(self, role: Role, timeout_s: float) -> None:
+        try:
+            await role.close(timeout_s)
+        except RoleFailedError as failure:
+            if not role.restarts_alone:  # a trainer's close may write a profile
+                raise
+            self.note(f"{role.name} {failure.what}; the run is complete")
 
     def stop(self) -> None:
         """Kill every process of the run, whatever its state, and remove its temporary files."""

@@ -390,6 +390,22 @@ async def test_a_role_that_dies_while_others_restart_comes_back_with_a_line(
     assert buffer.process.pid != began_again[0]
 
 
+async def test_a_complete_run_ends_well_although_a_role_died_but_not_without_its_trainers(
+    cluster, notes
+):
+    """The restart may be under way when the last step ends; a trainer's close writes a profile."""
+    cluster.roles.clear()
+    role, _ = await spawn(cluster, "last_died", "last_lives")
+    role.process.kill()
+    await cluster.close_roles(30)
+    (line,) = notes
+    assert line.startswith("last_died died") and line.endswith("the run is complete")
+    rank = await spawn(cluster, "last_rank", restarts_alone=False)
+    rank.process.kill()
+    with pytest.raises(ExceptionGroup):
+        await cluster.close_roles(30)
+
+
 async def test_ctrl_c_ends_the_run_even_if_a_role_dies_at_the_same_moment(cluster, budget, notes):
     """A closed terminal ends them together; the run must not begin to restart them."""
     cluster.roles.clear()
