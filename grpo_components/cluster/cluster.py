@@ -44,6 +44,7 @@ class Cluster:
         note: Callable[[str], None] = _LOG.warning,
         phase: Callable[[str], None] = _LOG.info,
         events: EventOrder | None = None,
+        steps_done: Callable[[], int] = lambda: 0,
         address: str | None = None,
         object_store_memory: int | None = None,
     ) -> None:
@@ -51,12 +52,12 @@ class Cluster:
         self._log_level, self._attempt = log_level, attempt
         self._budget = budget or RestartBudget(0, math.inf)
         self._heartbeat_s, self._events = heartbeat_s, events or EventOrder()
-        self.note, self._phase = note, phase
+        self.note, self._phase, self._steps_done = note, phase, steps_done
         self._names: dict[str, str] = {}
         self._recover: Callable[[str], Awaitable[None]] | None = None
         self._starting: list[Role] = []
-        self._last_failure = ""
-        """Why the trainers were restarted last."""
+        self._last_failure = "", 0
+        """Why the trainers were restarted last, and how many steps were done then."""
         self.roles: list[Role] = []
         self._rendezvous: dict[str, Any] = {}
         """Family of roles -> reference to the address where its processes find each other."""
@@ -243,7 +244,10 @@ class Cluster:
         if rollback:
             how += f" from the last checkpoint, as attempt {attempt}"
         while True:
-            repeated, self._last_failure = self._last_failure == failure.what, failure.what
+            (what, step), done = self._last_failure, self._steps_done()
+            self._last_failure = failure.what, done
+            # An error of the code or the data comes back at the same step, at the latest.
+            repeated = what == failure.what and done <= step
             no_room = self._why_no_room()
             pause_s = self._budget.spend(failure, repeated=repeated, no_room=no_room)
             self._attempt = attempt
@@ -335,6 +339,7 @@ def build_cluster(
         note=note,
         phase=phase,
         events=ledger.events,
+        steps_done=lambda: ledger.steps_done,
         address=cfg.ray.address,
         object_store_memory=cfg.object_store_memory,
     )

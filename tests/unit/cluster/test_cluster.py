@@ -390,6 +390,23 @@ async def test_a_role_that_dies_while_others_restart_comes_back_with_a_line(
     assert buffer.process.pid != began_again[0]
 
 
+async def test_the_same_error_of_a_rank_ends_the_run_unless_a_later_step_was_done(
+    cluster, budget, notes, monkeypatch
+):
+    cluster.roles.clear()
+    budget.allow(9)
+    rank = await spawn(cluster, "rank_in_error", restarts_alone=False)
+    steps = iter([3, 4, 4])
+    monkeypatch.setattr(cluster, "_steps_done", lambda: next(steps))
+
+    async def begin_again():
+        pass
+
+    with pytest.raises(RoleFailedError, match="KeyError: 'no such thing'; failed the same way"):
+        await cluster.supervise(partial(rank.call, "fail", timeout_s=30), begin_again, no_recovery)
+    assert sum("restarting all trainers" in line for line in notes) == 2
+
+
 async def test_a_complete_run_ends_well_although_a_role_died_but_not_without_its_trainers(
     cluster, notes
 ):
