@@ -65,7 +65,8 @@ class Cluster:
         """Role that shares its GPUs with another role -> reference to these GPUs."""
         folder, store = output_dir.absolute(), object_store_memory
         self.ray = RayCluster(folder, log_level, note, address, store)
-        self._start_phase = "joining the Ray cluster" if address else "starting Ray"
+        self._joined = address is not None
+        self._start_phase = "joining the Ray cluster" if self._joined else "starting Ray"
         self.scratch = self.ray.scratch
         """Folder for temporary files, on every node; removed at the end."""
 
@@ -143,7 +144,9 @@ class Cluster:
 
     def _gpus_of(self, name: str) -> Any:
         """Return a reference to the GPUs that Ray gave a role."""
-        if name not in self._gpus:
+        # A cluster's trainers may move to another node. On one machine new trainers may only swap
+        # GPUs, and the other generators stay where they are.
+        if self._joined or name not in self._gpus:
             host = next(role.process.host for role in self.roles if role.name == name)
             self._gpus[name] = host.gpus.remote()
         return self._gpus[name]
