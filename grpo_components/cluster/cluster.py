@@ -44,6 +44,7 @@ class Cluster:
         note: Callable[[str], None] = _LOG.warning,
         phase: Callable[[str], None] = _LOG.info,
         events: EventOrder | None = None,
+        steps_done: Callable[[], int] = lambda: 0,
         address: str | None = None,
         object_store_memory: int | None = None,
     ) -> None:
@@ -51,12 +52,12 @@ class Cluster:
         self._log_level, self._attempt = log_level, attempt
         self._budget = budget or RestartBudget(0, math.inf)
         self._heartbeat_s, self._events = heartbeat_s, events or EventOrder()
-        self.note, self._phase = note, phase
+        self.note, self._phase, self._steps_done = note, phase, steps_done
         self._names: dict[str, str] = {}
         self._recover: Callable[[str], Awaitable[None]] | None = None
         self._starting: list[Role] = []
-        self._last_failure = ""
-        """Why the trainers were restarted last."""
+        self._last_failure = "", 0
+        """Why the trainers were restarted last, and how many steps were done then."""
         self.roles: list[Role] = []
         self._rendezvous: dict[str, Any] = {}
         """Family of roles -> reference to the address where its processes find each other."""
@@ -64,7 +65,8 @@ class Cluster:
         """Role that shares its GPUs with another role -> reference to these GPUs."""
         folder, store = output_dir.absolute(), object_store_memory
         self.ray = RayCluster(folder, log_level, note, address, store)
-        self._start_phase = "joining the Ray cluster" if address else "starting Ray"
+        self._joined = address is not None
+        self._start_phase = "joining the Ray cluster" if self._joined else "starting Ray"
         self.scratch = self.ray.scratch
         """Folder for temporary files, on every node; removed at the end."""
 
@@ -142,7 +144,9 @@ class Cluster:
 
     def _gpus_of(self, name: str) -> Any:
         """Return a reference to the GPUs that Ray gave a role."""
-        if name not in self._gpus:
+        # A cluster's trainers may move to another node. On one machine new trainers may only swap
+        # GPUs, and the other generators stay where they are.
+        if self._joined or name not in self._gpus:
             host = next(role.process.host for role in self.roles if role.name == name)
             self._gpus[name] = host.gpus.remote()
         return self._gpus[name]
@@ -243,7 +247,10 @@ class Cluster:
         if rollback:
             how += f" from the last checkpoint, as attempt {attempt}"
         while True:
-            repeated, self._last_failure = self._last_failure == failure.what, failure.what
+            (what, step), done = self._last_failure, self._steps_done()
+            self._last_failure = failure.what, done
+            # An error of the code or the data comes back at the same step, at the latest.
+            repeated = what == failure.what and done <= step
             no_room = self._why_no_room()
             pause_s = self._budget.spend(failure, repeated=repeated, no_room=no_room)
             self._attempt = attempt
@@ -286,7 +293,15 @@ class Cluster:
     async def close_roles(self, timeout_s: float) -> None:
         """Let every role stop its child processes, at the normal end of a run."""
         self._phase("closing roles")
-        await apart(_all(role.close(timeout_s) for role in self.roles))
+        await apart(_all(self._close(role, timeout_s) for role in self.roles))
+
+    async def _close(self, role: Role, timeout_s: float) -> None:
+        try:
+            await role.close(timeout_s)
+        except RoleFailedError as failure:
+            if not role.restarts_alone:  # a trainer's close may write a profile
+                raise
+            self.note(f"{role.name} {failure.what}; the run is complete")
 
     def stop(self) -> None:
         """Kill every process of the run, whatever its state, and remove its temporary files."""
@@ -327,6 +342,7 @@ def build_cluster(
         note=note,
         phase=phase,
         events=ledger.events,
+        steps_done=lambda: ledger.steps_done,
         address=cfg.ray.address,
         object_store_memory=cfg.object_store_memory,
     )

@@ -136,8 +136,8 @@ class RoleHost:
 
     async def call(self, method: str, lane: str, *args: Any) -> Any:
         """Call a method of the role."""
-        function = getattr(self._role, method)
         with named_failure(self._name, self._log_file, method), self._timed(method, lane):
+            function = getattr(self._role, method)
             if inspect.iscoroutinefunction(function):
                 return await function(*args)
             return await self._in_lane(lane, function, *args)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from grpo_components.cluster.handles import GeneratorHandle, Roles
+from grpo_components.errors import RoleLostError
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
 from grpo_components.exchange.weight_probe import WeightProbe
 from grpo_components.exchange.weights import pushed_layers, snapshot_checksum
@@ -134,11 +136,11 @@ class WeightSync:
         """Publish the trainers' weights, even if older, and load them into every generator."""
         self._probe.forget()
         await self.push()
-        living = list(self._roles.living_generators())
-        await asyncio.gather(*(generator.begin_attempt() for generator in living))
-        for generator in living:
+        living = self._roles.living_generators
+        await _unless_lost(generator.begin_attempt() for generator in living())
+        for generator in living():
             generator.version = generator.held_version = -1  # of another attempt
-        await asyncio.gather(*(self.pull(generator, "restore") for generator in living))
+        await _unless_lost(self.pull(generator, "restore") for generator in living())
 
     async def recover(self, role: str) -> None:
         """Bring a restarted generator, replay buffer or parameter server up to date."""
@@ -154,3 +156,13 @@ class WeightSync:
         generator.version, generator.held_version = 0, -1  # the base model's weights
         generator.loads = []
         await self.pull(generator, f"restart {generator.role.process.incarnation}")
+
+
+async def _unless_lost(calls: Iterable[Awaitable[None]]) -> None:
+    """Wait for concurrent calls on generators; the run goes on without one that is given up."""
+
+    async def finished(call: Awaitable[None]) -> None:
+        with contextlib.suppress(RoleLostError):
+            await call
+
+    await asyncio.gather(*map(finished, calls))

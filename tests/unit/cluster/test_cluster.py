@@ -390,6 +390,69 @@ async def test_a_role_that_dies_while_others_restart_comes_back_with_a_line(
     assert buffer.process.pid != began_again[0]
 
 
+async def test_a_generator_that_dies_with_its_trainer_in_a_cluster_starts_once_that_is_back(
+    cluster, budget, notes, monkeypatch
+):
+    """Only then are the GPUs known that they share."""
+    cluster.roles.clear()
+    budget.allow(5)
+    monkeypatch.setattr(cluster, "_joined", True)
+    trainer = cluster.spawn("trainer_0", COUNTER, num_gpus=1, restarts_alone=False)
+    generator = cluster.spawn("generator_0", COUNTER, beside=["trainer_0"])
+    await cluster.ready(90)
+    found = []
+
+    async def loops():
+        if not found:
+            found.append("")
+            for role in (trainer, generator):
+                os.kill(role.process.pid, signal.SIGKILL)
+            calls = (role.call("gpus", timeout_s=60) for role in (generator, trainer))
+            await asyncio.gather(*calls)
+        found.extend([await role.call("gpus", timeout_s=60) for role in (trainer, generator)])
+
+    async def begin_again():
+        pass
+
+    await cluster.supervise(loops, begin_again, no_recovery)
+    assert found[1] == found[2] and not any("\n" in line for line in notes)
+    for role in (trainer, generator):
+        role.process.kill()
+
+
+async def test_the_same_error_of_a_rank_ends_the_run_unless_a_later_step_was_done(
+    cluster, budget, notes, monkeypatch
+):
+    cluster.roles.clear()
+    budget.allow(9)
+    rank = await spawn(cluster, "rank_in_error", restarts_alone=False)
+    steps = iter([3, 4, 4])
+    monkeypatch.setattr(cluster, "_steps_done", lambda: next(steps))
+
+    async def begin_again():
+        pass
+
+    with pytest.raises(RoleFailedError, match="KeyError: 'no such thing'; failed the same way"):
+        await cluster.supervise(partial(rank.call, "fail", timeout_s=30), begin_again, no_recovery)
+    assert sum("restarting all trainers" in line for line in notes) == 2
+
+
+async def test_a_complete_run_ends_well_although_a_role_died_but_not_without_its_trainers(
+    cluster, notes
+):
+    """The restart may be under way when the last step ends; a trainer's close writes a profile."""
+    cluster.roles.clear()
+    role, _ = await spawn(cluster, "last_died", "last_lives")
+    role.process.kill()
+    await cluster.close_roles(30)
+    (line,) = notes
+    assert line.startswith("last_died died") and line.endswith("the run is complete")
+    rank = await spawn(cluster, "last_rank", restarts_alone=False)
+    rank.process.kill()
+    with pytest.raises(ExceptionGroup):
+        await cluster.close_roles(30)
+
+
 async def test_ctrl_c_ends_the_run_even_if_a_role_dies_at_the_same_moment(cluster, budget, notes):
     """A closed terminal ends them together; the run must not begin to restart them."""
     cluster.roles.clear()

@@ -1,10 +1,13 @@
 """Generators in a joined cluster share the room of their trainers, in a Ray with four GPUs."""
 
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import ray
 
+from grpo_components.cluster import cluster as cluster_module
 from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.ray_cluster import Need, RayCluster
 
@@ -44,3 +47,26 @@ def test_in_a_joined_cluster_it_is_placed_in_the_bundle_of_its_trainers(four_gpu
     assert sorted(found[f"trainer_{n}"][1][0] for n in range(4)) == [0, 1, 2, 3]
     assert found["generator_1"][1] == []
     joined.stop(lambda: None)
+
+
+@pytest.mark.parametrize(("address", "used"), [("auto", ["gpu 0", "gpu 2"]), (None, ["gpu 0"] * 2)])
+def test_a_restarted_generator_uses_the_gpus_of_the_present_trainer_if_its_node_may_be_another(
+    tmp_path, monkeypatch, address, used
+):
+    """On one machine it keeps its GPUs: another generator may use those of the present trainer."""
+    hosts = []
+
+    def start_host(*_):
+        hosts.append(MagicMock(**{"gpus.remote.return_value": f"gpu {len(hosts)}"}))
+        return hosts[-1]
+
+    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=start_host))
+    monkeypatch.setattr(ray, "remote", lambda _: actor)
+    placed = SimpleNamespace(scratch=tmp_path, options=lambda *_: {})
+    monkeypatch.setattr(cluster_module, "RayCluster", lambda *_: placed)
+    cluster = Cluster(tmp_path, "WARNING", 0, address=address)
+    for name, beside in (("trainer_0", ()), ("generator_0", ["trainer_0"])):
+        cluster.spawn(name, "a.Role", beside=beside)
+    for role in cluster.roles:
+        role.start_again()
+    assert [call.args[0] for host in hosts for call in host.use_gpus.remote.mock_calls] == used

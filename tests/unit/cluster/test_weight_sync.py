@@ -273,6 +273,22 @@ async def test_a_restored_run_publishes_its_weights_and_every_living_generator_l
     assert setting.ledger.published_version == 4
 
 
+@pytest.mark.parametrize("method", ["begin_attempt", "load_weights"])
+async def test_a_generator_that_is_given_up_while_a_run_is_restored_is_left_out(method):
+    setting = Setting()
+    setting.trainer.version, lost = 4, setting.generators[0]
+    lost.role._can_spare = lambda: True
+
+    def fail(*_):
+        raise KeyError("no such thing")
+
+    setattr(setting.engines[0], method, fail)
+    await setting.weights.restore()
+    assert [generator.lost for generator in setting.generators] == [True, False]
+    assert setting.engines[1].loaded == ["begin_attempt", (4, ("bucket 4",))]
+    assert (("generator_0", "restore") in setting.named("pull")) == (method == "load_weights")
+
+
 async def test_generators_rebuild_every_version_from_what_they_hold():
     """One pulls each version, one every third; a process that is replaced begins anew."""
     setting = Setting(m=1, deltas=True)
