@@ -85,7 +85,7 @@ def complete(registry: ModuleType, recipe: str) -> None:
     if recipe in names:
         return
     if path.is_file() and path.suffix == ".py":
-        if "." in module:  # else it is a module of this folder
+        if not _is_reachable(recipe):
             given = {"name": recipe, "file_path": str(path.resolve()), "configs": []}
             registry._ALL_RECIPES.append(registry.Recipe(**given, supports_distributed=True))
         return
@@ -97,6 +97,15 @@ def complete(registry: ModuleType, recipe: str) -> None:
         error = ConfigError("recipe", f"no {what} {recipe!r:.100}", allowed)
         sys.stderr.write(f"config error: {error}\n")
         sys.exit(2)
+
+
+def _is_reachable(recipe: str) -> bool:
+    """Whether torchtune, which makes a dotted name of it, runs this file and no other module."""
+    parts = os.path.splitext(recipe)[0].split("/")
+    if any("." in part or not part for part in parts):
+        return False
+    found = importlib.util.find_spec(parts[0]) if len(parts) > 1 else None
+    return found is None or os.path.abspath(parts[0]) in (found.submodule_search_locations or ())
 
 
 def _is_importable(module: str) -> bool:
@@ -114,12 +123,12 @@ def is_run_of_ours(argv: Sequence[str]) -> bool:
     """Whether a command is `tune run` with our recipe, or with a file that uses this package."""
     if Path(*argv[:1]).name != "tune" or list(argv[1:2]) != ["run"]:
         return False
-    return any(each == RECIPE or _uses_us(Path(each)) for each in argv[2:])
+    return any(each == RECIPE or _has(Path(each), b"from grpo_components") for each in argv[2:])
 
 
-def _uses_us(path: Path) -> bool:
+def _has(path: Path, text: bytes) -> bool:
     try:
-        return path.suffix == ".py" and b"from grpo_components" in path.read_bytes()
+        return path.suffix == ".py" and text in path.read_bytes()
     except (OSError, ValueError):
         return False
 
@@ -134,7 +143,9 @@ def _begin() -> None:
     """Tell the user that imports take a while; let Ctrl-C end them at once, without a traceback."""
     sys.stdout.write("loading torch, Ray and torchtune, then checking the config ...\n")
     sys.stdout.flush()
-    threading.Thread(target=_tell_while_loading, daemon=True).start()
+    parses = any(each == RECIPE or _has(Path(each), b"preflight.parse") for each in sys.argv[2:])
+    if parses and sys.stdout.isatty():  # for people: scripts get one line
+        threading.Thread(target=_tell_while_loading, daemon=True).start()
 
     def end(number: int, frame: FrameType | None) -> None:
         sys.stderr.write("interrupted\n")

@@ -22,6 +22,7 @@ from grpo_components.errors import ConfigError, fail
 from grpo_components.objective.component_errors import named_failure
 from grpo_components.offline.partial_runs import RecordedPrompts
 from grpo_components.settings import HUGGING_FACE, Settings
+from grpo_components.slow_calls import told_if_slow
 from grpo_components.state_files import check_storable
 
 _RAISES = (Exception, SystemExit)
@@ -40,7 +41,7 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
             offered = {"tools": tools} if tools and takes_tools(node) else {}
             data[key] = build(key, node, tokenizer, **offered)
             _check_rows(key, node._component_, data[key])
-            if key == "dataset":
+            if key == "dataset" and not (cfg.train_from or cfg.eval_only or cfg.rollout_only):
                 _check_columns(node._component_, data[key])
     hf_config = read_hf_config("base_model_path", Path(cfg.base_model_path))
     vocab_size = hf_config.get("vocab_size")
@@ -151,14 +152,16 @@ def _check_rows(key: str, component: str, dataset: Any) -> None:
 
 def _check_columns(component: str, dataset: Any) -> None:
     """Refuse a value that no checkpoint can store: it has the prompts of all living groups."""
-    for row in map(dataset.__getitem__, range(len(dataset))):
-        try:
-            prompt = converted(row)
-            del prompt["prompt_ids"]
-            check_storable(prompt, "row")
-        except TypeError as error:
-            allowed = "texts, numbers, lists, mappings and arrays of numbers"
-            fail("dataset", f"{component}, prompt_index {row['prompt_index']}: {error}", allowed)
+    with told_if_slow("a check of all rows"):
+        for row in map(dataset.__getitem__, range(len(dataset))):
+            try:
+                prompt = converted(row)
+                del prompt["prompt_ids"]
+                check_storable(prompt, "row")
+            except TypeError as error:
+                allowed = "texts, numbers, lists, mappings and arrays of numbers"
+                problem = f"{component}, prompt_index {row['prompt_index']}: {error}"
+                fail("dataset", problem, allowed)
 
 
 def _check_prompts(

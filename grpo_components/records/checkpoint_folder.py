@@ -128,11 +128,13 @@ def choose_best(checkpoints: Path, metric: str, last_step: int, kind: str) -> Pa
         path = folder / _EVALUATION
         if step <= last_step and path.is_file():
             rating = json.loads(path.read_text(encoding="utf-8"))
-            if metric in rating and rating.get(_KIND) == kind:
+            if metric in rating and rating.get(_KIND, kind) == kind:  # old ones have none
                 ratings[folder] = rating[metric]
     if not ratings:
-        (checkpoints / BEST).unlink(missing_ok=True)
-        return None
+        best = _target(checkpoints, BEST)
+        if best is None or steps.get(best, math.inf) > last_step:
+            (checkpoints / BEST).unlink(missing_ok=True)
+        return None  # a best of another kind stays until a checkpoint of this kind is rated
     best = max(ratings, key=lambda folder: (ratings[folder], -steps[folder]))
     if best != _target(checkpoints, BEST):
         _point(best, BEST)

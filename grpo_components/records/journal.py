@@ -28,6 +28,9 @@ from grpo_components.training.step_result import StepResult
 _SESSIONS = ("count", "calls", "trajectories")
 """Names of the counts of agents' sessions in a step's receipt."""
 
+_ADDRESS = ("base_url", "api_key_env")
+"""Keys of a judge that change no grade."""
+
 
 class Journal:
     """Commits each step to ledger, receipts and checkpoints together; saves, restores, rolls back.
@@ -218,9 +221,15 @@ class Journal:
 
 
 def _kind_of_evaluation(cfg: Settings) -> str:
-    """Return a hash of prompts and sampling, which a resume may change."""
-    given, temperature = cfg.eval, cfg.eval.temperature
+    """Return a hash of the settings that decide an evaluation, which a resume may change."""
+    given, generator, temperature = cfg.eval, cfg.generator, cfg.eval.temperature
     if temperature is None:
-        temperature = cfg.generator.temperature
-    kind = OmegaConf.to_container(cfg.eval_dataset), given.samples_per_prompt, temperature
+        temperature = generator.temperature
+    sampling = temperature, given.samples_per_prompt, generator.max_response_tokens
+    rewards = [
+        {key: value for key, value in reward.items() if key not in _ADDRESS}
+        for reward in cfg.rewards.values()
+    ]
+    parts = cfg.eval_dataset, cfg.environment, rewards
+    kind = (*map(str, parts), sampling, generator.truncation)
     return hashlib.sha256(json.dumps(kind, sort_keys=True, default=str).encode()).hexdigest()

@@ -200,15 +200,15 @@ def test_a_path_is_registered_that_torchtune_cannot_run(tmp_path, monkeypatch):
     monkeypatch.chdir(here)
     (here / "recipes").mkdir()
     paths = ["./my_grpo.py", "../here/my_grpo.py", f"{here}/my_grpo.py"]
-    paths += ["sub/mine.py", "recipes/mine.py", "my_grpo_v1.2.py"]
-    for name in ("my_grpo.py", *paths[3:]):
+    paths += ["recipes/mine.py", "my_grpo_v1.2.py"]
+    for name in ("my_grpo.py", "sub/mine.py", *paths[3:]):
         (here / name).touch()
     for given in paths:
         registry = Registry(RECIPE)
         _tune_run.complete(registry, given)
         (found,) = registry.get_all_recipes()[1:]
         assert found.name == given and Path(found.file_path) == (here / given).resolve()
-    for given in (RECIPE, "my_grpo.py", "my_grpo", "timeit"):
+    for given in (RECIPE, "my_grpo.py", "my_grpo", "timeit", "sub/mine.py"):
         registry = Registry(RECIPE)
         _tune_run.complete(registry, given)
         assert len(registry.get_all_recipes()) == 1, given

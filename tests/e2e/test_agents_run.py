@@ -6,9 +6,11 @@ from lib.whole_runs import AGENTS, assert_audited, metrics, receipts, records, s
 AGENT = """
 import subprocess
 import time
+from pathlib import Path
 
 import openai
 
+BEGUN = Path(__file__).with_name("begun")
 client_options = {"max_retries": 0}
 
 
@@ -25,6 +27,10 @@ def run(task):
         answer = ask(text, max_tokens=4, stop=["\\n"])
         text += answer + "And? "
         time.sleep(0.1 * (number in (6, 7)))  # else a long session may fit between two pulls
+        if number == 6:
+            BEGUN.touch()
+    while number in (4, 5) and not BEGUN.exists():  # else their step may come before session 6
+        time.sleep(0.01)
     ask(text.replace("?", "!"), max_tokens=2)  # history rewritten
     if number % 4 == 1 and task["seed"] % 2:
         raise RuntimeError("an odd seed")

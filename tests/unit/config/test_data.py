@@ -70,6 +70,7 @@ def data_cfg(tmp_path, monkeypatch):
             **{"base_model_path": str(tmp_path), "model": {"_component_": "a.Model"}, **gsm8k},
             **{"tokenizer": {"_component_": "my_data.CharacterTokenizer"}, "generator": lengths},
             **{"tokens_per_micro_batch": 100, "train_from": None, "eval_only": None},
+            "rollout_only": False,
             **{"rewards": {}, "environment": dict(SHIPPED_ENVIRONMENT), "ptx": None},
         }
     )

@@ -33,7 +33,7 @@ from grpo_components.records.checkpoint_folder import earlier, latest, point_lat
 from grpo_components.records.journal import Journal
 from grpo_components.records.resume import damage
 from grpo_components.records.run_folder import new_identity
-from grpo_components.settings import EvalSettings, Settings
+from grpo_components.settings import EvalSettings, GeneratorSettings, Settings
 from grpo_components.state_files import read_state
 from grpo_components.training.checkpoint import TrainerState, save_hf_weights
 from grpo_components.trajectory import pack, summarize
@@ -41,6 +41,7 @@ from grpo_components.trajectory import pack, summarize
 pytestmark = pytest.mark.anyio
 
 
+SAMPLING = GeneratorSettings(temperature=1.0, max_response_tokens=16)
 PROMPTS = OmegaConf.create({"_component_": "gsm8k", "source": "test.jsonl"})
 
 
@@ -163,6 +164,7 @@ class Run:
         start = SimpleNamespace(identity=self.identity, checkpoint=checkpoint, attempt=0)
         cfg = {"output_dir": str(self.folder.parent), "async_checkpoint": False, "seed": 7}
         cfg |= {"eval_dataset": PROMPTS, "eval": EvalSettings(temperature=1.0)}
+        cfg |= {"generator": SAMPLING, "environment": None, "rewards": {}}
         settings = Settings.model_construct(**cfg | options)
         receipts, self.options = None, options
         self.journal = Journal(settings, start, self.ledger, self.prompts, receipts, log)
@@ -499,6 +501,10 @@ async def test_a_rolled_back_run_forgets_ratings_of_later_steps(tmp_path):
         ({"eval": EvalSettings(temperature=0.0)}, "step_2"),
         ({"eval": EvalSettings(temperature=1.0, samples_per_prompt=4)}, "step_2"),
         ({"eval_dataset": OmegaConf.merge(PROMPTS, {"source": "hard.jsonl"})}, "step_2"),
+        ({"generator": SAMPLING.model_copy(update={"max_response_tokens": 9})}, "step_2"),
+        ({"generator": SAMPLING.model_copy(update={"top_p": 0.5})}, "step_2"),
+        ({"rewards": {"judge": OmegaConf.create({"scale": 2})}}, "step_2"),
+        ({"environment": OmegaConf.create({"_component_": "another"})}, "step_2"),
     ],
 )
 async def test_the_best_is_chosen_among_evaluations_of_the_same_prompts_and_sampling(
@@ -508,9 +514,22 @@ async def test_the_best_is_chosen_among_evaluations_of_the_same_prompts_and_samp
     await saved_and_rated(first, 0.75, 0.5)
     again = Run(tmp_path, keep_best=SUCCESS, **change)
     await again.restore(first.folder / "step_2")
+    assert best_of(again) == "step_1", "until another is rated"
     again.journal.add_evaluation(2, rating(2, 0.25))
     await saved_and_rated(again, 0.125)
     assert best_of(again) == best
+
+
+async def test_a_rating_without_its_kind_counts(tmp_path):
+    """Runs before 2026-11-28 wrote none."""
+    first = Run(tmp_path, keep_best=SUCCESS)
+    await saved_and_rated(first, 0.75, 0.5)
+    for file in first.folder.glob("step_*/evaluation.json"):
+        file.write_text(json.dumps({SUCCESS: json.loads(file.read_text())[SUCCESS]}))
+    again = Run(tmp_path, keep_best=SUCCESS, keep_last_n=1)
+    await again.restore(first.folder / "step_2")
+    await saved_and_rated(again, 0.625)
+    assert again.names == ["best", "latest", "step_1", "step_3"] and best_of(again) == "step_1"
 
 
 @pytest.mark.parametrize(
