@@ -85,7 +85,7 @@ def build_objective(
     )
     if objective.trained.needs_reference and not cfg.eval_only:
         if not (cfg.num_references or cfg.lora):
-            fail("num_references", "0 given, and the loss needs the reference", "at least 1")
+            fail("num_references", "0 given, and loss or advantages need one", "at least 1")
         if cfg.device == "cuda":
             check_gpus(cfg, here=cfg.ray.address is None, is_compared=True)
     doubts, scores = try_components(cfg, tokenizer, dataset, held_out, objective)

@@ -121,7 +121,7 @@ def rate(checkpoint: Path, metrics: Mapping[str, float], kind: str) -> None:
 def choose_best(checkpoints: Path, metric: str, last_step: int, kind: str) -> Path | None:
     """Point `best` at the checkpoint with the highest value of a metric, of equals the earliest.
 
-    Only evaluations of one kind are compared, with the same prompts and sampling.
+    Only evaluations of one kind are compared: of the same prompts, sampling and rewards.
     """
     ratings, steps = {}, saved_steps(checkpoints)
     for folder, step in steps.items():
