@@ -140,10 +140,9 @@ def test_only_a_config_that_the_recipe_takes_as_it_is_is_checked_that_early(
     (here / "changes.py").write_text(changed)
     (here / "list.yaml").write_text("- a")
     for wrong in ("group_size=1", "base_model_path=/nowhere"):
-        with pytest.raises(ConfigError) if found else contextlib.nullcontext():
-            assert check_early([recipe, "--config", config, wrong]) is None
-        with pytest.raises(ConfigError) if found else contextlib.nullcontext():
-            assert check_early([recipe, wrong, "--config", config]) is None
+        for words in (["--config", config, wrong], [wrong, "--config", config]):
+            with pytest.raises(ConfigError) if found else contextlib.nullcontext():
+                assert check_early([recipe, *words]) is None
 
 
 @pytest.mark.parametrize("option", ["--nproc_per_node 2", "--nproc-per-node=2", "--nnodes 1:2"])
