@@ -107,7 +107,7 @@ main()
     ("override", "key", "imported"),
     [
         ("max_stalenes=2", "max_stalenes", ""),
-        ("{base}/no.jsonl", "dataset.source", ""),
+        ("dataset.source=/nowhere/no.jsonl", "dataset.source", ""),
         ("loss._component_=grpo_components.objective.losses.Nolo", "loss._component_", ""),
         ("resume_from_checkpoint=/nowhere", "resume_from_checkpoint", "numpy torch"),
         ("rewards.my._component_=no_module.Reward", "rewards.my._component_", ""),
@@ -117,7 +117,6 @@ main()
 def test_a_mistake_ends_tune_run_before_ray_is_imported(cfg, here, override, key, imported):
     """As imports are what takes seconds."""
     OmegaConf.save(cfg, here / "mine.yaml")
-    override = override.format(base="dataset.source=" + cfg.base_model_path)
     command = [sys.executable, "-c", LIGHT, RECIPE, "--config", str(here / "mine.yaml"), override]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (2, imported)

@@ -27,22 +27,17 @@ PHI_4 = {"num_attention_heads": 40, "num_key_value_heads": 10, "intermediate_siz
 
 
 @pytest.mark.parametrize(
-    ("hf_config", "overrides", "key"),
+    ("sizes", "fits", "wrong"),
     [
-        (HEADS, "num_trainers=4 tensor_parallel_dim=4", "tensor_parallel_dim"),
-        (HEADS, "generator.tensor_parallel_size=3", "generator.tensor_parallel_size"),
-        (PHI_4, "generator.tensor_parallel_size=4", "generator.tensor_parallel_size"),
+        (HEADS, "num_trainers=2 tensor_parallel_dim=2", "num_trainers=4 tensor_parallel_dim=4"),
+        (HEADS, "generator.tensor_parallel_size=4", "generator.tensor_parallel_size=3"),
+        (PHI_4, "generator.tensor_parallel_size=2", "generator.tensor_parallel_size=4"),
     ],
 )
-def test_a_base_model_that_cannot_be_trained_is_refused(
-    cfg, check, refused, hf_config, overrides, key
-):
-    check()
-    Path(cfg.base_model_path, "config.json").write_text(json.dumps(hf_config))
-    assert refused(overrides) == key
-    if hf_config == HEADS:
-        check("num_trainers=2 tensor_parallel_dim=2")
-        check("generator.tensor_parallel_size=4")
+def test_a_base_model_that_cannot_be_trained_is_refused(cfg, check, refused, sizes, fits, wrong):
+    Path(cfg.base_model_path, "config.json").write_text(json.dumps(sizes))
+    check(fits)
+    assert refused(wrong) == wrong.split()[-1].partition("=")[0]
 
 
 HF_CONFIG = {"vocab_size": 384, "max_position_embeddings": 512}
@@ -98,9 +93,6 @@ def test_a_good_config_comes_back_resolved_with_every_default(cfg, check):
     whole = settings.model_dump()
     assert [key for key in whole if key in cfg] == list(cfg), "the order of keys is kept"
     assert "timeouts" not in cfg, "the given config is left alone"
-    cfg.clear()
-    cfg.update(whole)
-    assert check() == settings
     check("output_dir=run")
     assert not Path("run").exists(), "checking leaves nothing behind"
 

@@ -78,16 +78,11 @@ def test_a_plain_answer_is_refused_with_the_builder_that_takes_it(load, answer):
 
 
 LINES = '{"question": "a?", "answer": "#### 1"}\n' * 2
-LIST = json.dumps(ROWS)
+LAYOUTS = [("a.jsonl", text, "one object a line") for text in (json.dumps(ROWS), "[\n]")]
+LAYOUTS += [("a.json", text, r"one list .* one object a line \.jsonl") for text in (LINES, "{}")]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "allowed"),
-    [
-        *(("a.jsonl", text, "one object a line") for text in (LIST, "[\n]")),
-        *(("a.json", text, r"one list .* one object a line \.jsonl") for text in (LINES, "{}")),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "allowed"), LAYOUTS)
 def test_a_json_file_of_the_other_layout_is_refused_with_its_own(tmp_path, name, text, allowed):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=rf"{name}, .*row 1\b.*; allowed: .*({allowed})$"):

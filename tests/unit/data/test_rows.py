@@ -4,7 +4,7 @@ import math
 from decimal import Decimal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lib.properties import many
 from lib.rows import write_rows
@@ -25,6 +25,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"
     rows=st.lists(st.fixed_dictionaries({"question": TEXTS, "my answer": TEXTS}), min_size=1),
     suffix=st.sampled_from(SUFFIXES),
 )
+@example(rows=[{"question": 'a, "b"\r\nc?', "my answer": "1"}], suffix=".csv")
 def test_texts_come_back_from_every_kind_of_file(tmp_path_factory, rows, suffix):
     path = tmp_path_factory.mktemp("rows") / f"rows{suffix}"
     assert read(write_rows(path, *rows)) == rows
