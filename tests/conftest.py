@@ -47,6 +47,17 @@ def engine_variables():
         yield
 
 
+@pytest.fixture
+def num_gpus(monkeypatch):
+    """Let this machine have a number of GPUs."""
+
+    def has(count):
+        monkeypatch.setattr("torch.cuda.is_available", lambda: count > 0)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+
+    return has
+
+
 @pytest.fixture(scope="session")
 def tiny_policy():
     """Folder of the demo's policy, which nothing but tests of the same source uses.

@@ -104,7 +104,7 @@ def test_every_command_knows_the_recipe_and_its_configs(kind, request, tmp_path)
     answers = install.tune_each(*good, torchrun, by_name, cwd=tmp_path)
     for command in good:
         code, output = answers[command]
-        assert code == 0, f"tune {' '.join(command)}: exit code {code}\n{output}"
+        assert code == 0, (command, output)
 
     assert_lists_the_recipe_with_every_config_tiny_ones_first(answers["ls",][1])
     for file in (RECIPE_FILE, *CONFIGS.values()):
@@ -119,11 +119,9 @@ def test_every_command_knows_the_recipe_and_its_configs(kind, request, tmp_path)
 
 
 def test_cp_overwrites_no_file_that_differs(editable_install, tmp_path):
-    edited = tmp_path / "mine.yaml"
-    edited.write_text("seed: 7\n")
+    (tmp_path / "mine.yaml").write_text("seed: 7\n")
     (tmp_path / f"{TINY}.yaml").write_text("seed: 8\n")
-    same = tmp_path / "same.py"
-    same.write_bytes(RECIPE_FILE.read_bytes())
+    (tmp_path / "same.py").write_bytes(RECIPE_FILE.read_bytes())
     copies = [("cp", TINY, name) for name in ("mine.yaml", "mine", ".")]
     flags = ("cp", TINY, "mine.yaml", "-n"), ("cp", TINY, "a/b.yaml", "--make-parents")
     again = ("cp", RECIPE, "same.py")
@@ -133,7 +131,7 @@ def test_cp_overwrites_no_file_that_differs(editable_install, tmp_path):
         (line,) = output.splitlines()
         assert code == 2 and "exists and differs" in line and "another name, or remove" in line
     assert [answers[command][0] for command in (*flags, again)] == [0, 0, 0]
-    assert edited.read_text() == "seed: 7\n"
+    assert (tmp_path / "mine.yaml").read_text() == "seed: 7\n"
     assert (tmp_path / "a" / "b.yaml").read_bytes() == CONFIGS[TINY].read_bytes()
 
 
@@ -156,9 +154,8 @@ def test_run_executes_a_copied_recipe_with_a_copied_config(wheel_install, tmp_pa
     (tmp_path / "my_grpo.py").write_text(recipe.replace(main, mark + main))
     # Only the copy names a model that is not there, for which the recipe itself looks.
     missing = "\nbase_model_path: /nowhere/tiny_policy  # was"
-    (tmp_path / "my_config.yaml").write_text(
-        CONFIGS[TINY].read_text().replace("\nbase_model_path:", missing)
-    )
+    config = CONFIGS[TINY].read_text().replace("\nbase_model_path:", missing)
+    (tmp_path / "my_config.yaml").write_text(config)
     for path in ("my_grpo.py", "./my_grpo.py"):
         done = wheel_install.tune("run", path, "--config", "my_config.yaml", cwd=tmp_path)
         assert COPY_RUNS in done.stderr
@@ -265,13 +262,11 @@ def assert_refused(code: int, output: str, key: str) -> None:
 
 def test_the_wheel_carries_the_recipes_inside_the_package_only(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert f"grpo_components/_recipes/{RECIPE}.py" in names
-    for name in CONFIGS:
-        assert f"grpo_components/_recipes/configs/{name}.yaml" in names
-    assert "grpo_components/py.typed" in names
-    top_level = {name.split("/")[0] for name in names}
-    packages = {name for name in top_level if not name.endswith(".dist-info")}
-    assert packages == {"grpo_components", "grpo_tools"}
+    carried = {f"_recipes/{RECIPE}.py", "py.typed"}
+    carried |= {f"_recipes/configs/{name}.yaml" for name in CONFIGS}
+    assert names >= {f"grpo_components/{name}" for name in carried}
+    top_level = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert top_level == {"grpo_components", "grpo_tools"}
 
 
 def test_registering_twice_adds_the_recipe_once():
@@ -279,8 +274,7 @@ def test_registering_twice_adds_the_recipe_once():
     for _ in range(2):
         _plugin.register(registry)
     (recipe,) = registry.get_all_recipes()
-    assert recipe.name == RECIPE
-    assert Path(recipe.file_path) == RECIPE_FILE
+    assert (recipe.name, Path(recipe.file_path)) == (RECIPE, RECIPE_FILE)
 
 
 def test_configs_in_subfolders_are_named_as_torchtune_names_them(tmp_path):

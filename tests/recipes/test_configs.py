@@ -35,20 +35,26 @@ def load(name):
 
 
 @pytest.fixture
-def base_model_path(tmp_path, monkeypatch):
-    """A folder with the files that a base model has; the current folder is another one."""
+def ready(tmp_path, monkeypatch):
+    """Load a config over the files that a base model has; the current folder is another one."""
     base, here = tmp_path / "base", tmp_path / "here"
     for folder in (base / "data", here):
         folder.mkdir(parents=True)
     shards = [f"-{i:05d}-of-{n:05d}" for n in (2, 3, 4, 5, 8, 17) for i in range(1, n + 1)]
-    names = ["vocab.json", "merges.txt", "tokenizer.json", "data/train.jsonl"]
-    for name in (*names, "data/held_out.jsonl"):
+    names = ("vocab.json", "merges.txt", "tokenizer.json")
+    for name in (*names, "data/train.jsonl", "data/held_out.jsonl"):
         (base / name).touch()
     for shard in ("", *shards):
         save_file({"weight": torch.zeros(1)}, base / f"model{shard}.safetensors")
     (base / "config.json").write_text(json.dumps({"max_position_embeddings": 32768}))
     monkeypatch.chdir(here)
-    return base
+
+    def ready(name):
+        cfg = load(name)
+        cfg.base_model_path, cfg.output_dir = str(base), str(tmp_path / "run")
+        return cfg
+
+    return ready
 
 
 def test_the_configs_are_these():
@@ -67,10 +73,8 @@ def test_all_configs_have_the_same_keys_in_the_same_order_and_plain_interpolatio
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - set(NUM_GPUS)))
-def test_the_tiny_configs_can_run_on_a_cpu(name, base_model_path, tmp_path):
-    cfg = load(name)
-    cfg.base_model_path, cfg.output_dir = str(base_model_path), str(tmp_path / "run")
-    preflight.check(cfg)
+def test_the_tiny_configs_can_run_on_a_cpu(name, ready):
+    preflight.check(ready(name))
 
 
 def test_these_objectives_are_documented_as_overrides():
@@ -79,41 +83,25 @@ def test_these_objectives_are_documented_as_overrides():
     assert set(PRESETS) >= named | {"GRPO, deviation of the batch (Lite PPO)"}
 
 
-@pytest.fixture
-def with_preset(base_model_path, tmp_path):
-    paths = (f"base_model_path={base_model_path}", f"output_dir={tmp_path / 'run'}")
-
-    def check(name):
-        given = Namespace(**OmegaConf.to_container(load("tiny_async_grpo")))
-        return preflight.check(_merge_yaml_and_cli_args(given, [*PRESETS[name].split(), *paths]))
-
-    return check
-
-
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_a_documented_objective_is_accepted_as_its_overrides_are_printed(preset, with_preset):
-    checked = with_preset(preset)
+def test_a_documented_objective_is_accepted_as_its_overrides_are_printed(preset, ready):
+    given = Namespace(**OmegaConf.to_container(ready("tiny_async_grpo")))
+    checked = preflight.check(_merge_yaml_and_cli_args(given, PRESETS[preset].split()))
     for key in ("advantages", "aggregation", "off_policy"):
         assert callable(build(key, getattr(checked, key)))
     assert callable(build_loss(checked, lambda tokens, **clip: tokens))
 
 
 @pytest.mark.parametrize("name", sorted(NUM_GPUS))
-def test_the_gpu_configs_need_exactly_their_gpus(name, base_model_path, tmp_path, monkeypatch):
+def test_the_gpu_configs_need_exactly_their_gpus(name, ready, num_gpus, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")  # here is no login
-    cfg = load(name)
-    cfg.base_model_path, cfg.output_dir = str(base_model_path), str(tmp_path / "run")
-
-    def check(gpus):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        preflight.check(cfg)
-
-    check(NUM_GPUS[name])
-    with pytest.raises(ValueError, match="GPU"):
-        check(NUM_GPUS[name] - 1)
-    with pytest.raises(ValueError, match=r"^device: cuda given"):
-        check(0)
+    cfg = ready(name)
+    num_gpus(NUM_GPUS[name])
+    preflight.check(cfg)
+    for lacking, problem in ((NUM_GPUS[name] - 1, "GPU"), (0, r"^device: cuda given")):
+        num_gpus(lacking)
+        with pytest.raises(ValueError, match=problem):
+            preflight.check(cfg)
 
 
 @pytest.mark.parametrize("name", sorted(NUM_GPUS))

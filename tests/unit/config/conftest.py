@@ -44,10 +44,6 @@ def leave(how):
 
 number = 3
 
-class Part:
-    def __init__(self, size):
-        self.size = size
-
 class Metaclass(type):
     def __call__(cls, *args, **kwargs):  # as torchrl's has
         return super().__call__(*args, **kwargs)
@@ -62,7 +58,6 @@ def three(*, num_slots, decode, score, own=1):
 def everything(**given):
     return given
 """
-FILES = ("model.safetensors", "vocab.json", "merges.txt", "tokenizer.json")
 
 
 @pytest.fixture(scope="session")
@@ -101,7 +96,8 @@ def cfg(tiny_config, tmp_path, monkeypatch):
     base, here = tmp_path / "tiny_policy", tmp_path / "here"
     for folder in (base / "data", here):
         folder.mkdir(parents=True)
-    for name in (*FILES, "data/train.jsonl", "data/held_out.jsonl"):
+    files = ("vocab.json", "merges.txt", "tokenizer.json", "data/train.jsonl")
+    for name in (*files, "data/held_out.jsonl"):
         (base / name).touch()
     save_file({"weight": torch.zeros(1)}, base / "model.safetensors")
     (base / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
@@ -136,13 +132,10 @@ def merged(cfg):
     def merged(*texts):
         overrides = [each for text in texts for each in re.split(r" (?=~|[a-z_][\w.]*=)", text)]
         given = OmegaConf.from_dotlist([each for each in overrides if each and each[0] != "~"])
-        for key in ("loss", "off_policy"):
-            if isinstance(given.get(key), str):  # torchtune's short form for a component
-                given[key] = {"_component_": given[key]}
         whole = OmegaConf.merge(cfg, given)
         for key in (each[1:] for each in overrides if each.startswith("~")):
             parent, _, name = key.rpartition(".")
-            del (OmegaConf.select(whole, parent) if parent else whole)[name]
+            del OmegaConf.select(whole, parent)[name]
         return whole
 
     return merged
@@ -164,14 +157,3 @@ def check(merged):
 def refused(check):
     """The key for which `cfg` is refused with overrides."""
     return lambda *overrides: refused_key(check, *overrides)
-
-
-@pytest.fixture
-def num_gpus(monkeypatch):
-    """Let this machine have a number of GPUs."""
-
-    def has(count):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-
-    return has

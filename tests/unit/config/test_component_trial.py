@@ -1,9 +1,7 @@
 """Every component is called once before the start: what breaks its kind's contract is refused."""
 
-import json
 import random
 import re
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from lib.config_errors import refusal_of, refused_key
-from lib.rows import Characters
+from lib.loss_inputs import recipe_loss
+from lib.rows import Characters, write_rows
 from omegaconf import OmegaConf
 
 from grpo_components.config import environment_trial, preflight
@@ -21,9 +20,8 @@ from grpo_components.config.environment_trial import try_environment
 from grpo_components.config.objective import build_objective
 from grpo_components.config.reading import merge_overrides
 
-RECIPES = Path(__file__).parents[3] / "recipes"
-CONFIG = RECIPES / "configs" / "tiny_async_grpo.yaml"
-grpo_loss = runpy.run_path(str(RECIPES / "async_grpo_full_finetune_distributed.py"))["grpo_loss"]
+CONFIG = Path(__file__).parents[3] / "recipes/configs/tiny_async_grpo.yaml"
+grpo_loss = recipe_loss()
 OBJECTIVE = "grpo_components.objective"
 TURNS = "grpo_components.rollout.multi_turn"
 TUTOR = "{_component_: grpo_components.rollout.tutor.Tutor}"
@@ -85,7 +83,6 @@ class Unsent(Loss):
 class Advantages(Given):
     def __call__(self, rewards):
         centred = rewards - rewards.mean(axis=1, keepdims=True)
-        deviation = rewards.std(axis=1, keepdims=True)
         return eval(self.result)
 
 class Weights(Given):
@@ -95,9 +92,6 @@ class Weights(Given):
 class Shares(Given):
     def __call__(self, token_counts):
         return eval(self.result)
-
-def no_environment(*, num_slots, **_):
-    return object()
 
 def wide(*, num_slots, decode, score):
     return SingleTurnEnvironment(num_slots=num_slots + 1, decode=decode, score=score)
@@ -136,17 +130,13 @@ class Rates:
 WORLDS = """
 from grpo_components.rollout.multi_turn import Reply
 
-def right(prompt, seed):
-    return lambda text: Reply("again", done=text == prompt["level"])
+class Right:
+    def __call__(self, prompt, seed):
+        return lambda text: Reply("again", done=text == prompt["level"])
 
-def make_right():
-    return right
-
-def asks_for_a_column(prompt, seed):
-    return lambda text: Reply(prompt["colour"])  # raises
-
-def make_asking():
-    return asks_for_a_column
+class Asking:
+    def __call__(self, prompt, seed):
+        return lambda text: Reply(prompt["colour"])  # raises
 """
 
 AGENTS = """
@@ -174,9 +164,8 @@ def own(tmp_path_factory):
         patch.chdir(folder)
         patch.syspath_prepend(folder)
         yield folder
-    own = {"own_parts", "own_rewards", "my_losses", "my_rewards", "my_environments", "my_worlds"}
-    for name in own | {"fine_agent", "broken_agent"}:
-        sys.modules.pop(name, None)
+    for path in folder.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 def checked(*overrides):
@@ -226,8 +215,8 @@ RESULTS = {
         | losses, {'loss/total': losses} | (inputs.trainer_logprobs * 0).sqrt(), {}
         | losses * inputs.advantages / inputs.advantages, {} | losses - inputs.entropy, {}
         | (losses if inputs.step == 0 else losses[1:], {}) | 1 / 0""",
-    "advantages": """centred[:, 0] | centred.ravel() | centred.T | centred.tolist()
-        | (rewards > 0).astype(int) | None | centred / deviation | sys.exit(0)""",
+    "advantages": """centred[:, 0] | centred.ravel() | centred.T | centred.tolist() | sys.exit(0)
+        | (rewards > 0).astype(int) | None | centred / rewards.std(axis=1, keepdims=True)""",
     "off_policy": """log_ratios.exp().mean() | log_ratios < 1 | -log_ratios.exp()
         | log_ratios * float('nan') | sys.exit(3)""",
     "aggregation": "1 / token_counts.sum() | token_counts * float('nan') | 'TokenMean'",
@@ -251,9 +240,8 @@ def test_a_component_with_another_output_than_its_kind_is_refused(tried, key):
 
 
 def test_a_loss_that_compares_with_a_reference_needs_one(tried):
-    loss = component(
-        "loss", "own_parts.Compared", result='"losses - inputs.reference_logprobs, {}"'
-    )
+    result = '"losses - inputs.reference_logprobs, {}"'
+    loss = component("loss", "own_parts.Compared", result=result)
     assert refused_key(tried, *loss, "num_references=0") == "num_references"
     assert tried(*loss, "num_references=1").trained.needs_reference
     tried(*loss, "num_references=0", "eval_only=true")
@@ -273,7 +261,7 @@ NONE_OF_THEM = {
     "loss": f"builtins.print {OBJECTIVE}.aggregation.TokenMean own_parts.Unsent",
     "aggregation": "os.getcwd",
     "advantages": f"{OBJECTIVE}.aggregation.TokenMean",
-    "environment": "builtins.id own_parts.no_environment own_parts.wide own_parts.Forgetful "
+    "environment": "builtins.id types.SimpleNamespace own_parts.wide own_parts.Forgetful "
     "own_parts.Unasked own_parts.Ends",
     "checkpointer": "own_parts.raises",
     "lr_scheduler": "own_parts.Rates",
@@ -300,9 +288,9 @@ def test_a_wrong_argument_of_profiler_or_checkpointer_is_refused(tried, override
 
 
 def test_the_trial_of_profiler_and_checkpointer_makes_no_folder(tried, tmp_path):
-    tried("profiler.enabled=true")
     places = (f"checkpointer.output_dir={tmp_path}/a", f"profiler.output_dir={tmp_path}/b")
-    tried(*places, "profiler.enabled=true")
+    for given in ((), places):
+        tried(*given, "profiler.enabled=true")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -315,8 +303,7 @@ def test_a_users_error_shows_its_own_file_and_line_and_its_traceback(tried, own)
 
 def test_rows_whose_own_answer_is_not_right_are_among_the_doubts(own, tiny_policy):
     rows = [{"question": "1+1?", "answer": "#### 2"}, {"question": "x?", "answer": "#### 2\n3"}]
-    (own / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = f"{own}/rows.jsonl"
+    source = write_rows(own / "rows.jsonl", *rows)
     folders = ("output_dir=/tmp/not-made", f"base_model_path={tiny_policy}")
     for key, ignored in (("dataset", "eval_only=true"), ("eval_dataset", "rollout_only=true")):
         for unused in (False, True):
@@ -382,30 +369,25 @@ def test_what_looks_wrong_is_a_warning_with_the_component_and_nothing_of_ours_do
 
 @pytest.fixture
 def attempt(settings_with, own):
-    """Try the environment of several turns with a world."""
+    """Try the environment of several turns with a world, on a row with a column `level`."""
     prompt = {"prompt_index": 0, "prompt_ids": [5, 6], "prompt_text": "?", "answer": "3"}
-    tokenizer = Characters()
-    tokenizer.stop_tokens = (0,)
 
-    def attempt(maker, **arguments):
-        environment = {
-            "_component_": f"{TURNS}.MultiTurnEnvironment",
-            "max_turns": 2,
-            "world": {"_component_": f"my_worlds.{maker}", **arguments},
-        }
+    def attempt(world):
+        environment = {"_component_": f"{TURNS}.MultiTurnEnvironment", "max_turns": 2}
+        environment["world"] = {"_component_": f"my_worlds.{world}"}
         cfg = settings_with(environment=environment)
-        try_environment(cfg, tokenizer, [prompt | {"level": "3"}])
+        try_environment(cfg, Characters(), [prompt | {"level": "3"}])
 
     return attempt
 
 
 def test_a_world_that_answers_passes(attempt):
-    attempt("make_right")
+    attempt("Right")
 
 
 def test_a_world_that_would_fail_samples_is_refused_with_its_line(attempt, own):
-    error = refusal_of(attempt, "make_asking")
-    assert error.key == "environment.world" and "make_asking" in error.problem
+    error = refusal_of(attempt, "Asking")
+    assert error.key == "environment.world" and "my_worlds.Asking" in error.problem
     file = own / "my_worlds.py"
     line = next(n for n, text in enumerate(WORLDS.splitlines(), 1) if "# raises" in text)
     assert f"({file}:{line})" in error.problem
@@ -421,10 +403,8 @@ def agent(settings_with, tiny_policy, own):
     """Try an environment that runs an agent."""
 
     def agent(**changes):
-        environment = {
-            "_component_": "grpo_components.agents.environment.AgentEnvironment",
-            **{"agent": "fine_agent.run", "chat_template": "plain"},
-        }
+        environment = {"_component_": "grpo_components.agents.environment.AgentEnvironment"}
+        environment |= {"agent": "fine_agent.run", "chat_template": "plain"}
         given = {key: changes.pop(key) for key in ("reward_model", "rollout_only") & changes.keys()}
         given["base_model_path"] = str(tiny_policy)
         try_environment(settings_with(environment=environment | changes, **given), None, [])
@@ -437,18 +417,17 @@ def test_a_right_agent_is_taken(agent):
     agent(agent={"command": [sys.executable, "x.py"]}, tool_parser="hermes")
 
 
-AGENTS_THAT_ARE_NONE = """fine_agent.nobody fine_agent.runs fin_agent.run fine_agent.two
-fine_agent.none fine_agent.Agent fine_agent.NUMBER broken_agent.run"""
-COMMANDS = [{"command": ["no-such-program"]}, {"command": ["./fine_agent.py"]}]
-TEMPLATES = [None, "broken.jinja", "raising.jinja"]
+NO_AGENTS = [f"fine_agent.{n}" for n in ("nobody", "runs", "two", "none", "Agent", "NUMBER")]
+NO_AGENTS += ["fin_agent.run", "broken_agent.run"]
+NO_AGENTS += [{"command": ["no-such-program"]}, {"command": ["./fine_agent.py"]}]
+NO_TEMPLATES = [None, "broken.jinja", "raising.jinja"]
 
 
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        *(({"agent": wrong}, "environment.agent") for wrong in AGENTS_THAT_ARE_NONE.split()),
-        *(({"agent": wrong}, "environment.agent") for wrong in COMMANDS),
-        *(({"chat_template": wrong}, "environment.chat_template") for wrong in TEMPLATES),
+        *(({"agent": wrong}, "environment.agent") for wrong in NO_AGENTS),
+        *(({"chat_template": wrong}, "environment.chat_template") for wrong in NO_TEMPLATES),
         ({"tool_parser": "hermez"}, "environment.tool_parser"),
         ({"max_calls": 0}, "environment.max_calls"),
         ({"reward_model": {"path": "/a/model"}}, "reward_model.path"),
@@ -463,5 +442,4 @@ def test_a_tool_parser_needs_vllm_and_an_agent_without_one_does_not(agent, monke
     monkeypatch.setattr(environment_trial, "find_spec", lambda name: None)
     agent()
     refusal = refusal_of(agent, tool_parser="hermes")
-    assert refusal.key == "environment.tool_parser"
-    assert "not installed" in refusal.problem
+    assert refusal.key == "environment.tool_parser" and "not installed" in refusal.problem

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,9 +51,6 @@ def test_what_takes_its_arguments_is_accepted(cfg, own, check):
     assert sys.path[-1] == str(Path.cwd())
 
 
-# ---- what is built ------------------------------------------------------------------------------
-
-
 def component(path, **arguments):
     return OmegaConf.create({"_component_": path, **arguments})
 
@@ -86,10 +84,9 @@ OFFERED = {"num_slots": 2, "decode": str, "encode": list, "score": len, "max_res
 
 
 def test_an_environment_gets_what_its_signature_names_and_its_parts_are_built(own):
-    part = {"_component_": "own_parts.Part", "size": 4}
+    part = {"_component_": "types.SimpleNamespace", "size": 4}
     made = build_environment(component("own_parts.Names", part=part), **OFFERED)
-    assert made.given == {"num_slots": 2, "encode": list, "part": made.given["part"]}
-    assert made.given["part"].size == 4
+    assert made.given == {"num_slots": 2, "encode": list, "part": SimpleNamespace(size=4)}
     made = build_environment(component("own_parts.three", own=5), **OFFERED)
     assert made == {"num_slots": 2, "decode": str, "score": len, "own": 5}
     assert build_environment(component("own_parts.everything"), **OFFERED) == OFFERED

@@ -68,11 +68,6 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def recipe(tiny_policy, tmp_path_factory):
     """The recipe's entry over the tiny policy with few prompts; called with overrides."""
     folder = tmp_path_factory.mktemp("fuzz")
-    base = folder / "tiny_policy"
-    shutil.copytree(tiny_policy, base)
-    for name in ("train", "held_out"):
-        path = base / "data" / f"{name}.jsonl"
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
     spec = importlib.util.spec_from_file_location("recipe_under_test", RECIPE)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its dataclasses look for it
@@ -85,7 +80,8 @@ def recipe(tiny_policy, tmp_path_factory):
     untried = SimpleNamespace(finish=lambda: ([], []), check_rows=lambda *_: [], close=lambda: None)
     patched.setattr("grpo_components.config.trial.RewardTrial", lambda *_: untried)
     values = OmegaConf.to_container(OmegaConf.load(CONFIG))
-    values |= {"base_model_path": str(base), "output_dir": str(folder / "run")}
+    values |= {"base_model_path": str(tiny_policy), "output_dir": str(folder / "run")}
+    values["dataset"]["num_rows"] = values["eval_dataset"]["num_rows"] = 3
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(values))
 
@@ -126,8 +122,6 @@ for key, schema in leaves():
     if schema not in RULES.setdefault(key, []):
         RULES[key].append(schema)
 
-
-# ---- what is accepted is built ------------------------------------------------------------------
 
 SIZES = {"num_generators": 3, "num_trainers": 4, "num_references": 2, "rollouts_in_flight": 9}
 SIZES |= {"push_every_n_steps": 3, "pull_every_m_rollouts": 9, "max_staleness": 4, "num_steps": 9}

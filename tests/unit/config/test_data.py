@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lib.config_errors import refusal_of, refused_key
+from lib.rows import write_rows
 from omegaconf import OmegaConf
 
-from grpo_components.config.components import (
-    SHIPPED_ENVIRONMENT,
-)
+from grpo_components.config.components import SHIPPED_ENVIRONMENT
 from grpo_components.config.data import build_data, build_prompts
 from grpo_components.data.curriculum import MAX_PROMPTS
 from grpo_components.data.prompt_stream import PromptCurriculum, PromptStream
@@ -56,14 +55,13 @@ class World:
 
 
 @pytest.fixture
-def data_cfg(tmp_path, monkeypatch):
+def cfg(tmp_path, monkeypatch):
     (tmp_path / "my_data.py").write_text(MY_DATA)
     monkeypatch.syspath_prepend(tmp_path)
     write_model(tmp_path, max_position_embeddings=100)
     rows = [{"question": "x" * size, "answer": "#### 1"} for size in (5, 20, 7)]
-    for key in KEYS:
-        (tmp_path / f"{key}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    gsm8k = {key: {"_component_": GSM8K, "source": f"{tmp_path}/{key}.jsonl"} for key in KEYS}
+    sources = {key: str(write_rows(tmp_path / f"{key}.jsonl", *rows)) for key in KEYS}
+    gsm8k = {key: {"_component_": GSM8K, "source": source} for key, source in sources.items()}
     lengths = {"max_response_tokens": 10, "max_model_len": None, "stop_token_ids": None}
     return OmegaConf.create(
         {
@@ -94,31 +92,29 @@ tokens_per_micro_batch"""
 
 @pytest.mark.parametrize("limit", LIMITS.split())
 @BOTH
-def test_a_prompt_that_leaves_no_room_for_its_response_is_refused_with_its_row(
-    data_cfg, limit, key
-):
-    limit_to(data_cfg, limit, 30)
-    _, dataset, held_out = build_data(data_cfg)
+def test_a_prompt_that_leaves_no_room_for_its_response_is_refused_with_its_row(cfg, limit, key):
+    limit_to(cfg, limit, 30)
+    _, dataset, held_out = build_data(cfg)
     assert len(dataset) == len(held_out) == 3
-    limit_to(data_cfg, limit, 29)
-    data_cfg["eval_dataset" if key == "dataset" else "dataset"].num_rows = 1
-    error = refusal_of(build_data, data_cfg)
+    limit_to(cfg, limit, 29)
+    cfg["eval_dataset" if key == "dataset" else "dataset"].num_rows = 1
+    error = refusal_of(build_data, cfg)
     assert error.key == key and limit in error.allowed
-    assert f"{data_cfg[key].source}, row 2, " in error.problem
+    assert f"{cfg[key].source}, row 2, " in error.problem
 
 
-def test_without_a_data_set_to_evaluate_on_there_are_no_held_out_prompts(data_cfg):
-    data_cfg.eval_dataset = None
-    _, dataset, held_out = build_data(data_cfg)
+def test_without_a_data_set_to_evaluate_on_there_are_no_held_out_prompts(cfg):
+    cfg.eval_dataset = None
+    _, dataset, held_out = build_data(cfg)
     assert (len(dataset), len(held_out), held_out.max_prompt_length) == (3, 0, 0)
 
 
-def test_a_window_that_qwen2_does_not_use_limits_nothing(data_cfg):
+def test_a_window_that_qwen2_does_not_use_limits_nothing(cfg):
     sizes = {"model_type": "qwen2", "max_position_embeddings": 100, "sliding_window": 29}
-    write_model(data_cfg.base_model_path, **sizes)
-    build_data(data_cfg)
-    write_model(data_cfg.base_model_path, **sizes, use_sliding_window=True)
-    assert refused_key(build_data, data_cfg) == "dataset"
+    write_model(cfg.base_model_path, **sizes)
+    build_data(cfg)
+    write_model(cfg.base_model_path, **sizes, use_sliding_window=True)
+    assert refused_key(build_data, cfg) == "dataset"
 
 
 NONE = """Rows([P | {'prompt_ids': []}]); Rows([P | {'prompt_index': '1'}])
@@ -128,21 +124,21 @@ Rows([P, P]); Rows(['1 + 1?']); Rows(); [P]; None"""
 
 @pytest.mark.parametrize("kind", NONE.replace("\n", "; ").split("; "))
 @BOTH
-def test_what_is_no_data_set_is_refused(data_cfg, key, kind):
-    data_cfg[key] = {"_component_": "my_data.made", "kind": "Rows([P])"}
-    build_data(data_cfg)
-    data_cfg[key].kind = kind
-    assert refused_key(build_data, data_cfg) == key
+def test_what_is_no_data_set_is_refused(cfg, key, kind):
+    cfg[key] = {"_component_": "my_data.made", "kind": "Rows([P])"}
+    build_data(cfg)
+    cfg[key].kind = kind
+    assert refused_key(build_data, cfg) == key
 
 
 @pytest.mark.parametrize("value", ["date.today()", "[date.today()]", "np.array([{}])"])
-def test_a_column_that_no_checkpoint_can_store_is_refused_in_training_prompts_only(data_cfg, value):
+def test_a_column_that_no_checkpoint_can_store_is_refused_in_training_prompts_only(cfg, value):
     for key in KEYS:
-        data_cfg[key] = {"_component_": "my_data.made", "kind": "Rows([P | {'when': np.ones(2)}])"}
-    data_cfg.eval_dataset.kind = f"Rows([P | {{'when': {value}}}])"
-    build_data(data_cfg)
-    data_cfg.dataset.kind = f"Rows([P, P | {{'prompt_index': 9, 'when': {value}}}])"
-    error = refusal_of(build_data, data_cfg)
+        cfg[key] = {"_component_": "my_data.made", "kind": "Rows([P | {'when': np.ones(2)}])"}
+    cfg.eval_dataset.kind = f"Rows([P | {{'when': {value}}}])"
+    build_data(cfg)
+    cfg.dataset.kind = f"Rows([P, P | {{'prompt_index': 9, 'when': {value}}}])"
+    error = refusal_of(build_data, cfg)
     assert error.key == "dataset" and "prompt_index 9: row.when" in error.problem
 
 
@@ -162,103 +158,99 @@ eval_dataset                 eval_dataset.source=/no/file.jsonl
 
 
 @pytest.mark.parametrize("row", WRONG.strip().splitlines())
-def test_a_wrong_argument_of_a_data_set_is_refused(data_cfg, row):
+def test_a_wrong_argument_of_a_data_set_is_refused(cfg, row):
     key, *overrides = row.split(maxsplit=1)
-    error = refusal_of(build_data, OmegaConf.merge(data_cfg, OmegaConf.from_dotlist(overrides)))
+    error = refusal_of(build_data, OmegaConf.merge(cfg, OmegaConf.from_dotlist(overrides)))
     assert error.key == key
     if key.startswith("eval_"):
         assert not error.allowed.startswith("dataset.")
 
 
-def test_a_token_that_the_policy_has_not_is_refused_before_the_engine_sees_it(data_cfg):
+def test_a_token_that_the_policy_has_not_is_refused_before_the_engine_sees_it(cfg):
     """As with the chat template of a folder with a larger vocabulary."""
     known = {"max_position_embeddings": 100, "vocab_size": ord("x") + 1}
-    write_model(data_cfg.base_model_path, **known)
-    build_data(data_cfg)
-    write_model(data_cfg.base_model_path, **known | {"vocab_size": ord("x")})
-    assert refused_key(build_data, data_cfg) == "dataset"
+    write_model(cfg.base_model_path, **known)
+    build_data(cfg)
+    write_model(cfg.base_model_path, **known | {"vocab_size": ord("x")})
+    assert refused_key(build_data, cfg) == "dataset"
 
 
-def test_recorded_groups_need_room_for_what_was_said_and_no_more(data_cfg, tmp_path):
+def test_recorded_groups_need_room_for_what_was_said_and_no_more(cfg, tmp_path):
     """The prompt's 20 tokens and the longest response would not fit; the recorded token does."""
     response = {"response_ids": [4], "response_mask": [True], "generator_logprobs": [-1.0]}
     response |= {"token_versions": [0], "temperature": 1.0, "finish_reason": "stop", "reward": 1.0}
     response |= {"reward_terms": {}, "success": True, "error": None}
     group = {"prompt_index": 0, "prompt_ids": [3] * 20, "responses": [response]}
     (tmp_path / "trajectories.jsonl").write_text(json.dumps(group))
-    data_cfg.train_from = str(tmp_path / "trajectories.jsonl")
-    data_cfg.eval_dataset.num_rows = 1
-    data_cfg.tokens_per_micro_batch = 21
-    assert len(build_data(data_cfg)[1]) == 1
-    data_cfg.tokens_per_micro_batch = 20
-    assert refused_key(build_data, data_cfg) == "train_from"
+    cfg.train_from = str(tmp_path / "trajectories.jsonl")
+    cfg.eval_dataset.num_rows = 1
+    cfg.tokens_per_micro_batch = 21
+    assert len(build_data(cfg)[1]) == 1
+    cfg.tokens_per_micro_batch = 20
+    assert refused_key(build_data, cfg) == "train_from"
 
 
-def test_supervised_examples_have_to_fit_into_the_policys_context(data_cfg):
+def test_supervised_examples_have_to_fit_into_the_policys_context(cfg):
     """Or the run would end in its first step."""
-    data_cfg.ptx = {"_component_": "my_data.examples", "max_tokens": 30}
-    limit_to(data_cfg, "model.max_seq_len", 30)
-    build_data(data_cfg)
-    limit_to(data_cfg, "model.max_seq_len", 29)
-    data_cfg.dataset.num_rows = data_cfg.eval_dataset.num_rows = 1
-    assert refused_key(build_data, data_cfg) == "ptx.max_tokens"
+    cfg.ptx = {"_component_": "my_data.examples", "max_tokens": 30}
+    limit_to(cfg, "model.max_seq_len", 30)
+    build_data(cfg)
+    limit_to(cfg, "model.max_seq_len", 29)
+    cfg.dataset.num_rows = cfg.eval_dataset.num_rows = 1
+    assert refused_key(build_data, cfg) == "ptx.max_tokens"
 
 
 @pytest.mark.parametrize("limit", [each for each in LIMITS.split() if "model_len" not in each])
-def test_an_agents_longest_conversation_has_to_fit_into_what_the_trainer_takes(data_cfg, limit):
+def test_an_agents_longest_conversation_has_to_fit_into_what_the_trainer_takes(cfg, limit):
     """Else one would fail in the trainer, or take more memory than is granted."""
-    data_cfg.generator.max_model_len = 60
-    limit_to(data_cfg, limit, 59)
-    build_data(data_cfg)
+    cfg.generator.max_model_len = 60
+    limit_to(cfg, limit, 59)
+    build_data(cfg)
     agents = "grpo_components.agents.environment.AgentEnvironment"
-    data_cfg.environment = {"_component_": agents, "agent": "a.b"}
-    error = refusal_of(build_data, data_cfg)
+    cfg.environment = {"_component_": agents, "agent": "a.b"}
+    error = refusal_of(build_data, cfg)
     assert error.key == "generator.max_model_len" and limit in error.allowed
-    limit_to(data_cfg, limit, 60)
-    build_data(data_cfg)
+    limit_to(cfg, limit, 60)
+    build_data(cfg)
 
 
-def test_a_part_of_a_mix_is_refused_with_the_row_of_its_own_file(data_cfg):
-    parts = {"a": dict(data_cfg.dataset, num_rows=1), "b.c": dict(data_cfg.eval_dataset, weight=2)}
-    data_cfg.dataset = {"_component_": MIXED, "parts": parts}
-    data_cfg.eval_dataset.num_rows = 1
-    _, dataset, _ = build_data(data_cfg)
+def test_a_part_of_a_mix_is_refused_with_the_row_of_its_own_file(cfg):
+    parts = {"a": dict(cfg.dataset, num_rows=1), "b.c": dict(cfg.eval_dataset, weight=2)}
+    cfg.dataset = {"_component_": MIXED, "parts": parts}
+    cfg.eval_dataset.num_rows = 1
+    _, dataset, _ = build_data(cfg)
     assert [dataset[i]["prompt_index"] for i in range(len(dataset))] == [0, 1, 2, 3]
-    data_cfg.generator.max_model_len = 29
-    error = refusal_of(build_data, data_cfg)
+    cfg.generator.max_model_len = 29
+    error = refusal_of(build_data, cfg)
     assert error.key == "dataset.parts.b.c" and ", row 2, " in error.problem
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_the_tools_of_the_world_reach_the_prompts(data_cfg, mixed):
-    data_cfg.environment.world = {"_component_": "my_data.World"}
-    data_cfg.dataset.prompt_template = "{tools} {question}"
-    limit_to(data_cfg, "max_position_embeddings", 1000)
-    data_cfg.tokens_per_micro_batch = 1000
+def test_the_tools_of_the_world_reach_the_prompts(cfg, mixed):
+    cfg.environment.world = {"_component_": "my_data.World"}
+    cfg.dataset.prompt_template = "{tools} {question}"
+    limit_to(cfg, "max_position_embeddings", 1000)
+    cfg.tokens_per_micro_batch = 1000
     if mixed:
-        data_cfg.dataset = {"_component_": MIXED, "parts": {"one": dict(data_cfg.dataset)}}
-    _, dataset, held_out = build_data(data_cfg)
+        cfg.dataset = {"_component_": MIXED, "parts": {"one": dict(cfg.dataset)}}
+    _, dataset, held_out = build_data(cfg)
     assert '"name": "lookup"' in dataset[0]["prompt_text"]
     assert "lookup" in held_out.note and "lookup" not in dataset.note
 
 
 @BOTH
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_missing_column_is_answered_with_the_key_that_names_it(data_cfg, key, mixed):
-    row = json.dumps({"prompt": "1+1?", "answer": "#### 2"})
-    Path(data_cfg[key].source).write_text(row + "\n")
+def test_a_missing_column_is_answered_with_the_key_that_names_it(cfg, key, mixed):
+    write_rows(Path(cfg[key].source), {"prompt": "1+1?", "answer": "#### 2"})
     naming = f"{key}.columns.question"
     if mixed:
-        data_cfg[key] = {"_component_": MIXED, "parts": {"one": dict(data_cfg[key])}}
+        cfg[key] = {"_component_": MIXED, "parts": {"one": dict(cfg[key])}}
         naming = f"{key}.parts.one.columns.question"
-    error = refusal_of(build_data, data_cfg)
+    error = refusal_of(build_data, cfg)
     assert error.key == (f"{key}.parts.one" if mixed else key)
     assert error.allowed.startswith(naming) and "prompt" in error.allowed
-    OmegaConf.update(data_cfg, naming, "prompt", force_add=True)
-    build_data(data_cfg)
-
-
-# ---- curriculum ---------------------------------------------------------------------------------
+    OmegaConf.update(cfg, naming, "prompt", force_add=True)
+    build_data(cfg)
 
 
 def test_the_config_gives_rule_and_seed_of_the_draws(settings_with):

@@ -10,53 +10,44 @@ from grpo_components.config.files import check_disk
 from grpo_components.errors import ConfigError
 from grpo_components.records.checkpoint_folder import most_at_once, nbytes
 
-
-@pytest.mark.parametrize(
-    ("steps", "every", "keep_last_n", "keep_best", "most"),
-    [
-        *((250, 50, 2, None, 3), (250, 50, 2, "eval/success_rate", 4), (250, 50, None, None, 5)),
-        *((100, 50, 2, None, 2), (10, 50, 2, "eval/success_rate", 1), (101, 50, None, None, 3)),
-    ],
-)
-def test_one_more_checkpoint_is_written_before_an_old_one_goes(
-    steps, every, keep_last_n, keep_best, most
-):
-    assert most_at_once(steps, every, keep_last_n, keep_best) == most
+BEST = "eval/success_rate"
+MOST = {(250, 50, 2, None): 3, (250, 50, 2, BEST): 4, (250, 50, None, None): 5}
+MOST |= {(100, 50, 2, None): 2, (10, 50, 2, BEST): 1, (101, 50, None, None): 3}
+"""Number of steps, steps between two checkpoints, keep_last_n and keep_best: how many there are."""
 
 
-def test_a_disk_that_is_too_small_is_named_before_anything_starts(
-    settings_with, tmp_path, monkeypatch
-):
-    save_file({"weight": torch.zeros(1000, 500)}, tmp_path / "model.safetensors")
-    given = {"output_dir": str(tmp_path / "run"), "base_model_path": str(tmp_path)}
-    settings = settings_with(**given, save_every_n_steps=1)
-    assert nbytes(500_000, 500_000, "fp32", settings.optimizer["_component_"]) == 500_000 * 16
+@pytest.mark.parametrize(("given", "most"), MOST.items())
+def test_one_more_checkpoint_is_written_before_an_old_one_goes(given, most):
+    assert most_at_once(*given) == most
+
+
+@pytest.fixture
+def check(settings_with, tmp_path, monkeypatch):
+    """Check a run over a layer of 500,000 weights, on a disk with this many bytes free."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file({name: torch.zeros(1000, 500)}, tmp_path / "model.safetensors")
+    folders = {"output_dir": str(tmp_path / "run"), "base_model_path": str(tmp_path)}
     usage = shutil.disk_usage(tmp_path)
 
-    def disk(free):
+    def check(free, **changes):
         monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=free))
+        check_disk(settings_with(**folders, **changes))
 
-    disk(3 * 500_000 * 16)
-    check_disk(settings)
-    disk(3 * 500_000 * 16 - 1)
+    return check
+
+
+def test_a_disk_that_is_too_small_is_named_before_anything_starts(check):
+    assert nbytes(500_000, 500_000, "fp32", "torch.optim.AdamW") == 500_000 * 16
+    check(3 * 500_000 * 16, save_every_n_steps=1)
     with pytest.raises(ConfigError, match=r"output_dir: .* has 0\.0224 GiB free, and 3 check"):
-        check_disk(settings)
+        check(3 * 500_000 * 16 - 1, save_every_n_steps=1)
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_a_checkpoint_of_adapters_has_the_whole_model_only_if_it_is_saved_merged(
-    settings_with, tmp_path, monkeypatch, merged
-):
-    name = "model.layers.0.self_attn.q_proj.weight"
-    save_file({name: torch.zeros(1000, 500)}, tmp_path / "model.safetensors")
-    given = {"output_dir": str(tmp_path / "run"), "base_model_path": str(tmp_path)}
+def test_a_checkpoint_of_adapters_has_the_whole_model_only_if_it_is_saved_merged(check, merged):
     lora = {"rank": 2, "alpha": 4, "target_modules": ["q_proj"], "save_merged": merged}
-    settings = settings_with(**given, num_steps=1, lora=lora)
     adapter = 2 * (1000 + 500)
-    needed = nbytes(adapter + merged * 500_000, adapter, "fp32", settings.optimizer["_component_"])
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=needed))
-    check_disk(settings)
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=needed - 1))
+    needed = nbytes(adapter + merged * 500_000, adapter, "fp32", "torch.optim.AdamW")
+    check(needed, num_steps=1, lora=lora)
     with pytest.raises(ConfigError, match="GiB free, and 1 check"):
-        check_disk(settings)
+        check(needed - 1, num_steps=1, lora=lora)

@@ -8,29 +8,23 @@ from lib.config_errors import refusal_of
 DECAY = "{schedule: linear, start: 0.1, end: 0.01, num_steps: 9}"
 LRS = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
 OBJECTIVE = "grpo_components.objective"
-REWARDS = "grpo_components.rewards"
 ROLLOUT = "grpo_components.rollout"
 SHORT = {
     "COSINE": f"lr_scheduler={{_component_: {LRS}, num_warmup_steps: 3}}",
     "GSPO": f"loss._component_={OBJECTIVE}.losses.GSPOLoss",
     "TIS": f"off_policy={{_component_: {OBJECTIVE}.off_policy.TokenTIS}}",
-    "MASK": f"off_policy={{_component_: {OBJECTIVE}.off_policy.OffPolicySequenceMask}}",
     "GYM": "dataset={_component_: grpo_components.environments.gymnasium.gymnasium_dataset, id: a}",
     "LORA": "lora.rank=8 lora.alpha=16",
     "LOW_BIT": "optimizer._component_=torchao.optim.AdamW8bit",
-    "CPU_OFFLOAD": "optimizer._component_=torchao.optim.CPUOffloadOptimizer",
     "OFFLOADING": "enable_activation_offloading=true",
-    "CHECKPOINTING": "enable_activation_checkpointing=true",
     "SMALL": "groups_per_step=2 group_size=4",
     "TURNS": "colocate=true max_staleness=0 pull_every_m_rollouts=1",
     "GPU": "device=cuda generator.gpu_memory_utilization=0.4",
     "WORKERS": "generator.tensor_parallel_size",
-    "REPLICAS": "data_parallel_replicate_dim",
     "PLAIN": "generator.backend=transformers",
     "BIASED": "generator.allow_biased_sampling=true",
-    "JUDGE": f"rewards.my._component_={REWARDS}.judge.LLMJudge rewards.my.model=m "
+    "JUDGE": "rewards.my._component_=grpo_components.rewards.judge.LLMJudge rewards.my.model=m "
     "rewards.my.base_url=http://localhost:1/v1 rewards.my.rubric='{{ response }}'",
-    "CODE": f"rewards.my._component_={REWARDS}.code_tests.CodeTests",
     "HUGGING": "model._component_=grpo_components.models.hugging_face",
     "LOSS": "loss._component_",
     "OWN": "rewards.my._component_",
@@ -114,19 +108,19 @@ reward_shaping.overlong_tokens  reward_shaping.overlong_tokens=33
 advantages.kl_coeff          advantages.kl_coeff=x
 advantages.kl_coeff.start    advantages.kl_coeff={{schedule: linear}}
 lr_scheduler                 optimizer.lr={DECAY} COSINE
-off_policy                   loss={OBJECTIVE}.losses.DecoupledPPOLoss TIS
+off_policy                   LOSS={OBJECTIVE}.losses.DecoupledPPOLoss TIS
 loss.dual_clip               loss.dual_clip=3.0
 loss.kl_estimator            GSPO loss.kl_estimator=k4
 user                         user=3
 # trainer, adapters, teacher
 tensor_parallel_dim          SMALL num_trainers=3 tensor_parallel_dim=2
-data_parallel_replicate_dim  SMALL num_trainers=4 tensor_parallel_dim=2 REPLICAS=4
+data_parallel_replicate_dim SMALL num_trainers=4 tensor_parallel_dim=2 data_parallel_replicate_dim=4
 num_trainers                 SMALL num_trainers=9
 tensor_parallel_dim          num_trainers=2 tensor_parallel_dim=2 checkpointer.model_type=GEMMA
 compile                      num_trainers=2 tensor_parallel_dim=2 compile=true
 enable_activation_offloading  device=cuda OFFLOADING
 optimizer                    LOW_BIT optimizer.eps=null
-optimizer                    device=cuda CPU_OFFLOAD
+optimizer                    device=cuda optimizer._component_=torchao.optim.CPUOffloadOptimizer
 lora.alpha                   lora.rank=8
 lora.target_modules          LORA lora.target_modules=[qkv]
 lora.target_modules          LORA lora.target_modules=q_proj -> a valid list
@@ -217,7 +211,7 @@ profiler.steps               profiler.enabled=true profiler.steps=3 -> active_st
 rewards.correctness.weights  rewards.correctness.weights=1 -> correctness.weight?
 rewards.correctness.answer_format  rewards.correctness.answer_format=xml -> tag
 rewards.my.limit             rewards.my._component_=own_parts.Good
-rewards.my.wall_s            CODE timeouts.reward_s=8
+rewards.my.wall_s  OWN=grpo_components.rewards.code_tests.CodeTests timeouts.reward_s=8
 rewards.my.wall_s            JUDGE rewards.my.wall_s=10
 rewards.my.api_key_env       JUDGE rewards.my.api_key_env=NONE_X
 environment.max_turns        WORLD environment.max_turns=0
@@ -242,14 +236,14 @@ tokens_per_micro_batch=96
 reward_shaping.overlong_tokens=32 loss.kl_coeff={DECAY}
 optimizer.lr={DECAY} TIS
 COSINE
-MASK
+off_policy={{_component_: {OBJECTIVE}.off_policy.OffPolicySequenceMask}}
 SMALL num_trainers=4 tensor_parallel_dim=2 data_parallel_replicate_dim=2
 SMALL num_trainers=6 tensor_parallel_dim=3 data_parallel_replicate_dim=2
 SMALL num_trainers=16 tensor_parallel_dim=2
 compile=true
 LOW_BIT optimizer.eps=1e-5
 device=cuda dtype=bf16 reduce_dtype=bf16
-device=cuda OFFLOADING CHECKPOINTING fsdp_cpu_offload=true
+device=cuda OFFLOADING enable_activation_checkpointing=true fsdp_cpu_offload=true
 SMALL num_trainers=2 tensor_parallel_dim=2 checkpointer.model_type=LLAMA3_2
 SMALL num_trainers=2 data_parallel_replicate_dim=2 checkpointer.model_type=GEMMA
 LORA loss.kl_coeff=0.1

@@ -3,11 +3,12 @@
 import math
 import pickle
 import re
+from operator import attrgetter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lib.config_errors import refusal_of
+from lib.config_errors import refusal_of, refused_key
 from lib.settings_schema import leaves
 from lib.tracked import tracked
 from omegaconf import DictConfig, OmegaConf
@@ -35,14 +36,15 @@ NULL = {
 
 
 @pytest.fixture
-def refusal(values_with):
-    return lambda changes: refusal_of(read_settings, with_changes(values_with, changes))
+def read_at(settings_with):
+    """Read the tiny config with another value at a key."""
 
+    def read_at(key, value):
+        section = key.partition(".")[0]
+        needed = {section: dict(NULL[section])} if section in NULL else {}
+        return settings_with(**needed, **{key.replace(".", "__"): value})
 
-def with_changes(values_with, changes):
-    sections = {key.partition(".")[0] for key in changes if "." in key}
-    nodes = {name: dict(NULL[name]) for name in sections & NULL.keys()}
-    return values_with(**nodes, **{key.replace(".", "__"): v for key, v in changes.items()})
+    return read_at
 
 
 def test_every_number_is_bounded_from_both_sides():
@@ -52,27 +54,24 @@ def test_every_number_is_bounded_from_both_sides():
 
 
 @pytest.mark.parametrize("key", NUMBERS)
-def test_a_bound_is_accepted_and_more_is_refused_with_the_bound(key, refusal, values_with):
+def test_a_bound_is_accepted_and_more_is_refused_with_the_bound(key, read_at):
     schema = NUMBERS[key]
     step = 1 if schema["type"] == "integer" else 0.01 * abs(schema["maximum"])
-    is_schedule = key.rpartition(".")[0] in SCHEDULED
-    place = key.rpartition(".")[0] if is_schedule else key
-    name = key.rpartition(".")[2]
+    place, _, name = key.rpartition(".")
 
-    def change(number):
-        return {place: {**LINEAR, name: number} if is_schedule else number}
+    def read(number):
+        at = (place, {**LINEAR, name: number}) if place in SCHEDULED else (key, number)
+        return read_at(*at)
 
     try:
-        read_settings(with_changes(values_with, change(schema["maximum"])))
+        read(schema["maximum"])
     except ConfigError as beside:  # it does not fit other values of the tiny config
         assert "less than" not in beside.allowed
-    for low in (schema.get("minimum"), schema.get("exclusiveMinimum")):
-        if low is not None:
-            assert refusal(change(low - step)).key == key
-    error = refusal(change(schema["maximum"] + step))
+    error = refusal_of(read, schema["maximum"] + step)
     assert error.key == key and "less than or equal to" in error.allowed
-    for wrong in ("8", True, math.nan):
-        assert refusal(change(wrong)).key == key
+    lows = [schema[bound] for bound in ("minimum", "exclusiveMinimum") if bound in schema]
+    for wrong in (*(low - step for low in lows), "8", True, math.nan):
+        assert refused_key(read, wrong) == key
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -88,8 +87,8 @@ def test_the_shipped_configs_are_read_and_come_back(path):
 
 
 @pytest.mark.parametrize("wrong", [{}, [{"_component_": "a"}]])
-def test_rewards_are_a_section_with_some_in_it(wrong, refusal):
-    assert refusal({"rewards": wrong}).key == "rewards"
+def test_rewards_are_a_section_with_some_in_it(wrong, read_at):
+    assert refused_key(read_at, "rewards", wrong) == "rewards"
 
 
 def test_a_key_that_is_left_out_has_a_default_or_is_named(values_with):
@@ -116,11 +115,9 @@ def test_a_default_can_be_overridden_alone(settings_with):
 
 
 @pytest.mark.parametrize("key", SCHEDULED)
-def test_a_schedule_may_stand_where_its_number_may(key, settings_with):
-    section, name = key.split(".")
+def test_a_schedule_may_stand_where_its_number_may(key, read_at):
     for value in (LINEAR, 1):
-        read = getattr(settings_with(**{f"{section}__{name}": value}), section)
-        assert getattr(read, name) == value
+        assert attrgetter(key)(read_at(key, value)) == value
 
 
 def test_these_are_all_that_may_follow_a_schedule():
@@ -156,9 +153,8 @@ def test_a_process_can_send_a_refusal_to_another(fields):
 
 
 @pytest.mark.parametrize("key", ["seed", "rewards.correctness.weight", "generator.temperature"])
-def test_the_first_wrong_value_of_a_config_is_refused_in_this_form(values_with, key):
-    given = values_with(**{key.replace(".", "__"): "x" * 500})
-    assert str(refusal_of(read_settings, given)).startswith(f"{key}: 'xxx")
+def test_the_first_wrong_value_of_a_config_is_refused_in_this_form(read_at, key):
+    assert str(refusal_of(read_at, key, "x" * 500)).startswith(f"{key}: 'xxx")
 
 
 @pytest.mark.parametrize(
@@ -169,8 +165,8 @@ def test_the_first_wrong_value_of_a_config_is_refused_in_this_form(values_with, 
         ({"lora": {"rank": 4, "alpha": 8}}, "vllm"),
     ],
 )
-def test_vllm_samples_on_gpus_and_where_only_it_will_do(values_with, more, backend):
-    assert read_settings(values_with(**more)).generator.backend == backend
+def test_vllm_samples_on_gpus_and_where_only_it_will_do(settings_with, more, backend):
+    assert settings_with(**more).generator.backend == backend
 
 
 def test_each_config_for_gpus_says_in_its_first_line_where_it_was_run():

@@ -13,11 +13,13 @@ from grpo_components.settings import processes_of
 
 
 @pytest.fixture
-def arguments():
-    def build(cfg, **tokenizer):
-        given = {"objective": None, "longest_prompt": 64}
-        given["contract"] = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
-        tokenizer = SimpleNamespace(**{"stop_tokens": [0], **tokenizer})
+def arguments(settings_with):
+    """The arguments of each kind of role, of the tiny config with other values at some keys."""
+
+    def build(tokenizer=(), **changes):
+        cfg = settings_with(**changes)
+        given = {"objective": None, "longest_prompt": 64, "contract": StalenessContract.of(cfg)}
+        tokenizer = SimpleNamespace(**{"stop_tokens": [0], **dict(tokenizer)})
         return role_arguments(cfg, processes_of(cfg, True), tokenizer=tokenizer, **given)
 
     return build
@@ -30,12 +32,9 @@ def arguments():
 def test_threads_are_those_of_the_config_or_the_cores_over_the_roles(
     settings_with, arguments, given, trainer, generator
 ):
-    cfg = settings_with(num_trainers=2, num_generators=1, cpu_threads=given)
-    share = max(1, available_cpus(cfg) // 4)
-    roles = arguments(cfg)
-    threads = [
-        each["cpu_threads"] for each in (roles["trainer"], roles["generator"], roles["reference"])
-    ]
+    share = max(1, available_cpus(settings_with()) // 4)
+    roles = arguments(num_trainers=2, num_generators=1, cpu_threads=given)
+    threads = [roles[name]["cpu_threads"] for name in ("trainer", "generator", "reference")]
     assert threads == [trainer or share, generator or share, share]
 
 
@@ -44,18 +43,17 @@ def test_threads_are_those_of_the_config_or_the_cores_over_the_roles(
     [("cuda", 0.5, 1, 0.5), ("cuda", 1.0, 4, 4.0), ("cpu", 1.0, 4, 0)],
 )
 def test_a_generator_gets_a_gpu_for_each_tensor_parallel_worker(
-    settings_with, arguments, device, share, workers, gpus
+    arguments, device, share, workers, gpus
 ):
-    changes = {"generator__tensor_parallel_size": workers, "generator__enforce_eager": True}
-    roles = arguments(settings_with(device=device, gpus_per_generator=share, **changes))
-    assert roles["generator"]["num_gpus"] == gpus
-    assert roles["generator"]["settings"].tensor_parallel_size == workers
+    changes = {"gpus_per_generator": share, "generator__tensor_parallel_size": workers}
+    generator = arguments(device=device, **changes)["generator"]
+    assert generator["num_gpus"] == gpus
+    assert generator["settings"].tensor_parallel_size == workers
 
 
-def test_the_engine_receives_and_the_first_rank_sends_the_same_way(settings_with, arguments):
-    workers = {"generator__tensor_parallel_size": 2, "generator__enforce_eager": True}
+def test_the_engine_receives_and_the_first_rank_sends_the_same_way(arguments):
     for way in ("object_store", "nccl"):
-        roles = arguments(settings_with(device="cuda", weights=way, **workers))
+        roles = arguments(device="cuda", weights=way, generator__tensor_parallel_size=2)
         opens = roles["trainer"]["options"].open_sender
         transfer = None if way == "object_store" else way
         assert roles["generator"]["engine"].weight_transfer == transfer
@@ -65,8 +63,7 @@ def test_the_engine_receives_and_the_first_rank_sends_the_same_way(settings_with
 
 def test_adapters_are_the_engines_too(settings_with, arguments):
     lora = {"rank": 8, "alpha": 16.0}
-    roles = arguments(settings_with(lora=lora, generator__enforce_eager=True))
-    adapters = roles["generator"]["engine"].lora
+    adapters = arguments(lora=lora)["generator"]["engine"].lora
     whole = settings_with(lora=lora).model_dump()
     assert OmegaConf.to_container(OmegaConf.create(whole)) == whole, "as a resume compares it"
     assert adapters.scale == 2.0 and len(adapters.target_modules) == 7  # every layer by default
@@ -82,28 +79,25 @@ def test_adapters_are_the_engines_too(settings_with, arguments):
         ({}, None),
     ],
 )
-def test_all_who_sample_or_give_logprobs_know_the_same_ids(
-    settings_with, arguments, tokenizer, ids
-):
-    roles = arguments(settings_with(), **tokenizer)
+def test_all_who_sample_or_give_logprobs_know_the_same_ids(arguments, tokenizer, ids):
+    roles = arguments(tokenizer)
     found = (roles["generator"]["engine"], roles["trainer"]["options"])
     assert [each.num_ids for each in found] == [ids] * 2 == [roles["reference"]["num_ids"], ids]
 
 
 def test_agents_may_be_sampled_what_the_models_own_tokenizer_knows(settings_with, arguments):
     agents = {"_component_": "grpo_components.agents.environment.AgentEnvironment"}
-    cfg = settings_with(environment={**agents, "agent": "a.b"})
-    known = len(AutoTokenizer.from_pretrained(cfg.base_model_path))
-    roles = arguments(cfg, vocab_size=known - 9)
+    known = len(AutoTokenizer.from_pretrained(settings_with().base_model_path))
+    roles = arguments({"vocab_size": known - 9}, environment={**agents, "agent": "a.b"})
     assert roles["generator"]["engine"].num_ids == known
 
 
 def test_the_stand_ins_of_half_a_run_get_its_file(settings_with, arguments):
-    cfg = settings_with(rollout_only=True, log_token_logprobs=True, num_generators=2)
-    roles = arguments(cfg)
+    cfg = settings_with()
+    roles = arguments(rollout_only=True, log_token_logprobs=True, num_generators=2)
     path = f"{cfg.output_dir}/trajectories.jsonl"
     assert roles["trainer"] == {"path": path, "logged_responses": cfg.group_size}
-    assert arguments(settings_with())["trainer"]["restarts_alone"] is False
+    assert arguments()["trainer"]["restarts_alone"] is False
     assert roles["generator"]["min_living"] == 2
-    roles = arguments(settings_with(train_from="/a/trajectories.jsonl"))
+    roles = arguments(train_from="/a/trajectories.jsonl")
     assert roles["generator"] == {"path": "/a/trajectories.jsonl", "min_living": 1}

@@ -39,9 +39,14 @@ def test_a_smaller_teacher_is_refused(teacher, refused, smaller):
     assert refused(f"teacher.path={teacher}") == "teacher.path"
 
 
-@pytest.mark.parametrize("missing", ["model.safetensors", "config.json"])
-def test_a_file_that_the_teacher_lacks_is_refused(teacher, refused, missing):
-    (teacher / missing).unlink()
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_a_file_that_the_teacher_lacks_is_refused(teacher, refused, file):
+    (teacher / file).unlink()
+    assert refused(f"teacher.path={teacher}") == "teacher.path"
+
+
+def test_a_damaged_config_of_a_model_is_refused_by_its_key(teacher, refused):
+    (teacher / "config.json").write_text("{")
     assert refused(f"teacher.path={teacher}") == "teacher.path"
 
 

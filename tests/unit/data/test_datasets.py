@@ -23,18 +23,32 @@ ROWS = [
 ]
 
 
-def load(source, **kwargs):
-    return gsm8k_dataset(Characters(), source=str(source), **kwargs)
+class ChatTokenizer(Characters):
+    """One token per character of a chat, whose messages stand in brackets."""
+
+    def tokenize_messages(self, messages):
+        text = "".join(f"[{message.role[0]}:{message.text_content}]" for message in messages)
+        return [ord(character) for character in text]
+
+    def __call__(self, sample, inference):
+        assert inference
+        return {"tokens": self.tokenize_messages(sample["messages"])}
 
 
 @pytest.fixture
-def jsonl(tmp_path):
-    return write_rows(tmp_path / "rows.jsonl", *ROWS)
+def load(tmp_path):
+    """Write rows into a file, and read it as a data set in the format of GSM8K or of a builder."""
+
+    def load(*rows, builder=gsm8k_dataset, file="rows.jsonl", **settings):
+        source = str(write_rows(tmp_path / file, *rows))
+        return builder(ChatTokenizer(), source=source, **settings)
+
+    return load
 
 
-def test_a_row_becomes_a_prompt_and_its_final_answer(jsonl):
+def test_a_row_becomes_a_prompt_and_its_final_answer(load):
     """Braces of a template other than the question's stay."""
-    prompts = load(jsonl, prompt_template="Q{}: {question}\n{x}")
+    prompts = load(*ROWS, prompt_template="Q{}: {question}\n{x}")
     texts = ["Q{}: 1 + 1?\n{x}", "Q{}: How {many}?\n{x}", "Q{}: Half?\n{x}"]
     assert [prompt["prompt_text"] for prompt in prompts] == texts
     assert [prompt["answer"] for prompt in prompts] == ["2", "-1234567", "0.5"]
@@ -43,59 +57,44 @@ def test_a_row_becomes_a_prompt_and_its_final_answer(jsonl):
     assert prompts.max_prompt_length == max(len(prompt["prompt_ids"]) for prompt in prompts)
 
 
-def read_one(builder, tmp_path, **row):
-    path = write_rows(tmp_path / "rows.jsonl", row)
-    return builder(Characters(), source=str(path))[0]
+UNUSABLE = [("question", {"question": bad}) for bad in ("a\ud800?", " \n", 5, None)]
+UNUSABLE += [("answer", {"answer": bad}) for bad in ("2", "2 ####", 3, None)]
 
 
-UNUSABLE = {
-    "question": [{"question": bad, "answer": "#### 2"} for bad in ("a\ud800?", " \n", 5)],
-    "answer": [{"question": "a?"}, *({"question": "a?", "answer": b} for b in ("2", "2 ####"))],
-}
-UNUSABLE["question"].append({"answer": "#### 2"})
-UNUSABLE["answer"].append({"question": "a?", "answer": 3})
-
-
-@pytest.mark.parametrize("field", UNUSABLE)
-def test_a_row_that_cannot_be_used_is_named_with_its_file_and_field(tmp_path, field):
-    for row in UNUSABLE[field]:
-        path = write_rows(tmp_path / "bad.jsonl", ROWS[0], row, ROWS[0])
-        with pytest.raises(ValueError, match=rf"bad\.jsonl, row 2.*{field}"):
-            load(path)
+@pytest.mark.parametrize(("field", "wrong"), UNUSABLE)
+def test_a_row_that_cannot_be_used_is_named_with_its_file_and_field(load, field, wrong):
+    row = {name: value for name, value in (ROWS[0] | wrong).items() if value is not None}
+    with pytest.raises(ValueError, match=rf"bad\.jsonl, row 2.*{field}"):
+        load(ROWS[0], row, ROWS[0], file="bad.jsonl")
 
 
 @pytest.mark.parametrize("answer", ["3", 3])
-def test_a_plain_answer_is_refused_with_the_builder_that_takes_it(tmp_path, answer):
-    path = write_rows(tmp_path / "rows.jsonl", {"question": "1 + 2?", "answer": answer})
+def test_a_plain_answer_is_refused_with_the_builder_that_takes_it(load, answer):
+    row = {"question": "1 + 2?", "answer": answer}
     builder = f"{prompt_dataset.__module__}.{prompt_dataset.__name__}"
     with pytest.raises(ValueError, match=f"; allowed: dataset._component_={builder} for plain"):
-        load(path)
-    assert prompt_dataset(Characters(), source=str(path))[0]["answer"] == "3"
+        load(row)
+    assert load(row, builder=prompt_dataset)[0]["answer"] == "3"
 
 
 LINES = '{"question": "a?", "answer": "#### 1"}\n' * 2
-LIST = json.dumps(ROWS)
+LAYOUTS = [("a.jsonl", text, "one object a line") for text in (json.dumps(ROWS), "[\n]")]
+LAYOUTS += [("a.json", text, r"one list .* one object a line \.jsonl") for text in (LINES, "{}")]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "allowed"),
-    [
-        *(("a.jsonl", text, "one object a line") for text in (LIST, "[\n]")),
-        *(("a.json", text, r"one list .* one object a line \.jsonl") for text in (LINES, "{}")),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "allowed"), LAYOUTS)
 def test_a_json_file_of_the_other_layout_is_refused_with_its_own(tmp_path, name, text, allowed):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=rf"{name}, .*row 1\b.*; allowed: .*({allowed})$"):
-        load(tmp_path / name)
+        gsm8k_dataset(Characters(), source=str(tmp_path / name))
 
 
-def test_a_prompt_that_is_too_long_is_named_with_both_lengths(jsonl):
-    longest = load(jsonl).max_prompt_length
-    assert len(load(jsonl, max_prompt_tokens=longest)) == 3
+def test_a_prompt_that_is_too_long_is_named_with_both_lengths(load):
+    longest = load(*ROWS).max_prompt_length
+    assert len(load(*ROWS, max_prompt_tokens=longest)) == 3
     numbers = rf"row 2.*question.*{longest} .*max_prompt_tokens.*{longest - 1}"
     with pytest.raises(ValueError, match=numbers):
-        load(jsonl, max_prompt_tokens=longest - 1)
+        load(*ROWS, max_prompt_tokens=longest - 1)
 
 
 def test_a_hub_data_set_is_asked_for_by_name_configuration_and_split(monkeypatch):
@@ -108,96 +107,93 @@ def test_a_hub_data_set_is_asked_for_by_name_configuration_and_split(monkeypatch
         return ROWS
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    assert len(load("openai/gsm8k", name="main", split="test")) == 3
+    hub = partial(gsm8k_dataset, Characters())
+    assert len(hub(source="openai/gsm8k", name="main", split="test")) == 3
     assert asked == [("openai/gsm8k", "main", "test")]
     with pytest.raises(ValueError, match=r"some/where.*offline"):
-        load("some/where")
+        hub(source="some/where")
 
 
 # ---- which rows are used ------------------------------------------------------------------------
 
 
+NUMBERED = [{"question": f"{n:02}{'x' * n}", "answer": str(n), "level": n % 3} for n in range(30)]
+"""The question of row n has n characters more than that of row 0."""
+
+
 @pytest.fixture
-def numbered(tmp_path):
-    """Rows 0 to 29: the question of row n has n characters more than that of row 0."""
-    rows = [{"question": f"{n:02}{'x' * n}", "answer": str(n), "level": n % 3} for n in range(30)]
-    return write_rows(tmp_path / "numbered.jsonl", *rows)
+def chosen(load):
+    """The numbers of the rows that are used, and the note on the others."""
+
+    def chosen(**settings):
+        prompts = load(*NUMBERED, builder=prompt_dataset, **settings)
+        assert all(int(prompt["answer"]) == prompt["prompt_index"] for prompt in prompts)
+        return [prompt["prompt_index"] for prompt in prompts], prompts.note
+
+    return chosen
 
 
-def chosen(path, **kwargs):
-    prompts = prompt_dataset(Characters(), source=str(path), **kwargs)
-    assert all(int(prompt["answer"]) == prompt["prompt_index"] for prompt in prompts)
-    return [prompt["prompt_index"] for prompt in prompts], prompts.note
-
-
-def test_what_was_left_out_is_counted_by_reason_in_one_line(numbered):
-    indices, note = chosen(
-        numbered, filters={"level": {"max": 1}}, max_prompt_tokens=22, too_long="drop"
-    )
+def test_what_was_left_out_is_counted_by_reason_in_one_line(chosen, tmp_path):
+    indices, note = chosen(filters={"level": {"max": 1}}, max_prompt_tokens=22, too_long="drop")
     assert indices == [n for n in range(30) if n % 3 < 2 and n <= 19]
     left_out = "10 filtered out, 6 longer than 22 tokens"
-    assert note == f"dataset {numbered}: 14 prompts of 30 rows; {left_out}"
-    assert chosen(numbered) == (list(range(30)), "")
+    assert note == f"dataset {tmp_path}/rows.jsonl: 14 prompts of 30 rows; {left_out}"
+    assert chosen() == (list(range(30)), "")
 
 
-def test_the_first_rows_are_the_first_of_those_that_are_left(numbered):
+@pytest.mark.parametrize("partition", [None, "1-2/2"])
+def test_the_first_rows_are_the_first_of_those_that_are_left(chosen, partition):
     filters = {"level": {"allowed": [2]}}
-    assert chosen(numbered, filters=filters, num_rows=3)[0] == [2, 5, 8]
-    assert chosen(numbered, filters=filters, num_rows=3, partition="1-2/2")[0] == [2, 5, 8]
+    assert chosen(filters=filters, num_rows=3, partition=partition)[0] == [2, 5, 8]
 
 
-def test_the_parts_of_a_split_are_disjoint_and_cover_it(numbered):
-    train, note = chosen(numbered, partition="1-3/4")
-    validation, _ = chosen(numbered, partition="4/4")
+def test_the_parts_of_a_split_are_disjoint_and_cover_it(chosen):
+    train, note = chosen(partition="1-3/4")
+    validation, _ = chosen(partition="4/4")
     assert sorted(train + validation) == list(range(30))
     assert train and validation
     assert note.endswith(f"{len(train)} prompts of 30 rows; {len(validation)} in other parts")
 
 
-def test_a_data_set_without_rows_or_without_remaining_ones_says_why(numbered, tmp_path):
-    with pytest.raises(ValueError, match=r"numbered\.jsonl: .*30 filtered out"):
-        chosen(numbered, filters={"level": {"min": 3}})
+def test_a_data_set_without_rows_is_named(load):
     with pytest.raises(ValueError, match=r"empty\.jsonl"):
-        load(write_rows(tmp_path / "empty.jsonl"))
+        load(file="empty.jsonl")
 
 
-def test_a_filtered_row_need_not_be_usable(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", {"ok": 0}, ROWS[0] | {"ok": 1})
-    assert len(load(path, filters={"ok": {"allowed": [1]}})) == 1
+def test_a_filtered_row_need_not_be_usable(load):
+    assert len(load({"ok": 0}, ROWS[0] | {"ok": 1}, filters={"ok": {"allowed": [1]}})) == 1
 
 
-def test_columns_may_have_other_names_which_errors_use(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", {"q": "1 + 1?", "a": "#### 2"}, {"q": "2?"})
-    columns = {"question": "q", "answer": "a"}
-    assert load(path, columns=columns, num_rows=1)[0]["answer"] == "2"
+def test_columns_may_have_other_names_which_errors_use(load):
+    rows, columns = [{"q": "1 + 1?", "a": "#### 2"}, {"q": "2?"}], {"question": "q", "answer": "a"}
+    assert load(*rows, columns=columns, num_rows=1)[0]["answer"] == "2"
     with pytest.raises(ValueError, match=r"rows\.jsonl, row 2: .* a;.* q$"):
-        load(path, columns=columns)
+        load(*rows, columns=columns)
 
 
-def test_filters_use_the_column_names_of_the_source(tmp_path):
+def test_filters_use_the_column_names_of_the_source(load):
     rows = [{"question": "a?", "answer": kind, "gold": "#### 1"} for kind in ("yes", "no")]
-    path = write_rows(tmp_path / "rows.jsonl", *rows)
     columns, filters = {"answer": "gold"}, {"answer": {"allowed": ["no"]}}
-    assert [p["prompt_index"] for p in load(path, columns=columns, filters=filters)] == [1]
+    (prompt,) = load(*rows, columns=columns, filters=filters)
+    assert prompt["prompt_index"] == 1
 
 
-def test_filters_that_leave_no_row_say_what_the_columns_hold(tmp_path):
+def test_filters_that_leave_no_row_say_what_the_columns_hold(load):
     rows = [{"question": "a?", "answer": "#### 1", "level": level} for level in (3, "1", None, 2.5)]
-    path = write_rows(tmp_path / "rows.jsonl", *rows)
-    with pytest.raises(ValueError, match=r"no rows left: 4 filtered out, level is 1 to 3$"):
-        load(path, filters={"level": {"max": 0}})
+    with pytest.raises(ValueError, match=r"jsonl: no rows left: 4 filtered out, level is 1 to 3$"):
+        load(*rows, filters={"level": {"max": 0}})
 
 
-def test_a_column_for_an_unknown_field_is_refused(jsonl):
+def test_a_column_for_an_unknown_field_is_refused(load):
     with pytest.raises(ValueError, match=r"^dataset\.columns\.reply: .*: answer, question$"):
-        load(jsonl, columns={"reply": "gold"})
+        load(*ROWS, columns={"reply": "gold"})
 
 
 @pytest.mark.parametrize("more", [{}, {"question": "q", "answer": "a"}])
-def test_columns_the_wrong_way_round_are_named(tmp_path, more):
-    path = write_rows(tmp_path / "rows.jsonl", {"q": "1 + 1?", "a": "#### 2"})
+def test_columns_the_wrong_way_round_are_named(load, more):
+    columns = {"q": "question", "a": "answer", **more}
     with pytest.raises(ValueError, match=r"is field: column; did you mean \{\w+: [qa]\}\?$"):
-        load(path, columns={"q": "question", "a": "answer", **more})
+        load({"q": "1 + 1?", "a": "#### 2"}, columns=columns)
 
 
 @pytest.mark.parametrize(
@@ -209,9 +205,9 @@ def test_columns_the_wrong_way_round_are_named(tmp_path, more):
         *(("prompt_template", "{question} {question}"), ("chat_template_kwargs", "thinking")),
     ],
 )
-def test_a_wrong_setting_is_refused_with_its_key_and_value(jsonl, key, value):
+def test_a_wrong_setting_is_refused_with_its_key_and_value(load, key, value):
     with pytest.raises(ValueError) as refused:
-        load(jsonl, **{key: value})
+        load(*ROWS, **{key: value})
     assert str(refused.value).startswith(f"dataset.{key}: {value!r} given; allowed: ")
 
 
@@ -222,9 +218,8 @@ def test_a_wrong_setting_is_refused_with_its_key_and_value(jsonl, key, value):
         *(("1,234", "1234"), ("-$1,234,567.50", "-$1234567.50"), ("1,234 km", "1234 km")),
     ],
 )
-def test_only_separators_of_thousands_are_removed(tmp_path, written, answer):
-    row = {"question": "q", "answer": f"So.\n#### {written}"}
-    assert read_one(gsm8k_dataset, tmp_path, **row)["answer"] == answer
+def test_only_separators_of_thousands_are_removed(load, written, answer):
+    assert load({"question": "q", "answer": f"So.\n#### {written}"})[0]["answer"] == answer
 
 
 # ---- rows of verl -------------------------------------------------------------------------------
@@ -235,30 +230,18 @@ SAID = {"role": "assistant", "content": "2"}
 VERL = {"question": "prompt", "answer": "reward_model.ground_truth"}
 
 
-class ChatTokenizer(Characters):
-    """One token per character of a chat, whose messages stand in brackets."""
-
-    def tokenize_messages(self, messages):
-        text = "".join(f"[{message.role[0]}:{message.text_content}]" for message in messages)
-        return [ord(character) for character in text]
-
-    def __call__(self, sample, inference):
-        return {"tokens": self.tokenize_messages(sample["messages"])}
-
-
 @pytest.fixture(params=["jsonl", "json", "parquet"])
-def verl(request, tmp_path):
-    def load(*chats, **settings):
+def verl(request, load):
+    def verl(*chats, **settings):
         rows = [
             {"prompt": chat, "reward_model": {"style": "rule", "ground_truth": str(number)}}
             | {"data_source": "openai/gsm8k", "extra_info": {"index": number}}
             for number, chat in enumerate(chats)
         ]
-        path = write_rows(tmp_path / f"rows.{request.param}", *rows)
-        given = {"chat_template": "torchtune", "columns": VERL, **settings}
-        return prompt_dataset(ChatTokenizer(), source=str(path), **given)
+        given = {"chat_template": "torchtune", "columns": VERL, "builder": prompt_dataset}
+        return load(*rows, file=f"rows.{request.param}", **given | settings)
 
-    return load
+    return verl
 
 
 def test_chats_become_prompts_with_the_system_message_of_their_row(verl):
@@ -287,12 +270,11 @@ def test_without_a_chat_template_a_single_message_is_the_text(verl):
         [{"content": "1 + 1?"}],
     ],
 )
-def test_what_is_no_chat_with_a_question_at_its_end_is_named_with_its_row(tmp_path, chat):
+def test_what_is_no_chat_with_a_question_at_its_end_is_named_with_its_row(load, chat):
     rows = [{"prompt": each, "answer": 1} for each in ([USER], chat)]
-    path = write_rows(tmp_path / "rows.jsonl", *rows)
     settings = {"columns": {"question": "prompt"}, "chat_template": "torchtune"}
     with pytest.raises(ValueError, match=r"rows\.jsonl, row 2, field prompt: "):
-        prompt_dataset(ChatTokenizer(), source=str(path), **settings)
+        load(*rows, builder=prompt_dataset, **settings)
 
 
 @pytest.mark.parametrize(
@@ -303,10 +285,9 @@ def test_what_is_no_chat_with_a_question_at_its_end_is_named_with_its_row(tmp_pa
         (code_dataset, {}, {"tests": ["assert f(1) == 2"]}),
     ],
 )
-def test_builders_of_other_formats_take_chats(tmp_path, builder, columns, row):
+def test_builders_of_other_formats_take_chats(load, builder, columns, row):
     settings = {"columns": columns, "prompt_template": "{question}", "chat_template": "torchtune"}
-    chat = write_rows(tmp_path / "chat.jsonl", {"prompt": [SYSTEM, USER], **row})
-    (prompt,) = builder(ChatTokenizer(), source=str(chat), **settings)
+    (prompt,) = load({"prompt": [SYSTEM, USER], **row}, builder=builder, **settings)
     assert prompt["prompt_text"] == "[s:Count.][u:1 + 1?][a:"
 
 
@@ -321,100 +302,93 @@ BOXED |= {r"\boxed{\left\{ x \right.}$ or so.": r"\left\{ x \right.", r"As $\box
 BOXED |= {r"So $\boxed -1,234.$": "-1,234", r"$\boxed{1}$, or rather $\boxed2$": "2"}
 
 
-def test_the_answer_of_a_math_problem_is_in_its_last_box(tmp_path):
+def test_the_answer_of_a_math_problem_is_in_its_last_box(load):
     rows = [{"problem": "x?", "solution": solution} for solution in BOXED]
-    prompts = math_dataset(Characters(), source=str(write_rows(tmp_path / "rows.jsonl", *rows)))
+    prompts = load(*rows, builder=math_dataset)
     assert dict(zip(BOXED, [prompt["answer"] for prompt in prompts], strict=True)) == BOXED
     text = prompts[0]["prompt_text"]
     assert text.startswith("x?\n") and r"\boxed{}" in text
 
 
-def test_countdown_puts_numbers_and_target_into_prompt_and_answer(tmp_path):
+def test_countdown_puts_numbers_and_target_into_prompt_and_answer(load):
     for numbers in ([3, 8, 1], "[3, 8, 1]"):  # a CSV file has only texts
-        prompt = read_one(countdown_dataset, tmp_path, numbers=numbers, target=24)
+        (prompt,) = load({"numbers": numbers, "target": 24}, builder=countdown_dataset)
         assert json.loads(prompt["answer"]) == {"numbers": [3, 8, 1], "target": 24}
         assert "Make 24 out of the numbers 3, 8, 1:" in prompt["prompt_text"]
-
-
-def test_one_table_may_have_tests_of_both_kinds(tmp_path):
-    """A Parquet file then has both keys in every row, one of them null."""
-    rows = [{"prompt": "Write it.", "tests": tests} for tests in (STDIN, ASSERTS)]
-    path = write_rows(tmp_path / "rows.parquet", *rows)
-    prompts = code_dataset(Characters(), source=str(path))
-    assert [json.loads(prompt["answer"]) for prompt in prompts] == [STDIN, ASSERTS]
 
 
 STDIN = {"stdin_stdout": [{"input": "1\n", "output": "2\n"}, {"input": "", "output": ""}]}
 ASSERTS = {"asserts": ["assert f(1) == 2"]}
 
 
-def test_the_tests_of_a_program_go_into_the_answer(tmp_path):
+@pytest.fixture
+def tests_of(load):
+    """The tests in the answer of each programming task."""
+
+    def tests_of(*rows, **settings):
+        prompts = load(*({"prompt": "f?", **row} for row in rows), builder=code_dataset, **settings)
+        return [json.loads(prompt["answer"]) for prompt in prompts]
+
+    return tests_of
+
+
+def test_one_table_may_have_tests_of_both_kinds(tests_of):
+    """A Parquet file then has both keys in every row, one of them null."""
+    assert tests_of({"tests": STDIN}, {"tests": ASSERTS}, file="a.parquet") == [STDIN, ASSERTS]
+
+
+def test_the_tests_of_a_program_go_into_the_answer(tests_of):
     cases, odd = STDIN["stdin_stdout"], {"asserts": ["f('\ud800')"]}
     labelled = json.dumps([case | {"testtype": "stdin"} for case in cases])
     columns = {"inputs": ["1\n", ""], "outputs": ["2\n", ""]}
     same = [(tests, STDIN) for tests in (STDIN, json.dumps(STDIN), cases, labelled, columns)]
     same += [(ASSERTS, ASSERTS), (ASSERTS["asserts"], ASSERTS), (odd, odd)]
     for tests, answer in same:
-        prompt = read_one(code_dataset, tmp_path, prompt="Write f.", tests=tests)
-        assert json.loads(prompt["answer"]) == answer
+        assert tests_of({"tests": tests}) == [answer]
 
 
 BEFORE = {"test_imports": ["import math"], "test_setup_code": "root = Node(1)"}
 
 
-def test_imports_and_setup_code_go_into_the_answer(tmp_path):
+def test_imports_and_setup_code_go_into_the_answer(tests_of):
     as_text = {**BEFORE, "test_imports": "import math"}
-    for tests, more in ((ASSERTS["asserts"], BEFORE), (ASSERTS, as_text), (ASSERTS | BEFORE, {})):
-        given = {"tests": tests if more else json.dumps(tests), **more}
-        prompt = read_one(code_dataset, tmp_path, prompt="Write f.", **given)
-        assert json.loads(prompt["answer"]) == ASSERTS | BEFORE
+    rows = [{"tests": ASSERTS["asserts"], **BEFORE}, {"tests": ASSERTS, **as_text}]
+    for row in (*rows, {"tests": json.dumps(ASSERTS | BEFORE)}):
+        assert tests_of(row) == [ASSERTS | BEFORE]
 
 
 @pytest.mark.parametrize("solution", ["print(2)", ["print(2)", "print(3)"], '["print(2)"]'])
 @pytest.mark.parametrize("name", ["solution", "code"])
 @pytest.mark.parametrize("tests", [STDIN, ASSERTS])
 def test_the_first_solution_goes_into_the_answer_and_what_is_empty_does_not(
-    tmp_path, tests, name, solution
+    tests_of, tests, name, solution
 ):
-    builder = partial(code_dataset, columns={} if name == "solution" else {"solution": name})
-    row = {"prompt": "Write f.", "tests": tests}
-    prompt = read_one(builder, tmp_path, **row, **{name: solution})
-    assert json.loads(prompt["answer"]) == {**tests, "solution": "print(2)"}
+    found = partial(tests_of, columns={} if name == "solution" else {"solution": name})
+    row = {"tests": tests}
+    assert found({**row, name: solution}) == [{**tests, "solution": "print(2)"}]
     for imports, set_up in (([], ""), (None, None), ("", "")):
         row |= {"test_imports": imports, "test_setup_code": set_up}
         for none in (None, "", [], "[]"):
-            prompt = read_one(builder, tmp_path, **row, **{name: none})
-            assert json.loads(prompt["answer"]) == tests
+            assert found({**row, name: none}) == [tests]
 
 
 NO_TESTS = [{}, 5, {"asserts": [""]}, {**STDIN, **ASSERTS}, {"stdin_stdout": [{"input": "1"}]}]
 NO_TESTS += [{"inputs": ["1"], "outputs": []}]
 NO_TESTS += [[{"input": "1", "output": "2", "testtype": "functional"}]]
+NOT_SET_UP = [(ASSERTS, "test_setup_code", ["x = 1"]), (STDIN, "test_imports", ["import math"])]
+NOT_SET_UP += [(ASSERTS, "solution", 5)]
 WRONG = [(math_dataset, {"problem": "x?", **own}, "solution") for own in ({"solution": "5"}, {})]
-WRONG += [
-    (countdown_dataset, {"numbers": n, "target": 1}, "numbers") for n in ([], [1.5], "[1", [-3, 4])
-]
+NO_NUMBERS = ([], [1.5], "[1", [-3, 4])
+WRONG += [(countdown_dataset, {"numbers": n, "target": 1}, "numbers") for n in NO_NUMBERS]
 WRONG += [(countdown_dataset, {"numbers": [1], "target": t}, "target") for t in ("x", None)]
 WRONG += [(code_dataset, {"prompt": "f?", "tests": tests}, "tests") for tests in NO_TESTS]
 WRONG += [
     (code_dataset, {"prompt": "f?", "tests": tests, field: value}, field)
-    for tests, field, value in (
-        *((ASSERTS, "test_setup_code", ["x = 1"]), (STDIN, "test_imports", ["import math"])),
-        (ASSERTS, "solution", 5),
-    )
+    for tests, field, value in NOT_SET_UP
 ]
 
 
 @pytest.mark.parametrize(("builder", "row", "field"), WRONG)
-def test_a_row_of_another_format_is_named_with_its_field(tmp_path, builder, row, field):
+def test_a_row_of_another_format_is_named_with_its_field(load, builder, row, field):
     with pytest.raises(ValueError, match=rf"rows\.jsonl, row 1.* field {field}\b"):
-        read_one(builder, tmp_path, **row)
-
-
-def test_a_custom_format_is_one_function(tmp_path):
-    def true_or_false(row):
-        return f"True or false: {row.text('claim')}", str(row.value("holds")).lower()
-
-    claims_dataset = partial(prompt_dataset, read=true_or_false)
-    prompt = read_one(claims_dataset, tmp_path, claim="1 = 2", holds=False)
-    assert (prompt["prompt_text"], prompt["answer"]) == ("True or false: 1 = 2", "false")
+        load(row, builder=builder)

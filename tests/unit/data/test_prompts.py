@@ -180,24 +180,6 @@ def test_torchtunes_messages_have_the_same_ids_as_the_chat_template(make_folder)
         assert ours(question) == theirs(question)
 
 
-def test_an_end_of_turn_from_the_tokenizer_is_not_part_of_the_prompt():
-    class EndsTurns:
-        """Like torchtune's tokenizer of Phi-3: adds a mark after every message."""
-
-        def tokenize_messages(self, messages):
-            return [t for m in messages for t in (*map(ord, f"{m.role}:{m.text_content}"), 0)]
-
-        def __call__(self, sample, inference):
-            assert inference
-            return {"tokens": self.tokenize_messages(sample["messages"])}
-
-        def decode(self, ids):
-            return "".join(map(chr, ids))
-
-    _, text = prompt_encoder(EndsTurns(), "{question}", "torchtune", None)("1 + 1?")
-    assert text == "user:1 + 1?\0assistant:"
-
-
 ONLY_USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 
 
@@ -230,11 +212,8 @@ def schema(name):
 
 
 TOOLS = [schema("calculator"), schema("search")]
-WITH_TOOLS = (
-    "{% if tools %}{% for tool in tools %}<{{ tool.function.name }}>{% endfor %}{% endif %}"
-)
-
 TYPED = "\n".join(json.dumps(tool) for tool in TOOLS)
+WITH_TOOLS = "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}"
 
 
 def with_tools(make_folder, template="{question}", system=None, tools=TOOLS):

@@ -15,8 +15,10 @@ CHAT = "{% for m in messages %}<|turn|>{{ m['role'] }}:{{ m['content'] }}{% endf
 TEXTS = ["3 + 4 = 7", "  two spaces\n\nand lines ", "\u00fcber <|turn|> user", "x"]
 
 
-def folder_of(folder, *, leading_space):
+@pytest.fixture(params=[False, True], ids=["byte-level", "leading space"])
+def folder(request, tmp_path):
     """Train a small tokenizer: byte-level as Qwen's, or with a leading space as Llama 2's."""
+    leading_space = request.param
     tokenizer = Tokenizer(models.BPE(unk_token=None, byte_fallback=leading_space))
     if leading_space:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -31,14 +33,9 @@ def folder_of(folder, *, leading_space):
     tokenizer.train_from_iterator(TEXTS * 3, trainer)
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
     marks = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **marks).save_pretrained(folder)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 1]}))
-    return str(folder)
-
-
-@pytest.fixture(params=[False, True], ids=["byte-level", "leading space"])
-def folder(request, tmp_path):
-    return folder_of(tmp_path, leading_space=request.param)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **marks).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 1]}))
+    return str(tmp_path)
 
 
 @pytest.mark.parametrize("text", TEXTS)

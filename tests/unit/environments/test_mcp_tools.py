@@ -68,7 +68,7 @@ def call(name, **arguments):
 
 
 def descendants(pid=None):
-    return [each for each in psutil.Process(pid).children(recursive=True) if is_alive(each.pid)]
+    return {each.pid for each in psutil.Process(pid).children(recursive=True) if is_alive(each.pid)}
 
 
 def result_of(reply):
@@ -117,38 +117,35 @@ def test_a_server_that_ends_fails_the_sample_and_is_started_again(world):
 
 
 def test_a_call_that_hangs_fails_the_sample_and_nothing_is_left(command):
-    before = {process.pid for process in descendants()}
+    before = descendants()
     server = MCPServer(command)
-    started = [process for process in descendants() if process.pid not in before]
+    started = descendants() - before
     assert len(started) >= 3  # the one that watches, the server, and what it left
     with pytest.raises(MCPServerError, match=r"did not answer hang within 0\.2 s"):
         server.call("hang", {}, 0.2)
     server.close()  # it has ended already: no error
     assert not server.is_running
-    assert until(lambda: not any(is_alive(process.pid) for process in started))
+    assert until(lambda: not any(map(is_alive, started)))
     with pytest.raises(MCPServerError, match="has ended"):
         server.call("add", {"left": 1, "right": 1}, 1)
 
 
-def test_no_process_outlives_a_killed_owner(command, tmp_path):
-    owner = tmp_path / "owner.py"
-    owner.write_text(
-        "import sys, time\n"
+def test_no_process_outlives_a_killed_owner(command):
+    owner = (
         "from grpo_components.environments.mcp_tools import MCPServer\n"
         f"server = MCPServer({command!r})\n"
         "print('ready', flush=True)\n"
         "server.call('hang', {}, 1000)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen(
-        [sys.executable, str(owner)], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    options = {"stdout": subprocess.PIPE, "text": True, "env": environment}
+    process = subprocess.Popen([sys.executable, "-c", owner], **options)
     assert process.stdout.readline() == "ready\n"
     started = descendants(process.pid)
     assert len(started) >= 3
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert until(lambda: not any(is_alive(each.pid) for each in started))
+    assert until(lambda: not any(map(is_alive, started)))
 
 
 @pytest.mark.parametrize(
