@@ -15,7 +15,7 @@ PLAIN = "plain"
 """Name of the template that writes the contents of all messages one after the other."""
 _PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 _BEFORE = 8
-"""Preceding tokens with which a text is decoded, as some tokenizers drop a leading space."""
+"""Number of preceding tokens to decode with a text: some tokenizers drop a leading space."""
 
 
 class Chat:
@@ -30,7 +30,7 @@ class Chat:
         beginning: Sequence[int] = (),
     ) -> None:
         self._tokenizer, self.parse = tokenizer, parse
-        self._beginning = list(beginning) if template == PLAIN else []  # others write it themselves
+        self._beginning = list(beginning) if template == PLAIN else []  # other templates write it
         self._template = _template_text(tokenizer, template)
         self._in_parts = reads_parts(self._template)
         self.stop_token_ids = list(stop_token_ids)
@@ -60,11 +60,11 @@ class Chat:
             raise RequestError(f"{what}: {type(error).__name__}: {error}", "messages") from error
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, after the token for the beginning if there is one."""
+        """Tokenize a prompt; add the beginning-of-text token if the template does not write it."""
         return [*self._beginning, *self.encode(text)]
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text; names of control tokens become these tokens."""
+        """Tokenize a text; the name of a control token becomes that token."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -73,12 +73,12 @@ class Chat:
         return self._tokenizer.decode(list(token_ids), **kept)
 
     def decode_after(self, before: Sequence[int], token_ids: Sequence[int]) -> str:
-        """Return the text of tokens that follow others."""
+        """Return the text of tokens that follow the tokens `before`."""
         tail = list(before[-_BEFORE:])
         return self.decode([*tail, *token_ids])[len(self.decode(tail)) :]
 
     def encode_after(self, before: Sequence[int], text: str) -> list[int] | None:
-        """Tokenize a text that follows tokens; None if the result decodes to a different text."""
+        """Tokenize a text that follows the tokens `before`; None if that alters the text."""
         found = self.encode(text)
         return found if self.decode_after(before, found) == text else None
 
@@ -87,10 +87,10 @@ class Chat:
         return next((stop for stop in self._stops if turn.endswith(stop)), "")
 
     def turn_length(self, text: str, turn: str, least: int) -> int | None:
-        """Return the length, in characters, of `turn` at the start of a text; None if it is absent.
+        """Return how many characters at the start of a text are `turn`; None if it is not there.
 
-        A turn whose tool calls are only spelled differently as JSON is the same turn, if it has at
-        least `least` characters. The caller then keeps what the policy wrote.
+        A turn that differs only in the JSON formatting of its tool calls counts as `turn`, if it
+        has at least `least` characters. The caller then keeps what the policy wrote.
         """
         if text.startswith(turn):
             return len(turn)

@@ -27,13 +27,13 @@ class Choice:
     text: str
     """Text of the tokens."""
     num_sampled: int
-    """Tokens that the engine sampled for it, also those after the end."""
+    """Number of tokens that the engine sampled, including those after the answer's end."""
     content: str
     """Text that the client gets, without the stop string or end of turn."""
     content_tokens: int
-    """Number of first tokens whose text is exactly `content`; 0 if there is no such number."""
+    """Number of leading tokens whose text is exactly `content`; 0 if there is no such number."""
     continued: bool = False
-    """Whether a later call continues it."""
+    """Whether a later call continues this answer."""
 
     def drop_end(self) -> None:
         """Drop the tokens after `content`: a later prompt continues without them."""
@@ -51,8 +51,8 @@ class Call:
     parent: tuple[Call, Choice] | None = None
     """Call and answer that the prompt continues, token for token."""
     key: tuple[int, str, int] = (0, "", 0)
-    """Length and digest of the prompt, and how many equal requests came before: the same in a
-    replay, also if parallel requests arrive in another order."""
+    """Prompt length, hash of the request, and number of equal requests before. A replay has the
+    same keys, even if parallel requests arrive in another order."""
     choices: list[Choice] = field(default_factory=list)
     delivered: bool = False
     """Whether the client got the answer; only then it is trained, and may be continued."""
@@ -75,12 +75,12 @@ logprobs, versions) of the policy, or (token ids,) between two answers."""
 
 
 class Conversation:
-    """Keeps what was sampled as token ids, and lets later calls continue it.
+    """Keeps sampled answers as token ids, and lets later calls continue from these tokens.
 
-    A prompt whose text begins with an earlier prompt and its answer continues these tokens: only
-    the rest of the text is tokenized. If the prompt continues without the answer's end (a stop
-    string, an end of turn), the end's tokens leave the record. Any other prompt is tokenized as a
-    whole, and begins a trajectory of its own.
+    If the text of a prompt begins with an earlier prompt and its answer, only the rest of the text
+    is tokenized. If the prompt omits the end of that answer (a stop string, an end of turn), the
+    tokens of the end are dropped from the record. Any other prompt is tokenized as a whole, and
+    begins a trajectory of its own.
     """
 
     def __init__(self, chat: Chat) -> None:
@@ -88,7 +88,7 @@ class Conversation:
         self.calls: list[Call] = []
 
     def place(self, text: str) -> Call:
-        """Return a call that continues the longest conversation with which its prompt begins."""
+        """Make a prompt's call; it continues the longest conversation that begins the prompt."""
         best, end, earlier = None, -1, set[int]()
         for call, choice in reversed(self._in_order()):  # so that few tool calls are compared
             if id(choice) not in earlier and text.startswith(call.prompt_text):
@@ -96,7 +96,7 @@ class Conversation:
                 length = self._length_of(choice, text[begin:], end - begin)
                 if length is not None and begin + length >= end:
                     best, end = (call, choice), begin + length
-                    earlier = {id(step[1]) for step in call.path}  # they end in its prompt
+                    earlier = {id(step[1]) for step in call.path}  # its prompt contains them
         if best is not None:
             call, choice = best
             kept = choice.token_ids.tolist()
@@ -109,7 +109,7 @@ class Conversation:
         return Call(text, self._chat.encode_prompt(text))
 
     def add(self, call: Call) -> None:
-        """Keep a call; the answer that it continues loses its end if the prompt has no such end."""
+        """Record a call; if its prompt omits the end of the answer that it continues, drop it."""
         self.calls.append(call)
         if call.parent is not None:
             before, choice = call.parent
@@ -126,7 +126,7 @@ class Conversation:
         return length
 
     def parts(self) -> list[SessionPart]:
-        """Return the session's trajectories, which have each delivered token exactly once."""
+        """Return the session's trajectories; each delivered token is in exactly one of them."""
         continued = {id(call.parent[1]) for call, _ in self._answers() if call.parent is not None}
         ends = [(call, choice) for call, choice in self._answers() if id(choice) not in continued]
         paths = [[*call.path, (call, choice)] for call, choice in ends]
@@ -145,7 +145,7 @@ class Conversation:
                 yield from ((call, choice) for choice in call.choices)
 
     def _in_order(self) -> list[tuple[Call, Choice]]:
-        """Return the answers in an order that is the same in a replay, also of equal answers."""
+        """Return delivered answers in an order that a replay repeats, even for equal answers."""
         return sorted(self._answers(), key=lambda pair: _order(*pair))
 
 
@@ -155,7 +155,7 @@ def _order(call: Call, choice: Choice) -> tuple[tuple[int, str, int], int]:
 
 
 def _joined(steps: list[tuple[Call, Choice]]) -> SessionPart:
-    """Join answers and the tokens between them; tokens before the first answer are the prompt."""
+    """Join answers and the tokens between them; the prompt is what precedes the first answer."""
     prompt_ids = steps[0][0].prompt_ids
     end, known, turns = len(prompt_ids), [], list[tuple[Any, ...]]()
     for call, choice in steps:

@@ -1,4 +1,4 @@
-"""The environment in which the policy serves an agent that somebody else wrote."""
+"""The environment in which an agent, a program of the user, calls the policy over HTTP."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _MOST_CALLS = 100
 
 
 class AgentEnvironment:
-    """Runs an agent for each response, and trains the policy's answers to it.
+    """Runs an agent for each response; the policy's answers to the agent are trained.
 
     The agent is a function of a task (a dictionary with the row's columns, `prompt_text`, `answer`
     and `seed`), or a command that reads the task as JSON from its standard input. It reaches the
     policy with any OpenAI client, at the address and with the key in the environment variables
-    `OPENAI_BASE_URL` and `OPENAI_API_KEY`. Its reward is what the function returns, what it posts
-    to `reward` below the address, or what the config's rewards make of its last answer.
+    `OPENAI_BASE_URL` and `OPENAI_API_KEY`. The reward is what the function returns, what the agent
+    posts to `reward` below the address, or what the config's rewards give the last answer.
 
     Args:
         agent: dotted path of a function, sync or async; or `command: [program, argument, ...]`.
-        chat_template: None for the model's template; `plain` writes the messages' contents one
-        after the other; or the path of a file with a Jinja template. tool_parser: vLLM's parser for
-        the model's tool calls, such as `hermes`; None refuses tools. max_calls: largest number of
-        requests of one session.
+        chat_template: None for the model's template; `plain` to write only the contents of the
+            messages, one after the other; or the path of a file with a Jinja template.
+        tool_parser: vLLM's parser for the model's tool calls, such as `hermes`; None refuses tools.
+        max_calls: maximum number of requests of one session.
 
     Raises:
         ValueError: an argument is wrong; names its key.

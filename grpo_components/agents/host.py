@@ -1,8 +1,8 @@
 """The process that starts agents: imports the agent once, then forks a watcher for each session.
 
 A watcher forks the agent and adopts all processes that the agent starts. It kills them when the
-agent has ended, or when the owner closes the session's connection or dies. What a killed watcher
-leaves is adopted here, and killed at the end.
+agent has ended, or when the owner (the generator) closes the session's connection or dies. If a
+watcher is killed, this process adopts the rest, and kills it at the end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _serve(owner: socket.socket, agent: _Agent) -> None:
 
 
 def _watch(connection: socket.socket, agent: _Agent) -> None:
-    """Run an agent until it or the connection ends, kill what is left, and say how it ended."""
+    """Run an agent until it or the connection ends, kill its processes, and report the end."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _libc.prctl(_SUBREAPER, 1)
@@ -92,7 +92,6 @@ def _read(reading: int, agent: _Agent) -> bytes:
 def _run(
     agent: _Agent, watcher: int, writing: int, task: dict[str, Any], variables: dict[str, str]
 ) -> None:
-    """Run an agent in its own process."""
     os.setsid()
     _die_with(watcher)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -122,7 +121,7 @@ def _in_child(work: Callable[..., None], *arguments: Any, **more: Any) -> None:
 
 
 def _kill_children() -> None:
-    """Kill all children; the processes that these leave become children, and are killed, too."""
+    """Kill all children; any process that a child leaves behind is adopted, and killed, too."""
     children = Path("/proc/self/task", str(os.getpid()), "children")
     while found := [int(pid) for pid in children.read_text().split()]:
         for pid in found:
@@ -162,7 +161,7 @@ def _die_with(parent: int) -> None:
 
 
 def main() -> None:
-    """Import the agent, tell the owner, and serve it."""
+    """Import the agent, tell the owner the outcome, and start agents until the owner ends."""
     owner = socket.socket(fileno=int(sys.argv[1]))
     agent, parent = json.loads(sys.argv[2]), os.getppid()
     os.environ["PYTHONPATH"] = sys.argv[3]  # the owner's: an agent's Python may be another one

@@ -19,13 +19,13 @@ from grpo_components.agents.host import READY
 _START_S = 120.0
 """Seconds for the agent's module to be imported."""
 _KILL_S = 20.0
-"""Seconds until the kernel has ended a killed agent."""
+"""Maximum seconds to wait until killed processes have ended."""
 _MAX_SAID = 1000
 """Characters of the end of a command's output that its error quotes."""
 
 
 class AgentImportError(RuntimeError):
-    """The agent cannot be imported; no sample is to blame."""
+    """The agent cannot be imported: an error of the config, not of one sample."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class AgentProcesses:
                 return Outcome(error=f"agent: TimeoutError: {self._name} did not end in {limit}")
             return self._outcome(report.result())
         finally:
-            writer.write_eof()  # it kills what is left
+            writer.write_eof()  # the watcher then kills what is left
             await asyncio.wait([report], timeout=_KILL_S)
             report.cancel()
             writer.close()
@@ -135,7 +135,7 @@ class AgentProcesses:
                 **os.environ,
                 # A Ray worker extends sys.path without setting PYTHONPATH.
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                "PYTHONHASHSEED": "0",  # an agent may iterate over a set, and a replay again
+                "PYTHONHASHSEED": "0",  # so that an agent's sets have the same order in a replay
                 "NO_PROXY": no_proxy,
                 "no_proxy": no_proxy,
             },

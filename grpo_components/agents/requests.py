@@ -1,4 +1,4 @@
-"""Reads requests for a turn of a chat: which fields are honoured, ignored or refused.
+"""Reads chat requests: which of their fields are honoured, ignored or refused.
 
 A request may not change the distribution that tokens are sampled from, because the trainer computes
 their log-probabilities under the run's distribution.
@@ -48,7 +48,7 @@ class RequestError(ValueError):
         self.parameter, self.status, self.code = parameter, status, code
 
     def body(self) -> dict[str, Any]:
-        """Return the error as clients expect it."""
+        """Return the error in OpenAI's format."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         fields = {"message": str(self), "type": kinds.get(self.status, kind)}
@@ -57,7 +57,7 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What a request asks for."""
+    """A chat request whose fields are checked, with defaults for the missing ones."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
@@ -67,18 +67,18 @@ class ChatRequest:
     stop: tuple[str, ...]
     """Stop strings: an answer ends before the first of them."""
     max_tokens: int | None
-    """Longest answer in tokens; None for as long as there is room."""
+    """Maximum tokens of an answer; None: as many as there is room for."""
     seed: int | None
-    """Equal requests of a session with equal seeds get one answer; None: a new one each time."""
+    """Equal requests of a session with equal seeds get the same answer; None: different ones."""
     stream: bool
     include_usage: bool
-    """Whether a stream ends with the numbers of tokens."""
+    """Whether a stream ends with the token counts."""
 
 
 def read_chat(
     body: Mapping[str, Any], temperature: float, *, any_temperature: bool, has_parser: bool
 ) -> ChatRequest:
-    """Check a request for a turn of a chat."""
+    """Check a chat request; raise a `RequestError` if it cannot be honoured."""
     given = {name: value for name, value in body.items() if value is not None}
 
     def read(name: str, default: Any, allowed: str, fits: Callable[[Any], Any]) -> Any:
@@ -99,7 +99,7 @@ def read_chat(
     where = f"leave it out, or {temperature:g}, that of the run (generator.temperature)"
     read("temperature", None, where, lambda asked: any_temperature or asked == temperature)
     tools = read("tools", [], "a list of functions", _are_tools)
-    # Another choice would be sampled from a grammar.
+    # Any other choice would constrain the sampling by a grammar.
     choice = read("tool_choice", "auto", "auto, none", lambda choice: choice in ("auto", "none"))
     if tools and not has_parser:
         problem = "tools: given, but environment.tool_parser is null"
@@ -134,7 +134,7 @@ def _are_tools(given: Any) -> bool:
 
 
 def _are_objects(given: Any, name: str, kind: type) -> bool:
-    """Whether a value is a list of objects that have a field of a kind."""
+    """Whether a value is a list of objects whose field `name` has the type `kind`."""
     return isinstance(given, list) and all(
         isinstance(each, dict) and isinstance(each.get(name), kind) for each in given
     )

@@ -1,4 +1,4 @@
-"""The HTTP server through which agents reach the policy: OpenAI's addresses, on loopback."""
+"""The HTTP server through which agents reach the policy: OpenAI's paths, on localhost."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from grpo_components.agents.session import Session
 _HOST = "127.0.0.1"
 _STOP_S = 10.0
 _MAX_BODY = 1 << 21
-"""Largest request, in bytes: the tokenizer reads it in the event loop of all sessions."""
+"""Maximum bytes of a request: tokenizing it blocks the event loop of all sessions."""
 _KEEP_ALIVE_S = 3600
 """Seconds that an idle connection is kept: a client that reuses a closed one sees an error."""
 
 
 class AgentServer:
-    """Serves sessions in a thread of its own, whose event loop others may use.
+    """Serves the sessions of agents from an event loop in a thread of its own.
 
     Each session has an address and a key; a request with another key is refused.
     """
@@ -60,7 +60,7 @@ class AgentServer:
         self._sessions.pop(session.address, None)
 
     def submit(self, work: Any) -> Future[Any]:
-        """Run a coroutine in the event loop, until the server ends. Any thread may call this."""
+        """Run a coroutine in the event loop; cancel it if the server ends. Any thread may call."""
         running = asyncio.run_coroutine_threadsafe(work, self.loop)
         self._running.add(running)
         running.add_done_callback(self._running.discard)

@@ -1,4 +1,4 @@
-"""One session of an agent: answers its requests with the policy, and keeps what was sampled."""
+"""One session of an agent: answers its requests with the policy, and records the answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Answer:
     call: Call
     request: ChatRequest
     body: dict[str, Any]
-    """The answer as OpenAI's clients read it."""
+    """The answer in OpenAI's format."""
 
     def events(self) -> str:
         """Write the answer as a stream of server-sent events: each choice in one piece."""
@@ -77,7 +77,7 @@ class Session:
         self._num_requests = 0
         self.closed = False
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done once the session cannot continue: the reason; `error` is the exception, if any."""
+        """Reason why the session cannot continue, once set; `error` is its exception, or None."""
         self.error: Exception | None = None
         self.reward: dict[str, float] | None = None
         """Rewards by name that the agent posted; None without any."""
@@ -100,7 +100,7 @@ class Session:
             has_parser=self._chat.parse is not None,
         )
         text = self._chat.render(request.messages, request.tools, request.template_arguments)
-        if len(text) > self._max_model_len * _MOST_CHARACTERS:  # to tokenize it would hold up all
+        if len(text) > self._max_model_len * _MOST_CHARACTERS:  # tokenizing would delay all
             has = f"the prompt has {len(text)} characters; generator.max_model_len is"
             problem = f"{has} {self._max_model_len}, with at most {_MOST_CHARACTERS} a token"
             raise RequestError(problem, "messages", code="context_length_exceeded")
@@ -155,7 +155,7 @@ class Session:
         return self._conversation.parts()
 
     def facts(self) -> dict[str, int]:
-        """Return facts about the session, which its first trajectory carries."""
+        """Return the session's counts of calls and tokens, for its first trajectory's record."""
         calls = self._conversation.calls
         answers = [(call, choice) for call in calls for choice in call.choices]
         return {
@@ -194,7 +194,6 @@ class Session:
         return min(room, request.max_tokens or room)
 
     async def _sample(self, call: Call, request: ChatRequest, room: int) -> None:
-        """Sample the choices of a call."""
         _, digest, occurrence = call.key
         # An equal request gets another answer, unless it names its seed.
         own = (occurrence, 0) if request.seed is None else (0, request.seed + 1)
@@ -221,7 +220,7 @@ class Session:
         return any(stop in text for stop in stops)
 
     def _cut(self, call: Call, completion: Any, stops: Sequence[str]) -> Choice:
-        """Make a choice of the sampled tokens, up to the token that completes a stop string."""
+        """Build an answer from sampled tokens; cut it after the token that ends a stop string."""
         ids: list[int] = completion.token_ids.tolist()
 
         def decode(size: int) -> str:
@@ -243,7 +242,7 @@ class Session:
         )
 
     def _choice(self, call: Call, request: ChatRequest, index: int) -> dict[str, Any]:
-        """Return a choice as the client gets it."""
+        """Return a choice in OpenAI's format, with its tool calls parsed."""
         choice = call.choices[index]
         content, reason, called = choice.content, choice.finish_reason, []
         if request.tools:
@@ -262,7 +261,7 @@ class Session:
 
 
 def _delta(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a choice as a piece of a stream."""
+    """Return a choice in OpenAI's format for streams."""
     message = dict(choice["message"])
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
@@ -270,7 +269,7 @@ def _delta(choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _digest(call: Call, request: ChatRequest, room: int) -> str:
-    """Return a fingerprint of a request, which an equal request in a replay has, too."""
+    """Return a hash of a request; an equal request in a replay has the same hash."""
     asked = [request.num_choices, request.stop, room, request.seed, bool(request.tools)]
     return hashlib.sha256(json.dumps([call.prompt_ids, *asked]).encode()).hexdigest()
 

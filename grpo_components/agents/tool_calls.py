@@ -16,11 +16,11 @@ class Turn(NamedTuple):
     content: str
     """Text outside the tool calls."""
     calls: list[tuple[str, str]]
-    """Name and arguments, as JSON text, of each call."""
+    """Name and arguments (as JSON text) of each call."""
 
 
 class TurnParser:
-    """Parses the turns of a policy."""
+    """Finds the tool calls in the policy's turns."""
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         try:
@@ -37,7 +37,7 @@ class TurnParser:
             raise ValueError(f"environment.tool_parser: {problem}") from error
 
     def __call__(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Turn:
-        """Parse a turn."""
+        """Split a turn into its text and its tool calls."""
         message = [{"role": "user", "content": ""}]
         given: dict[str, Any] = {"model": "policy", "messages": message, "tools": [*tools]}
         request = ChatCompletionRequest(**given)
@@ -49,7 +49,7 @@ class TurnParser:
         return Turn(found.content or "", calls)
 
     def same(self, one: str, other: str) -> bool:
-        """Whether two texts are the same turn with tool calls, apart from the JSON's spelling."""
+        """Whether two texts are the same turn with tool calls, apart from JSON formatting."""
         first, second = (self(text, [_ANY_TOOL]) for text in (one, other))
         same_text = first.content.strip() == second.content.strip()
         return bool(first.calls) and same_text and _values(first) == _values(second)

@@ -1,4 +1,4 @@
-"""Rolls out responses by serving the policy to agents, one session for each response."""
+"""Rolls out responses with agents, which call the served policy: one session per response."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from grpo_components.settings import GeneratorSettings
 
 
 class AgentServerError(RuntimeError):
-    """The server has ended; no session gets an answer."""
+    """The HTTP server for agents has ended; no session gets an answer."""
 
 
 class AgentRollouts:
@@ -50,7 +50,7 @@ class AgentRollouts:
 
             parse = TurnParser(name, tokenizer)
         template, stops = self._options.chat_template, settings.stop_token_ids or ()
-        # Of a letter, because some tokenizers begin no empty text.
+        # Encode a letter, because some tokenizers add no beginning to an empty text.
         letter = data_tokenizer.encode("a", add_bos=True, add_eos=False)
         beginning = letter[: -len(tokenizer("a", add_special_tokens=False)["input_ids"])]
         self._chat = Chat(tokenizer, template, stops, parse, beginning)
@@ -58,7 +58,7 @@ class AgentRollouts:
         self._server = AgentServer()
 
     async def collect(self, samples: Sequence[Sample]) -> list[Scored]:
-        """Run one session for each sample, all at once."""
+        """Run one agent session per sample, all at once; return the scored responses."""
         try:
             return await asyncio.wrap_future(self._server.submit(self._all(samples)))
         except (asyncio.CancelledError, RuntimeError) as error:  # or its loop is closed
@@ -131,6 +131,6 @@ class AgentRollouts:
 
 
 def _task(prompt: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a prompt that an agent gets."""
+    """Return the fields of a prompt that an agent gets."""
     own = {name: prompt[name] for name in ("prompt_text", "answer", "seed", "prompt_index")}
     return {**other_columns(prompt), **own}

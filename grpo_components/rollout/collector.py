@@ -1,4 +1,4 @@
-"""Rolls out groups in torchrl environments, each stepped by a collector in its own thread."""
+"""Rolls out groups in torchrl environments, each of which runs in a thread of its own."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from grpo_components.rollout.samples import Completion, Sample, Scored
 from grpo_components.settings import GeneratorSettings
 
 _CLOSING_S = 5.0
-"""Seconds for the environments to close; one that hangs ends with the process."""
+"""Maximum seconds for closing the environments; one that hangs ends with the process."""
 _NOTHING = Completion(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int32), "stop")
 
 
 @dataclass
 class _Slot:
-    """A response in progress."""
+    """One slot of an environment, with the response in progress."""
 
     sample: Sample
     prompt_ids: NDArray[np.int64]
@@ -67,14 +67,14 @@ class _Slot:
             self.score = score
 
     def scored(self) -> Scored:
-        """Return the response, which is done."""
+        """Return the finished response with its score."""
         score = cast(Score, self.score)
         record = self.sample.record(self.prompt_ids, self.turns, self.finish_reason, score)
         return [record], score, None
 
 
 class GroupCollector(Collector):
-    """A torchrl collector whose rollout steps all slots until each is done, without padding."""
+    """torchrl collector that steps all slots of an environment until each is done, unpadded."""
 
     def __init__(self, env: EnvBase, engine: Engine, settings: GeneratorSettings) -> None:
         self._engine, self._settings = engine, settings
@@ -131,7 +131,7 @@ class GroupCollector(Collector):
 
 
 class CollectedRollouts:
-    """Samples and scores groups, each with a collector whose environment has its own thread."""
+    """Samples and scores groups in torchrl environments, each of which has its own thread."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class CollectedRollouts:
         """The functions `decode` and `encode`, for the environments."""
         self._free: defaultdict[int, deque[tuple[EnvironmentThread, GroupCollector]]]
         self._free = defaultdict(deque)
-        """Threads and collectors that no group is using, by number of slots."""
+        """Idle threads, each with its collector, by number of slots."""
 
     async def collect(self, samples: Sequence[Sample]) -> list[Scored]:
         """Sample and score responses, all of them in one environment."""
@@ -171,7 +171,7 @@ class CollectedRollouts:
         return scored
 
     def _problem_of(self, error: Exception) -> str:
-        """Return the error of a failed rollout, with the place in the user's code."""
+        """Return the error message of a failed rollout, with the place in the user's code."""
         if not isinstance(error, HungCallError):
             return failure_text("environment", error)
         score = self._rewards.score.__code__
@@ -197,6 +197,6 @@ class CollectedRollouts:
         return thread, GroupCollector(env, self._engine, self._settings)
 
     def close(self) -> None:
-        """Close the environments that no group is using."""
+        """Close the idle environments."""
         free = [each for ends in self._free.values() for each in ends]
         wait([thread.leave(collector.env.close) for thread, collector in free], _CLOSING_S)

@@ -1,4 +1,4 @@
-"""The engine: samples for requests from any thread, and swaps weights between two steps."""
+"""The engine: samples answers to requests, and loads new model weights between two steps."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def open_engine(
 
 
 class Engine:
-    """Builds and runs a backend in a thread of its own, for requests from any thread.
+    """Runs a backend in a thread of its own, and answers requests from any thread.
 
-    All requests share one batch. New weights are loaded between two steps: running requests
-    continue across the swap, and every token has an exact version.
+    All requests share one batch. New weights are loaded between two steps. Running requests
+    continue, and each token is labelled with the policy version that sampled it.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Engine:
     ) -> None:
         self._expected_shapes = expected_shapes
         self.use = EngineUse(max_num_seqs)
-        """What the thread spends its time on."""
+        """Measures what the thread spends its time on."""
         self._schedule = Schedule() if schedule is None else schedule
         self._step = 0
         self._running: dict[str, Future[Any]] = {}
@@ -111,13 +111,13 @@ class Engine:
         return self._command(name, "request", Request(list(prompt_ids), *asked))
 
     def sleep(self) -> Future[int]:
-        """Abort requests, and free GPU memory until `load_weights`. Any thread may call this."""
+        """Abort all requests, free GPU memory until `load_weights`. Any thread may call this."""
         return self._command("sleep", "sleep", None)
 
     def load_weights(
         self, version: int, weights: Mapping[str, torch.Tensor] | IncomingWeights
     ) -> Future[Any]:
-        """Swap weights between two steps, wake a sleeping engine, and read the weight probe."""
+        """Load weights, wake the engine, and compute the weight probe (logprobs of test tokens)."""
         is_coming = isinstance(weights, IncomingWeights)
         shapes = weights.shapes if is_coming else shapes_of(weights)
         check_names_and_shapes(shapes, self._expected_shapes)
@@ -213,7 +213,7 @@ class Engine:
     ) -> None:
         self.use.begin("loading weights", len(self._running))
         while self._probe is not None and not self._probe.done():
-            # Else it would read these weights in the place of its own.
+            # Otherwise the probe of the earlier weights would be computed with these.
             self._answer(self._backend.step())
         self._answer(self._backend.finish_batches())
         self._backend.load(version, weights)
@@ -223,7 +223,7 @@ class Engine:
         if self._asleep:
             return 0
         self._answer(self._backend.finish_batches())
-        # Nobody waits for these: their environment failed, or their attempt was rolled back.
+        # Nobody waits for these requests: the environment failed, or the run was rolled back.
         aborted, self._running = self._running, {}
         self._backend.abort(list(aborted))
         for future in aborted.values():
@@ -244,7 +244,7 @@ class Engine:
 def next_turn(
     engine: Engine, settings: GeneratorSettings, sample: Sample, tokens: list[int], used: int
 ) -> Future[Completion]:
-    """Request a sample's next turn; the last `used` of the `tokens` belong to its response."""
+    """Request the policy's next turn; the last `used` of the `tokens` are the response so far."""
     return engine.submit(
         tokens,
         max_tokens=settings.max_response_tokens - used,

@@ -18,7 +18,7 @@ NO_REWARD = f"{IDLE}: rewards, environments"
 class EngineUse:
     """Adds up an engine's seconds by activity, and its idle seconds by cause.
 
-    The engine is idle while it has no sequence: because no group is requested, or because every
+    The engine is idle while it runs no sequence: because no group is requested, or because every
     requested group waits for a reward or an environment.
     """
 
@@ -31,7 +31,7 @@ class EngineUse:
         self._steps: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * 6)
 
     def begin(self, activity: Literal["sampling", "loading weights", "idle"], running: int) -> None:
-        """Begin an activity of the engine's thread."""
+        """Note the new activity of the engine's thread, and how many sequences are running."""
         with self._lock:
             self._engine_does = activity
             self._advance()
@@ -48,7 +48,7 @@ class EngineUse:
 
     @contextlib.contextmanager
     def step(self, prompts: int, prompt_tokens: int) -> Iterator[None]:
-        """Context manager: measure one step, which the engine's thread makes inside."""
+        """Context manager of the engine's thread: measure the one step made inside."""
         sequences = self._sequences
         began, cpu_began = time.perf_counter(), time.thread_time()
         yield
@@ -59,12 +59,12 @@ class EngineUse:
             self._steps[group] = [a + b for a, b in zip(self._steps[group], one, strict=True)]
 
     def report(self) -> dict[str, Any]:
-        """Return what the engine's time went to since it started.
+        """Return how the engine has spent its time since its start.
 
-        `seconds` and `cpu_seconds` of the process are by activity or cause of idle time,
-        `sequence_share` is the mean share of `max_num_seqs` in use. `engine_steps` has sums over
-        steps, by the number of sequences (a power of two, with + if the steps read prompts):
-        steps, sequences, prompts, prompt tokens, seconds and CPU seconds.
+        `seconds` and the process's `cpu_seconds` are by activity or cause of idle time.
+        `sequence_share` is the mean share of `max_num_seqs` in use. `engine_steps` groups steps by
+        the number of sequences (rounded up to a power of two, with + if they read prompts), with
+        sums of: steps, sequences, prompts, prompt tokens, seconds, CPU seconds.
         """
         with self._lock:
             self._advance()
@@ -82,7 +82,7 @@ class EngineUse:
             self._advance()
 
     def _advance(self) -> None:
-        """Count the time since the last call for the current activity, which continues."""
+        """Add the time since the last call to the activity so far, and begin the current one."""
         cause = NO_REWARD if self._rollouts else NO_GROUP
         passed = self._time.begin(cause if self._engine_does == IDLE else self._engine_does)
         self._sequence_s += passed * self._sequences

@@ -21,7 +21,7 @@ _QUICK_CALLS, _QUICK_S = 8, 0.01
 
 
 class HungCallError(TimeoutError):
-    """The calls of a rollout took too long."""
+    """The environment calls of a rollout took too long."""
 
     def __init__(self, problem: str, stack: StackSummary) -> None:
         super().__init__(problem)
@@ -29,7 +29,7 @@ class HungCallError(TimeoutError):
 
 
 def hang_text(error: HungCallError) -> str:
-    """Return the error of a sample whose environment hangs, with the place in the user's code."""
+    """Return the error message of a hanging environment, with the place in the user's code."""
     stack = users_part(error.stack)
     return f"environment: TimeoutError{place_in(stack)}: {error}\n{stack_text(stack)}".strip()
 
@@ -51,7 +51,7 @@ class TimeLimit:
 
 
 class EnvironmentThread:
-    """Makes calls into environments, one at a time.
+    """Runs calls into environments in a thread of its own, one at a time.
 
     A hanging thread cannot be stopped. It is a daemon thread, so the process can exit without it.
     """
@@ -63,7 +63,7 @@ class EnvironmentThread:
         self._thread.start()
 
     def start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Call a function in the thread."""
+        """Queue a call of a function in the thread."""
         future: Future[Any] = Future()
         self._calls.put((function, args, future))
         return future
@@ -75,7 +75,7 @@ class EnvironmentThread:
     async def outcome(
         self, limit: TimeLimit, function: Callable[..., Any], future: Future[Any]
     ) -> Any:
-        """Wait for the result of a call that was started."""
+        """Wait for the result of a started call; raise a `HungCallError` at the time limit."""
         try:
             with limit.running() as left_s:
                 return await asyncio.wait_for(asyncio.wrap_future(future), left_s)
@@ -85,7 +85,7 @@ class EnvironmentThread:
             raise self.hung(limit, function) from None
 
     def hung(self, limit: TimeLimit, function: Callable[..., Any]) -> HungCallError:
-        """Return an error that says what the thread is doing, outermost call first."""
+        """Return an error with the thread's current stack, outermost call first."""
         name = getattr(function, "__name__", "call")
         within = f"{limit.timeout_s:g} s, the limit for all calls of a rollout"
         frame = sys._current_frames().get(self._thread.ident or 0)
@@ -94,7 +94,7 @@ class EnvironmentThread:
         return HungCallError(problem, StackSummary.from_list(found[::-1]))
 
     def leave(self, close: Callable[[], Any] = lambda: None) -> Future[Any]:
-        """Call `close` after the current call, then end the thread; return the call's future."""
+        """Call `close` after the queued calls, then end the thread; return the call's future."""
         closing = self.start(close)
         self._calls.put(None)
         return closing
@@ -102,7 +102,7 @@ class EnvironmentThread:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             function, args, future = call
-            if not future.set_running_or_notify_cancel():  # its limit passed before
+            if not future.set_running_or_notify_cancel():  # its time limit has passed
                 continue
             try:
                 future.set_result(function(*args))
@@ -118,7 +118,7 @@ class EnvironmentThread:
 
 
 class EnvironmentThreads:
-    """Threads for the calls of many rollouts: a few for quick calls, one more per slow call."""
+    """Runs the calls of many rollouts: quick ones in a few threads, each slow one in one more."""
 
     def __init__(self) -> None:
         self._idle: deque[EnvironmentThread] = deque()

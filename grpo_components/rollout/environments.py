@@ -1,4 +1,4 @@
-"""The single-turn environment, and the token specs that all environments share."""
+"""The single-turn torchrl environment, and the specs that all torchrl environments share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_components.rollout.samples import Prompt
 
 
 def set_token_specs(env: EnvBase, num_slots: int) -> None:
-    """Set the specs of an environment to ragged token lists, one per slot."""
+    """Set an environment's torchrl specs: token lists of any length, one per slot."""
     slots = torch.Size([num_slots])
     ragged: Any = (num_slots, -1)
     env.observation_spec = Composite(tokens=Unbounded(shape=ragged, dtype=torch.int64), shape=slots)
@@ -43,13 +43,13 @@ def slot_state(tokens: Any, *, done: bool, truncated: bool = False) -> TensorDic
 
 
 class SingleTurnEnvironment(EnvBase):
-    """Shows one prompt per slot and scores the response to it.
+    """torchrl environment that shows one prompt per slot, and scores the response.
 
     Args:
         num_slots: number of prompts at once; a group contains its prompt `group_size` times.
         decode: function that converts token ids to text.
-        score: function that returns the scores of samples (prompt_text, response_text, answer,
-            finish_reason, and the columns of the row), in their order.
+        score: function that scores a list of samples, in its order. A sample has prompt_text,
+            response_text, answer, finish_reason, and the columns of its row in the data set.
         encode: not used.
         max_response_tokens: not used.
     """
@@ -94,4 +94,4 @@ class SingleTurnEnvironment(EnvBase):
         return lazy_stack(results, 0)
 
     def _set_seed(self, seed: int | None) -> None:
-        """Do nothing: only the policy samples, with seeds of its own."""
+        """Do nothing: only the engine samples, with the seeds of its requests."""

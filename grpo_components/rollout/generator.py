@@ -43,7 +43,7 @@ _SWITCH_S = 0.0005
 _END_S = 10.0
 """Seconds that the engine may take to notice that a sender of weights has ended."""
 _MAX_UTF8_BYTES = 4
-"""Maximum bytes of one character, and therefore of tokens that share a character."""
+"""Maximum bytes of one character, and therefore the maximum tokens that share one."""
 _log = logging.getLogger(__name__)
 
 
@@ -66,9 +66,9 @@ class Generator:
         number: int = 0,
         restart_count: int = 0,
     ) -> None:
-        # At Python's 5 ms, other threads hold up each engine step that waits for the GIL.
+        # At Python's default of 5 ms, an engine step waits that long for the GIL of other threads.
         sys.setswitchinterval(_SWITCH_S)
-        limit_arenas(2)  # with one for each of a hundred threads, memory creeps up
+        limit_arenas(2)  # malloc arenas: with one for each of 100 threads, memory grows
         self._rewards = open_rewards()
         self._tokenizer = build_tokenizer()
         self._group_size, self._seed = group_size, seed
@@ -94,17 +94,17 @@ class Generator:
         self._rebuilt, self._rebuilding = RebuiltWeights(), asyncio.Lock()
         self._sleeps = 0
         self._awaited: dict[int, Future[None]] = {}
-        """Transfer number -> future, set once the engine waits for that transfer's first tensor."""
+        """By transfer number: future that is set once the engine waits for the first tensor."""
         self._receiving: Future[Any] | None = None
 
     async def reserve(self, patience_s: float) -> int:
-        """Wait for capacity for whole groups; reserve it for the next calls of `generate_group`."""
+        """Wait until a group fits; reserve room for all that fit, and return how many groups."""
         return await self._budget.reserve(patience_s)
 
     async def generate_group(
         self, prompt: Prompt, epoch: int, group_id: int, attempt: int, temperature: float
     ) -> tuple[PackedTrajectories, GroupSummary, dict[str, Any]]:
-        """Sample and score `group_size` responses; return them packed, a summary, their text."""
+        """Sample and score a group; return its packed trajectories, a summary, and the texts."""
         seed, group_size = self._seed, self._group_size
         ended = self._budget.begin_group()
         samples = [
@@ -157,10 +157,10 @@ class Generator:
         prompts whose results include the text.
         """
         seed = self._seed
-        # A torchrl environment has a group's slots; any other takes one response.
+        # A torchrl environment has one slot per response of a group; others take one response.
         size = self._group_size if self._kind == "torchrl" else 1
-        # As in training, because time limits count the waits for what all responses share. Only
-        # the engine may have room for more, which single turns use.
+        # At most as many responses at once as in training: time limits include waits for shared
+        # threads and processes. Single turns are limited only in scoring: the engine may have room.
         room, free = asyncio.Semaphore(self._most_at_once // size), nullcontext()
         running, scoring = (free, room) if self._kind == "single_turn" else (room, free)
         asked = [
@@ -193,14 +193,14 @@ class Generator:
         ]
 
     async def sleep(self) -> int:
-        """Free the GPU's memory until `load_weights`; returns the number of aborted responses."""
+        """Free the GPU's memory until `load_weights`; return the number of aborted requests."""
         self._sleeps += 1
         return await asyncio.wrap_future(self._engine.sleep())
 
     async def load_weights(
         self, version: int, *buckets: tuple[Manifest, NDArray[np.uint8]] | DeltaBucket
     ) -> LoadedWeights:
-        """Check new weights, then swap them in between two steps; wakes a sleeping engine."""
+        """Check new model weights and load them between two engine steps; wake the engine."""
         sleeps = self._sleeps
         deltas = [bucket for bucket in buckets if isinstance(bucket, DeltaBucket)]
         if not deltas:
@@ -242,7 +242,7 @@ class Generator:
         return self._receiving
 
     async def weights_awaited(self, number: int) -> None:
-        """Return once the engine can receive transfer `number`."""
+        """Wait until the engine can receive the weight transfer `number`."""
         await asyncio.wrap_future(self._awaited.setdefault(number, Future()))
 
     async def _swap(
@@ -251,8 +251,8 @@ class Generator:
         sleeps: int,
         load: Callable[[], Future[ProbeReading | None]],
     ) -> ProbeReading | None:
-        """Run `load`, and return the weight probe's reading; a ValueError if newer weights came."""
-        # No await from this check to the update of `_loading`: newer weights may arrive in one.
+        """Run `load`, return its weight probe (test logprobs); a ValueError if it is too late."""
+        # No await between this check and the update of `_loading`: newer weights could arrive.
         self._refuse_late(version, sleeps)
         loading, self._loading = load(), version
         probe = await asyncio.wrap_future(loading)
@@ -275,7 +275,7 @@ class Generator:
         self._budget.begin_attempt()
 
     def time_use(self) -> dict[str, Any]:
-        """Return what the engine's time went to; see `EngineUse.report`."""
+        """Return how the engine has spent its time; see `EngineUse.report`."""
         return self._engine.use.report()
 
     def close(self) -> None:
@@ -285,7 +285,7 @@ class Generator:
         self._rollouts.close()
 
     def _evaluated(self, prompt: Prompt, scored: Scored, is_shown: bool) -> dict[str, Any]:
-        """Return the result of one response, with its text if it is shown."""
+        """Return the evaluation result of one response, with its text if `is_shown`."""
         record = scored[0][0]
         versions = record.token_versions[record.response_mask].tolist()
         result = {
@@ -323,7 +323,7 @@ class Generator:
         }
 
     def _turns(self, trajectory: Trajectory) -> list[dict[str, str]]:
-        """Return the policy's and the environment's texts, in the order of their turns."""
+        """Return the texts of the policy's and the environment's turns, in their order."""
         mask = trajectory.response_mask
         edges = np.flatnonzero(np.diff(mask)) + 1
         turns = zip(np.split(trajectory.response_ids, edges), np.split(mask, edges), strict=True)

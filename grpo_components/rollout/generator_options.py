@@ -1,4 +1,4 @@
-"""Options of a generator's engine and environment, besides its section of the config."""
+"""Options of a generator's engine and environment from outside its section of the config."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Literal
 from grpo_components.settings import LoraSettings
 
 EnvironmentKind = Literal["single_turn", "multi_turn", "agents", "torchrl"]
-"""How responses are made: in one turn, without building the environment; in turns with a world;
+"""How responses are made: in one turn, without building the environment; in turns with a `World`;
 by agents; or in a torchrl environment of the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Engine options outside the section `generator`; undescribed fields are keys of the config."""
+    """Engine options from other sections of the config; fields without a text are config keys."""
 
     model_path: str
     """Folder of the Hugging Face checkpoint to load as version 0."""
@@ -23,13 +23,13 @@ class EngineOptions:
     dtype: str
     recompute_kv_after_pull: bool
     num_ids: int | None = None
-    """Number of ids that the tokenizer knows; only they are sampled. None: whole vocabulary."""
+    """Number of token ids that the tokenizer knows; only these are sampled. None: all ids."""
     colocate: bool = False
     weight_transfer: str | None = None
-    """vLLM's transfer engine for weights, `nccl`; None: weights arrive in memory."""
+    """vLLM's backend for weight transfer, `nccl`; None: weights arrive in memory."""
     lora: LoraSettings | None = None
     adapter_path: str | None = None
-    """Folder of the adapter to start with; None: the base model alone."""
+    """Folder of the LoRA adapter to start with; None: the base model alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

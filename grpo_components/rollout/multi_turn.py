@@ -79,10 +79,7 @@ class Conversation:
     def take_turn(self, text: str, finish_reason: str, room: int) -> list[int] | None:
         """Return the token ids of the world's reply to a turn; None if the conversation is over.
 
-        Args:
-            text: the policy's turn.
-            finish_reason: how the policy's turn ended.
-            room: maximum number of tokens of a reply.
+        `finish_reason` says how the turn ended; `room` is the maximum number of reply tokens.
         """
         reply = self._respond(text)
         if not isinstance(reply, Reply):

@@ -1,4 +1,4 @@
-"""Encodes an environment's text, of which only unquoted parts may contain control tokens."""
+"""Tokenizes an environment's text; only its unquoted parts may contain control tokens."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-_OPENS, _CLOSES = "\ufdd0", "\ufdd1"  # no characters, by Unicode: no text has them
+_OPENS, _CLOSES = "\ufdd0", "\ufdd1"  # noncharacters of Unicode: no text has them
 _QUOTE = re.compile(f"{_OPENS}([^{_CLOSES}]*){_CLOSES}")
 _MARKER = re.compile(r"(?=(<[^<>\s]+>|\[/?[A-Z_]+\]))")
-"""Finds what looks like a chat marker, such as `[INST]` or `<tools>`, even if it is no token."""
+"""Finds what looks like a chat marker, such as `[INST]` or `<tools>`, even if it is not a token."""
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Encode a text that continues a conversation; names of control tokens become the tokens.
+    """Tokenize a text that continues a conversation; the name of a control token becomes the token.
 
-    In `quoted` text, they stay text. torchtune's own tokenizers differ: Llama 3's encodes
+    In `quoted` text, names stay text. torchtune's own tokenizers differ: Llama 3's encodes
     `<|eot_id|>` as plain text, Qwen's as a control token, and those based on SentencePiece put a
     space before each text.
     """
     special: dict[str, int] | None = getattr(tokenizer, "special_tokens", None)
     names = {*(special or ()), *markers(str(getattr(tokenizer, "chat_template", "")))}
-    if special is None:  # SentencePiece keeps its own: their names are a token each
+    if special is None:  # SentencePiece lists none: a control token's name is one token
         names |= {m for m in markers(text) if len(_encode_alone(tokenizer, m)) == 1}
     text = unquoted(text, names)
     token_ids: list[int] = []
@@ -54,7 +54,7 @@ def markers(text: str) -> set[str]:
 
 
 def quoted(text: str) -> str:
-    """Mark a text from outside: `encode_text` lets nothing in it act as a control token.
+    """Mark a text from outside: `encode_text` makes no control token of any part of it.
 
     Halves of surrogate pairs, which tokenizers refuse, become question marks.
 
@@ -66,9 +66,9 @@ def quoted(text: str) -> str:
 
 
 def unquoted(text: str, names: Iterable[str]) -> str:
-    """Remove the marks of `quoted` from a text, so that quoted parts spell no control token.
+    """Remove the marks of `quoted` from a text, and split names of control tokens in such parts.
 
-    A blank splits each of `names`, and each marker of the unquoted text, that is partly quoted.
+    A space splits each of `names`, and each marker of the unquoted text, that is partly quoted.
     """
     parts = _QUOTE.split(text)
     whole = "".join(parts)
@@ -85,7 +85,7 @@ def unquoted(text: str, names: Iterable[str]) -> str:
 
 @cache
 def _any_of(names: frozenset[str]) -> str:
-    """Return a pattern that finds the longest of some names, of which there may be thousands."""
+    """Return a regular expression for the longest name that matches, fast for many names."""
     first = "".join(sorted({re.escape(name[0]) for name in names}))
     ordered = map(re.escape, sorted(names, key=len, reverse=True))
     return f"(?=[{first}])(?:{'|'.join(ordered)})" if names else "(?!)"
@@ -93,5 +93,5 @@ def _any_of(names: frozenset[str]) -> str:
 
 @cache
 def _starts_of(names: frozenset[str]) -> re.Pattern[str]:
-    """Return a pattern whose group 1 is each name of 2 or more characters, even if two overlap."""
+    """Return a pattern whose group 1 finds all names of 2 or more characters, even overlapping."""
     return re.compile(f"(?=({_any_of(frozenset(name for name in names if len(name) > 1))}))")

@@ -1,4 +1,4 @@
-"""Defines a response from its `Sample` to its trajectory, and what an engine is asked for it."""
+"""Defines the stages of a response: sample, request to an engine, completion, trajectory."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from grpo_components.trajectory import Trajectory
 BASE_VERSION = 0
 """Policy version of the weights that an engine loads first."""
 Prompt = dict[str, Any]
-"""One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text and answer, and the
-other columns of the row. The generator adds `seed`, for anything random in the environment."""
+"""One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text, answer, and the further
+columns of the data set. The generator adds `seed`, for anything random in the environment."""
 Scored = tuple[list[Trajectory], Score, str | None]
-"""A scored response: its trajectory, or several of an agent's session; its score; and its text if
-it is one turn."""
+"""A scored response: its trajectory (several if an agent's session forked), its score, and its text
+if it is a single turn."""
 Watch = Callable[[Sequence[int]], bool]
-"""Function of all tokens that were sampled so far; returns whether sampling ends here."""
+"""Function that gets all tokens sampled so far, and returns whether sampling ends here."""
 
 
 def sampling_seed(*identity: int) -> int:
-    """Return a sample's seed, computed from its identity (seed, purpose, group, sample) only."""
+    """Compute a sample's seed from its identity only (run's seed, purpose, group, sample)."""
     return int(np.random.SeedSequence(identity).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -48,9 +48,9 @@ class Sample:
     ended: Callable[[], None] = lambda: None
     """Function to call once the response is scored; further calls do nothing."""
     scoring: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
-    """Entered while a single turn is scored."""
+    """Context manager to enter while a single turn is scored."""
     evaluates: bool = False
-    """Whether it is sampled for an evaluation, not for training."""
+    """Whether the response is for an evaluation, not for training."""
 
     def record(
         self,
@@ -60,7 +60,7 @@ class Sample:
         score: Score,
         session: dict[str, Any] | None = None,
     ) -> Trajectory:
-        """Make the trajectory of a response; if the score has an error, the sample has failed.
+        """Make the trajectory of a response; it is marked as failed if the score has an error.
 
         A turn is (token ids, logprobs, versions) of the policy, or (token ids,) of the environment.
         """
@@ -101,7 +101,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What an engine is asked for: a response, or one turn of it."""
+    """A request to an engine, for a response or for one turn of it."""
 
     prompt_ids: list[int]
     max_tokens: int
@@ -109,7 +109,7 @@ class Request:
     seed: int
     stop_token_ids: Sequence[int]
     truncation: Mapping[str, float]
-    """Sampler settings other than the temperature, by vLLM's names; see `TRUNCATION`."""
+    """Sampling settings such as `top_p`, by vLLM's names; see `settings.TRUNCATION`."""
     watch: Watch | None
 
 
@@ -129,7 +129,7 @@ class Completion:
 
 
 Result = Completion | ProbeReading
-"""What an engine answers."""
+"""An engine's answer to a request, or to the weight probe."""
 
 
 def failure(error: str) -> Score:
@@ -138,7 +138,7 @@ def failure(error: str) -> Score:
 
 
 def reward_use(scored: Iterable[Scored]) -> dict[str, float]:
-    """Add up what the rewards used for these responses; see `Score.used`."""
+    """Add up the judge requests that the rewards made for these responses; see `Score.used`."""
     total: Counter[str] = Counter()
     for _, score, _ in scored:
         total.update(score.used)  # pyright: ignore -- numbers

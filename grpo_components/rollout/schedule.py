@@ -1,4 +1,4 @@
-"""Hands commands to an engine's thread, and records which one entered before which engine step."""
+"""Hands commands to an engine's thread, and records the engine step before which each entered."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class RecordedCommands(Protocol):
     """The commands that a replay repeats (`grpo_tools/replay/recorded_run.py`)."""
 
     probe_tokens: int
-    """Length of the recorded engine's weight probe."""
+    """Number of tokens of the recorded engine's weight probe (its test sequence)."""
 
     def expect(self, name: str) -> None:
         """Refuse a command that the recorded engine did not get."""
 
     def choose(self, arrived: Arrived, changed: Condition, step: int, idle: bool) -> int | None:
-        """Return the index of the command that enters before a step; if one is due, wait for it.
+        """Return the index in `arrived` of the command that is due before a step; None if none is.
 
-        None if no command is due. `changed` is held, and notified when a command arrives.
+        Waits until a due command arrives. The caller holds `changed`, which each arrival notifies.
         """
         ...
 
@@ -41,7 +41,7 @@ class Schedule(Generic[_Command]):
     """Hands commands to an engine's thread: live, as they arrive; in a replay, as recorded.
 
     An engine computes the same bits if the same requests and weights enter before the same steps.
-    So a replay needs only this file and the weights to sample the same tokens again.
+    So a replay needs only the schedule's file and the weights to sample the same tokens again.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Schedule(Generic[_Command]):
             self._changed.notify_all()
 
     def take(self, step: int, idle: bool) -> _Command | None:
-        """Return the next command that enters before a step; called by the engine's thread."""
+        """Return the next command due before a step, or None; the engine's thread calls this."""
         with self._changed:
             if self._recorded is not None:
                 index = self._recorded.choose(self._arrived, self._changed, step, idle)
@@ -126,7 +126,7 @@ def open_schedule(
     number: int = 0,
     restart_count: int = 0,
 ) -> Schedule[Any]:
-    """Open a generator's schedule file to append; in a replay, `recorded` reads the old one."""
+    """Open a generator's schedule file to append; in a replay, `recorded` reads the earlier run."""
     path = schedule_file(Path(folder), number)
     cut_torn_line(path)
     commands = recorded(number, restart_count) if recorded else None

@@ -1,4 +1,4 @@
-"""Limits how many responses a generator samples at once; groups start as others finish."""
+"""Limits how many responses a generator samples at once; a group starts as soon as it fits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SequenceBudget:
         return groups
 
     def begin_group(self) -> Callable[[int], None]:
-        """Begin the responses of a group; use up a reservation if there is one.
+        """Begin a group, with a reservation if there is one; return a function to end a response.
 
         A group whose generator was restarted begins again without a reservation.
         """
@@ -61,7 +61,7 @@ class SequenceBudget:
         return end_from_any_thread
 
     def begin_attempt(self) -> None:
-        """Release all reservations: they were made by an earlier attempt."""
+        """Release all reservations, which an earlier attempt of the run made."""
         self._free += self._reserved * self._group_size
         self._reserved = 0
         self._attempt += 1

@@ -124,13 +124,13 @@ def python_tool(run: Callable[[str], str]) -> Tool:
 
 @dataclass
 class _ProgramTime:
-    """Counts the time of one turn's programs."""
+    """Time that is left for the programs of one turn."""
 
     remaining_s: float
 
 
 _PROGRAM_TIME: ContextVar[_ProgramTime | None] = ContextVar("program_time", default=None)
-"""Program time of the current turn; not a tool argument, because the policy sets those."""
+"""Program time of the current turn; not an argument of a tool: the policy sets all arguments."""
 
 
 @cache  # shared by all environments of a process
@@ -141,7 +141,7 @@ def _sandbox() -> Any:
 
 
 def run_in_sandbox(sandbox: Any, program: str) -> str:
-    """Run a program within the time that is left for this turn."""
+    """Run a program within the time left for this turn; return its output and any error."""
     time = _PROGRAM_TIME.get()
     left_s = None if time is None else time.remaining_s
     if left_s is not None and left_s <= 0:
@@ -321,7 +321,7 @@ def _hermes_calls(text: str) -> list[str]:
         text = text[found.end() :]
         if found[0] == "<think>":
             text = text.partition("</think>")[2]
-        elif found[0] == "</think>":  # the prompt began this thought
+        elif found[0] == "</think>":  # the prompt has its opening tag
             calls.clear()
         else:
             try:
@@ -336,7 +336,7 @@ def _hermes_calls(text: str) -> list[str]:
 
 
 def _hermes_frame(results: list[str]) -> str:
-    """Format results in Qwen2.5's chat template: all text between two turns of the policy."""
+    """Format tool results in Qwen2.5's chat template: all text between two policy turns."""
     responses = "".join(f"\n<tool_response>\n{result}\n</tool_response>" for result in results)
     return f"\n<|im_start|>user{responses}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -348,7 +348,7 @@ def _llama3_calls(text: str) -> list[str]:
 
 
 def _llama3_frame(results: list[str]) -> str:
-    """Format results in Llama 3.1's chat template: all text between two turns of the policy."""
+    """Format tool results in Llama 3.1's chat template: all text between two policy turns."""
     quotes = (json.dumps(result, ensure_ascii=False) for result in results)
     header = "<|start_header_id|>ipython<|end_header_id|>"
     responses = "".join(f"{header}\n\n{quote}<|eot_id|>" for quote in quotes)

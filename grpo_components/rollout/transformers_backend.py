@@ -1,4 +1,4 @@
-"""Runs transformers as the engine's backend: for small models, and where vLLM does not exist."""
+"""Runs transformers as the engine's backend: for small models, and where vLLM does not run."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from grpo_components.settings import GeneratorSettings
 NAME = "grpo_slots"
 """Name of the attention function among transformers' attention implementations."""
 _PROMPT_TOKENS = 8192
-"""Maximum tokens of one pass over prompts, with padding; a longer prompt gets a pass of its own."""
+"""Maximum tokens, with padding, of a forward pass over prompts; a longer prompt has its own."""
 _BLOCK = 16
-"""Sequences and keys of a pass are padded to a multiple of it. Else, even with a single thread, the
-last bits of a logprob would depend on which other sequences are running."""
+"""The numbers of sequences and of keys in a pass are padded to a multiple of this. Otherwise, even
+in one thread, the last bits of a logprob would depend on which other sequences are running."""
 
 
 @dataclass
 class _Sequence:
-    """A request that has a slot, or waits for one."""
+    """A request that has a slot (room in the KV cache), or waits for one."""
 
     request_id: str
     request: Request
@@ -58,7 +58,7 @@ class _Sequence:
     versions: list[int] = field(default_factory=list)
 
     def take(self, token: int, logprob: float, version: int) -> Completion | None:
-        """Append a token; returns the completion if it was the last one."""
+        """Append a token; return the completion if the token is the last one."""
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -78,10 +78,10 @@ class _Sequence:
 
 
 class TransformersBackend:
-    """Samples in slots of keys and values, one per running sequence; methods as of `VLLMBackend`.
+    """Samples with transformers, with methods as in `VLLMBackend`.
 
-    The prompt of a group is computed once if its requests begin together. There is no cache of
-    prefixes beyond that.
+    Each running sequence has a slot in the KV cache. The prompt of a group is computed once if its
+    requests begin together; there is no further prefix cache.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class TransformersBackend:
         self._model.to(self._device).eval()
         text, found = self._model.config.get_text_config(), self._model.generation_config
         self.max_model_len = settings.max_model_len or text.max_position_embeddings
-        ends = found.eos_token_id  # vLLM ends at these too, whatever is asked
+        ends = found.eos_token_id  # vLLM stops at these, too, without being asked
         self._ends = set(ends if isinstance(ends, list) else () if ends is None else (ends,))
         self._num_ids, self._recompute_kv = options.num_ids, options.recompute_kv_after_pull
         slots = settings.max_num_seqs
@@ -141,7 +141,7 @@ class TransformersBackend:
         self._waiting.append(_Sequence(request_id, request, ids, longest, stops, draws))
 
     def add_probe(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Queue the weight probe (see exchange/weight_probe.py) ahead of all waiting requests."""
+        """Queue the weight probe (test tokens, see weight_probe.py) ahead of waiting requests."""
         self._probes.append((request_id, list(token_ids)))
 
     @torch.inference_mode()
@@ -167,7 +167,7 @@ class TransformersBackend:
         return []
 
     def load(self, version: int, weights: Any) -> None:
-        """Replace the weights; running sequences keep their slots, or compute them again."""
+        """Replace the weights; running sequences keep their KV cache, or compute it again."""
         copies = {name: tensor.clone() for name, tensor in weights.items()}
         how = {"state_dict": copies, "output_loading_info": True, **self._how}
         built, found = type(self._model).from_pretrained(None, config=self._model.config, **how)
@@ -206,7 +206,7 @@ class TransformersBackend:
         return hash_layers(hash_named(self._model.named_parameters()))
 
     def _begin(self, sequences: list[_Sequence]) -> Tensor:
-        """Return logits [N, V] of sequences whose slots are empty; compute equal sequences once."""
+        """Fill sequences' empty slots and return logits [N, V]; compute equal sequences once."""
         rows: dict[tuple[int, ...], int] = {}
         sources = self._tensor([rows.setdefault(tuple(s.ids), len(rows)) for s in sequences])
         longest = _padded(max(map(len, rows)))
@@ -218,7 +218,7 @@ class TransformersBackend:
         return self._logits(last)[sources]
 
     def _go_on(self, sequences: list[_Sequence]) -> Tensor:
-        """Return logits [N, V] of sequences whose slots have all tokens but the last."""
+        """Return logits [N, V] of sequences whose slots hold all tokens but the last."""
         rows = [(s.slot, len(s.ids) - 1, s.ids[-1]) for s in sequences]
         rows += [(self._size[0] - 1, 0, 0)] * (_padded(len(rows)) - len(rows))  # an unused slot
         slots, at, ids = self._tensor(rows).T
@@ -233,7 +233,7 @@ class TransformersBackend:
         sources: Tensor | None = None,
         at: Tensor | None = None,
     ) -> Tensor:
-        """Write keys and values of ids [R, T], and return hidden states [R, T, D]; see `_Pass`."""
+        """Run a forward pass over ids [R, T] (see `_Pass`); return hidden states [R, T, D]."""
         positions = (
             torch.arange(len(ids[0]), device=self._device)[None] if at is None else at[:, None]
         )
@@ -252,7 +252,7 @@ class TransformersBackend:
         return logits
 
     def _sample(self, sequences: list[_Sequence], logits: Tensor) -> Iterator[tuple[str, Result]]:
-        """Sample a token of logits [N, V] for each sequence."""
+        """Sample a token from logits [N, V] for each sequence; yield the finished ones."""
         warmth = self._tensor([each.request.temperature or 1.0 for each in sequences])
         logprobs = (logits / warmth[:, None]).log_softmax(-1)
         sums = logprobs.exp().cumsum(-1, dtype=torch.float64)
@@ -289,14 +289,14 @@ class _Pass:
     slots: Tensor
     """[N] slots to write."""
     distance: Tensor
-    """Position of each query less that of each key, as [..., queries, keys] for all heads."""
+    """Position of each query minus that of each key, as [..., queries, keys] for all heads."""
     sources: Tensor | None = None
-    """[N] number of the prompt that each slot gets; None in a pass over one token per slot."""
+    """[N] index of the prompt that each slot gets; None in a pass over one token per slot."""
     at: Tensor | None = None
     """[N] position of the token of each slot; None in a pass over prompts."""
 
     def store(self, layer: int, *new: Tensor) -> Sequence[Tensor]:
-        """Write keys and values [N, heads, T, D]; return all that the queries may see."""
+        """Write keys and values [N, heads, T, D]; return all of those that queries may see."""
         if layer not in self.cache:
             slots, room = self.size
             empty = [x.new_zeros(slots, x.shape[1], room, x.shape[3]) for x in new]
@@ -333,7 +333,7 @@ def _attention(
     keys, values = one_pass.store(cast(Any, module).layer_idx, key, value)
     size, heads = query.shape, keys.shape[1]
     if one_pass.at is not None and softcap is None and s_aux is None:
-        # One query a sequence: those of a key's heads stand in the place of several.
+        # One query per sequence: the query heads of each key head become several queries.
         query = query.reshape(size[0], heads, -1, size[3])
     keys, values = (for_all_heads(x, query.shape[1] // heads) for x in (keys, values))
     if softcap is None and s_aux is None:
@@ -350,7 +350,7 @@ def _padded(size: int) -> int:
 
 
 def _parts(sequences: list[_Sequence]) -> Iterator[list[_Sequence]]:
-    """Split sequences into parts of similar length, each as large as one pass may compute."""
+    """Split sequences, sorted by length, into parts that one pass may compute."""
     part: list[_Sequence] = []
     for each in sorted(sequences, key=lambda each: len(each.ids)):
         if part and (len(part) + 1) * len(each.ids) > _PROMPT_TOKENS:

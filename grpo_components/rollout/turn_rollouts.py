@@ -1,4 +1,4 @@
-"""Rolls out single turns, and conversations with a world, in the event loop of the caller."""
+"""Rolls out single turns, and conversations with a `World`, in the event loop of the caller."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from grpo_components.rollout.samples import Sample, Scored, failure
 from grpo_components.settings import GeneratorSettings
 
 _SHOWN_CHARS = 500
-"""Number of a response's characters that its error shows."""
+"""Maximum characters of a response that its error message shows."""
 
 
 class TurnRollouts:
@@ -51,7 +51,7 @@ class TurnRollouts:
         """Idle environments, without a conversation; a new one is built only if none is idle."""
 
     async def collect(self, samples: Sequence[Sample]) -> list[Scored]:
-        """Sample and score responses."""
+        """Sample and score one response per sample, all at once."""
         return await asyncio.gather(*(self._one(sample) for sample in samples))
 
     async def _one(self, sample: Sample) -> Scored:

@@ -60,7 +60,7 @@ cannot free memory on a CPU. Level 1 frees both and keeps a copy of the weights 
 
 
 class VLLMBackend:
-    """One vLLM engine; the engine's thread makes all calls, between two steps."""
+    """Wraps one vLLM engine; the thread of `Engine` makes all calls, between two steps."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class VLLMBackend:
         self._lora = lora = options.lora
         self._adapter = None if lora is None else ADAPTER
         level = _SLEEP_LEVELS[options.device]
-        self._sleep_level = level if lora is None else min(level, 1)  # the base comes only once
+        self._sleep_level = level if lora is None else min(level, 1)  # no push restores the base
         self._asleep = False
         self._recompute_kv = options.recompute_kv_after_pull
         self._layers: dict[str, int] | None = None
@@ -99,7 +99,7 @@ class VLLMBackend:
                 check_names_and_shapes(shapes_of(adapter), expected_shapes)
             swap_adapter(self._engine, lora, adapter)
         self.max_model_len: int = self._engine.model_config.max_model_len
-        """Longest prompt and response together, in tokens."""
+        """Maximum tokens of a prompt and its response together."""
         self._watched: dict[str, _WatchedRequest] = {}
         self._group: dict[str, Any] | None = None
         """vLLM's description of the group over which a trainer sends weights."""
@@ -128,10 +128,10 @@ class VLLMBackend:
             self._watched[request_id] = _WatchedRequest(watch)
 
     def add_probe(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Queue the weight probe (see exchange/weight_probe.py) ahead of all waiting requests."""
+        """Queue the weight probe (test tokens, see weight_probe.py) ahead of waiting requests."""
         prompt = TokensPrompt(prompt_token_ids=list(token_ids))
         sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
-        # vLLM takes such a request past its prefix cache; but what is cached is of old weights.
+        # vLLM's default skips its prefix cache here; read it, to find what old weights left there.
         sampling.skip_reading_prefix_cache = False
         self._submit(request_id, prompt, sampling, priority=-1)
 
@@ -179,7 +179,7 @@ class VLLMBackend:
     def load(self, version: int, weights: Mapping[str, torch.Tensor] | IncomingWeights) -> None:
         """Load weights or an adapter, and wake up; no later request reads KV of the old weights."""
         if self._asleep and self._sleep_level:
-            # With the weights' memory vLLM restores buffers that are no weights: before the load.
+            # Before the load: with this memory, vLLM also restores buffers that are not weights.
             self._engine.wake_up(["weights"])
         if self._lora is not None:
             assert not isinstance(weights, IncomingWeights), "preflight refuses it"
@@ -212,8 +212,8 @@ class VLLMBackend:
     def sleep(self) -> None:
         """Free the GPU's memory until the next load; no request is running.
 
-        vLLM measures what the whole GPU has free before and after, so no other process may take
-        memory meanwhile.
+        vLLM measures the GPU's free memory before and after, so no other process may take memory
+        meanwhile.
         """
         self._engine.sleep(level=self._sleep_level)
         self._asleep = True
@@ -314,7 +314,7 @@ def empty_prefix_cache(scheduler: Any) -> None:
 
 
 def probe_reading(output: Any, layers: Mapping[str, int] | None) -> ProbeReading:
-    """Return the engine's result for the weight probe."""
+    """Read logprobs and version of the weight probe from vLLM's output."""
     (label,) = {int(span.version) for span in output.outputs[0].weight_versions}
     if cached := output.num_cached_tokens:  # vLLM has computed no logprobs of these
         return ProbeReading((), label, cached, layers)
@@ -339,7 +339,7 @@ class _WatchedRequest:
     _versions: list[int] = field(default_factory=list)
 
     def follow(self, output: Any, version: int) -> Completion | None:
-        """Show `watch` the tokens of an output that is not the last one."""
+        """Show `watch` the tokens of an unfinished request; return a completion if it ends here."""
         token_ids = output.outputs[0].token_ids
         self._versions += [version] * (len(token_ids) - len(self._versions))
         if not self.watch(token_ids):

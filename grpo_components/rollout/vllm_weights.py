@@ -42,19 +42,19 @@ _PART_BYTES = 256 * 2**20
 _PARTS_AT_ONCE = 2
 """Parts in shared memory at once: the workers load one while the next is copied."""
 _WRITTEN_DIRECTLY = {"GptOssRoutedExperts", "OAIAttention"}
-"""Layers to which vLLM's model writes without weight loaders, so that its reload misses them."""
+"""Layers that vLLM's models fill without weight loaders; its reload misses them."""
 _TIMEOUT_S = 300.0
 """Longest wait for all workers to load a part, in seconds."""
 
 
 def never_sample_from(worker: Any, num_ids: int | None) -> None:
-    """Let a worker sample only the first `num_ids`, None: all. A request can name only 1024 ids."""
+    """Never sample ids from `num_ids` on (None: no limit); a request could name only 1024 ids."""
     model = worker.model_runner.get_model()
     logits_of = model.compute_logits
 
     def compute_logits(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         logits = logits_of(*args, **kwargs)
-        if logits is not None:  # of the workers, one may have them all
+        if logits is not None:  # perhaps only one of the workers has them
             logits[..., num_ids:] = -torch.inf
         return logits
 
@@ -73,7 +73,7 @@ def load_into_worker(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 def receive_into_worker(
     worker: Any, group: dict[str, Any] | None, entries: Mapping[str, TensorEntry]
 ) -> None:
-    """Replace the weights of a worker by those that a trainer sends.
+    """Replace the weights of a worker with weights that a trainer sends.
 
     If a `group` is given, the worker first leaves its former group and joins this one.
     """
@@ -138,7 +138,7 @@ def load_into_workers(executor: Any, tensors: Mapping[str, torch.Tensor]) -> Non
 
 
 def hash_parameters(worker: Any, of_adapter: bool) -> dict[str, int]:
-    """Hash each parameter of a worker's share of the weights or, if asked, of the adapter's."""
+    """Hash each parameter of a worker's share of the model or, if `of_adapter`, of the adapter."""
     model = worker.model_runner.get_model()
     if not of_adapter:
         return hash_named(model.named_parameters())
@@ -151,7 +151,7 @@ def hash_parameters(worker: Any, of_adapter: bool) -> dict[str, int]:
 
 
 def _begin(worker: Any) -> set[str]:
-    """Begin vLLM's reload, with the steps that it omits; return the names of the parameters."""
+    """Begin vLLM's reload, with the steps that it omits; return the names of all parameters."""
     with _loading(worker) as model:
         parameters = {name for name, _ in model.named_parameters()}
         if worker.device.type == "cpu":
@@ -202,7 +202,7 @@ def _missed(model: torch.nn.Module) -> str:
     for path, module in model.named_modules():
         info = get_layerwise_info(module)
         tensors = dict(module.named_parameters(recurse=False))
-        if info.kernel_tensors is not None:  # those of the engine, which the new ones replace
+        if info.kernel_tensors is not None:  # the engine's tensors, which the new ones replace
             tensors = info.kernel_tensors[0]
         if info.can_load() and info.load_numel <= 0:
             unloaded |= {f"{path}.{name}": tensor for name, tensor in tensors.items()}
@@ -232,12 +232,12 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 
 
 ADAPTER = LoRARequest("policy", 1, lora_path="(it is loaded)")
-"""The adapter of every request. Its name never changes, so that running requests continue with
-a new adapter: the caller empties the prefix cache, which vLLM keys by the name."""
+"""The LoRA adapter of every request. Its name never changes: running requests continue with new
+values. The caller must empty the prefix cache, which vLLM keys by the name."""
 
 
 def adapter_arguments(lora: LoraSettings) -> dict[str, Any]:
-    """Return vLLM's arguments for an engine with one adapter."""
+    """Return vLLM's arguments for an engine with one LoRA adapter."""
     return {
         "enable_lora": True,
         "max_loras": 1,
@@ -263,7 +263,7 @@ def swap_adapter(
 def load_random_adapter(
     engine: LLMEngine, lora: LoraSettings, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Load an adapter of random values; yield them as the engine should keep them."""
+    """Load an adapter of random values; yield each matrix as the engine should hold it."""
     random, dtype = torch.Generator().manual_seed(0), engine.model_config.dtype
     made = {name: torch.randn(shape, generator=random).to(dtype) for name, shape in shapes.items()}
     swap_adapter(engine, lora, made)

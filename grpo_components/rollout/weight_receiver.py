@@ -13,7 +13,7 @@ from grpo_components.exchange.weights import Manifest, TensorEntry, checksum, ha
 
 
 class IncomingWeights:
-    """Weights that a trainer is about to send, and vLLM's description of its transfer group."""
+    """Describes weights that a trainer will send, and vLLM's group for the transfer."""
 
     def __init__(
         self, manifests: Iterable[Manifest], group: dict[str, Any], awaited: Future[None]
@@ -33,7 +33,7 @@ class IncomingWeights:
 
 
 class CheckedModel:
-    """Stands between a transfer engine and the model; passes on tensors whose checksum is right."""
+    """Checks each tensor that vLLM's transfer engine receives, then passes it to the model."""
 
     def __init__(self, model: Any, entries: Mapping[str, TensorEntry]) -> None:
         self._model, self._entries = model, entries
@@ -41,7 +41,7 @@ class CheckedModel:
         """Names of the parameters that got values."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load tensors after checking each against the push; return the loaded names."""
+        """Check each tensor against its manifest entry, and load it; return the loaded names."""
         loaded = self._model.load_weights(self._checked(weights))
         self.loaded |= loaded
         return loaded

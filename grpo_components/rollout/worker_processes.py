@@ -15,7 +15,7 @@ WORKER_OPTIONS = {
     "distributed_executor_backend": "mp",
     "worker_extension_cls": "grpo_components.rollout.worker_setup.WorkerSetup",
 }
-"""vLLM's options by which its workers are processes on this machine and end with this process."""
+"""vLLM's options: workers are processes on this machine, and end with this process."""
 _NOTICE_S = 1.0
 """Seconds until the end of a process is noticed."""
 _EXIT_S = 5.0
