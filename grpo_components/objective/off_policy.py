@@ -29,7 +29,7 @@ from grpo_components.errors import ConfigError
 from grpo_components.objective.losses import LossInputs
 
 MAX_LOG_RATIO = 20.0
-# Bins of a log ratio d, equally wide in asinh(d / _SMALLEST): above it 2.3 % of |d|, at 0 as small.
+# Bins of a log ratio d, equally wide in asinh(d / _SMALLEST): 2.3 % of abs(d), at 0 2.3e-10 wide.
 _SMALLEST, _BINS, _REACH = 1e-8, 1_901, 22.2  # MAX_LOG_RATIO is at 22.11
 
 
