@@ -22,15 +22,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_components.errors import ConfigError
 from grpo_components.objective.losses import LossInputs
 
 MAX_LOG_RATIO = 20.0
+# Bins of a log ratio d, equally wide in asinh(d / _SMALLEST): 2.3 % of abs(d), at 0 2.3e-10 wide.
+_SMALLEST, _BINS, _REACH = 1e-8, 1_901, 22.2  # MAX_LOG_RATIO is at 22.11
 
 
 class NoCorrection:
@@ -183,30 +183,44 @@ def correction_weights(
     return correction(policy - inputs.generator_logprobs, inputs.sequence_ids, *more)
 
 
-def mismatch_summary(
-    log_ratios: NDArray[np.floating], weights: NDArray[np.floating]
-) -> dict[str, float]:
+def mismatch_sums(log_ratios: Tensor, weights: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `mismatch_summary` needs of a micro-batch: sums [7 + bins], largest ratio."""
+    log_ratio = log_ratios.detach().double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio, k3 = log_ratio.exp(), log_ratio.expm1() - log_ratio
+    masked, fresh_k3 = weights == 0, torch.where(fresh, k3, 0.0)
+    rows = [k3, ratio, ratio.square(), masked, weights, fresh, fresh_k3]
+    # Bins leave out a NaN, which the largest ratio keeps.
+    counts = torch.histc((log_ratio / _SMALLEST).asinh(), _BINS, -_REACH, _REACH)
+    return torch.cat([torch.stack(rows).sum(1), counts]), ratio.max()
+
+
+def mismatch_summary(sums: Tensor, ratio_max: Tensor, tokens: int) -> dict[str, float]:
     """Measure how far a training step's data is from the trainer's policy, before any clip or cap.
 
     With rho_t = exp(d_t): `mismatch/generator_kl` is the mean of rho - d - 1 (k3, Schulman 2020,
     "Approximating KL divergence"), an estimate of KL(generator || trainer) in nats per token;
     `mismatch/effective_sample_size` is (sum rho)^2 / (M sum rho^2), in (0, 1] (Kong 1992).
+    `mismatch/fresh_kl` is that of fresh tokens, which training after sampling cannot cause.
     """
-    log_ratio = np.clip(log_ratios.astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = np.exp(log_ratio)
-    p01, p50, p99 = np.quantile(ratio, [0.01, 0.5, 0.99])
-    return {
-        "mismatch/generator_kl": float(np.mean(np.expm1(log_ratio) - log_ratio)),
-        "mismatch/ratio_p01": float(p01),
-        "mismatch/ratio_p50": float(p50),
-        "mismatch/ratio_p99": float(p99),
-        "mismatch/ratio_max": float(ratio.max()),
-        "mismatch/effective_sample_size": float(
-            ratio.sum() ** 2 / (ratio.size * np.square(ratio).sum())
-        ),
-        "off_policy/masked_fraction": float(np.count_nonzero(weights == 0) / weights.size),
-        "off_policy/correction_mass": float(weights.astype(np.float64).mean()),
+    k3, ratio, square, masked, weight, fresh, fresh_k3 = sums[:7]
+    places = (tokens - 1) * torch.tensor([0.01, 0.5, 0.99], dtype=sums.dtype)
+    ends = sums[7:].cumsum(0)[:-1]
+    bins = torch.bucketize(torch.stack([places.floor(), places.ceil()]), ends, right=True)
+    low, high = (((bins.double() - _BINS // 2) * (2 * _REACH / _BINS)).sinh() * _SMALLEST).exp()
+    p01, p50, p99 = low.lerp(high, places.frac()).minimum(ratio_max)
+    summary = {
+        "mismatch/generator_kl": k3 / tokens,
+        "mismatch/ratio_p01": p01,
+        "mismatch/ratio_p50": p50,
+        "mismatch/ratio_p99": p99,
+        "mismatch/ratio_max": ratio_max,
+        "mismatch/effective_sample_size": ratio.square() / (tokens * square),
+        "off_policy/masked_fraction": masked / tokens,
+        "off_policy/correction_mass": weight / tokens,
     }
+    if fresh:
+        summary |= {"mismatch/fresh_kl": fresh_k3 / fresh, "mismatch/fresh_tokens": fresh}
+    return {key: value.item() for key, value in summary.items()}
 
 
 def _ratios(log_ratios: Tensor) -> Tensor:

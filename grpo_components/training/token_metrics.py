@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_components.objective.off_policy import mismatch_summary
+from grpo_components.objective.off_policy import mismatch_summary, mismatch_sums
 
 # Each step logs all of these; one not measured (no reference, clipping, trained token) is NaN.
 ALWAYS_LOGGED = (
@@ -40,55 +39,44 @@ class TokenMetrics:
     """Collects the token metrics of one optimizer update on one rank."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}  # on the device: micro-batches need not wait for it
-        self._maxima: dict[str, Tensor] = {}
-        self._mismatch: list[Tensor] = []
+        self._totals: dict[str, Tensor] = {}  # on the device: micro-batches need not wait for it
 
     def add(self, token_metrics: Mapping[str, Tensor]) -> None:
         """Add per-token values [N]. Keys that end in `max` keep the maximum, others the sum."""
         for key, values in token_metrics.items():
             values = values.detach().double()
-            if key.endswith("max"):
-                best = values.max()
-                self._maxima[key] = torch.maximum(self._maxima.get(key, best), best)
-            else:
-                self._sums[key] = self._sums.get(key, values.new_zeros(())) + values.sum()
+            _add(self._totals, {key: values.max() if key.endswith("max") else values.sum()})
 
     def add_mismatch(self, log_ratios: Tensor, weights: Tensor | None, fresh: Tensor) -> None:
-        """Keep a micro-batch's mismatch between trainer and generator, on the device."""
+        """Add a micro-batch's mismatch between trainer and generator."""
         weights = torch.ones_like(log_ratios) if weights is None else weights
-        self._mismatch.append(torch.stack([log_ratios.detach(), weights, fresh.to(weights.dtype)]))
+        sums, ratio_max = mismatch_sums(log_ratios, weights, fresh)
+        _add(self._totals, {"mismatch": sums, "mismatch/ratio_max": ratio_max})
 
     def over_ranks(self, total_tokens: int, ranks_per_sample: int) -> dict[str, float]:
         """Return token means, maxima and mismatch over all ranks, the same on each; collective."""
         gathered: list[Any] = [None] * dist.get_world_size()
-        # A rank without data contributes empty arrays.
-        mismatch = torch.cat(self._mismatch or [torch.empty(3, 0)], dim=1)
-        log_ratios, weights, is_fresh = mismatch.cpu().numpy()
-        fresh = log_ratios[is_fresh != 0]
-        sums = {key: value.item() for key, value in self._sums.items()}
-        largest = {key: value.item() for key, value in self._maxima.items()}
-        dist.all_gather_object(gathered, (sums, largest, log_ratios, weights, fresh))
-        gathered = gathered[::ranks_per_sample]
-        means: dict[str, float] = {}
-        maxima: dict[str, float] = {}
-        for rank_sums, rank_maxima, *_ in gathered:
-            for key, value in rank_sums.items():
-                means[key] = means.get(key, 0.0) + value / total_tokens
-            for key, value in rank_maxima.items():
-                maxima[key] = max(maxima.get(key, -math.inf), value)
-        ratios, weights, fresh = (np.concatenate([g[i] for g in gathered]) for i in (2, 3, 4))
-        summary = mismatch_summary(ratios, weights) if len(ratios) else {}
-        return {**means, **maxima, **summary, **_fresh_mismatch(fresh)}
+        sizes = {key: value.numel() for key, value in self._totals.items()}
+        # One transfer; a rank without data contributes nothing.
+        flat = torch.cat([*map(torch.ravel, self._totals.values())] or [torch.empty(0)]).cpu()
+        dist.all_gather_object(gathered, (sizes, flat))
+        totals: dict[str, Tensor] = {}
+        for sizes, flat in gathered[::ranks_per_sample]:
+            _add(totals, dict(zip(sizes, flat.split([*sizes.values()]), strict=True)))
+        sums = totals.pop("mismatch", None)
+        metrics = {
+            key: value.item() if key.endswith("max") else value.item() / total_tokens
+            for key, value in totals.items()
+        }
+        if sums is not None:
+            metrics |= mismatch_summary(sums, totals["mismatch/ratio_max"], total_tokens)
+        return metrics
 
 
-def _fresh_mismatch(log_ratios: np.ndarray) -> dict[str, float]:
-    """Return the mismatch on fresh tokens [M], which training after sampling cannot cause."""
-    if not len(log_ratios):
-        return {}
-    summary = mismatch_summary(log_ratios, np.ones_like(log_ratios))
-    kl, tokens = summary["mismatch/generator_kl"], float(len(log_ratios))
-    return {"mismatch/fresh_kl": kl, "mismatch/fresh_tokens": tokens}
+def _add(totals: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
+    for key, value in more.items():
+        combine = torch.maximum if key.endswith("max") else torch.add
+        totals[key] = combine(totals[key], value) if key in totals else value
 
 
 def over_updates(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -21,7 +21,12 @@ from grpo_components.models.meshes import Sharding
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.objective.objective import TrainedObjective
-from grpo_components.objective.off_policy import NoCorrection, correction_weights, mismatch_summary
+from grpo_components.objective.off_policy import (
+    NoCorrection,
+    correction_weights,
+    mismatch_summary,
+    mismatch_sums,
+)
 from grpo_components.objective.penalties import Penalties
 from grpo_components.rendezvous import local_rendezvous
 from grpo_components.training.step_result import StepResult
@@ -315,9 +320,9 @@ def expected_update(
         for key, values in measured.items()
     }
     metrics.setdefault("loss/penalty", math.nan)
-    metrics |= mismatch_summary((start - generator).numpy(), correction.numpy())
-    metrics["mismatch/fresh_kl"] = metrics["mismatch/generator_kl"]  # all are of version 0
-    metrics["mismatch/fresh_tokens"] = len(losses)
+    all_fresh = torch.ones(len(losses), dtype=torch.bool)  # all are of version 0
+    sums = mismatch_sums(start - generator, correction, all_fresh)
+    metrics |= mismatch_summary(*sums, tokens=len(losses))
     metrics |= {"loss/total": total.item(), "entropy": entropy.mean().item()}
     metrics |= {"grad_norm": grad_norm.item(), "lr": LEARNING_RATE, "policy_version": 1}
     metrics |= {"token_versions": {0: len(losses)}, "trained_tokens": float(len(losses))}

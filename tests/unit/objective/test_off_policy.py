@@ -18,6 +18,7 @@ from grpo_components.objective.off_policy import (
     TokenTIS,
     correction_weights,
     mismatch_summary,
+    mismatch_sums,
 )
 
 T = torch.float64
@@ -168,22 +169,63 @@ def test_settings_out_of_range_name_their_key(key, make):
         make()
 
 
+def summary_of(log_ratios, weights=None):
+    d = torch.tensor(log_ratios, dtype=T)
+    weights = torch.ones_like(d) if weights is None else torch.tensor(weights, dtype=T)
+    return mismatch_summary(*mismatch_sums(d, weights, d == 0), tokens=len(d))
+
+
+QUANTILES = [f"mismatch/ratio_{name}" for name in ("p01", "p50", "p99", "max")]
 LOG_RATIOS = st.lists(st.floats(-5, 5), min_size=1, max_size=30)
+BIN = 0.012
+"""Half a bin of the histogram, as a share of the log ratio."""
+
+
+def assert_quantiles(summary, log_ratios):
+    """Between those of all log ratios lower and higher by half a bin, and in order."""
+    d, found = np.array(log_ratios), [summary[key] for key in QUANTILES]
+    half = BIN * abs(d) + 2e-10
+    low, high = (np.quantile(np.exp(each), [0.01, 0.5, 0.99]) for each in (d - half, d + half))
+    assert (low <= found[:3]).all() and (found[:3] <= high).all()
+    assert sorted(found) == found
 
 
 @given(LOG_RATIOS, st.floats(0, 3))
 def test_the_summary_is_of_the_raw_ratios_and_counts_exactly_zero_as_masked(log_ratios, high):
     ratios = [math.exp(d) for d in log_ratios]
     weights = [r if r <= high else 0.0 for r in ratios]
-    summary = mismatch_summary(np.array(log_ratios), np.array(weights))
+    summary = summary_of(log_ratios, weights)
     k3 = sum(r - 1 - d for r, d in zip(ratios, log_ratios, strict=True)) / len(ratios)
     size = sum(ratios) ** 2 / sum(r * r for r in ratios) / len(ratios)
     assert summary["mismatch/generator_kl"] == pytest.approx(k3, abs=1e-9)
     assert summary["mismatch/effective_sample_size"] == pytest.approx(size)
     assert summary["mismatch/ratio_max"] == pytest.approx(max(ratios))
-    for name, percent in [("p01", 1), ("p50", 50), ("p99", 99)]:
-        quantile = np.percentile(ratios, percent)
-        assert summary[f"mismatch/ratio_{name}"] == pytest.approx(quantile)
+    assert_quantiles(summary, log_ratios)
     assert summary["off_policy/correction_mass"] == pytest.approx(sum(weights) / len(ratios))
     assert summary["off_policy/masked_fraction"] == weights.count(0) / len(ratios)
     assert all(type(value) is float for value in summary.values())
+
+
+@pytest.mark.parametrize("scale", [1e-7, 1e-5, 1e-3, 0.1, 1, 10])
+@pytest.mark.parametrize("size", [1, 2, 99, 10_000])
+def test_a_quantile_is_exact_to_a_share_of_its_own_log_ratio_at_every_scale(scale, size):
+    log_ratios = np.random.default_rng(size).normal(0, scale, size).clip(-20, 20)
+    assert_quantiles(summary_of(log_ratios), log_ratios)
+
+
+@pytest.mark.parametrize("value", [0.0, -3e-12, 1e-6, -0.3, 20.0, -math.inf])
+def test_quantiles_of_equal_ratios_are_that_ratio(value):
+    log_ratio = max(value, -20.0)
+    for size in (1, 3, 1000):
+        summary = summary_of([value] * size)
+        *quantiles, largest = (math.log(summary[key]) for key in QUANTILES)
+        assert largest == pytest.approx(log_ratio, rel=1e-9)
+        assert quantiles == pytest.approx([log_ratio] * 3, rel=BIN, abs=1e-10)
+        assert max(quantiles) <= largest
+
+
+def test_a_log_ratio_that_is_no_number_makes_the_summary_no_number_and_raises_nothing():
+    for log_ratios in ([math.nan], [0.1, math.nan, 0.2]):
+        summary = summary_of(log_ratios)
+        assert all(math.isnan(summary[key]) for key in (*QUANTILES, "mismatch/generator_kl"))
+        assert summary["off_policy/correction_mass"] == 1
