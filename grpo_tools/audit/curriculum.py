@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import sys
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,7 +67,7 @@ def first_draws(start: Record) -> Draws:
     sizes = [sum(last - first + 1 for first, last in part["rows"]) for part in parts]
     if min(sizes) == 0 or sum(sizes) > _MOST_PROMPTS:
         raise ValueError(f"a data set has no row, or all have more than {_MOST_PROMPTS}")
-    if not all(0 < part["weight"] <= sys.float_info.max for part in parts):
+    if not all(part["weight"] > 0 for part in parts):
         raise ValueError("the weight of a data set is impossible")
     number = sum(sizes)
     every_row = (row for first, last in ranges for row in range(first, last + 1))
