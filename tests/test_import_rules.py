@@ -124,6 +124,15 @@ def test_the_core_imports_tools_only_when_it_needs_one():
         assert not any(inside(each, ("grpo_tools",)) for each in imports(own)), name
 
 
+def test_the_audit_uses_no_code_that_it_checks():
+    checked = core("exchange data training.weight_sender records.receipts records.receipt_chain")
+    audit = {name: tree for name, tree in TOOLS.items() if inside(name, ("grpo_tools.audit",))}
+    assert len(audit) > 5
+    assert not [
+        (name, i) for name, tree in audit.items() for i in imports(tree) if inside(i, checked)
+    ]
+
+
 @pytest.mark.parametrize("library", ONLY_IMPORTERS)
 def test_one_component_only_imports(library: str):
     importers = {

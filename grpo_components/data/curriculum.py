@@ -170,10 +170,6 @@ class Curriculum:
             "curriculum/generated_success": successes / responses if responses else math.nan,
         }
 
-    def knows(self, prompt_index: int) -> bool:
-        """Whether the curriculum contains a prompt."""
-        return prompt_index in self._places
-
     def describe(self) -> dict[str, Any]:
         """Return what the draws depend on besides the results, for the receipts."""
         return {
@@ -198,23 +194,6 @@ class Curriculum:
         self._turns.taken, self._results = list(state["turns"]), {}
         for part, saved in zip(self._parts, state["parts"], strict=True):
             part.load_state_dict(saved)
-
-
-def curriculum_of(described: Mapping[str, Any]) -> Curriculum:
-    """Build the curriculum that `Curriculum.describe` described, for the audit."""
-    rule, parts = CurriculumSettings(**described["curriculum"]), []
-    for part in described["prompts"]:
-        ranges = part["rows"]
-        if not ranges or sum(max(0, last - first) + 1 for first, last in ranges) > MAX_PROMPTS:
-            raise ValueError(f"a data set has no row, or more than {MAX_PROMPTS}")
-        if any(first > last for first, last in ranges) or part["weight"] <= 0:
-            raise ValueError("the rows or the weight of a data set are impossible")
-        rows = [row for first, last in ranges for row in range(first, last + 1)]
-        parts.append((rows, part["weight"]))
-    rows = [row for part_rows, _ in parts for row in part_rows]
-    if not 0 < len(rows) == len(set(rows)):
-        raise ValueError("there are no prompts, or two have the same prompt_index")
-    return Curriculum(parts, rule, described["seed"])
 
 
 def _ranges(numbers: Sequence[int]) -> list[list[int]]:

@@ -31,10 +31,9 @@ class Candidate:
     """Population standard deviation of its rewards."""
     oldest_version: int
     """Oldest policy version that sampled one of its tokens."""
+    entry: LedgerEntry
     uses: int = 1
     """Number of steps that trained it."""
-    entry: Any = None
-    """Its `LedgerEntry`; None where only the choice matters."""
 
 
 class GroupReuse:
@@ -102,7 +101,7 @@ class GroupReuse:
         if not self.most:
             return {}
         self.trained = [
-            Candidate(group.group_id, spread(group.rewards), group.oldest_version, entry=entry)
+            Candidate(group.group_id, spread(group.rewards), group.oldest_version, entry)
             for entry, group in zip(entries, groups, strict=True)
         ]
         return {

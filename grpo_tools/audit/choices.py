@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from grpo_components.data.curriculum import Curriculum, curriculum_of
-from grpo_components.exchange.group_reuse import Candidate, GroupReuse
-from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.files import Record
+from grpo_tools.audit import curriculum, reuse
 from grpo_tools.audit.findings import Findings
 
 Prompt = tuple[int, int]
 """(row of the data set, epoch)."""
-_DRAWS = "seed", "curriculum", "prompts"
-"""Fields of a start record that only a run with a curriculum has."""
 
 
 @dataclass
@@ -37,43 +33,37 @@ class Choices:
 
     start: Record = field(default_factory=dict)
     """The attempt's start record."""
-    curriculum: Curriculum | None = None
-    """Draws the prompts once more; None if the run has no curriculum, or an invalid one."""
-    pool: GroupReuse | None = None
-    """Chooses the reused groups once more; None if nothing is reused."""
+    draws: curriculum.Draws | None = None
+    """None if the run has no curriculum, or an invalid one."""
+    pool: reuse.Pool | None = None
+    """Groups that may be reused; None if nothing is reused, or by an invalid rule."""
     once_trained: dict[int, Group] = field(default_factory=dict)
     """All trained groups, by group number, if the run reuses groups."""
 
     def begin(self, start: Record, before: Record, findings: Findings) -> None:
         """Check that an attempt's rules for draws and reuse are valid and the last attempt's."""
-        self.start = start
-        described, known = ([record.get(key) for key in _DRAWS] for record in (start, before))
+        self.start, fields = start, curriculum.FIELDS
+        described, known = ([record.get(key) for key in fields] for record in (start, before))
         if before and described != known:
             findings.check("curriculum", False, "draws otherwise than the attempt before")
-        if "curriculum" in start and self.curriculum is None:
+        if "curriculum" in start and self.draws is None:
             try:
-                self.curriculum = curriculum_of(start)
+                self.draws = curriculum.first_draws(start)
             except ValueError as error:
                 findings.check("curriculum", False, str(error))
         # Go on with the groups that the attempt before left, by the attempt's own rule.
-        rule, earlier, self.pool = start.get("replay_generation"), self.pool, None
+        rule, earlier, self.pool = start.get("replay_generation"), self.pool or {}, None
         if rule is None:
             self.once_trained = {}
             return
-        contract = StalenessContract(start["max_staleness"], start["groups_per_step"])
-        pool = GroupReuse(contract, min(rule["share"], 1.0), rule["max_uses"])
-        possible = rule["share"] < 1 and pool.most > 0 and pool.max_uses > 1
         problem = f"the rule {rule} can reuse nothing, or too much"
-        if findings.check("reused", possible and start["max_staleness"] > 0, problem):
-            self.pool = pool
-            if earlier is not None:
-                pool.candidates = earlier.candidates
-                pool.choose(start["policy_version"])
+        if findings.check("reused", reuse.most_reused(start) > 0, problem):
+            self.pool = reuse.reusable(earlier, start, start["policy_version"])
 
     def check_draw(self, prompt: Prompt, number: int, findings: Findings) -> None:
         """Check that a new group has the prompt that the success rates and the seed give."""
-        if self.curriculum is not None:
-            row, epoch = self.curriculum.draw()
+        if self.draws is not None:
+            row, epoch = curriculum.draw(self.draws)
             problem = f"group {number} has prompt {prompt[0]} of epoch {prompt[1]}, "
             problem += f"but seed and success rates draw {row} of epoch {epoch}"
             findings.check("curriculum", prompt == (row, epoch), problem)
@@ -89,39 +79,37 @@ class Choices:
             result = event["successes"], event["scored"]
             possible = result[0] <= result[1] <= self.start["group_size"]
             findings.check("curriculum", possible, f"group {number} has {result[0]} of {result[1]}")
-            if self.curriculum is not None and self.curriculum.knows(prompt[0]):
-                self.curriculum.add_result(prompt[0], *result)
+            if self.draws is not None and possible:
+                self.draws.results.append((prompt[0], *result))
 
     def end_step(
         self, sample: Record, step: Record, trained: Groups, findings: Findings
     ) -> dict[int, Group]:
         """Check which groups a step trained again, and return them."""
-        if self.curriculum is not None:
-            self.curriculum.end_step()
+        if self.draws is not None:
+            curriculum.end_step(self.draws)
         check, pool, groups = findings.check, self.pool, sample["groups"]
         worths, again = sample.get("worths") or [], sample.get("reused") or []
         problem = f"{len(worths)} of {len(groups)} groups are trained with spread and oldest "
-        check("reused", len(worths) == len(groups) * bool(pool), f"{problem}version")
+        check("reused", len(worths) == len(groups) * (pool is not None), f"{problem}version")
         if pool is None:
             check("reused", not again, f"reuses {again[:4]} without a rule")
             return {}
-        before, after, known = step["trained_from"], step["policy_version"], pool.candidates
-        chosen = [{"group": each.group_id, "use": each.uses + 1} for each in pool.chosen]
-        problem = f"reuses {again[:4]}, but the priority chooses {chosen[:4]}"
-        check("reused", again == chosen, problem)
-        used = {each["group"]: known[each["group"]] for each in again if each["group"] in known}
-        for number, each in used.items():
-            use, age = each.uses + 1, before - each.oldest_version
-            fresh = use <= pool.max_uses and age <= self.start["max_staleness"]
-            check("reused", fresh, f"use {use} of group {number}, {age} versions old")
+        before, after = step["trained_from"], step["policy_version"]
+        chosen = reuse.chosen(pool, self.start, before)
+        wanted = [{"group": number, "use": pool[number].uses + 1} for number in chosen]
+        problem = f"reuses {again[:4]}, but the priority chooses {wanted[:4]}"
+        check("reused", again == wanted, problem)
+        used = {each["group"]: pool[each["group"]] for each in again if each["group"] in pool}
         pairs = zip(groups, worths, strict=False)
-        new = [Candidate(number, **worth) for number, worth in pairs if number in trained]
-        stated = min((each.oldest_version for each in (*new, *used.values())), default=0)
+        new = {number: reuse.Trained(**worth) for number, worth in pairs if number in trained}
+        every = (*new.values(), *used.values())
+        stated = min((each.oldest_version for each in every), default=0)
         oldest = min(map(int, step["token_versions"]), default=stated)
         problem = f"trains tokens of version {oldest}, older than all its groups ({stated})"
         check("reused", stated <= oldest, problem)
-        pool.trained, pool.chosen = new, list(used.values())
-        pool.end_step(before, after)
+        left = reuse.after_step(pool, used, new, skipped=after <= before)
+        self.pool = reuse.reusable(left, self.start, after)
         self.once_trained |= trained
         numbers = (each["group"] for each in again)
         return {number: group for number in numbers if (group := self.once_trained.get(number))}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -19,7 +21,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_components.exchange.weights import checkpoint_files, pack_bucket, snapshot_checksum
 from grpo_components.files import Record
 from grpo_components.models.lora import ADAPTER_FILE, ADAPTER_FOLDER, read_adapter_options
 from grpo_components.settings import TRUNCATION
@@ -328,12 +329,29 @@ def _compare_checksums(weights: dict[int, Path], loads: list[Record], result: Re
             continue  # no checkpoint has version 0
         if version not in saved:
             adapter = weights[version] / ADAPTER_FOLDER / ADAPTER_FILE
-            files = [adapter] if adapter.parent.is_dir() else checkpoint_files(weights[version])
-            manifests = (pack_bucket(list(load_file(file).items()))[0] for file in files)
-            saved[version] = snapshot_checksum(manifests)
+            files = [adapter] if adapter.parent.is_dir() else _weight_files(weights[version])
+            saved[version] = _checksum(files)
         if saved[version] != load["published"]:
             found = f"has checksum {saved[version]}, published was {load['published']}"
             result.problems.append(f"version {version} in {weights[version]} {found}")
+
+
+def _weight_files(checkpoint: Path) -> set[Path]:
+    index = checkpoint / "model.safetensors.index.json"
+    if not index.is_file():
+        return {checkpoint / "model.safetensors"}
+    return {checkpoint / name for name in json.loads(index.read_text())["weight_map"].values()}
+
+
+def _checksum(files: Iterable[Path]) -> str:
+    """Return the checksum of saved weights, computed without the code that publishes them."""
+    found = list[tuple[str, str, list[int], int]]()
+    for name, tensor in (pair for file in files for pair in load_file(file).items()):
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+        raw = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        digest = xxhash.xxh3_64_intdigest(f"{name} {dtype} {shape}".encode() + raw)
+        found.append((name, dtype, shape, digest))
+    return xxhash.xxh3_64_hexdigest(json.dumps(sorted(found)).encode())
 
 
 def _check_sampling(config: Record) -> None:

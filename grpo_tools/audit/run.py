@@ -9,15 +9,16 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grpo_components.exchange.event_order import FORMAT
 from grpo_components.files import records_of
-from grpo_components.records.receipt_chain import END_FILE, End, link, read_end, split
+from grpo_tools.audit.chain import END_FILE, End, link, read_end, split
 from grpo_tools.audit.choices import Choices, Group, Prompt, Record
 from grpo_tools.audit.cross_checks import check_config, check_metrics, read_metrics
 from grpo_tools.audit.findings import Findings
 from grpo_tools.audit.shapes import mismatch
 from grpo_tools.books import Amount, Books
 
+_FORMAT = 4
+"""Format version of the receipts that these rules describe."""
 _STATES = ("in_flight", "buffered", "in_training")
 _NO_BATCH: Record = {"groups": ()}
 
@@ -53,11 +54,8 @@ class RunAudit:
     def __init__(self, path: Path, findings: Findings) -> None:
         self._folder, self._name = path.parent, path.name
         self._findings, self._check = findings, findings.check
-        try:
-            # Read before the records: read after them, it could name a record written in between.
-            self._known_end = read_end(path)
-        except (OSError, ValueError):
-            self._known_end = None
+        # Read before the records: read after them, it could name a record written in between.
+        self._known_end = read_end(path)
         self._chain_end = End()
         self._reached = self._known_end == self._chain_end
         starts = [
@@ -170,7 +168,7 @@ class RunAudit:
     def _begin(self, start: Record) -> None:
         check, attempt, step = self._check, start["attempt"], start["steps_done"]
         expected = self._start["attempt"] + 1 if self._start else 0
-        check("header", start["format"] == FORMAT, f"format is {start['format']}", fatal=True)
+        check("header", start["format"] == _FORMAT, f"format is {start['format']}", fatal=True)
         check("header", attempt == expected, f"attempt {expected} is missing", fatal=True)
         known = step in self._snapshots
         check("steps", known, f"resumes after step {step}, which is not recorded", fatal=True)

@@ -47,7 +47,7 @@ def _write_receipts():
 RULE = CurriculumSettings(low=0.2, high=0.8, floor=0.1, decay=0.9)
 
 
-def write_run(path, eta=2, num_steps=6, draws=False, reuse=False):
+def write_run(path, eta=2, num_steps=6, draws=False, reuse=False, max_uses=2):
     """Two groups a step; a skipped step, a filtered, a failed and a stale group."""
     for name in ("receipts.jsonl", "receipts.end"):
         path.with_name(name).unlink(missing_ok=True)
@@ -58,7 +58,7 @@ def write_run(path, eta=2, num_steps=6, draws=False, reuse=False):
     if draws:
         config += "seed: 7\ncurriculum: {low: 0.2, high: 0.8, floor: 0.1, decay: 0.9}\n"
     if reuse:
-        config += "replay_generation: {share: 0.5, max_uses: 2}\n"
+        config += f"replay_generation: {{share: 0.5, max_uses: {max_uses}}}\n"
     (path.parent / "config.yaml").write_text(config)
     (logs / "metrics.jsonl").write_text("")
 
@@ -68,7 +68,7 @@ def write_run(path, eta=2, num_steps=6, draws=False, reuse=False):
             prompts = PromptCurriculum([{"prompt_index": i} for i in (3, 4, 5, 9)], RULE, 7)
         ledger = Ledger(StalenessContract(eta, 2), num_steps, prompts)
         if reuse:
-            ledger.reuse = GroupReuse(StalenessContract(eta, 2), 0.5, 2)
+            ledger.reuse = GroupReuse(StalenessContract(eta, 2), 0.5, max_uses)
         ledger.events = EventOrder()
         settings = {"max_staleness": eta, "groups_per_step": 2, "group_size": GROUP_SIZE}
         settings |= ledger.reuse.describe()

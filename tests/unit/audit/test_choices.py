@@ -36,6 +36,12 @@ FORGED = {
     "a row left out": lambda r: r[0]["prompts"][0].update(rows=[[3, 5]]),
     "no rows": lambda r: r[0].update(prompts=[{"weight": 1.0, "rows": []}]),
     "no weight": lambda r: r[0].update(prompts=[{"weight": 0.0, "rows": [[3, 9]]}]),
+    "a row twice": lambda r: r[0]["prompts"][0].update(rows=[[3, 5], [5, 9]]),
+    "rows that go back": lambda r: r[0]["prompts"][0].update(rows=[[3, 5], [9, 8]]),
+    "endless rows": lambda r: r[0]["prompts"][0].update(rows=[[0, 10**400]]),
+    "an endless row": lambda r: r[0]["prompts"][0].update(rows=[[10**400, 10**400]]),
+    "no seed": lambda r: r[0].pop("seed"),
+    "an empty rule": lambda r: r[0].update(curriculum=None),
 }
 
 
@@ -122,3 +128,20 @@ def test_a_wrong_reuse_is_found(reused, audit, plant, text):
     plant(reused)
     broken = audit(reused).broken
     assert text in broken["reused"], broken
+
+
+ABSURD = {
+    "spread": lambda r, huge: batch(r, 1)["worths"][0].update(spread=huge),
+    "oldest_version": lambda r, huge: batch(r, 1)["worths"][0].update(oldest_version=huge),
+    "share": lambda r, huge: r[0]["replay_generation"].update(share=huge),
+    "max_uses": lambda r, huge: r[0]["replay_generation"].update(max_uses=huge),
+    "groups_per_step": lambda r, huge: r[0].update(groups_per_step=huge),
+    "trained_from": lambda r, huge: of(r, "step")[1].update(trained_from=huge),
+}
+
+
+@pytest.mark.parametrize("plant", ABSURD.values(), ids=ABSURD)
+def test_an_absurd_value_is_a_finding_and_no_error(reused, audit, plant):
+    plant(reused, 10**400)
+    result = audit(reused)
+    assert result.code == 1 and result.broken

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lib.properties import many
 
-from grpo_components.data.curriculum import Curriculum, curriculum_of, weights_of
+from grpo_components.data.curriculum import Curriculum, weights_of
 from grpo_components.data.prompt_mix import PromptMix
 from grpo_components.data.prompt_stream import PromptCurriculum
 from grpo_components.settings import CurriculumSettings
@@ -98,15 +98,13 @@ def parts(draw):
 
 @settings(max_examples=many(60))
 @given(rules(), parts(), OPERATIONS, OPERATIONS, st.integers(0, 2**31 - 1))
-def test_draws_follow_from_seed_and_results_alone_through_states_and_receipts(
-    rule, parts, before, after, seed
-):
+def test_draws_follow_from_seed_and_results_alone_through_states(rule, parts, before, after, seed):
     indices = [index for rows, _ in parts for index in rows]
     whole = Curriculum(parts, rule, seed)
     first = played(whole, [*before, "step"], indices)
     state = json.loads(json.dumps(whole.state_dict()))
     rest = played(whole, after, indices)
-    again = curriculum_of(json.loads(json.dumps(whole.describe())))
+    again = Curriculum(parts, rule, seed)
     assert played(again, [*before, "step"], indices) == first
     for used in (again, Curriculum(parts, rule, seed)):  # one that was at another place, and a new
         used.load_state_dict(state)

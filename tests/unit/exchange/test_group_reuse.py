@@ -142,7 +142,7 @@ def test_without_a_share_nothing_is_kept_or_said():
 
 def test_among_equals_the_older_group_goes_first_and_a_version_halves_the_priority():
     reuse = GroupReuse(StalenessContract(4, 4), 0.25, 2)
-    reuse.candidates = {n: Candidate(n, worth, oldest) for n, worth, oldest in
+    reuse.candidates = {n: Candidate(n, worth, oldest, entry(n)) for n, worth, oldest in
                         ((7, 0.5, 3), (3, 0.5, 3), (1, 1.0, 2), (2, 1.9, 1))}  # fmt: skip
     for chosen in (1, 3, 7, 2):
         reuse.choose(4)
