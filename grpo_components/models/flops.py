@@ -46,7 +46,7 @@ class ModelFlops:
     Only matrix products count, as in the appendix of PaLM (arXiv 2204.02311): a prompt once for all
     its responses, a query with its own and earlier keys, and the projection to the vocabulary only
     for tokens whose logprobs are wanted. The backward pass takes twice the FLOPs of the forward
-    pass; for frozen weights, which get no gradient, it takes the same. Not counted: recomputation
+    pass, or as many for frozen weights, which get no gradient. Not counted: recomputation
     (activation checkpointing, chunks of logprobs, prompts whose responses are in several
     micro-batches), padding, norms, softmax, optimizer.
     """
@@ -100,7 +100,7 @@ class ModelFlops:
         return self.per_token * tokens + self.per_pair * pairs
 
     def train(self, parts: Sequence[Part], num_logprobs: int) -> float:
-        """Return the FLOPs of training on `parts` once (forward and backward) for `num_logprobs`."""
+        """Return the FLOPs of training once on `parts` with `num_logprobs` logprobs."""
         everything = micro_batch_cost(parts, range(len(parts)), self.layers)
         tokens = micro_batch_cost(parts, range(len(parts)), lambda new, _: new)
         not_done = self.frozen_per_token * tokens
