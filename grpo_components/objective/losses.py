@@ -110,8 +110,8 @@ class GSPOLoss:
 
     GSPO, arXiv 2507.18071, eq. 5 to 7. Each token's loss is that of its response,
     -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), and the gradient goes through s to all its
-    tokens, so that SequenceMean gives the paper's objective. The mean leaves out
-    tokens that are not trained: masked by a correction, or too old.
+    tokens, so that SequenceMean gives the paper's objective. The mean leaves out tokens that
+    are not trained: masked by a correction, or too old.
 
     Args:
         clip_low: s is clipped below at 1 - clip_low; a number or a schedule.
@@ -143,7 +143,7 @@ class GSPOLoss:
 
 
 class CISPOLoss:
-    """REINFORCE with a clipped ratio: -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi.
+    """REINFORCE with a clipped weight: -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi.
 
     MiniMax-M1, arXiv 2506.13585, eq. 4 and 5. Only the weight is clipped: every token keeps a
     gradient. The clip fractions count the tokens whose weight is changed.

@@ -94,9 +94,9 @@ def with_teacher(inputs: LossInputs, coeff: float) -> tuple[LossInputs, TokenMet
 
     the k1 estimate of KL(pi || pi_teacher) at that token (Lu and Thinking Machines Lab 2025,
     "On-Policy Distillation"; on the student's own samples: Agarwal et al. 2023, arXiv 2306.13649).
-    As in the former source, a token is graded for itself alone, not for later tokens.
+    As in "On-Policy Distillation", a token is graded for itself alone, not for later tokens.
 
-    log pi is the trainer's at the update, without gradient; that source takes the generator's. On
+    log pi is the trainer's at the update, without gradient; the article takes the generator's. On
     fresh tokens both are the same. On older tokens, under the ratio to the generator, only the
     trainer's gives the gradient of KL(pi || pi_teacher) at the current model weights; the
     generator's also drives the policy away from the generator.
