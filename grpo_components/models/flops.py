@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of training, and lists the peak rates of GPUs."""
+"""Counts the floating-point operations (FLOPs) of training, and lists GPUs' peak FLOP/s."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ sheets: bf16 on tensor cores with float32 accumulation and no sparsity, float32 
 
 
 def peak_flops(gpu_name: str, dtype: str) -> float | None:
-    """Return a GPU's peak floating-point operations per second; None for an unknown GPU."""
+    """Return a GPU's peak FLOPs per second; None for an unknown GPU."""
     for pattern, bf16, fp32 in _PEAK_TFLOPS:
         if re.search(pattern, gpu_name):
             return {"bf16": bf16, "fp32": fp32}[dtype] * 1e12
@@ -41,31 +41,31 @@ def peak_flops(gpu_name: str, dtype: str) -> float | None:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Counts the floating-point operations of a model; a multiply-add counts as two.
+    """Counts the FLOPs of a model; a multiply-add is two FLOPs.
 
-    Matrix products count, as in the appendix of PaLM (arXiv 2204.02311), but only those computed
-    here: a prompt counts once for all its responses, a query attends to its own and earlier keys,
-    and only wanted tokens are projected to the vocabulary. The backward pass takes twice the
-    operations of the forward pass, or the same for frozen weights (no gradient). Not counted:
-    recomputation (activation checkpointing, chunks of logprobs, prompts whose responses are in
-    several micro-batches), padding, and everything else (norms, softmax, optimizer).
+    Only matrix products count, as in the appendix of PaLM (arXiv 2204.02311): a prompt once for all
+    its responses, a query with its own and earlier keys, and the projection to the vocabulary only
+    for tokens whose logprobs are wanted. The backward pass takes twice the FLOPs of the forward
+    pass, or as many for frozen weights, which get no gradient. Not counted: recomputation
+    (activation checkpointing, chunks of logprobs, prompts whose responses are in several
+    micro-batches), padding, norms, softmax, optimizer.
     """
 
     per_token: float
-    """Operations per token in the layers: 2 x weights of all their matrices."""
+    """FLOPs per token in the layers: 2 x number of weights in all their matrices."""
     per_pair: float
-    """Operations per query-key pair (scores and values): 4 x heads x head dimension x layers."""
+    """FLOPs per query-key pair (scores and values): 4 x heads x head dimension x layers."""
     per_logprob: float
-    """Operations per logprob: 2 x embedding dimension x vocabulary."""
+    """FLOPs per logprob: 2 x embedding dimension x vocabulary size."""
     frozen_per_token: float = 0.0
-    """The share of `per_token` that is due to frozen weights, whose gradient is not computed."""
+    """FLOPs per token of frozen weights, whose gradient is not computed; part of `per_token`."""
     head_is_frozen: bool = False
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFlops:
-        """Build from the sizes of a policy, which may be sharded.
+        """Compute the FLOPs from the sizes of a policy, which may be sharded.
 
-        Experts count as often as a token uses them.
+        Of a layer's experts, only as many count as one token uses.
         """
         layers, policy = decoder_layers(model), cast(Any, model)
         config = policy.config.get_text_config() if is_transformers(model) else None
@@ -95,12 +95,12 @@ class ModelFlops:
         )
 
     def layers(self, tokens: int, earlier: int = 0) -> float:
-        """Return the operations of the layers in a forward pass over one sequence's tokens."""
+        """Return the layers' FLOPs for a forward pass over `tokens` after `earlier` tokens."""
         pairs = tokens * (tokens + 1) / 2 + tokens * earlier
         return self.per_token * tokens + self.per_pair * pairs
 
     def train(self, parts: Sequence[Part], num_logprobs: int) -> float:
-        """Return the operations to train on `parts`, with `num_logprobs` logprobs."""
+        """Return the FLOPs of training once on `parts` with `num_logprobs` logprobs."""
         everything = micro_batch_cost(parts, range(len(parts)), self.layers)
         tokens = micro_batch_cost(parts, range(len(parts)), lambda new, _: new)
         not_done = self.frozen_per_token * tokens

@@ -32,7 +32,7 @@ _ROTARY_FAMILIES = (
 
 
 def layer_groups(names: Iterable[str]) -> list[list[str]]:
-    """Group parameter names by units that can be converted alone: a layer, or any other tensor."""
+    """Group parameter names into units to convert alone: a layer, or a tensor outside of layers."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         match = _LAYER.match(name)
@@ -43,7 +43,7 @@ def layer_groups(names: Iterable[str]) -> list[list[str]]:
 def file_converter(
     model: nn.Module, model_type: str | None, base_model_path: Path
 ) -> Callable[[StateDict], StateDict]:
-    """Build the function that renames a policy's weights to their names in its files."""
+    """Build the function that converts a policy's weights to the form of Hugging Face's files."""
     if is_transformers(model):
         return to_file_names(model)
     if model_type is None:
@@ -52,10 +52,10 @@ def file_converter(
 
 
 def to_file_names(model: nn.Module) -> Callable[[StateDict], StateDict]:
-    """Return the function that renames weights as in the files that transformers and vLLM load.
+    """Build the function that renames a transformers model's weights as in Hugging Face's files.
 
-    Most models have these names already. Fused weights, such as the experts of one layer, become
-    one tensor per expert again.
+    Most models already use the names of the files. Fused weights, such as the experts of one layer,
+    are split again into one tensor per expert.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -67,7 +67,7 @@ def to_file_names(model: nn.Module) -> Callable[[StateDict], StateDict]:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return a tensor, or a copy if it is part of a larger one: files cannot store such a part."""
+    """Copy a tensor that is part of a larger one or not contiguous: files cannot store it."""
     is_part = tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous()
     return tensor.clone(memory_format=torch.contiguous_format) if is_part else tensor
 

@@ -1,4 +1,4 @@
-"""Attention of transformers models over a column of tokens that has each prompt once."""
+"""Attention of transformers models over tokens that contain each prompt once."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from grpo_components.models.shared_prompts import (
 )
 
 NAME = "grpo_shared_prompts"
-"""Name of the function among transformers' attention implementations."""
+"""Name of `attention` among transformers' attention implementations."""
 _MAX_SCORES = 1 << 28
-"""Maximum attention scores (heads x queries x keys) in memory at once without a fused kernel, at
-16 bytes each: 4 GiB."""
+"""Maximum number of attention scores (heads x queries x keys) in memory without a fused kernel:
+4 GiB at 16 bytes each."""
 _UNSUPPORTED = ("position_bias", "attention_bias", "alibi", "head_mask")
 
 
 def register() -> None:
-    """Add the function to transformers' attention implementations.
+    """Add `attention` to transformers' attention implementations.
 
-    No mask function has that name, so models make no mask: the `Layout` takes its place.
+    No mask function is registered under `NAME`, so models make no mask: a `Layout` replaces it.
     """
     from transformers import AttentionInterface
 
@@ -52,10 +52,10 @@ def attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention over a column of tokens, with the signature that transformers asks for.
+    """Compute a transformers model's attention over N tokens that contain each prompt once.
 
-    Queries are [1, H, N, D], keys [1, K, N, D] and values [1, K, N, E], where K divides H. The
-    longest sequence has `longest` tokens; a query sees a `sliding_window` of them, itself included.
+    Queries are [1, H, N, D], keys [1, K, N, D] and values [1, K, N, E], where K divides H. A query
+    sees at most `sliding_window` keys, its own included; the longest sequence has `longest` tokens.
     A `softcap` c turns scores s into c * tanh(s / c), as in Gemma 2; `s_aux` [H] are the scores of
     attention sinks, keys without a value, as in gpt-oss.
     """
@@ -94,19 +94,19 @@ def refuse_unsupported(module: nn.Module, mask: Tensor | None, others: dict[str,
 
 
 def for_all_heads(x: Tensor, queries_per_key: int) -> Tensor:
-    """Repeat key or value heads [n, K, T, D] for their queries' heads [n, H, T, D]."""
+    """Repeat the K heads of keys or values [n, K, T, D] to the H heads of queries [n, H, T, D]."""
     if queries_per_key == 1:
         return x
     return x[:, :, None].expand(-1, -1, queries_per_key, -1, -1).flatten(1, 2)
 
 
 def _windowed(block: Block, positions: Tensor, window: int) -> Tensor:
-    """Return the block's mask, with keys a window or more before the query masked, too."""
+    """Return a block's mask that also hides keys `window` or more tokens before the query."""
     if block.mask is not None:
         asks, seen = positions[block.queries], positions[block.keys]
         return block.mask & (seen[:, None, None, :] > (asks - window)[:, None, :, None])
     order = torch.arange(block.queries.shape[1], device=positions.device)
-    # Padding asks and is asked as the first token of the column; only its order is in the mask.
+    # Padding has index 0, so positions would be wrong here: the mask uses the order in the row.
     seen, asks = order[None, :], order[:, None]
     return ((seen <= asks) & (seen > asks - window))[None, None]
 
@@ -122,7 +122,7 @@ def explicit(
 ) -> Tensor:
     """Compute attention with capped scores or sinks, which torch's fused kernels lack.
 
-    With too many scores, computes queries in parts, and computes scores again in backward.
+    Above `_MAX_SCORES`, it computes queries in parts, and recomputes scores in backward.
     """
 
     def of_queries(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -28,17 +28,17 @@ _SIZES = {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), 1.0),
 }
-"""Sizes of the small model, for each of these keys that a config has. Its attention scores are
-small, and so are the caps."""
+"""Values in the small model's config, for those of these keys that it has. The caps are small
+because the model's attention scores are small."""
 _NOT_WIDTHS = ("vocab_size", "sliding_window", "pad_token_id", "bos_token_id", "eos_token_id")
 _ALLOWED = "a decoder whose layers mix tokens by causal attention alone, or a torchtune decoder"
 
 
 def check_hugging_face(model: nn.Module, longest: int) -> None:
-    """Compare a small random model of the same class and config with its own forward pass.
+    """Refuse a model if a small random copy gets wrong logprobs where responses share a prompt.
 
-    The small model has the config's kinds of layers, windows, caps and scales. Logprobs of
-    responses that share a prompt must equal those by the model's own code for each response alone.
+    The copy has the config's kinds of layers, windows, caps and scales. Its logprobs must equal
+    those that the model's own code computes for each response alone.
     """
     config: Any = model.config
     _check_rope(config, longest)
@@ -57,7 +57,7 @@ def check_hugging_face(model: nn.Module, longest: int) -> None:
 
 
 def small_config(config: Any, *, narrow: bool = True) -> Any:
-    """Return a config of the same family with few layers, including each kind of layer."""
+    """Return the config with only a few layers, of every kind; `narrow` also reduces the widths."""
     small = copy.deepcopy(config)
     depth, wanted = config.num_hidden_layers, list(_first_layers(config))
     given = config.to_dict()
@@ -98,7 +98,7 @@ def _first_layers(config: Any) -> Iterator[int]:
 
 
 def _small_model(config: Any, name: str) -> tuple[nn.Module, Tensor]:
-    """Return a small random model with our attention, and its logprobs with eager attention."""
+    """Return a small random model with `attention`, and its logprobs with eager attention."""
     from transformers import AutoModelForCausalLM
 
     def build(attention: str, narrow: bool) -> Any:

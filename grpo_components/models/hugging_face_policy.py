@@ -17,7 +17,7 @@ def hugging_face(path: str) -> nn.Module:
     """Build the causal model that a folder's config.json describes, without dropout.
 
     Attention computes each prompt once for all its responses. A tied output head has no parameter
-    of its own. The weights are random; the trainer loads those in the folder.
+    of its own. The weights are random: the trainer loads those of the folder later.
     """
     from transformers import AutoModelForCausalLM
 
@@ -34,7 +34,7 @@ def hugging_face(path: str) -> nn.Module:
 
 
 def read_config(path: str | Path) -> Any:
-    """Read the config.json of a folder, without code from the folder."""
+    """Read the config.json of a folder, without running code from the folder."""
     from transformers import AutoConfig
 
     if not (Path(path) / "config.json").is_file():
@@ -48,7 +48,7 @@ def read_config(path: str | Path) -> Any:
 
 
 def prepared(model: Any) -> nn.Module:
-    """Return a transformers model as a policy: without dropout, and with one name per weight."""
+    """Turn a transformers model into a policy: no dropout, and one name for tied weights."""
     decoder_layers(model)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None:
@@ -60,7 +60,7 @@ def prepared(model: Any) -> nn.Module:
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Whether a model is of transformers; also true for sharded models, which subclass theirs."""
+    """Whether a model is from transformers; also true if sharded, as FSDP2 subclasses its class."""
     return any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__)
 
 
@@ -70,7 +70,7 @@ def folder_of(model: nn.Module) -> Path | None:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's or buffer's name without the parts that wrapped layers add."""
+    """Remove what checkpointing and compiling wrappers add to a parameter's or buffer's name."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
@@ -99,7 +99,7 @@ def longest_sequence(model: nn.Module) -> int | None:
 
 
 class TiedHead(nn.Module):
-    """Projects hidden states with the embedding's weight, which remains a single parameter."""
+    """Projects hidden states to logits with the embedding's weight, without a copy of it."""
 
     def __init__(self, embedding: nn.Module, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class TiedHead(nn.Module):
 
 
 class _BaseOutput:
-    """Output of a base model that has only computed hidden states; its other fields are None."""
+    """Output of a base model that has only hidden states; all other fields are None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -130,7 +130,7 @@ class _BaseOutput:
 
 
 class _WithHidden:
-    """Stand-in for a model whose base has already computed the hidden states."""
+    """Stand-in for a model in `forward`: its base model returns hidden states computed before."""
 
     def __init__(self, model: Any, hidden: Tensor) -> None:
         self._model = model
@@ -142,10 +142,10 @@ class _WithHidden:
 
 
 def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
-    """Return a transformers model's logits, with the scales and caps that its own code applies.
+    """Compute a transformers model's logits from hidden states, with its own scales and caps.
 
-    Runs the class's own forward pass without the base model, so that no family's rule is copied
-    here (Granite's and Cohere's scales, Gemma 2's cap).
+    This runs the class's own `forward` without the base model, so no rule of a model family is
+    copied here (Granite's and Cohere's scales, Gemma 2's cap).
     """
     forward: Any = type(model).forward
     rest = _WithHidden(model, hidden[None])

@@ -1,4 +1,4 @@
-"""Loads checkpoints into policies, sharded over ranks or whole."""
+"""Loads checkpoints into models, sharded over ranks or whole."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def load_sharded_model(
     compile_layers: bool,
     new_weights: Callable[[nn.Module], dict[str, Tensor]] = lambda model: {},
 ) -> nn.Module:
-    """Load the policy as float32 master shards with FSDP2; only rank 0 reads the checkpoint."""
+    """Load the policy, sharded with FSDP2, with float32 master weights; only rank 0 reads files."""
     model = shard_model(
         build_model, meshes, sharding, model_type, dtype, enable_activation_checkpointing
     )
@@ -157,7 +157,7 @@ def _broadcast_buffers(model: nn.Module, full: dict[str, Tensor], device: torch.
 
 
 def load_hugging_face(path: Path, dtype: torch.dtype | None = None) -> nn.Module:
-    """Load a model and its weights on the CPU, as transformers does."""
+    """Load a transformers model on the CPU; refuse files with missing or unexpected weights."""
     from transformers import AutoModelForCausalLM
 
     shared.register()
@@ -177,10 +177,10 @@ def load_hugging_face(path: Path, dtype: torch.dtype | None = None) -> nn.Module
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights in a model's files, and its buffers, by the names of the built model.
+    """Return the weights and the buffers of a transformers model, by their names in the model.
 
-    The buffers (such as tables of rotary frequencies) are in no file, and a model that is built on
-    the meta device has none either.
+    No file has the buffers (such as tables of rotary frequencies), and on the meta device they have
+    no values.
     """
     model = load_hugging_face(path)
     buffers = dict(model.named_buffers())

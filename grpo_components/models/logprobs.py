@@ -58,7 +58,7 @@ def parts_of(
     trajectories: Sequence[Trajectory | TokenSequence],
     masks: Sequence[NDArray[np.bool_]] | None = None,
 ) -> list[Part]:
-    """Return the lengths that a forward pass has to read for the wanted logprobs."""
+    """Return how many tokens of each prompt and response a forward pass has to read."""
     parts: list[Part] = []
     for number, t in enumerate(trajectories):
         last = len(t.response_ids) - 1
@@ -74,9 +74,9 @@ def token_batch(
     *,
     device: torch.device = CPU,
 ) -> TokenBatch:
-    """Lay trajectories out for one forward pass.
+    """Lay out trajectories for one forward pass.
 
-    The masks say which response tokens are wanted: [R] bool for each trajectory; None means all.
+    `masks` say which response tokens need logprobs: [R] bool for each trajectory; None means all.
     """
     parts = parts_of(trajectories, masks)
     column = arrange(parts, device)
@@ -165,7 +165,7 @@ class ResponseLogprobs:
         )
 
     def __call__(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Return the logprobs [N] of the targets, and the entropies [N] there, in nats."""
+        """Return logprobs [M] of the targets and entropies [M] of their distributions, in nats."""
         self._batch = batch
         if self._limit is not None and batch.longest > self._limit:
             problem = f"a sequence of {batch.longest} tokens given"

@@ -31,7 +31,7 @@ _A, _B = "lora_a.weight", "lora_b.weight"
 
 
 def reserved_rank(lora: LoraSettings) -> int:
-    """Return the adapter rank for which vLLM reserves memory: `rank`, rounded up to one it has."""
+    """Return the rank that vLLM reserves memory for: the adapter's, rounded up to one of vLLM's."""
     return next(rank for rank in _VLLM_RANKS if rank >= lora.rank)
 
 
@@ -51,7 +51,7 @@ def peft_config(lora: LoraSettings, base_model_path: str) -> dict[str, Any]:
 
 
 def read_adapter_options(folder: Path) -> LoraSettings:
-    """Read the options of an adapter that `peft_config` described."""
+    """Read a LoRA adapter's options from the `adapter_config.json` in its folder."""
     file = folder / "adapter_config.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -89,7 +89,7 @@ def _adapted(linear: nn.Linear, lora: LoraSettings) -> LoRALinear:
 
 
 def new_adapters(model: nn.Module) -> StateDict:
-    """Return adapters to start from, by the policy's names: A is random, and B is 0."""
+    """Return initial adapter weights by their names in the policy: A is random, and B is 0."""
     random = torch.Generator().manual_seed(torch.initial_seed())
     adapters: StateDict = {}
     for name, parameter in model.state_dict().items():
@@ -114,7 +114,7 @@ def is_adapter(name: str) -> bool:
 
 
 def engine_scale(name: str, lora: LoraSettings) -> float:
-    """Return by what vLLM multiplies a tensor with a peft name when it loads it."""
+    """Return the factor by which vLLM multiplies a tensor, named as in peft, when it loads it."""
     return lora.scale if name.endswith("lora_B.weight") else 1.0
 
 
@@ -125,7 +125,7 @@ def adapted_layers(model: nn.Module) -> set[str]:
 
 
 def pushed_shapes(base: Path, lora: LoraSettings | None) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor that a push sends: the adapter's with LoRA, else all."""
+    """Return the shape of each tensor that the trainer sends: the adapter's with LoRA, else all."""
     whole = checkpoint_shapes(base)
     if lora is None:
         return whole
@@ -139,20 +139,20 @@ def pushed_shapes(base: Path, lora: LoraSettings | None) -> dict[str, tuple[int,
 
 
 def adapter_tensors(tensors: StateDict) -> StateDict:
-    """Return the tensors that have peft's names."""
+    """Return the adapters' tensors, which have peft's names."""
     return {name: t for name, t in tensors.items() if name.startswith(_PEFT_PREFIX)}
 
 
 class AdapterNames:
-    """Renames adapters as in peft, and puts the rows of B in the order of Hugging Face's weight."""
+    """Renames adapter tensors as in peft, and orders the rows of B as in Hugging Face's weight."""
 
     def __init__(self, to_hf: Callable[[StateDict], StateDict]) -> None:
         self._to_hf = to_hf
         self._orders: dict[tuple[str, int, int], Tensor | None] = {}
-        """Kind of layer -> Hugging Face's order of its rows; None if it is the same."""
+        """(layer's name, rows, columns) -> order of rows in Hugging Face's weight; None: same."""
 
     def __call__(self, tensors: StateDict) -> StateDict:
-        """Convert whole adapters."""
+        """Convert adapters; both matrices A and B of each must be given."""
         converted: StateDict = {}
         for name, a in tensors.items():
             path = name.removesuffix(f".{_A}")
@@ -192,7 +192,7 @@ def merged(tensors: StateDict, scale: float) -> StateDict:
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Context manager: adapters drop nothing, for logprobs that no gradient goes through."""
+    """Context manager: turn dropout off, for logprobs that need no gradient."""
     active = [each for each in model.modules() if isinstance(each, nn.Dropout) and each.training]
     for each in active:
         each.eval()

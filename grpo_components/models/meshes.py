@@ -28,7 +28,7 @@ class Sharding:
     """Keep activations for the backward pass in CPU memory; CUDA only."""
 
     def num_data_ranks(self, num_ranks: int) -> int:
-        """Return the number of parts that a batch is split into."""
+        """Return into how many parts a batch is split: one per tensor-parallel group."""
         return num_ranks // self.tensor
 
 

@@ -1,4 +1,4 @@
-"""Plans which responses share a forward pass, by rank, prompt, cost and token budget."""
+"""Plans the micro-batches of each rank: which responses share a forward pass."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def plan_micro_batches(
 ) -> Plan:
     """Split a global batch into the same number of micro-batches on every rank.
 
-    A micro-batch computes each of its prompts once. So siblings stay together, unless they exceed
-    the budget, or ranks would wait for the busiest rank. Therefore groups are also tried in 2, 4,
-    ... pieces, whose prompts are recomputed. The plan with the least time wins; ranks wait for
-    each other in every round of micro-batches (FSDP's collectives). Every rank computes the whole
-    plan, so ranks agree without communication.
+    A micro-batch computes each of its prompts once, so responses to one prompt stay together. There
+    are two exceptions: they exceed the token budget, or ranks would wait for the busiest rank. So
+    groups are also tried in 2, 4, ... pieces, each of which computes the prompt again. The plan
+    with the least time wins; in every round of micro-batches, ranks wait for each other (FSDP's
+    collectives). Every rank computes the whole plan, so ranks agree without communication.
     """
     if not parts:
         return [[] for _ in range(num_ranks)]
@@ -52,7 +52,7 @@ def plan_micro_batches(
 
 
 def micro_batch_cost(parts: Sequence[Part], indices: Sequence[int], cost: Cost) -> float:
-    """Return the cost of a micro-batch, whose prompts are each computed once."""
+    """Return the cost of a micro-batch, which computes each of its prompts once."""
     members = [parts[i] for i in indices]
     prompts = {part.prompt: part.prompt_tokens for part in members}
     total = sum(cost(tokens, 0) for tokens in prompts.values())
@@ -81,7 +81,7 @@ def _siblings(parts: Sequence[Part]) -> list[list[int]]:
 def _pieces(
     group: list[int], parts: Sequence[Part], pieces: int, budget: int
 ) -> Iterator[list[int]]:
-    """Cut a group into at least `pieces` of similar size, each within the budget if possible."""
+    """Cut a group into about `pieces` lists of similar size, each within the budget if possible."""
     room = budget - parts[group[0]].prompt_tokens
     enough = sum(parts[i].response_tokens for i in group) / pieces
     piece: list[int] = []
@@ -99,9 +99,9 @@ def _pieces(
 def _fill(
     units: list[list[int]], parts: Sequence[Part], cost: Cost, num_ranks: int, budget: int
 ) -> list[list[int]]:
-    """Pack units (responses that stay together) into micro-batches of as few rounds as possible.
+    """Pack units (responses that stay together) into micro-batches, in as few rounds as possible.
 
-    The costliest unit comes first; each goes to the cheapest micro-batch so far in which it fits.
+    From the costliest on, each unit goes to the cheapest micro-batch so far in which it fits.
     """
     tokens = [micro_batch_cost(parts, unit, lambda new, _: new) for unit in units]
     costs = [micro_batch_cost(parts, unit, cost) for unit in units]

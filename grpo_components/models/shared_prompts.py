@@ -1,20 +1,20 @@
-"""Computes a prompt once for all responses to it, and pads nothing but attention.
+"""Computes each prompt once for all responses to it, and pads tokens in attention alone.
 
     four responses to two prompts      one column of N tokens, with each prompt once
         a a a | r r                        a a a  r r  s  t t  b b u u
         a a a | s
         a a a | t t                    attention, by blocks of rows:   queries   keys
-        b b   | u u                        trunks, causal               a a a    a a a
-                                           (with the only response)     b b u u  b b u u
-                                           branches: see their prompt   s r r    a a a s r r
-                                           and themselves alone         t t      a a a t t
+        b b   | u u                        trunks (prompts), causal     a a a    a a a
+                                           (with an only response)      b b u u  b b u u
+                                           branches (responses): see    s r r    a a a s r r
+                                           only prompt and themselves   t t      a a a t t
 
-Only attention mixes tokens; all other layers compute the column as it is. The positions of each
-response continue its prompt's, whose last token predicts the response's first. Autograd adds up the
-responses' gradients in their prompt, so loss and gradient are those of one row per response.
+Only attention mixes tokens; all other layers process the column as it is. Positions continue from
+a prompt to each response, and the prompt's last token predicts each response's first. Autograd adds
+the responses' gradients in their prompt, so loss and gradient are those of one row per response.
 
-On a GPU, one call of flash attention takes the place of the blocks. Its sequences are prompts and
-responses of different lengths; the keys of a response are its prompt and itself.
+On a GPU, one call of flash attention replaces the blocks. Its sequences are prompts and responses
+of different lengths; the keys of a response are its prompt and itself.
 """
 
 from __future__ import annotations
@@ -36,55 +36,54 @@ from grpo_components.errors import ConfigError
 CPU = torch.device("cpu")
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _PINNED_FOR = ("cuda",)
-"""Devices to which a copy waits for all of the device's queued work, unless memory is pinned."""
+"""Devices copied to from pinned memory: else a copy waits for all of the device's queued work."""
 _CHEAP_PAIRS = 1 << 16
-"""Padding of a block, in query-key pairs, that costs less than another call of attention."""
+"""Padding of a block, in query-key pairs, that costs less than one more call of attention."""
 
 Tokens = NDArray[np.int64]
-"""Indices of tokens in the column."""
+"""Indices of tokens in the column: the N tokens of a forward pass, each prompt once."""
 Row = tuple[Tokens, Tokens]
-"""Queries, and the keys that they may see."""
+"""Indices of queries, and of the keys that they may see."""
 Group = tuple[Tokens, list[Tokens]]
-"""A prompt, and the responses to it; a single response is joined to the prompt."""
+"""A prompt, and the responses to it; the list is empty if a single one is joined to the prompt."""
 
 
 class Part(NamedTuple):
-    """What a forward pass reads of one response and its prompt."""
+    """Tells how many tokens a forward pass reads of one response and its prompt."""
 
     prompt: Hashable
-    """Equal for responses to the same prompt."""
+    """Key of the prompt, equal for all responses to it."""
     prompt_tokens: int
     response_tokens: int
     """Number of response tokens read: all before the last one whose logprob is wanted."""
 
 
 class Block(NamedTuple):
-    """Rows that attention computes in one call, padded to the same widths."""
+    """Rows that one call of attention computes, padded to the same lengths."""
 
     queries: Tensor
     """[n, Q] int64: indices of tokens; padding is 0, and its output is not read."""
     keys: Tensor
     """[n, K] int64: indices of tokens; padding is 0, and no token attends to it."""
     mask: Tensor | None
-    """[n, 1, Q, K] bool, True where a query sees a key; None is causal, with the queries as keys.
-    """
+    """[n, 1, Q, K] bool, True where a query sees a key. None: causal, and keys equal queries."""
 
 
 class Padded(NamedTuple):
-    """The column as blocks of rows."""
+    """The N tokens of a forward pass as padded blocks."""
 
     blocks: tuple[Block, ...]
     places: Tensor
-    """[N] int64: index of each token in the outputs of all blocks, one after the other."""
+    """[N] int64: index of each token's output in the outputs of all blocks, laid end to end."""
 
 
 class Ragged(NamedTuple):
-    """The column as sequences of different lengths, of which the last query sees all keys."""
+    """The N tokens as sequences of different lengths; the last query of each sees all its keys."""
 
     keys: Tensor
-    """[K] int64: indices of the keys of all sequences. The queries are the column as it is."""
+    """[K] int64: indices of the keys of all sequences. The queries are the N tokens in order."""
     query_ends: Tensor
-    """[S + 1] int32: 0, and where the queries of each sequence end."""
+    """[S + 1] int32: 0, and where the queries of each of the S sequences end."""
     key_ends: Tensor
     """[S + 1] int32: the same for keys."""
     most_queries: int
@@ -92,12 +91,12 @@ class Ragged(NamedTuple):
 
 
 class Layout:
-    """How attention reads the column of tokens; a torchtune decoder gets it as its mask."""
+    """Tells attention which tokens see each other; a torchtune decoder gets it as its mask."""
 
     def __init__(self, groups: list[Group], positions: Tokens, device: torch.device) -> None:
         self._groups, self._padded = groups, None
         self.ragged: Ragged | None = None
-        """The column for flash attention; None if the device has none."""
+        """The tokens as flash attention reads them; None if the device does not support it."""
         self.positions: Tensor
         """[N] int64: position of each token in its sequence."""
         if has_flash(device):
@@ -108,26 +107,26 @@ class Layout:
 
     @property
     def padded(self) -> Padded:
-        """The column as blocks, for attention that flash cannot compute."""
+        """The tokens as blocks, for attention that flash attention cannot compute."""
         if self._padded is None:
             self._padded = _pad(self._groups, self.positions)  # pyright: ignore
         return self._padded
 
 
 class Column(NamedTuple):
-    """Places of prompts and responses in the column of tokens."""
+    """Tells where prompts and responses are among the N tokens of a forward pass."""
 
     prompts: list[Tokens]
-    """Tokens of each response's prompt; the same array for responses that share one."""
+    """For each response, the indices of its prompt; one array for all responses to a prompt."""
     responses: list[Tokens]
-    """Tokens of each response."""
+    """For each response, the indices of its tokens."""
     positions: Tensor
     """[N] int64: position of each token in its sequence."""
     layout: Layout
 
 
 def arrange(parts: Sequence[Part], device: torch.device = CPU) -> Column:
-    """Place prompts and responses in a column of tokens, each prompt once."""
+    """Lay prompts and responses end to end for one forward pass, each prompt once."""
     siblings: dict[Hashable, list[int]] = {}
     for number, part in enumerate(parts):
         siblings.setdefault(part.prompt, []).append(number)
@@ -176,7 +175,7 @@ def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
 
 
 def _ragged(groups: list[Group], positions: Tokens, device: torch.device) -> tuple[Tensor, Ragged]:
-    """Return the positions on the device, and groups as sequences in the column's order."""
+    """Return the positions on the device, and the groups as sequences for flash attention."""
     queries, keys = list[Tokens](), list[Tokens]()
     for trunk, responses in groups:
         queries += [trunk, *responses]
@@ -191,8 +190,8 @@ def _ragged(groups: list[Group], positions: Tokens, device: torch.device) -> tup
 def _runs(responses: list[Tokens], prompt_tokens: int) -> Iterator[Tokens]:
     """Join a prompt's short responses into rows, because each row copies the prompt's keys.
 
-    A row of several has at most P/2 tokens (P: prompt). So it computes at most 1.5 times the pairs
-    of its responses, and responses of R tokens in total have at most 5 R + P keys.
+    With P tokens in the prompt, a row of several responses has at most P/2. So it computes at most
+    1.5 times their query-key pairs, and responses of R tokens in total have at most 5 R + P keys.
     """
     run: list[Tokens] = []
     for response in sorted(responses, key=len):
@@ -205,7 +204,7 @@ def _runs(responses: list[Tokens], prompt_tokens: int) -> Iterator[Tokens]:
 
 
 def _alike(rows: list[Row]) -> Iterator[list[Row]]:
-    """Group rows of similar size: padding adds at most a quarter to a large group's pairs."""
+    """Group rows of similar size: to large groups, padding adds at most 25% of query-key pairs."""
     group: list[Row] = []
     pairs = longest = 0
     for row in sorted(rows, key=lambda row: (len(row[0]), len(row[1]))):
@@ -221,9 +220,9 @@ def _alike(rows: list[Row]) -> Iterator[list[Row]]:
         yield group
 
 
-@torch.compiler.disable  # which could not trace it
+@torch.compiler.disable  # torch.compile cannot trace it
 def _pad(groups: list[Group], positions: Tensor) -> Padded:
-    """Turn groups into blocks: causal rows, and rows that see their prompt and themselves."""
+    """Turn groups into blocks: causal prompts, and responses that see prompt and themselves."""
     trunks = [*_alike([(trunk, trunk) for trunk, _ in groups])]
     runs = [(trunk, run) for trunk, read in groups for run in _runs(read, len(trunk))]
     branches = [*_alike([(run, np.concatenate([trunk, run])) for trunk, run in runs])]
@@ -245,7 +244,7 @@ def _pad(groups: list[Group], positions: Tensor) -> Padded:
         if len(blocks) >= len(trunks):
             asks, seen = queries[:, :, None], keys[:, None, :]
             mask = (owners[seen] == 0) | (owners[seen] == owners[asks])
-            # Padding asks as the first token, which sees its row's first, so that nothing is NaN.
+            # Padding queries as token 0, which sees its row's first key, so that no output is NaN.
             mask = (mask & (positions[seen] <= positions[asks]) & exists[:, None, :])[:, None]
         blocks.append(Block(queries, keys, mask))
     return Padded(tuple(blocks), *to_device([places], device))
@@ -260,7 +259,7 @@ def _stacked(rows: list[Tokens]) -> Tokens:
 
 
 def share_prompts(model: nn.Module) -> None:
-    """Let a torchtune decoder's attention understand a `Layout` in place of a mask."""
+    """Make a torchtune decoder compute attention by `attend`, with a `Layout` as its mask."""
     for layer in cast(Any, model).layers:
         attention = layer.attn
         if type(attention) is not MultiHeadAttention or not attention.is_causal:
@@ -279,9 +278,9 @@ def attend(
     is_causal: bool,
     repeats: int = 1,
 ) -> Tensor:
-    """Compute attention [N, H, 1, D] over a column, as torchtune calls it; the layout is causal.
+    """Replace torchtune's attention: return [N, H, 1, D] for N tokens; `mask` is always causal.
 
-    torchtune has repeated the heads of keys and values for their queries.
+    torchtune passes each head of `k` and `v` `repeats` times.
     """
     q, k, v = (x.squeeze(2) for x in (q, k, v))
     if mask.ragged is not None and not dropout_p and fits_flash(q, v):
@@ -309,7 +308,7 @@ def over_sequences(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Compute attention [N, H, D] by flash; a query sees `window` keys, its own included.
+    """Compute flash attention [N, H, D]; a query sees at most `window` keys, its own included.
 
     Queries are [N, H, D]; keys and values [N, K, D] may have fewer heads K.
     """
@@ -333,10 +332,10 @@ def over_blocks(
     v: Tensor,
     padded: Padded,
 ) -> Tensor:
-    """Compute attention block by block, and put the outputs [N, H, E] in the column's order.
+    """Compute attention block by block; return the outputs [N, H, E] in the order of the tokens.
 
-    Queries are [N, H, D]; keys [N, K', D] and values [N, K', E] may have fewer heads K'. The
-    function gets one block's queries, keys and values, [n, heads, tokens, D or E], and the block.
+    Queries are [N, H, D]; keys [N, K', D] and values [N, K', E] may have fewer heads K'.
+    `attention` gets a block's queries, keys and values, [n, heads, tokens, D or E], and the block.
     """
 
     def rows(x: Tensor, tokens: Tensor) -> Tensor:
@@ -351,6 +350,6 @@ def over_blocks(
 
 
 def _gathered(x: Tensor, tokens: Tensor) -> Tensor:
-    """Return x [N, heads, D] at the indices of tokens, [..., heads, D]."""
+    """Return the rows of x [N, heads, D] at the indices `tokens`, as [..., heads, D]."""
     # An embedding is the gather whose backward is fast on a CPU, and deterministic on CUDA.
     return functional.embedding(tokens, x.flatten(1)).unflatten(-1, (x.shape[1], -1))

@@ -25,11 +25,11 @@ Plan = dict[str, ParallelStyle]
 
 
 def layer_plan(model_type: str) -> Plan:
-    """Return the plan of a model family, but only for its layers.
+    """Return the tensor-parallel plan for the layers of a torchtune model family.
 
     torchtune's plan also splits the vocabulary. Here FSDP shards the embedding and the output
-    projection over all ranks, and the forward pass uses them whole. They may be one tied tensor,
-    and a split vocabulary would need a reduction for every chunk of logprobs, and again when the
+    projection over all ranks, and the forward pass uses them whole: they may be one tied tensor.
+    Also, a split vocabulary would need a reduction for every chunk of logprobs, and again when the
     chunk is recomputed.
     """
     if model_type == "QWEN2":  # `output_proj` and `w2`, which are summed over ranks, have no bias
@@ -44,7 +44,7 @@ def layer_plan(model_type: str) -> Plan:
 
 
 def transformers_plan(model: nn.Module) -> Plan:
-    """Return the plan of a transformers model, from its own config."""
+    """Return the tensor-parallel plan for the layers of a transformers model, from its config."""
     config: Any = model.config
     given: dict[str, str] = config.get_text_config().base_model_tp_plan or {}
     plan = {name: style for name, style in given.items() if name.startswith("layers.")}

@@ -32,7 +32,7 @@ class GroupNormalizedAdvantages:
 
 
 class BatchScaledAdvantages:
-    """Scales by the batch: A_i = (r_i - mean(r) of its group) / (std(r) of the batch + eps).
+    """Centers by group, scales by batch: A_i = (r_i - mean(r) of group) / (std(r) of batch + eps).
 
     GRPO with the deviation of all rewards of the batch in place of the group's: Liu et al. 2025,
     "Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning" (Lite PPO), arXiv 2508.08221;
@@ -65,7 +65,7 @@ class GroupCenteredAdvantages:
 
 
 class LeaveOneOutAdvantages:
-    """Compares a response with the others of its group: A_i = r_i - mean of their rewards.
+    """Compares a response with the others of its group: A_i = r_i - mean of the others' rewards.
 
     RLOO, arXiv 2402.14740. With n valid samples in the group, A_i = n / (n - 1) (r_i - mean(r)); a
     single valid sample gets 0.

@@ -1,4 +1,4 @@
-"""Errors of the config's components, reported with key, name and line of the user's code."""
+"""Reports errors of a config's components, with key, name and line of the user's code."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def named_failure(
 ) -> Generator[None]:
     """Context manager: turn a component's error into a `ConfigError` that says where it arose.
 
-    The message has the component's key and name, the error with its file and line, and `allowed`:
-    what would be right. Errors that are not of `kinds` pass through.
+    The message has the component's key and name, the error with its file and line, and `allowed`,
+    which says what the component should do. Errors that are not of `kinds` pass through.
     """
     try:
         yield
@@ -74,7 +74,7 @@ def place_of(error: BaseException) -> str:
 def defined_at(component: Any) -> str:
     """Return " (file:line)" of a function, or of an object's `__call__`; "" if it is unknown.
 
-    A wrong return value has no traceback that shows the place.
+    It is for errors about a wrong return value, which have no traceback that shows the place.
     """
     while isinstance(component, partial):
         component = cast(Any, component.func)
@@ -107,7 +107,7 @@ def user_traceback(error: BaseException, *, installed: bool = False) -> str:
 def users_part(stack: traceback.StackSummary) -> traceback.StackSummary:
     """Return the part of a stack that starts at its first line in the user's code.
 
-    For an installed component, the part after the last line in this package.
+    For the code of an installed package, return the part after the last line in this package.
     """
     first = next((n for n, frame in enumerate(stack) if _is_users(frame)), None)
     if first is None:

@@ -1,4 +1,4 @@
-"""The loss minimized per token: any policy loss, weighted by the correction, plus penalties."""
+"""Composes the loss of each token: a policy loss times its off-policy weight, plus penalties."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def objective_losses(
     weights: Tensor | None,
     name: str = "the loss",
 ) -> tuple[Tensor, TokenMetrics]:
-    """Compute the minimized loss of each token: weight times policy loss, plus penalties.
+    """Compute the loss to minimize for each token: off-policy weight x policy loss + penalties.
 
-    Only this function weights losses and adds penalties, for every loss. A token with weight 0 is
+    For every loss, this function alone applies the weights and penalties. A token with weight 0 is
     masked: loss and penalties get 0 in place of its inputs, and its loss and gradient are 0.
     """
     kept = None if weights is None else weights != 0

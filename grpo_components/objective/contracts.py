@@ -1,4 +1,4 @@
-"""Checks of what the parts of an objective (loss, correction, ...) return when they are called."""
+"""Checks what the parts of an objective (loss, off-policy correction, ...) return."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def checked_losses(name: str, returned: Any, inputs: LossInputs) -> tuple[Tensor
 
 
 def check_entropy(name: str, losses: Tensor, inputs: LossInputs) -> None:
-    """Refuse losses with a gradient through the entropy, for a run in which it carries none."""
+    """Refuse losses with a gradient through the entropy: in the run, the entropy carries none."""
     assert inputs.entropy is not None
     found = torch.autograd.grad(losses.sum(), inputs.entropy, retain_graph=True, allow_unused=True)
     gradient = cast("Tensor | None", found[0])
@@ -80,7 +80,7 @@ def checked_weights(name: str, returned: Any, log_ratios: Tensor) -> Tensor:
 
 
 def check_first_weights(name: str, weights: Tensor, log_ratios: Tensor) -> None:
-    """Refuse a negative or non-finite weight, unless its log ratio is not finite."""
+    """Refuse a negative or non-finite off-policy weight, unless its log ratio is not finite."""
     wrong = weights[log_ratios.isfinite() & ~((weights >= 0) & weights.isfinite())]
     if len(wrong):
         allowed = "finite weights >= 0, one for each token"
@@ -90,7 +90,7 @@ def check_first_weights(name: str, weights: Tensor, log_ratios: Tensor) -> None:
 def checked_aggregation(
     aggregation: Callable[[NDArray[np.int64]], Any], token_counts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Call the aggregation and check that it gives each response with tokens a finite weight."""
+    """Call the aggregation; check that each response with tokens gets a finite loss weight."""
     name = name_of(aggregation)
     with named_failure("aggregation", name):
         returned = aggregation(token_counts)

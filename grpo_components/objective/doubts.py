@@ -1,4 +1,4 @@
-"""Tries a loss and advantages for known mistakes that raise no error; pure torch.
+"""Tests a loss and an advantage function for known mistakes that raise no error; pure torch.
 
 Each mistake was made in public code, which trained on silently: see docs/results/museum.md. A
 finding is a warning, because a loss may do all of this on purpose.
@@ -24,15 +24,15 @@ from grpo_components.objective.penalties import Penalties
 _RATIOS = (0.05, 0.5, 1.0, 2.0, 1000.0)
 """Ratios of trainer to generator at which the gradient of a loss is computed."""
 _UNBOUNDED = 100.0
-"""A gradient at the largest ratio over this many times that at 1 counts as unbounded."""
+"""A gradient is called unbounded if it is this many times larger at the largest ratio than at 1."""
 _ALIKE = 1e-5
 
 
 def doubts_about_loss(loss: Loss) -> Iterator[str]:
-    """Yield warnings on a loss, tried on tokens of an older policy.
+    """Yield warnings about a loss, after a test with tokens of an older policy.
 
-    The loss is called with single-token responses at the ratios to the generator in `_RATIOS`, with
-    the advantages 1 and -1.
+    The loss is called with single-token responses, one for each ratio in `_RATIOS`; first all have
+    advantage 1, then -1.
     """
     better, worse = (_gradients(loss, advantage) for advantage in (1.0, -1.0))
     if all(_same(values) and values[0] != 0 for values in (better, worse)):

@@ -22,17 +22,17 @@ from torch import Tensor
 
 
 def k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return k1, the log ratio: for the reward, because its gradient in the loss averages zero."""
+    """Return k1, the log ratio; use it in the reward: in the loss, its gradient averages zero."""
     return logprobs - other_logprobs
 
 
 def k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return k2, half the squared log ratio; its gradient in the loss equals k1's in the reward."""
+    """Return k2, half the squared log ratio; in the loss it acts like k1 in the reward."""
     return 0.5 * (logprobs - other_logprobs) ** 2
 
 
 def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return k3, unbiased and >= 0: its gradient in the loss is that of KL(other || policy)."""
+    """Return k3, unbiased and >= 0; in the loss, its gradient is that of KL(other || policy)."""
     difference = other_logprobs - logprobs
     return torch.expm1(difference) - difference
 

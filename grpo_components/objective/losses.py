@@ -36,10 +36,10 @@ class LossInputs:
     generator_logprobs: Tensor
     """[N] float32, logprobs under the distribution that the generator sampled from."""
     advantages: Tensor
-    """[N] float32; each token has its response's advantage, or its own by `advantages`. With a
-    teacher, they include its term (`with_teacher`)."""
+    """[N] float32: the advantage of the token's response, or of the token itself if the config's
+    `advantages` are per token. With a teacher, a multiple of its KL is subtracted."""
     sequence_ids: Tensor
-    """[N] int64, 0 to S - 1: the response of each token; those of one response are contiguous."""
+    """[N] int64, 0 to S - 1: the response of each token; tokens of a response are contiguous."""
     staleness: Tensor
     """[N] int64, the trainer's policy version minus the version that sampled the token."""
     step: int
@@ -55,11 +55,11 @@ class LossInputs:
     `loss.entropy_coeff` or a loss with the attribute `needs_entropy = True`."""
     kept: Tensor | None = None
     """[N] bool, False where the off-policy correction masks the token: then its inputs are all 0,
-    and its loss will be set to 0. For losses that combine tokens; None if no token is masked."""
+    and its loss will be set to 0. For losses that combine tokens; None without a correction."""
 
     @property
     def anchor_logprobs(self) -> Tensor:
-        """[N] float32, the ratio's denominator: proximal logprobs if given, else generator's."""
+        """[N] float32, logprobs in the ratio's denominator: proximal if given, else generator's."""
         if self.proximal_logprobs is None:
             return self.generator_logprobs
         return self.proximal_logprobs
@@ -89,7 +89,7 @@ class GRPOLoss:
         clip_low: the ratio is clipped below at 1 - clip_low; a number or a schedule.
         clip_high: the ratio is clipped above at 1 + clip_high; a number or a schedule.
         dual_clip: upper bound of the ratio where A < 0: there, min(rho A, clip(rho) A) is raised to
-            at least dual_clip A; above 1, 3 in the paper; null disables it.
+            at least dual_clip A. It must be above 1 (the paper: 3); null disables it.
     """
 
     def __init__(
@@ -110,14 +110,14 @@ class GSPOLoss:
 
     GSPO, arXiv 2507.18071, eq. 5 to 7. Each token's loss is that of its response,
     -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), and the gradient goes through s to all its
-    tokens, so that SequenceMean gives the paper's objective. The mean is over the trained tokens:
-    those that a correction masks, or that are too old to be trained, are left out.
+    tokens, so that SequenceMean gives the paper's objective. The mean leaves out tokens that
+    are not trained: masked by a correction, or too old.
 
     Args:
         clip_low: s is clipped below at 1 - clip_low; a number or a schedule.
         clip_high: s is clipped above at 1 + clip_high; a number or a schedule. Both defaults are
             the paper's (section 5.1): s, a mean over tokens, varies far less than one token's rho.
-        dual_clip: upper bound of s where A < 0; above 1; null disables it.
+        dual_clip: upper bound of s where A < 0, a number above 1; null disables it.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class REINFORCELoss:
 
 
 class DecoupledPPOLoss:
-    """PPO that clips against a proximal policy, and corrects for the generator by a second weight.
+    """PPO clipped against a proximal policy, with a second weight w to correct for the generator.
 
     -w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), with rho = pi_trainer / pi_proximal and
     w = sg(min(pi_proximal / pi_generator, max_weight)): Hilton et al., arXiv 2110.00641; AReaL,
@@ -203,7 +203,7 @@ class DecoupledPPOLoss:
 
     d is the token's staleness, the version in training minus the version that sampled it. So at
     d = 1 the proximal policy is the generator's, and a fresh token (d = 0) is never clipped.
-    w already corrects from the generator to the proximal policy: an off-policy correction beside it
+    w already corrects from the generator to the proximal policy. A further off-policy correction
     would do that twice, unless it only masks.
 
     Args:
@@ -211,7 +211,7 @@ class DecoupledPPOLoss:
         clip_high: the ratio is clipped above at 1 + clip_high; a number or a schedule.
         max_weight: largest w, to which larger ones are cut; null sets no bound.
         proximal: how the proximal logprobs are made, `recomputed` or `loglinear`.
-        dual_clip: upper bound of the ratio where A < 0; above 1; null disables it.
+        dual_clip: upper bound of the ratio where A < 0, a number above 1; null disables it.
     """
 
     def __init__(

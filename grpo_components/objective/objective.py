@@ -18,20 +18,20 @@ from grpo_components.schedules import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedObjective:
-    """What the trainers optimize: loss and token weights; sent to the trainers by value."""
+    """Holds the parts of the objective that trainers compute; sent to the trainers by value."""
 
     loss: Callable[..., Any]
     """Function: tokens of a micro-batch -> policy losses [N], and metrics [N] by name."""
     penalties: Penalties
     """KL to the reference and entropy bonus, added to the loss."""
     aggregation: Callable[..., Any]
-    """Function: number of trained tokens per response [S] -> weight of each such token [S]."""
+    """Function: number of trained tokens per response [S] -> loss weight of each token [S]."""
     off_policy: Callable[..., Any]
-    """Function: log ratios of trainer to generator [N], tokens' responses [N] -> weights [N]."""
+    """Function: log ratios of trainer to generator [N], responses of tokens [N] -> weights [N]."""
     token_advantages: TokenAdvantages | None = None
     """Computes the tokens' advantages; None gives each token the advantage of its response."""
     teacher_coeff: float = 0.0
-    """Weight of the teacher's term in the advantages; 0 without a teacher."""
+    """Coefficient of the teacher's KL in the advantages; 0 without a teacher."""
     needs_reference: bool = False
     """Whether a part of the objective uses a KL to the reference."""
     ptx: Any = None
@@ -53,7 +53,7 @@ class Objective:
     doubts: tuple[str, ...] = ()
     """Warnings for the user on the objective's parts, one line each; see `doubts.py`."""
     reward_scores: tuple[str, ...] = ()
-    """Each reward's scores of the known answers of some rows, one line per reward."""
+    """Each reward's scores for the known answers of some data-set rows, one line per reward."""
 
     def advantages_of(self, rewards: NDArray[Any]) -> NDArray[Any]:
         """Return the advantages [B, G] of shaped rewards [B, G]; see `contracts.advantages_of`."""

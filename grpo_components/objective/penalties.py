@@ -33,7 +33,7 @@ class Penalties:
         self._estimate = ESTIMATORS[kl_estimator]
 
     def __call__(self, tokens: LossInputs) -> tuple[list[Tensor], TokenMetrics]:
-        """Compute the penalty terms whose coefficient is above 0."""
+        """Return the penalty terms [N] with a coefficient above 0, and metrics [N] by name."""
         terms: list[Tensor] = []
         metrics: TokenMetrics = {}
         if tokens.reference_logprobs is None:

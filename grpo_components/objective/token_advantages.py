@@ -23,15 +23,14 @@ advantages of each response's trained tokens."""
 
 
 class TokenNormalizedAdvantages:
-    """A_t = (a_t - mean(a)) / (std(a) + eps), with a_t = r - kl_coeff sum over i >= t of KL_i.
+    """Normalizes over all trained tokens of the batch: A_t = (a_t - mean(a)) / (std(a) + eps).
 
-    REINFORCE++, arXiv 2501.03262: the KL of a token and of all later tokens is subtracted from
-    their response's reward r, and the result is normalised over all trained tokens of the batch,
-    across responses. KL_i = log pi_generator - log pi_reference at sampled token i (k1); tokens of
-    the environment have KL 0.
+    REINFORCE++, arXiv 2501.03262: a_t = r - kl_coeff sum over i >= t of KL_i, so the KL of a token
+    and of all later tokens is subtracted from their response's reward r. KL_i = log pi_generator -
+    log pi_reference at sampled token i (k1); tokens of the environment have KL 0.
 
     A call with a batch's rewards returns them unchanged (0 where the sample failed), for the
-    rollout log. `per_token` does the rest, in the trainer.
+    rollout log. `per_token` computes the advantages, in the trainer.
 
     Args:
         kl_coeff: penalty per nat of KL, in units of reward; a number, or a mapping that gives a
@@ -95,12 +94,12 @@ def with_teacher(inputs: LossInputs, coeff: float) -> tuple[LossInputs, TokenMet
 
     the k1 estimate of KL(pi || pi_teacher) at that token (Lu and Thinking Machines Lab 2025,
     "On-Policy Distillation"; on the student's own samples: Agarwal et al. 2023, arXiv 2306.13649).
-    As in the former paper, a token is graded for itself alone, not for later tokens.
+    As in "On-Policy Distillation", a token is graded for itself alone, not for later tokens.
 
-    log pi is the trainer's at the update, without gradient; the former takes the sampler's. On
+    log pi is the trainer's at the update, without gradient; the article takes the generator's. On
     fresh tokens both are the same. On older tokens, under the ratio to the generator, only the
-    trainer's gives the gradient of KL(pi || pi_teacher) at the weights in training; the sampler's
-    also drives the policy away from the generator.
+    trainer's gives the gradient of KL(pi || pi_teacher) at the current model weights; the
+    generator's also drives the policy away from the generator.
     """
     teacher = inputs.teacher_logprobs
     if teacher is None:

@@ -76,7 +76,7 @@ class TrainerState:
         self._held: tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]] | None = None
 
     def hold(self, policy_version: int, layers: Iterable[dict[str, Tensor]], *, copy: bool) -> None:
-        """Keep the current state for `write`; collective, called between two steps."""
+        """Keep the state for `write`, copied to the CPU if `copy`; collective, between steps."""
         weights: dict[str, Tensor] = {}
         for tensors in layers:
             if self._rank == 0:
@@ -97,7 +97,7 @@ class TrainerState:
         self._held = tensors, plain, weights
 
     def write(self, folder: Path) -> str | None:
-        """Write the state that `hold` kept; collective, called in one thread per rank."""
+        """Write what `hold` kept and return any error; collective, in one thread per rank."""
         assert self._held is not None, "nothing is held"
         (tensors, plain, weights), self._held = self._held, None
         try:
@@ -112,7 +112,7 @@ class TrainerState:
                     save_hf_weights(weights, self._base_model_path, folder)
         except (OSError, SafetensorError) as error:
             return str(error)
-        except CheckpointException as error:  # a BaseException; of a full disk, by a RuntimeError
+        except CheckpointException as error:  # a BaseException; its cause tells if a disk is full
             failure = next(iter(error.failures.values()))[0]
             cause = failure.__cause__ or failure.__context__ or failure
             return f"{type(cause).__name__}: {cause}".splitlines()[0]
@@ -127,7 +127,7 @@ class TrainerState:
         """Restore a checkpoint written by any number of ranks; collective.
 
         The optimizer keeps the settings it was built with. If its configured learning rate differs
-        from the saved run's, the saved rates, also the scheduler's, are scaled by their ratio.
+        from the saved run's, all saved rates are scaled by the ratio of the configured ones.
         """
         plain = read_state(folder / "state", "trainer")
         reader = FileSystemReader(folder / "state" / "trainer")
@@ -220,7 +220,7 @@ def save_hf_weights(state_dict: dict[str, Tensor], base_model_path: Path, folder
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Replace the base model's dtype, under the key's old and new name, also in nested configs."""
+    """Set the dtype in a config and its nested configs, under the key's old and new name."""
     config.setdefault("dtype", dtype)
     for key, value in config.items():
         if key in ("dtype", "torch_dtype"):
@@ -257,9 +257,9 @@ def _scaled(state: Any, ratios: list[float]) -> Any:
 
 
 def _named(prefix: str, values: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the state's tensors, with prefixed names: DCP would pickle the other config values.
+    """Return the tensors in a state, with prefixed names: DCP would pickle all other values.
 
-    A learning rate, which torchao keeps as a tensor, is no state: it comes from the config.
+    A learning rate, which torchao keeps as a tensor, is left out: it comes from the config.
     """
     return {
         f"{prefix}.{name}": value

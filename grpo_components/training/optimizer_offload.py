@@ -1,4 +1,4 @@
-"""Keeps an optimizer's state in CPU memory while others use the trainer's GPU."""
+"""Keeps an optimizer's state in CPU memory while the generator uses the trainer's GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CPU = torch.device("cpu")
 def state_on_device(
     optimizer: Optimizer, device: torch.device, *, active: bool
 ) -> Iterator[dict[str, float]]:
-    """Context manager: the state is on the device inside; then gradients and caches are freed.
+    """Context manager: keep the state on the device inside, then on the CPU; free the gradients.
 
     Yields a dict that gets the metric `time/offload` at the end: the seconds of both moves.
     If the device is a CPU, the state is copied within its memory, to run the same code.
@@ -35,12 +35,12 @@ def state_on_device(
     optimizer.zero_grad(set_to_none=True)
     _move(optimizer, device, _CPU)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # else the generator could not have what PyTorch keeps
+        torch.cuda.empty_cache()  # else PyTorch would keep memory from the generator
     metrics["time/offload"] = seconds + time.perf_counter() - began
 
 
 def _move(optimizer: Optimizer, trained_on: torch.device, target: torch.device) -> None:
-    """Move the state of the parameters on a device; those that FSDP offloads are on the CPU."""
+    """Move the state of the parameters on device `trained_on`, not of those that FSDP offloads."""
     for parameter, state in optimizer.state.items():
         if parameter.device.type != trained_on.type:
             continue
@@ -52,7 +52,7 @@ def _move(optimizer: Optimizer, trained_on: torch.device, target: torch.device) 
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Start a copy to a device, and return it; a copy from a GPU to the CPU is page-locked."""
+    """Start copying a tensor to a device and return the copy; from GPU to CPU it is page-locked."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if type(local) is not Tensor:  # quantized state
         return tensor.to(device, copy=True)

@@ -1,4 +1,4 @@
-"""Computes the policy's loss with distillation, off-policy correction and penalties; checks it."""
+"""Computes and checks the policy's loss: distillation, off-policy correction and penalties."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PolicyLoss:
     def __call__(
         self, inputs: LossInputs, start: Tensor
     ) -> tuple[Tensor, TokenMetrics, Tensor | None]:
-        """Return the losses [N] of a micro-batch, metrics [N] by name, and weights [N] or None."""
+        """Return losses [N], metrics [N] by name, and off-policy weights [N] or None."""
         inputs, distilled = with_teacher(inputs, self._teacher_coeff)
         weights = None
         if self.corrects:
@@ -69,7 +69,7 @@ def _compiled(loss: Loss) -> Loss:
     """Compile a loss, which may have been pickled by value, as a recipe's own loss is.
 
     torch.compile looks for a function's globals in the module that they name. A function pickled
-    by value names the recipe's `__main__`, another module here: so its globals get their own.
+    by value names the recipe's `__main__`, another module here, so its globals get a new module.
     """
     function = inspect.unwrap(loss)
     if not isinstance(function, FunctionType):

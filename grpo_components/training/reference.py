@@ -1,4 +1,4 @@
-"""A frozen model, reference or teacher: adds logprobs to groups before they enter the buffer."""
+"""Adds a frozen model's logprobs (reference or teacher) to groups before they enter the buffer."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Reference:
 
     @torch.no_grad()
     def add_logprobs(self, group: PackedTrajectories) -> tuple[PackedTrajectories, list[float]]:
-        """Set this model's logprobs in every trajectory, and estimate each response's divergence.
+        """Return the group with this model's logprobs, and the divergence of each response.
 
-        The divergence is KL(generator || this model) in nats, summed over its sampled tokens.
+        The divergence estimates KL(generator || this model) in nats, summed over sampled tokens.
         """
         sequences = token_sequences(group)
         parts = parts_of(sequences)

@@ -1,4 +1,4 @@
-"""Measures how well training steps use their devices: memory, and operations per second."""
+"""Measures how well training steps use their devices: memory, and FLOPs per second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_components.models.shared_prompts import Part
 
 
 class ResourceUse:
-    """Computes how well training steps use the devices, on one trainer rank."""
+    """Computes the FLOPs utilization (all ranks) and peak memory (this rank) of training steps."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class ResourceUse:
         start_known: bool,
         seconds: float,
     ) -> dict[str, float]:
-        """Return the metrics of one step."""
+        """Return a step's metrics, for `passes` over `parts`; `start_known` adds a forward pass."""
         metrics: dict[str, float] = {}
         if self._peak_flops:
             done = self.flops.train(parts, num_logprobs) * (passes + (1 / 3 if start_known else 0))

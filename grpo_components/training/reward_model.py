@@ -22,7 +22,7 @@ REWARD_TERM = "reward_model"
 """Name of the classifier's score among a response's reward terms."""
 
 _CHANGED_LISTS, _CHANGED_ARRAYS = ("finish_reason", "reward_terms", "error"), ("reward", "success")
-"""Fields that a score may change: those packed as lists, and those packed as arrays."""
+"""Fields of a group that a score may change: packed as lists, and packed as arrays."""
 MAX_ERROR_CHARS = 200
 
 
@@ -90,7 +90,7 @@ class RewardModel:
     def _outcome(
         self, reward: float, terms: dict[str, float], score: float | str
     ) -> dict[str, Any]:
-        """Return the fields that a score changes; a `score` of type str is the reason for none."""
+        """Return the fields that a score changes; a str as `score` says why there is none."""
         total = math.nan if isinstance(score, str) else reward + self._weight * score
         if math.isfinite(total):
             return {"reward": total, "reward_terms": {**terms, REWARD_TERM: score}}

@@ -1,4 +1,4 @@
-"""A trajectory in a training step: which of its tokens are trained, and with what weight."""
+"""Prepares a batch for training: which tokens are trained, and with what loss weight."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class TrainSample:
     number: int = 0
     """Number of the response in its group, from 0."""
     response: int = 0
-    """Number of the response in the batch, from 0; trajectories of a session share it."""
+    """Number of the response in the batch, from 0; trajectories of an agent session share it."""
     logged: bool = False
     """Whether the rollout log gets the logprobs of its tokens."""
     loss_weight: float = 0.0
     """Weight of each token's loss in the current update."""
     proximal_logprobs: Tensor | None = None
-    """[N] float32, logprobs of the N trained tokens, by the policy that the step started from."""
+    """[N] float32, logprobs of the N trained tokens under the policy at the step's start."""
     start_logprobs: Tensor | None = None
     """[N] the same logprobs, for the rollout log; set if `logged` and computed by this rank."""
     advantages: NDArray[np.float32] | None = None
@@ -58,7 +58,7 @@ def make_samples(
     trained_tokens: Callable[[Trajectory], NDArray[np.bool_]],
     num_logged: int,
 ) -> list[TrainSample]:
-    """Build the samples of a batch."""
+    """Build a `TrainSample` for each trajectory of a batch; `advantages` has one per response."""
     responses = response_numbers(batch).tolist()
     num_responses = len(set(responses))
     if np.shape(advantages) != (num_responses,):
@@ -77,14 +77,14 @@ def make_samples(
 
 
 def split_responses(samples: Sequence[TrainSample], num_parts: int) -> list[list[TrainSample]]:
-    """Split samples into parts of about equally many responses, for the updates of a step."""
+    """Split a batch into parts of about equally many responses, one for each optimizer update."""
     chunks = np.array_split(range(samples[-1].response + 1 if samples else 0), num_parts)
     numbers = (set(chunk.tolist()) for chunk in chunks)
     return [[sample for sample in samples if sample.response in part] for part in numbers]
 
 
 def set_loss_weights(part: Sequence[TrainSample], aggregation: Any) -> None:
-    """Set each token's weight in an update; a session's trajectories count as one response."""
+    """Set each sample's loss weight in an update; an agent session counts as one response."""
     _, index = np.unique([sample.response for sample in part], return_inverse=True)
     counts = np.bincount(index, [sample.num_tokens for sample in part]).astype(np.int64)
     weights = checked_aggregation(aggregation, counts)
@@ -112,9 +112,9 @@ def spread_advantages(
 def token_columns(
     members: Sequence[TrainSample], version: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return the columns [N] that an update reads of a micro-batch's trained tokens, on the device.
+    """Return the values of a micro-batch's N trained tokens on the device, as tensors [N] by name.
 
-    `version` is the trainer's. Without a reference or teacher, its logprobs are left out.
+    `version` is the trainer's policy version. Logprobs of an unused model are left out.
     """
     columns: dict[str, NDArray[Any]] = {}
     for name in _RECORDED:

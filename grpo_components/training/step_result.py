@@ -23,6 +23,6 @@ class StepResult:
     metrics: dict[str, float]
     """Metrics by their names in `logs/metrics.jsonl`."""
     probe_logprobs: Sequence[float] = ()
-    """Logprobs of the weight probe by the policy after the step; see `exchange/weight_probe.py`."""
+    """Logprobs, after the step, of a fixed token sequence; see `exchange/weight_probe.py`."""
     group_tokens: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
-    """Group id -> cause -> number of the group's sampled tokens; see `TokenUse`."""
+    """Group id -> cause -> number of sampled tokens in the group; for causes, see `TokenUse`."""

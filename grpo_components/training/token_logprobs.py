@@ -1,4 +1,4 @@
-"""Computes and gathers further logprobs of a step: of the base model, the probe and the log."""
+"""Computes logprobs of the base model and the weight probe, and gathers those for the log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Logprobs = list[float | None]
 
 
 def keep_logprobs(members: Sequence[TrainSample], logprobs: Tensor) -> None:
-    """Store the logprobs of logged responses in their samples; waits for no device."""
+    """Store the logprobs of logged responses in their samples, without waiting for the device."""
     if any(sample.logged for sample in members):
         parts = logprobs.detach().split([sample.num_tokens for sample in members])
         for sample, part in zip(members, parts, strict=True):
@@ -51,7 +51,7 @@ def gather_logprobs(samples: Sequence[TrainSample]) -> dict[int, list[dict[str, 
 
 
 def recorded_logprobs(trajectory: Trajectory) -> dict[str, Logprobs | None]:
-    """Return the logprobs that a trajectory itself holds."""
+    """Return the logprobs in a trajectory, of all models but the trainer's, for the log."""
     sampled, reference = trajectory.response_mask, trajectory.reference_logprobs
     recorded: dict[str, Logprobs | None] = {
         "generator_logprobs": _at(sampled, trajectory.generator_logprobs[sampled]),
@@ -65,7 +65,7 @@ def recorded_logprobs(trajectory: Trajectory) -> dict[str, Logprobs | None]:
 
 @torch.no_grad()
 def probe_logprobs(logprobs: ResponseLogprobs, device: torch.device) -> list[float]:
-    """Compute the logprobs of all tokens of the weight probe except the first; collective."""
+    """Compute logprobs of a fixed sequence (weight probe) without its first token; collective."""
     ids = np.array(PROBE_IDS)
     batch = token_batch([TokenSequence(ids[:1], ids[1:], 1.0)], device=device)
     return logprobs(batch)[0].tolist()

@@ -20,19 +20,18 @@ from grpo_components.trajectory import Trajectory
 class TokenUse:
     """Counts each group's sampled tokens in a step by cause: trained, or the reason why not.
 
-    The causes: `failed` (of a failed sample),
-    `overlong` (of a response that a length limit ended), `stale` (older than the contract allows),
-    `unanswered` (sampled for an agent, in none of its trajectories), `off_policy` (every update
-    gave it the weight 0), `skipped` (no update of it had a finite loss and gradient), and
-    `trained`. Each token counts once, for the first of these causes that applies, whatever the
-    number of epochs. Every cause is counted by itself, none as the remainder of the others.
+    The causes: `failed` (of a failed sample), `overlong` (of a response that a length limit ended),
+    `stale` (too old for the staleness contract), `unanswered` (sampled for an agent, in none of its
+    trajectories), `off_policy` (every update gave it the weight 0), `skipped` (no update of it had
+    a finite loss and gradient), and `trained`. Each token counts once, for the first of these
+    causes that applies, whatever the number of epochs. No cause is computed as a remainder.
     """
 
     def __init__(self, oldest: int, mask_overlong: bool, corrects: bool) -> None:
         self._oldest, self._mask_overlong, self._corrects = oldest, mask_overlong, corrects
 
     def trained_tokens(self, trajectory: Trajectory) -> NDArray[np.bool_]:
-        """Return [R] bool, which response tokens are trained: sampled by the policy, not masked."""
+        """Return [R] bool, True for tokens to train: sampled, not too old, and not masked."""
         cut_off = self._mask_overlong and trajectory.finish_reason == "length"
         fresh = trajectory.token_versions >= self._oldest
         return trajectory.response_mask & fresh & (not (trajectory.failed or cut_off))
@@ -40,7 +39,7 @@ class TokenUse:
     def count(
         self, samples: Sequence[TrainSample], device: torch.device, num_copies: int
     ) -> dict[int, dict[str, int]]:
-        """Return group id -> cause -> token count; with a correction, all ranks must call it."""
+        """Return group id -> cause -> token count; collective with an off-policy correction."""
         weighted = _over_ranks(samples, device, num_copies) if self._corrects else None
         groups: dict[int, Counter[str]] = {}
         for number, sample in enumerate(samples):
@@ -67,12 +66,12 @@ class TokenUse:
 
 
 def unanswered_tokens(trajectory: Trajectory) -> int:
-    """Return the number of tokens sampled for a trajectory's session that no trajectory has."""
+    """Return the number of tokens sampled in an agent session that no trajectory contains."""
     return (trajectory.session or {}).get("unanswered_tokens", 0)
 
 
 def keep_weighted(members: Sequence[TrainSample], weights: Tensor | None) -> None:
-    """Note which tokens of a micro-batch have an off-policy weight above 0; waits for no device."""
+    """Store which tokens have an off-policy weight above 0, without waiting for the device."""
     if weights is None:
         return
     parts = (weights.detach() != 0).split([sample.num_tokens for sample in members])
@@ -83,7 +82,7 @@ def keep_weighted(members: Sequence[TrainSample], weights: Tensor | None) -> Non
 def _over_ranks(
     samples: Sequence[TrainSample], device: torch.device, num_copies: int
 ) -> NDArray[np.int64]:
-    """Return [2, S]: each sample's numbers of tokens with weight above 0, and with weight 0."""
+    """Return [2, S]: each sample's numbers of tokens with off-policy weight above 0, and with 0."""
     numbers = partial(torch.zeros, dtype=torch.int64, device=device)
     none = numbers(2)
     rows: list[Any] = [

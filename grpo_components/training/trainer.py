@@ -200,7 +200,7 @@ class Trainer:
     def _updates(
         self, samples: list[TrainSample], step: int
     ) -> tuple[list[dict[str, float]], bool]:
-        """Make all optimizer updates of one step."""
+        """Make a step's updates; return metrics, and whether start logprobs needed a first pass."""
         epochs = self._options.ppo_epochs
         parts = split_responses(samples, self._options.updates_per_batch)
         needs_start = self._policy_loss.corrects or self._policy_loss.from_proximal
@@ -260,7 +260,7 @@ class Trainer:
         if self._supervised is not None:
             self._supervised.backward(index, measured, num_tokens)
         if self._device.type == "cuda":
-            torch.cuda.synchronize()  # else the time of the update would have the backward pass
+            torch.cuda.synchronize()  # else the time of the update would include the backward pass
         began = time.perf_counter()
         grad_norm = clip_grad_norm(self._model.parameters(), self._max_grad_norm)
         metrics = measured.over_ranks(num_tokens, self._sharding.tensor)
@@ -279,7 +279,7 @@ class Trainer:
     def _weighted_losses(
         self, members: list[TrainSample], measured: TokenMetrics, first: bool
     ) -> Tensor:
-        """Return a micro-batch's token losses [N], each multiplied by its response's weight."""
+        """Return a micro-batch's token losses [N], each times its response's loss weight."""
         trainer_logprobs, entropy = self._forward(members)
         columns = token_columns(members, self.policy_version, self._device)
         generator_logprobs = columns["generator_logprobs"]
@@ -321,7 +321,7 @@ class Trainer:
     def export_weights(
         self, version: int, base: int | None = None
     ) -> tuple[tuple[Manifest, NDArray[np.uint8]] | DeltaBucket, Manifest]:
-        """Return the weights that `gather_weights` copied; may run during the next step."""
+        """Return the copied weights, or their delta to version `base`; may run during a step."""
         return self._exports[0].bucket(version, base)
 
     def hold_state(self, copy: bool) -> None:
@@ -330,7 +330,7 @@ class Trainer:
         self._state.hold(self.policy_version, layers, copy=copy)
 
     def write_state(self, folder: str) -> str | None:
-        """Write the state saved by `hold_state`; safe during a step. See `TrainerState.write`."""
+        """Write the state kept by `hold_state`; safe during a step. See `TrainerState.write`."""
         return self._state.write(Path(folder))
 
     def load_state(self, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""Gathers the sharded weights layer by layer, and packs one rank's share for a push."""
+"""Gathers sharded weights layer by layer, and packs the layers that a rank sends."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from grpo_components.training.trainer_options import TrainerOptions
 
 
 class WeightExport:
-    """Copies every n-th layer of the gathered weights into a buffer that later pushes reuse.
+    """Copies a rank's share of the gathered weights, every n-th layer, into a reused buffer.
 
-    A push holds one copy of the rank's share; a delta push holds a second one, to compare the next
-    push to. Another buffer is made only while an earlier bucket is still in use.
+    A push (of weights to the server) keeps one copy of the share in memory; a push of deltas keeps
+    a second one, to compare the next push with. A new buffer is made only if none is free.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class WeightExport:
         self._deltas = DeltaEncoder()
 
     def layers(self) -> Iterator[StateDict]:
-        """Gather one layer after the other, by Hugging Face names; a collective of all ranks."""
+        """Gather and yield the layers one by one, by Hugging Face names; collective."""
 
         def gather(value: Tensor, dtype: torch.dtype) -> Tensor:
             value = value.to(self._device, dtype)  # may be on the CPU
@@ -65,7 +65,7 @@ class WeightExport:
         return self._convert(gather)
 
     def copy(self, version: int) -> None:
-        """Gather all layers and copy this rank's share; a collective of all ranks."""
+        """Gather all layers and copy this rank's share; collective."""
         bucket, mine = self._buffers.bucket(), StateDict()
         for number, layer in enumerate(self.layers()):
             if number % self._num_ranks == self._rank:
@@ -83,7 +83,7 @@ class WeightExport:
     def bucket(
         self, version: int, base: int | None
     ) -> tuple[tuple[Manifest, NDArray[np.uint8]] | DeltaBucket, Manifest]:
-        """Return the copied share, or its delta to `base`, and its manifest. For any thread."""
+        """Return the share or its delta to version `base`, and its manifest; in any thread."""
         copied, done = self._copied.pop(version)
         if done:
             done.synchronize()
@@ -111,7 +111,7 @@ class WeightExport:
 def weight_exports(
     policy: nn.Module, options: TrainerOptions, device: torch.device, rank: int, num_ranks: int
 ) -> list[WeightExport]:
-    """Return the exports that a checkpoint saves; pushes send the first of them."""
+    """Build the policy's exports: a checkpoint saves all of them, a push sends the first."""
     to_hf = file_converter(policy, options.model_type, Path(options.base_model_path))
 
     def export(convert: Callable[[StateDict], StateDict], **which: Any) -> WeightExport:

@@ -22,9 +22,7 @@ BUFFER_BYTES = 256 * 2**20
 
 
 class SnapshotSource:
-    """Has the methods of vLLM's `WeightSource`; its tensors are a snapshot in CPU memory, copied to
-    the device one by one as they are sent.
-    """
+    """Implements vLLM's `WeightSource` for weights in CPU memory; copies each to the device."""
 
     def __init__(
         self, device: torch.device, buckets: Sequence[tuple[Manifest, NDArray[np.uint8]]]
@@ -49,7 +47,7 @@ class SnapshotSource:
 
 
 class _NobodyToAsk:
-    """Has the methods of vLLM's `VLLMWeightSyncClient`, all empty: the receiver needs no calls."""
+    """Implements vLLM's `VLLMWeightSyncClient` with empty methods: the receiver needs no calls."""
 
     def init_weight_transfer_engine(self, init_info: Any) -> None: ...
     def start_weight_update(self) -> None: ...
@@ -59,7 +57,7 @@ class _NobodyToAsk:
 
 @dataclass
 class _Link:
-    """Connection to one process of a receiver."""
+    """Connection to one process (incarnation) of a receiver."""
 
     incarnation: int
     group: Any
@@ -77,7 +75,7 @@ class _Link:
 
 
 class WeightSender:
-    """Sends snapshots to receivers, one at a time, to each over a group of its own."""
+    """Sends weights to receivers, one at a time, each over its own NCCL group."""
 
     def __init__(self, device: str, *, workers: int, host: str) -> None:
         # Imported here: vLLM takes seconds, and the driver imports this module.
@@ -92,7 +90,7 @@ class WeightSender:
         self._lock = threading.Lock()
 
     def transfer_group(self, receiver: str, incarnation: int) -> dict[str, Any]:
-        """Return the arguments by which a receiver's process joins its group with this process."""
+        """Return the arguments with which a receiver joins an NCCL group with this process."""
         with self._lock:
             link = old = self._links.get(receiver)
             if old is None or old.closed or old.incarnation != incarnation:
@@ -112,7 +110,7 @@ class WeightSender:
         }
 
     def send_weights(self, receiver: str, *buckets: tuple[Manifest, NDArray[np.uint8]]) -> None:
-        """Send a snapshot to one receiver, which must be receiving at the same time."""
+        """Send weights to one receiver, which must be receiving at the same time."""
         link: Any = self._links[receiver]
         source: Any = SnapshotSource(self._device, buckets)
         try:
