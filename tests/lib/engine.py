@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -20,7 +20,10 @@ if TYPE_CHECKING:  # it imports vLLM
 
 
 def completion(
-    token_ids: Sequence[int], version: int = 0, logprob: float = -0.5, finish_reason: str = "stop"
+    token_ids: Sequence[int],
+    version: int = 0,
+    logprob: float = -0.5,
+    finish_reason: Literal["stop", "length"] = "stop",
 ) -> Completion:
     """Return a completion whose tokens have one version and one logprob."""
     size = len(token_ids)
