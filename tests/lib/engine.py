@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 
 from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
@@ -16,6 +17,22 @@ from grpo_components.rollout.samples import Completion, Watch
 
 if TYPE_CHECKING:  # it imports vLLM
     from grpo_components.rollout.weight_receiver import IncomingWeights
+
+
+def completion(
+    token_ids: Sequence[int],
+    version: int = 0,
+    logprob: float = -0.5,
+    finish_reason: Literal["stop", "length"] = "stop",
+) -> Completion:
+    """Return a completion whose tokens have one version and one logprob."""
+    size = len(token_ids)
+    return Completion(
+        token_ids=np.array(token_ids, np.int64),
+        logprobs=np.full(size, logprob, np.float32),
+        token_versions=np.full(size, version, np.int32),
+        finish_reason=finish_reason,
+    )
 
 
 @dataclass

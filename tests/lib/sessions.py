@@ -1,18 +1,18 @@
 """A small tokenizer, and an engine that says given texts, for the tests of sessions."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_components.agents.session import Session
 from grpo_components.rewards.pool import Score
-from grpo_components.rollout.samples import Completion, Sample
+from grpo_components.rollout.samples import Sample
 from grpo_components.settings import GeneratorSettings
-from lib.engine import StandInEngine
+from lib.engine import StandInEngine, completion
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -45,13 +45,8 @@ class Script:
     def __call__(self, request):
         self.number += 1
         ids = tokens_of(self.chat, self.texts.pop(0) if self.texts else "x<|im_end|>")
-        return Completion(
-            token_ids=np.array(ids, np.int64),
-            logprobs=np.full(len(ids), -self.number, np.float32),
-            token_versions=np.full(len(ids), self.number, np.int32),
-            finish_reason="stop" if ids[-1] in self.chat.stop_token_ids else "length",
-            cached_tokens=3,
-        )
+        reason = "stop" if ids[-1] in self.chat.stop_token_ids else "length"
+        return replace(completion(ids, self.number, -self.number, reason), cached_tokens=3)
 
 
 def scripted_engine(chat, *texts, **options):

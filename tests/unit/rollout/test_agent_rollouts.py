@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -101,12 +102,10 @@ def run(module, tmp_path, monkeypatch):
         data_tokenizer=None,
         **sample,
     ):
+        limits = {"max_calls": 20, "tool_parser": tool_parser}
+        build = partial(module.AgentEnvironment, agent, template, **limits)
         environment = EnvironmentOptions(
-            build_environment=lambda: module.AgentEnvironment(
-                agent, template, max_calls=20, tool_parser=tool_parser
-            ),
-            timeout_s=timeout_s,
-            kind="agents",
+            build_environment=build, timeout_s=timeout_s, kind="agents"
         )
         settings = GeneratorSettings(
             max_response_tokens=200,
@@ -120,16 +119,10 @@ def run(module, tmp_path, monkeypatch):
             engine, rewards, settings, environment, model, data_tokenizer or Characters()
         )
         engine.answer.chat = rollouts._chat
-        samples = [
-            module.Sample(
-                prompt(i, prompt_text=text, answer="", seed=i),
-                f"group 3 sample {i}",
-                seed=100 + i,
-                group_id=3,
-                **sample,
-            )
-            for i, text in enumerate(texts)
-        ]
+        samples = []
+        for i, text in enumerate(texts):
+            row, name = prompt(i, prompt_text=text, answer="", seed=i), f"group 3 sample {i}"
+            samples.append(module.Sample(row, name, seed=100 + i, group_id=3, **sample))
         try:
             return [records for records, *_ in asyncio.run(rollouts.collect(samples))]
         finally:
@@ -191,7 +184,6 @@ def test_a_replay_says_at_which_call_the_agent_differs(run):
         request.finish()
 
     engine = scripted_engine(None, arrived=arrived)
-
     problem = "group 3 sample 0: the agent differs at call 2: the recorded run had no group 3"
     with pytest.raises(ReplayError, match=problem):
         run("forks", engine=engine)
@@ -249,9 +241,8 @@ def test_vllms_parser_finds_calls_and_compares_turns(module):
     from vllm.tool_parsers import ToolParserManager
 
     assert parser_names() == ToolParserManager.list_registered()
-    with pytest.raises(
-        ValueError, match=r"^environment.tool_parser: 'nobody' given; allowed: null"
-    ):
+    refused = r"^environment.tool_parser: 'nobody' given; allowed: null"
+    with pytest.raises(ValueError, match=refused):
         TurnParser("nobody", build_tokenizer())
 
 

@@ -127,6 +127,5 @@ def test_a_sleeping_engine_has_aborted_what_ran_and_refuses_what_comes(
         ask(engine).result()
     engine.load_weights(1, weights(checkpoints / "tied_B")).result()
     assert_same([ask(engine).result()], [ask(make_engine(checkpoints / "tied_B")).result()])
-    assert not engine._backend._engine.output_processor.request_states, (
-        "nothing of the aborted is left"
-    )
+    left = engine._backend._engine.output_processor.request_states
+    assert not left, "nothing of the aborted is left"

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lib.engine import StandInEngine
+from lib.engine import StandInEngine, completion
 from lib.properties import many
 from lib.rows import prompt
-from tensordict import NonTensorData, TensorDict, lazy_stack
+from tensordict import NonTensorData, lazy_stack
 from torchrl.envs import EnvBase
 
 from grpo_components.rewards.pool import Score
@@ -19,7 +19,7 @@ from grpo_components.rollout.environments import (
     set_token_specs,
     slot_state,
 )
-from grpo_components.rollout.samples import Completion, Sample
+from grpo_components.rollout.samples import Sample
 from grpo_components.settings import GeneratorSettings
 
 TOKENS = st.lists(st.integers(0, 300), min_size=1, max_size=12)
@@ -45,9 +45,7 @@ def answer(state, responses, reasons):
     """Write a response into every slot, as a policy does."""
     slots = state.unbind(0)
     for slot, response, reason in zip(slots, responses, reasons, strict=True):
-        slot.update(
-            TensorDict(response=torch.tensor(response), finish_reason=NonTensorData(reason))
-        )
+        slot["response"], slot["finish_reason"] = torch.tensor(response), NonTensorData(reason)
     return lazy_stack(list(slots), 0)
 
 
@@ -146,11 +144,7 @@ def collector_of(collector, env, engine):
 
 
 def test_slots_of_one_environment_end_one_by_one_and_then_stay_as_they_are(collector):
-    def two(request):
-        versions = np.full(2, len(request.prompt_ids), np.int32)
-        return Completion(np.array([5, 6]), np.full(2, -0.5, np.float32), versions, "stop")
-
-    engine = StandInEngine(two)
+    engine = StandInEngine(lambda request: completion([5, 6], len(request.prompt_ids)))
     made = collector_of(collector, Countdown(3), engine)
     assert not engine.requests, "torchrl would reset an environment in the constructor"
     for _ in range(2):  # a second rollout of the same collector starts afresh
@@ -179,6 +173,7 @@ def test_an_environment_that_changes_earlier_tokens_or_gives_no_score_is_an_erro
 ):
     after = slot_state(tokens, done=True)
     after["score"] = NonTensorData(score)
-    said = Completion(np.array([3]), np.array([-1.0]), np.array([0], np.int32), "stop")
     with pytest.raises((ValueError, TypeError), match=problem):
-        collector._Slot(SAMPLES[0], np.array([1, 2]), np.array([1, 2])).extend(said, after)
+        collector._Slot(SAMPLES[0], np.array([1, 2]), np.array([1, 2])).extend(
+            completion([3]), after
+        )

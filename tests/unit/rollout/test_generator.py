@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lib.engine import Request, StandInEngine, StandInPool
+from lib.engine import StandInEngine, StandInPool, completion
 from lib.rows import prompt
 from tensordict import NonTensorData, lazy_stack
 
@@ -29,11 +29,9 @@ from grpo_components.rollout.engine import Engine
 from grpo_components.rollout.engine_use import NO_REWARD
 from grpo_components.rollout.environments import SingleTurnEnvironment
 from grpo_components.rollout.multi_turn import MultiTurnEnvironment, Reply
-from grpo_components.rollout.samples import Completion
 from grpo_components.trajectory import summarize, unpack
 
 STOP = 0
-PROBE = ProbeReading([-1.0], label=5, cached_tokens=0)
 
 
 @pytest.fixture(scope="module")
@@ -43,35 +41,17 @@ def module(engine_variables):
     return generator
 
 
-def completion(prompt_ids, seed):
+def answer_to(prompt_ids, seed):
     """An engine's answer that tells prompts, seeds and lengths apart."""
-    size = 1 + seed % 4
-    return Completion(
-        token_ids=np.full(size, 100 + sum(prompt_ids) % 100, np.int64),
-        logprobs=-np.arange(1, size + 1, dtype=np.float32),
-        token_versions=np.full(size, seed % 7, np.int32),
-        finish_reason="stop" if seed % 2 else "length",
-    )
-
-
-WEIGHTS = {"query": (3,), "value": (3,)}
-"""Shapes of the engine's weights."""
-
-
-def stand_in_engine(arrived=Request.finish):
-    engine = StandInEngine(lambda request: completion(request.prompt_ids, request.seed), arrived)
-    engine.shapes, engine.probe, engine.left = WEIGHTS, PROBE, 2
-    return engine
+    size, reason = 1 + seed % 4, "stop" if seed % 2 else "length"
+    said = completion([100 + sum(prompt_ids) % 100] * size, seed % 7, finish_reason=reason)
+    return replace(said, logprobs=-np.arange(1, size + 1, dtype=np.float32))
 
 
 def scores(samples):
     """One for a response that was finished."""
-    return [
-        Score(1.0, {"finished": 1.0}, True, None)
-        if sample["finish_reason"] == "stop"
-        else Score(0.0, {"finished": 0.0}, False, None)
-        for sample in samples
-    ]
+    finished = [sample["finish_reason"] == "stop" for sample in samples]
+    return [Score(float(each), {"finished": float(each)}, each, None) for each in finished]
 
 
 def test_seeds_are_the_same_in_every_process_and_release(module):
@@ -105,7 +85,10 @@ class Tokenizer:
 
 @pytest.fixture
 def engine():
-    return stand_in_engine()
+    engine = StandInEngine(lambda request: answer_to(request.prompt_ids, request.seed))
+    engine.shapes = {"query": (3,), "value": (3,)}
+    engine.probe, engine.left = ProbeReading([-1.0], label=5, cached_tokens=0), 2
+    return engine
 
 
 @pytest.fixture
@@ -125,8 +108,13 @@ def generator(single):
     return single()
 
 
-def group(generator, number=4, group_id=17):
-    return asyncio.run(generator.generate_group(prompt(number, [number]), 1, group_id, 5, 0.9))
+def group(generator, number=4, group_id=17, **fields):
+    row = prompt(number, [number], **fields)
+    return asyncio.run(generator.generate_group(row, 1, group_id, 5, 0.9))
+
+
+def load(generator, version, *buckets):
+    return asyncio.run(generator.load_weights(version, *buckets))
 
 
 def test_a_group_answers_one_prompt_group_size_times_and_its_summary_agrees(
@@ -143,7 +131,7 @@ def test_a_group_answers_one_prompt_group_size_times_and_its_summary_agrees(
         assert (t.group_id, t.epoch, t.attempt, t.temperature) == (17, 1, 5, 0.9)
         assert (request.max_tokens, request.temperature, request.seed) == (8, 0.9, seed)
         assert (request.stop_token_ids, request.truncation["top_k"]) == ([STOP], 7)
-        expected = completion([4], seed)
+        expected = answer_to([4], seed)
         assert t.response_ids.tolist() == expected.token_ids.tolist() and t.response_mask.all()
         assert t.generator_logprobs.tolist() == expected.logprobs.tolist()
         assert t.token_versions.tolist() == expected.token_versions.tolist()
@@ -159,10 +147,6 @@ def test_a_response_is_scored_while_others_of_its_group_are_sampled(single, engi
     pool, order = StandInPool(scores), []
     generator, begin = single(pool=pool), pool.begin
 
-    def arrived(request):
-        if len(engine.requests) == 3:
-            sample(2)
-
     def sample(number):
         order.append(f"sampled {number}")
         engine.requests[number].finish()
@@ -173,7 +157,8 @@ def test_a_response_is_scored_while_others_of_its_group_are_sampled(single, engi
             sample(len(pool.begun))
         return begin(each)
 
-    engine.arrived, pool.begin = arrived, begun
+    engine.arrived = lambda request: sample(2) if len(engine.requests) == 3 else None
+    pool.begin = begun
     packed, *_ = group(generator)
     began = "scoring began"
     assert order == ["sampled 2", began, "sampled 0", began, "sampled 1", began]
@@ -181,8 +166,8 @@ def test_a_response_is_scored_while_others_of_its_group_are_sampled(single, engi
     assert [t.response_ids.tolist() for t in unpack(packed)] == sampled, "each in its own slot"
 
 
-def test_a_group_starts_while_the_longest_response_of_another_is_sampled(single, engine):
-    generator = single(in_flight=2)
+@pytest.mark.anyio
+async def test_a_group_starts_while_the_longest_response_of_another_is_sampled(generator, engine):
     requests, engine.arrived = engine.requests, lambda request: None
 
     async def sampled(*numbers):
@@ -191,31 +176,26 @@ def test_a_group_starts_while_the_longest_response_of_another_is_sampled(single,
         for number in numbers:
             requests[number].finish()
 
-    async def run():
-        assert await generator.reserve(5) == 2
-        groups = [
-            asyncio.create_task(generator.generate_group(prompt(i), 0, i, 0, 1.0)) for i in (0, 1)
-        ]
-        await sampled(0, 1)  # of the first group
-        assert await generator.reserve(0.01) == 0, "only two responses have room"
-        await sampled(5)  # of the second
-        assert await generator.reserve(5) == 1
-        assert not any(group.done() for group in groups)
-        await sampled(2, 3, 4)
-        await asyncio.gather(*groups)
-        assert await generator.reserve(5) == 1, "the other is reserved already"
-
-    asyncio.run(run())
+    assert await generator.reserve(5) == 2
+    groups = [generator.generate_group(prompt(i), 0, i, 0, 1.0) for i in (0, 1)]
+    groups = [asyncio.create_task(each) for each in groups]
+    await sampled(0, 1)  # of the first group
+    assert await generator.reserve(0.01) == 0, "only two responses have room"
+    await sampled(5)  # of the second
+    assert await generator.reserve(5) == 1
+    assert not any(group.done() for group in groups)
+    await sampled(2, 3, 4)
+    await asyncio.gather(*groups)
+    assert await generator.reserve(5) == 1, "the other is reserved already"
 
 
 def test_an_engine_without_sequences_waits_for_rewards_or_for_a_group(single):
-    pool = StandInPool(scores)
-
     def begin(sample):
         scoring = Future()
         threading.Timer(0.02, lambda: scoring.set_result(scores([sample])[0])).start()
         return scoring
 
+    pool = StandInPool(scores)
     pool.begin = begin
     generator = single(pool=pool)
     began = time.perf_counter()
@@ -237,7 +217,7 @@ def test_an_evaluation_answers_each_prompt_in_order_with_seeds_that_never_change
         for i in range(7)
         for k in range(samples)
     }
-    expected = [completion([i + 1], seed) for (i, _), seed in seeds.items()]
+    expected = [answer_to([i + 1], seed) for (i, _), seed in seeds.items()]
     prompts = [prompt(i, [i + 1]) for i in range(7)]
     for _ in range(2):
         results = asyncio.run(generator.evaluate(prompts, 0.0, samples))
@@ -260,8 +240,7 @@ def test_an_evaluation_returns_the_text_of_the_logged_prompts_alone(generator):
         assert result["answer"] == "answer 0" and isinstance(readable["response"], str)
         assert readable["reward_terms"] == {"finished": result["reward"]}
         assert readable["versions"] == [result["oldest_version"], result["newest_version"]]
-        for name in ("reward", "success", "error"):
-            assert readable[name] == result[name]
+        assert all(readable[name] == result[name] for name in ("reward", "success", "error"))
 
 
 def one_turn():
@@ -272,7 +251,8 @@ def one_turn():
     ("kind", "environment", "most_sampled"),
     [("single_turn", None, 20), ("multi_turn", one_turn, 6), ("torchrl", SingleTurnEnvironment, 6)],
 )
-def test_an_evaluation_has_no_more_responses_under_way_than_training(
+@pytest.mark.anyio
+async def test_an_evaluation_has_no_more_responses_under_way_than_training(
     make, engine, kind, environment, most_sampled
 ):
     """Else they would wait in line until their time is over; only the engine may have more room."""
@@ -280,24 +260,19 @@ def test_an_evaluation_has_no_more_responses_under_way_than_training(
     waiting, asked = [], engine.requests
     pool.begin = lambda sample: waiting.append(Future()) or waiting[-1]
     engine.arrived = lambda request: None
-    generator = make(environment, kind=kind, pool=pool, in_flight=2)
-
-    async def run():
-        evaluation = asyncio.create_task(generator.evaluate([prompt(i) for i in range(20)], 1.0))
-        while not evaluation.done():
-            await asyncio.sleep(0.005)
-            sampling = [request for request in asked if not request.future.done()]
-            sampled.append(len(sampling))
-            scored.append(len(waiting))
-            if sampling:
-                sampling[0].finish()
-            elif waiting:
-                waiting.pop(0).set_result(scores([{"finish_reason": "stop"}])[0])
-        return await evaluation
-
-    results = asyncio.run(run())
+    generator = make(environment, kind=kind, pool=pool)
+    evaluation = asyncio.create_task(generator.evaluate([prompt(i) for i in range(20)], 1.0))
+    while not evaluation.done():
+        await asyncio.sleep(0.005)
+        sampling = [request for request in asked if not request.future.done()]
+        sampled.append(len(sampling))
+        scored.append(len(waiting))
+        if sampling:
+            sampling[0].finish()
+        elif waiting:
+            waiting.pop(0).set_result(scores([{"finish_reason": "stop"}])[0])
     assert (max(sampled), max(scored)) == (most_sampled, 6 if kind != "torchrl" else 0)
-    assert [result["prompt_index"] for result in results] == list(range(20))
+    assert [result["prompt_index"] for result in await evaluation] == list(range(20))
     if kind == "single_turn":  # threads of environments begin in any order
         names = [f"evaluation of prompt {i}" for i in range(20)]
         assert [request.name for request in asked] == names
@@ -307,88 +282,77 @@ def bucket_of(*names, value=1.0):
     return pack_bucket([(name, torch.full((3,), value)) for name in names])
 
 
-def flipped(manifest, bucket):
-    bucket[5] ^= 1
-    return manifest, bucket
+def flipped(raw):
+    raw = raw.copy()
+    raw[5] ^= 1
+    return raw
 
 
-def reordered(manifest, bucket):
-    """The names of two tensors of one shape change places."""
-    a, b = manifest
-    return (replace(a, name=b.name), replace(b, name=a.name)), bucket
-
-
+QUERY, VALUE = bucket_of("query"), bucket_of("value")
+BOTH, RAW = bucket_of("query", "value")
+TWOS = bucket_of("value", value=2.0)
+RENAMED = tuple(replace(a, name=b.name) for a, b in zip(BOTH, BOTH[::-1], strict=True))
 DAMAGED = {
-    "corrupted": ([flipped(*bucket_of("query", "value"))], "query"),
-    "truncated": ([(bucket_of("query", "value")[0], bucket_of("query", "value")[1][:-1])], "value"),
-    "empty": ([(bucket_of("query", "value")[0], np.empty(0, np.uint8))], "query"),
-    "names exchanged": ([reordered(*bucket_of("query", "value"))], "value"),
-    "manifests exchanged": (
-        [
-            (bucket_of("query")[0], bucket_of("value", value=2.0)[1]),
-            (bucket_of("value", value=2.0)[0], bucket_of("query")[1]),
-        ],
-        "query",
-    ),
-    "a bucket lost": ([bucket_of("query")], "value"),
-    "a tensor lost": ([bucket_of("query"), bucket_of()], "value"),
+    "corrupted": ([(BOTH, flipped(RAW))], "query"),
+    "truncated": ([(BOTH, RAW[:-1])], "value"),
+    "empty": ([(BOTH, RAW[:0])], "query"),
+    "names exchanged": ([(RENAMED, RAW)], "value"),
+    "manifests exchanged": ([(QUERY[0], TWOS[1]), (TWOS[0], QUERY[1])], "query"),
+    "a bucket lost": ([QUERY], "value"),
+    "a tensor lost": ([QUERY, bucket_of()], "value"),
     "none came": ([], "query"),
-    "a bucket twice": ([bucket_of("query"), bucket_of("value"), bucket_of("query")], "query"),
-    "another rank's": ([bucket_of("query"), bucket_of("value", "extra")], "extra"),
+    "a bucket twice": ([QUERY, VALUE, QUERY], "query"),
+    "another rank's": ([QUERY, bucket_of("value", "extra")], "extra"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_damaged_weights_are_refused_before_the_engine_sees_any(generator, engine, damage):
-    """The loaded weights stay, with their version; the next complete ones are loaded.
-
-    The error names the tensor.
-    """
-    whole = [bucket_of("query", value=0.5), bucket_of("value", value=0.5)]
-    asyncio.run(generator.load_weights(4, *whole))
+    """The error names the tensor. The loaded weights stay; the next complete ones are loaded."""
+    whole = [bucket_of(name, value=0.5) for name in ("query", "value")]
+    load(generator, 4, *whole)
     buckets, tensor = DAMAGED[damage]
     with pytest.raises(ValueError, match=rf"\b{tensor}\b"):
-        asyncio.run(generator.load_weights(5, *buckets))
+        load(generator, 5, *buckets)
     assert generator.version == 4
     [(version, tensors)] = engine.loaded
     assert version == 4 and all((tensor == 0.5).all() for tensor in tensors.values())
-    asyncio.run(generator.load_weights(5, *reversed(whole)))  # the order of ranks is none
+    load(generator, 5, *reversed(whole))  # the order of ranks is none
     assert generator.version == 5
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("at_once", [False, True])
-def test_older_weights_that_come_after_newer_ones_are_refused(
+async def test_older_weights_that_come_after_newer_ones_are_refused(
     generator, engine, monkeypatch, at_once
 ):
-    buckets = [bucket_of("query"), bucket_of("value")]
+    newer_is_there = asyncio.Event()
 
-    async def one_after_the_other():
-        await generator.load_weights(6, *buckets)
-        await generator.load_weights(5, *buckets)
+    async def in_thread(function, *given):
+        if given and given[0][0][0] == "delayed":
+            await newer_is_there.wait()
+            return function(given[0][1:])
+        return function(*given)
 
-    async def the_newer_overtakes():
-        newer_is_there = asyncio.Event()
-
-        async def in_thread(function, *given):
-            if given and given[0][0][0] == "delayed":
-                await newer_is_there.wait()
-                return function(given[0][1:])
-            return function(*given)
-
-        monkeypatch.setattr(asyncio, "to_thread", in_thread)
-        older = asyncio.create_task(generator.load_weights(5, ("delayed", None), *buckets))
-        await asyncio.sleep(0)
-        newer = asyncio.create_task(generator.load_weights(6, *buckets))
-        newer.add_done_callback(lambda _: newer_is_there.set())
-        await asyncio.gather(newer, older)
-
-    with pytest.raises(ValueError, match=r"\b5\b.*\b6\b"):
-        asyncio.run(the_newer_overtakes() if at_once else one_after_the_other())
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(ValueError, match=r"\b5\b.*\b6\b"),
+    ):
+        if at_once:
+            patched.setattr(asyncio, "to_thread", in_thread)
+            delayed = generator.load_weights(5, ("delayed", None), QUERY, VALUE)
+            older = asyncio.create_task(delayed)
+            await asyncio.sleep(0)
+            await generator.load_weights(6, QUERY, VALUE)
+            newer_is_there.set()
+            await older
+        else:
+            await generator.load_weights(6, QUERY, VALUE)
+            await generator.load_weights(5, QUERY, VALUE)
     assert generator.version == 6
     assert [version for version, _ in engine.loaded] == [6]
-    monkeypatch.undo()
     generator.begin_attempt()  # the run goes back to a checkpoint
-    asyncio.run(generator.load_weights(5, *buckets))
+    await generator.load_weights(5, QUERY, VALUE)
     assert generator.version == 5
 
 
@@ -396,11 +360,9 @@ def delta_pushes(versions):
     """Pushes of two ranks, of tensors that are full of their version; the first one is whole."""
     encoders, base, pushes = (DeltaEncoder(), DeltaEncoder()), NO_BASE, {}
     for version in versions:
-        names = zip(encoders, ("query", "value"), strict=True)
-        pushes[version] = [
-            encoder.encode(version, bucket_of(name, value=float(version)), base)
-            for encoder, name in names
-        ]
+        buckets = [bucket_of(name, value=float(version)) for name in ("query", "value")]
+        ranks = zip(encoders, buckets, strict=True)
+        pushes[version] = [encoder.encode(version, bucket, base) for encoder, bucket in ranks]
         base = version
     return pushes
 
@@ -409,7 +371,7 @@ def test_a_wrong_delta_is_refused_before_the_engine_sees_it_and_a_whole_push_men
     generator, engine
 ):
     pushes = delta_pushes([1, 2, 3])
-    asyncio.run(generator.load_weights(1, *pushes[1]))
+    load(generator, 1, *pushes[1])
     damaged = pushes[2][1].packed.copy()
     damaged[-1] ^= 1
     wrong = {
@@ -419,54 +381,44 @@ def test_a_wrong_delta_is_refused_before_the_engine_sees_it_and_a_whole_push_men
     }
     for message, buckets in wrong.items():
         with pytest.raises(ValueError, match=f"weight tensor {message}"):
-            version = max(push.version for push in buckets)
-            asyncio.run(generator.load_weights(version, *buckets))
+            load(generator, max(push.version for push in buckets), *buckets)
         assert generator.version == 1 and len(engine.loaded) == 1
-    asyncio.run(generator.load_weights(3, *pushes[1], *pushes[2], *pushes[3]))
+    load(generator, 3, *pushes[1], *pushes[2], *pushes[3])
     generator.begin_attempt()
     with pytest.raises(ValueError, match="builds on bytes that are not here"):
-        asyncio.run(generator.load_weights(3, *pushes[3]))
+        load(generator, 3, *pushes[3])
 
 
-def test_bytes_that_the_engine_still_loads_are_not_changed(generator, engine):
+@pytest.mark.anyio
+async def test_bytes_that_the_engine_still_loads_are_not_changed(generator, engine):
     """In a replay, pulls may overlap: the second one has the base that the driver knew of."""
     pushes, loading, seen = delta_pushes([1, 2, 3]), Future(), []
-
-    def load(version, tensors):
-        seen.append((version, tensors))
-        return loading
-
-    async def run():
-        await generator.load_weights(1, *pushes[1])
-        engine.load_weights = load
-        second = asyncio.create_task(generator.load_weights(2, *pushes[2]))
-        third = asyncio.create_task(generator.load_weights(3, *pushes[2], *pushes[3]))
-        while not seen:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
-        assert [(v, [float(t[0]) for t in given.values()]) for v, given in seen] == [(2, [2, 2])]
-        loading.set_result(None)
-        assert [version for version, *_ in await asyncio.gather(second, third)] == [2, 3]
-        assert seen[-1][0] == 3 and all((t == 3).all() for t in seen[-1][1].values())
-
-    asyncio.run(run())
+    await generator.load_weights(1, *pushes[1])
+    engine.load_weights = lambda *given: seen.append(given) or loading
+    second = asyncio.create_task(generator.load_weights(2, *pushes[2]))
+    third = asyncio.create_task(generator.load_weights(3, *pushes[2], *pushes[3]))
+    while not seen:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    assert [(v, [float(t[0]) for t in given.values()]) for v, given in seen] == [(2, [2, 2])]
+    loading.set_result(None)
+    assert [version for version, *_ in await asyncio.gather(second, third)] == [2, 3]
+    assert seen[-1][0] == 3 and all((t == 3).all() for t in seen[-1][1].values())
 
 
 def test_a_load_that_a_rolled_back_attempt_began_does_not_wake_the_engine(
     generator, engine, monkeypatch
 ):
-    buckets = [bucket_of("query"), bucket_of("value")]
-
     async def unpack(function, given):
         assert await generator.sleep() == 2
         return function(given)
 
     with monkeypatch.context() as patched, pytest.raises(ValueError, match="fell asleep"):
         patched.setattr(asyncio, "to_thread", unpack)
-        asyncio.run(generator.load_weights(5, *buckets))
+        load(generator, 5, QUERY, VALUE)
     assert engine.loaded == ["asleep"]
-    asyncio.run(generator.load_weights(5, *buckets))
-    asyncio.run(generator.load_weights(5, *buckets))  # the same weights, after a skipped step
+    load(generator, 5, QUERY, VALUE)
+    load(generator, 5, QUERY, VALUE)  # the same weights, after a skipped step
     assert [version for version, _ in engine.loaded[1:]] == [5, 5]
 
 
@@ -474,7 +426,7 @@ def test_weights_that_arrive_through_an_engine_are_acknowledged_as_those_of_the_
     generator, engine
 ):
     """The driver's calls come in any order; what fails the weights fails both."""
-    manifests = [bucket_of(name)[0] for name in ("query", "value")]
+    manifests = [QUERY[0], VALUE[0]]
 
     async def transfer(version, number, *manifests, awaited_first=True):
         receive = partial(generator.receive_weights, version, number, {}, *manifests)
@@ -487,10 +439,7 @@ def test_weights_that_arrive_through_an_engine_are_acknowledged_as_those_of_the_
         answers = asyncio.run(transfer(5, number, *manifests, awaited_first=first))
         assert answers[0] is None and answers[1][:2] == (5, snapshot_checksum(manifests))
     assert generator.version == 5
-    for wrong, facts in [
-        ((manifests[0],), "missing tensor value"),
-        (manifests * 2, "query appears"),
-    ]:
+    for wrong, facts in (manifests[:1], "missing tensor value"), (manifests * 2, "query appears"):
         failures = asyncio.run(transfer(6, 2 + len(wrong), *wrong))
         assert all(re.search(facts, str(failure)) for failure in failures)
     engine.load_weights = lambda *_: dead
@@ -506,7 +455,7 @@ def test_weights_that_arrive_through_an_engine_are_acknowledged_as_those_of_the_
 def test_a_transfer_ends_before_the_next_attempt_or_the_generator_is_restarted(
     generator, engine, module, monkeypatch
 ):
-    manifests = [bucket_of(name)[0] for name in ("query", "value")]
+    manifests = [QUERY[0], VALUE[0]]
     asyncio.run(generator.receive_weights(5, 0, {}, *manifests))
     generator.begin_attempt()
     monkeypatch.setattr(module, "_END_S", 0.05)
@@ -587,15 +536,12 @@ FAILURES = {
 
 @pytest.mark.parametrize("how", FAILURES)
 def test_a_group_whose_environment_fails_is_failed_samples_and_the_next_has_another(breaking, how):
-    bad = prompt(7, prompt_text=how)
-    packed, summary, text = asyncio.run(breaking.generate_group(bad, 0, 3, 1, 1.0))
-    records = unpack(packed)
-    assert [t.finish_reason for t in records] == ["error"] * 3
-    assert all(math.isnan(t.reward) and not t.success for t in records)
-    assert all(t.error.startswith("environment: ") for t in records)
-    assert all(fact in t.error for t in records for fact in FAILURES[how])
-    assert not any(t.response_mask.any() for t in records), "nothing to train on"
-    assert summary.errors == [t.error for t in records]
+    packed, summary, text = group(breaking, prompt_text=how)
+    for record, error in zip(unpack(packed), summary.errors, strict=True):
+        assert record.finish_reason == "error" and record.error == error
+        assert math.isnan(record.reward) and not record.success
+        assert error.startswith("environment: ") and all(fact in error for fact in FAILURES[how])
+        assert not record.response_mask.any(), "nothing to train on"
     assert summary.response_tokens == [0, 0, 0] and summary.oldest_version == -1
     assert [(r["response"], r["versions"]) for r in text["responses"]] == [("", None)] * 3
     _, summary, _ = group(breaking)
@@ -604,9 +550,7 @@ def test_a_group_whose_environment_fails_is_failed_samples_and_the_next_has_anot
     assert Breaks.made[0].closed.wait(10), "what was left behind is closed"
 
 
-def test_environments_are_made_as_many_as_are_needed_at_once_and_closed_in_the_end(
-    make,
-):
+def test_environments_are_made_as_many_as_are_needed_at_once_and_closed_in_the_end(make):
     Breaks.made.clear()
     generator = make(Breaks, in_flight=3)
 
@@ -625,8 +569,7 @@ def test_environments_are_made_as_many_as_are_needed_at_once_and_closed_in_the_e
 
 
 def test_a_sample_without_a_number_for_a_reward_fails_alone(breaking):
-    bad = prompt(7, prompt_text="gives nan")
-    _, summary, _ = asyncio.run(breaking.generate_group(bad, 0, 3, 1, 1.0))
+    _, summary, _ = group(breaking, prompt_text="gives nan")
     assert summary.finish_reasons[1:] == ["error", "error"] and len(Breaks.made) == 1
     assert summary.finish_reasons[0] != "error" and math.isfinite(summary.rewards[0])
     assert len(summary.errors) == 2 and all("nan" in error for error in summary.errors)
@@ -646,8 +589,7 @@ def test_an_evaluation_tells_which_prompts_failed_and_scores_the_others(breaking
 
 @pytest.mark.parametrize("how", ["raises in step", "hangs"])
 def test_an_environments_error_shows_its_own_file_and_line_and_begins_there(breaking, how, caplog):
-    bad = prompt(7, prompt_text=how)
-    packed, *_ = asyncio.run(breaking.generate_group(bad, 0, 3, 1, 1.0))
+    packed, *_ = group(breaking, prompt_text=how)
     line, *lines = unpack(packed)[0].error.splitlines()
     assert f"({__file__}:" in line
     frames = [text for text in lines if text.startswith("  File ")]
@@ -668,12 +610,10 @@ def test_a_slow_queue_of_rewards_is_not_the_environments_fault(make, environment
 
     pool.score, pool.begin = slow, lambda sample: Future()
     kind = "torchrl" if environment else "single_turn"
-    options = {"kind": kind, "timeout_s": 0.5, "in_flight": 1}
-    _, summary, _ = group(make(environment, pool=pool, **options))
+    _, summary, _ = group(make(environment, pool=pool, kind=kind, timeout_s=0.5, in_flight=1))
     released.set()
     assert len(summary.errors) == 3
-    assert all(error.startswith("rewards: ") for error in summary.errors)
-    assert all("no score" in error for error in summary.errors)
+    assert all(error.startswith("rewards: ") and "no score" in error for error in summary.errors)
 
 
 def test_a_prompt_that_the_engine_refuses_fails_and_no_other(generator, engine):
@@ -717,13 +657,7 @@ def test_a_failure_that_is_no_environments_is_the_generators(request, engine, er
 def test_a_response_reads_without_its_stop_token_and_ids_that_are_no_text_do_no_harm(
     generator, engine, token_ids, text
 ):
-    size = len(token_ids)
-    engine.answer = lambda request: Completion(
-        token_ids=np.array(token_ids, np.int64),
-        logprobs=np.full(size, -1.0, np.float32),
-        token_versions=np.zeros(size, np.int32),
-        finish_reason="stop",
-    )
+    engine.answer = lambda request: completion(token_ids)
     *_, readable = group(generator)
     assert [response["response"] for response in readable["responses"]] == [text] * 3
 

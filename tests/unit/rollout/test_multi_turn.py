@@ -12,14 +12,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lib import rows
-from lib.engine import StandInEngine, StandInPool
+from lib.engine import StandInEngine, StandInPool, completion
 from lib.processes import until
 from lib.properties import many
 
 from grpo_components.rewards.pool import Score
 from grpo_components.rollout.generator_options import EnvironmentOptions
 from grpo_components.rollout.multi_turn import MultiTurnEnvironment, Reply
-from grpo_components.rollout.samples import Completion, Sample, sampling_seed
+from grpo_components.rollout.samples import Sample, sampling_seed
 from grpo_components.settings import GeneratorSettings
 from grpo_components.trajectory import summarize, unpack
 
@@ -56,20 +56,13 @@ def prompt(number):
     return rows.prompt(number, ids("Q?"), **fields)
 
 
-def says(*lines, finish_reason="stop"):
+def says(*lines):
     """An engine that writes these lines in turn; turn `n` is of version `n`."""
     count = itertools.count(1)
 
     def line(request):
         number = next(count)
-        said = ids(lines[(number - 1) % len(lines)])[: request.max_tokens]
-        size = len(said)
-        return Completion(
-            token_ids=np.array(said, np.int64),
-            logprobs=np.full(size, -0.5, np.float32),
-            token_versions=np.full(size, number, np.int32),
-            finish_reason=finish_reason,
-        )
+        return completion(ids(lines[(number - 1) % len(lines)])[: request.max_tokens], number)
 
     return StandInEngine(line)
 
@@ -83,8 +76,8 @@ def world_of(*replies):
     """A world that makes these replies in order."""
 
     def world(prompt, seed):
-        left = list(replies)
-        return lambda text: left.pop(0)
+        left = iter(replies)
+        return lambda text: next(left)
 
     return world
 
@@ -154,11 +147,10 @@ def test_the_world_reads_each_turn_and_the_rewards_judge_the_last_one(rollout):
 def test_a_worlds_rewards_may_be_numbers_of_numpy_and_one_that_is_not_finite_fails_its_sample(
     rollout,
 ):
-    replies = Reply(done=np.bool_(True), rewards={"hint": np.float32(0.5), "cost": -1})
-    record = rollout(lambda prompt, seed: lambda text: replies, says("x"))
+    numbers = Reply(done=np.bool_(True), rewards={"hint": np.float32(0.5), "cost": -1})
+    record = rollout(world_of(numbers), says("x"))
     assert {"hint": 0.5, "cost": -1.0}.items() <= record.reward_terms.items()
-    replies = Reply(done=True, rewards={"hint": float("nan")})
-    record = rollout(lambda prompt, seed: lambda text: replies, says("x"))
+    record = rollout(world_of(Reply(done=True, rewards={"hint": float("nan")})), says("x"))
     assert record.failed and "reward nan" in record.error
 
 
@@ -198,12 +190,7 @@ def test_no_response_exceeds_a_limit_and_one_that_reaches_it_ends_with_length(
         assert request.max_tokens >= 1, "there is room for a token"
         wanted = turns[len(begun)][0]
         begun.append(size := min(wanted, request.max_tokens))
-        return Completion(
-            token_ids=np.array(ids("p" * size), np.int64),
-            logprobs=np.full(size, -0.5, np.float32),
-            token_versions=np.zeros(size, np.int32),
-            finish_reason="stop" if size == wanted else "length",
-        )
+        return completion(ids("p" * size), finish_reason="stop" if size == wanted else "length")
 
     limits = {"max_turns": max_turns, "max_response_tokens": max_response_tokens}
     record = rollout(world_of(*said), StandInEngine(policy), **limits)
@@ -252,16 +239,7 @@ def test_a_world_must_not_use_the_name_of_a_reward_of_the_config(rollout):
 @pytest.fixture
 def engine():
     """Samples two letters that depend on the seed."""
-
-    def letters(request):
-        return Completion(
-            token_ids=np.full(2, 65 + request.seed % 26, np.int64),
-            logprobs=np.full(2, -0.5, np.float32),
-            token_versions=np.full(2, 3, np.int32),
-            finish_reason="stop",
-        )
-
-    return StandInEngine(letters)
+    return StandInEngine(lambda request: completion([65 + request.seed % 26] * 2, 3))
 
 
 @pytest.fixture
@@ -288,8 +266,8 @@ def dice(prompt, seed):
     return lambda text: Reply(str(rolls.randint(1, 6)))
 
 
-def generate(generator, group_id, number=0):
-    return generator.generate_group(prompt(number), 0, group_id, 0, 1.0)
+def generate(generator, group_id, number=0, **fields):
+    return generator.generate_group(prompt(number) | fields, 0, group_id, 0, 1.0)
 
 
 def test_a_repeated_group_is_identical_and_its_samples_and_turns_have_seeds_of_their_own(
@@ -323,7 +301,8 @@ def test_evaluations_of_a_prompt_always_have_the_same_seed(over):
     assert len(set(seeds)) == 4 and len(seeds) == 8
 
 
-def test_a_slow_slot_delays_neither_its_siblings_nor_other_groups(over):
+@pytest.mark.anyio
+async def test_a_slow_slot_delays_neither_its_siblings_nor_other_groups(over):
     """One world hangs until every other conversation has ended."""
     others, release = threading.Semaphore(0), threading.Event()
     first = threading.Lock()
@@ -336,19 +315,14 @@ def test_a_slow_slot_delays_neither_its_siblings_nor_other_groups(over):
                 for _ in range(5):  # two siblings, and three of the other group
                     assert others.acquire(timeout=15)
                 release.set()
-            done = next(turns) == 2
-            if done:
+            if done := next(turns) == 2:
                 others.release()
             return Reply("-", done=done)
 
         return respond
 
     generator = over(world)
-
-    async def both():
-        return await asyncio.gather(generate(generator, 0), generate(generator, 1, number=1))
-
-    groups = asyncio.run(both())
+    groups = await asyncio.gather(generate(generator, 0), generate(generator, 1, number=1))
     assert release.is_set()
     for packed, summary, _ in groups:
         assert summary.errors == [] and len(set(summary.seeds)) == 3
@@ -357,7 +331,7 @@ def test_a_slow_slot_delays_neither_its_siblings_nor_other_groups(over):
 
 def test_a_world_that_changes_its_prompt_affects_no_other_conversation(over):
     """Siblings and repeated groups share one row of the data set."""
-    seen, row = [], prompt(0) | {"board": [0]}
+    seen, board = [], [0]
 
     def world(prompt, seed):
         seen.append(list(prompt["board"]))
@@ -366,8 +340,8 @@ def test_a_world_that_changes_its_prompt_affects_no_other_conversation(over):
 
     generator = over(world)
     for group_id in range(2):
-        asyncio.run(generator.generate_group(row, 0, group_id, 0, 1.0))
-    assert seen == [[0]] * 6 and row["board"] == [0]
+        asyncio.run(generate(generator, group_id, board=board))
+    assert seen == [[0]] * 6 and board == [0]
 
 
 def test_no_thread_is_used_while_the_policy_samples_and_a_thread_that_hangs_is_left(over, engine):
@@ -423,10 +397,7 @@ def test_a_world_that_fails_affects_only_its_own_sample(over, raised):
 
 
 def test_the_log_shows_the_turns(over):
-    def world(prompt, seed):
-        replies = iter([Reply("GO"), Reply(done=True)])
-        return lambda text: next(replies)
-
+    world = world_of(Reply("GO"), Reply(done=True))
     packed, _, text = asyncio.run(generate(over(world), group_id=1))
     for record, shown in zip(unpack(packed), text["responses"], strict=True):
         assert [turn["by"] for turn in shown["turns"]] == ["policy", "environment", "policy"]

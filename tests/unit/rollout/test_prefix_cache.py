@@ -24,13 +24,18 @@ def ask(engine, prompt=LONG, **options):
 
 
 def assert_same(left, right):
-    np.testing.assert_array_equal(left.token_ids, right.token_ids)
-    np.testing.assert_allclose(left.logprobs, right.logprobs, rtol=0, atol=1e-5)
+    real_engine.assert_same([left], [right], atol=1e-5)
 
 
-def scheduled(*entries):
-    """A schedule that lets each command in before the engine step that it names."""
-    return Schedule(recorded=RecordedSchedule(entries, 60))
+@pytest.fixture
+def scheduled(make_engine, checkpoints):
+    """Builds an engine that lets each command in before the step that an entry names."""
+
+    def build(*entries, **options):
+        schedule = Schedule(recorded=RecordedSchedule(entries, 60))
+        return make_engine(checkpoints / "tied_A", schedule=schedule, **options)
+
+    return build
 
 
 @pytest.fixture
@@ -66,15 +71,11 @@ def fresh(build_engine, checkpoints):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_new_requests_read_no_kv_of_old_weights_that_running_ones_hold(
-    make_engine, checkpoints, fresh, cached, recompute
+    scheduled, checkpoints, fresh, cached, recompute
 ):
     load = [(0, f"load {i}") for i in range(3)]
     new = [(30, f"new {i}") for i in range(3)]
-    engine = make_engine(
-        checkpoints / "tied_A",
-        recompute_kv_after_pull=recompute,
-        schedule=scheduled(*load, (30, "weights 1"), *new),
-    )
+    engine = scheduled(*load, (30, "weights 1"), *new, recompute_kv_after_pull=recompute)
     running = [ask(engine, seed=i, max_tokens=150, name=f"load {i}") for i in range(3)]
     loading = engine.load_weights(1, weights(checkpoints / "tied_B"))
     answers = [ask(engine, name=f"new {i}", **own) for i, own in enumerate(ASKED)]
@@ -90,13 +91,11 @@ def test_new_requests_read_no_kv_of_old_weights_that_running_ones_hold(
 
 
 def test_a_request_that_waited_while_the_weights_came_reads_and_leaves_only_new_kv(
-    make_engine, checkpoints, fresh
+    scheduled, checkpoints, fresh
 ):
     """It was hashed before the swap, and its prompt is read after it."""
     entries = (0, "running"), (5, "waiting"), (6, "weights 1"), (6, "same")
-    engine = make_engine(
-        checkpoints / "tied_A", max_num_seqs=1, schedule=scheduled(*entries)
-    )  # one at a time
+    engine = scheduled(*entries, max_num_seqs=1)  # one at a time
     running = ask(engine, max_tokens=60, name="running")
     waiting = ask(engine, name="waiting")
     engine.load_weights(1, weights(checkpoints / "tied_B"))
@@ -107,16 +106,12 @@ def test_a_request_that_waited_while_the_weights_came_reads_and_leaves_only_new_
 
 
 def test_blocks_that_a_request_fills_after_the_swap_on_top_of_old_kv_are_its_own(
-    make_engine, checkpoints
+    scheduled, make_engine, checkpoints
 ):
     """As the next turn of a conversation would read them: its prompt has the response in it."""
-    engine = make_engine(
-        checkpoints / "tied_A",
-        schedule=scheduled((0, "first turn"), (10, "weights 1"), (220, "second turn")),
-    )
-    first = ask(
-        engine, SHORT, max_tokens=220, name="first turn"
-    )  # fills blocks before and after the swap
+    engine = scheduled((0, "first turn"), (10, "weights 1"), (220, "second turn"))
+    # It fills blocks before and after the swap.
+    first = ask(engine, SHORT, max_tokens=220, name="first turn")
     engine.load_weights(1, weights(checkpoints / "tied_B"))
     said = first.result(timeout=60)
     assert spans(said) == [0, 1]
@@ -126,14 +121,14 @@ def test_blocks_that_a_request_fills_after_the_swap_on_top_of_old_kv_are_its_own
 
 
 def test_other_weights_of_the_same_or_an_older_version_are_new_weights(
-    make_engine, checkpoints, fresh
+    scheduled, checkpoints, fresh
 ):
     """As after a rollback, a restore or a second load: no version number tells KV apart."""
     swaps = (5, "B"), (5, "A"), (3, "B")
     entries = [(0, "running")]
     for number, (version, _) in enumerate(swaps):
         entries += [(10 + 20 * number, f"weights {version}"), (10 + 20 * number, f"new {number}")]
-    engine = make_engine(checkpoints / "tied_A", schedule=scheduled(*entries))
+    engine = scheduled(*entries)
     running = ask(engine, max_tokens=120, name="running")
     answers = []
     for number, (version, letter) in enumerate(swaps):
@@ -145,11 +140,10 @@ def test_other_weights_of_the_same_or_an_older_version_are_new_weights(
 
 
 def test_a_running_request_that_lost_its_blocks_for_lack_of_room_leaves_no_old_kv(
-    make_engine, checkpoints, fresh
+    scheduled, checkpoints, fresh
 ):
     """vLLM computes it again, and looks for its old blocks."""
-    entries = (0, "winner"), (0, "loser"), (10, "weights 1"), (200, "new")
-    engine = make_engine(checkpoints / "tied_A", schedule=scheduled(*entries))
+    engine = scheduled((0, "winner"), (0, "loser"), (10, "weights 1"), (200, "new"))
     scheduler = engine._backend._engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     pool.get_new_blocks(pool.get_num_free_blocks() - 24)  # twelve each, and each wants more
@@ -170,7 +164,7 @@ def test_a_running_request_that_lost_its_blocks_for_lack_of_room_leaves_no_old_k
 
 
 def test_with_cudas_scheduling_new_requests_read_no_kv_of_old_weights_either(
-    make_engine, checkpoints, force_cuda_defaults
+    scheduled, make_engine, checkpoints, force_cuda_defaults
 ):
     """Prompts are read in three parts, and the weights come after the first part of one of them.
 
@@ -179,10 +173,9 @@ def test_with_cudas_scheduling_new_requests_read_no_kv_of_old_weights_either(
     """
     force_cuda_defaults(batched_tokens=128)
     greedy = {"temperature": 0.0}
-    engine = make_engine(checkpoints / "tied_B")
-    expected = ask(engine, **greedy).result()
+    expected = ask(make_engine(checkpoints / "tied_B"), **greedy).result()
     entries = (0, "running"), (20, "in parts"), (21, "weights 1"), (21, "new"), (21, "new")
-    engine = make_engine(checkpoints / "tied_A", schedule=scheduled(*entries))
+    engine = scheduled(*entries)
     running = ask(engine, SHORT, max_tokens=150, name="running", **greedy)
     in_parts = ask(engine, name="in parts", **greedy)
     engine.load_weights(1, weights(checkpoints / "tied_B"))

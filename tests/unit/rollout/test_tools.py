@@ -143,12 +143,11 @@ def test_a_turn_of_sleeping_programs_ends_at_its_limit(monkeypatch):
 def test_a_llama_result_has_the_frame_of_its_template():
     world = ToolUse({"calculator": calculator}, "llama3_json")
     call = json.dumps({"name": "calculator", "parameters": {"expression": "3+4"}})
-    frame = (
-        '<|start_header_id|>ipython<|end_header_id|>\n\n"7"<|eot_id|>'
-        "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    )
     for text in (call, f"<|python_tag|>{call}"):
-        assert reply_to(text, world).text == frame
+        assert reply_to(text, world).text == (
+            '<|start_header_id|>ipython<|end_header_id|>\n\n"7"<|eot_id|>'
+            "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        )
 
 
 @pytest.mark.parametrize("call_format", ["hermes", "llama3_json"])
@@ -206,13 +205,13 @@ def test_a_result_can_neither_open_a_turn_nor_flood_the_response():
     assert "<tool_call>" not in text and "(cut)" in text and len(text) < 200
 
 
-def test_a_long_result_loses_its_middle():
-    for page, limit, shown in (
-        ("first" + "x" * 500 + "last", 9, "first (cut) last"),
-        ("only", 1, "o (cut) "),
-    ):
-        world = ToolUse({"page": lambda page=page: page}, max_result_characters=limit)
-        assert results(hermes(name="page", arguments={}), world) == [shown]
+@pytest.mark.parametrize(
+    ("page", "limit", "shown"),
+    [(f"first{'x' * 500}last", 9, "first (cut) last"), ("only", 1, "o (cut) ")],
+)
+def test_a_long_result_loses_its_middle(page, limit, shown):
+    world = ToolUse({"page": lambda: page}, max_result_characters=limit)
+    assert results(hermes(name="page", arguments={}), world) == [shown]
 
 
 def test_half_a_surrogate_pair_in_a_result_is_replaced():
@@ -326,10 +325,8 @@ def test_a_tool_is_described_by_its_docstring_and_annotations_in_the_form_of_cha
     assert (function["name"], function["description"]) == ("find", "Find pages.")
     parameters = function["parameters"]
     assert parameters["required"] == ["query"]
-    assert parameters["properties"]["query"] == {
-        "type": "string",
-        "description": "words to look for.",
-    }
+    query = {"type": "string", "description": "words to look for."}
+    assert parameters["properties"]["query"] == query
     kinds = {name: each["type"] for name, each in parameters["properties"].items()}
     assert kinds == {"query": "string", "limit": "integer", "exact": "boolean"}
 

@@ -1,15 +1,17 @@
 """The transformers backend: vLLM's logprobs, exact versions, and the seeds of each request."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from lib.real_engine import (
     PROMPTS,
     ask,
+    assert_exact_over_a_swap,
+    assert_same,
     done,
-    logprobs_of,
     submit,
-    under_way,
     weights,
 )
 from safetensors.torch import load_file, save_file
@@ -21,10 +23,7 @@ from grpo_components.exchange.weights import pack_bucket, pushed_layers
 
 @pytest.fixture
 def make(make_engine):
-    def build(path, **options):
-        return make_engine(path, backend="transformers", **options)
-
-    return build
+    return partial(make_engine, backend="transformers")
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "experts"])
@@ -39,10 +38,8 @@ def test_greedy_tokens_and_logprobs_are_those_of_vllm(make, make_engine, checkpo
                 engine.load_weights(1, weights(second)).result(timeout=60)
             found.append(done(submit(engine, 40, temperature=0.0)))
             engine.close()
-        for ours, theirs in zip(*found, strict=True):
-            np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
-            np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
-            assert set(ours.token_versions) == set(theirs.token_versions) == {version}
+        assert_same(*found, atol=1e-4)
+        assert {int(v) for c in [*found[0], *found[1]] for v in c.token_versions} == {version}
 
 
 def test_capped_scores_of_gemma_2_are_those_of_a_plain_forward_pass(make, tmp_path):
@@ -68,34 +65,7 @@ def test_capped_scores_of_gemma_2_are_those_of_a_plain_forward_pass(make, tmp_pa
 def test_running_requests_go_on_over_a_swap_with_exact_versions(make, checkpoints, recompute):
     old, new = checkpoints / "tied_A", checkpoints / "tied_B"
     engine = make(old, recompute_kv_after_pull=recompute)
-    running = under_way(engine)
-    given = weights(new)
-    loading = engine.load_weights(1, given)
-    loading.result(timeout=60)
-    for tensor in given.values():  # the next delta push changes these bytes
-        tensor.zero_()
-    spanning = 0
-    for prompt, completion in zip(PROMPTS, done(running), strict=True):
-        versions = completion.token_versions
-        assert set(np.diff(versions)) <= {0, 1}
-        first = versions == 0
-        assert (
-            np.abs(completion.logprobs - logprobs_of(old, prompt, completion))[first].max() < 1e-4
-        )
-        if versions[-1] == 1:
-            spanning += 1
-            gap = np.abs(completion.logprobs - logprobs_of(new, prompt, completion))[~first]
-            # With recomputed KV the later tokens are the new policy's; with the old KV they mix.
-            assert (gap.max() < 1e-4) == recompute
-    assert spanning, "no response was running during the swap"
-
-
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    assert_exact_over_a_swap(engine, old, new, recompute)
 
 
 def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(make, checkpoints, one_thread):
@@ -104,17 +74,14 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(make, checkpoint
     asked = [(prompt + [9] * i, i) for i, prompt in enumerate(PROMPTS)]
     together = done([ask(engine, ids, seed=seed) for ids, seed in asked])
     alone = [ask(engine, ids, seed=seed).result(timeout=60) for ids, seed in asked]
-    for one, other in zip(together, alone, strict=True):
-        np.testing.assert_array_equal(one.token_ids, other.token_ids)
-        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+    assert_same(together, alone)
     first, same, other = done([ask(engine, [5, 6], seed=seed) for seed in (1, 1, 2)])
     assert first.token_ids.tolist() == same.token_ids.tolist() != other.token_ids.tolist()
 
 
 def test_samples_follow_the_distribution_at_their_temperature(make, checkpoints):
     engine = make(checkpoints / "untied_B", max_num_seqs=256)
-    asked = [ask(engine, [5, 6], 1, seed=i, temperature=0.5) for i in range(4000)]
-    found = done(asked)
+    found = done([ask(engine, [5, 6], 1, seed=i, temperature=0.5) for i in range(4000)])
     ids = np.array([int(each.token_ids[0]) for each in found])
     by_id = {int(each.token_ids[0]): float(np.exp(each.logprobs[0])) for each in found}
     for token, probability in by_id.items():

@@ -57,19 +57,16 @@ def test_running_requests_go_on_with_each_new_adapter(make_engine, checkpoints, 
         copies = {name: tensor.clone() for name, tensor in given.items()}
         engine.load_weights(version, copies)
     completions = done(requests)
-    assert [c.token_versions.tolist() for c in completions] == [
-        [0] * 16 + [1] * 16 + [2] * 16,
-        [2] * 32,
-    ]
+    versions_of = [[0] * 16 + [1] * 16 + [2] * 16, [2] * 32]
+    assert [c.token_versions.tolist() for c in completions] == versions_of
     for prompt, completion in zip(prompts, completions, strict=True):
         for version, given in versions.items():
             own = completion.token_versions == version
             expected = logprobs(base, given, prompt, completion)
             # With their KV recomputed, tokens are those of the one adapter.
             np.testing.assert_allclose(completion.logprobs[own], expected[own], atol=1e-4)
-    assert (
-        engine._backend._engine.collective_rpc("list_loras") == [{1}] * workers
-    )  # no other is kept
+    kept = engine._backend._engine.collective_rpc("list_loras")
+    assert kept == [{1}] * workers, "no other is kept"
 
 
 def test_an_adapter_of_other_layers_is_refused_and_nothing_changes(make_engine, checkpoints):

@@ -10,11 +10,10 @@ import torch
 from lib.real_engine import (
     PROMPTS,
     ask,
+    assert_exact_over_a_swap,
     assert_same,
     done,
-    logprobs_of,
     submit,
-    under_way,
     weights,
 )
 
@@ -59,14 +58,12 @@ def test_more_prompts_at_once_than_fit_into_one_step_are_all_answered(make_engin
     """vLLM would read a part of one of them, and its CPU sampler cannot go back after that."""
     engine = make_engine(checkpoints / "tied_A")
     prompts = np.random.default_rng(0).integers(1, 255, (24, 400)).tolist()  # of 4096 in a step
-    futures = [ask(engine, ids, 2, seed=i, stop_token_ids=[0]) for i, ids in enumerate(prompts)]
-    together = done(futures)
-    alone = [
-        ask(engine, ids, 2, seed=i, stop_token_ids=[0]).result() for i, ids in enumerate(prompts)
-    ]
-    for a, b in zip(together, alone, strict=True):
-        np.testing.assert_array_equal(a.token_ids, b.token_ids)
-        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+    def answer(i):
+        return ask(engine, prompts[i], 2, seed=i, stop_token_ids=[0])
+
+    together, alone = done(map(answer, range(24))), [answer(i).result() for i in range(24)]
+    assert_same(together, alone, atol=1e-5)
 
 
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=4, alpha=8, target_modules=("q_proj",))])
@@ -104,26 +101,9 @@ def test_running_requests_go_on_over_a_swap_with_exact_versions(
     """Asynchronous: the batch in flight at the swap was sampled by the old weights."""
     if scheduling == "asynchronous":
         force_cuda_defaults()
-    engine = make_engine(checkpoints / "tied_A", recompute_kv_after_pull=recompute)
     old, new = checkpoints / "tied_A", checkpoints / "tied_B"
-    running = under_way(engine)
-    engine.load_weights(1, weights(new)).result()
-    spanning, gaps_to_old = 0, []
-    for prompt, future in zip(PROMPTS, running, strict=True):
-        completion = future.result()
-        versions = completion.token_versions
-        assert set(np.diff(versions)) <= {0, 1}
-        first = versions == 0
-        gap_to_old = np.abs(completion.logprobs - logprobs_of(old, prompt, completion))
-        assert gap_to_old[first].max() < 1e-4
-        if versions[-1] == 1:
-            spanning += 1
-            gaps_to_old.append(gap_to_old[~first][0])
-            gap = np.abs(completion.logprobs - logprobs_of(new, prompt, completion))[~first]
-            # With recomputed KV the later tokens are the new policy's; with the old KV they mix.
-            assert (gap.max() < 1e-4) == recompute
-    assert spanning, "no response was running during the swap"
-    assert max(gaps_to_old) > 1e-2, "what the old weights sampled last has the new version"
+    engine = make_engine(old, recompute_kv_after_pull=recompute)
+    assert_exact_over_a_swap(engine, old, new, recompute)
 
 
 def entered(folder):
