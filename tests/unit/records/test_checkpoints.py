@@ -224,7 +224,7 @@ async def state_of(folder, tmp_path):
     assert torch.equal(run.policy.weights, whole)
     assert run.policy.version == step
     (momentum,) = (s["momentum_buffer"] for s in run.policy.optimizer.state.values())
-    assert torch.equal(momentum.to_local(), torch.full((2, 3), MOMENTA[step - 1]))
+    assert torch.equal(momentum.to_local(), torch.full((2, 3), float(MOMENTA[step - 1])))
     _, taken = await run.buffer.take(1, 0)
     assert [group.group_id for group in taken.groups] == [step - 1]
     assert OmegaConf.load(folder / "state" / "config.yaml").seed == 7

@@ -223,9 +223,9 @@ def losses(aggregation, counts=(3, 1, 9), seed=0):
 def test_rounding_and_what_a_run_does_not_measure_are_no_imbalance(watch, notes, seed):
     metrics = losses(TokenMean(), counts=(300, 17, 64), seed=seed)
     watch.check_step(1, metrics)
-    watch.check_step(2, metrics | {"loss/penalty": float("nan"), "ratio/max": 1.5})
+    watch.check_step(2, metrics | {"loss/penalty": math.nan, "ratio/max": 1.5})
     watch.check_step(3, metrics | {"loss/total": metrics["loss/total"] + 1, "loss/penalty": 1.0})
-    watch.check_step(4, metrics | {"loss/total": float("nan")})
+    watch.check_step(4, metrics | {"loss/total": math.nan})
     watch.check_step(5, metrics | {"loss/ptx": 0.5, "loss/total": 9.0})
     watch.check_step(6, {})
     assert notes == []
