@@ -39,6 +39,10 @@ def write_rows(path, *rows, torn=""):
     return path
 
 
+def read_rows(path):
+    return [json.loads(line) for line in path.open()]
+
+
 def prompt(number, token_ids=(1, 2), **fields):
     texts = {"prompt_text": f"question {number}", "answer": f"answer {number}"}
     return {"prompt_index": number, "prompt_ids": np.array(token_ids), **texts} | fields

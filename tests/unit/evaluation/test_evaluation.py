@@ -75,9 +75,8 @@ class Run:
 
     async def pull(self, generator, cause):
         assert cause.startswith("evaluation 3") and generator.swapping.locked()
-        pull = id(generator), cause
-        assert pull not in self.pulls, "a replay cannot tell it from the earlier one"
-        self.pulls.append(pull)
+        assert (generator, cause) not in self.pulls, "a replay cannot tell it from the earlier one"
+        self.pulls.append((generator, cause))
         await asyncio.sleep(0)
         generator.version = self.published
 
@@ -155,25 +154,22 @@ def test_training_goes_on_as_soon_as_every_generator_holds_the_weights():
     asyncio.run(train())
 
 
-def waits_at(**schedule):
-    """Steps of 3 to 6 whose record waits for the evaluation that began after step 3."""
+async def waits_at(number, **schedule):
+    """Whether this step's record waits for the evaluation that began after step 3."""
+    generator = Generator()
+    generator.may_answer.clear()
+    run = Run(generator, **schedule)
+    async with asyncio.TaskGroup() as tasks:
+        await run.begin(tasks)
+        record = tasks.create_task(run.evaluation.collect(number))
+        await asyncio.sleep(0)
+        waited = not record.done()
+        generator.may_answer.set()
+    return waited
 
-    async def step(number):
-        generator = Generator()
-        generator.may_answer.clear()
-        run = Run(generator, **schedule)
-        async with asyncio.TaskGroup() as tasks:
-            await run.begin(tasks)
-            record = tasks.create_task(run.evaluation.collect(number))
-            await asyncio.sleep(0)
-            waited = not record.done()
-            generator.may_answer.set()
-        return waited
 
-    async def steps():
-        return {number for number in (3, 4, 5, 6) if await step(number)}
-
-    return asyncio.run(steps())
+def waiting_steps(**schedule):
+    return {number for number in range(3, 7) if asyncio.run(waits_at(number, **schedule))}
 
 
 @pytest.mark.parametrize(
@@ -181,7 +177,7 @@ def waits_at(**schedule):
 )
 def test_a_steps_record_waits_if_the_next_evaluation_is_near(every, expected):
     """So each evaluation has a record of its own, and the last is not lost."""
-    assert waits_at(eval_every_n_steps=every, num_steps=6) == expected
+    assert waiting_steps(eval_every_n_steps=every, num_steps=6) == expected
 
 
 @pytest.mark.parametrize(
@@ -189,26 +185,24 @@ def test_a_steps_record_waits_if_the_next_evaluation_is_near(every, expected):
 )
 def test_training_waits_if_its_next_groups_need_newer_weights(max_staleness, expected):
     """Else it would wait for a batch, which has a time-out."""
-    assert waits_at(eval_every_n_steps=50, max_staleness=max_staleness) == expected
+    assert waiting_steps(eval_every_n_steps=50, max_staleness=max_staleness) == expected
 
 
 @pytest.mark.parametrize("dies", [{}, DIES])
 def test_no_other_wait_times_out_during_an_evaluation(dies):
     """Afterwards they can again, whether it failed or not."""
     generator = Generator(**dies)
-    run = Run(generator)
-    ledger, seen = run.ledger, []
-
+    run, seen = Run(generator), []
     load = run.pull
 
     async def pull(generator, cause):
-        seen.append(ledger.weights_pinned)
+        seen.append(run.ledger.weights_pinned)
         await load(generator, cause)
 
     run.pull = pull
     with contextlib.suppress(ExceptionGroup):
         run.whole()
-    assert seen == [True] and not ledger.weights_pinned
+    assert seen == [True] and not run.ledger.weights_pinned
 
 
 def test_evaluations_are_due_every_n_steps_and_after_the_last():

@@ -31,11 +31,10 @@ def recorded(tmp_path):
 
 
 def values(**changes):
-    whole = {"eval_only": False, "rollout_only": False, "train_from": None, "replay_events": None}
-    rest = {"resume_from_checkpoint": False, "groups_per_step": 2, "group_size": 2}
-    rest |= {"keep_best": None, "reward_model": {"path": None}}
-    rest |= {"num_steps": 4, "max_staleness": 3, "output_dir": "/run"}
-    whole |= {**rest, **changes}
+    whole = dict.fromkeys(("eval_only", "rollout_only", "resume_from_checkpoint"), False)
+    whole |= dict.fromkeys(("train_from", "replay_events", "keep_best"))
+    whole |= {"groups_per_step": 2, "group_size": 2, "num_steps": 4, "max_staleness": 3}
+    whole |= {"reward_model": {"path": None}, "output_dir": "/run", **changes}
     return OmegaConf.create(whole | {"trains": not (whole["eval_only"] or whole["rollout_only"])})
 
 

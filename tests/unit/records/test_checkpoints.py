@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import sys
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import ANY, AsyncMock
@@ -45,6 +46,9 @@ SAMPLING = GeneratorSettings(temperature=1.0, max_response_tokens=16)
 PROMPTS = OmegaConf.create({"_component_": "gsm8k", "source": "test.jsonl"})
 
 
+FULL = OSError(28, "No space left on device")
+
+
 class Killed(BaseException):
     """The end of the process."""
 
@@ -60,12 +64,10 @@ class Disk:
         self.folder, self.left, self.failure = str(folder), operations, failure
 
     def _see(self, event, args):
-        if not self.folder:
-            return
         writes = event in ("os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir") or (
             event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
         )
-        if writes and self.folder in f"{args}{self._parent(event, args)}":
+        if self.folder and writes and self.folder in f"{args}{self._parent(event, args)}":
             self.spend()
 
     @staticmethod
@@ -77,7 +79,7 @@ class Disk:
     def spend(self):
         self.left -= 1
         if self.left < 0:
-            if self.failure is not Killed:
+            if self.failure is FULL:
                 self.folder = ""  # one failure only, so that the clean-up works
             raise self.failure
 
@@ -127,8 +129,7 @@ class Policy:
         return self.model.weight.to_local().detach()
 
     def hold_state(self, copy):
-        layers = [{"model.weight": self.weights}]
-        self.state.hold(self.version, layers, copy=copy)
+        self.state.hold(self.version, [{"model.weight": self.weights}], copy=copy)
 
     def write_state(self, folder):
         return self.state.write(Path(folder))
@@ -158,16 +159,15 @@ class Run:
         self.configure(**options)
 
     def configure(self, checkpoint=None, **options):
-        log = SimpleNamespace(
-            checkpoint=lambda *saved: self.shown.append(saved), note=self.shown.append
-        )
+        note = self.shown.append
+        log = SimpleNamespace(checkpoint=lambda *saved: note(saved), note=note)
         start = SimpleNamespace(identity=self.identity, checkpoint=checkpoint, attempt=0)
         cfg = {"output_dir": str(self.folder.parent), "async_checkpoint": False, "seed": 7}
         cfg |= {"eval_dataset": PROMPTS, "eval": EvalSettings(temperature=1.0)}
         cfg |= {"generator": SAMPLING, "environment": None, "rewards": {}}
         settings = Settings.model_construct(**cfg | options)
-        receipts, self.options = None, options
-        self.journal = Journal(settings, start, self.ledger, self.prompts, receipts, log)
+        self.options = options
+        self.journal = Journal(settings, start, self.ledger, self.prompts, None, log)
 
     @property
     def names(self):
@@ -210,6 +210,10 @@ class Run:
         await self.journal.restore(self.roles(), AsyncMock())
 
 
+MOMENTA = tuple(accumulate(map(np.float32, (1, 2, 3)), lambda m, g: np.float32(0.9 * m + g)))
+"""After each step: gradients add up, as nothing sets them to zero here."""
+
+
 async def state_of(folder, tmp_path):
     """The step of a checkpoint; fails if its parts are of different steps."""
     run = Run(tmp_path)
@@ -220,7 +224,7 @@ async def state_of(folder, tmp_path):
     assert torch.equal(run.policy.weights, whole)
     assert run.policy.version == step
     (momentum,) = (s["momentum_buffer"] for s in run.policy.optimizer.state.values())
-    assert torch.equal(momentum.to_local(), torch.full((2, 3), expected_momentum(step)))
+    assert torch.equal(momentum.to_local(), torch.full((2, 3), float(MOMENTA[step - 1])))
     _, taken = await run.buffer.take(1, 0)
     assert [group.group_id for group in taken.groups] == [step - 1]
     assert OmegaConf.load(folder / "state" / "config.yaml").seed == 7
@@ -229,13 +233,6 @@ async def state_of(folder, tmp_path):
     assert (folder / "generation_config.json").read_text() == "generation_config.json"
     assert not (folder / "old.bin").exists()
     return step
-
-
-def expected_momentum(step):
-    momentum = 0.0
-    for number in range(step):  # gradients add up: nothing sets them to zero here
-        momentum = np.float32(0.9 * momentum + number + 1) if number else np.float32(1.0)
-    return float(momentum)
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
@@ -250,8 +247,7 @@ async def test_all_parts_are_of_one_step_latest_points_at_it_and_the_umask_is_ke
         os.umask(before)
     files = [path for path in run.folder.rglob("*") if path.is_file()]
     assert {path.stat().st_mode & 0o777 for path in files} == {mode}
-    assert run.shown == [(1, str(run.folder / "step_1"))]
-    assert latest(run.folder) == run.folder / "step_1"
+    assert run.shown == [(1, str(latest(run.folder)))]
     assert await state_of(run.folder / "latest", tmp_path) == 1
     assert run.names == ["latest", "step_1"]
 
@@ -282,9 +278,7 @@ async def test_damaged_values_are_refused_by_the_trainer(tmp_path, harm):
 
 
 async def test_a_checkpoint_written_in_the_background_is_of_its_own_step(tmp_path):
-    run = await Run(tmp_path, async_checkpoint=True).stepped()
-    await run.step()  # changes the held state in place
-    await run.save()  # waits for the first
+    run = await Run(tmp_path, async_checkpoint=True).stepped(2)  # changes the held state in place
     assert run.shown == [(1, str(run.folder / "step_1"))]
     await run.step()
     await run.journal.finish()
@@ -299,8 +293,7 @@ async def test_the_last_n_are_kept_and_always_the_latest(tmp_path):
     for step, kept in ((4, ["step_3", "step_4"]), (10, ["step_10", "step_4"])):
         await run.step()
         await run.save(step)
-        assert run.names == ["latest", *kept]
-        assert latest(run.folder) == run.folder / f"step_{step}"
+        assert run.names == ["latest", *kept] and latest(run.folder).name == f"step_{step}"
 
 
 async def test_only_folders_named_after_a_step_are_checkpoints_and_all_else_stays(tmp_path):
@@ -342,10 +335,8 @@ def test_a_kill_before_any_change_of_a_file_leaves_a_whole_checkpoint(tmp_path, 
             disk.watch("")
         else:
             break
-        # Every folder named step_<n> is whole: a loader may take any of them.
-        names = [path.name for path in run.folder.glob("step_*")]
-        assert run.folder / os.readlink(run.folder / "latest") in list(run.folder.iterdir())
-        for folder in {run.folder / name for name in names}:
+        assert latest(run.folder).exists()
+        for folder in run.folder.glob("step_*"):  # each is whole: a loader may take any of them
             assert len(list(folder.rglob("*"))) == len(list((initial / "step_1").rglob("*")))
         found.append(int(os.readlink(run.folder / "latest").removeprefix("step_")))
         if operations % 8 == 0 or found[-2:] == [1, 2]:
@@ -366,9 +357,7 @@ async def test_a_full_disk_is_an_error_that_names_the_last_checkpoint(
     run = await prepared(tmp_path)
     await run.step()
     run.configure(async_checkpoint=in_background)
-    full = OSError(28, "No space left on device")
-
-    disk.watch(run.folder, operations, failure=full)
+    disk.watch(run.folder, operations, failure=FULL)
     with pytest.raises(OSError, match=r"step 2 .*No space left") as failed:
         await run.save()
         await run.journal.finish()
@@ -381,7 +370,7 @@ def test_a_failure_in_the_background_ends_the_next_step(tmp_path, disk):
     async def main():  # in a loop of its own: it waits for all other tasks
         run = Run(tmp_path, async_checkpoint=True)
         await run.step()
-        disk.watch(run.folder, 0, failure=OSError(28, "No space left on device"))
+        disk.watch(run.folder, 0, failure=FULL)
         await run.save()
         await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})
         with pytest.raises(OSError, match=r"step 1 .*No space left.*; the last one is none$"):
@@ -394,21 +383,18 @@ def test_a_failure_in_the_background_ends_the_next_step(tmp_path, disk):
 async def test_with_warn_training_goes_on_and_the_next_checkpoint_may_succeed(tmp_path, disk):
     run = await Run(tmp_path, checkpoint_failure="warn").stepped()
     await run.step()
-    disk.watch(run.folder, 9, failure=OSError(28, "No space left on device"))
+    disk.watch(run.folder, 9, failure=FULL)
     await run.save()
-    disk.watch("")
     assert latest(run.folder) == run.folder / "step_1"
     assert "step 2" in run.shown[-1] and "No space left" in run.shown[-1]
-    await run.step()
-    await run.save()
+    await run.stepped()
     assert run.shown[-1] == (3, str(run.folder / "step_3"))
     assert await state_of(run.folder / "latest", tmp_path) == 3
     assert run.names == ["latest", "step_1", "step_3"]
 
 
 async def test_the_random_state_of_a_rank_is_restored(tmp_path):
-    run = await Run(tmp_path).stepped()
-    drawn = torch.rand(3)
+    run, drawn = await Run(tmp_path).stepped(), torch.rand(3)
     torch.manual_seed(0)
     await run.restore(run.folder / "step_1")
     assert torch.equal(torch.rand(3), drawn)
@@ -423,9 +409,8 @@ def rating(version, success):
 
 async def saved_and_rated(run, *successes, before=True):
     """Steps with these ratings, each known before or after its checkpoint is written."""
-    for success in successes:
+    for step, success in enumerate(successes, run.ledger.steps_done + 1):
         await run.step()
-        step = run.ledger.steps_done
         if before:
             run.journal.add_evaluation(step, rating(step, success))
         await run.save()
@@ -443,20 +428,15 @@ async def test_the_best_checkpoint_is_kept(tmp_path, before):
     run = Run(tmp_path, keep_last_n=1, keep_best=SUCCESS)
     await saved_and_rated(run, 0.25, 0.75, 0.75, 0.5, math.nan, before=before)
     assert best_of(run) == "step_2", "of equal ones the first"
-    assert run.names == [*("best", "latest", "step_2", "step_5")]
-    assert json.loads((run.folder / "best/evaluation.json").read_text()) == {
-        "eval/policy_version": 2,
-        SUCCESS: 0.75,
-        "kind": ANY,
-    }
+    assert run.names == ["best", "latest", "step_2", "step_5"]
+    rated = json.loads((run.folder / "best/evaluation.json").read_text())
+    assert rated == {"eval/policy_version": 2, SUCCESS: 0.75, "kind": ANY}
     assert await state_of(run.folder / "step_2", tmp_path) == 2
     assert any("step 2: best" in str(line) and "0.750" in line for line in run.shown)
 
 
 async def test_a_checkpoint_is_rated_even_if_the_next_evaluation_is_there_before_it(tmp_path):
-    run = Run(tmp_path, async_checkpoint=True, keep_last_n=1, keep_best=SUCCESS)
-    await run.step()
-    await run.save()
+    run = await Run(tmp_path, async_checkpoint=True, keep_last_n=1, keep_best=SUCCESS).stepped()
     run.journal.add_evaluation(1, rating(1, 0.75))
     run.journal.add_evaluation(2, rating(2, 0.25))
     await run.stepped()
@@ -478,7 +458,6 @@ async def test_a_rolled_back_run_forgets_ratings_of_later_steps(tmp_path):
     await saved_and_rated(first, 0.5, 0.25, 0.75)
     assert best_of(first) == "step_3"
     again = Run(tmp_path, keep_best=SUCCESS)
-
     point_latest(first.folder / "step_2")  # as a run does that resumes from it
     await again.restore(first.folder / "step_2")
     assert best_of(again) == "step_1"
@@ -541,9 +520,8 @@ async def test_a_rating_without_its_kind_counts(tmp_path):
     ],
 )
 def test_the_config_has_the_dtype_of_the_weights(tmp_path, base, saved):
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "config.json").write_text(json.dumps(base))
+    (tmp_path / "config.json").write_text(json.dumps(base))
     weights = {"norm": torch.ones(2), "weight": torch.ones(8, dtype=torch.bfloat16)}
-    save_hf_weights(weights, tmp_path / "base", tmp_path / "saved")
+    save_hf_weights(weights, tmp_path, tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert config == {"dtype": "bfloat16"} | saved

@@ -1,10 +1,11 @@
 """A step is in ledger, receipt and checkpoint, or in none of them."""
 
 import asyncio
-import json
 from unittest.mock import AsyncMock, MagicMock
 
 import pytest
+from lib.receipts import of
+from lib.rows import read_rows
 
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.errors import ReplayError, ReplayStop
@@ -39,20 +40,20 @@ class Setting:
         self.ledger = Ledger(StalenessContract(1, 1), 4, self.prompts)
         self.ledger.events = EventOrder(0, recorded and RecordedOrder(recorded, 9.0))
         self.events, self.saved = [], []
-        self.ledger.events.listen(self.events.append)
+        self.ledger.events.listen(
+            lambda event: self.events.append(event | {"number": len(self.events)})
+        )
         self.receipts_file = folder / "receipts.jsonl"
         settings = {"max_staleness": 1, "groups_per_step": 1, "group_size": 2}
         receipts = Receipts(self.receipts_file, self.ledger, settings)
         cfg = settings_in(folder, save_every_n_steps=2, replay_until=until)
-        start = start_in(folder, state=self.state())
+        state = {"ledger": self.ledger.state_dict(), "prompts": self.prompts.state_dict()}
+        start = start_in(folder, state=state)
         self.journal = Journal(cfg, start, self.ledger, self.prompts, receipts, MagicMock())
         self.journal.save = AsyncMock(side_effect=lambda step, *_: self.saved.append(step))
 
-    def state(self):
-        return {"ledger": self.ledger.state_dict(), "prompts": self.prompts.state_dict()}
-
     def records(self):
-        return [json.loads(line) for line in self.receipts_file.read_text().splitlines()]
+        return read_rows(self.receipts_file)
 
     async def buffered(self):
         entry = await self.ledger.admit("generator_0", 1)
@@ -89,7 +90,7 @@ async def test_a_replayed_step_waits_for_its_turn(tmp_path):
     flying = await first.sampled()
     await first.ledger.drop([flying.group_id], "failed")
     await first.journal.commit("hash", RESULT)
-    second = Setting(tmp_path, [event | {"number": i} for i, event in enumerate(first.events)])
+    second = Setting(tmp_path, first.events)
     flying = await second.sampled()
     committing = asyncio.create_task(second.journal.commit("hash", RESULT))
     await asyncio.sleep(0)
@@ -103,12 +104,12 @@ async def test_a_replay_that_trained_another_batch_commits_nothing_of_it(tmp_pat
     await first.sampled()
     await first.journal.commit("hash", RESULT)
     (again := tmp_path / "replay").mkdir()
-    setting = Setting(again, [e | {"number": i} for i, e in enumerate(first.events)])
+    setting = Setting(again, first.events)
     await setting.sampled()
     with pytest.raises(ReplayError, match=r"step 1.*another"):
         await setting.journal.commit("another", RESULT)
     assert setting.ledger.steps_done == 0 and not setting.journal.held[0]
-    assert "step" not in [record["event"] for record in setting.records()]
+    assert not of(setting.records(), "step")
 
 
 async def test_a_replay_of_some_steps_ends_with_a_checkpoint_of_the_last(tmp_path):
@@ -143,12 +144,11 @@ async def test_a_rollback_ends_the_attempt_and_begins_the_next_where_the_run_beg
     assert setting.prompts.state_dict()["drawn"] == [0]
     await setting.buffered()
     setting.journal.close()
-    records = [
-        (e["event"], e["attempt"], e.get("group"), e.get("prompt")) for e in setting.records()
-    ]
-    kinds = [record[:2] for record in records if record[0] in ("start", "step", "end")]
+    records = setting.records()
+    kinds = [(e["event"], e["attempt"]) for e in records if e["event"] in ("start", "step", "end")]
     assert kinds == [("start", 0), ("step", 0), ("end", 0), ("start", 1), ("end", 1)]
-    assert [record for record in records if record[:2] == ("issue", 1)] == [("issue", 1, 0, 0)]
+    (issue,) = of(records, "issue", attempt=1)
+    assert (issue["group"], issue["prompt"]) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -1,49 +1,34 @@
 """Metrics of every step reach the file; torchtune's loggers get every n-th step."""
 
-import contextlib
 import json
 import math
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
+from lib.rows import read_rows
 from omegaconf import OmegaConf
 from torchtune import config
 
-from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.records.metrics import rollout_rows
 from grpo_components.records.run_log import LiveReport, RunLog
-from grpo_components.settings import Settings
 
 LOGGERS = "torchtune.training.metric_logging"
 
 
 @pytest.fixture
-def make(tmp_path, monkeypatch):
-    """A log over `tmp_path` that writes no pages, and the logger that it feeds."""
+def make(monkeypatch, new_log):
+    """Logs that write no pages."""
     monkeypatch.setattr(RunLog, "_report", lambda log: None)
     monkeypatch.setattr(LiveReport, "start", lambda report: None)
-    with contextlib.ExitStack() as logs:
-
-        def make(log_every_n_steps=1, logger=None):
-            given = logger or MagicMock()
-            cfg = Settings.model_construct(
-                output_dir=str(tmp_path), num_steps=20, log_every_n_steps=log_every_n_steps
-            )
-            log = RunLog(cfg, given, EventOrder())
-            if logger is None:
-                logs.callback(log.close)
-            return log, given
-
-        yield make
+    return new_log
 
 
 def lines(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"logs/{name}.jsonl").open()]
+    return read_rows(folder / f"logs/{name}.jsonl")
 
 
 def test_tensors_are_numbers_and_nan_and_infinity_null_in_the_file_and_nan_for_the_logger(
@@ -61,7 +46,7 @@ def test_tensors_are_numbers_and_nan_and_infinity_null_in_the_file_and_nan_for_t
 
 
 def test_every_step_is_flushed_and_the_logger_gets_every_nth_and_every_evaluation(make, tmp_path):
-    log, logger = make(4)
+    log, logger = make(log_every_n_steps=4)
     for step in range(1, 11):
         log.step(step, {"eval/success_rate": 0.5} if step in (5, 10) else {"lr": 0.5}, 0)
         assert len(lines(tmp_path)) == step, "flushed before close"
@@ -111,11 +96,9 @@ def test_with_torchtunes_tensorboard_logger(make, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = tmp_path / "logs/tensorboard"
-    node = {"_component_": f"{LOGGERS}.TensorBoardLogger", "log_dir": str(folder)}
-    run_with(make, node)
+    run_with(make, {"_component_": f"{LOGGERS}.TensorBoardLogger", "log_dir": str(folder)})
     [run] = folder.iterdir()
-    events = EventAccumulator(str(run))
-    events.Reload()
+    events = EventAccumulator(str(run)).Reload()
     assert {"eval/success_rate", "loss/total", "grad_norm"} <= set(events.Tags()["tensors"])
     [event] = events.Tensors("loss/total")
     assert event.step == 1

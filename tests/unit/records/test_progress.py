@@ -5,7 +5,6 @@ import math
 import os
 import pty
 import re
-import subprocess
 import sys
 
 import pytest
@@ -140,13 +139,10 @@ def test_beside_a_logger_that_prints_a_terminal_gets_plain_lines():
 @pytest.mark.parametrize("width", [0, 80])
 def test_the_summary_comes_last_and_aligned(width):
     shown, path = Shown(10, width), "/a/long/path" * 12
-    shown.progress.summary(
-        [("reward", "0.4 -> 0.9"), ("checkpoint", path), ("next", "this\nthat"), ("", "")]
-    )
-    assert shown.text.splitlines()[-5:-1] == [
-        *("reward      0.4 -> 0.9", f"checkpoint  {path}"),
-        *("next        this", "            that"),
-    ]
+    rows = [("reward", "0.4 -> 0.9"), ("checkpoint", path), ("next", "this\nthat"), ("", "")]
+    shown.progress.summary(rows)
+    aligned = f"reward      0.4 -> 0.9\ncheckpoint  {path}\nnext        this\n            that"
+    assert shown.text.splitlines()[-5:-1] == aligned.splitlines()
 
 
 @pytest.mark.parametrize("width", [0, 80])
@@ -159,64 +155,63 @@ def test_control_characters_in_a_note_are_escaped(width):
     assert whole in shown.raw, "all of it, and no markup"
 
 
-def test_in_a_real_terminal_the_cursor_comes_back_and_prints_are_kept(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from grpo_components.records.progress import Progress\n"
-        "progress = Progress(3)\n"
-        "progress.phase('starting roles')\n"
-        "for step in (1, 2, 3):\n"
-        "    print(f'a stray print {step}')\n"
-        "    progress.update(step, {'rollout/reward_mean': step / 3})\n"
-        "progress.summary([('reward', '0.33 -> 1.00')])\n"
-    )
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
-    environment.pop("NO_COLOR", None)
-    with subprocess.Popen(
-        [sys.executable, str(script)], stdout=theirs, stderr=theirs, stdin=theirs, env=environment
-    ) as process:
-        os.close(theirs)
-        shown = b""
-        while chunk := _read(ours):
-            shown += chunk
-    os.close(ours)
-    assert process.returncode == 0
-    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l"), "the cursor is shown again"
-    for expected in (b"a stray print 3", b"step 3/3", b"reward 1.00", b"0.33 -> 1.00"):
-        assert expected in shown
-    assert shown.rindex(b"0.33 -> 1.00") > shown.rindex(b"step 3/3")
+def in_terminal(folder, code: str) -> tuple[int, int]:
+    """Start a process with a `progress` in a terminal; its id, and the terminal's other end."""
+    program = folder / "program.py"
+    begin = "from grpo_components.records.progress import Progress\nprogress = Progress(3)\n"
+    program.write_text(begin + code)
+    pid, terminal_end = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+        environment.pop("NO_COLOR", None)
+        os.execve(sys.executable, [sys.executable, str(program)], environment)
+    return pid, terminal_end
 
 
-def _read(descriptor: int) -> bytes:
+def read(descriptor: int) -> bytes:
     try:
         return os.read(descriptor, 4096)
     except OSError:  # Linux raises EIO when the other side is closed
         return b""
 
 
+def test_in_a_real_terminal_the_cursor_comes_back_and_prints_are_kept(tmp_path):
+    pid, terminal_end = in_terminal(
+        tmp_path,
+        "progress.phase('starting roles')\n"
+        "for step in (1, 2, 3):\n"
+        "    print(f'a stray print {step}')\n"
+        "    progress.update(step, {'rollout/reward_mean': step / 3})\n"
+        "progress.summary([('reward', '0.33 -> 1.00')])\n",
+    )
+    shown = b""
+    while chunk := read(terminal_end):
+        shown += chunk
+    os.close(terminal_end)
+    assert os.waitpid(pid, 0) == (pid, 0)
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l"), "the cursor is shown again"
+    for expected in (b"a stray print 3", b"step 3/3", b"reward 1.00", b"0.33 -> 1.00"):
+        assert expected in shown
+    assert shown.rindex(b"0.33 -> 1.00") > shown.rindex(b"step 3/3")
+
+
 def test_a_run_in_the_background_goes_on_after_its_terminal_was_closed(tmp_path):
     """A shell sends no signal to a job that it disowned; writing to the terminal then fails."""
-    script = tmp_path / "program.py"
-    script.write_text(
+    pid, terminal_end = in_terminal(
+        tmp_path,
         "import os, signal\n"
-        "from grpo_components.records.progress import Progress\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])\n"
-        "progress = Progress(3)\n"
         "progress.note('running')\n"
         "signal.sigwait([signal.SIGHUP])\n"
         "for step in range(1, 4): progress.update(step, {})\n"
         "progress.note('one')\n"
         "progress.summary([('reward', '1.00')])\n"
-        "open('done', 'w').close()\n"
+        "open('done', 'w').close()\n",
     )
-    pid, terminal_end = pty.fork()
-    if pid == 0:
-        os.chdir(tmp_path)
-        os.execve(sys.executable, [sys.executable, str(script)], {**os.environ, "TERM": "xterm"})
     shown = b""
     while b"running" not in shown:
-        shown += _read(terminal_end)
+        shown += read(terminal_end)
     os.close(terminal_end)
     os.waitpid(pid, 0)
     assert (tmp_path / "done").exists()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,14 @@ from grpo_components.records.receipts import Receipts
 SETTINGS = {"max_staleness": 1, "groups_per_step": 2, "group_size": 2}
 
 
-def new_ledger(num_steps=3, attempt=0):
-    prompts = (({"prompt_index": 10 + i}, 2) for i in range(10**6))
-    ledger = Ledger(StalenessContract(1, 2), num_steps, prompts)
+def new_ledger(attempt=0):
+    ledger = Ledger(StalenessContract(1, 2), 3, (({"prompt_index": n}, 2) for n in count(10)))
     ledger.events = EventOrder(attempt)
     return ledger
 
 
-def make(tmp_path, num_steps=3, attempt=0):
-    ledger = new_ledger(num_steps, attempt)
+def make(tmp_path):
+    ledger = new_ledger()
     return ledger, Receipts(tmp_path / "receipts.jsonl", ledger, SETTINGS)
 
 
@@ -113,7 +113,6 @@ def test_on_a_full_disk_a_record_is_an_error_and_the_end_hides_no_other(tmp_path
     failing, receipts = make(tmp_path)
     (tmp_path / "other").mkdir()
     _, closed = make(tmp_path / "other")
-
     for each in (receipts, closed):
         each._file._end_file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
     with pytest.raises(OSError, match=r"cannot be written: No space.*/dev/full"):

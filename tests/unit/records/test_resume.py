@@ -1,14 +1,15 @@
 """A run resumes from its checkpoint, or is refused in one line."""
 
 import asyncio
-import json
 import os
 import shutil
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 from lib.checkpoints import write_checkpoint
+from lib.files import tree_of, write_text
+from lib.receipts import of
+from lib.rows import read_rows
 from omegaconf import OmegaConf
 
 from grpo_components.data.prompt_stream import PromptStream
@@ -42,12 +43,13 @@ def parts(num_rows=9):
     return Ledger(StalenessContract(1, 2), 20, prompts), prompts
 
 
-def state_of(ledger, prompts):
-    return {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
-
-
-def files_of(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def save(folder, ledger, prompts, **more):
+    """Write the checkpoint of the last step, and return its folder."""
+    checkpoint = folder / "checkpoints" / f"step_{ledger.steps_done}"
+    state = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
+    write_checkpoint(checkpoint, state | more, VALUES)
+    point_latest(checkpoint)
+    return checkpoint
 
 
 @pytest.fixture
@@ -56,22 +58,19 @@ def run(tmp_path):
     folder = tmp_path / "run"
     ledger, prompts = parts()
     for step in (2, 4, 6):
-        checkpoint = folder / "checkpoints" / f"step_{step}"
         for _ in range(5):
             next(prompts)
         ledger.steps_done = ledger.policy_version = step
-        write_checkpoint(checkpoint, state_of(ledger, prompts), VALUES)
-    point_latest(checkpoint)
+        save(folder, ledger, prompts)
     receipts(folder, parts()[0], 0).close()
     (folder / "logs").mkdir()
-    written = OmegaConf.to_yaml(OmegaConf.create({"output_dir": "/before", **VALUES}))
+    written = OmegaConf.to_yaml({"output_dir": "/before", **VALUES})
     (folder / "config.yaml").write_text(f"# run: 1\n{written}")
     return folder
 
 
-def receipts(folder, ledger, attempt, identity=None):
+def receipts(folder, ledger, attempt, **ids):
     sizes = {"max_staleness": 1, "groups_per_step": 2, "group_size": 4}
-    ids = identity._asdict() if identity else {}
     ledger.events.attempt = attempt
     return Receipts(folder / "receipts.jsonl", ledger, sizes | ids)
 
@@ -94,9 +93,8 @@ def begin(cfg, num_rows=9):
 
 def test_without_resume_a_used_folder_is_moved_aside(run):
     run_start, ledger, _ = begin(config(run, False))
-    assert (run_start.attempt, run_start.checkpoint) == (0, None)
+    assert (run_start.attempt, run_start.checkpoint, ledger.steps_done) == (0, None, 0)
     assert run_start.note.endswith(f"is now {run}-1")
-    assert ledger.steps_done == 0
     assert not (run / "checkpoints").exists()
 
 
@@ -117,22 +115,20 @@ def test_a_run_resumes_in_its_folder_as_the_next_attempt(run, path, step):
         run_start.lock.close()
     assert OmegaConf.load(run / "config.yaml").num_steps == 30
     assert OmegaConf.load(run / "config_attempt_0.yaml").num_steps == 20
-    starts = [json.loads(line) for line in (run / "receipts.jsonl").open() if "format" in line]
-    assert [(r["attempt"], r["steps_done"]) for r in starts] == [(0, 0), (1, step), (2, step)]
+    assert started(run, "attempt", "steps_done") == [(0, 0), (1, step), (2, step)]
 
 
 def test_a_run_can_resume_in_another_folder_with_what_the_audit_needs_of_it(run, tmp_path):
-    (run / "config_attempt_0.yaml").write_text("seed: 1\n")
-    (run / "code" / "attempt_0").mkdir(parents=True)
-    (run / "code" / "attempt_0" / "my_grpo.py").write_text("loss = 1\n")
+    kept = {"config_attempt_0.yaml": "seed: 1\n", "code/attempt_0/my_grpo.py": "loss = 1\n"}
+    for name, text in kept.items():
+        write_text(run / name, text)
     receipts(run, parts()[0], 1).close()
-    before, other = files_of(run), tmp_path / "other"
+    before, other = tree_of(run), tmp_path / "other"
     run_start, ledger, _ = begin(config(other, str(run / "checkpoints/step_4"), num_steps=30))
     assert (run_start.attempt, ledger.steps_done, last_attempt(other)) == (2, 4, 1)
     receipts(other, ledger, run_start.attempt)
-    assert files_of(run) == before and latest(run / "checkpoints").name == "step_6"
-    assert (other / "config_attempt_0.yaml").read_text() == "seed: 1\n"
-    assert (other / "code" / "attempt_0" / "my_grpo.py").read_text() == "loss = 1\n"
+    assert tree_of(run) == before and latest(run / "checkpoints").name == "step_6"
+    assert {name: (other / name).read_text() for name in kept} == kept
     assert OmegaConf.load(other / "config_attempt_1.yaml").num_steps == 20
     assert OmegaConf.load(other / "config.yaml").num_steps == 30
     records = read_end(run / "receipts.jsonl").records
@@ -142,11 +138,10 @@ def test_a_run_can_resume_in_another_folder_with_what_the_audit_needs_of_it(run,
 def test_a_copied_checkpoint_brings_nothing_that_lies_around_it(run, tmp_path):
     shutil.copytree(run / "checkpoints/step_4", copied := tmp_path / "kept" / "step_4")
     for name in ("code/mine.py", "config.yaml", "config_attempt_7.yaml"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("seed: 5\n")
+        write_text(tmp_path / name, "seed: 5\n")
     run_start, ledger, _ = begin(config(tmp_path / "new", str(copied)))
     assert (run_start.attempt, ledger.steps_done) == (0, 4)
-    assert {path.name for path in files_of(tmp_path / "new")} == {"config.yaml", LOCK}
+    assert {path.name for path in tree_of(tmp_path / "new")} == {"config.yaml", "logs", LOCK}
 
 
 def test_a_dead_link_in_the_code_of_a_run_does_not_keep_another_from_starting(run, tmp_path):
@@ -171,22 +166,18 @@ def test_missing_records_are_still_noticed_after_the_run_resumed(run, tmp_path, 
         assert ("chain" in report.broken) == cut, report.broken
 
 
-def started(folder):
-    """Run and incarnation of every attempt in the receipts."""
-    records = [json.loads(line) for line in (folder / "receipts.jsonl").open()]
-    starts = [r for r in records if r["event"] == "start"]
-    return [(r.get("run"), r.get("incarnation")) for r in starts]
+def started(folder, *keys):
+    """These values of every attempt in the receipts."""
+    starts = of(read_rows(folder / "receipts.jsonl"), "start")
+    return [tuple(start.get(key) for key in keys) for start in starts]
 
 
 def begun(cfg):
     """Run an attempt that saves a checkpoint and ends."""
     run_start, ledger, prompts = begin(cfg)
-    folder = run_start.output_dir
-    receipts(folder, ledger, run_start.attempt, run_start.identity).close()
-    checkpoint = folder / "checkpoints" / "step_9"
-    state = state_of(ledger, prompts) | {"identity": run_start.identity._asdict()}
-    write_checkpoint(checkpoint, state, VALUES)
-    point_latest(checkpoint)
+    ids = run_start.identity._asdict()
+    receipts(run_start.output_dir, ledger, run_start.attempt, **ids).close()
+    save(run_start.output_dir, ledger, prompts, identity=ids)
     run_start.lock.close()
     return run_start.identity
 
@@ -194,12 +185,12 @@ def begun(cfg):
 def test_a_run_keeps_its_id_and_every_process_has_its_own(run, tmp_path):
     """Even if the run is older than ids, and if it resumes in another folder."""
     first, second = (begun(config(run, True)) for _ in range(2))
-    other = begun(config(tmp_path / "other", str(run / "checkpoints/step_9")))
+    other = begun(config(tmp_path / "other", str(run / "checkpoints/step_6")))
     assert first.run == second.run == other.run
     assert len({first.incarnation, second.incarnation, other.incarnation}) == 3
-    ids = [(i.run, i.incarnation) for i in (first, second, other)]
-    assert started(run) == [(None, None), *ids[:2]]
-    assert started(tmp_path / "other") == [(None, None), *ids]
+    ids, keys = [(i.run, i.incarnation) for i in (first, second, other)], ("run", "incarnation")
+    assert started(run, *keys) == [(None, None), *ids[:2]]
+    assert started(tmp_path / "other", *keys) == [(None, None), *ids]
     assert begun(config(tmp_path / "new", False)).run != first.run
 
 
@@ -207,10 +198,10 @@ def test_a_run_keeps_its_id_and_every_process_has_its_own(run, tmp_path):
 def test_no_attempt_starts_in_the_folder_of_a_running_one(run, resume_from):
     resume_from = str(run / resume_from) if isinstance(resume_from, str) else resume_from
     living, *_ = begin(config(run, True))
-    before = files_of(run)
+    before = tree_of(run)
     with pytest.raises(ValueError, match=f"^output_dir: .* pid {os.getpid()} on "):
         begin(config(run, resume_from))
-    assert files_of(run) == before
+    assert tree_of(run) == before
     living.lock.close()
 
 
@@ -282,10 +273,10 @@ def test_a_compatible_change_is_accepted(run, change):
 
 def test_a_data_set_of_another_length_is_refused_and_nothing_is_touched(run):
     (run / LOCK).touch()
-    before = sorted(Path(run).rglob("*"))
+    before = tree_of(run)
     with pytest.raises(ValueError, match=r"^dataset: .*8 rows; allowed: .*9 rows"):
         begin(config(run, True), num_rows=8)
-    assert sorted(Path(run).rglob("*")) == before
+    assert tree_of(run) == before
 
 
 def trained_on(ledger, prompts):
@@ -312,9 +303,7 @@ def test_a_failed_attempt_rolls_back_to_its_newest_checkpoint(run, tmp_path, res
         prompt, _ = next(prompts)
         assert [prompt] == expected
     trained_on(ledger, prompts)
-    checkpoint = folder / "checkpoints" / "step_9"
-    write_checkpoint(checkpoint, state_of(ledger, prompts), VALUES)
-    point_latest(checkpoint)
+    checkpoint = save(folder, ledger, prompts)
     ahead = [next(prompts) for _ in range(3)]
     run_start = roll_back(run_start, ledger, prompts)
     assert run_start.checkpoint == checkpoint.resolve()

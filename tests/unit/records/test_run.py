@@ -31,16 +31,14 @@ class Setting:
         calls.roles.server.begin_again = AsyncMock()
         calls.ledger.policy_version, calls.ledger.dropped_groups = 0, {"filtered": 4}
         calls.failures.take_count.return_value = 0
-        cfg = Settings.model_construct(
-            rollouts_logged_per_step=2, max_generator_kl=1.0, max_skipped_steps=2
-        )
+        numbers = {"max_generator_kl": 1.0, "max_skipped_steps": 2}
+        cfg = Settings.model_construct(rollouts_logged_per_step=2, **numbers)
         names = ("start", "ledger", "journal", "log", "evaluation", "failures", "watch")
         self.records = RunRecords(cfg, *(getattr(calls, name) for name in names))
         self.run = self.records.run_with(calls.roles, calls.weights)
 
     def finish_step(self, groups=(), reused=0, **measured):
         """Finish a step; returns its metrics."""
-
         result = replace(RESULT, metrics=RESULT.metrics | measured)
 
         async def attempt():

@@ -6,12 +6,13 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from lib.files import tree_of, write_text
 from omegaconf import OmegaConf
 
 from grpo_components.records.run_folder import (
@@ -50,15 +51,15 @@ def whole_run(folder, **changes):
     return moved_to
 
 
-def files_of(folder):
-    return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_every_earlier_run_is_kept_under_the_next_free_number(tmp_path):
     runs = tmp_path / "new" / "runs"
     lock, moved_to = prepare(runs / "a", seed=0)
-    assert moved_to is None and [p.name for p in runs.iterdir()] == ["a"]
-    assert sorted(p.name for p in (runs / "a").iterdir()) == ["config.yaml", "logs", LOCK]
+    assert moved_to is None and names_in(runs) == ["a"]
+    assert names_in(runs / "a") == ["config.yaml", "logs", LOCK]
     assert OmegaConf.load(runs / "a" / "config.yaml") == cfg(seed=0).model_dump()
     (runs / "a" / "receipts.jsonl").touch()
     lock.close()
@@ -68,7 +69,7 @@ def test_every_earlier_run_is_kept_under_the_next_free_number(tmp_path):
     assert moved == [runs / f"a-{number}" for number in (1, 3, 5)]
     seeds = {n: OmegaConf.load(runs / n / "config.yaml").seed for n in ("a-1", "a-3", "a-5", "a")}
     assert [*seeds.values()] == [0, 1, 2, 3]
-    assert {p.name for p in runs.iterdir()} == {*seeds, "a-2", "a-4"}
+    assert names_in(runs) == sorted([*seeds, "a-2", "a-4"])
 
 
 def test_the_target_of_a_link_is_moved_and_the_link_leads_to_the_new_run(tmp_path):
@@ -89,7 +90,11 @@ def test_a_running_run_keeps_its_folder_however_the_path_is_spelled(
     with pytest.raises(ValueError, match=f"^output_dir: .* pid {os.getpid()} on "):
         prepare(spelling.format(tmp_path / "a"))
     assert holds(lock, tmp_path / "a")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "link"]
+    assert names_in(tmp_path) == ["a", "link"]
+
+
+MINE = {"config.yaml": OmegaConf.to_yaml(cfg().model_dump())}
+"""A file to start runs with."""
 
 
 @pytest.mark.parametrize(
@@ -97,8 +102,8 @@ def test_a_running_run_keeps_its_folder_however_the_path_is_spelled(
     [
         {"thesis.tex": "ten years"},
         {"config.yaml": "seed: 1", "logs/run.log": ""},  # another program's
-        {"config.yaml": OmegaConf.to_yaml(cfg().model_dump())},  # mine, to start runs with
-        {"config.yaml": OmegaConf.to_yaml(cfg().model_dump()), "logs/mine.log": ""},
+        MINE,
+        MINE | {"logs/mine.log": ""},
         {"receipts.jsonl": '{"event": "start"}'},
         {LOCK: "", "mine": ""},
         {".thesis.tex.swp": ""},
@@ -107,12 +112,11 @@ def test_a_running_run_keeps_its_folder_however_the_path_is_spelled(
 )
 def test_a_folder_with_other_files_is_refused_and_not_touched(tmp_path, content):
     for name, text in content.items():
-        (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "a" / name).write_text(text)
-    before = files_of(tmp_path)
+        write_text(tmp_path / "a" / name, text)
+    before = tree_of(tmp_path)
     with pytest.raises(ValueError, match=f"^output_dir: {tmp_path}/a .*; allowed: "):
         prepare(tmp_path / "a")
-    assert files_of(tmp_path) == before
+    assert tree_of(tmp_path) == before
 
 
 def test_files_of_nobody_do_not_count(tmp_path):
@@ -165,33 +169,20 @@ def hold(folder, locked, ends):
 
 
 @pytest.fixture
-def start():
-    """Start a process that takes a folder and keeps it until its event `ends`."""
-    processes = []
-
-    def holder(folder):
-        locked, ends = FORK.Event(), FORK.Event()
-        processes.append(FORK.Process(target=hold, args=(folder, locked, ends), daemon=True))
-        processes[-1].start()
-        assert locked.wait(60)
-        return processes[-1], ends
-
-    yield holder
-    for process in processes:
-        process.kill()
-        process.join()
-
-
-def refusal(folder):
-    with pytest.raises(ValueError) as refused:
-        lock_folder(folder)
-    assert re.fullmatch(r"output_dir: [^\n]+; allowed: [^\n]+", str(refused.value))
-    return str(refused.value)
+def holder(tmp_path):
+    """A process that has taken the folder, and keeps it until its event `ends`."""
+    locked, ends = FORK.Event(), FORK.Event()
+    process = FORK.Process(target=hold, args=(tmp_path, locked, ends), daemon=True)
+    process.start()
+    assert locked.wait(60)
+    yield process, ends
+    process.kill()
+    process.join()
 
 
 @pytest.mark.parametrize("end", ["exit", "terminate", "kill"])
-def test_the_next_process_gets_the_folder_however_the_last_one_ended(tmp_path, start, end):
-    process, ends = start(tmp_path)
+def test_the_next_process_gets_the_folder_however_the_last_one_ended(tmp_path, holder, end):
+    process, ends = holder
     for check in (lock_folder, refuse_folder_in_use):
         with pytest.raises(ValueError, match=f"is in use by pid {process.pid} on "):
             check(tmp_path)
@@ -214,15 +205,15 @@ def test_the_lock_is_released_once_and_not_by_a_fork(tmp_path):
         lock.close()
         os._exit(0)
     os.waitpid(pid, 0)
-    assert f"pid {os.getpid()} on " in refusal(tmp_path)
+    one_line = rf"^output_dir: [^\n]*pid {os.getpid()} on [^\n]+; allowed: [^\n]+\Z"
+    with pytest.raises(ValueError, match=one_line):
+        lock_folder(tmp_path)
     lock.close()
 
 
 def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
-    def flock(*_):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    unknown = OSError(errno.ENOSYS, "Function not implemented")
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=unknown))
     lock_folder(tmp_path)
     assert "has no file locks" in caplog.text
 
@@ -239,8 +230,7 @@ def test_a_folder_that_was_moved_before_it_was_locked_is_opened_again(tmp_path, 
         flock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", moved_meanwhile)
-    lock = lock_folder(folder)
-    assert holds(lock, folder)
+    assert holds(lock_folder(folder), folder)
     assert len(calls) == 2 and folder.is_dir()
 
 
@@ -263,8 +253,7 @@ def recipe(tmp_path, monkeypatch):
 
 
 def saved(tmp_path, recipe="my_grpo.py", config=""):
-    (tmp_path / "run").mkdir(exist_ok=True)
-    (tmp_path / "run/config.yaml").write_text(config)
+    write_text(tmp_path / "run/config.yaml", config)
     save_code(tmp_path / "run", 0, recipe)
     folder = tmp_path / "run" / "code" / "attempt_0"
     return folder, json.loads((folder / "environment.json").read_text())
@@ -287,7 +276,7 @@ def test_no_checkout_and_no_recipe_are_no_error_and_a_second_start_replaces_it(r
     (folder / "changes.diff").touch()
     folder, about = saved(tmp_path, recipe=None)
     assert about["commit"] is None and about["recipe"] is None
-    assert [path.name for path in folder.iterdir()] == ["environment.json"]
+    assert names_in(folder) == ["environment.json"]
 
 
 def test_it_has_the_own_files_of_components_also_of_nested_ones(recipe, tmp_path):
@@ -297,6 +286,5 @@ def test_it_has_the_own_files_of_components_also_of_nested_ones(recipe, tmp_path
     rewards = {"a": {"_component_": "my_rewards.A"}, "b": {"_component_": "torch.nn.B"}}
     config = {"environment": {"_component_": "grpo_components.C", "world": world}}
     folder, _ = saved(tmp_path, config=OmegaConf.to_yaml(config | {"rewards": rewards}))
-    assert {path.name for path in folder.glob("*.py")} == {
-        *("my_grpo.py", "my_rewards.py", "my_worlds.py")
-    }
+    found = sorted(path.name for path in folder.glob("*.py"))
+    assert found == ["my_grpo.py", "my_rewards.py", "my_worlds.py"]

@@ -1,17 +1,17 @@
 """What a run reports: metrics, throughput, evaluations, the summary and the report."""
 
-import contextlib
 import json
 import math
 import shlex
 import sys
 import time
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
 import pytest
+from lib.rows import read_rows, write_rows
 from omegaconf import OmegaConf
 
 from grpo_components.config.open_run import open_log
@@ -19,8 +19,7 @@ from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.records import run_log
-from grpo_components.records.run_log import RunLog
-from grpo_components.settings import Settings
+from grpo_components.records.checkpoint_folder import point_latest
 from grpo_tools.report import page
 from grpo_tools.report.page import write_report
 
@@ -34,20 +33,8 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def make(tmp_path, clock):
-    """A run's log over `tmp_path`, and the logger that it feeds."""
-    with contextlib.ExitStack() as logs:
-
-        def make(num_steps=30, attempt=0, resumable=False, events=None, **keys):
-            logger, sizes = MagicMock(), {"num_steps": num_steps, "log_every_n_steps": 1}
-            cfg = Settings.model_construct(
-                output_dir=str(tmp_path), eval_only=not resumable, **sizes, **keys
-            )
-            log = RunLog(cfg, logger, events or EventOrder(attempt))
-            logs.callback(log.close)
-            return log, logger
-
-        yield make
+def make(new_log, clock):
+    return new_log
 
 
 @pytest.fixture
@@ -60,21 +47,17 @@ def stepped(make, clock):
 
 
 def step_metrics(reward=0.5, staleness=1.0, stalest=2):
-    return {
-        **{"rollout/reward_mean": reward, "rollout/success_rate": reward},
-        **{"staleness/mean": staleness, "staleness/max": stalest},
-    }
+    learned = dict.fromkeys(("rollout/reward_mean", "rollout/success_rate"), reward)
+    return learned | {"staleness/mean": staleness, "staleness/max": stalest}
 
 
 def eval_metrics(success=0.25, version=0):
-    return {
-        **{"eval/success_rate": success, "eval/reward_mean": success},
-        **{"eval/policy_version": version, "eval/prompts": 40},
-    }
+    means = dict.fromkeys(("eval/success_rate", "eval/reward_mean"), success)
+    return means | {"eval/policy_version": version, "eval/prompts": 40}
 
 
 def records(tmp_path, name="metrics"):
-    return [json.loads(line) for line in (tmp_path / f"logs/{name}.jsonl").open()]
+    return read_rows(tmp_path / f"logs/{name}.jsonl")
 
 
 def throughput(record):
@@ -127,7 +110,7 @@ def test_throughput_includes_the_time_of_all_evaluations_but_the_first(
     first, *others = records(tmp_path)
     assert len(others) == (1 if restored else 2)
     if not restored:
-        facts = {"step": 0, "attempt": 0, "policy_version": 0, "restarts": 0}
+        facts = dict.fromkeys(("step", "attempt", "policy_version", "restarts"), 0)
         facts |= eval_metrics(success=0.5)
         assert facts.items() <= first.items() and first["time/wall_clock"] > 0
 
@@ -166,11 +149,8 @@ def answered(prompt, version, *rewards, logged=True):
     for reward in rewards:
         error = "failed" if reward is None else None
         result = {"prompt_index": prompt, "prompt_text": f"{prompt}+1?", "error": error}
-        result |= {
-            "success": reward == 1,
-            "reward": reward,
-            "oldest_version": None if error else version,
-        }
+        result |= {"success": reward == 1, "reward": reward}
+        result |= {"oldest_version": None if error else version}
         if logged:
             readable = READABLE | {"reward": reward, "error": error}
             result |= {"answer": f"{prompt + 1}", "readable": readable}
@@ -212,8 +192,7 @@ def test_the_summary_has_the_key_figures_of_the_report(make, clock, tmp_path, ca
         clock.now += 2
         log.count_generated(300)
         reward = 0.1 if step <= 10 else 0.4 if step <= 20 else 0.9
-        stalest = 7 if step == 15 else 1
-        metrics = step_metrics(reward, staleness=step / 30, stalest=stalest)
+        metrics = step_metrics(reward, staleness=step / 30, stalest=7 if step == 15 else 1)
         held_out = eval_metrics(success=0.75, version=30) if step == 30 else {}
         log.step(step, metrics | held_out | {"rollout/trained_tokens": 100}, 100)
     log.checkpoint(30, "/runs/a/checkpoints/step_30")
@@ -243,8 +222,8 @@ def test_eval_only_sums_up_the_confidence_interval_only_and_reports_its_answers(
     log.evaluation(0, eval_metrics() | ends)
     log.summary()
     rows = shown(capsys)
-    assert (rows["held-out success"], rows["95 % confidence"]) == ("0.250", "0.125 to 0.500")
-    assert rows.keys() == {"held-out success", "95 % confidence", "metrics"}
+    assert rows.pop("metrics")
+    assert rows == {"held-out success": "0.250", "95 % confidence": "0.125 to 0.500"}
     log.close()
     assert capsys.readouterr().out.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -286,9 +265,7 @@ def test_a_run_that_looks_ill_ends_with_a_line_that_says_so(make, clock, capsys,
 def test_a_failed_report_is_shown_in_a_line_and_does_not_fail_the_run(
     make, clock, monkeypatch, capsys
 ):
-    def broken(folder):
-        raise KeyError("a\nline of\x1b[31m a record")
-
+    broken = Mock(side_effect=KeyError("a\nline of\x1b[31m a record"))
     monkeypatch.setattr(page, "write_report", broken)
     log, logger = make()
     clock.now += 1
@@ -301,8 +278,8 @@ def test_a_failed_report_is_shown_in_a_line_and_does_not_fail_the_run(
 
 def write_starts(tmp_path, *attempts):
     start = {"event": "start", "num_steps": 9, "carried": {}, "time": 1.0, "cpus": 2}
-    starts = [start | {"libraries": {}, "attempt": a, "steps_done": a} for a in attempts]
-    (tmp_path / "receipts.jsonl").write_text("".join(json.dumps(s) + "\n" for s in starts))
+    starts = (start | {"libraries": {}, "attempt": a, "steps_done": a} for a in attempts)
+    write_rows(tmp_path / "receipts.jsonl", *starts)
 
 
 @pytest.mark.parametrize(
@@ -329,6 +306,12 @@ def test_an_attempt_that_fails_before_its_first_step_is_in_the_report(make, step
     assert "no such model" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
+def latest_in(folder):
+    (checkpoint := folder / "checkpoints" / "step_4").mkdir(parents=True)
+    point_latest(checkpoint)
+    return checkpoint
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RoleFailedError("a", "died", "l", "died")])
 def test_a_run_that_ends_early_tells_its_last_checkpoint_and_how_to_go_on(
     make, tmp_path, capsys, monkeypatch, error
@@ -339,11 +322,10 @@ def test_a_run_that_ends_early_tells_its_last_checkpoint_and_how_to_go_on(
     close_during(make(resumable=True)[0], KeyboardInterrupt())
     (line,) = capsys.readouterr().out.splitlines()
     assert "checkpoint: none" in line
-    (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "latest").symlink_to("step_4")
+    checkpoint = latest_in(tmp_path)
     close_during(make(resumable=True)[0], error)
     last, command = capsys.readouterr().out.splitlines()[-2:]
-    assert last.endswith(str(tmp_path / "checkpoints" / "step_4"))
+    assert last.endswith(str(checkpoint))
     words = shlex.split(command.partition("to go on from it: ")[2])
     assert words == ["tune", *typed, "resume_from_checkpoint=true"]
 
@@ -352,8 +334,7 @@ def test_a_replay_goes_on_as_a_run_of_its_own(make, tmp_path, capsys, monkeypatc
     """A resume refuses `replay_events`, whether it was typed or is in the config."""
     typed = ["/usr/bin/python", "/env/bin/tune", "run", "my_grpo.py", "replay_events=/runs/a"]
     monkeypatch.setattr(sys, "orig_argv", [*typed, "replay_until=3"])
-    (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "latest").symlink_to("step_4")
+    latest_in(tmp_path)
     log, _ = make(resumable=True, replay_events="/runs/a", replay_until=3)
     close_during(log, KeyboardInterrupt())
     words = shlex.split(capsys.readouterr().out.partition("to go on from it: ")[2])
@@ -406,8 +387,8 @@ def test_the_phases_add_up_to_the_time_since_the_process_began(make, tmp_path):
         log.phase(name)
     log.close()
     lines = records(tmp_path, "phases")
-    expected = ["imports, config and data", *names[:2], "report"]
-    assert [line["phase"] for line in lines[:4]] == expected
+    begun = [line["phase"] for line in lines[:4]]
+    assert begun == ["imports, config and data", *names[:2], "report"]
     assert {line["attempt"] for line in lines} == {2}
     age = time.time() - psutil.Process().create_time()
     assert sum(line["seconds"] for line in lines) == pytest.approx(age, abs=1)
@@ -437,13 +418,11 @@ def test_restarts_of_a_role_and_of_all_trainers_count_and_a_role_given_up_does_n
 
 
 def test_the_time_of_a_resumed_run_goes_on_from_its_logs(make, clock, tmp_path):
-    (tmp_path / "logs").mkdir()
     steps = [{"step": s, "time/wall_clock": took} for s, took in ((1, 50.0), (2, 90.0), (1, 70.0))]
-    lines = [json.dumps(record) + "\n" for record in ({"step": 0}, *steps)]
     torn = '{"step": 2, "time/wall_clock": 9\n'
-    (tmp_path / "logs/metrics.jsonl").write_text("".join(lines) + torn)
+    path = write_rows(tmp_path / "logs/metrics.jsonl", {"step": 0}, *steps, torn=torn)
     log, _ = make()
     clock.now += 1
     log.step(1, step_metrics(), 100)
-    last = json.loads((tmp_path / "logs/metrics.jsonl").read_text().splitlines()[-1])
+    last = json.loads(path.read_text().splitlines()[-1])
     assert (last["time/wall_clock"], last["restarts"]) == (91.0, 0)

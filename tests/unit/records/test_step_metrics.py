@@ -38,17 +38,22 @@ def make(tokens, reward, success, terms=None, finish_reason="stop"):
     )
 
 
-def counted(groups):
-    """Number of sampled tokens by policy version."""
-    records = [t for group in groups for t in group]
-    return Counter(v for t in records for v in t.token_versions[t.response_mask].tolist())
+def versions_of(groups):
+    """The version of each sampled token."""
+    responses = [t for group in groups for t in group]
+    return np.concatenate([t.token_versions[t.response_mask] for t in responses])
 
 
 def measured(groups, policy_version, token_versions=None, reused=()):
     """Metrics of new and reused groups, of which all sampled tokens were trained by default."""
     new, again = ([summarize(pack(group)) for group in part] for part in (groups, reused))
-    trained = counted([*groups, *reused]) if token_versions is None else token_versions
-    return rollout_metrics(new, policy_version, trained, again)
+    if token_versions is None:
+        token_versions = Counter(versions_of([*groups, *reused]).tolist())
+    return rollout_metrics(new, policy_version, token_versions, again)
+
+
+def of_kind(kind, metrics):
+    return {key.removeprefix(kind): metrics[key] for key in metrics if key.startswith(kind)}
 
 
 def averaged(values):
@@ -60,8 +65,7 @@ def averaged(values):
 def test_staleness_is_averaged_over_tokens_and_rewards_over_scored_samples(groups, policy_version):
     groups = [[make(*sample) for sample in group] for group in groups]
     metrics = measured(groups, policy_version)
-    records = [t for group in groups for t in group]
-    versions = np.concatenate([t.token_versions[t.response_mask] for t in records])
+    records, versions = [t for group in groups for t in group], versions_of(groups)
     staleness = policy_version - versions.astype(float)
     scored = [t for t in records if not t.failed]
     kinds = [{t.reward for t in group if not t.failed} for group in groups]
@@ -102,13 +106,13 @@ OWN, OTHER = (True, 0), (False, 0)
 
 def test_each_reward_term_has_mean_and_deviation_over_the_samples_that_have_it():
     """A world may reward only some turns; a failed sample's terms do not count."""
-    terms = [{"a": 1.0, "b": 4.0}, {"a": 3.0}, {"a": 100.0}]
-    rewards = [5.0, 3.0, None]
-    metrics = step([make([OWN], r, False, t) for r, t in zip(rewards, terms, strict=True)])
-    found = {key: value for key, value in metrics.items() if key.startswith("reward_terms/")}
-    assert found == {
-        **{"reward_terms/a_mean": 2.0, "reward_terms/a_std": 1.0},
-        **{"reward_terms/b_mean": 4.0, "reward_terms/b_std": 0.0},
+    scored = [(5.0, {"a": 1.0, "b": 4.0}), (3.0, {"a": 3.0}), (None, {"a": 100.0})]
+    metrics = step([make([OWN], reward, False, terms) for reward, terms in scored])
+    assert of_kind("reward_terms/", metrics) == {
+        "a_mean": 2.0,
+        "a_std": 1.0,
+        "b_mean": 4.0,
+        "b_std": 0.0,
     }
 
 
@@ -121,11 +125,12 @@ def test_the_share_that_is_cut_off_and_the_turns_are_those_of_scored_samples():
 
 def test_what_no_sample_has_is_nan():
     metrics = step([make([OWN], None, False)] * 2)
-    undefined = {key for key, value in metrics.items() if math.isnan(value)}
-    names = ("reward_mean", "reward_std", "success_rate", "cut_off_fraction", "turns_mean")
+    undefined = {
+        key.removeprefix("rollout/") for key, value in metrics.items() if math.isnan(value)
+    }
     assert undefined == {
-        *(f"rollout/{name}" for name in (*names, "turns_max", "zero_variance_fraction")),
-        "staleness/mean",
+        *("reward_mean", "reward_std", "success_rate", "cut_off_fraction", "turns_mean"),
+        *("turns_max", "zero_variance_fraction", "staleness/mean"),
     }
 
 
@@ -140,14 +145,11 @@ def test_the_sessions_of_agents_are_added_up_with_what_failed():
         session={"sample": 1, **facts, "sampled_tokens": 4},
     )
     metrics = measured([[first, part, failed]], 50)
-    found = {key: value for key, value in metrics.items() if key.startswith("agents/")}
-    assert found == {
-        "agents/calls_mean": 3.0,
-        "agents/trajectories_mean": 2.0,
-        "agents/cached_share": 0.25,
-        "agents/trained_share": pytest.approx(3 / 9),
+    assert of_kind("agents/", metrics) == {
+        **{"calls_mean": 3.0, "trajectories_mean": 2.0},
+        **{"cached_share": 0.25, "trained_share": pytest.approx(3 / 9)},
     }
-    assert not [key for key in step([make([OWN], 1.0, True)]) if key.startswith("agents/")]
+    assert not of_kind("agents/", step([make([OWN], 1.0, True)]))
 
 
 def test_what_rewards_used_is_added_up_over_generators_and_counted_once():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from lib.config_errors import refused_key
+from lib.rows import write_rows
 from omegaconf import OmegaConf
 
 from grpo_components._plugin import recipes_folder
@@ -24,13 +25,9 @@ def values(tmp_path):
     (run / "logs").mkdir(parents=True)
     OmegaConf.save(config, run / "config.yaml")
     (run / "logs" / "schedule_generator_0.jsonl").touch()
-    write(run / "receipts.jsonl", START, END)
+    write_rows(run / "receipts.jsonl", START, END)
     elsewhere = json.dumps(config).replace(str(run), str(tmp_path / "new"))
     return json.loads(elsewhere) | {"replay_events": str(run)}
-
-
-def write(path, *records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def check(values):
@@ -93,11 +90,11 @@ def test_a_run_that_lacks_something_is_refused(values, file, events):
     path = Path(values["replay_events"]) / file
     path.unlink()
     if events is not None:
-        write(path, *events)
+        write_rows(path, *events)
     assert refused_key(check, values) == "replay_events"
 
 
 def test_a_run_with_restarts_can_be_replayed(values):
     path = Path(values["replay_events"]) / "receipts.jsonl"
-    write(path, START, RESTART | {"given_up": False}, END)
+    write_rows(path, START, RESTART | {"given_up": False}, END)
     check(values)

@@ -38,11 +38,14 @@ def test_a_live_run_waits_for_nobody_and_tells_every_listener():
     with pytest.raises(StopIteration):  # no other task has run meanwhile
         pending.send(None)
     order.note("load", role="generator_0", version=1)
-    assert first == second
-    assert first == [
-        {"event": "finish", "attempt": 3, "group": 7, "response_tokens": [1, 2]},
-        {"event": "load", "attempt": 3, "role": "generator_0", "version": 1},
-    ]
+    assert (
+        first
+        == second
+        == [
+            {"event": "finish", "attempt": 3, "group": 7, "response_tokens": [1, 2]},
+            {"event": "load", "attempt": 3, "role": "generator_0", "version": 1},
+        ]
+    )
 
 
 def test_what_a_step_trained_is_not_compared():
@@ -110,8 +113,7 @@ def test_time_counts_from_the_last_event_not_from_when_one_began_to_wait():
 def test_another_event_ends_the_replay_with_both():
     with pytest.raises(ReplayError) as error:
         asyncio.run(replay(recorded(4, 5)).take("finish", group=4, response_tokens=[3]))
-    had = "event 1: the recorded run had finish (group 4, response_tokens [4])"
-    assert had in str(error.value)
+    assert "event 1: the recorded run had finish (group 4, response_tokens [4])" in str(error.value)
     assert str(error.value).endswith("the replay has finish (group 4, response_tokens [3])")
 
 

@@ -1,11 +1,11 @@
 """What entered an engine before which step is written down, and a replay keeps to it."""
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
+from lib.rows import read_rows, write_rows
 
 from grpo_components.errors import ReplayError
 from grpo_components.rollout.schedule import STOP, Schedule, open_schedule, schedule_file
@@ -35,7 +35,7 @@ def test_a_new_run_takes_what_has_come_and_writes_it_down(tmp_path):
     schedule.put(STOP, "end")
     assert schedule.take(3, idle=True) == "end"
     schedule.close()
-    life, *lines = [json.loads(line) for line in schedule_file(tmp_path, 1).open()]
+    life, *lines = read_rows(schedule_file(tmp_path, 1))
     assert life == {"life": 0, "probe_tokens": 40}
     assert [(line["step"], line["entered"]) for line in lines] == [
         (0, ["group 3 sample 0", "weights 2"]),
@@ -68,8 +68,8 @@ def test_a_command_that_does_not_come_ends_the_wait_with_what_is_there_instead()
     assert schedule.take(3, idle=False) is None
     with pytest.raises(ReplayError) as error:
         schedule.take(4, idle=False)
-    for part in ("0.01 s for weights 3", "step 4", "group 0 sample 0"):
-        assert part in str(error.value)
+    parts = ("0.01 s for weights 3", "step 4", "group 0 sample 0")
+    assert all(part in str(error.value) for part in parts)
 
 
 def test_a_command_that_the_recorded_run_never_had_is_refused_at_once():
@@ -118,7 +118,7 @@ def test_each_life_of_a_killed_generator_keeps_its_own_schedule(tmp_path):
                 schedule.put(name, name)  # a killed one may get more than the recorded one took
         assert entered(schedule, [0, 1]) == [(0, name) for name in names]
         schedule.close()
-    kept = [json.loads(line) for line in schedule_file(second, 0).open()]
+    kept = read_rows(schedule_file(second, 0))
     assert [line["life"] for line in kept if "life" in line] == [0, 1, 2]
     with pytest.raises(ReplayError, match="had no a here"):
         replayed(2).put("a", "a")
@@ -144,6 +144,5 @@ def test_what_was_never_taken_is_given_back():
 
 
 def test_a_replay_reads_a_probe_as_long_as_the_recorded_one(tmp_path):
-    life = {"life": 0, "probe_tokens": 24}
-    (tmp_path / "schedule_generator_0.jsonl").write_text(json.dumps(life) + "\n")
+    write_rows(schedule_file(tmp_path, 0), {"life": 0, "probe_tokens": 24})
     assert Schedule(recorded=read_schedule(str(tmp_path), 0.05)).probe_tokens == 24

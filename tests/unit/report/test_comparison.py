@@ -31,12 +31,15 @@ def make(tmp_path):
     return make
 
 
+def compared(*folders):
+    """The page of these runs, and the verdicts."""
+    return write_comparison(folders, folders[0].parent / "page.html")
+
+
 def page(*folders):
-    target = folders[0].parent / "page.html"
-    html = write_comparison(folders, target)[0].read_text(encoding="utf-8")
-    data = re.search(r'id="data-charts">(.*?)</script>', html)
-    assert data is not None
-    return html, json.loads(data[1])
+    html = compared(*folders)[0].read_text(encoding="utf-8")
+    (data,) = re.findall(r'id="data-charts">(.*?)</script>', html)
+    return html, json.loads(data)
 
 
 def test_the_curves_of_all_runs_are_in_the_same_chart(make):
@@ -72,9 +75,8 @@ def test_a_run_without_a_step_is_named(make, tmp_path, capsys):
         page(make("a"), make("empty", steps=0))
     assert main([str(tmp_path / "a"), str(tmp_path / "empty")]) == 2
     assert "empty/logs/metrics.jsonl" in capsys.readouterr().err
-    for folders in ([tmp_path / "nothing"], [tmp_path / "a", tmp_path / "nothing"]):
-        assert main([*map(str, folders)]) == 2
-        assert capsys.readouterr().err == f"no report: {tmp_path}/nothing: no such folder\n"
+    assert main([str(tmp_path / "a"), str(tmp_path / "nothing")]) == 2
+    assert capsys.readouterr().err == f"no report: {tmp_path}/nothing: no such folder\n"
 
 
 def test_the_command_overlays_several_runs_in_the_current_folder_or_in_a_file(
@@ -87,15 +89,19 @@ def test_the_command_overlays_several_runs_in_the_current_folder_or_in_a_file(
     assert capsys.readouterr().out.splitlines()[1].startswith("comparison.html (")
     assert main([*runs, "--output", "both.html"]) == 0
     assert main([runs[0], "--output", "one.html"]) == 0
-    assert {p.name for p in tmp_path.glob("*.html")} == {
-        *("comparison.html", "both.html"),
-        "one.html",
-    }
+    pages = sorted(path.name for path in tmp_path.glob("*.html"))
+    assert pages == ["both.html", "comparison.html", "one.html"]
     assert not list(tmp_path.glob("*/report.html"))
     assert main([*runs, "--output", "no/such/folder.html"]) == 2
 
 
 # ---- which is better ----------------------------------------------------------------------------
+
+
+def evaluation(step, success):
+    success = [*success]
+    prompts = [*range(len(success))]
+    return {"step": step, "attempt": 0, "prompt_index": prompts, "success": success}
 
 
 @pytest.fixture
@@ -107,9 +113,7 @@ def compare(tmp_path):
         for number, seeds in enumerate(jobs):
             for seed, success in enumerate(seeds):
                 folder = tmp_path / f"{number} {seed}"
-                line = {"step": step if number else 9, "attempt": 0}
-                line |= {"prompt_index": [*range(len(success))]}
-                line |= {"success": [*map(float, success)]}
+                line = evaluation(step if number else 9, map(float, success))
                 write_rows(folder / "logs" / EVALUATIONS, line | {"step": 1}, line)
                 own = {"optimizer.lr": str(number), "seed": str(seed), "output_dir": folder.name}
                 own |= {"rewards.right.is_success": "True"}
@@ -140,8 +144,7 @@ def test_a_clear_difference_is_named_and_its_direction(compare):
 def test_the_same_prompts_count_more_than_as_many_others(compare):
     """What is hard for both runs tells nothing about the difference."""
     hard = np.arange(200) < 100
-    few_more = hard | (np.arange(200) % 20 == 19)
-    [line] = compare([hard], [few_more])
+    [line] = compare([hard], [hard | (np.arange(200) % 20 == 19)])
     assert ": better: " in line, "5 prompts of 200 gained, none lost"
 
 
@@ -185,8 +188,7 @@ def test_other_evaluations_are_not_compared_and_missing_ones_are_named(compare, 
     for key in ("timeouts.startup_s", "rewards.right.weight", "rewards.other.max_words"):
         assert "not enough to tell" in compare(alike, alike, **{key: "x"})[0]
     [line] = compare(alike, alike)
-    says = "+0.000 (no difference on any prompt); 9 prompts, 1 and 1 runs, steps 9 and 9. "
-    assert says in line
+    assert "+0.000 (no difference on any prompt); 9 prompts, 1 and 1 runs, steps 9 and 9. " in line
     [line] = compare(alike, [np.arange(9) > 0], step=5)
     assert "with 95 %); 9 prompts, 1 and 1 runs, steps 9 and 5: not the same. " in line
     none = [Attempts()] * 2
@@ -204,12 +206,11 @@ def test_own_files_that_differ_make_another_job_and_those_that_evaluate_another_
         (folder / "code/attempt_0").mkdir(parents=True)
         for file in ("my_reward", "my_form", "my_data"):
             (folder / f"code/attempt_0/{file}.py").write_text(files.get(file, "as it was"))
-        line = {"step": 2, "attempt": 0, "prompt_index": [*range(9)], "success": [1.0] * 9}
-        write_rows(folder / "logs" / EVALUATIONS, line)
+        write_rows(folder / "logs" / EVALUATIONS, evaluation(2, [1.0] * 9))
         return folder
 
     def verdict(folder):
-        return write_comparison([first, folder], first.parent / "page.html")[1][0]
+        return compared(first, folder)[1][0]
 
     first = run("a")
     assert verdict(run("b")).startswith("a, b: runs of one job")
@@ -222,24 +223,22 @@ def test_own_files_that_differ_make_another_job_and_those_that_evaluate_another_
 def test_a_folder_without_a_config_is_named_and_the_others_are_compared(make):
     folders = [make("a"), make("b"), make("c", "seed: 2\n")]
     (folders[1] / "config.yaml").unlink()
-    html, lines = write_comparison(folders, folders[0].parent / "page.html")
+    html, lines = compared(*folders)
     without = "b: not comparable: it has no config.yaml"
     assert html.exists() and lines[0] == without
     assert lines[1].startswith("a, c: runs of one job")
     (folders[0] / "config.yaml").unlink()
-    assert write_comparison(folders[:2], html)[1] == [without.replace("b", "a", 1), without]
+    assert compared(*folders[:2])[1] == [without.replace("b", "a", 1), without]
 
 
 def test_an_evaluation_that_a_later_attempt_replaced_does_not_count(make):
     folders = [make("a", "lr: 1\n", steps=9), make("b", "lr: 2\n", steps=9)]
-    prompts = {"prompt_index": [*range(100)]}
-    first, last = ({"step": step, "attempt": 0, **prompts} for step in (4, 9))
-    lines = first | {"success": [1.0] * 100}, last | {"success": [0.0] * 100}
     for folder in folders:
+        lines = evaluation(4, [1.0] * 100), evaluation(9, [0.0] * 100)
         write_rows(folder / "logs" / EVALUATIONS, *lines)
     with (folders[1] / "logs/metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "attempt": 1}\n')  # resumed from step 4, then killed
-    (line,) = write_comparison(folders, folders[0].parent / "page.html")[1]
+    (line,) = compared(*folders)[1]
     assert "held-out success 0.000 to 1.000" in line and "steps 9 and 4: not the same" in line
 
 
@@ -250,7 +249,7 @@ def test_which_is_better_comes_before_the_curves(make):
     assert html.index('<h2 id="which-is-better"') < html.index("data-chart=")
 
 
-def test_a_forked_recipe_is_another_job_and_a_folder_counts_once(make, tmp_path, capsys):
+def test_a_forked_recipe_is_another_job_and_a_folder_counts_once(make, capsys):
     def forked(name, loss, prompt):
         folder = make(name, f"system_prompt: {'x' * 200}{prompt}{'y' * 200}")
         for attempt, code in ((9, "old"), (10, loss)):
@@ -258,10 +257,9 @@ def test_a_forked_recipe_is_another_job_and_a_folder_counts_once(make, tmp_path,
             (folder / f"code/attempt_{attempt}/my_grpo.py").write_text(code)
         return folder
 
-    folders = [
-        forked(*each) for each in (("a", "1", 5), ("b", "1", 5), ("c", "2", 5), ("d", "1", 6))
-    ]
-    page, (fork, other) = write_comparison([*folders, folders[0]], tmp_path / "page.html")
+    runs = (("a", "1", 5), ("b", "1", 5), ("c", "2", 5), ("d", "1", 6))
+    folders = [forked(*each) for each in runs]
+    page, (fork, other) = compared(*folders, folders[0])
     assert fork.startswith("c against a, b: ") and other.startswith("d against a, b: ")
     assert "<td>code/my_grpo.py</td>" in page.read_text()
     (folders[1] / "config.yaml").write_text("a: [")

@@ -1,5 +1,7 @@
 """Every metric is drawn as a valid plotly figure with a bounded number of points."""
 
+from itertools import chain
+
 import plotly.graph_objects as go
 import pytest
 
@@ -38,17 +40,10 @@ HEARTBEATS = [{"role": "generator_0", "time": 100.0 + i, **USE} for i in range(3
 
 def test_plotly_accepts_every_figure():
     over_time, role_events = timeline(events(), STARTS, HEARTBEATS)
-    by_section = metric_charts(metrics(30))
-    charts = [chart for charts in by_section.values() for chart in charts] + over_time
+    charts = [*chain(*metric_charts(metrics(30)).values()), *over_time]
     assert {chart["title"] for chart in charts} >= {
-        *("Reward", "Success", "Staleness", "my/own"),
-        *(
-            "Policy versions",
-            "Role processes",
-            "Memory by role",
-            "Time of each role",
-            "Sequences in the engine",
-        ),
+        *("Reward", "Success", "Staleness", "my/own", "Policy versions", "Role processes"),
+        *("Memory by role", "Time of each role", "Sequences in the engine"),
     }
     assert "KL" not in {chart["title"] for chart in charts}, "it was never measured"
     for chart in charts:
@@ -62,9 +57,8 @@ def test_plotly_accepts_every_figure():
 
 
 def test_a_long_run_has_no_more_points_than_a_screen():
-    for charts in metric_charts(metrics(12_345)).values():
-        for chart in charts:
-            assert all(len(trace["y"]) <= MAX_POINTS for trace in chart["figure"]["data"])
+    for chart in chain(*metric_charts(metrics(12_345)).values()):
+        assert all(len(trace["y"]) <= MAX_POINTS for trace in chart["figure"]["data"])
 
 
 def test_each_reward_term_has_a_chart_of_its_mean_and_deviation():
@@ -80,10 +74,8 @@ def test_each_reward_term_has_a_chart_of_its_mean_and_deviation():
 def test_an_evaluation_is_drawn_at_the_step_after_which_it_began():
     evaluated = {"step": 13, "rollout/reward_mean": 1.0, "eval/reward_mean": 0.5, "eval/step": 10}
     [chart] = metric_charts([{"step": 0, "eval/reward_mean": 0.25}, evaluated])["Learning"]
-    assert {t["name"]: t["x"] for t in chart["figure"]["data"]} == {
-        "training": [13],
-        "held-out": [0, 10],
-    }
+    found = {trace["name"]: trace["x"] for trace in chart["figure"]["data"]}
+    assert found == {"training": [13], "held-out": [0, 10]}
 
 
 def test_several_runs_have_a_color_each_and_their_curves_a_dash_each():
@@ -92,9 +84,8 @@ def test_several_runs_have_a_color_each_and_their_curves_a_dash_each():
     charts = metric_charts(first, second, names=("a<b>", "b"))
     [reward] = charts["Learning"]
     found = [(t["name"], t["meta"]["color"], t["meta"]["dash"]) for t in reward["figure"]["data"]]
-    assert found == [
-        *(("a&lt;b&gt;: training", 0, 0), ("a&lt;b&gt;: held-out", 0, 1), ("b: training", 1, 0)),
-    ]
+    first = [("a&lt;b&gt;: training", 0, 0), ("a&lt;b&gt;: held-out", 0, 1)]
+    assert found == [*first, ("b: training", 1, 0)]
     [own] = charts["Other metrics"]
     assert own["figure"]["layout"]["showlegend"] and own["figure"]["data"][0]["name"] == "b"
     assert go.Figure(reward["figure"])

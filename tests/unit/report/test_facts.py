@@ -12,8 +12,6 @@ from grpo_tools.report.timeline import seconds_by_role, time_use_charts
 
 @pytest.fixture
 def write(tmp_path):
-    (tmp_path / "logs").mkdir()
-
     def write(name, *records):
         write_rows(tmp_path / "logs" / name, *records, torn='{"torn')
         return tmp_path
@@ -39,18 +37,13 @@ def test_they_are_those_of_the_last_attempt_but_for_the_date(write):
     }
 
 
-def rows(html):
-    return re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", html)
-
-
 def test_it_shows_each_metric_of_the_last_evaluation_with_its_interval():
     values = {"eval/success_rate": 0.5, "eval/success_rate_low": 0.25, "eval/success_rate_high": 1}
     more = {"eval/pass_at_2": 0.123456, "eval/policy_version": 7, "eval/prompts": 60}
-    first = {"step": 0, "eval/success_rate": 0.1}
-    html = held_out_table(
-        [first, {"step": 9, "eval/step": 8, **values, **more}, {"step": 10, "my/own": 1}]
-    )
-    assert rows(html) == [("success_rate", "0.5", "0.25 to 1"), ("pass_at_2", "0.1235", "-")]
+    first, last = {"step": 0, "eval/success_rate": 0.1}, {"step": 10, "my/own": 1}
+    html = held_out_table([first, {"step": 9, "eval/step": 8, **values, **more}, last])
+    rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", html)
+    assert rows == [("success_rate", "0.5", "0.25 to 1"), ("pass_at_2", "0.1235", "-")]
     assert "step 8: policy version 7, 60 prompts" in html
 
 
@@ -69,14 +62,10 @@ BEATS = [
 
 
 def test_processes_of_a_role_add_up_and_idle_trainers_wait_for_a_batch_or_for_the_rest():
+    idle = {"idle: no batch": 1.0, "idle: between steps": 2.0}
     assert seconds_by_role(BEATS, waited_s=1.0) == {
         "generator_0": {"starting": 7.0, "sampling": 14.0},
-        "trainer_0": {
-            "starting": 2.0,
-            "train_step": 5.0,
-            "idle: no batch": 1.0,
-            "idle: between steps": 2.0,
-        },
+        "trainer_0": {"starting": 2.0, "train_step": 5.0, **idle},
     }
 
 

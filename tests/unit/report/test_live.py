@@ -1,24 +1,23 @@
 """A running run's page is rewritten until the run ends, and never disturbs the run."""
 
-import json
 import os
 import select
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
+from lib.rows import write_rows
 
 from grpo_components.records.run_log import LiveReport
 from grpo_tools.report import live, page
 
 PATIENCE_S = 60
-STEP = json.dumps({"step": 1, "attempt": 0, "my/own": 1.0}) + "\n"
 
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs/metrics.jsonl").touch()
+    write_rows(tmp_path / "logs/metrics.jsonl")
     return tmp_path
 
 
@@ -36,7 +35,7 @@ def test_before_the_first_step_there_is_no_page_and_no_error(folder, capsys):
     """The page appears once there is something to see, and says when the next one comes."""
     live.write_pages(folder, pauses(2, []))
     assert not (folder / "report.html").exists()
-    (folder / "logs/metrics.jsonl").write_text(STEP)
+    write_rows(folder / "logs/metrics.jsonl", {"step": 1, "attempt": 0, "my/own": 1.0})
     live.write_pages(folder, pauses(1, []))
     assert '"next_s":' in (folder / "report.html").read_text(encoding="utf-8")
     assert capsys.readouterr().err == ""
@@ -52,14 +51,10 @@ def test_a_page_that_takes_long_is_written_less_often(folder, monkeypatch):
 
 
 def test_a_failing_page_is_tried_again_and_shown_once(folder, monkeypatch, capsys):
-    def broken(*_, **__):
-        tries.append(1)
-        raise KeyError("a field")
-
-    tries = []
+    broken = Mock(side_effect=KeyError("a field"))
     monkeypatch.setattr(page, "write_report", broken)
     live.write_pages(folder, pauses(3, []))
-    assert len(tries) == 3
+    assert broken.call_count == 3
     assert capsys.readouterr().err.count("KeyError") == 1
 
 

@@ -38,7 +38,8 @@ class Page(HTMLParser):
 
 
 AT = {"attempt": 0, "time": 3.0}
-STEP = {"trained_from": 0, "policy_version": 1, "token_versions": {}, "tokens": {}}
+STEP = {"event": "step", **AT, "step": 1, "trained_from": 0, "policy_version": 1}
+STEP |= {"token_versions": {}, "tokens": {}}
 
 
 def start_of(num_steps):
@@ -72,7 +73,7 @@ def run(tmp_path, monkeypatch):
         start_of(9),
         {"event": "drop", **AT, **drop},
         {"event": "restart", **AT, "role": HOSTILE, "what": HOSTILE},
-        {"event": "step", **AT, **STEP, "step": 1},
+        STEP,
     )
     write("logs/phases.jsonl", {"attempt": 0, "phase": HOSTILE, "seconds": 1.5})
     write("logs/metrics.jsonl", {"step": 1, "attempt": 0, "rollout/reward_mean": 0.5, HOSTILE: 1})
@@ -111,11 +112,9 @@ def test_it_needs_no_network_and_lets_only_its_own_scripts_run(run):
     assert {place[1:] for place in places} <= targets
     [policy] = [a["content"] for _, a in found.tags if a.get("http-equiv")]
     assert policy.startswith("default-src 'none'; ") and "http" not in policy
-    allowed = re.findall(r"'sha256-([^']+)'", policy)
-    own = [script for attrs, script in found.scripts if not attrs]
-    assert allowed == [
-        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in own
-    ]
+    allowed = map(base64.b64decode, re.findall(r"'sha256-([^']+)'", policy))
+    own = [script.encode() for attrs, script in found.scripts if not attrs]
+    assert [*allowed] == [hashlib.sha256(script).digest() for script in own]
 
 
 @pytest.mark.parametrize(
@@ -123,21 +122,17 @@ def test_it_needs_no_network_and_lets_only_its_own_scripts_run(run):
     [(None, "running or killed"), (True, "finished"), (False, "stopped early")],
 )
 def test_the_state_line_shows_how_the_run_ended(run, end, state):
-    step = {"event": "step", **AT, **STEP, "step": 1}
     last = {"event": "end", **AT, "step": 1, "finished": end, "living": []}
-    write_rows(run / "receipts.jsonl", start_of(9), step, *([] if end is None else [last]))
+    write_rows(run / "receipts.jsonl", start_of(9), STEP, *([] if end is None else [last]))
     assert f"{state}; 1 of 9 steps" in page(run)
 
 
 def test_what_the_last_attempts_start_and_end_took_is_on_the_page(run):
     phases = [(0, "starting Ray", 3.0), (1, "starting Ray", 2.0), (1, "training", 9.26)]
-    names = ("attempt", "phase", "seconds")
-    rows = (dict(zip(names, phase, strict=True)) for phase in phases)
+    rows = ({"attempt": a, "phase": phase, "seconds": seconds} for a, phase, seconds in phases)
     write_rows(run / "logs/phases.jsonl", *rows)
     shown = re.findall(r"<tr><td>(starting Ray|training)</td><td[^>]*>([0-9.]+)", page(run))
-    assert shown == [
-        *(("starting Ray", "2.0"), ("training", "9.3")),
-    ]
+    assert shown == [("starting Ray", "2.0"), ("training", "9.3")]
 
 
 def test_metrics_alone_are_enough(run):
@@ -151,10 +146,8 @@ def test_metrics_alone_are_enough(run):
 def test_without_logprobs_the_page_names_the_key_that_logs_them(run):
     path = run / "logs/rollouts.jsonl"
     path.write_text(path.read_text().replace('"trainer_logprobs": [-1.5]', '"other": 1'))
-    of_generator_only = page(run)
-    assert "log_token_logprobs=true" not in of_generator_only, (
-        "a run without a trainer has only these"
-    )
+    of_generator_only = page(run)  # all that a run without a trainer has
+    assert "log_token_logprobs=true" not in of_generator_only
     assert '<option value="trainer - generator">' not in of_generator_only
     path.write_text(path.read_text().replace('"generator_logprobs": [-1.0]', '"another": 1'))
     assert "log_token_logprobs=true" in page(run)
@@ -171,8 +164,7 @@ def test_the_command_prints_the_path_or_the_reason(run, tmp_path, capsys):
 
 
 def test_an_evaluation_alone_shows_what_it_has(run):
-    record = {"step": 0, "attempt": 0, "eval/success_rate": 0.25}
-    write_rows(run / "logs/metrics.jsonl", record)
+    write_rows(run / "logs/metrics.jsonl", {"step": 0, "attempt": 0, "eval/success_rate": 0.25})
     html = page(run)
     assert "<b>0.250</b><span>held-out success</span>" in html and "<b>-" not in html
     headings = re.findall(r'<h2 id="([^"]*)">', html)
@@ -187,8 +179,7 @@ def test_throughput_is_total_tokens_over_total_time(run):
     whole = {"attempt": 0, "rollout/trained_tokens": 100}
     metrics = ({"step": s, **whole, rate: 100 / took} for s, took in ((1, 1), (2, 9)))
     write_rows(run / "logs/metrics.jsonl", *metrics)
-    html = page(run)
-    assert "<b>20</b><span>trained tokens per second</span>" in html
+    assert "<b>20</b><span>trained tokens per second</span>" in page(run)
 
 
 def data_of(html, name):
@@ -200,16 +191,14 @@ def test_only_a_live_page_says_that_it_reloads_itself(run):
     live = page(run, next_page_s=30.0)
     assert data_of(live, "page")["live"]["next_s"] == 30.0
     assert "running; 1 of 9 steps" in live
-    ended = page(run)
-    assert data_of(ended, "page")["live"] is None
+    assert data_of(page(run), "page")["live"] is None
 
 
 def test_answers_of_evaluations_are_on_the_page_as_text(run):
     line = json.loads((run / "logs/rollouts.jsonl").read_text().splitlines()[0])
     line = {key: line[key] for key in line if key not in ("advantages", "group_id")}
-    path = run / "logs/evaluation_answers.jsonl"
     assert "no evaluation samples are logged" in page(run)
-    write_rows(path, line | {"policy_version": 3})
+    write_rows(run / "logs/evaluation_answers.jsonl", line | {"policy_version": 3})
     html = page(run)
     [shown] = data_of(html, "answers")
     assert shown["policy_version"] == 3 and "alert(2)" in shown["responses"][0]["response"]

@@ -78,27 +78,20 @@ def issue(attempt, group, prompt):
 
 
 def test_dropped_groups_have_their_prompts_and_superseded_drops_are_skipped(tmp_path):
-    drop = {"event": "drop", "attempt": 0, "reissue": True, "tokens": [None]}
+    def drop(group, reason):
+        known = {"event": "drop", "attempt": 0, "reissue": True, "tokens": [None]}
+        return known | {"groups": [group], "reason": reason}
+
     events = [
-        start_of(0, 0),
-        *(issue(0, 0, 70), issue(0, 1, 71), drop | {"groups": [1], "reason": "stale"}),
-        *(
-            step_of(0, 1),
-            issue(0, 2, 72),
-            drop | {"groups": [2], "reason": "failed"},
-            step_of(0, 2),
-        ),
+        *(start_of(0, 0), issue(0, 0, 70), issue(0, 1, 71), drop(1, "stale"), step_of(0, 1)),
+        *(issue(0, 2, 72), drop(2, "failed"), step_of(0, 2)),
         *(start_of(1, 1), issue(1, 2, 73), step_of(1, 2)),
         {"event": "end", "attempt": 1, "step": 2, "finished": True},
     ]
     write_rows(tmp_path / "receipts.jsonl", *events)
     receipts = read_history(tmp_path)
-    assert receipts.drops == [
-        {
-            **{"step": 1, "attempt": 0, "group_id": 1, "prompt_index": 71, "epoch": 0},
-            **{"reason": "stale", "reissue": True},
-        }
-    ]
+    place = {"step": 1, "attempt": 0, "group_id": 1, "prompt_index": 71, "epoch": 0}
+    assert receipts.drops == [place | {"reason": "stale", "reissue": True}]
     assert receipts.last_steps == {0: 2, 1: 2}
     assert list(receipts.ends) == [1]
 
