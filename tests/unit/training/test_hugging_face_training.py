@@ -38,9 +38,8 @@ def transformers_policy(base):
 def test_a_step_is_that_of_the_torchtune_decoder(ranks, base, layout):
     num_ranks, changes = LAYOUTS[layout]
     weights, metrics = expected_update(base, SIBLINGS, ADVANTAGES)
-    results = ranks.step(
-        base, num_ranks, SIBLINGS, ADVANTAGES, **transformers_policy(base), **changes
-    )
+    policy = transformers_policy(base)
+    results = ranks.step(base, num_ranks, SIBLINGS, ADVANTAGES, **policy, **changes)
     assert_is_update(results, weights, metrics)
 
 
