@@ -9,16 +9,11 @@ import torch
 from lib.trajectories import trajectory as record
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GPTNeoXForSequenceClassification,
     PreTrainedTokenizerFast,
-    RobertaConfig,
-    RobertaForSequenceClassification,
 )
 
 from grpo_components.settings import RewardModelSettings
@@ -35,12 +30,8 @@ SHAPE = {
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} . {% endfor %}"
 RESPONSES = ["It is five .", "six", "It is five ? It is six . It is", "five five five", ""]
 
-MODELS = {
-    "decoder": (GPTNeoXConfig, GPTNeoXForSequenceClassification),
-    "encoder": (BertConfig, BertForSequenceClassification),
-    "offset positions": (RobertaConfig, RobertaForSequenceClassification),
-    "language model": (GPTNeoXConfig, GPTNeoXForCausalLM),
-}
+FAMILIES = {"decoder": "gpt_neox", "encoder": "bert", "offset positions": "roberta"}
+FAMILIES |= {"language model": "gpt_neox"}
 
 
 def make_classifier(
@@ -55,8 +46,10 @@ def make_classifier(
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    config, model = MODELS[kind]
-    model = model(config(**SHAPE, num_labels=num_labels))
+    config = AutoConfig.for_model(FAMILIES[kind], **SHAPE, num_labels=num_labels)
+    is_language_model = kind == "language model"
+    auto = AutoModelForCausalLM if is_language_model else AutoModelForSequenceClassification
+    model = auto.from_config(config)
     if head_weight is not None:
         torch.nn.init.constant_(model.score.weight, head_weight)
     model.save_pretrained(folder)
