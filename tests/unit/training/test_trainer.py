@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from lib.logprobs import whole_logprobs
 from lib.trainer_ranks import (
     ADVANTAGES,
     LEARNING_RATE,
@@ -53,6 +54,7 @@ from grpo_components.objective.off_policy import (
 )
 from grpo_components.objective.token_advantages import TokenNormalizedAdvantages
 from grpo_components.training.supervised import SupervisedExamples
+from grpo_components.trajectory import TokenSequence
 
 # ---- one update ---------------------------------------------------------------------------------
 
@@ -88,12 +90,8 @@ EXAMPLES = [([5, 9, 2], [7, 7, 1]), ([11], [3, 30, 4, 8, 21]), ([1, 2, 3, 4, 5, 
 def supervised_gradient(base):
     """Mean over all tokens of the examples, and its gradient by parameter, one at a time."""
     model = whole_model(base)
-    losses = []
-    for prompt, response in EXAMPLES:
-        logits, said = model(torch.tensor([prompt + response])), torch.tensor(response)
-        logits = logits[0, len(prompt) - 1 : -1]
-        losses.append(torch.nn.functional.cross_entropy(logits, said, reduction="sum"))
-    loss = sum(losses) / sum(len(response) for _, response in EXAMPLES)
+    said = [TokenSequence(*map(np.array, example), 1.0) for example in EXAMPLES]
+    loss = -torch.cat([whole_logprobs(model, each)[0] for each in said]).mean()
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return loss.item(), to_hf(gradients)
@@ -134,9 +132,7 @@ def test_what_the_environment_said_is_read_and_not_learned(ranks, base):
     batch = copy.deepcopy(RAGGED)
     for trajectory in batch:
         said = ~trajectory.response_mask
-        trajectory.generator_logprobs[said] = math.nan
-        assert trajectory.reference_logprobs is not None
-        trajectory.reference_logprobs[said] = math.nan
+        trajectory.generator_logprobs[said] = trajectory.reference_logprobs[said] = math.nan
         trajectory.token_versions[said] = -1
     changes = {"tokens_per_micro_batch": SMALL, "contract": StalenessContract(0, 1)}
     results = ranks.step(base, 2, batch, ADVANTAGES, **changes)

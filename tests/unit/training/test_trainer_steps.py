@@ -35,6 +35,8 @@ from grpo_components.schedules import Schedule
 from grpo_components.training.token_metrics import over_updates
 from grpo_components.training.weight_export import WeightExport
 
+HALF, OF_LOPSIDED = len(LOPSIDED) // 2, np.resize(ADVANTAGES, len(LOPSIDED))
+
 # ---- steps, versions, rates ---------------------------------------------------------------------
 
 
@@ -90,10 +92,8 @@ def test_fresh_tokens_of_several_updates_weigh_alike_and_a_step_may_have_none():
 
 
 def test_a_bad_update_leaves_the_good_ones_of_its_batch(ranks, base):
-    half = len(LOPSIDED) // 2
-    advantages = np.resize(ADVANTAGES, half)
-    weights, _ = expected_update(base, LOPSIDED[:half], advantages)
-    both = np.concatenate([advantages, np.full(half, math.nan, np.float32)])
+    weights, _ = expected_update(base, LOPSIDED[:HALF], OF_LOPSIDED[:HALF])
+    both = np.where(np.arange(len(LOPSIDED)) < HALF, OF_LOPSIDED, math.nan)
     results = ranks.step(base, 1, LOPSIDED, both, updates_per_batch=2)
     assert results[0][0]["policy_version"] == 1
     assert_weights_close(exported(results, 2), weights)
@@ -110,11 +110,10 @@ def test_a_batch_is_one_version_and_one_step_of_the_schedule_whatever_its_update
 
 def test_every_epoch_and_part_of_a_batch_is_an_update_of_its_own(ranks, base):
     """Two epochs of two parts are the four steps on the parts."""
-    advantages = np.resize(ADVANTAGES, len(LOPSIDED))
-    half = len(LOPSIDED) // 2
-    parts = [step(LOPSIDED[:half], advantages[:half]), step(LOPSIDED[half:], advantages[half:])]
+    halves = slice(HALF), slice(HALF, None)
+    parts = [step(LOPSIDED[half], OF_LOPSIDED[half]) for half in halves]
     singly = ranks.run(base, 1, [*parts, *parts, *export(4)])
-    together = ranks.step(base, 1, LOPSIDED, advantages, ppo_epochs=2, updates_per_batch=2)
+    together = ranks.step(base, 1, LOPSIDED, OF_LOPSIDED, ppo_epochs=2, updates_per_batch=2)
     assert_weights_equal(exported(together, 2), exported(singly, 5))
     metrics, updates = together[0][0], singly[0][:4]
     assert metrics["ratio/max"] == max(update["ratio/max"] for update in updates)
@@ -172,7 +171,7 @@ def test_a_buffer_is_exported_in_its_own_dtype():
 
 
 @pytest.mark.parametrize(("num_ranks", "order"), [(1, (0, 1)), (2, (0, 1)), (2, (1, 0))])
-def test_two_exports_may_wait_while_training_goes_on(ranks, base, num_ranks, order):
+def test_exports_are_exact_and_two_may_wait_while_training_goes_on(ranks, base, num_ranks, order):
     """The first is the checkpoint that was loaded, bit for bit, a part of it from every rank."""
     gather_and_train = [("gather_weights",), step(RAGGED, ADVANTAGES)]
     exports = [("export_weights", version) for version in order]
@@ -196,7 +195,7 @@ ADAM = {"build_optimizer": partial(torch.optim.AdamW, lr=0.01), "build_lr_schedu
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(1, 1), (2, 2), (2, 1), (1, 2), (2, 4)])
-def test_a_trainer_goes_on_from_a_checkpoint_of_any_number_of_ranks(
+def test_a_checkpoint_has_the_exported_weights_and_any_number_of_ranks_goes_on_from_it(
     ranks, base, tmp_path, saving, loading
 ):
     """The exported weights, moments, scheduler, random state: as held, not as they were later."""
