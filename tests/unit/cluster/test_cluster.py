@@ -7,6 +7,7 @@ import signal
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -28,20 +29,14 @@ STORE = 80 * 10**6
 ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
-class Budget:
+class Budget(RestartBudget):
     """A restart budget that each test sets, with short pauses."""
 
-    def __init__(self):
-        self.allow(0)
-
     def allow(self, restarts):
-        self.budget = RestartBudget(restarts, 1e9)
+        super().__init__(restarts, 1e9)
 
     def spend(self, failure, **how):
-        return min(self.budget.spend(failure, **how), 0.05)
-
-    def used(self):
-        return self.budget.used()
+        return min(super().spend(failure, **how), 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +48,13 @@ def output_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def budget():
-    return Budget()
+    return Budget(0, 1e9)
 
 
 @pytest.fixture(scope="module")
 def all_notes():
-    return []
+    """What the cluster says when it starts roles the first time, and what else it says."""
+    return SimpleNamespace(starts=[], others=[])
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +65,10 @@ def processes():
 
 
 @pytest.fixture(scope="module")
-def start_notes():
-    """What the cluster says when it starts roles the first time."""
-    return []
-
-
-@pytest.fixture(scope="module")
-def cluster(output_dir, budget, all_notes, start_notes, processes):
+def cluster(output_dir, budget, all_notes, processes):
     def note(line):
         at_start = line.startswith("starting ") or " is ready after " in line
-        (start_notes if at_start else all_notes).append(line)
+        (all_notes.starts if at_start else all_notes.others).append(line)
 
     options = {"budget": budget, "note": note, "object_store_memory": STORE}
     cluster = Cluster(output_dir, "WARNING", attempt=0, **options)
@@ -94,11 +84,13 @@ def cluster(output_dir, budget, all_notes, start_notes, processes):
 
 
 @pytest.fixture(autouse=True)
-def notes(budget, all_notes):
-    """Notes of the cluster during a test; restarts are off until the test allows them."""
+def notes(cluster, budget, all_notes):
+    """Notes of the cluster during a test, which allows its restarts, and supervises its roles."""
+    cluster.roles.clear()
     budget.allow(0)
-    all_notes.clear()
-    return all_notes
+    all_notes.starts.clear()
+    all_notes.others.clear()
+    return all_notes.others
 
 
 async def spawn(cluster, *names, **kwargs):
@@ -123,12 +115,11 @@ def nothing(*_):
     pass
 
 
-async def no_recovery(name):
+async def nothing_to_do(*_):
     pass
 
 
-async def test_a_role_answers_keeps_its_state_and_is_recorded(cluster, output_dir, start_notes):
-    start_notes.clear()
+async def test_a_role_answers_keeps_its_state_and_is_recorded(cluster, output_dir, all_notes):
     role = await spawn(cluster, "counter", start=3, cpu_threads=1, env={"GREETING": "hello"})
     assert await role.call("add", 4, timeout_s=30) == 7
     environment = {"OMP_NUM_THREADS": "1", "GREETING": "hello"}
@@ -136,7 +127,7 @@ async def test_a_role_answers_keeps_its_state_and_is_recorded(cluster, output_di
     (listed, _), plain = await role.call("split", num_returns=2, timeout_s=30)
     assert plain == 7
     assert await role.call("total", listed, timeout_s=30) == 7  # a part arrives as its value
-    starting, ready = start_notes
+    starting, ready = all_notes.starts
     assert starting == "starting counter ..." and ready.startswith("counter is ready after ")
     (record,) = starts_of(role, output_dir)
     assert (record["pid"], record["attempt"]) == (role.process.pid, 0)
@@ -171,11 +162,16 @@ async def test_an_error_names_the_role_whose_code_failed_and_its_log(pair):
         assert "first.log" in str(failed.value)
 
 
-async def test_a_role_that_cannot_be_built_is_named(cluster):
-    cluster.spawn("broken", COUNTER, start=-1)
+async def failed_start(cluster):
     with pytest.raises(ExceptionGroup) as group:
         await cluster.ready(120)
     (failure,) = group.value.exceptions
+    return failure
+
+
+async def test_a_role_that_cannot_be_built_is_named(cluster):
+    cluster.spawn("broken", COUNTER, start=-1)
+    failure = await failed_start(cluster)
     assert failure.role == "broken" and "ValueError: start is below 0" in failure.what
 
 
@@ -184,9 +180,7 @@ async def test_a_start_ends_when_the_nodes_that_live_have_no_room_any_more(clust
     answers = iter(["", "", "the 1 nodes that live have no room for it (5 CPU)"])
     monkeypatch.setattr(RayCluster, "why_no_room", lambda *_: next(answers))
     role = cluster.spawn("late", COUNTER, start_after_s=60)
-    with pytest.raises(ExceptionGroup) as group:
-        await cluster.ready(120)
-    (failure,) = group.value.exceptions
+    failure = await failed_start(cluster)
     assert failure.what == "cannot start; the 1 nodes that live have no room for it (5 CPU)"
     role.process.kill()
 
@@ -254,7 +248,6 @@ async def test_a_process_that_dies_before_its_role_is_built_is_restarted(
     cluster, budget, notes, output_dir, tmp_path, alone
 ):
     """In the same attempt: nothing was trained yet."""
-    cluster.roles.clear()
     budget.allow(3)
     mark, options = tmp_path / "mark", {"restarts_alone": alone}
     mark.touch()
@@ -323,7 +316,6 @@ async def test_roles_that_depend_on_each_other_restart_together_with_the_loops(
     cluster, budget, notes, output_dir, dead
 ):
     """The cause is the one that died, not the one that waited for it."""
-    cluster.roles.clear()  # of the tests before; only this test's are supervised
     budget.allow(3)
     ranks = await spawn(cluster, *(f"rank_{n}_of_{dead}" for n in (0, 1)), restarts_alone=False)
     alone = await spawn(cluster, f"alone_{dead}", start=40)
@@ -340,7 +332,7 @@ async def test_roles_that_depend_on_each_other_restart_together_with_the_loops(
     async def begin_again():
         began_again.append(len(attempts))
 
-    await cluster.supervise(loops, begin_again, no_recovery)
+    await cluster.supervise(loops, begin_again, nothing_to_do)
     assert attempts == [[1, 1], [1, 1]] and began_again == [1]
     before, after = (start["attempt"] for start in starts_of(ranks[0], output_dir))
     assert after == before + 1
@@ -353,7 +345,6 @@ async def test_a_role_that_dies_while_others_restart_comes_back_with_a_line(
     cluster, budget, notes, output_dir, tmp_path, when
 ):
     """Nobody watches the roles then; a role that is only replaced by a fresh one is no news."""
-    cluster.roles.clear()
     budget.allow(3)
     mark = tmp_path / "mark"
     rank = await spawn(cluster, f"rank_of_{when}", restarts_alone=False)
@@ -394,7 +385,6 @@ async def test_a_generator_that_dies_with_its_trainer_in_a_cluster_starts_once_t
     cluster, budget, notes, monkeypatch
 ):
     """Only then are the GPUs known that they share."""
-    cluster.roles.clear()
     budget.allow(5)
     monkeypatch.setattr(cluster, "_joined", True)
     trainer = cluster.spawn("trainer_0", COUNTER, num_gpus=1, restarts_alone=False)
@@ -411,10 +401,7 @@ async def test_a_generator_that_dies_with_its_trainer_in_a_cluster_starts_once_t
             await asyncio.gather(*calls)
         found.extend([await role.call("gpus", timeout_s=60) for role in (trainer, generator)])
 
-    async def begin_again():
-        pass
-
-    await cluster.supervise(loops, begin_again, no_recovery)
+    await cluster.supervise(loops, nothing_to_do, nothing_to_do)
     assert found[1] == found[2] and not any("\n" in line for line in notes)
     for role in (trainer, generator):
         role.process.kill()
@@ -423,17 +410,14 @@ async def test_a_generator_that_dies_with_its_trainer_in_a_cluster_starts_once_t
 async def test_the_same_error_of_a_rank_ends_the_run_unless_a_later_step_was_done(
     cluster, budget, notes, monkeypatch
 ):
-    cluster.roles.clear()
     budget.allow(9)
     rank = await spawn(cluster, "rank_in_error", restarts_alone=False)
     steps = iter([3, 4, 4])
     monkeypatch.setattr(cluster, "_steps_done", lambda: next(steps))
 
-    async def begin_again():
-        pass
-
+    fails = partial(rank.call, "fail", timeout_s=30)
     with pytest.raises(RoleFailedError, match="KeyError: 'no such thing'; failed the same way"):
-        await cluster.supervise(partial(rank.call, "fail", timeout_s=30), begin_again, no_recovery)
+        await cluster.supervise(fails, nothing_to_do, nothing_to_do)
     assert sum("restarting all trainers" in line for line in notes) == 2
 
 
@@ -441,7 +425,6 @@ async def test_a_complete_run_ends_well_although_a_role_died_but_not_without_its
     cluster, notes
 ):
     """The restart may be under way when the last step ends; a trainer's close writes a profile."""
-    cluster.roles.clear()
     role, _ = await spawn(cluster, "last_died", "last_lives")
     role.process.kill()
     await cluster.close_roles(30)
@@ -455,7 +438,6 @@ async def test_a_complete_run_ends_well_although_a_role_died_but_not_without_its
 
 async def test_ctrl_c_ends_the_run_even_if_a_role_dies_at_the_same_moment(cluster, budget, notes):
     """A closed terminal ends them together; the run must not begin to restart them."""
-    cluster.roles.clear()
     budget.allow(3)
     rank = await spawn(cluster, "hung_up", restarts_alone=False)
 
@@ -463,7 +445,7 @@ async def test_ctrl_c_ends_the_run_even_if_a_role_dies_at_the_same_moment(cluste
         running.cancel()
         raise ExceptionGroup("", [RoleFailedError(rank.name, "died", "a.log", "died")])
 
-    running = asyncio.create_task(cluster.supervise(loops, loops, no_recovery))
+    running = asyncio.create_task(cluster.supervise(loops, loops, nothing_to_do))
     await asyncio.wait([running])
     assert running.cancelled() and notes == []
 
@@ -471,7 +453,6 @@ async def test_ctrl_c_ends_the_run_even_if_a_role_dies_at_the_same_moment(cluste
 async def test_a_failed_restart_is_repeated_in_the_same_attempt(
     cluster, budget, notes, output_dir, tmp_path
 ):
-    cluster.roles.clear()
     budget.allow(3)
     mark = tmp_path / "not_ready"
     rank = await spawn(cluster, "unlucky_rank", restarts_alone=False, fails_if_there=str(mark))
@@ -487,7 +468,7 @@ async def test_a_failed_restart_is_repeated_in_the_same_attempt(
     async def begin_again():
         began_again.append(True)
 
-    await cluster.supervise(loops, begin_again, no_recovery)
+    await cluster.supervise(loops, begin_again, nothing_to_do)
     before, after = (start["attempt"] for start in starts_of(rank, output_dir))
     assert began_again == [True] and after == before + 1
     first, again, back = notes

@@ -64,14 +64,14 @@ class Sampler:
 class Setting:
     """The real ledger and buffer behind their handles, and one generator."""
 
-    def __init__(self, wait_for_stale=False, eta=1, groups_per_step=1):
+    def __init__(self, wait_for_stale=False, eta=1, groups_per_step=1, **options):
         contract = StalenessContract(eta, groups_per_step)
         prompts = (({"prompt_index": 10 + i}, 0) for i in range(10**6))
         self.ledger, self.events = Ledger(contract, 50, prompts), []
         self.ledger.events = EventOrder(attempt=3, listeners=[self.events.append])
         self.sampler = Sampler()
         role = stand_in_role("generator_0", self.sampler)
-        self.generator = GeneratorHandle(role, self.ledger, limits(rollout_s=7))
+        self.generator = GeneratorHandle(role, self.ledger, limits(rollout_s=7), **options)
         self.pause = partial(asyncio.sleep, 0)  # before a restart of the buffer
         self.buffer_role = stand_in_role(
             *("replay_buffer", lambda: ReplayBuffer(contract=contract, timeout_s=0.01)),
@@ -111,11 +111,7 @@ async def test_a_group_is_asked_for_by_its_identity_and_its_end_is_recorded_like
     [([1.0, 0.5], (1, 2)), ([1.0, math.nan], (1, 1)), ([math.nan] * G, (0, 0))],
 )
 async def test_with_a_curriculum_the_successes_of_what_was_scored_are_recorded(scores, result):
-    setting = Setting()
-    role = setting.generator.role
-    setting.generator = GeneratorHandle(
-        role, setting.ledger, limits(rollout_s=7), counts_successes=True
-    )
+    setting = Setting(counts_successes=True)
     setting.sampler.scores = [(score, score == 1.0) for score in scores]
     await setting.generated()
     assert setting.events[-1] == {

@@ -88,30 +88,25 @@ def places(tmp_path):
     return found
 
 
-def fill(folder, shared_memory):
-    """Leave what Ray, semaphores of roles and vLLM's workers leave, and what others leave."""
-    (folder / "session_1" / "sockets").mkdir(parents=True)
-    (folder / "session_1" / "sockets" / "raylet").touch()
-    (folder / "vllm_dist_a1").touch()  # vLLM's workers meet through it, and name their memory so
-    ours = [f"sem.{folder.name}-abcdefg0", "vllm_dist_a1-tp:0-[0-1]-cpushm_0"]
+def test_what_a_killed_run_left_is_removed_and_what_others_have_stays(places):
+    """What Ray, semaphores of roles and vLLM's workers left."""
+    folders, shared_memory = places
+    command = [sys.executable, "-c", KILLED, folders]
+    killed = subprocess.run(command, capture_output=True, text=True).stdout
+    living, lock = make_scratch(folders)
+    # vLLM's workers meet through a file, and name their memory so.
+    for left in (f"{killed}/session_1/sockets/raylet", f"{killed}/vllm_dist_a1", "grpo-notes/mine"):
+        (folders / left).parent.mkdir(parents=True, exist_ok=True)
+        (folders / left).touch()
+    ours = [f"sem.{killed}-abcdefg0", "vllm_dist_a1-tp:0-[0-1]-cpushm_0"]
     for name in [*ours, "vllm_dist_a", "sem.mp-1"]:
         (shared_memory / name).touch()
-
-
-def test_what_a_killed_run_left_is_removed_and_what_others_have_stays(places):
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(places[0])], capture_output=True, text=True
-    )
-    living, lock = make_scratch(places[0])
-    (places[0] / "grpo-notes").mkdir()
-    (places[0] / "grpo-notes" / "mine").touch()
-    fill(places[0] / killed.stdout, places[1])
-    assert sweep(*places) == [killed.stdout] and sweep(*places) == []
-    assert {path.name for path in places[0].iterdir()} == {living.name, "grpo-notes"}
-    assert {path.name for path in places[1].iterdir()} == {"vllm_dist_a", "sem.mp-1"}
-    remove_scratch(living, places[1])
+    assert sweep(*places) == [killed] and sweep(*places) == []
+    assert {path.name for path in folders.iterdir()} == {living.name, "grpo-notes"}
+    assert {path.name for path in shared_memory.iterdir()} == {"vllm_dist_a", "sem.mp-1"}
+    remove_scratch(living, shared_memory)
     lock.close()
-    assert [path.name for path in places[0].iterdir()] == ["grpo-notes"]
+    assert [path.name for path in folders.iterdir()] == ["grpo-notes"]
 
 
 def test_folders_of_other_users_stay(places, monkeypatch):

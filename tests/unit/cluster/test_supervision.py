@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
-import importlib
 import os
 import pty
+import runpy
 import signal
 import sys
 from fnmatch import fnmatchcase
@@ -115,9 +115,7 @@ def test_code_that_the_recipe_calls_cannot_end_the_run_silently(
 ):
     component = tmp_path / "component.py"
     component.write_text(f"import sys\n\ndef call():\n    sys.exit({code!r})\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    sys.modules.pop("component", None)
-    call = importlib.import_module("component").call
+    call = runpy.run_path(str(component))["call"]
     assert through_torchtune(call, tmp_path, monkeypatch) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: ") and f"component.py:4 called sys.exit({code!r})" in err

@@ -166,16 +166,10 @@ async def test_pulls_come_every_m_rollouts_once_there_is_something_newer():
     assert [await setting.rollout(first) for _ in range(2)] == [2, 2]
     assert [await setting.rollout(second) for _ in range(3)] == [0, 0, 2]
     assert setting.engines[1].loaded == [(2, ("bucket 2",))]
-    assert setting.named("pull") == [
-        ("generator_0", "group 3"),
-        ("generator_0", "group 5"),
-        ("generator_1", "group 9"),
-    ]
-    assert setting.named("load") == [
-        ("generator_0", 1, CHECKSUM, CHECKSUM),
-        ("generator_0", 2, CHECKSUM, CHECKSUM),
-        ("generator_1", 2, CHECKSUM, CHECKSUM),
-    ]
+    pulls = [("generator_0", "group 3"), ("generator_0", "group 5"), ("generator_1", "group 9")]
+    assert setting.named("pull") == pulls
+    loads = [("generator_0", 1), ("generator_0", 2), ("generator_1", 2)]
+    assert setting.named("load") == [(*load, CHECKSUM, CHECKSUM) for load in loads]
 
 
 async def test_a_group_that_needs_newer_weights_pulls_at_once_also_during_an_evaluation():

@@ -90,19 +90,13 @@ class Setting:
         return failed.value
 
 
-async def test_the_result_is_the_receivers_and_nothing_is_given_up():
-    setting = Setting()
-    assert await setting.load() == (7, "checksum", None)
-    assert setting.wire_sender.abandoned == []
-    assert setting.waits[-1] == ("load_weights", LIMIT_S + _GRACE_S)
-
-
 async def test_pulls_of_one_receiver_that_overlap_come_one_after_the_other():
-    """In a replay they may."""
+    """In a replay they may. Their results are the receiver's, and nothing is given up."""
     setting = Setting()
     loaded = await asyncio.gather(setting.load(7), setting.load(8))
     assert loaded == [(7, "checksum", None), (8, "checksum", None)]
-    assert setting.wire_receiver.numbers == [0, 1]
+    assert setting.wire_receiver.numbers == [0, 1] and setting.wire_sender.abandoned == []
+    assert setting.waits[-1] == ("load_weights", LIMIT_S + _GRACE_S)
 
 
 async def test_transfers_to_several_receivers_come_one_after_the_other_each_with_its_time():

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lib.policies import SIZES, TRANSFORMERS_SIZES, WINDOW, random_responses, random_weights
 from lib.properties import many
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
@@ -15,7 +16,6 @@ from grpo_components.models import hugging_face_attention, shared_prompts
 from grpo_components.models.hugging_face_policy import prepared
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.models.shared_prompts import Part, arrange, attend
-from grpo_components.trajectory import TokenSequence
 from grpo_tools.memory_plan.live_bytes import counting
 
 aten, META = torch.ops.aten, torch.device("meta")
@@ -25,14 +25,6 @@ GROUPS = st.lists(
     max_size=4,
 )
 """Prompt length, and the length of each response."""
-TUNE = {"vocab_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
-TUNE |= {"embed_dim": 32, "intermediate_dim": 48, "max_seq_len": 64}
-SIZES = {
-    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
-    **{"head_dim": 16, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0},
-}
-WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES = {
     "qwen3": {},
     "gemma3_text": WINDOW | {"query_pre_attn_scalar": 5},
@@ -79,34 +71,20 @@ def flash(monkeypatch):
 
 
 def torchtune_policy(**changes):
-    return random_weights(qwen2(**TUNE | changes))
+    return random_weights(qwen2(**SIZES | changes))
 
 
 def transformers_policy(family, **changes):
     hugging_face_attention.register()
-    config = AutoConfig.for_model(family, **SIZES | changes)
+    config = AutoConfig.for_model(family, **TRANSFORMERS_SIZES | {"head_dim": 16} | changes)
     how = {"attn_implementation": hugging_face_attention.NAME}
     return random_weights(prepared(AutoModelForCausalLM.from_config(config, **how)))
-
-
-def random_weights(model):
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model
-
-
-def sequences(groups):
-    rng = np.random.default_rng(0)
-    for length, responses in groups:
-        prompt = rng.integers(0, 64, length)
-        yield from (TokenSequence(prompt, rng.integers(0, 64, n), 0.8) for n in responses)
 
 
 def run(model, groups):
     """Logprobs of all responses, and the gradients."""
     logprobs = ResponseLogprobs(model, chunk_tokens=9)
-    values, _ = logprobs(token_batch(list(sequences(groups))))
+    values, _ = logprobs(token_batch(random_responses(*groups)))
     loss = (values * torch.linspace(-1, 2, len(values))).sum()
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     return [values.detach(), torch.cat([each.flatten() for each in gradients])]
@@ -160,7 +138,7 @@ def test_float32_and_dropout_are_computed_in_blocks(flash):
     run(model.to(torch.bfloat16), groups)
     assert len(made) == 2
     made = flash(True, dtypes=(torch.bfloat16,))
-    run(random_weights(qwen2(**TUNE, attn_dropout=0.5)).to(torch.bfloat16), groups)
+    run(torchtune_policy(attn_dropout=0.5).to(torch.bfloat16), groups)
     assert not made
 
 

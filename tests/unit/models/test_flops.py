@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from lib.policies import SIZES
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from torchtune.models.gemma import gemma
@@ -14,8 +15,6 @@ from torchtune.models.qwen2 import qwen2
 from grpo_components.models.flops import ModelFlops
 from grpo_components.models.shared_prompts import Part
 
-SIZES = {"vocab_size": 64, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
-SIZES |= {"embed_dim": 32, "intermediate_dim": 48, "max_seq_len": 64}
 BUILDERS = {
     "llama2": llama2,
     "phi3": phi3,

@@ -23,8 +23,10 @@ def build(family, folder, **options):
         *("olmo3", "gpt_oss", "glm4", "cohere2", "granite", "deepseek_v3"),
     ],
 )
-def test_a_family_passes(family, tmp_path):
-    check_hugging_face(build(family, tmp_path), longest=100)
+def test_a_family_passes_and_leaves_the_random_numbers_as_they_were(family, tmp_path):
+    model, state = build(family, tmp_path), torch.get_rng_state()
+    check_hugging_face(model, longest=100)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 REFUSED = {
@@ -72,13 +74,6 @@ def test_rotary_tables_of_the_batch_are_refused_beyond_their_bound(tmp_path):
     check_hugging_face(model, longest=4096)
     with pytest.raises(ValueError, match="longrope given with sequences of 4097 tokens"):
         check_hugging_face(model, longest=4097)
-
-
-def test_a_trial_leaves_the_random_numbers_as_they_were(tmp_path):
-    model = build("qwen3", tmp_path)
-    state = torch.get_rng_state()
-    check_hugging_face(model, longest=100)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(

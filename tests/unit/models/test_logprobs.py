@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from lib.logprobs import whole_logprobs
+from lib.policies import SIZES, random_weights
 from lib.trajectories import trajectory as record
 from torch.nn import functional
 from torchtune.models.qwen2 import qwen2
@@ -11,19 +12,14 @@ from torchtune.modules import RMSNorm
 
 from grpo_components.models.logprobs import ResponseLogprobs, fuse_norms, token_batch
 
-SIZES = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32}
-
 
 def build():
-    torch.manual_seed(0)
-    return qwen2(
-        vocab_size=50, intermediate_dim=48, max_seq_len=64, tie_word_embeddings=True, **SIZES
-    )
+    return random_weights(qwen2(**SIZES, tie_word_embeddings=True))
 
 
 def make(prompt_length, mask):
     rng = np.random.default_rng(prompt_length)
-    prompt, response = (rng.integers(0, 50, size) for size in (prompt_length, len(mask)))
+    prompt, response = (rng.integers(0, 60, size) for size in (prompt_length, len(mask)))
     return record(response, mask, prompt_ids=prompt)
 
 
@@ -34,16 +30,11 @@ for number, trajectory in enumerate(RAGGED):
     trajectory.temperature = 0.7 + 0.3 * number
 
 
-def from_whole_logits(model):
-    """One sequence at a time, no padding, all logits: logprobs and entropies."""
-    return torch.cat([whole_logprobs(model, t) for t in RAGGED], 1)
-
-
 def test_ids_that_are_never_sampled_have_no_probability():
     known = 1 + max(int(t.response_ids.max()) for t in RAGGED)
-    assert known < 50, "some ids must be left out"
+    assert known < 64, "some ids must be left out"
     model = build()
-    whole = from_whole_logits(lambda ids: model(ids)[..., :known])
+    whole = torch.cat([whole_logprobs(lambda ids: model(ids)[..., :known], t) for t in RAGGED], 1)
     shorter = ResponseLogprobs(model, chunk_tokens=4, num_ids=known)(token_batch(RAGGED))
     torch.testing.assert_close(torch.stack(shorter), whole, rtol=1e-5, atol=2e-5)
 
@@ -60,7 +51,7 @@ def test_no_more_than_a_chunk_of_logits_exists(monkeypatch):
     monkeypatch.setattr(torch, "log_softmax", spy)
     logprobs = ResponseLogprobs(build(), chunk_tokens=2)
     assert len(logprobs(token_batch(RAGGED, MASKS))[0]) == 16
-    assert largest == 2 * 50
+    assert largest == 2 * 64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

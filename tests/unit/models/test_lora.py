@@ -29,7 +29,7 @@ LORA = LoraSettings(rank=3, alpha=12.0, target_modules=TARGETS)
 def of_family(family):
     fused = LORA.fused_targets(family.model_type)
     targets = tuple(name for name in TARGETS if name not in fused)
-    return LoraSettings(rank=3, alpha=12.0, target_modules=targets)
+    return LORA.model_copy(update={"target_modules": targets})
 
 
 # Biases, rows in another order, heads of a width of their own, fused layers.

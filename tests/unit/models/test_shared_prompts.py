@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lib.logprobs import whole_logprobs
+from lib.policies import SIZES, random_weights
 from lib.properties import many
 from torchtune.models.gemma2 import gemma2
 from torchtune.models.qwen2 import qwen2
@@ -14,8 +15,6 @@ from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.models.shared_prompts import Part, arrange, share_prompts, to_device
 from grpo_components.trajectory import TokenSequence
 
-SIZES = {"vocab_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}
-SIZES |= {"embed_dim": 32, "intermediate_dim": 48, "max_seq_len": 64}
 GROUPS = st.lists(
     st.tuples(st.integers(1, 9), st.lists(st.lists(st.booleans(), max_size=12), min_size=1)),
     min_size=1,
@@ -25,11 +24,7 @@ GROUPS = st.lists(
 
 
 def build():
-    torch.manual_seed(0)
-    model = qwen2(**SIZES)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model
+    return random_weights(qwen2(**SIZES))
 
 
 def sequences(groups):
@@ -93,12 +88,10 @@ def test_attention_pads_the_pairs_of_large_rows_by_a_quarter(pairs):
 
 
 def test_a_sequence_beyond_the_models_positions_is_refused():
-    records = [TokenSequence(np.zeros(60, np.int64), np.zeros(6, np.int64), 1.0)]
-    logprobs = ResponseLogprobs(build(), chunk_tokens=8)
+    logprobs, ids = ResponseLogprobs(build(), chunk_tokens=8), np.zeros(60, np.int64)
     with pytest.raises(ValueError, match=r"max_seq_len: a sequence of 65 tokens"):
-        logprobs(token_batch(records))
-    records = [TokenSequence(np.zeros(60, np.int64), np.zeros(5, np.int64), 1.0)]
-    assert len(logprobs(token_batch(records))[0]) == 5
+        logprobs(token_batch([TokenSequence(ids, ids[:6], 1.0)]))
+    assert len(logprobs(token_batch([TokenSequence(ids, ids[:5], 1.0)]))[0]) == 5
 
 
 def test_attention_that_cannot_share_prompts_is_refused():

@@ -87,13 +87,6 @@ def check(candidate):
     assert candidate(2) == 4
 check(twice)
 """
-
-
-def test_a_program_that_passes_all_asserts_is_worth_one(reward):
-    assert scored(reward, fenced(WORKING), asserts=[HOLDING]) == 1.0
-    assert scored(reward, fenced(WORKING), asserts=[HOLDING, "assert square(2) == 5"]) == 0.0
-
-
 EQUALS_ALL = """
 class Equal(int):
     def __eq__(self, other): return True
@@ -140,6 +133,7 @@ EXITS = [
 """Programs that end in place of raising the expected error."""
 ERROR = "try:\n    root(-1)\n    assert False\nexcept (ValueError, KeyError):\n    pass"
 STOPS = "def square(x): raise StopIteration"  # would end a loop of the asserts
+STOPPED = "assert all(map(square, [1, 2]))", "for _ in map(square, [1]): 0"
 # An object of the program takes no function, has no other type, and is no answer.
 OWN = (
     "class Own:\n  def __getitem__(self, k): return 3\n  def sort(self, **k): pass\n"
@@ -155,10 +149,7 @@ OF_OWN += ["from collections.abc import *\nassert isinstance(plain(), Iterable)"
     [
         *((program, SQUARE) for program in TRICKS),
         *((program, [ERROR]) for program in EXITS),
-        *(
-            (STOPS, [test])
-            for test in ("assert all(map(square, [1, 2]))", "for _ in map(square, [1]): 0")
-        ),
+        *((STOPS, [test]) for test in STOPPED),
         *((OWN, [test]) for test in OF_OWN),
     ],
 )
@@ -204,28 +195,17 @@ assert not isinstance(up_to, Iterable) and not callable(up_to(2))
 assert up_to.__doc__ == 'Counts.' and up_to.__name__ == 'up_to'
 assert isqrt_of(9) == 3 and cbrt(8) > 1
 """
-
-
-def test_names_without_an_import_belong_to_python_or_to_the_program(reward):
-    assert scored(reward, fenced(KNOWN_NAMES), asserts=[USING_NAMES]) == 1.0
-
-
 OVERRIDES = """
 def gcd(a, b): return 6
 def sum(a, b): return a + b
 class Counter: total = 2
 """
-
-
-@pytest.mark.parametrize(
-    "asserts",
-    ["assert gcd(1, 1) == 6", "assert sum(5, 3) == 8", "c = Counter()\nassert c.total == 2"],
-)
-def test_a_name_of_python_is_the_programs_where_the_asserts_use_no_other_name_of_it(
-    reward, asserts
-):
-    assert scored(reward, fenced(OVERRIDES), asserts=[asserts]) == 1.0
-
+OVERRIDDEN = {
+    "gcd": "assert gcd(1, 1) == 6",
+    "sum": "assert sum(5, 3) == 8",
+    "Counter": "c = Counter()\nassert c.total == 2",
+}
+"""A name of Python is the program's where the asserts use no other name of it."""
 
 LIAR = """
 class Liar:
@@ -374,9 +354,21 @@ assert total(np.array([1, 2])) == 3 == total([np.int64(1), np.float64(2)])
 """
 
 
-def test_objects_work_as_in_one_process(reward):
-    assert scored(reward, fenced(CLASSES), asserts=[USING_CLASSES]) == 1.0
-    assert scored(reward, fenced(CLASSES), asserts=[USING_CLASSES, "assert V(1) == V(2)"]) == 0.0
+@pytest.mark.parametrize(
+    ("program", "holding", "false"),
+    [
+        pytest.param(WORKING, HOLDING, "square(2) == 5", id="values"),
+        pytest.param(KNOWN_NAMES, USING_NAMES, "half() == 1", id="names without an import"),
+        pytest.param(CLASSES, USING_CLASSES, "V(1) == V(2)", id="objects, as in one process"),
+        *(
+            pytest.param(OVERRIDES, holding, "gcd(2, 2) == 2", id=f"the program's own {name}")
+            for name, holding in OVERRIDDEN.items()
+        ),
+    ],
+)
+def test_a_program_that_passes_all_asserts_is_worth_one(reward, program, holding, false):
+    assert scored(reward, fenced(program), asserts=[holding]) == 1.0
+    assert scored(reward, fenced(program), asserts=[holding, f"assert {false}"]) == 0.0
 
 
 MADE_LIES = """

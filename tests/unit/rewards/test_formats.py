@@ -13,15 +13,8 @@ COMPLETE = [
     *(("What?", WHOLE), ("What?", "<think>Hm.\nSo.</think>\n<answer>\n6\n</answer>\n")),
     *(("What? <think>", OPENED), ("What? <think>\n", OPENED), (MENTIONS, WHOLE)),
 ]
-PARTS = [
-    "",
-    "5",
-    THOUGHT,
-    OPENED,
-    f"{THOUGHT} <answer>5",
-    f"<think>Hm. {FIVE}",
-    f"{FIVE} {THOUGHT}",
-]
+PARTS = ["", "5", THOUGHT, OPENED, f"{THOUGHT} <answer>5", f"<think>Hm. {FIVE}"]
+PARTS += [f"{FIVE} {THOUGHT}"]
 PARTS += [f"{WHOLE} <answer>6</answer>", f"{THOUGHT} {WHOLE}", f"{THOUGHT} so {FIVE}"]
 PARTS += [f"Well, {WHOLE}", f"{WHOLE} and more", f"<think></think> {FIVE}"]
 PARTS += [f"{THOUGHT} <answer> \n</answer>"]

@@ -2,19 +2,19 @@
 
 import json
 import math
+from contextlib import closing
 
 import pytest
 from lib.judge_server import judge_server
 from omegaconf import OmegaConf
 
 from grpo_components.rewards import judge as module
-from grpo_components.rewards.judge import JudgeError, LLMJudge
+from grpo_components.rewards.judge import JudgeError, LLMJudge, Verdict
 from grpo_components.rewards.pool import RewardPool, RewardSpec
 
 RUBRIC = "Grade {{ response }} as an answer to {{ prompt }} ({{ answer }})."
 KEY = "sk-very-secret-0123456789"
 CALL = {"prompt_text": "1 + 1", "response_text": "2", "answer": "two", "finish_reason": "stop"}
-COMPONENT = "grpo_components.rewards.judge.LLMJudge"
 
 
 @pytest.fixture
@@ -30,10 +30,7 @@ def short_delays(monkeypatch):
 
 @pytest.fixture
 def make(server):
-    def make(rubric=RUBRIC, **arguments):
-        return LLMJudge(server.url, "judge", rubric, **arguments)
-
-    return make
+    return lambda rubric=RUBRIC, **given: LLMJudge(server.url, "judge", rubric, **given)
 
 
 def test_the_grade_is_asked_for_with_the_rubric_and_scaled(server, make):
@@ -110,10 +107,9 @@ def test_a_key_that_is_part_of_the_reply_changes_no_grade(server, make, monkeypa
 def test_a_judge_that_is_down_is_a_failed_sample(server):
     server.answers = ["Score: 1", (400, b"", {}), "Score: 3"]
     arguments = {"base_url": server.url, "model": "m", "rubric": RUBRIC}
-    specs = {"judge": RewardSpec(COMPONENT, arguments, 1.0, False)}
-    pool = RewardPool(specs, num_workers=1, timeout_s=60)
-    scores = [pool.score([CALL])[0] for _ in range(3)]
-    pool.close()
+    spec = RewardSpec("grpo_components.rewards.judge.LLMJudge", arguments, 1.0, False)
+    with closing(RewardPool({"judge": spec}, num_workers=1, timeout_s=60)) as pool:
+        scores = [pool.score([CALL])[0] for _ in range(3)]
     assert [score.reward for score in scores] == pytest.approx([0.1, math.nan, 0.3], nan_ok=True)
     down = scores[1]
     assert down.error and down.error.startswith("reward judge: JudgeError")
@@ -153,3 +149,28 @@ def test_a_column_that_the_row_lacks_is_named(make):
     said = "rubric: 'level' is undefined; allowed: answer, finish_reason, kind, prompt, response"
     with pytest.raises(ValueError, match=said):
         make("{{ response }} {{ level }}")(**CALL, kind=1)
+
+
+NUMBER, JSON = Verdict(), Verdict("json", scale=(1, 5))
+
+NUMBERS = {"7": 0.7, "Score: 7": 0.7, "**Score:** **7.5**": 0.75, "Final grade = 0.": 0.0}
+NUMBERS |= {"Score: 10": 1.0, "I give 3 points for style.\n\nScore: 7/10\n": 0.7}
+NO_NUMBERS = ["Score: 11", "Score: -1", "Score: 7 or 8", "Score: seven", "Score: 7\nOr more?"]
+NO_NUMBERS += ["Score: 5/5", "Score: 7/100", "Score: 7/0"]
+NO_NUMBERS += ["I cannot grade 5 answers", "Score: nan", "", "\n \n"]
+FIELDS = {'{"score": 5}': 1.0, '{"score": 1} is too low. {"score": 2}': 0.25}
+FIELDS |= {'Thus:\n```json\n{"why": "{right}", "score": 3.0}\n```': 0.5}
+FIELDS |= {'{"score": 3, "parts": {"score": 5}}': 0.5}
+NO_FIELDS = ['{"score": 3} {"other": 5}', '{"score": "3"}', '{"score": true}', '{"score": NaN}']
+NO_FIELDS += ['{"score": 6}', '{"score": 3', '{"grade": 3}', "[" * 5000 + '{"a":' * 5000]
+NO_FIELDS += ["{" * 5000, "3"]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "grades"),
+    [(NUMBER, NUMBERS | dict.fromkeys(NO_NUMBERS)), (JSON, FIELDS | dict.fromkeys(NO_FIELDS))],
+)
+def test_a_number_is_alone_in_the_last_line_and_a_field_in_the_last_outermost_object(
+    verdict, grades
+):
+    assert {reply: verdict.read(reply) for reply in grades} == grades

@@ -119,10 +119,10 @@ UNMARKED = {
 }
 
 
-def test_the_right_number_without_its_mark_is_worth_nothing():
-    for answer_format, responses in UNMARKED.items():
-        for response in responses:
-            assert correct(response, "5", answer_format) == 0.0, (answer_format, response)
+@pytest.mark.parametrize("answer_format", UNMARKED)
+def test_the_right_number_without_its_mark_is_worth_nothing(answer_format):
+    worth = {given: correct(given, "5", answer_format) for given in UNMARKED[answer_format]}
+    assert set(worth.values()) == {0.0}, worth
 
 
 @pytest.mark.parametrize("answer_format", ["tag", "boxed", "gsm8k"])
@@ -141,6 +141,7 @@ def test_nothing_infinite_is_a_number(monkeypatch, known):
 
 
 HALF = r"\left\{ x^2 \right."
+SIXES = "$6$", "$$6$$", "\n$ 6 $\n", r"\$6", r"$\$6$", "$x=6$"
 
 
 @pytest.mark.parametrize(
@@ -158,10 +159,7 @@ HALF = r"\left\{ x^2 \right."
         ("gsm8k", "**#### 5**", "5"),
         ("gsm8k", "#### **1,000**", "1000"),
         ("tag", "<answer>$x=1$ and $x=2$</answer>", "1, 2"),
-        *(
-            ("tag", f"<answer>{one}</answer>", "6")
-            for one in ("$6$", "$$6$$", "\n$ 6 $\n", r"\$6", r"$\$6$", "$x=6$")
-        ),
+        *(("tag", f"<answer>{six}</answer>", "6") for six in SIXES),
     ],
 )
 def test_a_right_answer_is_found_in_its_marks(answer_format, response, known):
@@ -170,8 +168,7 @@ def test_a_right_answer_is_found_in_its_marks(answer_format, response, known):
 
 def test_one_of_two_formulas_is_not_the_answer():
     for two in ("$5$ $6$", "$5$ or $6$", "$5$\n$6$", "5\n6"):
-        assert correct(f"<answer>{two}</answer>", "5", "tag") == 0.0
-        assert correct(f"<answer>{two}</answer>", "6", "tag") == 0.0
+        assert marked("tag", two, "5") == marked("tag", two, "6") == 0.0
 
 
 def test_a_known_answer_that_cannot_be_parsed_is_an_error():

@@ -183,8 +183,7 @@ def line_of(folder, text):
 def test_a_failed_sample_has_an_error_and_leaves_the_others_alone(make_pool, folder):
     file = folder / "some_rewards.py"
     # What is returned has no traceback: the line of the call.
-    number = 1 + REWARDS.split('if response_text == "raise"')[0].count("\n")
-    own = f" ({file}:{number - 1})"
+    own = f" {line_of(folder, 'def __call__(self, *, prompt_text')}"
     problems = {
         "raise": f"reward mood: KeyError {line_of(folder, 'raise KeyError')}: 'no luck'",
         "long": f"reward mood: ValueError {line_of(folder, 'raise ValueError')}: {'x' * 900}",
@@ -309,18 +308,16 @@ def begun(tmp_path):
     return tmp_path / "begun"
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    output_dir = tmp_path_factory.mktemp("run")
-    (output_dir / "logs").mkdir()
-    cluster = Cluster(output_dir, "WARNING", attempt=0, budget=RestartBudget(2, 600))
+@pytest.fixture
+def cluster(tmp_path):
+    (tmp_path / "logs").mkdir()
+    cluster = Cluster(tmp_path, "WARNING", attempt=0, budget=RestartBudget(2, 600))
     cluster.start()
-    yield cluster, output_dir
+    yield cluster
     cluster.stop()
 
 
-def test_in_a_ray_actor_the_processes_stay_light_and_die_with_it(cluster, folder, begun):
-    cluster, output_dir = cluster
+def test_in_a_ray_actor_the_processes_stay_light_and_die_with_it(cluster, folder, tmp_path, begun):
     rewards = {name: reward(name) for name in ("process", "loaded")}
     rewards |= {"mood": reward("Moody"), "correctness": maths()}
     env = {"PYTHONPATH": os.pathsep.join([str(folder), os.getcwd()])}
@@ -340,7 +337,7 @@ def test_in_a_ray_actor_the_processes_stay_light_and_die_with_it(cluster, folder
     worker = psutil.Process(int(rounds[0][0].terms["process"]))
     role.submit("score", samples("endless", answer=str(begun)))
     begun.read_text()
-    (record,) = records(output_dir / "logs/roles.jsonl")
+    (record,) = records(tmp_path / "logs/roles.jsonl")
     assert worker.ppid() == record["pid"]
     os.kill(record["pid"], signal.SIGKILL)
     _, alive = psutil.wait_procs([worker], timeout=WAIT_S)

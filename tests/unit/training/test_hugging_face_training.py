@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from lib.policies import TRANSFORMERS_SIZES, random_weights
 from lib.trainer_ranks import (
     ADVANTAGES,
     SIBLINGS,
@@ -38,19 +39,14 @@ def transformers_policy(base):
 def test_a_step_is_that_of_the_torchtune_decoder(ranks, base, layout):
     num_ranks, changes = LAYOUTS[layout]
     weights, metrics = expected_update(base, SIBLINGS, ADVANTAGES)
-    results = ranks.step(
-        base, num_ranks, SIBLINGS, ADVANTAGES, **transformers_policy(base), **changes
-    )
+    policy = transformers_policy(base)
+    results = ranks.step(base, num_ranks, SIBLINGS, ADVANTAGES, **policy, **changes)
     assert_is_update(results, weights, metrics)
 
 
 def test_the_norms_of_qwen3s_heads_are_trained_as_on_one_rank(ranks, tmp_path):
-    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes, **heads))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.15)
+    config = AutoConfig.for_model("qwen3", **TRANSFORMERS_SIZES, head_dim=16)
+    model = random_weights(AutoModelForCausalLM.from_config(config), std=0.15)
     model.save_pretrained(tmp_path)
     calls = [step(SIBLINGS, ADVANTAGES), *export(1)]
     expected = exported(ranks.run(tmp_path, 1, calls, **transformers_policy(tmp_path)), 2)
@@ -62,10 +58,8 @@ def test_the_norms_of_qwen3s_heads_are_trained_as_on_one_rank(ranks, tmp_path):
 
 def test_a_model_of_experts_exports_the_names_of_its_files_and_resumes(ranks, tmp_path):
     base = tmp_path / "base"
-    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "hidden_size": 32, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    config = AutoConfig.for_model("qwen3_moe", **sizes, **heads, **experts)
+    config = AutoConfig.for_model("qwen3_moe", **TRANSFORMERS_SIZES, **experts, head_dim=8)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(base)
     saved = tmp_path / "saved"

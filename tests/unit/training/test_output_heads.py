@@ -8,6 +8,7 @@ import torch
 from lib.config_errors import refused_key
 from lib.logprobs import whole_logprobs
 from lib.one_rank import one_rank
+from lib.policies import SIZES, TRANSFORMERS_SIZES
 from lib.trainer_ranks import RAGGED, trainer_arguments
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
@@ -24,12 +25,6 @@ from grpo_components.training.trainer import load_policy
 from grpo_components.training.weight_export import weight_exports
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-SIZES = {"vocab_size": 64, "intermediate_size": 48, "max_position_embeddings": 64}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-BUILDER = {
-    **{"vocab_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32},
-    **{"intermediate_dim": 48, "max_seq_len": 64, "norm_eps": 1e-6, "rope_base": 1e4},
-}
 LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "save_merged": True}
 TABLE = list(itertools.product([True, False], ["missing", "equal", "other"]))
 REFUSED = {(True, "other"), (False, "missing")}
@@ -49,8 +44,7 @@ def base(tmp_path_factory):
     def write(tied, head):
         folder = tmp_path_factory.mktemp("base")
         torch.manual_seed(0)
-        sizes = {**SIZES, **HEADS, "num_hidden_layers": 2, "hidden_size": 32}
-        written = Qwen2Config(**sizes, tie_word_embeddings=tied, rope_theta=1e4)
+        written = Qwen2Config(**TRANSFORMERS_SIZES, tie_word_embeddings=tied, rope_theta=1e4)
         Qwen2ForCausalLM(written).save_pretrained(folder)
         tensors = load_file(folder / "model.safetensors")
         tensors.pop(HEAD, None)
@@ -64,10 +58,11 @@ def base(tmp_path_factory):
 
 def config_of(folder, tied, policy, lora):
     builder = {"_component_": "torchtune.models.qwen2.qwen2", "tie_word_embeddings": tied}
+    builder |= {**SIZES, "norm_eps": 1e-6, "rope_base": 1e4}
     transformers = {"_component_": "grpo_components.models.hugging_face", "path": str(folder)}
     own = {
         **{"base_model_path": str(folder), "compile": False, "dtype": "fp32", "num_steps": 1},
-        "model": {**builder, **BUILDER} if policy == "torchtune" else transformers,
+        "model": builder if policy == "torchtune" else transformers,
         "model_type": "QWEN2" if policy == "torchtune" else None,
         "lora": {**LORA, "target_modules": ["q_proj"]} if lora else None,
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lib.policies import SIZES
 from torchtune.models.qwen2 import qwen2
 
 from grpo_components.models.shared_prompts import Part
@@ -12,8 +13,7 @@ PARTS, NUM_LOGPROBS = [Part("a", 4, 3), Part("a", 4, 2)], 6
 
 @pytest.fixture(scope="module")
 def model():
-    sizes = {"vocab_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
-    return qwen2(**sizes, embed_dim=32, intermediate_dim=48, max_seq_len=64)
+    return qwen2(**SIZES)
 
 
 def test_on_a_known_gpu_mfu_counts_every_pass_and_all_ranks(model, monkeypatch):

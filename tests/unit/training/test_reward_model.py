@@ -9,16 +9,11 @@ import torch
 from lib.trajectories import trajectory as record
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GPTNeoXForSequenceClassification,
     PreTrainedTokenizerFast,
-    RobertaConfig,
-    RobertaForSequenceClassification,
 )
 
 from grpo_components.settings import RewardModelSettings
@@ -35,12 +30,8 @@ SHAPE = {
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} . {% endfor %}"
 RESPONSES = ["It is five .", "six", "It is five ? It is six . It is", "five five five", ""]
 
-MODELS = {
-    "decoder": (GPTNeoXConfig, GPTNeoXForSequenceClassification),
-    "encoder": (BertConfig, BertForSequenceClassification),
-    "offset positions": (RobertaConfig, RobertaForSequenceClassification),
-    "language model": (GPTNeoXConfig, GPTNeoXForCausalLM),
-}
+FAMILIES = {"decoder": "gpt_neox", "encoder": "bert", "offset positions": "roberta"}
+FAMILIES |= {"language model": "gpt_neox"}
 
 
 def make_classifier(
@@ -55,8 +46,10 @@ def make_classifier(
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    config, model = MODELS[kind]
-    model = model(config(**SHAPE, num_labels=num_labels))
+    config = AutoConfig.for_model(FAMILIES[kind], **SHAPE, num_labels=num_labels)
+    is_language_model = kind == "language model"
+    auto = AutoModelForCausalLM if is_language_model else AutoModelForSequenceClassification
+    model = auto.from_config(config)
     if head_weight is not None:
         torch.nn.init.constant_(model.score.weight, head_weight)
     model.save_pretrained(folder)
@@ -92,11 +85,16 @@ def scores_alone(path, texts):
 
 
 @pytest.mark.parametrize(
-    ("kind", "pad_token", "budget"),
-    [("decoder", None, 24), ("decoder", "[PAD]", 10_000), ("encoder", "[PAD]", 24)],
+    ("kind", "tokens", "budget"),
+    [
+        ("decoder", {"pad_token": None}, 24),
+        *(("decoder", {"pad_token": "[PAD]"}, 10_000), ("encoder", {"pad_token": "[PAD]"}, 24)),
+        *(("decoder", {"ends": True}, 10_000), ("decoder", {"eos_token": None}, 10_000)),
+    ],
 )
-def test_every_response_gets_its_own_score_whatever_its_batch(tmp_path, kind, pad_token, budget):
-    path = make_classifier(tmp_path, kind, pad_token=pad_token)
+def test_every_response_gets_its_own_score_whatever_its_batch(tmp_path, kind, tokens, budget):
+    """A classifier without a pad token reads to the last token."""
+    path = make_classifier(tmp_path, kind, **tokens)
     group, text = group_of(RESPONSES)
     scored, summary, out_text = build(path, tokens_per_micro_batch=budget).add_scores(group, text)
     expected = scores_alone(path, [text["prompt"] + response for response in RESPONSES])
@@ -119,16 +117,6 @@ def test_every_response_gets_its_own_score_whatever_its_batch(tmp_path, kind, pa
 def test_a_decoder_keeps_no_keys_and_values_of_what_it_scored(tmp_path):
     model = build(make_classifier(tmp_path))._model
     assert model(torch.tensor([[3, 4]])).past_key_values is None
-
-
-@pytest.mark.parametrize("tokens", [{"ends": True}, {"eos_token": None}])
-def test_a_classifier_without_a_pad_token_reads_to_the_last_token(tmp_path, tokens):
-    path = make_classifier(tmp_path, **tokens)
-    group, text = group_of(RESPONSES)
-    scored, _, _ = build(path, tokens_per_micro_batch=10_000).add_scores(group, text)
-    expected = scores_alone(path, [text["prompt"] + response for response in RESPONSES])
-    given = [trajectory.reward_terms["reward_model"] for trajectory in unpack(scored)]
-    assert given == pytest.approx(expected, abs=1e-5)
 
 
 def test_positions_that_start_above_zero_are_not_overrun(tmp_path):
@@ -171,12 +159,10 @@ def test_a_nan_score_fails_the_sample(tmp_path):
 
 
 def test_a_model_without_a_single_score_is_refused(tmp_path):
-    path = make_classifier(tmp_path / "two", num_labels=2)
     with pytest.raises(ValueError, match=r"^reward_model.path: .* 2 outputs; allowed"):
-        build(path)
-    path = make_classifier(tmp_path / "language", "language model")
+        build(make_classifier(tmp_path / "two", num_labels=2))
     with pytest.raises(ValueError, match=r"^reward_model.path: .* score.weight; allowed"):
-        build(path)
+        build(make_classifier(tmp_path / "language", "language model"))
     assert "chat_template" not in json.loads((tmp_path / "two/tokenizer_config.json").read_text())
     with pytest.raises(ValueError, match=r"^reward_model.chat_template: true"):
         build(make_classifier(tmp_path / "one"), chat_template=True)

@@ -7,11 +7,13 @@ Updates are by SGD, whose steps are the gradients: Adam would blow round-off up 
 import copy
 import itertools
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from lib.logprobs import whole_logprobs
 from lib.trainer_ranks import (
     ADVANTAGES,
     LEARNING_RATE,
@@ -52,6 +54,7 @@ from grpo_components.objective.off_policy import (
 )
 from grpo_components.objective.token_advantages import TokenNormalizedAdvantages
 from grpo_components.training.supervised import SupervisedExamples
+from grpo_components.trajectory import TokenSequence
 
 # ---- one update ---------------------------------------------------------------------------------
 
@@ -62,10 +65,12 @@ VARIANTS = {
     "one response each": {"tokens_per_micro_batch": 1},
     "recomputed activations": {"enable_activation_checkpointing": True},
 }
+HOT = [replace(trajectory, temperature=0.5 + 0.2 * n) for n, trajectory in enumerate(fresh())]
 BATCHES = {"ragged": RAGGED, "siblings": SIBLINGS, "lopsided": LOPSIDED}
-BATCHES |= {"fewer than ranks": RAGGED[:1]}
+BATCHES |= {"fewer than ranks": RAGGED[:1], "own temperatures": HOT}
 CASES = [*itertools.product((1, 2), ("ragged", "siblings"), VARIANTS)]
 CASES += itertools.product((2,), ("lopsided", "fewer than ranks"), list(VARIANTS)[:3])
+CASES += [(1, "own temperatures", "micro-batches")]
 
 
 @pytest.mark.parametrize(("num_ranks", "batch", "variant"), CASES)
@@ -85,12 +90,8 @@ EXAMPLES = [([5, 9, 2], [7, 7, 1]), ([11], [3, 30, 4, 8, 21]), ([1, 2, 3, 4, 5, 
 def supervised_gradient(base):
     """Mean over all tokens of the examples, and its gradient by parameter, one at a time."""
     model = whole_model(base)
-    losses = []
-    for prompt, response in EXAMPLES:
-        logits, said = model(torch.tensor([prompt + response])), torch.tensor(response)
-        logits = logits[0, len(prompt) - 1 : -1]
-        losses.append(torch.nn.functional.cross_entropy(logits, said, reduction="sum"))
-    loss = sum(losses) / sum(len(response) for _, response in EXAMPLES)
+    said = [TokenSequence(*map(np.array, example), 1.0) for example in EXAMPLES]
+    loss = -torch.cat([whole_logprobs(model, each)[0] for each in said]).mean()
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return loss.item(), to_hf(gradients)
@@ -131,9 +132,7 @@ def test_what_the_environment_said_is_read_and_not_learned(ranks, base):
     batch = copy.deepcopy(RAGGED)
     for trajectory in batch:
         said = ~trajectory.response_mask
-        trajectory.generator_logprobs[said] = math.nan
-        assert trajectory.reference_logprobs is not None
-        trajectory.reference_logprobs[said] = math.nan
+        trajectory.generator_logprobs[said] = trajectory.reference_logprobs[said] = math.nan
         trajectory.token_versions[said] = -1
     changes = {"tokens_per_micro_batch": SMALL, "contract": StalenessContract(0, 1)}
     results = ranks.step(base, 2, batch, ADVANTAGES, **changes)
@@ -173,8 +172,7 @@ def test_s_counts_the_responses_without_a_trained_token(ranks, base, aggregation
     )
     options = {"contract": StalenessContract(2, 1), "tokens_per_micro_batch": SMALL}
     options |= {"aggregation": aggregation, "mask_overlong": True}
-    results = ranks.step(base, 2, batch, advantages, **options)
-    assert_is_update(results, weights, metrics)
+    assert_is_update(ranks.step(base, 2, batch, advantages, **options), weights, metrics)
 
 
 def test_token_advantages_are_those_of_the_whole_batch_whatever_the_ranks(ranks, base):
@@ -185,10 +183,8 @@ def test_token_advantages_are_those_of_the_whole_batch_whatever_the_ranks(ranks,
         trajectory.advantage = reward
     made = component.per_token(batch, [t.response_mask for t in batch], 0)
     weights, metrics = expected_update(base, RAGGED, rewards, token_advantages=made)
-    results = ranks.step(
-        base, 2, RAGGED, rewards, token_advantages=component.per_token, tokens_per_micro_batch=SMALL
-    )
-    assert_is_update(results, weights, metrics)
+    changes = {"token_advantages": component.per_token, "tokens_per_micro_batch": SMALL}
+    assert_is_update(ranks.step(base, 2, RAGGED, rewards, **changes), weights, metrics)
 
 
 SEQUENCE_RATIOS = [
@@ -224,9 +220,8 @@ def test_a_correction_weighs_tokens_by_the_policy_that_the_step_starts_from(
 ):
     weights, metrics = expected_update(base, RAGGED, ADVANTAGES, off_policy=off_policy)
     assert 0 < metrics["off_policy/correction_mass"] < 1.2
-    results = ranks.step(
-        base, 2, RAGGED, ADVANTAGES, off_policy=off_policy, tokens_per_micro_batch=SMALL
-    )
+    changes = {"off_policy": off_policy, "tokens_per_micro_batch": SMALL}
+    results = ranks.step(base, 2, RAGGED, ADVANTAGES, **changes)
     assert_is_update(results, weights, metrics)
     counted, sampled = results[1][0]["group_tokens"], sum(t.response_mask.sum() for t in RAGGED)
     masked = sum(causes.get("off_policy", 0) for causes in counted.values())
@@ -258,13 +253,12 @@ def test_a_skipped_step_tells_which_number_is_not_finite(ranks, base):
 def test_proximal_logprobs_are_those_of_the_start_of_the_step_in_every_update(ranks, base):
     """A correction that was made anew after an update would weigh by the moved policy."""
     loss = DecoupledPPOLoss(max_weight=2.0)
-    calls = [step(RAGGED, ADVANTAGES), *export(1)]
     options = {"loss": loss, "ppo_epochs": 3, "tokens_per_micro_batch": SMALL}
-    slow = partial(torch.optim.SGD, lr=0.05)
-    results = ranks.run(base, 2, calls, build_optimizer=slow, **options)
-    no_learning = partial(torch.optim.SGD, lr=0.0)
-    still = ranks.run(base, 2, calls[:1], build_optimizer=no_learning, **options)
-    moved, unmoved = results[0][0], still[0][0]
+    optimizers = (partial(torch.optim.SGD, lr=lr) for lr in (0.05, 0.0))
+    moved, unmoved = (
+        ranks.step(base, 2, RAGGED, ADVANTAGES, build_optimizer=optimizer, **options)[0][0]
+        for optimizer in optimizers
+    )
     assert moved["ratio/max"] != pytest.approx(unmoved["ratio/max"])
     kept = [key for key in moved if key.startswith(("mismatch", "off_policy"))]
     assert_metrics_close(*({key: each[key] for key in kept} for each in (moved, unmoved)))
@@ -317,9 +311,9 @@ def test_fresh_tokens_are_those_of_responses_that_the_trainers_version_sampled(r
 
 def test_logged_responses_tell_the_logprobs_that_the_update_has_used(ranks, base):
     """Of the first so many, on whichever rank they were; none where nothing was sampled."""
-    calls = [step(RAGGED, ADVANTAGES)]
-    metrics = ranks.run(base, 2, calls, logged_responses=99, tokens_per_micro_batch=SMALL)
-    told = [row for rows in metrics[0][0]["token_logprobs"].values() for row in rows]
+    changes = {"tokens_per_micro_batch": SMALL, "logged_responses": 99}
+    metrics = ranks.step(base, 2, RAGGED, ADVANTAGES, **changes)[0][0]
+    told = [row for rows in metrics["token_logprobs"].values() for row in rows]
     ratios = []
     for row, trajectory in zip(told, RAGGED, strict=True):
         for name in ("generator_logprobs", "reference_logprobs"):
@@ -328,19 +322,10 @@ def test_logged_responses_tell_the_logprobs_that_the_update_has_used(ranks, base
         trainer = np.array(row["trainer_logprobs"], float)
         assert (np.isnan(trainer) == ~trajectory.response_mask).all()
         ratios += np.exp(trainer - trajectory.generator_logprobs)[trajectory.response_mask].tolist()
-    assert np.mean(ratios) == pytest.approx(metrics[0][0]["ratio/mean"], rel=1e-5)
-    assert max(ratios) == pytest.approx(metrics[0][0]["ratio/max"], rel=1e-5)
-    few = ranks.run(base, 2, calls, logged_responses=3)[0][0]["token_logprobs"]
+    assert np.mean(ratios) == pytest.approx(metrics["ratio/mean"], rel=1e-5)
+    assert max(ratios) == pytest.approx(metrics["ratio/max"], rel=1e-5)
+    few = ranks.step(base, 2, RAGGED, ADVANTAGES, logged_responses=3)[0][0]["token_logprobs"]
     assert {group_id: len(rows) for group_id, rows in few.items()} == {0: 2, 1: 1}
-
-
-def test_each_token_has_the_temperature_it_was_sampled_with(ranks, base):
-    hot = fresh()
-    for number, trajectory in enumerate(hot):
-        trajectory.temperature = 0.5 + 0.2 * number
-    weights, metrics = expected_update(base, hot, ADVANTAGES)
-    results = ranks.step(base, 1, hot, ADVANTAGES, tokens_per_micro_batch=SMALL)
-    assert_is_update(results, weights, metrics)
 
 
 def test_a_batch_without_a_token_to_train_is_a_skipped_step_with_every_key(ranks, base):

@@ -31,12 +31,18 @@ from torchao.optim import AdamW8bit
 from torchao.optim.subclass_8bit import OptimState8bit
 from torchtune.training import setup_torch_profiler
 
-from grpo_components.exchange.weights import checkpoint_shapes
 from grpo_components.schedules import Schedule
 from grpo_components.training.token_metrics import over_updates
 from grpo_components.training.weight_export import WeightExport
 
+HALF, OF_LOPSIDED = len(LOPSIDED) // 2, np.resize(ADVANTAGES, len(LOPSIDED))
+
 # ---- steps, versions, rates ---------------------------------------------------------------------
+
+
+def decay(optimizer):
+    """A scheduler whose rate says how often it has stepped."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -45,8 +51,7 @@ def test_a_gradient_that_is_not_finite_trains_nothing_and_spoils_nothing(ranks, 
     spoiled[-1] = bad  # on one rank only
     adam = partial(torch.optim.AdamW, lr=1e-2)
     calls = [step(RAGGED, spoiled), *export(0), step(RAGGED, ADVANTAGES), *export(1)]
-    halved = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-    results = ranks.run(base, 2, calls, build_optimizer=adam, build_lr_scheduler=halved)
+    results = ranks.run(base, 2, calls, build_optimizer=adam, build_lr_scheduler=decay)
     for skipped, version, _, trained, *_ in results:
         assert not math.isfinite(skipped["grad_norm"])
         assert skipped["policy_version"] == version == 0
@@ -87,22 +92,17 @@ def test_fresh_tokens_of_several_updates_weigh_alike_and_a_step_may_have_none():
 
 
 def test_a_bad_update_leaves_the_good_ones_of_its_batch(ranks, base):
-    half = len(LOPSIDED) // 2
-    advantages = np.resize(ADVANTAGES, half)
-    weights, _ = expected_update(base, LOPSIDED[:half], advantages)
-    both = np.concatenate([advantages, np.full(half, math.nan, np.float32)])
-    calls = [step(LOPSIDED, both), *export(1)]
-    results = ranks.run(base, 1, calls, updates_per_batch=2)
+    weights, _ = expected_update(base, LOPSIDED[:HALF], OF_LOPSIDED[:HALF])
+    both = np.where(np.arange(len(LOPSIDED)) < HALF, OF_LOPSIDED, math.nan)
+    results = ranks.step(base, 1, LOPSIDED, both, updates_per_batch=2)
     assert results[0][0]["policy_version"] == 1
     assert_weights_close(exported(results, 2), weights)
 
 
 def test_a_batch_is_one_version_and_one_step_of_the_schedule_whatever_its_updates(ranks, base):
     steps = [step(RAGGED, ADVANTAGES)] * 3
-    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-    results = ranks.run(
-        base, 1, steps, build_lr_scheduler=schedule, ppo_epochs=2, updates_per_batch=2
-    )[0]
+    changes = {"build_lr_scheduler": decay, "ppo_epochs": 2, "updates_per_batch": 2}
+    results = ranks.run(base, 1, steps, **changes)[0]
     assert [metrics["policy_version"] for metrics in results] == [1, 2, 3]
     rates = [LEARNING_RATE, LEARNING_RATE / 2, LEARNING_RATE / 4]
     assert [metrics["lr"] for metrics in results] == pytest.approx(rates)
@@ -110,12 +110,10 @@ def test_a_batch_is_one_version_and_one_step_of_the_schedule_whatever_its_update
 
 def test_every_epoch_and_part_of_a_batch_is_an_update_of_its_own(ranks, base):
     """Two epochs of two parts are the four steps on the parts."""
-    advantages = np.resize(ADVANTAGES, len(LOPSIDED))
-    half = len(LOPSIDED) // 2
-    parts = [step(LOPSIDED[:half], advantages[:half]), step(LOPSIDED[half:], advantages[half:])]
+    halves = slice(HALF), slice(HALF, None)
+    parts = [step(LOPSIDED[half], OF_LOPSIDED[half]) for half in halves]
     singly = ranks.run(base, 1, [*parts, *parts, *export(4)])
-    calls = [step(LOPSIDED, advantages), *export(1)]
-    together = ranks.run(base, 1, calls, ppo_epochs=2, updates_per_batch=2)
+    together = ranks.step(base, 1, LOPSIDED, OF_LOPSIDED, ppo_epochs=2, updates_per_batch=2)
     assert_weights_equal(exported(together, 2), exported(singly, 5))
     metrics, updates = together[0][0], singly[0][:4]
     assert metrics["ratio/max"] == max(update["ratio/max"] for update in updates)
@@ -126,9 +124,8 @@ def test_every_epoch_and_part_of_a_batch_is_an_update_of_its_own(ranks, base):
 
 
 def test_what_a_loss_does_not_measure_is_logged_as_nan_under_the_same_keys(ranks, base):
-    calls = [step(RAGGED, ADVANTAGES)]
-    plain = ranks.run(base, 1, calls, loss=SquaredLogprobs())[0][0]
-    full = ranks.run(base, 1, calls)[0][0]
+    plain = ranks.step(base, 1, RAGGED, ADVANTAGES, loss=SquaredLogprobs())[0][0]
+    full = ranks.step(base, 1, RAGGED, ADVANTAGES)[0][0]
     assert plain.keys() == full.keys()
     missing = {k for k, value in plain.items() if isinstance(value, float) and math.isnan(value)}
     clipped = {f"ratio/clip_fraction{end}" for end in ("", "_low", "_high")}
@@ -155,24 +152,11 @@ def test_the_profiler_steps_with_training_and_leaves_a_trace_per_rank(ranks, bas
 
 
 def test_peak_memory_is_logged_when_asked_for(ranks, base):
-    calls = [step(RAGGED, ADVANTAGES)]
-    metrics = ranks.run(base, 1, calls, log_peak_memory_stats=True)[0][0]
+    metrics = ranks.step(base, 1, RAGGED, ADVANTAGES, log_peak_memory_stats=True)[0][0]
     assert 0.01 < metrics["memory/trainer_peak_gib"] < 100
 
 
 # ---- weights on their way out -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_exports_of_all_ranks_are_the_checkpoint_that_was_loaded_bit_for_bit(
-    ranks, base, num_ranks
-):
-    results = ranks.run(base, num_ranks, export(0))
-    assert [version for version, _ in results] == [0] * num_ranks
-    assert all(manifest for _, (_, manifest) in results), "every rank carries a part"
-    weights = exported(results, 1)
-    assert {n: tuple(t.shape) for n, t in weights.items()} == checkpoint_shapes(base)
-    assert_weights_equal(weights, hf_weights(base))
 
 
 def test_a_buffer_is_exported_in_its_own_dtype():
@@ -186,11 +170,15 @@ def test_a_buffer_is_exported_in_its_own_dtype():
     assert layer["layers.0.weight"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_exports_may_wait_while_training_goes_on(ranks, base, order):
+@pytest.mark.parametrize(("num_ranks", "order"), [(1, (0, 1)), (2, (0, 1)), (2, (1, 0))])
+def test_exports_are_exact_and_two_may_wait_while_training_goes_on(ranks, base, num_ranks, order):
+    """The first is the checkpoint that was loaded, bit for bit, a part of it from every rank."""
     gather_and_train = [("gather_weights",), step(RAGGED, ADVANTAGES)]
     exports = [("export_weights", version) for version in order]
-    results = ranks.run(base, 2, [*gather_and_train, *gather_and_train, *exports])
+    results = ranks.run(base, num_ranks, [*gather_and_train, *gather_and_train, *exports])
+    for rank_results in results:
+        assert [rank_results[0], rank_results[2]] == [0, 1]
+        assert all(manifest for _, manifest in rank_results[4:]), "every rank carries a part"
     weights = {version: exported(results, 4 + n) for n, version in enumerate(order)}
     assert_weights_equal(weights[0], hf_weights(base))
     assert_weights_close(weights[1], expected_update(base, RAGGED, ADVANTAGES)[0])
@@ -203,35 +191,23 @@ def save_to(folder, copy=False):
     return ("hold_state", copy), ("write_state", str(folder))
 
 
-def decay(optimizer):
-    """A scheduler whose rate says how often it has stepped."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-
-
 ADAM = {"build_optimizer": partial(torch.optim.AdamW, lr=0.01), "build_lr_scheduler": decay}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_checkpoint_holds_the_exported_weights(ranks, base, tmp_path, num_ranks):
-    calls = [step(RAGGED, ADVANTAGES), *export(1), *save_to(tmp_path / "saved")]
-    results = ranks.run(base, num_ranks, calls)
-    assert [rank_results[-1] for rank_results in results] == [None] * num_ranks
-    saved = load_file(tmp_path / "saved" / "model.safetensors")
-    assert_weights_equal(saved, exported(results, 2))
-    config = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert config == json.loads((base / "config.json").read_text()) | {"dtype": "float32"}
-
-
 @pytest.mark.parametrize(("saving", "loading"), [(1, 1), (2, 2), (2, 1), (1, 2), (2, 4)])
-def test_a_trainer_goes_on_from_a_checkpoint_of_any_number_of_ranks(
+def test_a_checkpoint_has_the_exported_weights_and_any_number_of_ranks_goes_on_from_it(
     ranks, base, tmp_path, saving, loading
 ):
-    """Weights, moments, scheduler, random state: what was held, not what came after."""
+    """The exported weights, moments, scheduler, random state: as held, not as they were later."""
+    saved = tmp_path / "saved"
     first, second = step(RAGGED, ADVANTAGES), step(RAGGED[::-1], ADVANTAGES)
-    held, write = save_to(tmp_path / "saved", copy=True)
+    held, write = save_to(saved, copy=True)
     whole = ranks.run(base, saving, [first, *export(1), held, second, write, *export(2)], **ADAM)
-    assert whole[0][5] is None
-    calls = [("load_state", str(tmp_path / "saved")), *export(1), second, *export(2)]
+    assert [rank_results[5] for rank_results in whole] == [None] * saving
+    assert_weights_equal(load_file(saved / "model.safetensors"), exported(whole, 2))
+    of_base, config = (json.loads((each / "config.json").read_text()) for each in (base, saved))
+    assert config == of_base | {"dtype": "float32"}
+    calls = [("load_state", str(saved)), *export(1), second, *export(2)]
     resumed = ranks.run(base, loading, calls, **ADAM)
     assert_weights_equal(exported(resumed, 2), exported(whole, 2))
     assert resumed[0][3]["policy_version"] == 2
@@ -284,10 +260,8 @@ def test_a_checkpoint_of_an_8_bit_optimizer_is_loaded_and_its_rate_is_the_config
     resumed = [("load_state", str(tmp_path)), second, *export(2)]
     results = ranks.run(base, 1, resumed, build_optimizer=eight_bit)
     assert_weights_equal(exported(results, 3), exported(whole, 5))
-    faster = partial(eight_bit, lr=0.02)
-    assert ranks.run(base, 1, resumed[:2], build_optimizer=faster)[0][1]["lr"] == pytest.approx(
-        0.02
-    )
+    faster = ranks.run(base, 1, resumed[:2], build_optimizer=partial(eight_bit, lr=0.02))
+    assert faster[0][1]["lr"] == pytest.approx(0.02)
 
 
 def test_a_folder_that_cannot_be_written_is_told_by_every_rank(ranks, base, tmp_path):
@@ -298,9 +272,7 @@ def test_a_folder_that_cannot_be_written_is_told_by_every_rank(ranks, base, tmp_
 
 def test_bf16_compute_exports_the_rounded_float32_masters(ranks, base):
     """Rounded once: a master that took a step too small for bf16 comes back as it was."""
-    tiny_steps = partial(torch.optim.SGD, lr=1e-9)
-    calls = [step(RAGGED, ADVANTAGES), *export(1)]
-    results = ranks.run(base, 2, calls, dtype="bf16", build_optimizer=tiny_steps)
-    weights = exported(results, 2)
+    changes = {"dtype": "bf16", "build_optimizer": partial(torch.optim.SGD, lr=1e-9)}
+    weights = exported(ranks.step(base, 2, RAGGED, ADVANTAGES, **changes), 2)
     assert all(tensor.dtype == torch.bfloat16 for tensor in weights.values())
     assert_weights_equal(weights, {n: t.bfloat16() for n, t in hf_weights(base).items()})

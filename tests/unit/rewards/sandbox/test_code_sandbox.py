@@ -5,7 +5,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import psutil
@@ -31,25 +30,18 @@ def nothing_left():
     assert not psutil.wait_procs(new, timeout=WAIT_S)[1]
 
 
-def run(sandbox, program, stdin=""):
-    return sandbox.run(textwrap.dedent(program), stdin)
-
-
 def test_a_program_reads_writes_and_has_the_standard_library(sandbox):
-    outcome = run(
-        sandbox,
-        """
-        import collections, decimal, fractions, heapq, json, math, re, sys, tempfile, threading
-        with tempfile.TemporaryFile() as file:
-            file.write(b"kept")
-        thread = threading.Thread(target=print, args=(input()[::-1],))
-        thread.start()
-        thread.join()
-        print("done", file=sys.stderr)
-        sys.exit(3)
-        """,
-        stdin="olleh\n",
-    )
+    program = """
+import collections, decimal, fractions, heapq, json, math, re, sys, tempfile, threading
+with tempfile.TemporaryFile() as file:
+    file.write(b"kept")
+thread = threading.Thread(target=print, args=(input()[::-1],))
+thread.start()
+thread.join()
+print("done", file=sys.stderr)
+sys.exit(3)
+"""
+    outcome = sandbox.run(program, "olleh\n")
     assert (outcome.status, outcome.stdout, outcome.stderr) == (3, "hello\n", "done\n")
     assert not outcome.timed_out
 
@@ -111,24 +103,21 @@ def test_nothing_of_the_user_the_project_or_the_machine_is_there(sandbox, tmp_pa
     places += ["/proc/self/environ", "/proc/1/environ", "/proc", "/sys", "/var", "/run", "/home"]
     places += ["/bin/sh", "/usr/bin", "/dev/shm", "/dev/tty", "/dev/sda", "/main.py/.."]
     many = [os.open("/dev/null", os.O_RDONLY) for _ in range(100)]  # then the sandbox's is high
-    outcome = run(
-        sandbox,
-        f"""
-        import os, sys, importlib.util
-        assert os.uname().nodename == "sandbox"
-        assert set(os.environ) <= {{"HOME", "LANG", "PYTHONHASHSEED", "LC_CTYPE"}}, os.environ
-        print(*[p for p in {[str(place) for place in places]} if os.path.exists(p)])
-        names = ("grpo_components", "numpy", "torch", "pip")
-        print(*[name for name in names if importlib.util.find_spec(name)])
-        print([fd for fd in range(3, 200) if os.path.exists(f"/dev/fd/{{fd}}")])
-        for fd in range(3, 200):
-            try:
-                os.fstat(fd)
-            except OSError:
-                continue
-            print("open:", fd)
-        """,
-    )
+    outcome = sandbox.run(f"""
+import os, sys, importlib.util
+assert os.uname().nodename == "sandbox"
+assert set(os.environ) <= {{"HOME", "LANG", "PYTHONHASHSEED", "LC_CTYPE"}}, os.environ
+print(*[p for p in {[str(place) for place in places]} if os.path.exists(p)])
+names = ("grpo_components", "numpy", "torch", "pip")
+print(*[name for name in names if importlib.util.find_spec(name)])
+print([fd for fd in range(3, 200) if os.path.exists(f"/dev/fd/{{fd}}")])
+for fd in range(3, 200):
+    try:
+        os.fstat(fd)
+    except OSError:
+        continue
+    print("open:", fd)
+""")
     for fd in many:
         os.close(fd)
     assert outcome.stderr == ""
