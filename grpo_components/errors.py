@@ -15,7 +15,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, key: str, problem: str, allowed: str, user_traceback: str = "") -> None:
-        super().__init__(key, problem, allowed, user_traceback)  # pickle calls it with these
+        super().__init__(key, problem, allowed, user_traceback)  # pickle passes these again
         self.key, self.problem, self.allowed = key, problem, allowed
         self.user_traceback = user_traceback
 

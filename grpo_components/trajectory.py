@@ -330,5 +330,4 @@ def _responses(packed: PackedTrajectories) -> Iterator[list[int]]:
 
 
 def _num_stretches(mask: NDArray[np.bool_]) -> int:
-    """Return how many stretches of True values a mask has."""
     return int(np.count_nonzero(mask & ~np.concatenate([[False], mask[:-1]])))
