@@ -115,7 +115,7 @@ class Journal:
         self._rate(step)
 
     async def restore(self, roles: Roles, weights: WeightSync) -> None:
-        """Load the checkpoint that this attempt starts from into trainers and buffer.
+        """Load the checkpoint that this attempt starts from, if any, into trainers and buffer.
 
         Unless the run is new, also publish the trainers' weights and load them into all generators.
         The driver's state is restored before, by `begin_run` or `roll_back`.

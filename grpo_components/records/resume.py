@@ -1,4 +1,4 @@
-"""Starts a run from scratch or from a checkpoint; all its attempts share one folder."""
+"""Starts a run from scratch or from a checkpoint; the run's folder records all its attempts."""
 
 from __future__ import annotations
 
