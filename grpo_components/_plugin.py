@@ -36,7 +36,7 @@ def install() -> None:
 
 
 def list_or_copy() -> None:
-    """Run `tune ls` or `tune cp` without torch, whose import by torchtune's package takes 4 s."""
+    """Run `tune ls` or `tune cp` without importing torch, which would take 4 s."""
     if "torchtune" not in sys.modules and (spec := importlib.util.find_spec("torchtune")):
         stub = sys.modules["torchtune"] = ModuleType("torchtune")
         stub.__path__, stub.__file__ = [*(spec.submodule_search_locations or ())], spec.origin
@@ -52,7 +52,7 @@ def list_or_copy() -> None:
 
 
 def _copy_new(source: Path, destination: Path) -> Path | str:
-    """Copy a file as `shutil.copy` does, but not onto one that differs: it may have edits."""
+    """Copy like `shutil.copy`, but refuse to overwrite a different file: it may have edits."""
     file = destination / source.name if destination.is_dir() else destination
     if file.is_file() and not filecmp.cmp(source, file, shallow=False):
         problem = f"{file} exists and differs; nothing was copied"
@@ -62,7 +62,7 @@ def _copy_new(source: Path, destination: Path) -> Path | str:
 
 
 def register(registry: ModuleType) -> None:
-    """Append the recipe and all configs in its `configs` folder, unless already registered."""
+    """Add our recipe and its configs to torchtune's registry, unless they are already there."""
     if any(recipe.name == RECIPE for recipe in registry.get_all_recipes()):
         return
     recipe = recipes_folder() / f"{RECIPE}.py"
@@ -91,7 +91,7 @@ def recipes_folder() -> Path:
 
 
 def config_files(folder: Path) -> dict[str, Path]:
-    """Map config names to files: names that start with `tiny` first, then by name."""
+    """Map config names to files, sorted by name, but names that start with `tiny` come first."""
     names = {
         path.relative_to(folder).with_suffix("").as_posix(): path for path in folder.rglob("*.yaml")
     }

@@ -1,4 +1,4 @@
-"""Handles what ends `tune run` with torchtune's traceback: paths, unknown names, Ctrl-C."""
+"""Makes `tune run` accept any recipe path, and report unknown names and Ctrl-C in one line."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ RECIPE = "async_grpo_full_finetune_distributed"
 LOADED = threading.Event()
 """Event that is set when the imports of a recipe have ended."""
 _SILENT_S = 4.0
-"""Seconds without a line while a recipe's imports go on."""
+"""Seconds between `still loading` lines while a recipe's imports go on."""
 
 
 def main(check: Callable[[], None] | None = None) -> None:
-    """Run torchtune's command; before its imports, announce a run of ours and call `check`."""
+    """Run the command `tune`; before its slow imports, announce our recipe and call `check`."""
     ended: list[int] = []
-    atexit.register(_leave, ended)  # called after what others register from here on
+    atexit.register(_leave, ended)  # called after all functions that are registered later
     if is_run_of_ours(sys.argv):
         _begin()
     gc.disable()  # it takes a fifth of the imports' time
@@ -100,7 +100,7 @@ def complete(registry: ModuleType, recipe: str) -> None:
 
 
 def _is_reachable(recipe: str) -> bool:
-    """Whether torchtune, which makes a dotted name of it, runs this file and no other module."""
+    """Whether torchtune, which imports a recipe by dotted name, runs this file and no other."""
     parts = os.path.splitext(recipe)[0].split("/")
     if any("." in part or not part for part in parts):
         return False
@@ -109,11 +109,11 @@ def _is_reachable(recipe: str) -> bool:
 
 
 def _is_importable(module: str) -> bool:
-    """Whether torchtune may find a module by its dotted name, in this folder or the packages."""
+    """Whether torchtune may find a module by its dotted name, in this folder or `sys.path`."""
     stems = [Path(root, *module.split(".")) for root in (*sys.path, os.getcwd())]
     if any(Path(f"{stem}.py").is_file() or (stem / "__main__.py").is_file() for stem in stems):
         return True
-    try:  # of a dotted name, this would import the packages around it
+    try:  # for a dotted name, `find_spec` would import its parent packages
         return "." not in module and importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False

@@ -9,13 +9,13 @@ from grpo_components.plain_text import one_line, shortened
 
 
 class ConfigError(ValueError):
-    """A value or a component of the config is wrong; restarting a role would not help.
+    """A value or a component of the config is wrong; restarting a process would not help.
 
-    `str` gives one line of at most `MAX_MESSAGE` characters; key, problem and allowed stay whole.
+    `str` gives one line of at most `MAX_MESSAGE` characters; the attributes have the whole texts.
     """
 
     def __init__(self, key: str, problem: str, allowed: str, user_traceback: str = "") -> None:
-        super().__init__(key, problem, allowed, user_traceback)  # as pickle calls it again
+        super().__init__(key, problem, allowed, user_traceback)  # pickle passes these again
         self.key, self.problem, self.allowed = key, problem, allowed
         self.user_traceback = user_traceback
 
@@ -24,7 +24,7 @@ class ConfigError(ValueError):
         key, problem, allowed = fields
         key = shortened(key, 100)
         label = "; " if allowed.startswith("did you mean ") else "; allowed: "
-        label *= bool(allowed)  # a component's own error may not say it
+        label *= bool(allowed)  # a component's own error may not say what is allowed
         rest = MAX_MESSAGE - len(f"{key}: {label}")
         allowed = shortened(allowed, max(120, rest - len(problem)))
         return f"{key}: {shortened(problem, rest - len(allowed))}{label}{allowed}"
@@ -60,7 +60,7 @@ class ReplayStop(Exception):
 
 
 class StarvedError(RuntimeError):
-    """Too many groups in a row were discarded; the message has counts of successes and advice."""
+    """`dynamic_sampling` discarded too many groups in a row; the message counts their successes."""
 
 
 class FailedSamplesError(RuntimeError):
@@ -93,7 +93,7 @@ class RoleFailedError(RuntimeError):
 
 
 class RoleLostError(RuntimeError):
-    """A role, or the data of a group in flight, is lost for good, and the run goes on without."""
+    """A role (process) or a group's data is lost for good, and the run goes on without it."""
 
     def __init__(self, role: str, what: str = "was given up") -> None:
         super().__init__(f"{role} {what}")

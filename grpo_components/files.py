@@ -1,4 +1,4 @@
-"""Appends to files of one record per line, reads them, and replaces files as a whole."""
+"""Appends to and reads JSON Lines files, and replaces whole files atomically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 ANSWERS = "evaluation_answers.jsonl"
 """File with one line for each logged prompt of each evaluation."""
 EVALUATIONS = "evaluations.jsonl"
-"""File with one line for each evaluation: the success on each prompt."""
+"""File with one line for each evaluation: the success rate on each prompt."""
 FAILURES = "failures.jsonl"
 """File with a line per attempt that ended early: `attempt`, `error` (null if a user stopped it)."""
 STEPS_PER_END = 10
@@ -30,7 +30,7 @@ def cut_torn_line(path: Path) -> None:
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one line of JSON, which is in the file even if this process then dies."""
+    """Append one line of JSON; it stays in the file even if this process then dies."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
@@ -51,7 +51,7 @@ def records_of(path: Path, word: bytes = b"{") -> Iterator[Record]:
 
 
 def record_in(line: bytes) -> Record | None:
-    """Return the JSON object of a line; None for another line, such as an incomplete last one."""
+    """Return the JSON object in a line; None if it has none, such as an incomplete last line."""
     try:
         found = _DECODER.decode(line.decode())
     except (ValueError, RecursionError):
@@ -66,7 +66,7 @@ def first_and_last(steps: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
 
 
 def write_whole(target: Path, content: str | bytes, durable: bool = False) -> None:
-    """Replace a file as a whole, on disk if `durable`; on failure the old file stays unchanged.
+    """Replace a file atomically, synced to disk if `durable`; on failure the old file stays.
 
     A link or pipe at the target's path is replaced, not written to.
     """

@@ -1,4 +1,4 @@
-"""Settings of glibc's malloc for this process; without glibc they do nothing."""
+"""Tunes glibc's malloc for this process; does nothing without glibc."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def limit_arenas(count: int) -> None:
-    """Limit the arenas that threads share; each of the many default ones keeps its freed memory."""
+    """Limit malloc's arenas (memory pools of threads), because each one keeps its freed memory."""
     _call("mallopt", _M_ARENA_MAX, count)
 
 
 def keep_freed() -> None:
-    """Keep freed buffers for the next ones: new pages cost a training step a tenth of its time."""
+    """Let malloc reuse freed buffers: new pages cost a training step a tenth of its time."""
     limit_arenas(1)
     _call("mallopt", _M_TRIM_THRESHOLD, 2**30)
     _call("mallopt", _M_MMAP_THRESHOLD, 2**25)  # glibc's limit: larger buffers are given back
 
 
 def give_back_freed() -> None:
-    """Return freed memory to the system; else the process keeps the size of its longest batch."""
+    """Return freed memory to the system; else the process stays at the size of its peak."""
     _call("malloc_trim", 0)
 
 

@@ -1,4 +1,4 @@
-"""Silences third-party libraries by the config's `log_level`; sets vLLM's environment variables."""
+"""Limits what libraries print to the config's `log_level`; gives vLLM's environment variables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HARMLESS = {
     # Logged at every start of its CPU build.
     "vllm.triton_utils.importing": re.compile(r"Triton is installed, but doesn't include CPU .*"),
 }
-"""Patterns of harmless vLLM messages by logger; a pattern includes the exception's text, if any."""
+"""vLLM logger -> pattern of messages to hide; matches all of `message` or `message: exception`."""
 
 
 def quiet_libraries(log_level: str) -> None:

@@ -1,4 +1,4 @@
-"""The place where the ranks of a process group find each other: a TCP port on rank 0's node."""
+"""Opens the TCP port on rank 0's node at which the ranks of a process group find each other."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address of rank 0, which listens before any other rank learns it."""
+    """Address at which rank 0 of a process group listens for the other ranks."""
 
     host: str
     """IP address of rank 0's node."""
     port: int
     listener: int | None = None
-    """Descriptor of the listening socket in rank 0's process; None in the others."""
+    """File descriptor of the listening socket in rank 0's process; None if none is open there."""
 
 
 def open_rendezvous(host: str = "127.0.0.1") -> Rendezvous:
     """Listen on a free port for the other ranks; called in rank 0's process.
 
-    The socket is handed on open: a port that was only looked up may be taken before it is used.
+    The socket stays open: a port that was only looked up may be taken before it is used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:

@@ -1,4 +1,4 @@
-"""Checks data against types; errors name the wrong place and what is allowed there."""
+"""Checks data against Python types; errors name the wrong place and what is allowed there."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pydantic import InstanceOf, TypeAdapter, ValidationError, WrapValidator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 AnyText = InstanceOf[str]
-"""Any text. Pydantic's `str` refuses half a surrogate pair, which JSON allows."""
+"""Type of any string. Pydantic's `str` refuses half a surrogate pair, which JSON allows."""
 _KEY_PROBLEMS = {"missing": "missing", "extra_forbidden": "unknown", "invalid_key": "unknown"}
 T = TypeVar("T")
 
 
 def described_as(what: str) -> WrapValidator:
-    """Return an annotation by which a type's errors say what is allowed; the innermost one wins."""
+    """Return an annotation that makes a type's errors say what is allowed; the innermost wins."""
 
     def read(value: Any, check: Callable[[Any], Any]) -> Any:
         place, problem = (), ""
@@ -28,7 +28,7 @@ def described_as(what: str) -> WrapValidator:
                 raise
             if problem := _KEY_PROBLEMS.get(first["type"], ""):
                 place = first["loc"]
-        except (TypeError, ArithmeticError):  # of a conversion; pydantic lets them pass
+        except (TypeError, ArithmeticError):  # from a conversion; pydantic does not catch them
             pass
         kind = PydanticCustomError("refused", "{what}", {"what": what, "problem": problem})
         details = InitErrorDetails(type=kind, loc=place, input=value)
@@ -48,7 +48,7 @@ def _adapter(shape: Any) -> TypeAdapter[Any]:
 
 
 def read_as(shape: TypeAdapter[T], value: Any, section: str = "") -> T:
-    """Parse a value by its type; raise a one-line error that names the place."""
+    """Parse a value as a type; raise a one-line ValueError that names the wrong place."""
     try:
         return shape.validate_python(value)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Logs what a start waits for, if the wait is long."""
+"""Logs what the start of a run waits for, if the wait is long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SILENT_S = 5.0
 
 @contextlib.contextmanager
 def told_if_slow(what: str, limit_s: float | None = None) -> Iterator[None]:
-    """Context manager: if the body is slow, log what it waits for, and for how long at most."""
+    """Context manager: if its body takes long, log what it waits for, and the time limit."""
     line = f"waiting for {what}" + (f", {limit_s:g} s at most" if limit_s else "")
     timer = threading.Timer(_SILENT_S, logging.getLogger(__name__).warning, (line,))
     timer.daemon = True

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 FORMAT = 1
-"""Format number of a checkpoint's files; raised when older files can no longer be read."""
+"""Format number of a checkpoint's files; increased when older files can no longer be read."""
 _MARK = "__is__"
 """Key that marks a JSON object as the encoded value of a type that JSON lacks."""
 
@@ -34,7 +34,7 @@ def read_state(folder: Path, name: str) -> Any:
 
 
 def check_storable(value: Any, name: str) -> None:
-    """Raise a TypeError, which names the part, if `write_state` could not store a value."""
+    """Raise a TypeError if `write_state` cannot store a value; the error names the part."""
     _encode(value, {}, name)
 
 

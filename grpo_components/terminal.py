@@ -1,4 +1,4 @@
-"""Lets a process end cleanly after its terminal was closed: writing to it would fail."""
+"""Detaches a process from a closed terminal, because writing to it would fail."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ class Trajectory:
     advantage: float = float("nan")
     """Advantage of the response; NaN until its batch is formed."""
     session: dict[str, Any] | None = None
-    """Session of an agent that made the trajectory: `sample`, number of the response in its group;
-    a session's first trajectory also has its facts (docs/agents.md). None without an agent."""
+    """Agent session that made the trajectory; None without an agent. `sample` is the number of the
+    response in its group; a session's first trajectory has more keys (docs/agents.md)."""
 
     def check(self) -> None:
         """Assert the record's invariants: equal lengths, finite logprobs, known versions."""
@@ -116,7 +116,7 @@ class Trajectory:
 
 
 def pack(trajectories: Sequence[Trajectory]) -> PackedTrajectories:
-    """Turn records into `(flat, lengths)` for [P] and [R] fields, arrays for scalars, lists else.
+    """Pack records: [P] and [R] fields as `(flat, lengths)`, scalars as arrays, the rest as lists.
 
     Either all records have `reference_logprobs` or none has; likewise `teacher_logprobs`.
     """
@@ -144,7 +144,7 @@ def split(packed: PackedTrajectories, name: str) -> list[NDArray[Any]]:
 
 
 def unpack(packed: PackedTrajectories) -> list[Trajectory]:
-    """Turn flat arrays back into records, whose arrays are views; the inverse of `pack`."""
+    """Turn packed trajectories back into records with views of the flat arrays."""
     size = len(packed["group_id"])
     columns: dict[str, list[Any]] = {
         name: [None] * size if packed[name] is None else split(packed, name) for name in _RAGGED
@@ -195,7 +195,7 @@ def concatenate(groups: Iterable[PackedTrajectories]) -> PackedTrajectories:
 
 
 def response_numbers(packed: PackedTrajectories) -> NDArray[np.int64]:
-    """Return [S]: for each trajectory, the number of its response in the batch, from 0, in order.
+    """Return [S] the number, from 0, of the response that each trajectory belongs to.
 
     Trajectories of one session follow each other and share a number; any other trajectory is a
     response of its own.
@@ -221,7 +221,7 @@ def batch_hash(packed: PackedTrajectories) -> str:
     """Return a fingerprint of a batch: xxh3 of 128 bits, over trajectories and their order.
 
     It leaves out `attempt`, which a resume increments, and `error`, whose text may name a process;
-    of `session`, only the response's number enters.
+    of `session`, it includes only the number of the response.
     """
     digest = xxhash.xxh3_128()
 
@@ -256,7 +256,7 @@ class GroupSummary:
     """[G] sampled tokens of each response, including a session's tokens that no trajectory has."""
     response_lengths: list[int]
     """[G] all tokens of each response, including the environment's; the length limit counts these.
-    For a session: of its longest trajectory."""
+    For a session: all tokens of its longest trajectory."""
     oldest_version: int
     """Oldest policy version of a sampled token; -1 if there is none, because all samples failed."""
     newest_version: int
@@ -266,11 +266,11 @@ class GroupSummary:
     reward_terms: list[dict[str, float]]
     """[G] unweighted rewards of each response by name; those of a failed sample may be missing."""
     turns: list[int]
-    """[G] turns of the policy in each response: runs of its tokens between the environment's."""
+    """[G] number of the policy's turns in each response: unbroken runs of sampled tokens."""
     sessions: dict[str, int] = field(default_factory=dict)
-    """Sums over the sessions of agents, by the names of `SESSION_COUNTS`; empty without agents."""
+    """`count` of agent sessions, and sums of `SESSION_COUNTS` over them; empty without agents."""
     reward_use: dict[str, float] = field(default_factory=dict)
-    """What the rewards used for the group, such as a judge's tokens and cost; see `Score`."""
+    """Resources that the rewards used, such as a judge's tokens and cost; see `Score`."""
     seeds: list[int] = field(default_factory=list)
     """[G] sampling seed of each response; empty for recorded groups."""
 
@@ -330,5 +330,4 @@ def _responses(packed: PackedTrajectories) -> Iterator[list[int]]:
 
 
 def _num_stretches(mask: NDArray[np.bool_]) -> int:
-    """Return how many stretches of True values a mask has."""
     return int(np.count_nonzero(mask & ~np.concatenate([[False], mask[:-1]])))

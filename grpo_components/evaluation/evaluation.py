@@ -21,11 +21,11 @@ Ended = Callable[[int, Results], dict[str, float]]
 Pull = Callable[[GeneratorHandle, str], Awaitable[None]]
 """Function of generator and purpose; loads the published weights into the generator."""
 PinWeights = Callable[[], AbstractContextManager[None]]
-"""Returns a context manager that keeps the generators' weights; see `Ledger.pin_weights`."""
+"""Function that returns a context manager; see `Ledger.pin_weights`."""
 
 
 class Evaluation:
-    """Measures held-out success of the published weights while rollouts and training go on."""
+    """Evaluates the published model weights on held-out prompts during rollouts and training."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Evaluation:
     async def begin(
         self, step: int, generators: Sequence[GeneratorHandle], pull: Pull, tasks: asyncio.TaskGroup
     ) -> None:
-        """Start an evaluation of the published weights; return once all generators loaded them.
+        """Start an evaluation; wait until all generators have loaded the published weights.
 
         The caller must not publish newer weights before this returns.
         """
@@ -70,7 +70,7 @@ class Evaluation:
         await pinned.wait()  # if the evaluation fails, the task group cancels this wait
 
     async def collect(self, step: int | None = None) -> dict[str, float]:
-        """Return the metrics of the evaluation that ended since the last call, if one did."""
+        """Return an ended evaluation's metrics, once, else nothing; wait for one that must end."""
         if self._running is not None and (step is None or self._must_end(step)):
             await asyncio.wait([self._running])
         metrics, self._metrics = self._metrics, {}
@@ -123,7 +123,7 @@ class Evaluation:
             self._ask(generator, range(i, len(self._held_out), len(living)), step)
             for i, generator in enumerate(living)
         )
-        if shares is None:  # the next try gives the lost one's prompts to the others
+        if shares is None:  # the next try gives the lost generator's prompts to the others
             return None
         results = [result for share in shares for result in share]
         # A restarted generator loads the newest weights, which may be newer than the others'.

@@ -1,4 +1,4 @@
-"""Orders a run's scheduling events: as they come in a live run, as recorded in a replay."""
+"""Orders a run's scheduling events: in a replay as recorded, in a live run as they happen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Recording(Protocol):
         """Check that an event equals the next recorded one, and advance to the one after it."""
 
     def compare(self, event: Event) -> None:
-        """Compare a step's batch, or a load's weights, with the recorded ones."""
+        """Compare a step's batch, or weights that a generator loaded, with the recorded ones."""
 
     def has(self, event: str, **identity: Any) -> bool:
         """Return whether the recording has an event that is still to come."""
@@ -84,6 +84,6 @@ class EventOrder:
         self.record(event, **fields)
 
     def note(self, event: str, **fields: Any) -> None:
-        """Record an event whose place in the order a replay does not repeat."""
+        """Record an unordered event: a replay does not repeat its place in the order."""
         for listener in self._listeners:
             listener({"event": event, "attempt": self.attempt, **fields})

@@ -41,9 +41,9 @@ class Ledger:
         self.trained_groups = 0
         self.dropped_groups: Counter[str] = Counter()
         self.events = EventOrder()
-        """Event order that records every change; `open_run` sets the run's."""
+        """Event order that records every change; `open_run` replaces it by the run's."""
         self.reuse = GroupReuse(contract)
-        """Trained groups that later steps train again; `open_run` sets the run's."""
+        """Trained groups that later steps train again; `open_run` replaces it by the run's."""
         self._contract, self._prompts = contract, prompts
         self._living: dict[int, LedgerEntry] = {}
         self._reissued: deque[tuple[Prompt, int]] = deque()
@@ -52,7 +52,7 @@ class Ledger:
         self._changed = asyncio.Event()
         """Event that is set at the next change; a new event then takes its place."""
         self._opened = asyncio.Event()
-        """Like `_changed`, for changes that may let a group start: hundreds may wait."""
+        """Like `_changed`, for changes that may let a group start: hundreds of groups may wait."""
         self._pins = 0
         """Number of starts plus number of ends of `pin_weights`: odd during an evaluation."""
 
@@ -153,7 +153,7 @@ class Ledger:
         Used with `stale_groups: wait`; see `StalenessContract.must_wait`. The batch must be
         complete: a group that is admitted while the step waits for the rest could become too old.
         """
-        if self.events.recording:  # it says which groups are taken
+        if self.events.recording:  # the recording says which groups are taken
             return
 
         def start_versions(state: State) -> list[int]:

@@ -1,4 +1,4 @@
-"""Defines the ledger's entry of one group: its prompt, its state, and where its parts are."""
+"""Defines the ledger's entry of one group: its prompt, its state, and references to its data."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ class LedgerEntry:
         return self.prompt["prompt_index"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entry as plain values, without what is only in the object store."""
+        """Return the entry as plain values, without its Ray references."""
         return vars(self) | {"text": None, "parts": ()}

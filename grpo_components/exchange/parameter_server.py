@@ -1,4 +1,4 @@
-"""The parameter server: knows where the newest weights are."""
+"""The parameter server: knows where the newest model weights are in Ray's object store."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 class VLLMParameterServer:
     """Hands snapshots of the policy's weights from the trainer (push) to the generators (pull).
 
-    It holds references to immutable buckets in Ray's object store, never their bytes. So it needs
-    no lock and no GPU, no reader sees parts of two versions, and each node has one copy. A
-    superseded snapshot is freed when its last reader is done.
+    It holds references to immutable buckets (packed tensors) in Ray's object store, not their
+    bytes. So it needs no lock and no GPU, no reader sees parts of two versions, and each node has
+    one copy. A superseded snapshot is freed when its last reader is done.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class VLLMParameterServer:
         self._pushes, self._manifests = [*earlier, (version, buckets)], manifests
 
     def newest(self, held: int = -1) -> tuple[int, list[Any], list[Any]]:
-        """Return the newest version, the buckets that lead to it from `held`, and its manifests."""
+        """Return the newest version, the buckets that lead from `held` to it, and its manifests."""
         if not self._pushes:
             raise LookupError("parameter server: no weights were pushed yet")
         versions = [version for version, _ in self._pushes]

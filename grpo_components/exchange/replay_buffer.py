@@ -1,4 +1,4 @@
-"""The replay buffer: holds whole groups, and hands them out oldest weights first, never stale."""
+"""The replay buffer: holds whole groups; hands out the oldest policy version first, never stale."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from grpo_components.trajectory import (
 )
 
 _Pair = tuple[PackedTrajectories, GroupSummary]
-"""One buffered group, with its summary."""
+"""One buffered group, and its summary."""
 
 
 class _OldestVersionSampler(RandomSampler):
-    """Samples the groups with the oldest weights first; ties are broken by group id."""
+    """Picks groups with the oldest policy version first, and then by group id."""
 
     def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         summaries = [summary for _, summary in storage[: len(storage)]]
@@ -41,12 +41,12 @@ class _OldestVersionSampler(RandomSampler):
 
 @dataclass(frozen=True)
 class BatchSummary:
-    """What the driver needs to know of a batch without its tokens."""
+    """Summary of a batch for the driver, without tokens."""
 
     groups: list[GroupSummary]
     """The batch's new groups, in the order of group ids."""
     reused: list[GroupSummary]
-    """Groups of the batch that earlier steps have trained, too; they follow the new ones."""
+    """Groups of the batch that an earlier step has trained already; they follow the new ones."""
     dropped: list[GroupSummary]
     """Groups found stale since the last batch; no batch contained them."""
     buffered: int
@@ -104,7 +104,7 @@ class ReplayBuffer:
         recorded: tuple[list[int], list[int]] | None = None,
         *again: Any,
     ) -> tuple[PackedTrajectories, BatchSummary]:
-        """Wait for a batch of whole groups; empty if stale ones were dropped and too few are left.
+        """Wait for a batch and return it, empty if stale groups were dropped and too few are left.
 
         `recorded`: ids of the groups to train and to drop, in a replay. `again`: the groups that
         the step trains again, each followed by its summary.
@@ -170,14 +170,14 @@ class ReplayBuffer:
         return batch, BatchSummary(groups, old, dropped, len(self._buffer), content)
 
     async def refill(self, *parts: Any) -> None:
-        """Replace the groups by `parts`: each group, then its summary; grow the buffer to fit."""
+        """Replace all groups by `parts` (group, summary, group, ...); grow the buffer to fit."""
         pairs = _pairs(parts)
         self._make_room(max(self._capacity, len(pairs)))
         for pair in pairs:
             self._buffer.add(pair)
 
     def write_state(self, folder: str, batch: PackedTrajectories, *parts: Any) -> str | None:
-        """Write groups to a checkpoint, also during other calls; return why it failed, or None."""
+        """Write groups to a checkpoint, also during other calls; return an error text or None."""
         groups = [{"group": group, "summary": asdict(summary)} for group, summary in _pairs(parts)]
         try:
             write_state(Path(folder), "buffer", groups)
@@ -187,7 +187,7 @@ class ReplayBuffer:
         return None
 
     def read_state(self, folder: str, group_ids: Sequence[int]) -> list[Any]:
-        """Read groups of a checkpoint; return each, followed by its summary, and then two None."""
+        """Read groups of a checkpoint; return [group, summary, group, summary, ..., None, None]."""
         saved = {
             # Not the saved summary, which may be of a version with other fields.
             each["summary"]["group_id"]: (each["group"], summarize(each["group"]))
@@ -200,7 +200,7 @@ class ReplayBuffer:
     def _drop_stale(self, policy_version: int) -> None:
         masks = self._stale_tokens == "mask"
         version, known = self._checked
-        # Not all of them for each new group: there may be thousands.
+        # Checks only groups that are not known to be fresh: there may be thousands of others.
         stale = [
             (group, summary)
             for group, summary in self._buffer[known if version == policy_version else 0 :]

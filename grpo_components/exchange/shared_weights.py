@@ -1,4 +1,4 @@
-"""Hands tensors to other processes of this machine through shared memory that has no name."""
+"""Shares tensors with other processes of this machine through anonymous shared memory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """Says where another process's tensors are, in a few hundred bytes, whatever their size."""
+    """Describes where shared tensors are, without their bytes, for a process that opens them."""
 
     file: str
-    """Path under which processes of the same user open the memory, while its owner keeps it."""
+    """Path under which processes of the same user open the memory until its owner closes it."""
     entries: tuple[tuple[str, str, tuple[int, ...], int], ...]
     """Name, dtype, shape, and offset in bytes of each tensor."""
     nbytes: int
 
 
 class SharedMemory:
-    """Holds copies of tensors, to be read by other processes; nothing is left when all have ended.
+    """Holds copies of tensors in shared memory that other processes can open.
 
     The kernel frees the memory once it is closed here and no other process uses its tensors.
     """
@@ -67,7 +67,7 @@ def open_shared(shared: SharedTensors) -> dict[str, Tensor]:
 
 
 def split(tensors: Mapping[str, Tensor], nbytes: int) -> Iterator[dict[str, Tensor]]:
-    """Split tensors into parts of about one size, in their order."""
+    """Split tensors, in order, into parts of at most `nbytes`; a larger tensor is its own part."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors.items():

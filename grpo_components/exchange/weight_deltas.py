@@ -36,7 +36,7 @@ def encode(new: Bytes, base: Bytes, itemsize: int) -> Bytes:
 
 
 def apply(delta: Bytes, raw: Bytes, itemsize: int) -> None:
-    """Apply a delta to `raw`, the bytes of its base, which become the new bytes in place."""
+    """Apply a delta in place to `raw`, the bytes from which the delta was computed."""
     with pa.CompressedInputStream(pa.py_buffer(delta), "zstd") as packed:
         for part in _blocks(len(raw), itemsize):
             block = raw[part].reshape(-1, itemsize)
@@ -72,7 +72,7 @@ class DeltaEncoder:
         self._last: tuple[int, Manifest, Bytes] | None = None
 
     def encode(self, version: int, bucket: Bucket, base: int) -> DeltaBucket:
-        """Return what changed since version `base`, else the whole bucket; keep it for the next."""
+        """Return the changes since version `base` (`NO_BASE`: all bytes); keep the bucket."""
         last, self._last = self._last, (version, *bucket)
         if base == NO_BASE:
             return DeltaBucket(version, *bucket)
@@ -111,10 +111,10 @@ class RebuiltWeights:
         """Checksum and bytes of each tensor."""
 
     def rebuild(self, version: int, pushes: Sequence[DeltaBucket]) -> list[Bucket]:
-        """Return the newest weights; the kept bytes are given up, because they change in place.
+        """Apply pushes to the kept bytes in place, return the newest weights, and keep nothing.
 
-        Deltas that are applied already are skipped. The caller must verify the checksums of the
-        result, and call `keep` once the weights are in use.
+        Deltas that were applied before are skipped. The caller must verify the checksums of the
+        returned weights, and call `keep` once they are loaded.
         """
         held, self._kept = self._kept, {}
         newest: dict[str, tuple[TensorEntry, int]] = {}

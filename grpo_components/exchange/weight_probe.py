@@ -1,8 +1,8 @@
-"""Compares trainers and generators after each pull: their weights, and logprobs of one sequence.
+"""Compares the weights of trainers and generators after each pull, and logprobs of a weight probe.
 
 In an asynchronous run, older versions sampled the trained tokens, so their logprobs differ anyway.
-The probe's do not: both sides compute them with the same version. So the engine must label the
-probe with that version, and must have none of its tokens in a cache.
+The probe is a fixed sequence of tokens, whose logprobs both sides compute with the same version. So
+the engine must label it with that version, and must have none of its tokens in a cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from grpo_components.errors import DisagreementError
 
 PROBE_TOKENS = 40
-"""Tokens of the weight probe, which enters an engine after each swap of weights: more than a block
+"""Length in tokens of the probe, which an engine gets after each swap of weights: more than a block
 of the prefix cache (32 on a CPU, 16 on a GPU), because the cache keeps only whole blocks."""
 PROBE_IDS = tuple(7 * number % 53 + 3 for number in range(PROBE_TOKENS))
 """Token ids of the probe; every vocabulary has them. The first is the prompt."""
@@ -33,9 +33,9 @@ class ProbeReading:
     label: int
     """Policy version with which the engine labels a token that it samples now."""
     cached_tokens: int
-    """Tokens whose keys and values, of earlier weights, the engine read from its prefix cache."""
+    """Number of probe tokens whose keys and values the engine read from its prefix cache."""
     layers: Mapping[str, int] | None = None
-    """Hash of each layer's weights in the engine; None if it does not keep them as pushed."""
+    """Hash of each layer's weights in the engine; None if it stores other values than it loads."""
 
 
 LoadedWeights = tuple[int, str, ProbeReading | None]
@@ -43,8 +43,8 @@ LoadedWeights = tuple[int, str, ProbeReading | None]
 probe; None without an engine."""
 _VERSIONS_KEPT = 64
 _NEARER = 4.0
-"""Another version counts as loaded if its mean square gap is smaller by this factor. Where rounding
-is not small, the gap of the named version must also exceed the median gap by this factor."""
+"""Another version counts as loaded if its logprobs' mean square gap is this many times smaller. If
+rounding is not small, the named version's gap must also be this many times the median gap."""
 _ROUNDING = 1e-4
 """Root mean square gap of the probe's logprobs, in nats, that still counts as rounding."""
 _LAYERS_NAMED = 4
@@ -62,7 +62,7 @@ class WeightProbe:
         """Mean square gap between trainer's and generator's logprobs in each earlier pull."""
 
     def pushed(self, version: int, logprobs: Sequence[float]) -> None:
-        """Keep the logprobs that the trainers computed with the pushed weights; none if empty."""
+        """Keep the trainers' logprobs of the probe with a pushed version; if empty, keep none."""
         self._pushed.pop(version, None)
         if len(logprobs):
             self._pushed[version] = np.array(logprobs)
@@ -81,7 +81,7 @@ class WeightProbe:
         reading: ProbeReading | None,
         layers: Mapping[str, int] | None = None,
     ) -> None:
-        """Check what a generator computed with the weights that it has loaded.
+        """Check what a generator computed for the probe with the weights that it has loaded.
 
         `layers` has the hash of each pushed layer; None if engines transform the weights.
         """

@@ -1,4 +1,4 @@
-"""Packs weights into buckets of bytes with checksums and hashes, and checks what arrives."""
+"""Packs weights into buckets of bytes with checksums and hashes; verifies received weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from grpo_components.errors import fail
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 _HASHED_AT_ONCE = {"cpu": 2**17}
-"""Elements that a hash copies at a time: on a CPU as many as fit into its cache."""
+"""Device type -> elements hashed at a time: on a CPU as many as fit into its cache."""
 StateDict = dict[str, Tensor]
 
 
@@ -41,11 +41,11 @@ class TensorEntry:
     checksum: int
     """xxh3 (64 bits) of name, dtype, shape and bytes."""
     base: int | None = None
-    """Checksum of the tensor that the bucket has only changes of; None if it has all bytes."""
+    """Checksum of the earlier tensor that the delta applies to; None if this is not a delta."""
     delta_nbytes: int = 0
-    """Bytes of the changes; `nbytes` is still the whole tensor's."""
+    """Size of the delta in bytes; `nbytes` is the size of the whole tensor."""
     values: int | None = None
-    """`hash_values` of the whole tensor; None where it is not compared."""
+    """`hash_values` of the whole tensor; None if `is_hashed` is false for the tensor."""
 
     @property
     def pushed_nbytes(self) -> int:
@@ -85,7 +85,7 @@ def hash_named(named: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
 
 
 def join_shares(shares: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Combine the hashes of all workers' parameters; equal hashes mean that each has a copy."""
+    """Combine the hashes of all workers: equal ones are those of copies, others are added up."""
     joined: dict[str, int] = {}
     for name in shares[0]:
         found = [share[name] for share in shares]
@@ -105,7 +105,7 @@ def hash_layers(hashes: Mapping[str, int]) -> dict[str, int]:
 
 
 def pushed_layers(manifests: Iterable[Manifest]) -> dict[str, int] | None:
-    """Return the hash of each layer of a snapshot; None if a tensor has none."""
+    """Return the hash of each layer of a snapshot; None if any tensor has no hash."""
     entries = [entry for manifest in manifests for entry in manifest]
     hashes = {entry.name: entry.values for entry in entries if entry.values is not None}
     return hash_layers(hashes) if len(hashes) == len(entries) else None
@@ -146,7 +146,7 @@ class Bucket:
         self._entries.append(TensorEntry(name, dtype, shape, begin, raw.numel(), 0))
 
     def close(self) -> tuple[Manifest, NDArray[np.uint8]]:
-        """Compute checksums, once all copies have ended; return manifest and bytes [nbytes]."""
+        """Compute checksums; return manifest and bytes [nbytes]. All copies must have ended."""
         assert self._used == len(self._buffer)
         # Based on a memoryview: slices of the array would keep an array alive, but not this one.
         packed = np.frombuffer(memoryview(cast(Any, self._buffer.numpy())), np.uint8)
@@ -161,14 +161,14 @@ class Bucket:
 
 
 class BucketBuffers:
-    """Makes buckets of one size, whose buffers are reused from push to push."""
+    """Makes buckets of one size, and reuses their buffers from push to push."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self._nbytes, self._pinned = nbytes, pinned
         self._free: list[Tensor] = []
 
     def bucket(self) -> Bucket:
-        """Return an empty bucket in a buffer that nobody uses."""
+        """Return an empty bucket with a free buffer."""
         try:
             buffer = self._free.pop()
         except IndexError:
@@ -256,7 +256,7 @@ def keeps_values(
     loaded: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
 ) -> bool:
-    """Whether an engine's hashes by layer are those of the tensors that it has just loaded.
+    """Whether an engine holds exactly the tensors that it has just loaded, by their layer hashes.
 
     If not, its weights can't be compared with pushed ones.
     """
@@ -272,7 +272,7 @@ def keeps_values(
 
 
 def check_output_head(model_path: Path) -> None:
-    """Refuse a checkpoint whose output head is not what its config.json says."""
+    """Refuse a checkpoint whose output head contradicts config.json's `tie_word_embeddings`."""
     hf_config = json.loads((model_path / "config.json").read_text())
     tied = hf_config.get("tie_word_embeddings")
     parts: dict[str, Any] = {}

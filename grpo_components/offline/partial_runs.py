@@ -53,12 +53,12 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
 
 
 def roles_of(cfg: Settings, trainer: str, generator: str) -> tuple[str, str]:
-    """Return the dotted paths of the run's trainer and generator, or of their stand-ins."""
+    """Return the dotted paths of trainer and generator, or of their stand-ins in partial runs."""
     return trainer if cfg.trains else _WRITER, _RECORDED if cfg.train_from else generator
 
 
 def start_model(cfg: Settings) -> dict[str, Any]:
-    """Return the options of an engine's model: the base model, another model, or an adapter."""
+    """Return an engine's options for its first weights: base model, other model or adapter."""
     from grpo_components.models.lora import read_adapter_options
 
     if not isinstance(cfg.eval_only, str):
@@ -71,7 +71,7 @@ def start_model(cfg: Settings) -> dict[str, Any]:
 
 
 def _adapter_folder(folder: Path) -> Path | None:
-    """Return the adapter's folder in a folder without a whole model; None if it has a model."""
+    """Return where a folder has a LoRA adapter; None if it has none, or has a whole model."""
     from grpo_components.models.lora import ADAPTER_FOLDER
 
     if (folder / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""Writes and reads trajectory files, by stand-ins for trainer and generator in partial runs."""
+"""Writes trajectory files in place of a trainer; reads them in place of a generator."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _trajectory(record: dict[str, Any], response: dict[str, Any]) -> Trajectory:
 
 
 class TrajectoryWriter:
-    """Stand-in for a trainer that writes each batch to a file; the policy stays at version 0."""
+    """Stand-in for a trainer: writes each batch to a file, and leaves the policy at version 0."""
 
     def __init__(self, *, rank: int, path: str, logged_responses: int = 0) -> None:
         self._logged_responses = logged_responses
@@ -136,7 +136,7 @@ def _written(trajectories: Iterable[Trajectory]) -> dict[int, dict[str, int]]:
 
 
 class RecordedGroups:
-    """Stand-in for a generator that hands out the groups of a file."""
+    """Stand-in for a generator: hands out the groups of a trajectory file."""
 
     def __init__(self, *, number: int, path: str) -> None:
         self._groups = list(read_groups(path))

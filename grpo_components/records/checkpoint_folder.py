@@ -16,22 +16,22 @@ from grpo_components.files import write_whole
 LATEST = "latest"
 BEST = "best"
 _EVALUATION = "evaluation.json"
-"""Name of the file in a checkpoint that has the metrics of its evaluation."""
+"""Name of the file in a checkpoint with the metrics of its evaluation."""
 _KIND = "kind"
-"""Key in that file: a hash of what decides an evaluation besides the weights."""
+"""Key in `evaluation.json`: a hash of the settings that an evaluation depends on."""
 _NAME = re.compile(r"step_(\d+)")
 
 
 def nbytes(parameters: int, trained: int, dtype: str, optimizer: str) -> int:
-    """Return the minimum bytes of a checkpoint: weights, float32 masters and Adam's moments."""
-    moments = 8 if optimizer.startswith("torch.optim.Adam") else 0  # of others nobody knows
+    """Return a checkpoint's minimum bytes: model weights, float32 masters and Adam's moments."""
+    moments = 8 if optimizer.startswith("torch.optim.Adam") else 0  # unknown for others
     return parameters * {"fp32": 4, "bf16": 2}[dtype] + trained * (4 + moments)
 
 
 def most_at_once(
     num_steps: int, save_every_n_steps: int, keep_last_n: int | None, keep_best: str | None
 ) -> int:
-    """Return the maximum number of checkpoints at once: a new one is written before a deletion."""
+    """Return the maximum number of checkpoints on disk: one is written before one is deleted."""
     saved = -(-num_steps // save_every_n_steps)
     if keep_last_n is None:
         return saved
@@ -41,7 +41,7 @@ def most_at_once(
 def begin(checkpoints: Path, step: int, incarnation: str) -> Path:
     """Remove leftovers of a killed run, and make a hidden folder to write a checkpoint into.
 
-    Its name has the driver's id: roles of a killed driver may still write into theirs.
+    The folder's name has the driver's id: processes of a killed driver may still write to its own.
     """
     checkpoints.mkdir(parents=True, exist_ok=True)
     clean(checkpoints)
@@ -58,7 +58,7 @@ def clean(checkpoints: Path) -> None:
 
 
 def saved_steps(checkpoints: Path) -> dict[Path, int]:
-    """Return the checkpoints in a folder with their steps, without anything else that is there."""
+    """Map the checkpoints in a folder to their training steps; ignore other files and folders."""
     named = ((path, _NAME.fullmatch(path.name)) for path in checkpoints.glob("step_*"))
     return {path: int(name[1]) for path, name in named if name and path.is_dir()}
 
@@ -72,7 +72,7 @@ def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:
     checkpoints = unfinished.parent
     target = checkpoints / f"step_{step}"
     assert latest(checkpoints) != target, "a step is saved once in an attempt"
-    # safetensors makes files that only their owner can read: give all the mode of a plain one.
+    # safetensors makes files that only their owner can read: give all files the usual mode.
     mode = stat.S_IMODE((unfinished / "state" / "config.yaml").stat().st_mode)
     for path in (*unfinished.rglob("*"), unfinished):
         if path.is_file() and stat.S_IMODE(path.stat().st_mode) != mode:
@@ -111,7 +111,7 @@ def point_latest(checkpoint: Path) -> None:
 
 
 def rate(checkpoint: Path, metrics: Mapping[str, float], kind: str) -> None:
-    """Write metrics and kind of an evaluation to the checkpoint's `evaluation.json`."""
+    """Write an evaluation's metrics and the hash of its settings to `evaluation.json`."""
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
     rating = json.dumps({**finite, _KIND: kind}, indent=1)
     write_whole(checkpoint / _EVALUATION, rating, durable=True)
@@ -119,16 +119,16 @@ def rate(checkpoint: Path, metrics: Mapping[str, float], kind: str) -> None:
 
 
 def choose_best(checkpoints: Path, metric: str, last_step: int, kind: str) -> Path | None:
-    """Point `best` at the checkpoint with the highest value of a metric, of equals the earliest.
+    """Point `best` at the checkpoint with the highest metric; on a tie, at the earliest one.
 
-    Only evaluations of one kind are compared: of the same prompts, sampling and rewards.
+    Evaluations are compared only if they have the same prompts, sampling and rewards (`kind`).
     """
     ratings, steps = {}, saved_steps(checkpoints)
     for folder, step in steps.items():
         path = folder / _EVALUATION
         if step <= last_step and path.is_file():
             rating = json.loads(path.read_text(encoding="utf-8"))
-            if metric in rating and rating.get(_KIND, kind) == kind:  # old ones have none
+            if metric in rating and rating.get(_KIND, kind) == kind:  # old files have no kind
                 ratings[folder] = rating[metric]
     if not ratings:
         best = _target(checkpoints, BEST)

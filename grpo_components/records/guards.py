@@ -17,17 +17,17 @@ from grpo_components.settings import Settings
 from grpo_components.trajectory import GroupSummary
 
 _FEW_TOKENS = 16
-"""Fewer fresh tokens multiply the bound by `_FEW_TOKENS` / tokens, to allow for rounding errors."""
+"""With fewer fresh tokens, the KL bound grows by `_FEW_TOKENS` / tokens, to allow for rounding."""
 _MAX_ERROR_CHARS = 300
-"""Maximum characters of an error's first line in a message; the file has the whole error."""
+"""Maximum characters of an error's first line in a message; `failed_samples.jsonl` has it all."""
 _SEEDS_KEPT = 100_000
-"""Number of training samples' seeds that are kept, to compare new seeds with."""
+"""Number of sampling seeds kept, to find seeds that are used twice."""
 _ROUNDING = 1e-5
-"""Largest difference of a loss from its parts, relative to the largest of ratio, losses and 1."""
+"""Allowed difference of a loss from the sum of its parts, relative to max(1, losses, ratio)."""
 _SOME_END = 0.1
-"""If a step's share of ended responses was ever above this, the model can end its responses."""
+"""If a step had more than this share of responses that were not cut off, the model can end them."""
 _MIN_STEPS, _LARGE_KL, _JUMP = 3, 0.1, 20.0
-"""Steps before a jump of the mismatch can be shown; its least size in nats, and in medians."""
+"""Jump of `mismatch/generator_kl`: steps needed before it, minimum in nats, minimum in medians."""
 
 
 def check_agreement(max_generator_kl: float | None, step: int, metrics: Mapping[str, Any]) -> None:
@@ -54,9 +54,9 @@ def check_agreement(max_generator_kl: float | None, step: int, metrics: Mapping[
 class FailedSamples:
     """Counts and records the failed samples of training and evaluation; ends a run with too many.
 
-    The run ends if failed samples reach the share `max_failed_samples` of the samples since the
-    last training step, or of one step's `step_samples` if these are more. Every failed sample is
-    written to `failed_samples.jsonl`; the first after each step is also shown.
+    The run ends if failed samples reach the share `max_failed_samples` of all samples since the
+    last training step (counted as at least one step's samples). Every failed sample is written to
+    `failed_samples.jsonl`; the first after each step is also shown.
     """
 
     def __init__(self, cfg: Settings, events: EventOrder, note: Callable[[str], None]) -> None:
@@ -76,7 +76,7 @@ class FailedSamples:
     def count_evaluation(
         self, step: int, results: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Count the failed samples of an evaluation; return the others."""
+        """Count the failed samples of an evaluation; return the results of all other samples."""
         self._ended += len(results)
         for result in results:
             errors = [] if result["error"] is None else [result["error"]]
@@ -125,9 +125,9 @@ class FailedSamples:
 
 
 class RunWatch:
-    """Warns once per run of each kind: loss out of balance, reused seeds, jumps of the mismatch.
+    """Warns once per kind: loss unlike its parts, seeds reused, all cut off, generator KL jumped.
 
-    `warnings.jsonl` keeps them for `grpo diagnose`, until a resume: the run may be repaired then.
+    `grpo diagnose` reads them in `warnings.jsonl`. A resume deletes them: the cause may be fixed.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class RunWatch:
         self._most_ended = 0.0  # largest share of a step's responses that were not cut off
 
     def count_group(self, group: GroupSummary) -> None:
-        """Compare the seeds of a generated group with those of other groups."""
+        """Warn if a seed of a generated group was used before, in this group or another."""
         for seed in group.seeds:
             other = self._seeds.setdefault(seed, group.group_id)
             if other != group.group_id or group.seeds.count(seed) > 1:
@@ -155,7 +155,7 @@ class RunWatch:
             del self._seeds[next(iter(self._seeds))]
 
     def check_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Check a step's loss and responses, and its mismatch against that of earlier steps."""
+        """Check a step's loss and cut-off responses, and its generator KL against earlier steps."""
         self._check_balance(step, metrics)
         cut_off = metrics.get("rollout/cut_off_fraction", math.nan)
         self._most_ended = max(self._most_ended, 1 - cut_off)

@@ -29,14 +29,14 @@ _SESSIONS = ("count", "calls", "trajectories")
 """Names of the counts of agents' sessions in a step's receipt."""
 
 _ADDRESS = ("base_url", "api_key_env")
-"""Keys of a judge that change no grade."""
+"""Config keys of a judge that do not affect its grades."""
 
 
 class Journal:
     """Commits each step to ledger, receipts and checkpoints together; saves, restores, rolls back.
 
-    The ledger tracks every group; a receipt is the record of a step in receipts.jsonl. All parts of
-    a checkpoint are taken between the same two steps.
+    The ledger tracks every group; receipts.jsonl records every event. All parts of a checkpoint
+    are taken between the same two steps.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Journal:
         return step
 
     def hold(self) -> None:
-        """Keep the present state for `save`; raise the error of a checkpoint that failed since."""
+        """Keep the current state for `save`; raise the error of a failed background checkpoint."""
         state = {"ledger": self._ledger.state_dict(), "prompts": self._prompts.state_dict()}
         # References to the groups: the buffer's process may die before it has written them.
         self.held = state, [part for entry in self._ledger.stored() for part in entry.parts]
@@ -115,10 +115,10 @@ class Journal:
         self._rate(step)
 
     async def restore(self, roles: Roles, weights: WeightSync) -> None:
-        """Load this attempt's checkpoint, if any, into trainers and buffer.
+        """Load the checkpoint that this attempt starts from, if any, into trainers and buffer.
 
         Unless the run is new, also publish the trainers' weights and load them into all generators.
-        `begin_run` or `roll_back` has restored the driver.
+        The driver's state is restored before, by `begin_run` or `roll_back`.
         """
         checkpoint, ledger = self._start.checkpoint, self._ledger
         self._evaluations = {}  # those of an attempt that was rolled back
@@ -176,7 +176,7 @@ class Journal:
             self._log.checkpoint(step, str(checkpoint))
             self._versions = {step: state["ledger"]["policy_version"]}
             self._rate(step)
-            # Written in the background, it may come after the evaluation of the next.
+            # A checkpoint in the background may end after the evaluation of a later one.
             later = {at: metrics for at, metrics in self._evaluations.items() if at > step}
             self._evaluations = later
 
@@ -221,7 +221,7 @@ class Journal:
 
 
 def _kind_of_evaluation(cfg: Settings) -> str:
-    """Return a hash of the settings that decide an evaluation, which a resume may change."""
+    """Return a hash of the settings that an evaluation depends on; a resume may change them."""
     given, generator, temperature = cfg.eval, cfg.generator, cfg.eval.temperature
     if temperature is None:
         temperature = generator.temperature

@@ -1,4 +1,4 @@
-"""Converts metrics and sampled groups to JSON, and sampled groups to a table of W&B."""
+"""Converts metrics and sampled groups to JSON; logs sampled groups as a W&B table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_components.plain_text import plain
 
 
 def as_json(value: Any) -> Any:
-    """Convert a value for JSON: arrays and tensors to numbers or lists, NaN to None."""
+    """Convert a value for JSON: arrays and tensors to numbers or lists, NaN or infinity to None."""
     if isinstance(value, Mapping):
         return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -36,7 +36,7 @@ def log_rollout_table(step: int, groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def rollout_rows(step: int, groups: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """Return column names, and one row per response; columns without any value are left out."""
+    """Return a table's column names, and one row per response; leave out columns without values."""
     rows: list[dict[str, Any]] = []
     for group in groups:
         shared = {name: group[name] for name in group if name not in ("responses", "advantages")}

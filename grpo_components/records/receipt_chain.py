@@ -14,13 +14,13 @@ from typing import Any
 from grpo_components.files import cut_torn_line
 
 END_FILE = "receipts.end"
-"""File beside receipts.jsonl that has the number of its records and the hash in the last one."""
+"""File next to receipts.jsonl: the number of its records and the hash in the last record."""
 _HASH = re.compile(rb', "chain": "([0-9a-f]{64})"\}$')
 
 
 @dataclass(frozen=True)
 class End:
-    """The end of a chain: the number of its records, and their hash."""
+    """The end of a chain of records."""
 
     records: int = 0
     """Number of records in the chain."""
@@ -55,7 +55,7 @@ def read_end(receipts: Path) -> End | None:
 
 
 class ChainedFile:
-    """Appends receipts to a new or existing chain.
+    """Appends records to receipts.jsonl, each chained to the record before by its hash.
 
     An incomplete last line is cut off. If `receipts.end` counts more records than the file has, the
     next record is chained to the last lost one, so that the audit finds the gap even after more
@@ -106,7 +106,7 @@ class ChainedFile:
 
 
 def _continue_from(path: Path) -> End:
-    """Return the end that the next record continues: the file's, or the last lost record's."""
+    """Return the end that the next record continues: that of the file, or of its lost records."""
     try:
         known = read_end(path)
     except ValueError:

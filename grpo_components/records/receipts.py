@@ -1,4 +1,4 @@
-"""Writes receipts.jsonl, the only account of what happened in a run: one chained line per event."""
+"""Writes receipts.jsonl, the only record of all events of a run: one line with a hash for each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LIBRARIES = (
 
 
 class Receipts:
-    """Writes the ledger's events to `receipts.jsonl`, between each attempt's start and end.
+    """Writes each attempt to `receipts.jsonl`: its start, the events of the ledger, its end.
 
     docs/reproducibility.md explains the fields; `grpo audit` checks them. Each line is flushed, and
     has a hash of itself and of all lines before it.

@@ -1,4 +1,4 @@
-"""Starts a run from scratch or from a checkpoint; its folder holds all of its attempts."""
+"""Starts a run from scratch or from a checkpoint; the run's folder records all its attempts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class RunStart:
 
 
 def find_checkpoint(resume_from: bool | str, output_dir: Path) -> Path | None:
-    """Return the whole checkpoint to resume from; None if `resume_from` is false."""
+    """Return the undamaged checkpoint to resume from; None if `resume_from` is false."""
     if resume_from is False:
         return None
     checkpoints = output_dir / "checkpoints"
@@ -98,7 +98,7 @@ def damage(checkpoint: Path) -> str | None:
             read()
         except FileNotFoundError as error:
             return f"{Path(error.filename).relative_to(checkpoint)} is missing"
-        except Exception as error:  # a reader of bytes that it did not write raises anything
+        except Exception as error:  # damaged bytes may raise any error
             why = (str(error).splitlines() or [""])[0]
             return f"{name} cannot be used: {type(error).__name__}: {why}"
     return None
@@ -117,7 +117,7 @@ def _readers(checkpoint: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     for part in (reader.read_metadata().storage_data or {}).values():
         yield f"state/trainer/{part.relative_path}", partial(_check_size, state / "trainer", part)
     for weights in checkpoint.rglob("*.safetensors"):
-        # It compares the file's size with its header.
+        # `safe_open` compares the file's size with its header.
         name = str(weights.relative_to(checkpoint))
         yield name, partial(safe_open, weights, framework="pt")
 
@@ -209,7 +209,7 @@ def roll_back(run_start: RunStart, ledger: Stateful, prompts: Stateful) -> RunSt
 
 
 def run_of(checkpoint: Path) -> Path:
-    """Return the folder of the run whose checkpoints/step_<n> this checkpoint is."""
+    """Return the folder of the run that wrote a checkpoint `checkpoints/step_<n>`."""
     return checkpoint.parent.parent
 
 
@@ -220,7 +220,7 @@ def last_attempt(output_dir: Path) -> int:
 
 
 def _copy_history(run: Path, folder: Path) -> None:
-    """Copy a run's history from its start: receipts, earlier configs and code snapshots."""
+    """Copy the receipts, configs and code snapshots of a run to the folder that continues it."""
     if not (run / "receipts.jsonl").is_file():  # the checkpoint was copied elsewhere alone
         return
     if (run / CODE).is_dir():

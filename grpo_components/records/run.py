@@ -1,4 +1,4 @@
-"""Does what a run needs besides its algorithm: records, evaluation, checkpoints and rollbacks."""
+"""Handles the logs, evaluations, checkpoints and rollbacks around a run's training steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from grpo_components.trajectory import GroupSummary
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The parts of a run that write to its folder; they outlive its roles."""
+    """The parts of a run that write to its folder; they outlive its roles (Ray processes)."""
 
     cfg: Settings
     start: RunStart
@@ -39,7 +39,7 @@ class RunRecords:
     failures: FailedSamples
     watch: RunWatch
     curriculum: Curriculum | None = None
-    """Draws the run's prompts; None if they are drawn without a curriculum."""
+    """Curriculum that draws the run's prompts; None without one."""
 
     def run_with(self, roles: Roles, weights: WeightSync) -> Run:
         """Return a run with these records and started roles."""
@@ -52,7 +52,7 @@ class RunRecords:
 
 
 class Run:
-    """Does what surrounds a training step: commit, evaluate, log, save, restore, roll back."""
+    """Commits, evaluates, logs and saves around training steps; restores and rolls back."""
 
     def __init__(self, records: RunRecords, roles: Roles, weights: WeightSync) -> None:
         self._records, self._roles, self._weights = records, roles, weights
@@ -121,7 +121,7 @@ class Run:
             return self._log.note(f"steps 1 to {until} repeated; to go on with other keys: {how}")
         skipped, recording = self._skipped_steps.summary(), self._ledger.events.recording
         replayed = recording.summary() if recording else ""
-        self._journal.close()  # the books need the end record
+        self._journal.close()  # the summary's table of groups needs the end record
         self._log.summary(replayed, skipped)
 
     async def _evaluate(self, step: int) -> None:

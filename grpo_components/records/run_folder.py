@@ -26,7 +26,7 @@ from grpo_components.settings import Settings
 LOCK = "run.lock"
 """Name of the lock file; its text names the process that holds the folder."""
 CODE = "code"
-"""Folder of all snapshots in a run's folder; each is in a subfolder `attempt_<n>`."""
+"""Subfolder of a run's folder with a snapshot of the code for each attempt: `attempt_<n>`."""
 _CONFIG_HEAD = "# run: "
 """First characters of every run's config.yaml."""
 _NOBODYS = (LOCK, "lost+found", ".gitkeep", ".gitignore", ".DS_Store")
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunIdentity(NamedTuple):
-    """The ids that config, receipts and every checkpoint of a run contain, for the audit."""
+    """Ids of a run in its config, receipts and checkpoints; the audit compares them."""
 
     run: str
     """Id of the run, the same in all attempts; 32 hexadecimal digits."""
@@ -49,9 +49,9 @@ def new_identity(run: str | None = None) -> RunIdentity:
 
 
 def lock_folder(folder: Path) -> TextIO:
-    """Lock a folder by flock, created if missing; the lock ends when the returned file is closed.
+    """Create a folder if missing, and lock it by flock until the returned file is closed.
 
-    The kernel closes it when this process ends. Raises a ConfigError if another process holds it.
+    The kernel closes the file when this process ends. Raises a ConfigError if the folder is locked.
     """
     path = folder / LOCK
     try:
@@ -79,7 +79,7 @@ def lock_folder(folder: Path) -> TextIO:
 
 
 def refuse_folder_in_use(folder: Path) -> None:
-    """Refuse a folder that a process holds; an early check, which `lock_folder` makes again."""
+    """Refuse a folder that another process has locked; `lock_folder` checks it again later."""
     if (folder / LOCK).exists():
         lock_folder(folder).close()
 
@@ -92,7 +92,7 @@ def real_path(path: str | Path) -> Path:
 def prepare_output_folder(
     folder: Path, cfg: Settings, identity: RunIdentity
 ) -> tuple[TextIO, Path | None]:
-    """Make and lock a new run's folder; return the path to which an earlier run was moved.
+    """Make and lock a new run's folder; return the lock, and where an earlier run was moved.
 
     A folder is moved only by the holder of its lock, so an active run keeps its folder.
     """
@@ -153,11 +153,10 @@ def _write_config(folder: Path, cfg: Settings, identity: RunIdentity) -> None:
 
 
 def save_code(output_dir: Path, attempt: int, recipe: str | None) -> None:
-    """Write the files of the recipe and the user's components, changes in git, and versions.
+    """Save the recipe, the user's components, uncommitted changes and package versions.
 
-    The recipe's and the components' files are those of the current folder that config.yaml names,
-    and the changes those of the current folder's checkout.
-    Environment variables are not recorded: they may be secret.
+    Components are modules in the current folder that config.yaml names. Changes are those of the
+    git checkout there. Environment variables are not saved: they may be secret.
     """
     folder = output_dir / CODE / f"attempt_{attempt}"
     shutil.rmtree(folder, ignore_errors=True)  # of a process that ended before its first receipt

@@ -67,7 +67,7 @@ class RunLog:
         events.listen(self._follow)
 
     def _follow(self, event: Mapping[str, Any]) -> None:
-        """Count an event of the run if it restarts a role, or all trainers together."""
+        """Count an event if it is a restart of a role, or a rollback (restart of all trainers)."""
         self._restarts += event["event"] in _RESTARTS and not event.get("given_up")
 
     def phase(self, name: str, *, shown: bool = False) -> None:
@@ -119,7 +119,7 @@ class RunLog:
         self._generated_tokens += tokens
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show an evaluation to the user; log an evaluation before the first step as step 0."""
+        """Show an evaluation to the user; before the first step, also log it as step 0."""
         if not self._evaluated:  # before the attempt's first step: throughput counts from here
             self._last = time.perf_counter()
             self._generated_tokens = self._counted_tokens = 0
@@ -136,7 +136,7 @@ class RunLog:
         )
 
     def evaluation_answers(self, step: int, results: Sequence[Mapping[str, Any]]) -> None:
-        """Log an evaluation's success by prompt, and answers as text, one line per prompt."""
+        """Log an evaluation's success rate on each prompt, and the logged prompts' answers."""
         versions = (result["oldest_version"] for result in results)
         version = next((version for version in versions if version is not None), None)
         lines: dict[int, dict[str, Any]] = {}
@@ -290,7 +290,7 @@ class LiveReport:
             )
 
     def stop(self) -> None:
-        """Stop writing pages; return once the current page is finished."""
+        """Stop writing pages, after the current one."""
         if self._child is None or self._child.stdin is None:
             return
         self._child.stdin.close()
@@ -305,7 +305,7 @@ class LiveReport:
 
 @contextlib.contextmanager
 def _named(step: int) -> Iterator[None]:
-    """Context manager: add logger and step to an OSError, which names neither."""
+    """Context manager that adds `metric_logger` and the step to the message of an OSError."""
     try:
         yield
     except OSError as error:

@@ -48,7 +48,7 @@ def rollout_metrics(
 
 
 def session_counts(groups: Sequence[GroupSummary]) -> Counter[str]:
-    """Add up the counts of the agents' sessions of some groups; empty without agents."""
+    """Add up the counts of agent sessions over groups; empty without agents."""
     return sum((Counter(group.sessions) for group in groups), Counter[str]())
 
 
@@ -83,7 +83,7 @@ def _reward_terms(scored: Sequence[tuple[GroupSummary, int]]) -> dict[str, float
 
 
 def reward_use(used: Sequence[Counter[str]]) -> dict[str, float]:
-    """Return what the rewards used since the last step, and reset the counts."""
+    """Return what rewards used since the last step, e.g. a judge's tokens; reset the counts."""
     total = Counter[str]()
     for counts in used:
         total.update(counts)  # unlike a sum, it keeps what is 0
