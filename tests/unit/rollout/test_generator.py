@@ -267,9 +267,9 @@ async def test_an_evaluation_has_no_more_responses_under_way_than_training(
         sampling = [request for request in asked if not request.future.done()]
         sampled.append(len(sampling))
         scored.append(len(waiting))
-        if sampling:
+        if sampling and most_sampled in sampled:  # threads of environments may begin late
             sampling[0].finish()
-        elif waiting:
+        elif waiting and not sampling:
             waiting.pop(0).set_result(scores([{"finish_reason": "stop"}])[0])
     assert (max(sampled), max(scored)) == (most_sampled, 6 if kind != "torchrl" else 0)
     assert [result["prompt_index"] for result in await evaluation] == list(range(20))
