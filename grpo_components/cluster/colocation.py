@@ -17,8 +17,8 @@ class Colocation:
 
     A sleeping generator has no weights; it wakes when it pulls weights for a group or evaluation.
     No pull can come during a step: the step's groups are complete, and the staleness contract holds
-    later groups back until the step has ended. (If the step was skipped, later groups start with
-    the same weights, which are pulled once more.)
+    later groups back until the step has made new weights. (After a skipped step, later groups start
+    with the same weights, which are pulled once more.)
     """
 
     def __init__(self, ledger: Ledger) -> None:
