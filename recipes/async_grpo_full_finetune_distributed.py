@@ -139,7 +139,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.temperature = objective.temperature
 
         self.groups_per_step, self.timeouts = cfg.groups_per_step, cfg.timeouts
-        self.publish_s = cfg.publish_s  # a push, and the steps before it, take at most so long
+        self.publish_s = cfg.publish_s  # longest time of a push and the steps before it
         contract = StalenessContract.of(cfg)
         prompts = build_prompts(cfg, dataset)
         self.ledger = Ledger(contract, 0 if cfg.eval_only else cfg.num_steps, prompts)

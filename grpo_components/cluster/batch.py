@@ -1,4 +1,4 @@
-"""The batch of one training step, as the driver knows it."""
+"""The driver's summary of a training batch; the trajectories stay in Ray's object store."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from grpo_components.trajectory import GroupSummary
 
 @dataclass(frozen=True)
 class Batch:
-    """The groups of one training step: new ones, then reused ones, each sorted by group id."""
+    """New groups of one training step, then reused ones; both parts are sorted by group id."""
 
     packed: Any
-    """Ray reference to the packed trajectories, S = B * G."""
+    """Ray reference to the S = B * G packed trajectories."""
     groups: Sequence[GroupSummary]
     entries: Sequence[LedgerEntry]
     batch_hash: str
@@ -32,11 +32,11 @@ class Batch:
     began: float = field(default_factory=time.perf_counter)
     """When the trainers began to wait, by `time.perf_counter`."""
     reused: int = 0
-    """Number of groups that earlier steps have trained, too; they come last."""
+    """Number of reused groups, on which earlier steps also trained; they come last."""
 
     @property
     def group_ids(self) -> NDArray[np.int64]:
-        """[B] number of each group."""
+        """[B] id of each group."""
         return np.array([group.group_id for group in self.groups])
 
     @property
@@ -46,7 +46,7 @@ class Batch:
 
     @property
     def response_lengths(self) -> NDArray[np.int64]:
-        """[B, G] number of tokens of each response, including those of the environment."""
+        """[B, G] number of tokens in each response, including environment tokens."""
         return np.array([group.response_lengths for group in self.groups])
 
     @property

@@ -60,9 +60,9 @@ class Cluster:
         """Why the trainers were restarted last, and how many steps were done then."""
         self.roles: list[Role] = []
         self._rendezvous: dict[str, Any] = {}
-        """Family of roles -> reference to the address where its processes find each other."""
+        """Family of roles (`trainer`) -> Ray reference to the address where its processes meet."""
         self._gpus: dict[str, Any] = {}
-        """Role that shares its GPUs with another role -> reference to these GPUs."""
+        """Name of a role whose GPUs another role shares -> Ray reference to these GPUs."""
         folder, store = output_dir.absolute(), object_store_memory
         self.ray = RayCluster(folder, log_level, note, address, store)
         self._joined = address is not None
@@ -71,7 +71,7 @@ class Cluster:
         """Folder for temporary files, on every node; removed at the end."""
 
     def start(self) -> None:
-        """Start Ray on this machine, private to this run, or join a cluster."""
+        """Start a Ray for this run alone on this machine, or join an existing Ray cluster."""
         self._phase(self._start_phase)
         self.ray.start()
 
@@ -128,7 +128,7 @@ class Cluster:
         return role
 
     def _can_spare(self, name: str, min_living: int | None) -> bool:
-        """Return whether a role's family has enough other roles for the run to continue."""
+        """Return whether the family has enough other roles for the run to do without this one."""
         family = [r for r in self.roles if family_of(r.name) == family_of(name) and r.name != name]
         return min_living is not None and sum(not role.lost for role in family) >= min_living
 
@@ -137,7 +137,7 @@ class Cluster:
             await self._recover(name)
 
     def _rendezvous_of(self, name: str, host: Any) -> Any:
-        """Return a reference to a family's rendezvous, which its first process opens."""
+        """Return a reference to the address where a family's ranks meet; rank 0 opens it."""
         if name.endswith("_0"):
             self._rendezvous[family_of(name)] = host.open_rendezvous.remote()
         return self._rendezvous[family_of(name)]
@@ -152,9 +152,9 @@ class Cluster:
         return self._gpus[name]
 
     async def ready(self, timeout_s: float) -> None:
-        """Wait until every spawned role is built; show each, and record it in logs/roles.jsonl.
+        """Wait until every spawned role is built; report each, and record it in logs/roles.jsonl.
 
-        A role whose process ends before that is restarted.
+        A process that ends before its role is built is restarted.
         """
         self._phase("starting roles")
         starting, self._starting = self._starting, []
@@ -186,8 +186,8 @@ class Cluster:
         """Run the loops to their end, and restart roles that fail.
 
         A role with `restarts_alone` is restarted while the loops continue, and `recover` brings it
-        up to date. If another role fails, or a lost node had data, all roles without
-        `restarts_alone` are restarted together, and the loops start again after `begin_again`.
+        up to date. If a role without it (a trainer) fails, or data is lost with a node, all such
+        roles are restarted together; then `begin_again` runs, and the loops start again.
         """
         self._recover = recover
         while True:
@@ -227,7 +227,7 @@ class Cluster:
             await asyncio.gather(*last)
 
     def _mends(self, failure: RoleFailedError) -> bool:
-        """Return whether a joint restart, from the last checkpoint, may repair a failure."""
+        """Return whether a restart of all trainers, from a checkpoint, may repair a failure."""
         names = [role.name for role in self._restarted_together()]
         return failure.role in names or (bool(names) and failure.kind == "lost")
 

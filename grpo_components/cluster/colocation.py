@@ -15,9 +15,9 @@ from grpo_components.exchange.ledger import Ledger
 class Colocation:
     """Puts all generators to sleep while the trainers train or load a checkpoint.
 
-    A sleeping generator has no weights; it wakes when it pulls for the next group or evaluation. No
-    pull can come during a step: the step's groups are complete, and the staleness contract holds
-    later groups back until the step has made its weights. (After a skipped step, later groups start
+    A sleeping generator has no weights; it wakes when it pulls weights for a group or evaluation.
+    No pull can come during a step: the step's groups are complete, and the staleness contract holds
+    later groups back until the step has made new weights. (After a skipped step, later groups start
     with the same weights, which are pulled once more.)
     """
 
@@ -26,23 +26,23 @@ class Colocation:
         self._asleep: set[str] = set()
         """Names of the generators whose process sleeps, or ended while it slept."""
         self._ended = asyncio.Event()
-        """Set outside the trainers' turns."""
+        """Event that is set while the trainers have no turn."""
         self._ended.set()
 
     @asynccontextmanager
     async def trainers_turn(
         self, generators: Sequence[GeneratorHandle]
     ) -> AsyncIterator[dict[str, float]]:
-        """Context manager: the trainers have the GPUs; entered once every generator sleeps.
+        """Context manager: put all generators to sleep, and keep the GPUs for the trainers.
 
-        It first waits for a running evaluation. It yields metrics in seconds: `time/wake`, the
-        longest load that woke a generator before this turn, and `time/sleep`, until all slept.
+        A running evaluation ends first. Yields two metrics in seconds: `time/wake`, the longest
+        weight load that woke a generator before this turn, and `time/sleep`, until all slept.
         """
         async with AsyncExitStack() as held:
             began = time.perf_counter()
-            for generator in generators:  # an evaluation holds these, and so does a pull
+            for generator in generators:  # evaluations and pulls hold these locks
                 await held.enter_async_context(generator.swapping)
-            # In a replay the locks are open: the evaluation's end comes before this in the record.
+            # In a replay there are no locks: the record has the end of the evaluation before this.
             await self._ledger.events.take("sleep", step=self._ledger.steps_done + 1)
             running = [entry.group_id for entry in self._ledger.in_state("in_flight")]
             assert not running, f"groups {running} run, and the trainers begin their turn"
@@ -55,7 +55,7 @@ class Colocation:
                 self._ended.set()
 
     async def _put_to_sleep(self, generators: Sequence[GeneratorHandle]) -> None:
-        """Return once all generators sleep, also those that restarted while others fell asleep."""
+        """Put all generators to sleep, including any that restarts in the meantime."""
         self._asleep.clear()
         while awake := [g for g in generators if not g.lost and g.name not in self._asleep]:
             await asyncio.gather(*map(self._sleep, awake))
@@ -69,7 +69,7 @@ class Colocation:
         self._asleep.add(generator.name)
 
     async def pause(self, name: str, seconds: float) -> None:
-        """Wait before a generator restarts: its engine must not start on the trainers' GPU."""
+        """Delay a generator's restart: its engine must not start during the trainers' turn."""
         await asyncio.sleep(seconds)
         while not self._ended.is_set():
             await self._ended.wait()

@@ -27,9 +27,9 @@ from grpo_components.training.step_result import StepResult
 from grpo_components.trajectory import GroupSummary
 
 GRACE_S = 30.0
-"""Seconds added to a role's own time-out, so that the role's own, clearer error comes first."""
+"""Extra seconds that the driver waits: a role's own time-out, a clearer error, comes first."""
 MAX_DELTAS = 64
-"""Maximum deltas after a whole push; a new generator has to load all."""
+"""Maximum number of deltas after a whole push; a new generator has to load all of them."""
 CHECKPOINT_LANE = "checkpoint"
 """Name of the thread in which a role writes checkpoints while its main thread works."""
 
@@ -49,7 +49,7 @@ class GeneratorHandle:
         self.held_version = -1
         """Policy version, of this attempt, to which the generator can apply a delta; -1 if none."""
         self.load_s = 0.0
-        """Seconds that the last load of weights took, or 0 since the generator slept."""
+        """Seconds that the last load of weights took; 0 if the generator has slept since."""
         self.rollouts_since_pull = 0
         self.swapping = nullcontext() if ledger.events.recording else asyncio.Lock()
         """Lock held while the generator's weights are swapped, or must not change; in a replay, the
@@ -70,8 +70,8 @@ class GeneratorHandle:
         return self.role.lost
 
     async def has_room(self) -> bool:
-        """Wait for room for the responses of another group; False once the generator is lost."""
-        # A group's own time-outs, and the clearer ones, come first.
+        """Wait until the generator has room for another group; return False if it is lost."""
+        # Longer than the time-outs of a group, whose errors are clearer.
         limit_s = self._timeouts.weights_s + self._timeouts.rollout_s + GRACE_S
         while not (self._reserved or self._ledger.events.recording):  # a replay repeats the order
             pinned = self._ledger.weights_pinned
@@ -90,7 +90,7 @@ class GeneratorHandle:
         return True
 
     async def generate_group(self, entry: LedgerEntry, temperature: float) -> GroupSummary:
-        """Sample and score the responses to a group's prompt; the entry refers to the result.
+        """Sample and score the responses to a prompt; store references to them in `entry`.
 
         Raises `RoleLostError` if the generator is lost.
         """
@@ -110,15 +110,15 @@ class GeneratorHandle:
         return partial(recording.wait_turn, event, identity) if recording else None
 
     async def load_weights(self, version: int, buckets: Sequence[Any]) -> LoadedWeights | None:
-        """Load one published snapshot between two engine steps.
+        """Load one published snapshot of weights between two engine steps.
 
-        Returns None if the generator was restarted meanwhile, which loads the newest weights.
+        Returns None if the generator was restarted meanwhile: a restart loads the newest weights.
         """
         limit_s = self._timeouts.weights_s
         return await self.role.call_once("load_weights", version, *buckets, timeout_s=limit_s)
 
     async def sleep(self) -> int:
-        """Let the generator free its GPU's memory until it loads weights, of any version.
+        """Let the generator free its GPU's memory until it loads weights, even the same again.
 
         Returns the number of responses that it aborted.
         """
@@ -154,7 +154,7 @@ class GeneratorHandle:
 
 @contextlib.contextmanager
 def _lost_with_its_node() -> Iterator[None]:
-    """Raise a `RoleLostError` if a group's data was lost with the node of its generator."""
+    """Context manager: raise `RoleLostError` if a group was lost with its generator's node."""
     try:
         yield
     except RoleFailedError as failure:
@@ -170,7 +170,7 @@ class RewardModelHandle:
         self._role, self._timeouts = role, timeouts
 
     async def add_scores(self, entry: LedgerEntry) -> GroupSummary:
-        """Add the learned reward to a group's rewards; return its new summary."""
+        """Add the learned reward to a group's rewards; return the group's new summary."""
         call = {"num_returns": 3, "timeout_s": self._timeouts.rollout_s}
         with _lost_with_its_node():
             made = await self._role.call("add_scores", entry.parts[0], entry.text, **call)
@@ -185,7 +185,7 @@ class ReferencesHandle:
         self._roles, self._timeouts, self._keep_kl = roles, timeouts, keep_kl
 
     async def add_logprobs(self, entry: LedgerEntry) -> None:
-        """Add the models' logprobs to a group."""
+        """Add the logprobs of one of the models to a group."""
         role, (group, summary) = self._roles[entry.group_id % len(self._roles)], entry.parts
         call = {"num_returns": 2, "timeout_s": self._timeouts.rollout_s}
         with _lost_with_its_node():
@@ -225,16 +225,16 @@ class ReplayBufferHandle:
             stale, new = [group.group_id for group in taken.dropped], taken.groups
             entries = await ledger.take([group.group_id for group in new], stale, new)
             dropped += len(stale)
-            if new:  # none if all that was found is stale
+            if new:  # empty if all groups found are stale
                 waited_s, groups = time.perf_counter() - began, [*new, *taken.reused]
                 measured = (taken.batch_hash, taken.buffered, dropped, waited_s, began)
                 return Batch(packed, groups, entries, *measured, reused=len(taken.reused))
 
     async def texts(self, entries: Sequence[LedgerEntry]) -> list[dict[str, Any] | None]:
-        """Return each group as text, for the rollout log; None for a group whose text is lost.
+        """Return the text of each group for the rollout log; None for a group without text.
 
-        A group restored from a checkpoint has no text, nor has one whose text was in the memory of
-        a node that died. The group itself is in the batch.
+        A group restored from a checkpoint has none, and a node that dies takes its texts with it.
+        The batch itself still has these groups.
         """
         return [entry.text and await self._text(entry.text) for entry in entries]
 
@@ -247,7 +247,7 @@ class ReplayBufferHandle:
             return None
 
     async def write_state(self, folder: Path, parts: Sequence[Any]) -> str | None:
-        """Write buffered groups to a checkpoint, during other calls."""
+        """Write groups to a checkpoint while other calls run; return why it failed, or None."""
         call = {"lane": CHECKPOINT_LANE, "timeout_s": self._timeouts.batch_s}
         return await self.role.call("write_state", str(folder), *parts, **call)
 
@@ -275,8 +275,8 @@ class ReplayBufferHandle:
 class TrainersHandle:
     """Calls all trainer ranks; each rank gets the same calls in the same order.
 
-    `turn` returns a context manager, which is entered while the ranks need all of their GPUs and
-    yields metrics of the wait: see `Colocation`.
+    `turn` returns a context manager that the ranks hold while they need their whole GPUs. It yields
+    metrics of the wait: see `Colocation`.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class TrainersHandle:
         return (await self._on_all("gather_weights"))[0]
 
     def export_weights(self, version: int, base: int | None = None) -> tuple[list[Any], list[Any]]:
-        """Start to pack the gathered weights; return references to each rank's bucket and manifest.
+        """Start to pack the gathered weights; return references to each rank's bytes and manifest.
 
         The next step may run meanwhile.
         """
@@ -322,7 +322,7 @@ class TrainersHandle:
         return [await role.answer(part, "export_weights", limit_s) for role, part in exports]
 
     async def hold_state(self, *, in_background: bool) -> None:
-        """Keep the present state for `write_state`; as a copy if that runs in the background."""
+        """Keep the present state for `write_state`, as a copy if the write is in the background."""
         await self._on_all("hold_state", in_background)
 
     async def write_state(self, folder: Path) -> list[str | None]:
@@ -343,21 +343,21 @@ class TrainersHandle:
 
 @dataclass
 class Push:
-    """One push: what the parameter server gets, and its size."""
+    """One push of weights: what the parameter server gets, and its size."""
 
     version: int
     buckets: list[Any]
     manifests: list[Any]
     whole: bool
     nbytes: int | None
-    """Bytes of the push, of all ranks; known once it is packed."""
+    """Bytes that all ranks push together; None until they are known."""
 
 
 class ParameterServerHandle:
-    """Publishes the trainers' weights in the parameter server, each push whole or as a delta.
+    """Publishes the trainers' weights in the parameter server: all bytes, or only a delta.
 
     After a whole push, up to `MAX_DELTAS` pushes are deltas, as long as these are together smaller
-    than the whole push. Only the weights decide, so a replay decides the same.
+    than the whole push. The choice depends on the weights alone, so a replay makes the same one.
     """
 
     def __init__(
@@ -371,9 +371,9 @@ class ParameterServerHandle:
         """Bytes of the last push that is packed; 0 before the first."""
 
     async def begin(self) -> Push:
-        """Gather the trainers' weights, once the last push is packed, and start to pack them."""
+        """Gather the trainers' weights and start to pack them, once the last push is packed."""
         last = self._pushes[-1] if self._pushes else None
-        if last is not None and last.nbytes is None:  # it decides on the next
+        if last is not None and last.nbytes is None:  # its size decides on the next push
             manifests = await self._trainers.manifests(last.manifests)
             last.nbytes = sum(entry.pushed_nbytes for manifest in manifests for entry in manifest)
             self.nbytes = last.nbytes
@@ -384,12 +384,12 @@ class ParameterServerHandle:
         return Push(version, *exported, base in (None, NO_BASE), nbytes)
 
     async def push(self, push: Push) -> None:
-        """Publish weights; they are packed while the next step runs."""
+        """Send a push to the parameter server; it is packed while the next step runs."""
         await self._send(push)
         self._pushes = [push] if push.whole else [*self._pushes, push]
 
     async def push_again(self) -> None:
-        """Push the last whole push and its deltas to a restarted server."""
+        """Send the last whole push and all deltas since to a restarted server."""
         for push in self._pushes:
             await self._send(push)
 
@@ -398,7 +398,7 @@ class ParameterServerHandle:
         await self.role.call("push", *pushed, timeout_s=self._limit_s)
 
     def _base(self) -> int | None:
-        """Return the next delta's base version; `NO_BASE` for a whole push, None without deltas."""
+        """Return the next delta's base version; `NO_BASE`: push it whole; None: deltas are off."""
         if not self._deltas:
             return None
         if not self._pushes:

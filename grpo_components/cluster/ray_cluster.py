@@ -47,21 +47,21 @@ _PREFIX, _LOCK = "grpo-", "lock"
 
 @dataclass(frozen=True)
 class Need:
-    """What the processes of one kind of role, e.g. all trainers, need of a cluster."""
+    """Cluster resources that the processes of one kind of role need, such as all trainers."""
 
     count: int
     resources: Mapping[str, float]
     """Ray resources of one process, all from one node, such as {"GPU": 1}."""
     strategy: Literal["PACK", "SPREAD"]
-    """PACK: on as few nodes as possible, as they talk to each other. SPREAD: on many nodes."""
+    """PACK: on as few nodes as possible, for fast communication. SPREAD: on many nodes."""
     together: int = 1
     """Number of consecutive processes that share a node."""
     guests: str = ""
-    """Kind of role that shares these GPUs: its process n those of set n of `together` processes."""
+    """Kind of role on the same GPUs; its process n uses those of set n of `together` processes."""
 
 
 class RayCluster:
-    """Starts or joins Ray, places the roles of a run, and leaves nothing behind."""
+    """Starts or joins Ray, places the roles of a run on its nodes, and cleans up at the end."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class RayCluster:
     ) -> None:
         self._output_dir, self._note, self._address = output_dir, note, address
         self._store_bytes = object_store_memory
-        # At WARNING, Ray tells much that is none of the user's business.
+        # At WARNING, Ray logs much that does not concern the user.
         self._level = getattr(logging, "ERROR" if log_level == "WARNING" else log_level)
         self._processes: set[psutil.Process] = set()
         """Processes that Ray started; `stop` ends these, and no other children."""
@@ -91,8 +91,8 @@ class RayCluster:
             self._note(f"removed what killed runs left behind: {', '.join(swept)}")
         # `exit_code` shows each failure once.
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
-        # A paragraph about each dead process; its switch, RAY_DEDUP_LOGS_SKIP_REGEX, would have to
-        # be set before anybody imports Ray.
+        # Ray prints a paragraph about each dead process. RAY_DEDUP_LOGS_SKIP_REGEX, which turns it
+        # off, would have to be set before anybody imports Ray.
         ray_worker.print_to_stdstream = lambda *_, **__: None
         if self._address is None:
             os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -101,7 +101,7 @@ class RayCluster:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             # No public switch makes all of Ray's processes listen on loopback only.
             ray_constants.ENABLE_RAY_CLUSTER = False
-            # Roles count no CPUs: Ray only starts so many workers before they ask for them.
+            # Roles reserve no CPUs: num_cpus only sets how many workers Ray starts in advance.
             options = {"num_cpus": _EARLY_WORKERS, "object_store_memory": self._store_bytes}
             folder = str(self.scratch)
             self._init("local", include_dashboard=False, _temp_dir=folder, **options)
@@ -126,7 +126,7 @@ class RayCluster:
             self._processes = set(psutil.Process().children()) - before
 
     def reserve(self, needs: Mapping[str, Need], timeout_s: float) -> None:
-        """Reserve a cluster's resources by kind of role; other roles run on the driver's node."""
+        """Reserve cluster resources for these kinds of role; others run on the driver's node."""
         if self._address is None:  # preflight has checked that the roles fit on this machine
             return
         self._needs = needs
@@ -147,7 +147,7 @@ class RayCluster:
         self._check_nodes()
 
     def _check_nodes(self) -> None:
-        """Refuse nodes that do not see the run's folder, or have other packages."""
+        """Refuse nodes that do not see the run's folder, or have other versions of packages."""
         tables = [placement_group_table(group) for group in self._groups.values()]
         nodes = {node for table in tables for node in table["bundles_to_node_id"].values()}
         marker = self._output_dir / f".{self.scratch.name}"
@@ -176,7 +176,7 @@ class RayCluster:
         self._note(f"joined the Ray cluster at {self._address}: roles on {', '.join(hosts)}")
 
     def why_no_room(self, names: Sequence[str]) -> str:
-        """Say why the living nodes have no room for roles; empty if they may have room."""
+        """Return why the living nodes have no room for the named roles; empty if they may have."""
         families = [family_of(name) for name in names]
         wanted = [self._needs[family].resources for family in families if family in self._needs]
         nodes = _nodes() if wanted else []
@@ -185,7 +185,7 @@ class RayCluster:
         return f"the {len(nodes)} nodes that live have no room for it ({_totals(nodes, wanted)})"
 
     def options(self, name: str, num_gpus: float) -> dict[str, Any]:
-        """Return Ray's options for the process of a role; numbers of a family count from 0."""
+        """Return Ray's options for the process of a role: its resources, and where it runs."""
         if self._address is None:  # only GPUs are counted
             return {"num_cpus": 0, "num_gpus": num_gpus}
         family = family_of(name)
@@ -256,7 +256,7 @@ def check_room(needs: Mapping[str, Need], nodes: Sequence[Mapping[str, float]]) 
 
 
 def _may_fit(wanted: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> bool:
-    """Whether nodes have enough in total; only Ray knows whether each role fits on a node."""
+    """Return whether nodes have enough in total; whether each role fits, only Ray knows."""
     names = {name for resources in wanted for name in resources}
     return all(_sum(wanted, name) <= _sum(nodes, name) + 1e-9 for name in names)
 
@@ -278,7 +278,7 @@ def _text(needs: Mapping[str, Need]) -> str:
 
 
 def _nodes() -> list[dict[str, float]]:
-    """Return the resources of each node that lives, used or not."""
+    """Return the total resources of each living node, in use or not."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
@@ -292,14 +292,14 @@ def this_node() -> str:
 
 
 def on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Start a function of this file on a node; return the reference to its result."""
+    """Start a function on a node; return Ray's reference to its result."""
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task: Any = ray.remote(num_cpus=0, max_retries=0)(function)
     return task.options(scheduling_strategy=there).remote(*args)
 
 
 def _look(marker: str) -> tuple[str, bool, dict[str, str]]:
-    """Return a node's name, whether it sees a file, and its versions."""
+    """Return this node's name, whether it sees a file, and its package versions."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES.split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -328,20 +328,20 @@ def _end(processes: set[psutil.Process]) -> None:
 
 
 def make_scratch(parent: Path = _TMP) -> tuple[Path, IO[bytes]]:
-    """Make a folder; while the returned file is open, no other run removes it.
+    """Make a folder for temporary files; no other run removes it while the file is open.
 
     Its path must be short: the path of a Unix socket has at most 107 bytes.
     """
     made = Path(tempfile.mkdtemp(dir=parent))
     lock = (made / _LOCK).open("wb")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    # Named only now: a sweep takes what it finds without a lock.
+    # Named last: `sweep` removes every folder of such a name whose lock nobody holds.
     folder = made.with_name(f"{_PREFIX}{os.getpid()}-{made.name.removeprefix('tmp')}")
     return made.rename(folder), lock
 
 
 def remove_scratch(folder: Path, shared_memory: Path = _SHM) -> None:
-    """Remove a run's folder, and what its roles left in shared memory.
+    """Remove a run's temporary folder, and what its roles left in shared memory.
 
     Semaphores bear the folder's name. Tensor-parallel workers of vLLM that were killed while they
     started leave memory that bears the name of a file in the folder.
@@ -353,10 +353,10 @@ def remove_scratch(folder: Path, shared_memory: Path = _SHM) -> None:
 
 
 def sweep(parent: Path = _TMP, shared_memory: Path = _SHM) -> list[str]:
-    """Remove the folders of this user's runs that were killed; return their names."""
+    """Remove temporary folders of this user's killed runs; return the folders' names."""
     swept = []
     for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError), lock.open("rb") as file:  # another's, or still in use
+        with contextlib.suppress(OSError), lock.open("rb") as file:  # of another user, or in use
             if lock.stat().st_uid == os.getuid():
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 remove_scratch(lock.parent, shared_memory)

@@ -64,7 +64,7 @@ class Role:
         self._nobody_waits.set()
 
     def submit(self, method: str, *args: Any, num_returns: int = 1, lane: str = "main") -> Any:
-        """Send a call to the present process; return Ray's reference to its result, or a list."""
+        """Send a call to the present process; return Ray's reference to its result, or several."""
         return self.process.send(method, lane, args, num_returns)
 
     async def call(
@@ -78,7 +78,7 @@ class Role:
     ) -> Any:
         """Call a method and wait for its result; repeat the call after a restart of the role.
 
-        If `num_returns` is 2, returns (references to both results, value of the second).
+        With several results, returns (references to all, value of the second).
         """
         last_error = ""
         while True:
@@ -115,7 +115,7 @@ class Role:
         return answer
 
     async def answer(self, reference: Awaitable[Any], what: str, timeout_s: float) -> Any:
-        """Wait for a result without ever restarting the role."""
+        """Wait for a result; raise `RoleFailedError` for any failure, without a restart."""
         self._waiting += 1
         self._nobody_waits.clear()
         # Not asyncio.wait_for: it loses a cancellation that comes with the result (Python 3.11).
@@ -135,17 +135,17 @@ class Role:
 
     @property
     def is_restarting(self) -> bool:
-        """Whether another task than the current one is restarting the role."""
+        """Whether a task other than the current one is restarting the role."""
         return self._restarting is not None and asyncio.current_task() is not self._restarting
 
     async def restarted(self) -> None:
-        """Wait until no restart is under way; `RoleLostError` if the role is given up."""
+        """Wait until no restart is under way; raise `RoleLostError` if the role is given up."""
         await self._wait_restarted()
         if self.lost:
             raise RoleLostError(self.name)
 
     async def ready(self, timeout_s: float | None = None) -> None:
-        """Wait until the role is built; a process that ends before that is restarted."""
+        """Wait until the role is built; restart a process that ends before then."""
         self._start_timeout_s, process = timeout_s or self._start_timeout_s, self.process
         try:
             await self._wait_built()
@@ -157,7 +157,7 @@ class Role:
     async def watch(
         self, interval_s: float, patience_s: float, beat: Callable[[str, dict[str, Any]], None]
     ) -> None:
-        """Restart the role whenever its process dies or hangs; return once the role is given up."""
+        """Restart the role whenever its process dies or hangs, until the role is given up."""
         while not self.lost:
             await self._wait_restarted()
             process = self.process
@@ -170,7 +170,7 @@ class Role:
         beat: Callable[[str, dict[str, Any]], None] | None = None,
         after_s: float = 0.0,
     ) -> RoleFailedError | None:
-        """Check that the role's process answers, after some time; return its failure, or None."""
+        """Ask the process for a heartbeat in `after_s` seconds; return its failure, or None."""
         heartbeat = self.process.host.heartbeat.remote(after_s)
         try:
             use = await self.answer(heartbeat, "a heartbeat", after_s + patience_s)
@@ -188,7 +188,7 @@ class Role:
         """Replace the process by a new one.
 
         No role is watched between two attempts: if the old process has died by itself, or the new
-        one dies before the role is built, that counts as a restart like any other.
+        one dies before the role is built, the restart budget counts it.
         """
         await self.wait_idle()
         process, dead = self.process, await self.process_failure(_ANSWER_S)
@@ -252,14 +252,14 @@ class Role:
     async def _handle_failure(
         self, failure: RoleFailedError, process: RoleProcess, *, repeated: bool = False
     ) -> None:
-        """Restart the role unless done already; raise a failure that a restart cannot repair."""
-        # The call needed another role's result, or one that is lost.
+        """Restart the role unless already done; raise a failure that a restart cannot repair."""
+        # Another role failed, or a result that the call needed is lost.
         of_another = failure.role != self.name or failure.kind == "lost"
         if of_another or not self.restarts_alone or asyncio.current_task() is self._restarting:
             raise failure
         if self._restarting is None and process is self.process and not self.lost:
             self._restarting = asyncio.create_task(self._restart(failure, repeated))
-            # Nobody may be left to wait for it if another role has ended the loops meanwhile.
+            # Retrieve its error: maybe nobody waits, if another role has ended the loops meanwhile.
             self._restarting.add_done_callback(lambda task: task.cancelled() or task.exception())
         await self._wait_restarted()
 
@@ -330,7 +330,7 @@ class RestartBudget:
         self._restarts: deque[tuple[float, str]] = deque()
 
     def spend(self, failure: RoleFailedError, *, repeated: bool, no_room: str = "") -> float:
-        """Count one restart of the failed role and return the pause before it, or refuse it."""
+        """Count a restart of the failed role; return the pause before it, or raise the failure."""
         now, role = self._clock(), failure.role
         while self._restarts and now - self._restarts[0][0] > self._window_s:
             self._restarts.popleft()

@@ -50,8 +50,8 @@ class RoleHost:
         variables: dict[str, str],
         module_path: list[str],
     ) -> None:
-        gc.disable()  # a fifth of the imports' time; the arguments of `start` import nearly all
-        # Libraries read them when they are loaded: no library of the roles is yet.
+        gc.disable()  # saves a fifth of the import time; arguments of `start` import nearly all
+        # Libraries read these variables when they are loaded; no library of the roles is yet.
         os.environ["OMP_NUM_THREADS"] = str(cpu_threads)
         # Otherwise waiting threads spin, which slows down other roles on the same cores.
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -82,18 +82,18 @@ class RoleHost:
         return self._name
 
     def open_rendezvous(self) -> Rendezvous:
-        """Listen for the other ranks of this role's group, on this node's address in Ray."""
+        """Listen for the other ranks of this role's family, on this node's address in Ray."""
         self._rendezvous = open_rendezvous(ray.util.get_node_ip_address())
         return self._rendezvous
 
     def gpus(self) -> str:
-        """Return the GPUs that Ray gave this process, as CUDA_VISIBLE_DEVICES has them."""
+        """Return the GPUs that Ray gave this process, in the form of CUDA_VISIBLE_DEVICES."""
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
     def use_gpus(self, *gpus: str) -> None:
-        """Use other roles' GPUs.
+        """Use the GPUs of other roles.
 
-        Called before `start`, whose arguments import torchtune, which starts CUDA.
+        Must come before `start`: the arguments of `start` import torchtune, which starts CUDA.
         """
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
@@ -104,9 +104,9 @@ class RoleHost:
         rendezvous: Rendezvous | None = None,
         gpus_in_use: None = None,
     ) -> dict[str, Any]:
-        """Build the role; return this process's pid, node (its name), node_id and tmp (folder).
+        """Build the role; return this process's pid, node (host name), node_id and tmp (folder).
 
-        `gpus_in_use`: what `use_gpus` returned, if it was called: Ray waits for it.
+        `gpus_in_use`: reference to the result of `use_gpus`, if called; Ray waits for it.
         """
         if rendezvous is not None:
             others = replace(rendezvous, listener=None)  # a descriptor is rank 0's own
@@ -144,7 +144,7 @@ class RoleHost:
 
     @contextlib.contextmanager
     def _timed(self, method: str, lane: str) -> Iterator[None]:
-        """Context manager: time the method or, while the main lane works, that lane's method."""
+        """Context manager: count the time for this method, unless the main lane runs another."""
         call = object()
         self._running[call] = lane, method
         self._time_use.begin(self._activity())
@@ -191,7 +191,7 @@ def named_failure(role: str, log_file: str, method: str) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):
         raise
-    except BaseException as error:  # `sys.exit` would end the process silently, as DCP's errors do
+    except BaseException as error:  # `sys.exit` and DCP's errors would end the process silently
         logging.getLogger(role).exception("%s failed", method)
         what = f"failed: {type(error).__name__}: {error}"
         kind = "waited" if isinstance(error, TimeoutError) else "raised"
@@ -226,7 +226,7 @@ def resource_use() -> dict[str, Any]:
 
 
 def network_environment(address: str) -> dict[str, str]:
-    """Return variables that make gloo, NCCL and vLLM use the interface that has an address.
+    """Return environment variables that make gloo, NCCL and vLLM use an address's interface.
 
     Without them, each picks an interface by itself, maybe one that other nodes cannot reach.
     """

@@ -71,7 +71,7 @@ class RoleProcess:
             on_node(self.node_id, _signal, self.pid, number)
 
     async def wait_turn(self, turn: Callable[[], Awaitable[Any]]) -> bool:
-        """Wait for a turn in a replay, or until the process is replaced."""
+        """Wait for a turn in a replay; return False if the process is replaced before it."""
         if self.ended.is_set():
             return False
         waiting = asyncio.ensure_future(turn())
@@ -94,7 +94,7 @@ def _signal(pid: int, number: int) -> None:
 def role_failure(
     error: RayError, role: str, method: str, log_file: str, names: Mapping[str, str]
 ) -> RoleFailedError:
-    """Return the failure behind an error that Ray raised for a call."""
+    """Convert an error that Ray raised for a call into the role failure that caused it."""
     cause: Any = error
     while isinstance(cause, RayTaskError):
         cause = cause.cause

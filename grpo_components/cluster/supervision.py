@@ -37,9 +37,9 @@ _WITHOUT_TRACEBACK = (
 )
 """Errors that are not bugs: each is shown in one line, like a role's failure."""
 _ENDS = {signal.SIGTERM: ("terminated", 143), signal.SIGHUP: ("terminal closed", 129)}
-"""Signals that end a run as Ctrl-C does: what the run says, and its exit code."""
+"""Signal that ends a run as Ctrl-C does -> (reason that the run shows, exit code)."""
 _CONFIG_ERRORS = (ValueError, YAMLError, OmegaConfBaseException)
-"""Errors of a config; only `setup` raises them directly: a loop's come in an exception group."""
+"""Errors of a config; only `setup` raises them directly. Loops raise exception groups."""
 
 
 def dump_task_stacks(logs: Path, why: str) -> None:
@@ -85,7 +85,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def exit_code(recipe_main: Callable[[], Any]) -> int:
-    """Run a recipe's main and turn its end into the exit code of the process."""
+    """Run a recipe's main; show how it failed, if it did, and return the process's exit code."""
     received = _end_on_signals()
     # A shell starts background jobs with SIGINT ignored: then neither signal would end the run.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -123,7 +123,7 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
 
 
 def _end_on_signals() -> list[int]:
-    """Let every signal of `_ENDS` end the run as Ctrl-C does; return the list of those received."""
+    """Let the signals of `_ENDS` end the run as Ctrl-C does; return a list that collects them."""
     received: list[int] = []
 
     def end_as_after_ctrl_c(number: int, _: Any) -> None:  # asyncio shuts down on SIGINT only
@@ -161,7 +161,7 @@ def _reached(recipe_main: Callable[[], Any], error: BaseException) -> bool:
 def _ended_by(recipe_main: Callable[[], Any], end: SystemExit) -> str | None:
     """Return file and line of a `sys.exit` in code that the recipe called.
 
-    None if it was called by torchtune, as at the end of every run, or by the recipe's own file.
+    None if torchtune called it, as at the end of every run, or the recipe's own file.
     """
     frames = traceback.extract_tb(end.__traceback__)
     # wandb replaces `sys.exit` by its own function when it is imported.

@@ -33,7 +33,7 @@ class WeightSync:
         self._pull_every_m_rollouts = pull_every_m_rollouts
         self._push_early, self._probe = push_early, WeightProbe(probe_kl)
         self._pushed: tuple[list[Any], str, dict[str, int] | None] = [], "", None
-        """The snapshot pulled last: references to its manifests, checksum, hashes of layers."""
+        """Of the snapshot pulled last: references to its manifests, checksum, layers' hashes."""
         self._ever_pushed, self._reading_manifests = False, asyncio.Lock()
 
     async def push_if_due(
@@ -41,7 +41,7 @@ class WeightSync:
     ) -> dict[str, float]:
         """Push the weights every n steps, and whenever an evaluation or a generator needs them.
 
-        A generator that slept needs them if nothing was pushed yet: the first step was skipped.
+        A generator that has slept needs them if the first step was skipped: nothing is pushed yet.
         """
         due = 1 if self._push_early(self._ledger.steps_done + 1) else self._push_every_n_steps
         if not self._ever_pushed and any(g.version < 0 for g in self._roles.living_generators()):
@@ -72,7 +72,7 @@ class WeightSync:
             newer = not ledger.weights_pinned and generator.version < ledger.published_version
             return (counted and newer) or generator.version < entry.needed_version
 
-        recording = ledger.events.recording  # in a replay, `pull` follows it
+        recording = ledger.events.recording  # in a replay, `pull` follows the record
         if recording or due():
             async with generator.swapping:
                 if recording or due():  # one pull serves all rollouts that waited for it
@@ -90,11 +90,11 @@ class WeightSync:
         earlier = loads[-1:]
         loads.append(ended)
         try:
-            # In a replay, a pull asks at once, as recorded, and loads after those before it.
+            # In a replay, a pull asks at once, as recorded, and loads after the earlier pulls.
             newest = await self._roles.server.newest(generator.held_version)
             for each in earlier:
                 await each.wait()
-            if generator.loads is loads:  # else a restart came, and pulls what is newer
+            if generator.loads is loads:  # else a restart came, and pulls the newest
                 await self._load(generator, *newest)
         finally:
             ended.set()
@@ -109,7 +109,7 @@ class WeightSync:
         else:
             loaded = await self._roles.transfer.load(generator.role, version, buckets, references)
         generator.load_s = time.perf_counter() - began
-        if loaded is None:  # a restart came, and pulls what is newer
+        if loaded is None:  # a restart came, and pulls the newest
             return
         generator.version, checksum, probe = loaded
         generator.held_version = version
@@ -133,7 +133,7 @@ class WeightSync:
             return self._pushed[1:]
 
     async def restore(self) -> None:
-        """Publish the trainers' weights, even if older, and load them into every generator."""
+        """Publish the trainers' weights and load them into every generator, even if older."""
         self._probe.forget()
         await self.push()
         living = self._roles.living_generators
@@ -159,7 +159,7 @@ class WeightSync:
 
 
 async def _unless_lost(calls: Iterable[Awaitable[None]]) -> None:
-    """Wait for concurrent calls on generators; the run goes on without one that is given up."""
+    """Run calls on generators concurrently; ignore those on generators that are given up."""
 
     async def finished(call: Awaitable[None]) -> None:
         with contextlib.suppress(RoleLostError):

@@ -1,8 +1,8 @@
-"""Brings weights from the first trainer rank into a generator through vLLM's transfer engines.
+"""Sends weights from the first trainer rank to a generator through vLLM's transfer engines.
 
 The trainer reads a published snapshot from the object store and sends it; the generator receives it
-between two engine steps. Neither knows the other: the calls that vLLM's sender makes to its
-receiver go through the driver, which sees both fail. The bytes do not.
+between two engine steps. The driver makes the calls by which vLLM's sender and receiver agree, and
+so sees either one fail. The weights themselves do not pass through the driver.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from grpo_components.exchange.weight_probe import LoadedWeights
 from grpo_components.settings import Timeouts
 
 _GRACE_S = 30.0
-"""Seconds added to the roles' own time-outs, so that a role's own, clearer error comes first."""
+"""Extra seconds that the driver waits: a role's own time-out, a clearer error, comes first."""
 _LINKS = "links"
-"""Lane of the sender's quick calls, which do not wait for a step."""
+"""Lane (thread) of the sender's quick calls, which do not wait for a training step."""
 
 
 class WeightTransfer:
-    """Makes pulls in which weights go directly from the trainer to the generators' workers."""
+    """Loads weights into generators: the trainer sends them directly to their workers."""
 
     def __init__(self, sender: Role, timeouts: Timeouts) -> None:
         self._sender, self._limit_s = sender, timeouts.weights_s + _GRACE_S
         self._numbers = count()
         self._turn = asyncio.Lock()
-        """Held during a transfer. Transfers side by side would share two CUDA streams of vLLM, and
-        each would take its own buffers on the sender's GPU. Time-outs start with the turn."""
+        """Held during a transfer. Concurrent transfers would share two CUDA streams of vLLM, and
+        each would take its own buffers on the sender's GPU. Time-outs start once it is held."""
 
     async def load(
         self, receiver: Role, version: int, buckets: Sequence[Any], manifests: Sequence[Any]
     ) -> LoadedWeights | None:
-        """Load one published snapshot into a generator, when it is its turn.
+        """Load one published snapshot into a generator; one transfer runs at a time.
 
         If a transfer breaks, the generator is restarted, because its model is half loaded, and then
-        pulls again. Only the end of the sender, or a time-out, ends the loops.
+        pulls again. Only if the sender dies, or a call times out, do the loops end.
         """
         loaded = None
         async with self._turn:
@@ -54,7 +54,7 @@ class WeightTransfer:
     async def _transfer(
         self, receiver: Role, version: int, buckets: Sequence[Any], manifests: Sequence[Any]
     ) -> Awaitable[LoadedWeights]:
-        """Send the snapshot; return what to wait for: the receiver's result, or the failure."""
+        """Send the snapshot; return an awaitable: the receiver's result, or the failure."""
         sender, number = self._sender, next(self._numbers)
         link = receiver.name, receiver.process.incarnation
         group = sender.submit("transfer_group", *link, lane=_LINKS)
@@ -73,7 +73,7 @@ class WeightTransfer:
         except RoleFailedError as failure:
             if failure.role == sender.name and failure.kind != "raised":
                 raise
-            if not received.done():  # it waits in vain
+            if not received.done():  # the receiver waits in vain
                 return _failed(receiver.name, f"got no weights: {failure}")
         finally:
             if not is_whole:
@@ -86,7 +86,7 @@ async def _failed(role: str, what: str) -> Any:
 
 
 async def _unless_failed(received: asyncio.Task[Any], work: Awaitable[Any]) -> Any:
-    """Return the result of work, or raise the receiver's failure if that comes first."""
+    """Wait for the result of work; raise the receiver's failure if that comes first."""
     working = _task(work)
     await asyncio.wait((working, received), return_when=asyncio.FIRST_COMPLETED)
     if not working.done():
@@ -95,7 +95,7 @@ async def _unless_failed(received: asyncio.Task[Any], work: Awaitable[Any]) -> A
 
 
 def _task(work: Awaitable[Any]) -> asyncio.Task[Any]:
-    """Return a task whose error need not be retrieved."""
+    """Start a task whose error asyncio does not log if nobody retrieves it."""
     task = asyncio.ensure_future(work)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     assert isinstance(task, asyncio.Task)

@@ -32,7 +32,7 @@ SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.Sing
 _A_PATH = "a dotted path, installed or in the current folder"
 _KEY_FIRST = re.compile(r"([a-z_]\w*(?:\.[^\s:,]+)*(?:, [a-z_]\w*)*): |(dataset|ptx) ")
 """Matches the key, or the argument names, at the start of an error's text."""
-# Arguments that the recipe adds to a component's: number of leading ones, names of the others.
+# Arguments that the recipe adds to those of the config: number of leading ones, names of others.
 _ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
     "dataset": (1, ()),
     "eval_dataset": (1, ()),
@@ -85,7 +85,7 @@ def refused_by(key: str, node: Mapping[Any, Any], error: ValueError) -> ConfigEr
 
 
 def build_environment(node: DictConfig, **offered: Any) -> Any:
-    """Build the environment; called in a generator's process."""
+    """Build the environment; give it those of the offered arguments that it takes."""
     from torchtune import config
 
     parameters = parameters_of(resolved(node._component_))
@@ -96,12 +96,12 @@ def build_environment(node: DictConfig, **offered: Any) -> Any:
 
 
 def nested_components(node: Mapping[str, Any]) -> list[str]:
-    """Return the names of those arguments of a component that are components themselves."""
+    """Return the names of a component's arguments that are components themselves."""
     return [key for key in node if OmegaConf.is_dict(node[key]) and "_component_" in node[key]]
 
 
 def environment_kind(node: DictConfig) -> EnvironmentKind:
-    """Return how the environment of a config is run."""
+    """Return the kind of a config's environment, which decides how responses are made."""
     if node == SHIPPED_ENVIRONMENT:
         return "single_turn"
     return getattr(resolved(node._component_), "environment_kind", "torchrl")
@@ -118,9 +118,9 @@ def _nodes(settings: Settings) -> dict[str, DictConfig]:
 
 
 def refuse_missing(settings: Settings) -> None:
-    """Refuse components that no file defines; reads the files, because imports take seconds.
+    """Refuse components that no source file defines, without imports, which take seconds.
 
-    The files are those of this package, torch, torchtune and the current folder.
+    Searches this package, torch, torchao, torchtune and the current folder.
     """
     for key, node in _nodes(settings).items():
         top, *rest = str(node._component_).split(".")
@@ -246,7 +246,7 @@ def _check_arguments(
 
 
 def _check_reward(key: str, node: DictConfig, settings: Settings) -> None:
-    """Build a reward of this package, which is quick and checks its arguments."""
+    """Check a reward of this package by building it, which is quick."""
     path = node["_component_"]
     if not (path.startswith("grpo_components.") and inspect.isclass(resolved(path))):
         return
@@ -258,7 +258,7 @@ def _check_reward(key: str, node: DictConfig, settings: Settings) -> None:
 
 
 def _check_login(node: DictConfig) -> None:
-    """Refuse Weights & Biases without a login now: the logger is built only later."""
+    """Refuse Weights & Biases without a login early: its logger is built later."""
     mode = node.get("mode") or os.environ.get("WANDB_MODE", "online")
     if not node["_component_"].endswith(".WandBLogger") or mode in ("offline", "disabled"):
         return

@@ -86,22 +86,22 @@ def build_prompts(cfg: Settings, dataset: Any) -> PromptStream | PromptCurriculu
 
 
 def sampled_ids(cfg: Settings, tokenizer: Any) -> int | None:
-    """Return n if only the first n ids may be sampled; None for the model's whole vocabulary."""
+    """Return n if only token ids below n may be sampled; None for the whole vocabulary."""
     stops = cfg.generator.stop_token_ids or getattr(tokenizer, "stop_tokens", ())
-    if environment_kind(cfg.environment) == "agents":  # they have the model's own
+    if environment_kind(cfg.environment) == "agents":  # agents use the model's own tokenizer
         tokenizer = hugging_face_tokenizer(cfg.base_model_path)
     return num_ids(tokenizer, stops)
 
 
 def left_out(dataset: Any, held_out: Any) -> list[str]:
-    """Return lines that say which rows the data sets leave out, and why; none if they use all."""
+    """Return the notes of both data sets for the user, such as how many rows they leave out."""
     own, other = (getattr(each, "note", "") for each in (dataset, held_out))
     other = re.sub("^dataset", "eval_dataset", other, flags=re.MULTILINE)
     return [*own.splitlines(), *other.splitlines()]
 
 
 def shared_prompts(dataset: Any, held_out: Any) -> str:
-    """Return one line with the number of prompts in both data sets; empty if there are none."""
+    """Return a line with the number of evaluation prompts also trained on; empty if none are."""
     trained = {tuple(dataset[i]["prompt_ids"]) for i in range(len(dataset))}
     shared = sum(tuple(held_out[i]["prompt_ids"]) in trained for i in range(len(held_out)))
     note = f"eval_dataset: {shared} of its {len(held_out)} prompts are also trained on"
@@ -111,7 +111,7 @@ def shared_prompts(dataset: Any, held_out: Any) -> str:
 def _sliding_window(raw: Mapping[str, Any]) -> int | None:
     """Return the base model's attention window in tokens; None without one.
 
-    A key that its config.json lacks has transformers' default for the family.
+    For a key missing in its config.json, the default of transformers for the family counts.
     """
     if raw.get("model_type") == "qwen2" and not raw.get("use_sliding_window", False):
         return None
@@ -151,7 +151,7 @@ def _check_rows(key: str, component: str, dataset: Any) -> None:
 
 
 def _check_columns(component: str, dataset: Any) -> None:
-    """Refuse a value that no checkpoint can store: it has the prompts of all living groups."""
+    """Refuse rows that no checkpoint can store: it holds the rows of all unfinished groups."""
     with told_if_slow("a check of all rows"):
         for row in map(dataset.__getitem__, range(len(dataset))):
             try:

@@ -37,7 +37,7 @@ _RAISES = (Exception, SystemExit)
 
 
 def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, Any]]) -> None:
-    """Build the environment, and send it the answer of one prompt as the response."""
+    """Build the environment, and send it the known answer to a prompt as the response."""
     kind = environment_kind(cfg.environment)
     if kind == "agents":
         return _try_agents(cfg)

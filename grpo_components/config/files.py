@@ -49,7 +49,7 @@ def read_hf_config(key: str, folder: Path) -> dict[str, Any]:
 
 
 def longest_sequence(settings: Settings) -> int:
-    """Return the maximum tokens of a prompt with its response, as far as the config limits them."""
+    """Return the limit of prompt and response together, in tokens; an unlimited prompt counts 1."""
     return (settings.dataset.get("max_prompt_tokens") or 1) + settings.generator.max_response_tokens
 
 
@@ -78,7 +78,7 @@ def check_against_model(settings: Settings, hf_config: dict[str, Any]) -> None:
 
 
 def check_splits(settings: Settings, hf_config: dict[str, Any]) -> None:
-    """Check that the trainer's ranks and vLLM's workers can share each layer of a checkpoint."""
+    """Check that each layer can be split over the trainer's ranks and over vLLM's workers."""
     names = ["num_attention_heads", "intermediate_size"]
     ranks, workers = settings.tensor_parallel_dim, settings.generator.tensor_parallel_size
     split = [("generator.tensor_parallel_size", workers, name) for name in names]
@@ -88,7 +88,7 @@ def check_splits(settings: Settings, hf_config: dict[str, Any]) -> None:
             problem = f"{parts} given, and the model's {name} is {size}"
             fail(key, problem, f"a divisor of {size}")
     heads = hf_config.get("num_key_value_heads") or workers
-    if max(heads, workers) % min(heads, workers):  # of fewer heads, vLLM gives workers copies
+    if max(heads, workers) % min(heads, workers):  # vLLM copies heads if there are more workers
         problem = f"{workers} given, and the model's num_key_value_heads is {heads}"
         fail("generator.tensor_parallel_size", problem, f"a divisor or a multiple of {heads}")
 
@@ -123,7 +123,7 @@ def _check_same_folder(settings: Settings, base: Path) -> None:
 
 
 def _files(settings: Settings) -> Iterator[tuple[str, Path]]:
-    """Yield the files that a run reads, each with its key; refuse data files of unknown kind."""
+    """Yield (config key, file) for each file that a run reads; refuse unknown kinds of data."""
     base, checkpointer = Path(settings.base_model_path), settings.checkpointer
     yield "base_model_path", base / "config.json"
     if checkpointer is not None and not settings.is_hugging_face:
@@ -167,7 +167,7 @@ def _check_reward_model(path: str | None) -> None:
 
 
 def _check_teacher(settings: Settings, policy_config: dict[str, Any]) -> None:
-    """Refuse a teacher without files, or with too few token ids or positions; see `try_teacher`."""
+    """Refuse a teacher without weight files, or with too small a vocabulary or context length."""
     if settings.teacher is None:
         return
     key, folder = "teacher.path", Path(settings.teacher.path)
@@ -188,7 +188,7 @@ def _check_teacher(settings: Settings, policy_config: dict[str, Any]) -> None:
 def check_output(settings: Settings) -> None:
     """Refuse an output_dir that cannot be written, is or contains an input, or is in use.
 
-    Inputs must not lie in it: a used output_dir is moved aside with everything in it. Links are
+    A used output_dir is moved aside with everything in it, so inputs must not lie in it. Links are
     followed. `begin_run` checks the folder again, once it is locked.
     """
     from grpo_components.records.resume import find_checkpoint, run_of  # imports torch
@@ -210,7 +210,6 @@ def check_output(settings: Settings) -> None:
 
 
 def _check_writable(folder: Path) -> None:
-    """Refuse a folder that cannot be created or written to."""
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:  # in some places, such as /proc, even root can make no folder
         if nearest != folder or not (nearest.is_dir() and os.access(folder, os.W_OK)):
@@ -248,7 +247,7 @@ def check_disk(settings: Settings) -> None:
         settings.num_steps, settings.save_every_n_steps, settings.keep_last_n, settings.keep_best
     )
     output_dir = real_path(settings.output_dir)
-    resumes = bool(settings.resume_from_checkpoint)  # else what is there is moved aside, and stays
+    resumes = bool(settings.resume_from_checkpoint)  # else old files are moved aside, and stay
     files = (output_dir / "checkpoints").rglob("*") if resumes else ()
     there = sum(file.lstat().st_size for file in files)
     place = next(path for path in (output_dir, *output_dir.parents) if path.exists())

@@ -1,4 +1,4 @@
-"""Builds optimizer, scheduler and models once, on the meta device, and compares their weights."""
+"""Tries optimizer, scheduler and models (on the meta device) before any process starts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def split_learning_rate(node: DictConfig) -> tuple[DictConfig, Schedule | None]:
 
 
 def try_training(cfg: Settings) -> list[str]:
-    """Build optimizer, scheduler and model once, before any process starts; return warnings."""
+    """Build optimizer, scheduler and model, and try some steps; return warnings."""
     node, schedule = split_learning_rate(cfg.optimizer)
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros_like(parameter)
@@ -78,7 +78,7 @@ def try_training(cfg: Settings) -> list[str]:
 
 
 def try_teacher(settings: Settings, path: str) -> None:
-    """Refuse a teacher with another tokenizer, weights unlike its files', or wrong logprobs."""
+    """Refuse a teacher if its tokenizer, weight names, shapes or logprobs do not match."""
     from transformers import AutoTokenizer  # takes a second
 
     ours, theirs = (
@@ -110,7 +110,7 @@ def _refused(key: str, allowed: str, before: str = "") -> Generator[None]:
 
 
 def _try_policy(cfg: Settings) -> None:
-    """Refuse a model whose weights do not match the checkpoint."""
+    """Refuse a model whose weight names or shapes do not match the checkpoint."""
     with torch.device("meta"):
         model = build("model", cfg.model)
     base, kind = Path(cfg.base_model_path), cfg.model_type

@@ -77,14 +77,14 @@ def open_run(
 
 
 def build_reuse(cfg: Settings) -> GroupReuse:
-    """Build the `GroupReuse` that picks groups to train again; none without `replay_generation`."""
+    """Build the object that picks groups to reuse; it picks none without `replay_generation`."""
     contract = StalenessContract.of(cfg)
     rule = cfg.replay_generation
     return GroupReuse(contract, **rule.model_dump()) if rule else GroupReuse(contract)
 
 
 def _watch(cfg: Settings, log: RunLog, tokenizer: Any) -> RunWatch:
-    """Build the watch that warns of silent mistakes."""
+    """Build the `RunWatch`, which warns of mistakes that raise no error."""
     names = {token_id: name for name, token_id in getattr(tokenizer, "special_tokens", {}).items()}
     stops = cfg.generator.stop_token_ids or tokenizer.stop_tokens
     ends = ", ".join(f"{i} ({names[i]})" if i in names else f"{i}" for i in stops)

@@ -18,7 +18,7 @@ from grpo_components.settings import Settings, needs_reference, processes_of
 
 
 def parse(recipe_main: Callable[[DictConfig], None]) -> Callable[[], None]:
-    """Decorate a recipe's main, which then gets the config of the command line."""
+    """Decorate a recipe's main: it is called with the config that the command line names."""
 
     @functools.wraps(recipe_main)
     def main() -> None:
@@ -32,14 +32,14 @@ def parse(recipe_main: Callable[[DictConfig], None]) -> Callable[[], None]:
 
 
 def read_config(cfg: DictConfig) -> Settings:
-    """Check a config, and silence libraries according to its `log_level`."""
+    """Check a config and return its settings; set the libraries' logging to its `log_level`."""
     settings = check(cfg)
     quiet_libraries(settings.log_level)
     return settings
 
 
 def check(cfg: DictConfig) -> Settings:
-    """Return a config as typed settings with all defaults, or raise the reason it cannot run.
+    """Return a config as typed settings with all defaults; raise `ConfigError` if it cannot run.
 
     Adds the current folder to `sys.path`, from which users' components are imported.
     """
@@ -49,7 +49,7 @@ def check(cfg: DictConfig) -> Settings:
 
 
 def check_values_and_files(cfg: DictConfig) -> Settings:
-    """Return a config as typed settings if its values fit each other, and its files exist.
+    """Return a config as typed settings; refuse wrong values and missing files.
 
     Imports nothing that takes long.
     """
@@ -60,7 +60,7 @@ def check_values_and_files(cfg: DictConfig) -> Settings:
 
 
 def check_what_is_imported(settings: Settings) -> None:
-    """Check what needs torch or torchtune: GPUs, checkpoints, recorded runs and components."""
+    """Run the checks that import torch or torchtune: GPUs, checkpoints, recordings, components."""
     from grpo_components.config.files import check_disk, check_output
     from grpo_components.config.replayed import check_replay
     from grpo_components.offline.partial_runs import check_partial_run
@@ -81,9 +81,9 @@ def check_what_is_imported(settings: Settings) -> None:
 
 
 def check_gpus(settings: Settings, *, here: bool, is_compared: bool = False) -> None:
-    """Refuse GPU shares that roles cannot have; if `here`, also roles that exceed these GPUs.
+    """Refuse GPU shares that roles cannot have; if `here`, also more than this machine has.
 
-    `is_compared`: whether the run needs a reference also without a KL in the config.
+    `is_compared`: whether the run needs a reference even if the config has no KL term.
     """
     import torch
 
@@ -107,7 +107,7 @@ def check_gpus(settings: Settings, *, here: bool, is_compared: bool = False) -> 
     if (used := settings.generator.gpu_memory_utilization) > shares[holder]:
         problem = f"{used:g} given, more than a {holder}'s share of a GPU"
         fail("generator.gpu_memory_utilization", problem, f"at most gpus_per_{holder}")
-    counts["generator"] *= not settings.colocate  # which then has its trainers'
+    counts["generator"] *= not settings.colocate  # it then uses the trainers' GPUs
     needed = [shares[role] for role, count in counts.items() for _ in range(count)]
     needed += [1.0] * (workers - 1) * counts["generator"]
     num_needed = len(set(gpus_of(needed)))
@@ -119,7 +119,7 @@ def check_gpus(settings: Settings, *, here: bool, is_compared: bool = False) -> 
 
 
 def gpus_of(shares: Sequence[float]) -> Iterator[int]:
-    """Yield the GPU that Ray gives each process, from the shares in the order of their start.
+    """Yield the number of the GPU that Ray gives each process; `shares` are in starting order.
 
     Ray takes the fullest GPU that has room, and splits no share over two.
     """

@@ -56,7 +56,7 @@ def read_config_file(name: str, overrides: Sequence[str]) -> DictConfig:
 
 
 def merge_overrides(given: dict[str, Any], overrides: Sequence[str]) -> DictConfig:
-    """Merge a config with overrides as torchtune does, which refuses `=` in a value.
+    """Merge a config with overrides as torchtune does, but also accept `=` in a value.
 
     `loss=<path>` sets `loss._component_`, whether or not the config has one there.
     """
@@ -189,7 +189,6 @@ def _json_schema() -> dict[str, Any]:
 
 
 def _keys_of(section: Iterable[str]) -> list[str]:
-    """Return the names of a section's keys."""
     schemas = [_json_schema()]
     for name in section:
         inner = [schema.get("properties", {}).get(name, {}) for schema in schemas]

@@ -29,7 +29,7 @@ def replay_of(cfg: Settings) -> Replay | None:
 
 
 def check_replay(cfg: Settings, read: Callable[[Mapping[str, Any]], Settings]) -> None:
-    """Refuse a `replay_events` whose run cannot be replayed at all, or not with this config."""
+    """Refuse a recorded run that cannot be replayed, in general or with this config."""
     if cfg.replay_events is not None or cfg.replay_until is not None:
         from grpo_tools.replay import check
 
@@ -39,7 +39,7 @@ def check_replay(cfg: Settings, read: Callable[[Mapping[str, Any]], Settings]) -
 def available_cpus(cfg: Settings) -> int:
     """Return how many CPUs the roles share: this machine's or, in a replay, the recorded run's.
 
-    It sets the number of threads, and so how sums are split, which decides their last bits.
+    It decides the number of threads, and with it how sums are split, and so their last bits.
     """
     replay = replay_of(cfg)
     return replay.cpus if replay else len(os.sched_getaffinity(0))

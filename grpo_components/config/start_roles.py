@@ -62,7 +62,7 @@ def start_roles(
     tokenizer: Any,
     longest_prompt: int,
 ) -> Roles:
-    """Start all processes without waiting; `Cluster.ready` waits for them."""
+    """Start the process of every role without waiting; `Cluster.ready` waits for them."""
     for doubt in objective.doubts:
         cluster.note(doubt)
     counts = processes_of(cfg, objective.trained.needs_reference)
@@ -116,9 +116,9 @@ def role_arguments(
     tokenizer: Any,
     longest_prompt: int,
 ) -> dict[str, dict[str, Any]]:
-    """Return kind of role -> keyword arguments for `Cluster.spawn`, for a checked config."""
+    """Return the keyword arguments of `Cluster.spawn` for each kind of role."""
     share = max(1, available_cpus(cfg) // sum(counts.values()))
-    if cfg.ray.address is not None:  # as Ray does: the cores of this machine say nothing there
+    if cfg.ray.address is not None:  # Ray's default, as other nodes may have other cores
         share = 1
     workers = {"generator": cfg.generator.tensor_parallel_size}
     places: dict[str, dict[str, Any]] = {}
@@ -167,7 +167,7 @@ def _component(node: DictConfig | None, **given: Any) -> Any:
 
 
 def _taken(record: type[Record], cfg: Settings, **derived: Any) -> Record:
-    """Build an option record from `derived`; fill its other fields from config keys by name."""
+    """Build an options record: fields from `derived`, others from config keys of that name."""
     names = {field.name for field in fields(cast(Any, record))} - derived.keys()
     return record(**{name: getattr(cfg, name) for name in names if hasattr(cfg, name)}, **derived)
 
@@ -257,7 +257,7 @@ def _generator(
 def needs_of(
     cfg: Settings, arguments: Mapping[str, dict[str, Any]], counts: Mapping[str, int]
 ) -> dict[str, Need]:
-    """Return the needs of each kind of role (`trainer`); kinds left out need no resources."""
+    """Return what each kind of role (`trainer`) needs; kinds left out need no resources."""
     needs: dict[str, Need] = {}
     for family in (family for family, count in counts.items() if count):
         gpus = arguments[family].get("num_gpus", 0)

@@ -64,7 +64,7 @@ def try_components(
     held_out: Any,
     objective: Objective,
 ) -> tuple[list[str], list[str]]:
-    """Call each component once as the run will, and refuse one that breaks its kind's contract.
+    """Call each component once as the run will; refuse one that breaks the contract of its kind.
 
     Returns warnings, and each reward's scores of known answers.
     """
@@ -75,7 +75,7 @@ def try_components(
         try_teacher(cfg, cfg.teacher.path)
     if cfg.checkpointer is not None and not cfg.is_hugging_face:
         node = cfg.checkpointer.copy()
-        with tempfile.TemporaryDirectory() as folder:  # it makes its folder: not the run's
+        with tempfile.TemporaryDirectory() as folder:  # it creates its folder: not the run's
             if "output_dir" in node:
                 node.output_dir = folder
             build("checkpointer", node)
@@ -196,7 +196,7 @@ def _made_for(cfg: Settings, has_reference: bool, step: int) -> LossInputs:
 def made_inputs(
     has_reference: bool, versions: int, step: int, *, has_teacher: bool = False
 ) -> LossInputs:
-    """Return a small micro-batch of ordinary, always identical numbers."""
+    """Return a small made-up micro-batch; its numbers are always the same."""
     numbers = torch.Generator().manual_seed(0)
     size = sum(LENGTHS)
 
@@ -235,7 +235,7 @@ def _try_ptx(ptx: Any) -> None:
 
 
 def _samples_of(cfg: Settings) -> Callable[..., RewardInput]:
-    """Return a function: a prompt and a made-up response -> the arguments of a reward."""
+    """Return a function that makes a reward's arguments from a prompt and a response."""
     more: Any = {}
     if environment_kind(cfg.environment) == "agents":
         given = {str(node.get("name", "reward")): 0.0 for node in cfg.rewards.values()}
