@@ -1,4 +1,4 @@
-"""The columns of a row besides question and answer, which worlds and rewards receive."""
+"""Handles the data set columns, beyond question and answer, that worlds and rewards receive."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 SEED = "seed"
-"""Field with a sample's own seed, the key of its recorded rewards; no reward receives it."""
+"""Field with the seed of one sample, by which its rewards are recorded; no reward receives it."""
 OWN_FIELDS = ("prompt_index", "prompt_ids", "prompt_text", "answer", SEED)
-"""Fields of a prompt that the recipe sets; all others are columns of its row."""
+"""Fields of a prompt that this package sets; all others are columns of the data set."""
 CALL = ("prompt_text", "response_text", "answer", "finish_reason")
-"""Keyword arguments of every reward, besides the columns."""
+"""Keyword arguments of every reward, in addition to the columns."""
 
 OF_AGENTS = ("agent_reward", "transcript")
-"""Further arguments for rewards of an agent's session: the rewards that the agent gave, by name,
-and the messages of its last chat, the answer included."""
+"""Further keyword arguments of rewards if an agent ran: the rewards that the agent returned, by
+name, and the messages of its last chat, with the answer."""
 
 
 def other_columns(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a prompt's row, except those named like another argument."""
+    """Return the columns of a prompt: its fields except those named in `OWN_FIELDS` or `CALL`."""
     taken = {*OWN_FIELDS, *CALL}
     return {name: value for name, value in prompt.items() if name not in taken}
 
@@ -26,9 +26,9 @@ def other_columns(prompt: Mapping[str, Any]) -> dict[str, Any]:
 def reward_input(
     prompt: Mapping[str, Any], response_text: str, finish_reason: str, answer: Any = None
 ) -> dict[str, Any]:
-    """Return a reward's input: one response to one prompt, with the columns of its row.
+    """Return the input of a reward for one response to a prompt, with the prompt's columns.
 
-    The sample's seed, if the prompt has one, is added for `RewardPool`.
+    `RewardPool` also gets the seed of the sample, if the prompt has one.
     """
     return {
         **other_columns(prompt),
@@ -52,7 +52,7 @@ def plain_value(value: Any) -> Any:
 
 
 def filled(prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return prompts that all have the same columns: a column that a row lacks is None."""
+    """Give all prompts the same columns; the value is None where a row lacks the column."""
     names: dict[str, None] = {}
     for prompt in prompts:
         names.update(dict.fromkeys(other_columns(prompt)))

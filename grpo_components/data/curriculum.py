@@ -20,9 +20,9 @@ _PRIOR_RESPONSES = 0.25
 
 
 def weights_of(rule: CurriculumSettings, rates: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return weights [N] of success rates [N].
+    """Return the sampling weights [N] of prompts with success rates [N].
 
-    A weight is 1 in the band; outside, it falls linearly to `floor` at the rates 0 and 1.
+    A weight is 1 from `low` to `high`, and falls linearly to `floor` at the rates 0 and 1.
     """
     # Only basic operations, which give the same bits on every machine: the audit repeats them.
     below = rates / (rule.low or 1.0)

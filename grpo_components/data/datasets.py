@@ -29,7 +29,7 @@ from grpo_components.shapes import AnyText, described_as, fits, read_as
 
 Prompt = dict[str, Any]
 _ALONE, _CHUNK = 4096, 256
-"""Rows that this process tokenizes alone at most, and rows that another process gets at a time."""
+"""Maximum rows that this process tokenizes alone, and rows that a worker process gets at a time."""
 _work: Callable[[Any], Any]
 """Function that forked processes inherit and call, because a tokenizer may not be picklable."""
 ReadRow = Callable[[Row], tuple[Question, str]]
@@ -40,8 +40,8 @@ class PromptDataset(Dataset[Prompt]):
     """Data set of prompts, in the order of their source.
 
     Args:
-        prompts: each with prompt_index, prompt_ids [P], prompt_text and answer, and with the other
-            columns of its row, which are None where a row lacks them.
+        prompts: each with prompt_index, prompt_ids [P], prompt_text, answer and the other columns
+            of its row; a column that a row lacks is None.
         note: line that tells the user how many rows were left out and why; empty if none were.
     """
 
@@ -58,7 +58,7 @@ class PromptDataset(Dataset[Prompt]):
 
 
 def question_and_answer(row: Row) -> tuple[Question, str]:
-    """Return the fields `question` and `answer` of a row unchanged, a number as text."""
+    """Return a row's `question` and `answer`; an answer that is a number becomes text."""
     return row.question("question"), row.text_or_number("answer")
 
 
@@ -92,26 +92,26 @@ def prompt_dataset(
         name: configuration of a Hugging Face data set.
         split: split of a Hugging Face data set.
         read: function that returns a row's question and answer; set by builders of other formats.
-        columns: the source's column name for each field that has another name there; `a.b` for
-            the entry `b` of the column `a`.
+        columns: for each field with another name in the source, the name of its column there;
+            `a.b` is the entry `b` of the column `a`.
         filters: conditions on each column of the source, by column name; see `RowFilters`.
         partition: parts of the rows to use, such as `1-9/10`, see `Partition`.
         num_rows: how many of the remaining rows to use, from the first one; None uses all.
         prompt_template: text of the prompt; contains `{question}` once.
-        chat_template: None for plain text; or the format of a chat, see `prompt_encoder`.
+        chat_template: None (plain text), `torchtune` (the tokenizer's format), or a model folder.
         chat_template_kwargs: variables of the chat template, such as `enable_thinking: false`.
         system_prompt: system message of chats that have none of their own.
         max_prompt_tokens: longest allowed prompt, in tokens.
         too_long: what happens to a longer prompt: `error` raises, `drop` leaves out its row.
-        tools: JSON schemas for the prompt, see `prompt_encoder`; by default of environment.world.
-        rows: the rows, set by builders that make them; `source` is then their name in errors.
+        tools: JSON schemas of the tools that prompts describe; default: those of environment.world.
+        rows: the rows, if a builder generates them; `source` then only names them in errors.
 
     Returns:
         The prompts, each with the other columns of its row. Each prompt_index is the row number in
         the source, counted from 0 before any row is left out.
 
     Raises:
-        ValueError: a setting or a row is wrong; names the key, or source, row (from 1) and field.
+        ValueError: a setting or row is wrong; names the key, or the source, row (from 1) and field.
     """
     chat = {"chat_template": chat_template, "system_prompt": system_prompt, "columns": columns}
     chat["chat_template_kwargs"] = chat_template_kwargs
@@ -130,7 +130,7 @@ def prompt_dataset(
     num_read, asked = 0, set[str]()
 
     def questions() -> Iterator[tuple[Prompt, tuple[int, Question]]]:
-        """Yield the fields of a prompt without its tokens, and its row's number and question."""
+        """Yield a prompt's fields, without tokens and text, and its row's number and question."""
         nonlocal num_read
         for number, values in enumerate(_shown(rows, "reading", source, "rows"), start=1):
             num_read, place = number, f"{where}, row {number}"
@@ -188,9 +188,9 @@ def prompt_dataset(
 
 
 def passes_on_to_prompt_dataset(data_set: Callable[..., PromptDataset]) -> Any:
-    """Decorator: put the arguments of `prompt_dataset` into the signature, for `**prompts`.
+    """Decorator: replace `**prompts` in a signature by the arguments of `prompt_dataset`.
 
-    So a mistyped argument is found before anything is built, and the nearest name shown.
+    So the check of a config finds a mistyped argument, and shows the nearest name.
     """
     own = inspect.signature(data_set)
     given = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -202,7 +202,7 @@ def passes_on_to_prompt_dataset(data_set: Callable[..., PromptDataset]) -> Any:
 
 
 def _in_processes(work: Callable[[Any], Any], items: list[Any], name: str) -> Iterator[Any]:
-    """Apply `work` to items in other processes, a few in this one."""
+    """Apply `work` to items: in worker processes, or in this process if the items are few."""
     global _work
     _work = work
     with contextlib.ExitStack() as stack:
@@ -225,7 +225,7 @@ def _work_here(item: Any) -> Any:
 
 
 def _others(values: Any, columns: Mapping[str, str]) -> Prompt:
-    """Return the columns of a row besides question and answer, under their own names."""
+    """Return a row's columns except question and answer, under the names in the source."""
     if not isinstance(values, dict):
         return {}
     used = {*OWN_FIELDS, *(columns.get(name, name) for name in ("question", "answer"))}
@@ -371,7 +371,7 @@ def _prompt_and_tests(row: Row) -> tuple[Question, str]:
 
 
 def _solution(row: Row) -> dict[str, str]:
-    """Return a row's program that passes its tests; the first of a list (APPS)."""
+    """Return a row's `solution`, the first if it is a list (as in APPS); {} if there is none."""
     value = row.value("solution") if row.has("solution") else None
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = row.parsed("solution")
@@ -401,7 +401,7 @@ code_dataset = partial(
 """Data set of programming tasks: rows with a `prompt`, and `tests` as a mapping or as JSON text.
 
 The `answer` holds the tests as JSON text, in one of two forms: `{"stdin_stdout": [{"input": text,
-"output": text}, ...]}` or `{"asserts": [text, ...]}`. A list of either and `{"inputs": [...],
-"outputs": [...]}` are accepted and converted. If a row has `test_imports` (a list of statements) or
-`test_setup_code`, they run before the asserts. A `solution`, a program or a list of them, tells
-before the run whether the tests can be passed."""
+"output": text}, ...]}` or `{"asserts": [text, ...]}`. Lists of such tests, and `{"inputs": [...],
+"outputs": [...]}`, are converted. If a row has `test_imports` (a list of statements) or
+`test_setup_code`, they run before the asserts. A `solution` (a program, or a list of programs)
+is tested before the run."""

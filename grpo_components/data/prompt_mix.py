@@ -22,12 +22,12 @@ Prompt = dict[str, Any]
 
 @dataclass(frozen=True)
 class MixedPart:
-    """One data set of a mix, with its weight."""
+    """One data set of a mix, with its sampling weight."""
 
     prompts: Any
     weight: float
     rows: Any
-    """The prompts; their prompt_index continues from that of the earlier parts."""
+    """The prompts, with a prompt_index that continues from the earlier parts."""
 
 
 class PromptMix(Dataset[Prompt]):
@@ -60,7 +60,7 @@ class PromptMix(Dataset[Prompt]):
 
 
 def takes_tools(node: Mapping[str, Any]) -> bool:
-    """Whether a data set's component has the argument `tools`, and its section does not set it."""
+    """Whether a data set's component takes `tools`, and its config section does not set them."""
     try:
         parameters = inspect.signature(_get_component_from_path(node["_component_"])).parameters
     except (ValueError, TypeError):  # some builtins have no signature
@@ -74,7 +74,7 @@ def mixed_dataset(
     parts: Mapping[str, Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptMix:
-    """Build a mix of data sets.
+    """Combine prompt data sets into one, from which prompts are drawn by weight.
 
     Args:
         tokenizer: torchtune's tokenizer.

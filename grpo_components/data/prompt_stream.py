@@ -1,4 +1,4 @@
-"""The endless streams of a run's prompts, with positions that can be saved and restored."""
+"""Streams the prompts of a run without end; the position can be saved and restored."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PromptStream:
         return order
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: prompts drawn from each part."""
+        """Return the position: how many prompts were drawn from each part."""
         return {"num_rows": _num_rows(self._parts), "drawn": list(self._turns.taken)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ class PromptStream:
 
 
 class PromptCurriculum:
-    """An endless iterator over (prompt, epoch) pairs, which follows the success rates of a run.
+    """An endless iterator over (prompt, epoch) pairs, drawn by the prompts' success rates.
 
     `epoch` counts the draws of a prompt. No pair of prompt_index and epoch occurs twice.
     """
@@ -91,7 +91,7 @@ class PromptCurriculum:
         return converted(rows[row]), epoch
 
     def follow(self, event: Mapping[str, Any]) -> None:
-        """Learn from an event of the ledger: a group was generated, or a step was trained."""
+        """Update the success rates by a ledger event: a generated group, or a training step."""
         if event["event"] == "finish":
             result = event["prompt"], event["successes"], event["scored"]
             self.curriculum.add_result(*result)
@@ -125,7 +125,7 @@ def _check_num_rows(state: Mapping[str, Any], parts: Sequence[MixedPart]) -> Non
 
 
 def converted(row: Mapping[str, Any]) -> Prompt:
-    """Return a row with tensors in place of arrays; PyTorch's function visits every token id."""
+    """Convert a row's arrays to tensors; skip token ids, since PyTorch would visit each one."""
     is_plain = isinstance(row.get("prompt_ids"), list)
     return {
         name: value if is_plain and name == "prompt_ids" else default_convert(value)

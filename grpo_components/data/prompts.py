@@ -36,7 +36,7 @@ def prompt_encoder(
 ) -> Encode:
     """Make a function that turns a question into a prompt.
 
-    The template surrounds a text, or the last message of a chat.
+    `template` is put around a text, or around the last message of a chat.
     """
     if not isinstance(template, str) or template.count("{question}") != 1:
         allowed = "a text that contains {question} once"

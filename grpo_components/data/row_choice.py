@@ -48,15 +48,15 @@ _FILTERS = TypeAdapter(Annotated[Mapping[Any, _OneOrMore], described_as("conditi
 
 
 class RowFilters:
-    """Keeps the rows that meet all conditions on their columns."""
+    """Keeps rows by conditions on columns: `allowed` (a list of values), `min`, `max`, `regex`."""
 
     def __init__(self, filters: Mapping[str, Mapping[str, Any]]) -> None:
         self._filters = read_as(_FILTERS, filters, "dataset.filters")
         self.ranges: dict[str, tuple[float, float]] = {}
-        """Smallest and largest number seen of each column with a `min` or `max`."""
+        """Smallest and largest number seen in each column that has a `min` or `max` condition."""
 
     def __call__(self, row: Row) -> bool:
-        """Whether to use a row. A null meets only an `allowed` that lists null."""
+        """Whether a row meets all conditions. A null meets only an `allowed` that lists null."""
         return all(
             self._meets(row, column, name, wanted)
             for column, conditions in self._filters.items()
@@ -84,7 +84,7 @@ class RowFilters:
 
 
 class Partition:
-    """Selects the rows in some of n parts: `10/10` is a tenth, for example for validation.
+    """Selects the rows in some of n parts: `1-9/10` to train on, for example, `10/10` to validate.
 
     A hash of the question decides the part of its row. So the part depends on no seed, no other row
     and no order of rows, and equal questions are always in the same part.
@@ -100,6 +100,6 @@ class Partition:
         self._used = range(first, last + 1)
 
     def __call__(self, question: str) -> bool:
-        """Whether a question is in one of the parts."""
+        """Whether a question is in one of the selected parts."""
         digest = hashlib.sha256(question.encode()).digest()
         return int.from_bytes(digest[:8], "big") % self._parts + 1 in self._used

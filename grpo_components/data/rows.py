@@ -47,7 +47,7 @@ class Row:
         self._values, self._where, self._columns = values, where, columns or {}
         self._is_renamed = columns is not None
         self.asked: set[str] = set()
-        """Names of fields that were read or tested for."""
+        """Names of all fields that were asked for."""
 
     def value(self, field: str) -> Any:
         """Return the value of a field as the source has it; a CSV file has only texts."""
@@ -91,9 +91,9 @@ class Row:
             self.refuse(field, f"is no Unicode text: {error}")
 
     def question(self, field: str) -> Question:
-        """Return the value of a field that holds a text, or a chat that the policy continues.
+        """Return a field that holds a question: a text, or a chat that the policy continues.
 
-        A message's other entries besides role and content are kept, unless null.
+        Messages keep entries that are not role and content, unless they are null.
         """
         value = self.value(field)
         if not isinstance(value, list):
@@ -123,7 +123,7 @@ class Row:
         return self.text(field)
 
     def parsed(self, field: str) -> Any:
-        """Return the data in a field, which holds the data itself or its JSON text."""
+        """Return the data of a field; parse it if the field holds JSON text."""
         value = self.value(field)
         if not isinstance(value, str):
             return value
@@ -133,12 +133,12 @@ class Row:
             self.refuse(field, f"is no JSON: {error}")
 
     def refuse(self, field: str, problem: str) -> NoReturn:
-        """Raise an error about a field."""
+        """Raise a ValueError that names the row and the field."""
         raise ValueError(f"{self._where}, field {self._columns.get(field, field)}: {problem}")
 
 
 def _at(values: Mapping[str, Any], column: str) -> Any:
-    """Return the value of a column, or of an entry in one: `a.b`; `_NO_COLUMN` if there is none."""
+    """Return the value of a column or, for `a.b`, of its entry `b`; `_NO_COLUMN` if missing."""
     if column in values:
         return values[column]
     name, _, rest = column.partition(".")
@@ -147,7 +147,7 @@ def _at(values: Mapping[str, Any], column: str) -> Any:
 
 
 def read_rows(source: str, name: str | None, split: str) -> Iterable[Any]:
-    """Read the rows of a source in order."""
+    """Read the rows of a file or of a Hugging Face data set, in order."""
     path = Path(source)
     if path.suffix in _READERS and path.is_file():
         return _rows_of(path)

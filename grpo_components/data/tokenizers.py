@@ -1,4 +1,4 @@
-"""Gives a fast tokenizer of a Hugging Face model folder the methods of torchtune's tokenizers."""
+"""Wraps the fast tokenizer of a Hugging Face model folder as a torchtune tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ALLOWED = "a model folder with a tokenizer.json"
 
 
 class HuggingFaceTokenizer:
-    """Encodes and decodes text as transformers and vLLM do; build one with the function below."""
+    """Encodes and decodes text as transformers and vLLM do; built by `hugging_face_tokenizer`."""
 
     def __init__(self, tokenizer: Any, stop_tokens: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -31,7 +31,7 @@ class HuggingFaceTokenizer:
         self._beginning = whole[: whole.index(alone[0])]
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        """Return the token ids of a text; names of special tokens in it become these tokens."""
+        """Return the token ids of a text; special tokens spelled out in it become their own ids."""
         beginning = self._beginning if add_bos else []
         return [*beginning, *self._ids(text), *([self.eos_id] if add_eos else [])]
 
@@ -47,7 +47,7 @@ class HuggingFaceTokenizer:
 
 
 def hugging_face_tokenizer(path: str) -> HuggingFaceTokenizer:
-    """Load a folder's tokenizer; stop tokens are its own end and those in generation_config.json.
+    """Load a folder's tokenizer; stop tokens are its eos and those of generation_config.json.
 
     For the folder's chat template, set `chat_template` of the data sets to the same folder.
 
@@ -55,7 +55,7 @@ def hugging_face_tokenizer(path: str) -> HuggingFaceTokenizer:
         path: folder of the model.
 
     Raises:
-        ValueError: the folder has no fast tokenizer, or nothing that ends a response.
+        ValueError: the folder has no fast tokenizer, or no stop token.
     """
     from transformers import AutoTokenizer  # takes a second
 

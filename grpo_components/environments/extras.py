@@ -1,4 +1,4 @@
-"""Imports the packages of environments, which are installed by an extra of this project."""
+"""Imports optional packages of environments, which the extra `environments` installs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _INSTALL = 'pip install ".[environments]"'
 
 
 def imported_extra(name: str) -> Any:
-    """Import a package of the extra `environments`."""
+    """Import a package of the extra `environments`; if it is missing, raise a ValueError."""
     try:
         with warnings.catch_warnings():  # some of its own imports are written for an older Python
             warnings.simplefilter("ignore", SyntaxWarning)

@@ -1,4 +1,4 @@
-"""Gymnasium's environments as worlds: observations become texts, and texts become actions."""
+"""Wraps Gymnasium environments as worlds: observations become texts, and texts become actions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gymnasium_dataset(
     prompt_template: str = "{question}\n",
     **prompts: Any,
 ) -> PromptDataset:
-    """Make a prompt from the first observation of each of an environment's seeds.
+    """Make one prompt per seed of an environment, from its first observation.
 
     Args:
         tokenizer: torchtune's tokenizer.
@@ -50,7 +50,7 @@ def gymnasium_dataset(
         **prompts: chat_template, system_prompt, max_prompt_tokens, ...; see `prompt_dataset`.
 
     Raises:
-        ValueError: the package is missing, or a setting is wrong; names its key.
+        ValueError: the package is missing, or a setting is wrong; the message names the key.
     """
     for key, value, least in (("num_rows", num_rows, 1), ("seed", seed, 0)):
         if type(value) is not int or value < least:
@@ -82,14 +82,14 @@ class GymnasiumWorld:
         options: arguments of the environment.
         observe: dotted path of a function that returns the text of an observation; None takes
             `str`.
-        act: dotted path of a function of a text and the action space, which returns the action, or
-            raises a ValueError, whose message the policy reads. None takes the text itself for a
-            Text space, and its last whole number for a Discrete one.
+        act: dotted path of a function `(text, action_space)` that returns the action. If it raises
+            a ValueError, the policy reads the message. None takes the text itself for a Text space,
+            and the last whole number in it for a Discrete space.
         reply_template: text around each `{observation}` after the first, such as the frame of a
             chat's next turn.
 
     Raises:
-        ValueError: the package is missing, or an argument is wrong; names its key.
+        ValueError: the package is missing, or an argument is wrong; the message names it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Runs a tool server as a child process, and ends it with all it started when the owner ends.
+"""Runs a tool server as a child process, and kills its process group when the owner ends.
 
 It is run as a file, and imports only the standard library, because the server may use another
 Python environment.

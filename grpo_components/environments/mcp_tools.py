@@ -1,4 +1,4 @@
-"""Tools of servers that speak MCP over standard input and output, run as child processes."""
+"""Runs MCP tool servers as child processes, which speak over standard input and output."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from grpo_components.slow_calls import told_if_slow
 _START_S = 60.0
 """Seconds for a server to start."""
 _END_S = 10.0
-"""Seconds to wait for the end of a server, which is killed before."""
+"""Seconds to wait for a server's end; the server is killed sooner."""
 _MAX_DEPTH = 100
-"""Levels of a call's arguments; the connection to a server breaks at about twice as many."""
+"""Deepest nesting of a call's arguments; a server's connection breaks at about twice as deep."""
 _RUNNER = Path(__file__).with_name("mcp_process.py")
 
 
@@ -39,15 +39,15 @@ class MCPServerError(RuntimeError):
 class MCPTools:
     """World that runs the policy's tool calls in a tool server, on this machine.
 
-    A generator starts servers as its conversations need them, each for one call at a time: if a
-    server ends, or misses the deadline of a call, only that sample fails, and another server is
-    started. A server must keep no state between calls, because the next may go to another one.
+    A generator starts servers as its conversations need them. Each server runs one call at a time.
+    If a server ends or misses a deadline, only the sample of that call fails, and a new server is
+    started. Servers must keep no state between calls: the next call may go to another server.
 
     Args:
         command: the server's program and arguments.
         call_format: see `ToolUse`.
         timeout_s: deadline of one call, in seconds.
-        num_servers: largest number of servers of a generator; further calls wait for one.
+        num_servers: largest number of servers per generator; further calls wait for a free one.
         max_result_characters: see `ToolUse`.
 
     Raises:
@@ -90,14 +90,14 @@ class MCPTools:
 
 @cache
 def _schemas_of(command: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the tools' schemas, from a server that is ended after its answer."""
+    """Start a server, return the schemas of its tools, and end it."""
     with contextlib.closing(MCPServer(command)) as server:
         return server.list_tools()
 
 
 @cache
 def _servers_of(command: tuple[str, ...], num_servers: int) -> _Servers:
-    """Return the servers of a command, which all worlds of a process share."""
+    """Return the servers of a command, shared by all worlds of this process."""
     return _Servers(command, num_servers)
 
 
@@ -110,7 +110,7 @@ class _Servers:
         self._idle: deque[MCPServer] = deque()
 
     def call(self, name: str, timeout_s: float, /, **arguments: Any) -> str:
-        """Wait for a free server, and hold it alone for one tool call."""
+        """Wait for a free server, and run one tool call on it alone."""
         with self._free:
             try:
                 server = self._idle.pop()
@@ -129,20 +129,20 @@ class MCPServer:
     def __init__(self, command: Sequence[str]) -> None:
         self.name, self._command = " ".join(command), command
         self._opened: Future[Any] = Future()
-        # The server dies with the thread that started it (PDEATHSIG): this one lives as long.
+        # The server dies with the thread that started it (PDEATHSIG): this thread lives as long.
         self._thread = threading.Thread(target=self._run, name="mcp", daemon=True)
         self._thread.start()
         with told_if_slow(f"the tool server {self.name} to start", _START_S):
             try:
                 self._session, self._loop, self._stop = self._opened.result(_START_S)
-            except Exception as error:  # of this machine: the server itself has not begun
+            except Exception as error:  # of this machine: the server has not started
                 problem = f"the tool server {self.name} does not start: {error!r}"
                 raise MCPServerError(problem) from error
             self._wait("initialize", self._session.initialize(), _START_S)
 
     @property
     def is_running(self) -> bool:
-        """Whether calls may still be answered."""
+        """Whether the server may still answer calls."""
         return self._thread.is_alive() and not self._stop.is_set()
 
     def list_tools(self) -> list[dict[str, Any]]:
@@ -199,7 +199,7 @@ class MCPServer:
             raise MCPServerError(f"the tool server {self.name} {problem}") from error
 
     def close(self) -> None:
-        """End the server and all that it started; calls that wait for it fail."""
+        """End the server and all processes that it started; waiting calls fail."""
         with contextlib.suppress(RuntimeError):  # it has ended by itself
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(_END_S)
@@ -207,7 +207,7 @@ class MCPServer:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except Exception as error:  # after the start, those who wait for the server get it
+        except Exception as error:  # after the start, the waiting calls get it
             if not self._opened.done():
                 self._opened.set_exception(error)
 
@@ -225,7 +225,7 @@ class MCPServer:
 
 
 def _check_sendable(arguments: Mapping[str, Any]) -> None:
-    """Raise a ValueError, for the policy, at arguments that would end a server's connection."""
+    """Refuse arguments that would break a server's connection; the policy reads the ValueError."""
     level, depth = list[Any]([arguments]), 0
     while level := [each for each in level if isinstance(each, dict | list)]:
         if (depth := depth + 1) > _MAX_DEPTH:

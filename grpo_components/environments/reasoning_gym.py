@@ -1,4 +1,4 @@
-"""Tasks of the package reasoning-gym as data sets of prompts."""
+"""Builds prompt data sets from tasks of the package reasoning-gym."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reasoning_gym_dataset(
     tools: Sequence[Mapping[str, Any]] = (),
     **prompts: Any,
 ) -> PromptDataset:
-    """Generate the rows of a task of reasoning-gym.
+    """Generate the prompts of a reasoning-gym task.
 
     Args:
         tokenizer: torchtune's tokenizer.
@@ -70,12 +70,12 @@ def reasoning_gym_dataset(
 def _rows(task: str, options: Mapping[str, Any], rows: Any) -> Iterator[dict[str, Any]]:
     for number in range(len(rows)):
         entry = rows[number]
-        # The scores read types that JSON has not, such as tuples: the text of Python's literals.
+        # As Python literals, because the scorers read types that JSON lacks, such as tuples.
         known = {"task": task, "options": dict(options), "entry": repr(entry)}
         yield {"question": entry["question"], "answer": entry["answer"], "reasoning_gym": known}
 
 
 def _question_and_answer(row: Row) -> tuple[str, str]:
-    """Return a row's question and answer, which is empty if only the task's score can judge."""
+    """Return a row's question and answer; the answer is empty if only the scorer can judge."""
     answer = row.value("answer")
     return row.text("question"), "" if answer is None else str(answer)

@@ -1,4 +1,4 @@
-"""The score of a task of reasoning-gym as a reward."""
+"""Reward that scores an answer with the scorer of its reasoning-gym task."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNUSABLE = {
 
 @lru_cache
 def task_of(task: str, settings: str) -> Any:
-    """Build a task of reasoning-gym."""
+    """Build a reasoning-gym task; `settings` is JSON."""
     factory: Any = imported_extra("reasoning_gym.factory")
     known = sorted(factory.DATASETS.keys() - _UNUSABLE.keys())
     if task in _UNUSABLE:
@@ -47,14 +47,14 @@ def task_of(task: str, settings: str) -> Any:
 
 
 class ReasoningGymScore:
-    """Score that the task itself gives an answer, from 0 to 1.
+    """Score that the row's reasoning-gym task gives the answer, from 0 to 1.
 
     Args:
-        answer_format: where to find the answer, see `MathCorrectness`. A response without one
-            gets 0.
+        answer_format: where to find the answer, see `MathCorrectness`. A response without an
+            answer gets 0.
 
     Raises:
-        ValueError: the package is missing, or `answer_format` is none of these.
+        ValueError: the package is missing, or `answer_format` is unknown.
     """
 
     response_cpu_s = RESPONSE_CPU_S
@@ -76,10 +76,6 @@ class ReasoningGymScore:
             return 0.0
 
     def perfect_response(self, *, reasoning_gym: Mapping[str, Any]) -> str | None:
-        """Return the task's own answer in the form of a response; None if the task gives none.
-
-        Args:
-            reasoning_gym: the row's column of this name.
-        """
+        """Return the task's own answer as a response; None if the task has none."""
         answer = ast.literal_eval(reasoning_gym["entry"])["answer"]
         return None if answer is None else self._write.format(answer)

@@ -1,4 +1,4 @@
-"""The reward of a conversation whose world gives it, as the `answer` of its replies."""
+"""Reward of a conversation: the number that its world returned as the `answer` of a reply."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 class EnvironmentReward:
     """Sum of the rewards that the environment gave in a conversation.
 
-    It goes with `GymnasiumWorld`.
+    Use it with `GymnasiumWorld`.
 
     Args:
-        max_reward: the largest sum, at which a conversation succeeds.
+        max_reward: the largest possible sum; a conversation that reaches it is a success.
     """
 
     def __init__(self, max_reward: float = 1.0) -> None:

@@ -1,7 +1,7 @@
 """An agent for the tiny policy: the policy writes a sum, a tool computes it, the policy answers.
 
-It knows nothing of this package: it reaches the policy with OpenAI's client, whose address and key
-are in the environment, and returns its reward.
+It does not import this package. It calls the policy with OpenAI's client, which reads its address
+and key from environment variables, and it returns the reward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def calculator(expression: str) -> str:
 
 
 async def run(task: dict[str, Any]) -> dict[str, float]:
-    """Answer one task.
+    """Answer one task; return the reward, and whether the calculator could compute the sum.
 
     Args:
         task: a row of the data set; its `prompt_text` is the question.

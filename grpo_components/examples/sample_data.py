@@ -1,4 +1,4 @@
-"""Writes a small generated data set for each data set builder, to try it without a download."""
+"""Writes a small generated data set for each data set builder, to try one without a download."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def table_rows(rng: random.Random, count: int) -> Rows:
 
 
 def write_sample_data(folder: Path, *, rows: int = 64, seed: int = 0) -> list[Path]:
-    """Write `math.jsonl`, `countdown.json`, `code.jsonl` and `table.csv`; returns their paths."""
+    """Write `math.jsonl`, `countdown.json`, `code.jsonl` and `table.csv`; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / name for name in ("math.jsonl", "countdown.json", "code.jsonl", "table.csv")]
     maths, countdown, code, table = files

@@ -1,4 +1,4 @@
-"""Reads the text of an answer: one spelling of symbols, words and units, and exact numbers."""
+"""Normalizes an answer's text: one spelling for symbols, words and units, and exact numbers."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ def _letters(match: re.Match[str]) -> str:
     return ", ".join(letters) if letters == sorted({*letters}) else match[0]
 
 
-# Spellings of one thing, each with the one that the rules below read.
+# Patterns of variant spellings, each with the one spelling that the rules below expect.
 _SPELLINGS: _Rules = [
     (r"\\([lg])t(?![A-Za-z])", lambda m: "<" if m[1] == "l" else ">"),
     (  # between relations
         r"\\(?:(lor|vee)|land|wedge)(?![A-Za-z])(?=.*(?:[<>=]|\\[lgn]e))",
         lambda m: " «or» " if m[1] else " «and» ",
     ),
-    (  # equations alone: it is no function
+    (  # equations only, so these are no cases of a function
         r"\\begin\{cases\}((?:[^&<>]|&(?=\s*=))*?)\\end\{cases\}",
         lambda m: m[1].replace(r"\\", ",").replace("&", " "),
     ),
@@ -144,7 +144,7 @@ _SPELLINGS: _Rules = [
     (r"\\begin\{[pb]matrix\}([^&]*|(?:(?!\\\\).)*)\\end\{[pb]matrix\}", r"(\1)"),
     (r"\\\\(?!.*\\end)", ","),
 ]
-# The same for words, once they are marked: «word».
+# The same for words, which `read` has marked as «word».
 _WORDINGS: _Rules = [
     (r"(\\(?:sin|cos|tan|cot|sec|csc)[^«]*?)([\d.]+)\s*«deg»", r"\1\\frac{\2\\pi}{180}"),
     (r"(?<=»)\s+(?=\^)", ""),
@@ -168,7 +168,7 @@ _COMPILED = [
 
 
 def read(text: str, loose: bool = False) -> str:
-    """Normalize an answer's spelling, with each word as «word»; `loose` reads `5m` as a unit."""
+    """Normalize an answer and mark each word as «word»; `loose` reads `5m` as 5 metres, not 5*m."""
     text = text.translate(_SYMBOLS)
     while _TEXT.search(text):
         text = _TEXT.sub(_unwrapped, text)
@@ -219,7 +219,7 @@ def _is_word(run: str, wordy: bool) -> bool:
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text, filler words left out; none if it has any mathematics."""
+    """Return a text's words, without fillers such as `the`; [] if it has any mathematics."""
     if re.search(r"[\w\\=<>^+*/]", re.sub(r"«[^»]*»", "", text)):
         return []
     found = [word for run in re.findall(r"«([^»]*)»", text) for word in run.lower().split()]
@@ -233,7 +233,7 @@ _NUMBER = re.compile(
 
 
 def number(text: str) -> Fraction | None:
-    """Parse a text that is a number: whole, decimal, fraction, mixed or power; None for others."""
+    """Parse a whole number, decimal, fraction, mixed number or power; None for any other text."""
     match = _NUMBER.fullmatch(text.strip())
     if not match or len(text) > 900:
         return None
@@ -256,7 +256,7 @@ def number(text: str) -> Fraction | None:
 
 
 def times(text: str, factor: Fraction) -> str:
-    """Return a formula times a number; the product of two plain numbers is computed."""
+    """Multiply a formula by a number; compute the product if the formula is a plain number."""
     if factor == 1:
         return text
     value = number(text)
@@ -266,9 +266,9 @@ def times(text: str, factor: Fraction) -> str:
 
 
 class Quantity(NamedTuple):
-    """A formula, its unit (`factor` times the base units of `dimensions`), and other words.
+    """A formula with its unit and any further words.
 
-    `plain` is the value as a number without unit: 0.5 for 50%.
+    The unit is `factor` times the base units of `dimensions`. `plain` has no unit: 0.5 for 50%.
     """
 
     value: str
@@ -278,7 +278,7 @@ class Quantity(NamedTuple):
     words: frozenset[str]
 
     def may_equal(self, given: Quantity) -> bool:
-        """Whether units and words allow equality: one side may lack them."""
+        """Whether units and words agree, so values may be equal; one side may leave some out."""
         if not (self.words ^ given.words).isdisjoint(_CHANGES):
             return False
         if any(re.match(r"base(?!10\b)", word) for word in given.words - self.words):
@@ -290,7 +290,7 @@ class Quantity(NamedTuple):
 
 
 def quantities(text: str) -> list[Quantity]:
-    """Return an answer's formulas, each with its unit: the words after it, or before the first."""
+    """Split an answer into formulas; the words after each (or before the first) are its unit."""
     pieces = [*_UNIT.split(text), ""]
     found, lead = [], ""
     for formula, unit in zip(pieces[::2], pieces[1::2], strict=True):

@@ -1,4 +1,4 @@
-"""Decides which names in a code test's asserts the tested program must define."""
+"""Finds the names in asserts that the tested program must define, and adds missing imports."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ABSTRACT = {
     "numbers": "Number Integral Rational Real Complex",
     "types": "GeneratorType FunctionType MethodType",
 }
-"""Types for `isinstance` and annotations. If the asserts call one, the program defines it."""
+"""Types for `isinstance` and annotations. If the asserts call one, the program must define it."""
 _MODULE_OF = {
     name: module
     for table in (_ABSTRACT, _CLASSES, _FUNCTIONS)
@@ -54,16 +54,16 @@ _MODULE_ATTRIBUTES = {"__name__", "__doc__", "__file__", "__spec__", "__loader__
 
 
 class Asserts(NamedTuple):
-    """Statements that test a program, missing imports added, and the program's names in them."""
+    """Test statements with missing imports added, and the names that the program must define."""
 
     source: str
     program_names: tuple[str, ...]
 
 
 def read_asserts(source: str) -> Asserts:
-    """Add forgotten imports to asserts, and find the names that the tested program must define.
+    """Add missing imports to asserts, and find the names that the tested program must define.
 
-    A name is imported only if the asserts also use a name of the program: see docs/rewards.md.
+    `gcd`, say, is imported only if the program must define another name: see docs/rewards.md.
     """
     try:
         tree = ast.parse(source)
@@ -105,7 +105,7 @@ def _is_module(name: str, attributes: set[str]) -> bool:
 
 
 def _uses(tree: ast.AST) -> tuple[dict[str, set[str]], set[str], set[str], list[str]]:
-    """Return each name's attributes; names without a dot; called names; and imported modules."""
+    """Return attributes by name, names used without a dot, called names, and imported modules."""
     attributes, imported = dict[str, set[str]](), list[str]()
     bare, called, owners = set[str](), set[str](), set[int]()
     for node in ast.walk(tree):  # outermost first, so an attribute comes before its owner
@@ -124,7 +124,7 @@ def _uses(tree: ast.AST) -> tuple[dict[str, set[str]], set[str], set[str], list[
 
 
 def _globals(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
-    """Return the globals that are read but neither bound nor builtin, and those that are bound."""
+    """Return two sets of globals: those read but neither bound nor builtin, and those bound."""
     read, bound, tables = set[str](), set[str](), [table]
     for table in tables:
         tables += table.get_children()

@@ -42,9 +42,9 @@ class CodeTests:
 
     Args:
         cpu_s: CPU seconds for each run of the program.
-        wall_s: seconds for all tests of one response, after the start of the sandbox; must be
-            below `timeouts.reward_s`. If they run out in a test that began with half or more left,
-            the score is 0; in a later test, the sample fails.
+        wall_s: seconds for all tests of one response, without the sandbox's start; must be below
+            `timeouts.reward_s`. If the time runs out in a test that began with half of it left, or
+            more, the score is 0; in a later test, the sample fails.
         memory_mib: MiB of address space for each run.
         float_tolerance: largest error of a printed float, absolute or relative to the expected
             one, whichever allows more; 0 compares the text.
@@ -69,7 +69,7 @@ class CodeTests:
         self._run_asserts = _RUN_ASSERTS.read_text()
         spec = importlib.util.find_spec("numpy")
         assert spec and spec.origin
-        found = Path(spec.origin).parents[1]  # with the libraries of its wheel beside it
+        found = Path(spec.origin).parents[1]  # numpy.libs there has the wheel's libraries
         folders = [found / name for name in ("numpy", "numpy.libs")]
         self._packages = {f"{PACKAGES}/{f.name}": str(f) for f in folders if f.is_dir()}
 
@@ -84,7 +84,7 @@ class CodeTests:
         return float(self._prints_expected(program, tests))
 
     def perfect_response(self, *, answer: str) -> str | None:
-        """Return the reference solution, formatted as in a response; None without one."""
+        """Return the row's reference solution as a response; None if the row has none."""
         _read_tests(answer)
         solution = json.loads(answer).get("solution", "")
         in_block = f"~~~~~~python\n{solution}\n~~~~~~"

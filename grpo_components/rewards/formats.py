@@ -1,4 +1,4 @@
-"""Rewards for the form of a response: its tags, its box, its length."""
+"""Rewards for the form of a response: its `<think>` tags, boxed answer or length."""
 
 from __future__ import annotations
 

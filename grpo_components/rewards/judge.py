@@ -1,4 +1,4 @@
-"""The reward of a judge: a language model behind an OpenAI-compatible address grades responses."""
+"""Reward from a judge: a language model at an OpenAI-compatible address grades each response."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from grpo_components.plain_text import shortened
 
 _FIRST_DELAY_S = 0.5
 _TEMPORARY = (408, 409, 425, 429)
-"""Statuses below 500 after which another request may succeed."""
+"""HTTP statuses below 500 after which another request may succeed."""
 _WHOLE = ("stop", None)
 """Finish reasons of a complete reply; a cut-off `Score: 1` may be the start of `Score: 10`."""
 _TOKENS = ("prompt_tokens", "completion_tokens")
 _MAX_ERROR_CHARS = 300
 _MAX_REPLY_CHARS = 20_000
-"""Length of the end of a reply, in characters, that is searched for a grade."""
+"""How many characters at the end of a reply are searched for a grade."""
 # A line that is a number: `7`, `Score: 7`, `**Score:** 7/10`.
 _NUMBER_LINE = re.compile(r"(?:.*[:=])?[\s*]*([-+]?\d+(?:\.\d+)?)\s*(?:/\s*(\d+))?[\s*.]*")
 _OBJECT = re.compile(r"\{\s*[\"}]")
@@ -43,7 +43,7 @@ class JudgeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Where a judge's reply has its grade, and the lowest and highest grade."""
+    """Format of the grade in a judge's reply, and the lowest and highest grade."""
 
     format: str = "number"
     key: str = "score"
@@ -56,7 +56,7 @@ class Verdict:
             fail("verdict.scale", f"{shown(self.scale)} given", "the lowest and the highest grade")
 
     def read(self, reply: str) -> float | None:
-        """Return the grade in a reply, scaled to 0 (lowest) to 1 (highest); None without one."""
+        """Return the grade in a reply, scaled to 0 (lowest) to 1 (highest); None if it has none."""
         end, (lowest, highest) = reply[-_MAX_REPLY_CHARS:], self.scale
         grade = _last_line(end, highest) if self.format == "number" else _last_object(end, self.key)
         if grade is None or not lowest <= grade <= highest:  # refuses NaN, too
@@ -65,21 +65,21 @@ class Verdict:
 
 
 def _last_line(text: str, highest: float) -> float | None:
-    """Return the number of the last line; None without one, and if it is of another scale."""
+    """Return the number in the last line; None if it has none, or one of another scale (`7/5`)."""
     lines = [line for line in text.splitlines() if line.strip()]
     match = _NUMBER_LINE.fullmatch(lines[-1]) if lines else None
     return float(match[1]) if match and float(match[2] or highest) == highest else None
 
 
 def _last_object(text: str, key: str) -> float | None:
-    """Return the number under `key` in the last outermost JSON object; None without one."""
+    """Return the number under `key` in the last outermost JSON object; None if there is none."""
     grade, start = None, _OBJECT.search(text)
     while start:
         try:
             value, end = json.JSONDecoder().raw_decode(text, start.start())
         except RecursionError:
             return None
-        except ValueError:  # a brace of the text
+        except ValueError:  # a brace that starts no JSON
             end = start.end()
         else:
             grade = value.get(key)
@@ -90,15 +90,15 @@ def _last_object(text: str, key: str) -> float | None:
 class LLMJudge:
     """The grade that a language model gives a response, from 0 (lowest) to 1 (highest).
 
-    The model gets the rubric as a user message. A request that fails, or whose reply has no
-    grade, is made again after an exponential delay with jitter. Without a grade, the sample has
-    failed; its grade is not 0.
+    The model gets the rubric as a user message. After a temporary error, or a reply without a
+    grade, the request is repeated, with exponential backoff and jitter. If no request yields a
+    grade, the sample fails; it does not get 0.
 
     Args:
         base_url: address up to `/v1`, http or https.
         model: name of the model at that address.
         rubric: Jinja template of the message; may use prompt, response, answer, finish_reason and
-            the other columns of the row.
+            the other columns of the data set.
         verdict: where the reply has its grade: `format` is `number` (the last line, as in
             `Score: 7`) or `json` (field `key` of the last JSON object); `scale` is the lowest and
             the highest grade.
@@ -138,7 +138,7 @@ class LLMJudge:
             message = self._rubric.render(names)
         except UndefinedError as error:
             fail("rubric", f"{error.message}", f"{', '.join(names)}")
-        message = message.encode(errors="replace").decode()  # half of a character cannot be sent
+        message = message.encode(errors="replace").decode()  # half a surrogate pair cannot be sent
         problem, tries, deadline = "", 0, time.monotonic() + self.wall_s
         for tries in range(1, self._retries + 2):
             grade, problem, delay_s = self._ask(message, deadline - time.monotonic())
@@ -147,19 +147,19 @@ class LLMJudge:
             delay_s = max(delay_s, _FIRST_DELAY_S * 2 ** (tries - 1) * random.uniform(0.5, 1))
             if tries > self._retries or time.monotonic() + delay_s >= deadline:
                 break
-            time.sleep(delay_s)  # noqa: TID251  # as the server or backing off asks for
+            time.sleep(delay_s)  # noqa: TID251  # as the server or the backoff asks for
         self._used["failures"] += 1
         why = f"{shortened(problem, _MAX_ERROR_CHARS)} (last of {tries} requests"
         why += f" within wall_s of {self.wall_s:g} s)"
         raise JudgeError(f"{self._model} at {self._base_url} gave no grade: {why}")
 
     def take_use(self) -> dict[str, float]:
-        """Return the numbers of requests, failures and tokens since the last call."""
+        """Return and reset the counts of requests, failures and tokens since the last call."""
         taken, self._used = self._used, Counter()
         return {kind: float(taken[kind]) for kind in ("requests", "failures", *_TOKENS)}
 
     def _ask(self, message: str, left_s: float) -> tuple[float | None, str, float]:
-        """Make one request; return grade or None, problem, and seconds before the next request."""
+        """Send one request; return the grade or None, the problem, and seconds before a retry."""
         body = {"model": self._model, "messages": [{"role": "user", "content": message}]}
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         self._used["requests"] += 1
@@ -177,12 +177,12 @@ class LLMJudge:
         return *self._read(answer.text), 0.0
 
     def _read(self, body: str) -> tuple[float | None, str]:
-        """Return the grade in an answer, or None and the reason why it has none."""
+        """Count an HTTP answer's tokens; return its grade, or None and why there is none."""
         try:
             answer = json.loads(body)
             for kind in _TOKENS:
                 count = (answer.get("usage") or {}).get(kind)
-                if type(count) is int and 0 <= count <= 2**40:  # more tokens are none
+                if type(count) is int and 0 <= count <= 2**40:  # a larger count cannot be true
                     self._used[kind] += count
             choice = answer["choices"][0]
             reply, ended = choice["message"].get("content") or "", choice.get("finish_reason")
@@ -209,7 +209,7 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
 
 
 def _api_key(variable: str | None) -> str | None:
-    """Return an environment variable's key; errors never quote `variable`: it may be the key."""
+    """Return the API key of an environment variable; errors omit `variable`: it may be the key."""
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()

@@ -16,12 +16,12 @@ from grpo_components.data.boxes import last_boxed
 from grpo_components.rewards.answer_text import Quantity, number, quantities, read, times, words
 
 RESPONSE_CPU_S = 4.0
-"""Maximum CPU seconds that our rewards spend on a response; above them, the reward is 0."""
+"""CPU seconds that a reward of this package may use for one response; above, the reward is 0."""
 
 _MAX_EXTRA_CHARS = 1000
-"""Maximum extra characters of an answer over the known one: a long text is slow to parse."""
+"""How many characters longer than the known answer an answer may be: long texts parse slowly."""
 _TOLERANCE = Fraction(1, 10**9)
-"""Largest relative difference if a side is a decimal; else numbers must be equal."""
+"""Largest relative difference if one of two numbers is a decimal; others must be equal."""
 _MAX_BITS, _MAX_DEPTH = 200_000, 40
 """Bits of the largest number that is evaluated (60,000 digits), and deepest nesting of brackets."""
 
@@ -32,11 +32,11 @@ FORMATS: dict[str, tuple[Callable[[str], str | None], str]] = {
     "gsm8k": (lambda text: (re.findall(r"####([^\n]*)", text) or [None])[-1], "#### {}"),
     "plain": (str, "{}"),
 }
-"""How to find the answer in a response (None: there is none), and a template that writes one."""
+"""Per format: a function that finds a response's answer (or None), and a template to write one."""
 
 
 def form_of_answers(answer_format: str) -> tuple[Callable[[str], str | None], str]:
-    """Return the entry of `FORMATS`."""
+    """Look up a format in `FORMATS`; an unknown one is a ValueError."""
     if answer_format not in tuple(FORMATS):
         raise ValueError(f"answer_format: {answer_format!r} given; allowed: {', '.join(FORMATS)}")
     return FORMATS[answer_format]
@@ -45,7 +45,7 @@ def form_of_answers(answer_format: str) -> tuple[Callable[[str], str | None], st
 class MathCorrectness:
     """1 if the final answer of the response is mathematically equal to the known one, else 0.
 
-    Only the last marked answer counts, and all of it: if 5 is known, `15` and `5 or 6` are wrong.
+    Only the last marked answer counts, and all of it: if 5 is right, `15` and `5 or 6` are wrong.
     The table in docs/rewards.md says what is accepted.
 
     Args:
@@ -62,7 +62,7 @@ class MathCorrectness:
         self._sympy = importlib.import_module("sympy")
         oo, zoo, nan = (getattr(self._sympy, name) for name in ("oo", "zoo", "nan"))
         self._infinities = (oo, -oo, zoo, nan)
-        # It warns that its time-outs are off, which is all it logs: the reward pool has its own.
+        # math-verify only warns that its time-outs are off: the reward pool has its own.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def __call__(self, *, response_text: str, answer: str, **_: Any) -> float:
@@ -76,7 +76,7 @@ class MathCorrectness:
         return float(given == answer or self._is_right(known, read(given, not _has_letters(known))))
 
     def perfect_response(self, *, answer: str) -> str:
-        """Return the known answer, formatted as in a response."""
+        """Return the known answer as a response, in the answer format."""
         return self._write.format(answer)
 
     def _is_right(self, known: str, given: str) -> bool:
@@ -99,9 +99,9 @@ class MathCorrectness:
         values, others = _values(known), _values(given)
         is_equation = (values, others) != ([known], [given])
         if not any(map(_has_letters, values)):
-            values = values[-1:]  # a known 3+4 = 7 is 7
+            values = values[-1:]  # the known answer 3+4 = 7 means 7
         if is_equation and len(values) == 1 and any(self._equal(values[0], v) for v in others):
-            # of 3+4 = 7, one side is the known number, and the others are true
+            # in 3+4 = 7, one side is the known number, and the others equal it
             return len(others) == 1 or all(self._is_same_value(values[0], v, False) for v in others)
         amounts, others = quantities(known), quantities(given)
         are_measures = all(len(side) == 1 and side[0].dimensions for side in (amounts, others))
@@ -146,7 +146,7 @@ class MathCorrectness:
         return any(self._is_same_value(*side) for side in dict.fromkeys(sides))
 
     def _is_same_value(self, known: str, given: str, is_final: bool = True) -> bool:
-        """Compare two formulas; with `is_final`, only a plain number equals a known number."""
+        """Compare two formulas; `is_final` refuses a calculation (`3+4`) if a number is known."""
         ours, theirs = number(known), number(given)
         if ours is not None and theirs is not None:
             return abs(ours - theirs) <= ("." in known + given) * _TOLERANCE * abs(ours)
@@ -213,7 +213,7 @@ class MathCorrectness:
             return False
 
     def _set(self, text: str) -> Any:
-        """Return the set of reals of `x<2 or x>3` or of an interval; None for any other text."""
+        """Parse inequalities (`x<2 or x>3`) or an interval as a set of reals; None for others."""
         sets, names, join = [], set(), self._sympy.Union
         if _INEQUALITY.search(text):
             text, unions = re.subn(r"\\cup|«or»", ",", text)
@@ -269,7 +269,7 @@ _CLOCK = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)")
 
 
 def _choice(text: str) -> tuple[str, str]:
-    """Return letter and value of `(C) 12`, `C. 12`, `C`; no letter for anything else."""
+    """Split a choice (`(C) 12`, `C. 12`, `C`) into letter and value; other texts have no letter."""
     match = _CHOICE.fullmatch(re.sub(r"[«»{}]|\\[a-z]+(?=\{\()", "", text).strip())
     value = re.sub(r"^[\s:.)]+", "", match[3]) if match else ""
     if not match or (value and re.match(_NO_VALUE, value)):
@@ -296,7 +296,7 @@ def _name(text: str) -> str:
 
 
 def _by_name(items: list[str]) -> list[str]:
-    """Sort items named by neighbouring letters: the point y=2, x=1 is (1, 2); leave others."""
+    """Sort items named by consecutive letters (the point y=2, x=1 is (1, 2)), but no others."""
     names = [*map(_name, items)]
     is_named = all(names) and "".join(sorted(names)) in string.ascii_letters
     return sorted(items, key=_name) if is_named else items
@@ -347,7 +347,7 @@ def _is_slow_to_read(text: str) -> bool:
 
 
 def _bits(expression: Any) -> float:
-    """Estimate the bits of the largest intermediate number; infinity if a part is costly."""
+    """Estimate the bits of the largest number in evaluating an expression; inf if too costly."""
     if getattr(expression, "is_Rational", False):
         return expression.p.bit_length() + expression.q.bit_length()
     kind, is_matrix = type(expression).__name__, getattr(expression, "is_Matrix", False)

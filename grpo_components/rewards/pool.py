@@ -1,4 +1,4 @@
-"""Runs rewards in worker processes, with a deadline per sample, so that none blocks the others."""
+"""Runs rewards in worker processes with a deadline per sample: one that hangs blocks no other."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _EXIT_TIMEOUT_S = 10.0
 """Seconds for a process to exit after it closed its connection."""
 
 RewardInput = dict[str, Any]
-"""Keyword arguments of a reward: prompt_text, response_text, answer, finish_reason, and the other
-columns of the row; a reward gets those columns that its signature takes."""
+"""Input of a reward: prompt_text, response_text, answer, finish_reason, and the other columns of
+the data set's row. A reward gets only the columns that its signature accepts."""
 
 
 NO_SCORE = "rewards: no score within the environment's limit; allowed: rewards that meet "
@@ -49,7 +49,7 @@ class RewardSpec:
 
 @dataclass(frozen=True)
 class Score:
-    """Score of one sample: by all rewards or, as a reward process sends it, by one reward."""
+    """Score of one sample from all rewards, or from one (which a reward process sends)."""
 
     reward: float
     """Weighted sum of the terms; NaN if a reward failed."""
@@ -58,14 +58,14 @@ class Score:
     success: bool
     """Whether the reward marked `is_success` is at its maximum."""
     error: str | None
-    """Name of the reward that failed, with file, line and message of its error; further lines are
-    the traceback of its code. None if all succeeded."""
+    """None, or the failed reward's name with the file, line and message of the error. Further lines
+    are the traceback in the reward's code."""
     used: dict[str, float] = field(default_factory=dict, compare=False)
-    """What the rewards used for this sample, by reward and kind: `judge_requests`."""
+    """Amounts that the rewards used for this sample, as `<reward>_<kind>`: `judge_requests`."""
     is_above: bool = field(default=False, compare=False)
-    """Whether one reward gave more than its own maximum."""
+    """Whether the one reward gave more than its `max_reward`."""
     seconds: float = field(default=0.0, compare=False)
-    """Seconds that one reward took."""
+    """Seconds that the one reward took."""
 
 
 def reward_specs(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardSpec]:
@@ -166,9 +166,9 @@ class RewardPool:
 
 
 class Worker:
-    """Controls one reward process, from one thread of the process that owns it.
+    """Starts one reward process and lets it score samples; for use by one thread.
 
-    `max_cpu_s` is the largest CPU limit of one reward; 0: there is none.
+    `max_cpu_s` caps the CPU limits that rewards have (`response_cpu_s`); 0 turns all limits off.
     """
 
     def __init__(
@@ -192,9 +192,9 @@ class Worker:
         """Name of each reward built so far -> whether it has a `perfect_response`."""
 
     def wait_until_built(self) -> tuple[str, str]:
-        """Wait until all rewards are built; return who failed, and why.
+        """Wait until all rewards are built; return the name of one that failed, and its error.
 
-        The problem is one line, then the traceback of the user's code; empty if there is none.
+        The error is one line, then the traceback of the user's code. Both are "" if none failed.
         """
         for name in self._names[len(self.has_perfect) :]:
             if not self._connection.poll(_START_TIMEOUT_S):
@@ -211,7 +211,7 @@ class Worker:
     def ask(
         self, name: str, sample: RewardInput, timeout_s: float, is_perfect: bool = False
     ) -> Score:
-        """Let one reward score a sample; `is_perfect` scores the reward's own perfect response."""
+        """Let one reward score a sample or, if `is_perfect`, its own perfect response to it."""
         of, problem = self.wait_until_built()
         if problem:
             problem = problem.partition("\n")[0]

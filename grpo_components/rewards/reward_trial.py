@@ -15,11 +15,11 @@ from grpo_components.rewards.pool import RewardInput, RewardSpec, Score, Worker
 
 _ALLOWED = "a class whose objects take prompt_text, response_text, answer and finish_reason by name"
 _SCORES = "one that can score a row of the data set"
-"""The error's `allowed` text if a reward of this package raises: its signature is right."""
+"""Text after `allowed:` in the error if a reward of this package raises: its signature is right."""
 _ANSWERS = "a data set whose answers it accepts, or another answer_format"
 _NOISE = "nonsense " * 9999
 _CHECK_S = 20.0
-"""Seconds for the rewards to score their perfect responses to the rows of all data sets."""
+"""Seconds in which rewards score their perfect responses, for all data sets together."""
 
 
 class RewardTrial:
@@ -29,13 +29,12 @@ class RewardTrial:
         self, rewards: dict[str, RewardSpec], samples: list[RewardInput], timeout_s: float
     ) -> None:
         self._rewards, self._samples, self._timeout_s = rewards, samples, timeout_s
-        self._worker = Worker(self._rewards, 0, subprocess.DEVNULL)  # it builds them meanwhile
+        self._worker = Worker(self._rewards, 0, subprocess.DEVNULL)  # starts to build the rewards
 
     def finish(self) -> tuple[list[str], list[str]]:
-        """Wait until each reward has scored known answers; return lines of scores, and warnings.
+        """Let each reward score known answers and an empty response; return scores and warnings.
 
-        A line has the scores that one reward gives to known answers (to perfect responses, if it
-        can write them) and to an empty response.
+        If a reward has a `perfect_response`, the scores of that replace those of known answers.
         """
         of, problem = self._worker.wait_until_built()
         if problem:
@@ -87,7 +86,7 @@ class RewardTrial:
             raise self._error(name, hang, "one that answers in time") from None
 
     def _ask(self, name: str, sample: RewardInput, timeout_s: float, row: str = "") -> Score:
-        """Let one reward score a sample or, if `row` is given, its own perfect response to it."""
+        """Let one reward score a sample or, with a `row` (for errors), its perfect response."""
         try:
             return self._worker.ask(name, sample, timeout_s, bool(row))
         except (EOFError, ConnectionError):
@@ -97,12 +96,12 @@ class RewardTrial:
     def check_rows(
         self, data: Mapping[str, Any], sample_of: Callable[[Any], RewardInput]
     ) -> list[str]:
-        """Let each reward score its perfect response to every row; return a warning on wrong rows.
+        """Let each reward score its perfect response to every row; return warnings if rows fail.
 
-        Called after `finish`; `data`: key -> data set. An error is raised if all rows are wrong.
+        Call `finish` first. `data`: key -> data set. Raises if all rows of a data set fail.
         """
         rows = [(key, row) for key, dataset in data.items() for row in range(len(dataset))]
-        random.Random(0).shuffle(rows)  # so that the time goes to rows from everywhere
+        random.Random(0).shuffle(rows)  # so that all data sets share the time
         names = [name for name, has_one in self._worker.has_perfect.items() if has_one]
         found = {(name, key): dict[int, str]() for name in names for key in data}
         deadline = time.monotonic() + _CHECK_S
@@ -139,7 +138,7 @@ class RewardTrial:
 
     def _error(self, name: str, problem: str, allowed: str) -> ConfigError:
         line, _, trace = problem.partition("\n")
-        what, _, own = line.partition("; allowed: ")  # a reward of ours says what it allows
+        what, _, own = line.partition("; allowed: ")  # a reward of this package says what it allows
         what = f"{self._rewards[name].component} {what}"
         return ConfigError(f"rewards.{name}", what, own or allowed, trace)
 

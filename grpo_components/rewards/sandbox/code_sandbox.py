@@ -26,7 +26,7 @@ _GRACE_S = 30.0
 _KILLED_STATUS = 128 + 9  # SIGKILL
 _MAX_REPORT_BYTES = 1000
 _OPTIONS = ["-s", "-S", "-P", "-B", "-X", "utf8", "-X", "int_max_str_digits=0"]
-"""Python uses no packages, byte code files or current folder."""
+"""Keep installed packages and the current folder off Python's path; write no byte-code files."""
 _ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 
 
@@ -38,7 +38,7 @@ class SandboxError(RuntimeError):
 class Limits:
     """Resources that one program may use: seconds, MiB, threads at a time.
 
-    `cpu_s` is that of all threads together, `memory_mib` is address space (Python itself needs
+    `cpu_s` is CPU time of all threads together, `memory_mib` is address space (Python itself needs
     about 50), and `file_mib` limits each file, all files together, stdout and stderr.
     """
 
@@ -93,14 +93,14 @@ class CodeSandbox:
     def run(self, program: str, stdin: str = "", wall_s: float | None = None) -> Outcome:
         """Run one program until it ends. If the calling thread dies, so does the program.
 
-        `wall_s` may lower the limit.
+        `wall_s` can only lower the wall-clock limit.
         """
         with self.opened(program) as run:
             return run(stdin, wall_s)
 
     @contextlib.contextmanager
     def opened(self, program: str) -> Iterator[Callable[[str, float | None], Outcome]]:
-        """Context manager: a function that runs the program, given stdin and a limit in seconds.
+        """Open a sandbox; yield a function that runs the program, given stdin and limit in seconds.
 
         All runs use one sandbox, each in a new process with its own limits, memory and empty /tmp.
         No run can follow one that was killed at its wall-clock limit.
@@ -202,7 +202,6 @@ class _Running:
     orders: socket.socket
 
     def wait_until_ready(self) -> None:
-        """Wait until the sandbox is built."""
         if (answer := self._receive(_GRACE_S)) != "ready":
             late = f"it was not ready within {_GRACE_S:g} s"
             raise SandboxError(f"cannot sandbox a program: {answer or late}")

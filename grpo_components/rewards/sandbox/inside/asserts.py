@@ -2,8 +2,8 @@
 
 Only plain data (numbers, text, lists, ...) and references to objects of the program cross between
 the two; expected results never do. So a program gains nothing by patching `==`, returning objects
-that equal everything, or exiting early. Only an object that the asserts made themselves, by calling
-a class of the program, has its own operators; these never turn plain data into an answer.
+that equal everything, or exiting early. An object has its own operators only if the asserts made it
+by calling a class of the program; these operators never turn plain data into an answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PACKAGES = "/packages"
 """Folder of the packages that the asserts, but not the program, can import."""
 
 NAMES = "names.json"
-"""File beside the asserts: a JSON list of the names that the program must define."""
+"""File next to the asserts: a JSON list of the names that the program must define."""
 
 UNFIT = 3
 """Exit status if the asserts pass the program a value that cannot cross; stderr names its type."""
@@ -40,7 +40,7 @@ _OF_MADE = ("__bool__", "__hash__", "__contains__")
 """Further methods that only an object made by the asserts has."""
 _OPTIONAL = ("__call__", "__iter__", "__next__", "__len__", "__getitem__", "__setitem__")
 _OPTIONAL += ("__delitem__", "__reversed__", "send", "throw", "close", "__enter__", "__exit__")
-"""A `Remote` has these methods only if its object has them, because `isinstance` checks them."""
+"""A `Remote` has these only if the program's object has them, because `isinstance` checks them."""
 _ALL = ("__str__", "__repr__", "__instancecheck__", "__subclasscheck__")
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -51,7 +51,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"__{f.__name__}__": f for f in (bool, hash, iter, len, next, repr, reversed, str)},
     **{f.__name__: f for f in (getattr, setattr)},
 }
-"""What the asserts can request of the program; any other name is an operator, or a method."""
+"""Functions that the asserts can request of the program; other names are operators or methods."""
 
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
@@ -76,7 +76,7 @@ _STATE = " state"
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """Convert a value to JSON data."""
+    """Convert a value to JSON data; `keep` returns the reference to send for any other object."""
     if type(value).__module__ == "numpy":
         value = value.tolist()
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -95,7 +95,7 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any]) -> Any:
-    """Undo `encode`, building only standard types; `find` returns an object that `keep` kept."""
+    """Undo `encode`, building only standard types; `find` turns a reference into an object."""
     if not isinstance(data, list):
         return data
     name, content = data
@@ -112,7 +112,7 @@ def decode(data: Any, find: Callable[[Any], Any]) -> Any:
 
 
 class _State(NamedTuple):
-    """What a proxy stands for."""
+    """State of a proxy: how to ask the program, and which of its objects the proxy stands for."""
 
     ask: Callable[..., Any]
     number: int | str
@@ -181,7 +181,7 @@ class Remote:
 
 @functools.cache
 def remote_type(has: frozenset[str], is_made: bool) -> type:
-    """Make a class of proxies that has exactly the optional methods that the object has.
+    """Make a class of proxies with just the optional methods in `has`; operators if `is_made`.
 
     So `callable(x)` and `isinstance(x, Iterator)`, which look for these methods, are correct.
     """
@@ -200,7 +200,7 @@ def remote_type(has: frozenset[str], is_made: bool) -> type:
 
 
 class _ErrorType(type):
-    """Class of the classes that stand for the program's exceptions."""
+    """Metaclass of the classes that stand for the program's exceptions."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return _request(cls, "__call__", cls, *args, **kwargs)
@@ -223,7 +223,7 @@ def _answer(value: Any) -> Any:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a file; in the asserts' file, checks each tested value by `_answer`."""
+    """Loads a file; makes each assert in the file of asserts check its value by `_answer`."""
 
     def source_to_code(self, data: Any, path: Any, **_: Any) -> Any:
         tree = ast.parse(data)
@@ -247,7 +247,7 @@ def _load(name: str, **names: Any) -> Any:
 
 
 def _kinds(kind: type) -> list[Any]:
-    """Return the name of a class, and the same for each base of a class that is not builtin."""
+    """Return [name of a class, its bases in the same form]; no bases if the class is builtin."""
     is_builtin = vars(builtins).get(kind.__name__) is kind
     return [kind.__name__, [] if is_builtin else [_kinds(base) for base in kind.__bases__]]
 

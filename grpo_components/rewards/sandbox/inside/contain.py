@@ -1,4 +1,4 @@
-"""Script that the code sandbox starts: builds the sandbox, then runs the program once per order.
+"""Script that the code sandbox starts: builds the sandbox, then runs the program once per request.
 
 It uses three processes. The first enters new namespaces. The second is process 1 of the new PID
 namespace: it builds the file system, and for each run forks the third, which gives up all
@@ -35,7 +35,7 @@ _AT_FDCWD, _AT_RECURSIVE, _MOUNT_SETATTR = -100, 0x8000, 442
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _NOBODY = 65534
 _FIRST_UID = 1_000_000_000
-"""Lowest user id of programs if root runs the sandbox; each has its own, so limits are separate."""
+"""Lowest user id of programs if root runs the sandbox. Each has its own: limits are per user id."""
 CPU_LIMIT_STATUS = 128 + signal.SIGXCPU
 _CAPABILITY_VERSION = 0x20080522
 _MOUNT_POINT = "/sys"
@@ -129,7 +129,7 @@ def _build_root(files: dict[str, str], packages: dict[str, str]) -> None:
 
 
 def _renew(file_bytes: int) -> None:
-    """Give the next run an empty /tmp and its own /dev/stdin; all else is read-only."""
+    """Give the next run an empty /tmp and its own /dev/stdin; the rest is read-only."""
     _libc.umount2(b"/tmp", _MNT_DETACH)
     options = f"size={file_bytes},nr_inodes=1024,mode=1777"
     _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, options)
@@ -197,7 +197,7 @@ def _die_with_parent() -> None:
 
 
 def _enter_namespaces() -> int | None:
-    """Enter new namespaces."""
+    """Enter new namespaces; return the user id that the program must take; None: keep this one."""
     kinds = _CLONE_NEWNS | _CLONE_NEWCGROUP | _CLONE_NEWUTS
     kinds |= _CLONE_NEWIPC | _CLONE_NEWPID | _CLONE_NEWNET
     uid, gid = os.geteuid(), os.getegid()
@@ -252,7 +252,7 @@ def _become_program(job: dict[str, Any], uid: int | None, orders: int) -> NoRetu
 
 
 def _init(job: dict[str, Any], uid: int | None, orders: int) -> None:
-    """Run as process 1: build the root, then run the program for each order until they end."""
+    """Run as process 1: build the root, then run the program once per message on `orders`."""
     _die_with_parent()
     os.setsid()  # else the program's `kill(0, ...)` would reach the first process
     _build_root(job["files"], job["packages"])
