@@ -324,7 +324,7 @@ class RunAudit:
     def _check_weights(self, event: Record, newest: int) -> None:
         """Check that no generator is ahead of the trainer, and that trained versions were loaded.
 
-        `newest`: the newest version that can exist. Weights may be loaded before their step's event.
+        `newest` is the newest possible version: weights may be loaded before their step's event.
         """
         h, check = self._history, self._check
         ahead = max(self._loaded.values(), default=0)
