@@ -200,7 +200,7 @@ def mismatch_summary(sums: Tensor, ratio_max: Tensor, tokens: int) -> dict[str, 
     With rho_t = exp(d_t): `mismatch/generator_kl` is the mean of rho - d - 1 (k3, Schulman 2020,
     "Approximating KL divergence"), an estimate of KL(generator || trainer) in nats per token;
     `mismatch/effective_sample_size` is (sum rho)^2 / (M sum rho^2), in (0, 1] (Kong 1992).
-    `mismatch/fresh_kl` is that of responses sampled by this version; no later update causes it.
+    `mismatch/fresh_kl`: the same KL over responses sampled by this version, so caused by no update.
     """
     k3, ratio, square, masked, weight, fresh, fresh_k3 = sums[:7]
     places = (tokens - 1) * torch.tensor([0.01, 0.5, 0.99], dtype=sums.dtype)
