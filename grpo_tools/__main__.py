@@ -1,4 +1,4 @@
-"""The command `grpo`: tools that read the files of a run, while it trains or afterwards."""
+"""The command `grpo`: tools that plan a run, or read its files during or after training."""
 
 from __future__ import annotations
 

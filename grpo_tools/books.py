@@ -1,4 +1,4 @@
-"""Closes a run's books: what became of every group and every token that was generated."""
+"""Balances a run's token accounts: what became of every generated group and token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from grpo_components.files import Record, records_of
 
 TRAINED_FROM = ("trained", "off_policy", "skipped", "written")
-"""Causes of the tokens that a step's `token_versions` counts."""
+"""Keys of `OF_TOKENS` whose tokens a step's `token_versions` counts."""
 OF_TOKENS = {
     "trained": "trained",
     "stale": "masked: older than max_staleness",
@@ -21,7 +21,7 @@ OF_TOKENS = {
     "skipped": "in skipped steps and updates",
     "written": "written to a file, not trained",
 }
-"""What a training step made of a sampled token -> its name in words; docs/reproducibility.md."""
+"""Outcome of a sampled token in a training step -> description; see docs/reproducibility.md."""
 _AGAIN = "lost in a restart, generated again"
 _UNDONE = "undone by a rollback or resume"
 _IN_FLIGHT = "in flight at the end"
@@ -48,15 +48,15 @@ class Amount:
 
 @dataclass
 class _Account:
-    """Groups by outcome up to a step, without what a rollback or resume undid."""
+    """Groups and tokens by outcome up to a step, without what a rollback or resume undid."""
 
     outcomes: dict[str, Amount] = field(default_factory=dict)
     stock: dict[int, int] = field(default_factory=dict)
     """Generated group without an outcome yet -> tokens sampled for it."""
     again: Amount = Amount()
-    """Reuses: groups trained by one more step, each use counted."""
+    """Number of uses of reused groups after the first, and the tokens trained in these uses."""
     ungenerated: int = 0
-    """Groups dropped before their generation ended."""
+    """Number of groups dropped before their generation ended."""
 
     def end(self, cause: str, groups: int, tokens: int) -> None:
         self.outcomes[cause] = self.outcomes.get(cause, Amount()) + Amount(groups, tokens)
@@ -69,17 +69,17 @@ class _Account:
 
 
 class Books:
-    """Adds up the events of receipts.jsonl: generated = the sum of all outcomes.
+    """Adds up the events of receipts.jsonl, and checks: generated = the sum of all outcomes.
 
-    The left side counts each group where its generation ended. The right side counts it where it
-    ended up: the trainers count the tokens of a step's groups by what they do with each, the ledger
-    counts those of dropped and living groups. So a wrong count on either side shows as a residual.
+    The left side counts each group when its generation ends. The right side counts its outcome: the
+    trainers count the tokens of trained groups by outcome, the ledger the tokens of dropped groups
+    and of groups that have no outcome yet. A wrong count on either side shows as a residual.
     """
 
     def __init__(self, resume_points: Iterable[int]) -> None:
         self.generated = Amount()
         self.problem = ""
-        """First group whose two sides differ, or other contradiction; empty if there is none."""
+        """First contradiction, such as a group with two different counts; empty if none."""
         self._resume_points = set(resume_points)
         self._account = _Account()
         self._kept: dict[int, _Account] = {0: _Account()}
@@ -90,23 +90,23 @@ class Books:
 
     @property
     def again(self) -> Amount:
-        """How often groups were trained by one more step, and with how many tokens."""
+        """Number of uses of reused groups after the first, and the tokens trained in these uses."""
         return self._account.again
 
     @property
     def residual(self) -> Amount:
-        """Generated groups and tokens minus all outcomes: 0 if the books close."""
+        """Generated groups and tokens minus all outcomes: 0 if the accounts balance."""
         return self.generated - self._account.total() - self._undone
 
     def outcomes(self) -> dict[str, Amount]:
-        """Return the right side: cause in words -> its groups and tokens, if it has any."""
+        """Return outcome, in words -> its groups and tokens; outcomes without any are left out."""
         found = {_UNDONE: self._undone, _IN_FLIGHT: self._account.in_flight()}
         found |= self._account.outcomes
         order = [*_ORDER, *sorted(found.keys() - {*_ORDER, *_LAST}), *_LAST]
         return {cause: found[cause] for cause in order if found.get(cause, Amount()) != Amount()}
 
     def table(self) -> list[tuple[str, int, int]]:
-        """Return the rows (what, groups, tokens) of both sides and of the residual."""
+        """Return rows (what, groups, tokens): what was generated, each outcome, the residual."""
         rows = {"generated": self.generated, **self.outcomes(), "residual": self.residual}
         return [(what, amount.groups, amount.tokens) for what, amount in rows.items()]
 
@@ -120,7 +120,7 @@ class Books:
         return lines
 
     def line(self) -> str:
-        """Return both sides in one line, each amount as groups and tokens."""
+        """Return the balance as one line of text, each amount as groups/tokens."""
         right = " + ".join(f"{amount} {cause}" for cause, amount in self.outcomes().items())
         return f"{self.generated} generated = {right or 0}; residual {self.residual}"
 
@@ -161,7 +161,7 @@ class Books:
         self._account, self._batch = now, []
 
     def _carry(self, counted: Mapping[int, int], account: _Account) -> None:
-        """Continue with the ledger's own count of the generated living groups."""
+        """Compare the tokens of groups without an outcome with the ledger's; keep the ledger's."""
         for group in sorted(counted.keys() | account.stock.keys()):
             self._compare(group, account.stock.get(group), counted.get(group), "the ledger counts")
         account.stock = dict(counted)
@@ -205,7 +205,7 @@ class Books:
 
 
 def close_books(folder: Path) -> Books:
-    """Return the books of a run that has ended, is running or was killed."""
+    """Return the token accounts of a run that has ended, is running or was killed."""
     path = folder / "receipts.jsonl"
     try:
         books = Books(start["steps_done"] for start in records_of(path, b'"event": "start"'))

@@ -1,4 +1,4 @@
-"""Draws prompts by their own success rate; the same records and seed give the same draws."""
+"""Draws prompts by their success rates; the same results and seed give the same draws."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from grpo_components.settings import CurriculumSettings
 MAX_PROMPTS = 10**7
 """Largest number of prompts that a curriculum weighs."""
 _PRIOR_RESPONSES = 0.25
-"""Weight, in responses, of the assumption that a prompt's rate is in the middle of the band."""
+"""Weight, in responses, of the prior that a prompt's success rate is (low + high) / 2."""
 
 
 def weights_of(rule: CurriculumSettings, rates: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the sampling weights [N] of prompts with success rates [N].
+    """Return the sampling weight [N] of each prompt from its success rate [N].
 
-    A weight is 1 from `low` to `high`, and falls linearly to `floor` at the rates 0 and 1.
+    The weight is 1 from `low` to `high`; outside, it falls linearly to `floor` at rates 0 and 1.
     """
     # Only basic operations, which give the same bits on every machine: the audit repeats them.
     below = rates / (rule.low or 1.0)
@@ -88,17 +88,17 @@ class _Rates:
 
 
 class PartTurns:
-    """Gives k parts turns by weight; after any n, each has had its share to within k + 1."""
+    """Lets k data sets take turns by weight: each gets its share of turns, to within k + 1."""
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         self.taken = [0] * len(weights)
-        """Turns that each part has had."""
+        """Number of turns that each data set has had."""
         self._weights, phases = list(weights), random.Random(seed)
         self._phases = [phases.random() for _ in weights]
 
     def next(self) -> int:
-        """Return the number of the part whose turn it is, and count the turn."""
-        # The k-th turn of a part is due at time (k + phase) / weight; take the earliest.
+        """Return the index of the data set whose turn it is, and count the turn."""
+        # The k-th turn of a data set is due at time (k + phase) / weight; take the earliest.
         due = [
             (taken + phase) / weight
             for taken, phase, weight in zip(self.taken, self._phases, self._weights, strict=True)
@@ -109,12 +109,12 @@ class PartTurns:
 
 
 class Curriculum:
-    """Draws rows of data sets by weights that follow the success rates of their prompts.
+    """Draws prompts of data sets by weights that depend on the success rate of each prompt.
 
-    The weights change only at the end of a training step, which counts the results of the groups
-    generated since the previous step. Between two steps, no prompt is drawn twice before all
-    prompts of its data set were drawn. So the draws depend only on each step's results and number
-    of draws.
+    The weights change only at the end of a training step, by the results of the groups generated
+    since the step before. Between two steps, no prompt is drawn twice before all prompts of its
+    data set were drawn. So the draws depend only on the seed, and each step's results and number of
+    draws.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Curriculum:
         """Metrics of the last step, by name (`curriculum/...`); empty before the first."""
 
     def draw(self) -> tuple[int, int]:
-        """Return (prompt_index, epoch) of the next prompt; `epoch` counts its earlier draws.
+        """Return (prompt_index, epoch) of the next prompt; `epoch` is its number of earlier draws.
 
         So no pair is returned twice.
         """
@@ -145,12 +145,12 @@ class Curriculum:
         return self._parts[self._turns.next()].draw(share)
 
     def add_result(self, prompt_index: int, successes: int, responses: int) -> None:
-        """Add the result of a generated group; it takes effect at the end of the step."""
+        """Add the successes of a generated group; they change weights at the end of the step."""
         before = self._results.get(prompt_index, (0, 0))
         self._results[prompt_index] = before[0] + successes, before[1] + responses
 
     def end_step(self) -> None:
-        """Apply the results since the last step, and compute the step's metrics."""
+        """Update the weights by the results since the last step, and compute the metrics."""
         by_part: list[dict[int, tuple[int, int]]] = [{} for _ in self._parts]
         for index, result in self._results.items():
             number, place = self._places[index]
@@ -171,7 +171,7 @@ class Curriculum:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return what the draws depend on besides the results, for the receipts."""
+        """Return, for the receipts, what draws depend on except results: seed, rule, prompts."""
         return {
             "seed": self.seed,
             "curriculum": self.rule.model_dump(),

@@ -1,9 +1,9 @@
-"""Chooses trained groups that a later step trains again, while all their tokens are fresh enough.
+"""Chooses trained groups that a later step trains again, within `max_staleness` for all tokens.
 
-A group that teaches more goes first: its priority is the standard deviation of its rewards, halved
-for each policy version that its oldest token is old. With rewards of 0 and 1 and a success rate p,
-the deviation is sqrt(p (1 - p)), the mean size of the group's advantages, which replay buffers rank
-by (arXiv 1511.05952, with |advantage| for |TD error|); for the decay by age see arXiv 2604.16918.
+The priority of a group is the standard deviation of its rewards, halved for each policy version of
+its oldest token's age. That deviation is the root mean square of reward minus group mean: for
+rewards 0 and 1 with success rate p, sqrt(p (1 - p)). Prioritized replay ranks by |TD error| (arXiv
+1511.05952); here |advantage| takes its place. For the decay by age see arXiv 2604.16918.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from grpo_components.settings import reused_per_step
 from grpo_components.trajectory import GroupSummary
 
 _LARGEST = 2.0**53
-"""Largest spread; receipts have no larger number."""
+"""Upper bound of a spread; receipts have no larger number."""
 
 
 @dataclass
 class Candidate:
-    """The properties of a trained group on which the choice depends."""
+    """A trained group, with the properties that decide whether it is trained again."""
 
     group_id: int
     spread: float
@@ -39,8 +39,8 @@ class Candidate:
 class GroupReuse:
     """Remembers trained groups, and chooses those that the next step trains again.
 
-    A step that trained nothing (skipped) adds no group, and removes those that it had reused: one
-    of them may be the reason. The choice depends on nothing but the steps' groups and versions.
+    A skipped step (it trained nothing) adds no group, and removes the groups that it reused: one of
+    them may have caused the skip. The choice depends only on the steps' groups and versions.
     """
 
     def __init__(self, contract: StalenessContract, share: float = 0.0, max_uses: int = 1) -> None:
@@ -52,7 +52,7 @@ class GroupReuse:
         self.trained: Sequence[Candidate] = ()
         """New groups of the step in training."""
         self.chosen: Sequence[Candidate] = ()
-        """Groups that the step in training, or else the next step, trains again, by group id."""
+        """Groups, sorted by id, that the step in training, or else the next step, trains again."""
         self.metrics: dict[str, float] = {}
         """Metrics of the last step; empty if reuse is off."""
 
@@ -67,14 +67,14 @@ class GroupReuse:
         return [self.candidates[group_id].entry for group_id in sorted(self.candidates)]
 
     def describe(self) -> dict[str, Any]:
-        """Return the rule for the receipts: `replay_generation`; empty if reuse is off."""
+        """Return `replay_generation` as the receipts record it; empty if reuse is off."""
         rule = {"share": self.share, "max_uses": self.max_uses}
         return {"replay_generation": rule} if self.most else {}
 
     def choose(self, policy_version: int) -> None:
-        """Choose groups for the step from this version; forget those that are too old or used up.
+        """Choose the groups of highest priority for the step that starts from this version.
 
-        Those with the highest priorities are chosen; of equal ones, the older.
+        Of equal groups, it prefers the older. It forgets groups that are too old or used up.
         """
         self.candidates = {
             group_id: each
@@ -97,7 +97,7 @@ class GroupReuse:
     def begin_step(
         self, entries: Sequence[LedgerEntry], groups: Sequence[GroupSummary]
     ) -> dict[str, Any]:
-        """Note the new groups of a step; return the event fields that describe its groups."""
+        """Note the new groups of a step; return its fields of the event `sample`, for the audit."""
         if not self.most:
             return {}
         self.trained = [

@@ -2,18 +2,18 @@
 
 Every preset turns the log ratios d_t = log pi_proximal - log pi_generator of the sampled tokens
 (pi_proximal: the trainer's policy at the start of the training step) into one weight per token.
-Its arguments are `log_ratios` [N], those of the trained tokens of whole responses laid end to end,
-and `sequence_ids` [N] int64, 0 to S - 1; it returns weights [N] of the log ratios' dtype.
+Its arguments are `log_ratios` [N] of the trained tokens of whole responses, laid end to end, and
+`sequence_ids` [N] int64, 0 to S - 1; it returns weights [N] of the log ratios' dtype.
 The weight multiplies the token's policy loss and carries no gradient; weight 0 masks the token
-(`composition.py`). T is the number of a response's trained tokens. With `stale_tokens: mask`, its
-first tokens may be too old to be trained; sums and means leave these out. Log ratios, and
+(`composition.py`). T is the number of a response's trained tokens. With `stale_tokens: mask`, the
+first tokens of a response may be too old to train; sums and means leave them out. Log ratios, and
 their sums and means over a response, are clamped to +-20 before the exponential, so that no ratio
 overflows.
 
 Attributes of a preset, False where not set. `anchors_at_proximal`: the weight is the importance
-weight from the generator to the proximal policy; the loss's own ratio is then that to the proximal
-policy, so that nothing is corrected twice. `needs_advantages`: the advantages are its third
-argument. `follows_updates`: the log ratios are those of the policy in training, not pi_proximal;
+weight from the generator to the proximal policy; the loss then takes its own ratio to the proximal
+policy, so that nothing is corrected twice. `needs_advantages`: the preset gets the advantages as
+third argument. `follows_updates`: the log ratios are of the policy in training, not pi_proximal;
 every update of the step changes them.
 """
 
@@ -200,7 +200,7 @@ def mismatch_summary(sums: Tensor, ratio_max: Tensor, tokens: int) -> dict[str, 
     With rho_t = exp(d_t): `mismatch/generator_kl` is the mean of rho - d - 1 (k3, Schulman 2020,
     "Approximating KL divergence"), an estimate of KL(generator || trainer) in nats per token;
     `mismatch/effective_sample_size` is (sum rho)^2 / (M sum rho^2), in (0, 1] (Kong 1992).
-    `mismatch/fresh_kl` is that of fresh tokens, which training after sampling cannot cause.
+    `mismatch/fresh_kl`: the same KL over responses sampled by this version, so caused by no update.
     """
     k3, ratio, square, masked, weight, fresh, fresh_k3 = sums[:7]
     places = (tokens - 1) * torch.tensor([0.01, 0.5, 0.99], dtype=sums.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_components.objective.off_policy import mismatch_summary, mismatch_sums
 
-# Each step logs all of these; one not measured (no reference, clipping, trained token) is NaN.
+# Each step logs all of these keys; NaN if not measured (no reference, clipping, trained token).
 ALWAYS_LOGGED = (
     "loss/total",
     "loss/policy",
@@ -48,13 +48,13 @@ class TokenMetrics:
             _add(self._totals, {key: values.max() if key.endswith("max") else values.sum()})
 
     def add_mismatch(self, log_ratios: Tensor, weights: Tensor | None, fresh: Tensor) -> None:
-        """Add a micro-batch's mismatch between trainer and generator."""
+        """Add a micro-batch's mismatch; `fresh`: in responses that the current version sampled."""
         weights = torch.ones_like(log_ratios) if weights is None else weights
         sums, ratio_max = mismatch_sums(log_ratios, weights, fresh)
         _add(self._totals, {"mismatch": sums, "mismatch/ratio_max": ratio_max})
 
     def over_ranks(self, total_tokens: int, ranks_per_sample: int) -> dict[str, float]:
-        """Return token means, maxima and mismatch over all ranks, the same on each; collective."""
+        """Return token means, maxima and mismatch over all ranks, equal on each; collective."""
         gathered: list[Any] = [None] * dist.get_world_size()
         sizes = {key: value.numel() for key, value in self._totals.items()}
         # One transfer; a rank without data contributes nothing.

@@ -1,4 +1,4 @@
-"""Reads the chain of hashes in receipts.jsonl, without the run's code for it."""
+"""Reads the chain of hashes in receipts.jsonl, independently of the code that writes it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 END_FILE = "receipts.end"
-"""File beside receipts.jsonl that has the number of its records and the hash in the last one."""
+"""File next to receipts.jsonl with the number of its records and the hash of the last record."""
 _CHAINED = re.compile(rb'(.*), "chain": "([0-9a-f]{64})"\}')
 
 
 class End(NamedTuple):
-    """The end of a chain."""
+    """Length and last hash of a chain of records."""
 
     records: int = 0
     """Number of records in the chain."""
@@ -28,13 +28,13 @@ def link(before: str, fields: bytes) -> str:
 
 
 def split(line: bytes) -> tuple[bytes, str | None]:
-    """Return a record without its hash, and the hash; None if it has none."""
+    """Split a line into the record without its hash, and the hash; None if it has no hash."""
     found = _CHAINED.fullmatch(line)
     return (found[1] + b"}", found[2].decode()) if found else (line, None)
 
 
 def read_end(receipts: Path) -> End | None:
-    """Return the end that `receipts.end` states; None if the file is missing or damaged."""
+    """Read the end of the chain from `receipts.end`; None if the file is missing or damaged."""
     try:
         content = receipts.with_name(END_FILE).read_bytes()
         if not content:

@@ -1,4 +1,4 @@
-"""Computes from the records which prompts a curriculum draws and which groups are reused."""
+"""Checks which prompts a curriculum drew and which groups were reused, by computing both anew."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Prompt = tuple[int, int]
 
 @dataclass
 class Group:
-    """A group of a run."""
+    """What the audit knows of a group."""
 
     prompt: Prompt
     tokens: int | None = None
     """Number of tokens of its responses; None until the group is generated."""
     in_flight: bool = True
-    """False from the loss of its generator, or a resume without it, until it is issued again."""
+    """False after the group was lost, with its generator or by a resume, until issued again."""
 
 
 Groups = Mapping[int, Group]
@@ -29,19 +29,19 @@ Groups = Mapping[int, Group]
 
 @dataclass
 class Choices:
-    """The state after a step on which the draws of prompts and the reuse of groups depend."""
+    """The state after a step that decides which prompts are drawn and which groups are reused."""
 
     start: Record = field(default_factory=dict)
     """The attempt's start record."""
     draws: curriculum.Draws | None = None
     """None if the run has no curriculum, or an invalid one."""
     pool: reuse.Pool | None = None
-    """Groups that may be reused; None if nothing is reused, or by an invalid rule."""
+    """Groups that may be reused; None if reuse is off or its settings are invalid."""
     once_trained: dict[int, Group] = field(default_factory=dict)
     """All trained groups, by group number, if the run reuses groups."""
 
     def begin(self, start: Record, before: Record, findings: Findings) -> None:
-        """Check that an attempt's rules for draws and reuse are valid and the last attempt's."""
+        """Check an attempt's rules of curriculum and reuse; the curriculum must be as before."""
         self.start, fields = start, curriculum.FIELDS
         described, known = ([record.get(key) for key in fields] for record in (start, before))
         if before and described != known:
@@ -51,7 +51,7 @@ class Choices:
                 self.draws = curriculum.first_draws(start)
             except ValueError as error:
                 findings.check("curriculum", False, str(error))
-        # Go on with the groups that the attempt before left, by the attempt's own rule.
+        # Keep the groups that the attempt before left and that this attempt's rule may reuse.
         rule, earlier, self.pool = start.get("replay_generation"), self.pool or {}, None
         if rule is None:
             self.once_trained = {}
@@ -61,7 +61,7 @@ class Choices:
             self.pool = reuse.reusable(earlier, start, start["policy_version"])
 
     def check_draw(self, prompt: Prompt, number: int, findings: Findings) -> None:
-        """Check that a new group has the prompt that the success rates and the seed give."""
+        """Check that a new group has the prompt that the seed and the success rates draw."""
         if self.draws is not None:
             row, epoch = curriculum.draw(self.draws)
             problem = f"group {number} has prompt {prompt[0]} of epoch {prompt[1]}, "
@@ -69,7 +69,7 @@ class Choices:
             findings.check("curriculum", prompt == (row, epoch), problem)
 
     def add_result(self, event: Record, prompt: Prompt, findings: Findings) -> None:
-        """Check that a generated group has a possible result exactly if there is a curriculum."""
+        """Check a generated group's success counts, which only curriculum runs have; add them."""
         number, has, wanted = event["group"], "scored" in event, "curriculum" in self.start
         if not (wanted or has):
             return
@@ -85,7 +85,7 @@ class Choices:
     def end_step(
         self, sample: Record, step: Record, trained: Groups, findings: Findings
     ) -> dict[int, Group]:
-        """Check which groups a step trained again, and return them."""
+        """Check which groups a step trained again, and return them; update draws and pool."""
         if self.draws is not None:
             curriculum.end_step(self.draws)
         check, pool, groups = findings.check, self.pool, sample["groups"]

@@ -1,4 +1,4 @@
-"""Compares the receipts with the run's config and metrics."""
+"""Compares the receipts with the run's configs, metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def read_metrics(folder: Path) -> dict[tuple[int, int], Record]:
 
 
 def check_metrics(known: dict[tuple[int, int], Record], record: Record, check: Check) -> None:
-    """Compare a step's record with its metrics, and remove these from `known`."""
+    """Compare a step's record with its metrics, and remove the metrics from `known`."""
     attempt, step = record["attempt"], record["step"]
     metrics = known.pop((attempt, step), None)
     if metrics is None:
@@ -101,7 +101,7 @@ def _same(metric: Any, value: float | None) -> bool:
 
 
 def read_receipts(path: Path) -> tuple[list[Record], dict[int, Record], list[Record]]:
-    """Return the start of each attempt, and the steps and loads that were not rolled back."""
+    """Return the `start` records, and the `step` and `load` records that were not rolled back."""
     starts, steps, loads = list[Record](), dict[int, Record](), list[Record]()
     for record in records_of(path):
         if record["event"] == "start":
@@ -129,7 +129,7 @@ def check_one_run(receipts: Path, check: Check) -> None:
     )
     saved = {path.parents[1].name: json.loads(path.read_text()) for path in states if path.exists()}
     starts, steps, _ = read_receipts(receipts)
-    if starts[0].get("run") is None:  # of a test
+    if starts[0].get("run") is None:  # receipts of a test
         return
     incarnations = {start["attempt"]: start["incarnation"] for start in starts}
     run = starts[0]["run"]

@@ -1,4 +1,4 @@
-"""Draws a curriculum's prompts by the rule of docs/data.md, without the run's code for it."""
+"""Recomputes a curriculum's draws by the rule of docs/data.md, without using the run's code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DataSet:
     """A data set of a run, and its share of the draws."""
 
     prompts: slice
-    """Its places among the N prompts of all data sets."""
+    """Positions of its prompts among the N prompts of all data sets."""
     weight: float
     phase: float
     """From 0 to 1: its k-th draw is due at (k + phase) / weight."""
@@ -42,19 +42,19 @@ class Draws:
     epochs: NDArray[np.int64]
     """How often each prompt was drawn [N]."""
     ready: NDArray[np.bool_]
-    """Whether each prompt may be drawn before the others of its data set had their turn [N]."""
+    """False for prompts drawn since the last step, until all of their data set were drawn [N]."""
     counts: NDArray[np.float64]
-    """Successes, and responses, of each prompt in earlier steps; older ones count less [2, N]."""
+    """Successes and responses of each prompt in earlier steps, decayed by age [2, N]."""
     weights: NDArray[np.float64]
-    """Weight of each prompt [N]."""
+    """Sampling weight of each prompt [N]."""
     places: dict[int, int] = field(default_factory=dict)
-    """prompt_index -> place, of all prompts that were drawn."""
+    """prompt_index -> position among the N prompts, of all prompts that were drawn."""
     results: list[tuple[int, int, int]] = field(default_factory=list)
     """(prompt_index, successes, responses) since the last step."""
 
 
 def first_draws(start: Record) -> Draws:
-    """Return the state before the first draw; a ValueError if no run has such a start record."""
+    """Return the state before the first draw; raise a ValueError if the start record is invalid."""
     seed, rule, parts = (start.get(name) for name in FIELDS)
     if seed is None or not rule or not parts:
         raise ValueError(f"the start lacks one of {', '.join(FIELDS)}")
@@ -84,7 +84,7 @@ def first_draws(start: Record) -> Draws:
 
 
 def draw(draws: Draws) -> tuple[int, int]:
-    """Return prompt_index and epoch of the next draw, and count it."""
+    """Draw the next prompt; return its prompt_index and epoch."""
     number = sum(each.turns for each in draws.data_sets)
     digest = hashlib.sha256(f"{draws.seed} {number}".encode()).hexdigest()
     share = (int(digest[:16], 16) >> 11) / 2**53  # the first 53 bits, as a number below 1
@@ -106,7 +106,7 @@ def draw(draws: Draws) -> tuple[int, int]:
 
 
 def end_step(draws: Draws) -> None:
-    """Weigh the prompts again, with the results since the last step."""
+    """Recompute the sampling weights, with the results since the last step."""
     new = np.zeros_like(draws.counts)
     for row, successes, responses in draws.results:
         if row in draws.places:
@@ -121,7 +121,7 @@ def _weights(counts: NDArray[np.float64], rule: dict[str, float]) -> NDArray[np.
     low, high, floor = rule["low"], rule["high"], rule["floor"]
     # Bits matter: another order of operations could draw another prompt.
     rates = (counts[0] + (low + high) / 2 / 4) / (counts[1] + 1 / 4)
-    near = np.ones_like(rates)  # 1 in the band, 0 at the rates 0 and 1
+    near = np.ones_like(rates)  # 1 from low to high, 0 at the rates 0 and 1
     if low > 0:
         near = np.minimum(near, rates / low)
     if high < 1:

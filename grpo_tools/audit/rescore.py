@@ -1,4 +1,4 @@
-"""Computes the logprob of every trained token again, under the weights that its receipt names."""
+"""Recomputes the logprob of every trained token, with the model weights of its recorded version."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from grpo_components.trajectory import Trajectory, batch_hash, response_numbers,
 from grpo_tools.audit.cross_checks import config_path, read_config, read_receipts
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.25}
-"""Largest difference allowed between two engines, in nats, by the run's `dtype`."""
+"""Largest difference of a logprob allowed between two engines, in nats, by the run's `dtype`."""
 _FLOOR = 2e-6
-"""Rounding of a logprob that is near 0, in nats."""
+"""Rounding error allowed for a logprob near 0, in nats."""
 _MAX_PROBLEMS = 3
 """Maximum number of problems that are listed one by one."""
 _MAX_TOKENS = 4096
@@ -47,7 +47,7 @@ class Response:
     trained: NDArray[np.bool_]
     """[R] True where the token was trained."""
     kv: Any = None
-    """Keys and values of its tokens so far, if a later version continues with them."""
+    """KV cache of its tokens so far, if the next segment continues with it."""
 
     @property
     def ids(self) -> Tensor:
@@ -58,7 +58,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens of a response that one version sampled in one request."""
+    """Consecutive tokens of a response that one policy version sampled in one request."""
 
     response: Response
     first: int
@@ -66,9 +66,9 @@ class Segment:
     end: int
     version: int
     begins: bool
-    """Whether this version computes all KV; if not, the previous segment's KV is kept."""
+    """Whether this version computes the whole KV cache; else it extends the previous segment's."""
     continues: bool
-    """Whether the next segment needs this one's KV."""
+    """Whether the next segment extends the KV cache of this one."""
 
     @property
     def inputs(self) -> int:
@@ -77,10 +77,10 @@ class Segment:
 
 
 def segments(response: Response, recompute_kv: bool) -> list[Segment]:
-    """Split a response where a turn begins or the weights change.
+    """Split a response where a turn begins or the model weights change.
 
     A turn is a request of its own: the engine computes its whole prompt with the weights that it
-    has at that time. Within a turn, tokens after a swap depend on keys and values (KV) that the
+    has at that time. Within a turn, tokens after a change depend on keys and values (KV) that the
     former weights computed, unless `recompute_kv_after_pull` is set. Raises a ValueError if a
     version follows a newer one in a turn.
     """
@@ -138,11 +138,11 @@ def score(model: Any, todo: Sequence[Segment]) -> Iterator[tuple[Segment, NDArra
     together = [segment for segment in todo if segment.begins and not segment.continues]
     together.sort(key=lambda segment: segment.inputs)
     while together:
-        # The longest one comes last, and decides how many there is room for.
+        # The longest segment comes last; padding to its length decides how many fit.
         count = max(1, _MAX_TOKENS // (together[-1].inputs + 1))
         members, together = together[-count:], together[:-count]
         rows = [segment.response.ids[: segment.inputs] for segment in members]
-        # What follows a token does not change it, so padding at the end needs no mask.
+        # Attention is causal: padding at the end needs no mask.
         inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         logits = model(input_ids=inputs, use_cache=False).logits
         for segment, row in zip(members, logits, strict=True):
@@ -150,7 +150,7 @@ def score(model: Any, todo: Sequence[Segment]) -> Iterator[tuple[Segment, NDArra
 
 
 def _logprobs(logits: Tensor, segment: Segment) -> NDArray[np.float64]:
-    """Return the logprobs of a segment's tokens; the last row is of the token before the last."""
+    """Return the logprobs of a segment's tokens; the last row of `logits` predicts its last one."""
     t = segment.response.trajectory
     rows = logits[segment.first - segment.end :].float() / t.temperature
     sampled = torch.from_numpy(t.response_ids[segment.first : segment.end].copy())
@@ -175,7 +175,7 @@ class Rescored:
     problems: list[str] = field(default_factory=list)
 
     def add(self, segment: Segment, values: NDArray[np.float64]) -> None:
-        """Compare the tokens of a segment with what the generator recorded."""
+        """Compare a segment's computed logprobs with those that the generator recorded."""
         part, response = slice(segment.first, segment.end), segment.response
         t = response.trajectory
         trained = np.flatnonzero(response.trained[part])
@@ -216,8 +216,8 @@ class Rescored:
 def allowed(logprobs: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
     """Return the maximum difference between recorded and computed logprobs, in nats, per token.
 
-    Rounded logits, or other weights, move the logprob of a token of probability p by a multiple of
-    1 - p. A constant bound would miss wrong weights at likely tokens; for fp32 it falls with 1 - p.
+    Rounded logits, or wrong weights, move the logprob of a token of probability p by a multiple of
+    1 - p. A constant bound would miss wrong weights at likely tokens; in fp32 it falls with 1 - p.
     """
     most = TOLERANCE[dtype]
     if dtype != "fp32":
@@ -230,7 +230,7 @@ class CannotRescoreError(Exception):
 
 
 def rescore(output_dir: Path) -> Rescored:
-    """Score all tokens that the steps of a run trained; steps that were rolled back do not count.
+    """Recompute the logprobs of all tokens that a run trained, without steps rolled back later.
 
     Raises a CannotRescoreError if a step has no checkpoint, or the sampling cannot be repeated.
     """
@@ -300,7 +300,7 @@ def _score(
 def _responses(
     checkpoint: Path, record: Record, oldest: int, cuts: bool, result: Rescored
 ) -> Iterator[Response]:
-    """Yield the responses of a step's batch that can have trained tokens."""
+    """Check a step's batch against its record; yield its responses and their trained tokens."""
     step, batch = record["step"], read_state(checkpoint / "state", "batch")
     if batch_hash(batch) != record["batch_hash"]:
         result.problems.append(f"step {step}: the batch in {checkpoint} is not the receipt's")
@@ -321,7 +321,7 @@ def _responses(
 
 
 def _compare_checksums(weights: dict[int, Path], loads: list[Record], result: Rescored) -> None:
-    """Check that the published weights have the checksums of the saved weights."""
+    """Check that each version's saved weights have the checksum that was published for it."""
     saved: dict[int, str] = {}
     for load in loads:
         version = load["version"]
@@ -355,7 +355,7 @@ def _checksum(files: Iterable[Path]) -> str:
 
 
 def _check_sampling(config: Record) -> None:
-    """Refuse a run whose logprobs are of a distribution that is not computed here."""
+    """Refuse a run whose sampler settings, such as top_p, make logprobs not computed here."""
     for name, neutral in TRUNCATION.items():
         given = (config.get("generator") or {}).get(name, neutral)
         if given != neutral and not (name == "top_k" and given == -1):

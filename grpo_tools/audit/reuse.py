@@ -1,4 +1,4 @@
-"""Chooses the groups to train again by the rule of docs/data.md, without the run's code for it."""
+"""Recomputes which groups are trained again, by docs/data.md, without using the run's code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grpo_components.files import Record
 
 
 class Trained(NamedTuple):
-    """A trained group, as its step describes it in `worths`."""
+    """A trained group, as the event `sample` of its step describes it (field `worths`)."""
 
     spread: float
     oldest_version: int
@@ -50,7 +50,7 @@ def chosen(pool: Pool, start: Record, version: int) -> list[int]:
 
 
 def after_step(pool: Pool, again: Pool, new: Pool, skipped: bool) -> Pool:
-    """Return the pool after a step that trained some groups again, and new ones."""
+    """Return the pool after a step that trained the groups `again` and the groups `new`."""
     left = {n: each for n, each in pool.items() if n not in again}
     if skipped:
         return left

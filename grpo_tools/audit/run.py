@@ -1,4 +1,4 @@
-"""Follows a run's receipts event by event, over all its attempts: the audit's own state machine."""
+"""Checks a run's receipts event by event, over all attempts, by the audit's own state machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class History:
     living: dict[int, Group] = field(default_factory=dict)
     """Groups that are neither trained nor dropped, by group number."""
     waiting: Counter[Prompt] = field(default_factory=Counter)
-    """Prompts of dropped groups that must be issued again, each with how many times."""
+    """Prompt of dropped groups -> number of times that it must still be issued again."""
     issued_prompts: set[Prompt] = field(default_factory=set)
     trained_prompts: set[Prompt] = field(default_factory=set)
     batch_hashes: set[str] = field(default_factory=set)
@@ -127,7 +127,7 @@ class RunAudit:
             self._check("metrics", False, problem)
 
     def summary(self) -> str:
-        """Return lines on the run: attempts, steps, policy version, counts of groups, books."""
+        """Summarize the run: attempts, steps, policy version, numbers of groups, token accounts."""
         h = self._history
         again = f", {h.reused} trained again" if h.reused else ""
         books = f"books, in groups/tokens: {self.books.line()}\n" if self._start else ""
@@ -324,7 +324,7 @@ class RunAudit:
     def _check_weights(self, event: Record, newest: int) -> None:
         """Check that no generator is ahead of the trainer, and that trained versions were loaded.
 
-        Weights may be loaded before the event of the step that made them: `newest` is its version.
+        `newest` is the newest possible version: weights may be loaded before their step's event.
         """
         h, check = self._history, self._check
         ahead = max(self._loaded.values(), default=0)
@@ -351,7 +351,7 @@ class RunAudit:
         self._ended = True
 
     def _check_left(self, event: Record) -> None:
-        """Check that an attempt's end lists the groups and prompts that its events leave over."""
+        """Check that the end event lists exactly the living groups and the prompts to reissue."""
         check, h = self._check, self._history
         living = {g["group"]: (g["prompt"], g["epoch"]) for g in event["living"]}
         once = len(living) == len(event["living"])

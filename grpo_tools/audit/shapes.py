@@ -107,7 +107,7 @@ _EVENTS = {
 
 
 def mismatch(event: Any) -> str | None:
-    """Find out how a line differs from the type of its event."""
+    """Say how a line differs from the type of its event; None if it does not differ."""
     name = event.get("event") if isinstance(event, dict) else None
     if not isinstance(name, str) or name not in _EVENTS:
         return f"event: {json.dumps(name)[:40]} given; allowed: {', '.join(_EVENTS)}"

@@ -13,7 +13,7 @@ from grpo_tools.diagnose.rules import lines_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `grpo diagnose OUTPUT_DIR`; 2 if the folder is not that of a run."""
+    """Run `grpo diagnose OUTPUT_DIR`; return 2 if the folder is not that of a run."""
     parser = argparse.ArgumentParser(
         prog="grpo diagnose", description=__doc__, epilog="example: grpo diagnose /tmp/run"
     )

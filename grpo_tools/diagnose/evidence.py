@@ -1,4 +1,4 @@
-"""Answers what rules ask of a run: late values, trends, shares of time, settings."""
+"""Computes what the rules need of a run: late values, trends, shares of time, settings."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from grpo_tools.report.run_files import DAMAGED, History, read_config, read_hist
 from grpo_tools.report.timeline import seconds_by_role
 
 _FEWEST, FEWEST_OF_TREND = 5, 15
-"""Fewest values for a median or a share of a step, and fewest for a difference of thirds."""
+"""Minimum number of values for `late` and `share_of_step`, and for `trend`."""
 
 
 class Trend(NamedTuple):
-    """Means of the first and the last third of the steps; NaN with few steps."""
+    """Means of a metric over the first and the last third of the steps; NaN with few steps."""
 
     before: float = math.nan
     after: float = math.nan
@@ -38,7 +38,7 @@ class Trend(NamedTuple):
 class Run:
     """A run that has ended, is running or was killed; its files may be damaged.
 
-    What was not measured is NaN, so that every comparison with it is false.
+    A metric that was not measured is NaN, so every comparison with it is false.
     """
 
     def __init__(self, folder: Path, metrics: list[Record], history: History) -> None:
@@ -48,7 +48,7 @@ class Run:
         start = history.starts[-1] if history.starts else {}
         attempt = start.get("attempt", 0)
         self.error = history.failures.get(attempt) or ""
-        """Error that ended the last attempt, if any."""
+        """Error that ended the last attempt; empty if none did."""
         done = self.steps[-1]["step"] if self.steps else 0
         over = attempt in {*history.ends, *history.failures}
         self.steps_left = 0 if over else max(0, start.get("num_steps", 0) - done)
@@ -68,14 +68,14 @@ class Run:
             self._config = config if isinstance(config, dict) else {}
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """Return the value of a dotted key of the config; the default if it has none."""
+        """Return the value of a dotted key of the config; `default` if it is missing or null."""
         node: Any = self._config
         for part in key.split("."):
             node = node.get(part) if isinstance(node, dict) else None
         return default if node is None else node
 
     def has(self, advice: str) -> bool:
-        """Return whether the config has `key=value`, or sets `key` if the advice is only a key."""
+        """Return whether the config has `key=value` or, for a bare `key`, any true value of it."""
         key, _, value = advice.partition("=")
         found = self.setting(key)
         return found == yaml.safe_load(value) if value else bool(found)
@@ -90,7 +90,7 @@ class Run:
         return math.nan if len(values) < _FEWEST else of(values[-(len(values) // 3) :])
 
     def trend(self, key: str, since: float = 0.0) -> Trend:
-        """Compare a metric's first and last third; the first `since` (0 to 1) is skipped."""
+        """Compare a metric's first and last third, after skipping the share `since` of steps."""
         values = self.values(key)
         values = values[int(since * len(values)) :]
         if len(values) < FEWEST_OF_TREND:
@@ -102,13 +102,13 @@ class Run:
         return Trend(before, after, (after - before) / max(noise, 1e-12))
 
     def share_of_step(self, key: str) -> float:
-        """Return the share of `time/step` that a time took, after the first two steps."""
+        """Return the share of `time/step` that the time `key` took, after the first two steps."""
         steps = self.steps[2:] if len(self.steps) >= _FEWEST else []
         whole = sum(values_of(steps, "time/step"))
         return sum(values_of(steps, key)) / whole if whole else math.nan
 
     def share_of_time(self, roles: str, *activities: str) -> float:
-        """Return the share of activities in the time of roles of one kind, without their start."""
+        """Return the share of activities in the time after start-up; `roles`: prefix of names."""
         times = [each for role, each in self._seconds.items() if role.startswith(roles)]
         whole = sum(sum(each.values()) - each.get(STARTING, 0.0) for each in times)
         spent = sum(each.get(activity, 0.0) for each in times for activity in activities)

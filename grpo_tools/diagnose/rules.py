@@ -35,7 +35,7 @@ _WARNED = {
         "token ids in place of text, a lower optimizer.lr",
     ),
 }
-"""Kind of a run's own warning -> severity, what is wrong, cause, advice."""
+"""Kind of a warning in logs/warnings.jsonl -> severity, what is wrong, cause, advice."""
 
 
 class Finding(NamedTuple):
@@ -59,7 +59,7 @@ def _try(run: Run, *advice: str) -> str:
 
 
 def _rate(run: Run) -> str:
-    """Return the key of the learning rate, and its value if the config is there."""
+    """Return the key of the learning rate, with its value if the config has one."""
     rate = run.setting("optimizer.lr")
     return "optimizer.lr" if rate is None else f"optimizer.lr (now {rate})"
 
@@ -284,7 +284,7 @@ def _groups_dropped(run: Run) -> Finding | None:
 
 
 def _longer(run: Run, some: Collection[int], others: Collection[int]) -> tuple[float, float]:
-    """Return by how many tokens responses of some groups are longer, and the standard error."""
+    """Return by how many tokens responses of `some` exceed `others` on average, and the error."""
     both = [
         [run.history.lengths[group][0] for group in each if group in run.history.lengths]
         for each in (some, others)

@@ -16,7 +16,7 @@ from grpo_tools.memory_plan.role_memory import GPU_GIB
 
 
 def longest_prompt(cfg: Settings) -> int:
-    """Return the tokens of the longest prompt that the config's data sets may have."""
+    """Return the largest `max_prompt_tokens` of the config's data sets."""
     longest = 1
     for key in ("dataset", "eval_dataset"):
         node: Any = getattr(cfg, key) or {"max_prompt_tokens": 1}
@@ -30,7 +30,7 @@ def longest_prompt(cfg: Settings) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what each role and GPU would hold, and what does not fit."""
+    """Print the memory that each role and GPU would need, and what does not fit."""
     parser = argparse.ArgumentParser(
         prog="grpo plan",
         description=__doc__,

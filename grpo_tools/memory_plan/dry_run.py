@@ -97,7 +97,7 @@ def _roles(cfg: Settings, objective: Objective) -> Iterator[str]:
     paths |= {"teacher": REFERENCE, "reward_model": REWARD_MODEL}
     paths |= {"replay_buffer": REPLAY_BUFFER, "parameter_server": PARAMETER_SERVER}
     for role, path in paths.items():
-        computes = path in (GENERATOR, TRAINER, REFERENCE, REWARD_MODEL)  # others stand in
+        computes = path in (GENERATOR, TRAINER, REFERENCE, REWARD_MODEL)  # stand-ins do not
         share = getattr(cfg, f"gpus_per_{role}", 1.0)
         device = f"each {share:g} of a GPU" if computes and cfg.device == "cuda" else "cpu"
         if path == GENERATOR and (workers := cfg.generator.tensor_parallel_size) > 1:

@@ -12,12 +12,11 @@ from grpo_tools.memory_plan.role_memory import GIB, GPU_PROCESS_BYTES, Device, R
 _LARGE_GPU_GIB, _TOKENS_LARGE, _TOKENS_SMALL = 70, 16384, 8192
 """Size of a large GPU; vLLM 0.32's default max_num_batched_tokens on large and smaller GPUs."""
 _MAX_WEIGHTS = 0.8
-"""Share of a GPU above which weights leave too little memory for a cache."""
+"""Share of a GPU above which model weights leave too little memory for a KV cache."""
 _GRAPHS_BYTES = GIB
 """Bytes of the CUDA graphs of one engine; not measured by us."""
 _LOGIT_COPIES = 4
-"""float32 copies of a step's logits in vLLM's sampler: as they come, processed, as logprobs, and as
-probabilities."""
+"""float32 copies of a step's logits in vLLM's sampler: raw, processed, logprobs, probabilities."""
 
 
 def generator_memory(
@@ -25,9 +24,9 @@ def generator_memory(
 ) -> RoleMemory:
     """Predict the memory of one worker of a generator.
 
-    On a GPU, vLLM takes `gpu_memory_utilization` of it: what weights, work and graphs leave is the
-    KV cache, unless `kv_cache_gib` sets that. While new weights are loaded, one unit of them is
-    there twice.
+    On a GPU, vLLM takes the share `gpu_memory_utilization`. The KV cache gets what model weights,
+    work and CUDA graphs leave, unless `kv_cache_gib` sets its size. While new weights are loaded,
+    one unit of them (a layer or another tensor) exists twice.
     """
     options, itemsize = cfg.generator, DTYPES[cfg.dtype].itemsize
     workers = options.tensor_parallel_size
@@ -70,10 +69,10 @@ def generator_memory(
 
 
 def transfer_bytes(cfg: Settings, sizes: ModelSizes) -> tuple[int, int]:
-    """Return the bytes on the GPU of the first trainer rank, and of a worker of a generator.
+    """Return GPU bytes of a weight transfer: on the first trainer rank, on a generator's worker.
 
-    As in vLLM's source: two NCCL buffers at either end, with the tensors that they hold; the sender
-    packs a third.
+    As in vLLM's source: two NCCL buffers at either end, with the tensors in them; the sender packs
+    a third.
     """
     largest = sizes.dim * max(sizes.vocabulary, sizes.intermediate) * DTYPES[cfg.dtype].itemsize
     if cfg.weights == "nccl":
@@ -98,7 +97,7 @@ def _wanted(cfg: Settings) -> int:
 
 
 def _smaller(cfg: Settings, weights: int, cache: int, sequence: int, device: Device) -> str:
-    """Return the key that makes room for at least one sequence."""
+    """Return advice, `key: problem; allowed: ...`, that makes room for at least one sequence."""
     options = cfg.generator
     splits = device.is_gpu and weights + sequence > _MAX_WEIGHTS * device.nbytes
     if not splits and (not device.is_gpu or options.kv_cache_gib is not None):

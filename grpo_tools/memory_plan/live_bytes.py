@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors that are alive, while code runs on tensors without memory."""
+"""Counts the bytes of live tensors, also while code runs on fake tensors without memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operations made and that are still alive.
+    """Counts the bytes of all storages that operators made and that are still alive.
 
     Use `counting` or `imagining` to make one. Like PyTorch's allocator, it counts a storage once,
-    whatever the number of its views. What a kernel allocates for itself is not seen.
+    whatever the number of its views. It does not see what a kernel allocates.
     """
 
     def __init__(self, fake_mode: FakeTensorMode | None) -> None:
@@ -30,16 +30,16 @@ class LiveBytes(TorchDispatchMode):
         self.live = 0
         """Bytes alive now."""
         self.peak = 0
-        """Peak bytes since the last `mark`."""
+        """Largest `live` since the last `mark`."""
         self._sizes: dict[int, int] = {}
 
     def mark(self) -> int:
-        """Begin a new peak, and return the last peak."""
+        """Return the peak since the last call, and start a new one."""
         last, self.peak = self.peak, self.live
         return last
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage again, whose size was changed in place, as FSDP does."""
+        """Count the new size of a storage that was resized in place, as FSDP does."""
         if id(storage) in self._sizes:
             self._add(storage.nbytes() - self._sizes[id(storage)])
             self._sizes[id(storage)] = storage.nbytes()
@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again, with the local tensors
+            return NotImplemented  # PyTorch calls again, with the local tensors
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             # DTensor makes tensors of a fake mode of its own, to learn shapes.
@@ -74,7 +74,7 @@ class LiveBytes(TorchDispatchMode):
 
 @contextlib.contextmanager
 def counting(fake_mode: FakeTensorMode | None = None) -> Iterator[LiveBytes]:
-    """Context manager: the bytes of tensors that this thread makes are counted."""
+    """Context manager: count the bytes of tensors that this thread makes."""
     live, resize = LiveBytes(fake_mode), torch.UntypedStorage.resize_
 
     def counted(storage: torch.UntypedStorage, nbytes: int) -> Any:
@@ -88,7 +88,7 @@ def counting(fake_mode: FakeTensorMode | None = None) -> Iterator[LiveBytes]:
 
 @contextlib.contextmanager
 def imagining() -> Iterator[LiveBytes]:
-    """Context manager: new tensors have shapes and no memory, and their bytes are counted."""
+    """Context manager: make new tensors fake (shapes without memory), and count their bytes."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, counting(mode) as live:
         yield live
 

@@ -1,4 +1,4 @@
-"""Reads the sizes of a model that has no weights yet."""
+"""Reads the sizes of a model without allocating its weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModelSizes:
     trained: int
     """Number of parameters that are trained: all, or those of the adapters."""
     units: tuple[int, ...]
-    """Number of parameters of each unit of a push: a layer, or one other tensor."""
+    """Number of parameters of each unit that a push sends: a layer, or one other tensor."""
     num_layers: int
     dim: int
     """Width of the hidden state."""
@@ -60,7 +60,7 @@ class ModelSizes:
         )
 
     def snapshot_bytes(self, dtype: str) -> int:
-        """Return the bytes of a push: all weights, or the adapters."""
+        """Return the bytes that a push sends to generators: all weights, or the adapters."""
         return sum(self.units) * DTYPES[dtype].itemsize
 
     def weight_bytes(self, dtype: str) -> int:
@@ -68,7 +68,7 @@ class ModelSizes:
         return self.parameters * DTYPES[dtype].itemsize
 
     def largest_bucket(self, dtype: str, num_ranks: int) -> int:
-        """Return the bytes of the largest share that a trainer rank has of a push."""
+        """Return the most bytes that one trainer rank sends in a push."""
         shares = [sum(self.units[rank::num_ranks]) for rank in range(num_ranks)]
         return max(shares) * DTYPES[dtype].itemsize
 

@@ -1,4 +1,4 @@
-"""Runs the policy's own forward and backward passes without memory, and notes what they take."""
+"""Runs the policy's own passes on fake tensors, and records the memory that they would take."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Bytes = dict[str, int]
 """Name -> bytes; each number grows by the same amount with each layer of the model."""
 
 _FEW, _MORE = 3, 4
-"""Layers of two short models, from which a deep one is computed: FSDP holds at most three."""
+"""Layers of two shallow models, to extrapolate to a deep one: FSDP holds at most three layers."""
 _CPU = torch.device("cpu")
 
 
@@ -60,7 +60,7 @@ def training_bytes(
 def inference_bytes(
     cfg: Settings, build_model: Callable[[], nn.Module], sequences: Sequence[TokenSequence]
 ) -> Bytes:
-    """Return what a forward pass without gradients takes, with the whole model on one device."""
+    """Return the bytes of a forward pass without gradients, with the whole model on one device."""
 
     def run(build_model: Callable[[], nn.Module]) -> Bytes:
         with imagining() as live, torch.no_grad():
@@ -79,7 +79,7 @@ def inference_bytes(
 
 
 class _Steps:
-    """Notes the peak of each part of forward and backward passes."""
+    """Records the peak bytes of each part of forward and backward passes."""
 
     def __init__(self, live: LiveBytes, layers: Sequence[nn.Module], found: Bytes) -> None:
         self._live, self._found = live, found
@@ -90,7 +90,7 @@ class _Steps:
             )
 
     def end(self, part: str) -> None:
-        """End a part of a pass."""
+        """Record the peak of the part of a pass that ends here."""
         name = f"peak of {part}"
         self._found[name] = max(self._found.get(name, 0), self._live.mark())
 
@@ -161,7 +161,7 @@ def _optimizer(cfg: Settings, shards: Sequence[nn.Parameter]) -> torch.optim.Opt
 def _by_depth(
     build_model: Callable[[], nn.Module], run: Callable[[Callable[[], nn.Module]], Bytes]
 ) -> Bytes:
-    """Compute the bytes of a deep model from two runs with few layers, since all are alike."""
+    """Extrapolate the bytes of a deep model from runs with few layers, as all layers are alike."""
 
     def shortened(num_layers: int) -> Callable[[], nn.Module]:
         def build() -> nn.Module:

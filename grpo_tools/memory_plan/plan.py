@@ -19,15 +19,15 @@ from grpo_tools.memory_plan.role_memory import GIB, Device, RoleMemory, gib
 from grpo_tools.memory_plan.trainer_memory import reference_memory, teacher_memory, trainer_memory
 
 _PEAK_FLOPS, _BYTES_PER_S = 989.4e12, 3.35e12
-"""Peak rates of an H100 SXM, in bf16 without sparsity, from NVIDIA's data sheet."""
+"""Peak rates of an H100 SXM: bf16 FLOP/s without sparsity, memory; from NVIDIA's data sheet."""
 _TRAINED_SHARE, _FORWARD_SHARE, _READ_SHARE = 0.35, 0.45, 0.6
-"""Shares of these peaks that training, forward passes alone (of a reference: nothing to reduce over
-ranks) and decoding reach: assumed, not measured by us."""
+"""Shares of these peaks, assumed and not measured: FLOP/s of training, FLOP/s of a reference (which
+reduces nothing over ranks), memory rate of decoding."""
 _STEP_S, _STEP_PER_SEQUENCE_S = 2.4e-3, 22e-6
-"""Seconds of one core that an engine step takes, during the GPU's work: scheduler, launches and
+"""CPU seconds of an engine step, fixed and per sequence, while the GPU works: scheduler, launches,
 outputs. Measured on an H100's machine: see docs/results/gpu.md."""
 _SAMPLE_S = 0.3e-3
-"""Seconds of Python of each response, under the same interpreter lock: environment and rewards."""
+"""CPU seconds of environment and rewards per response, under the same interpreter lock."""
 _MEAN_LENGTH = 0.4
 """Mean length of a response, as a share of the longest; assumed."""
 _COLUMNS = (
@@ -35,8 +35,7 @@ _COLUMNS = (
     *("work", "KV cache", "push", "checkpoint", "reserve"),
 )
 _SNAPSHOTS = 3
-"""Snapshots in the object store, at most: the newest, one that a generator still reads, one that is
-being stored."""
+"""Most weight snapshots in the object store: the newest, one being read, one being stored."""
 _DELTA_SNAPSHOTS = _SNAPSHOTS + 2
 """With delta pushes: also deltas of two snapshots, each at most a snapshot's size."""
 _RAY_SHARE, _RAY_MAX_BYTES = 0.3, 200 * 10**9
@@ -50,7 +49,7 @@ def object_store_bytes(cfg: Settings, sizes: ModelSizes) -> tuple[int, int]:
 
 
 def _host_lines(cfg: Settings, sizes: ModelSizes, roles: list[RoleMemory]) -> Iterator[str]:
-    """Yield lines of text about CPU memory beside the GPUs."""
+    """Yield lines of text about the CPU memory that a run on GPUs needs."""
 
     def host(name: str) -> int:
         return sum(r.count * sum(r.host.values()) for r in roles if r.role == name)
@@ -72,7 +71,7 @@ def _host_lines(cfg: Settings, sizes: ModelSizes, roles: list[RoleMemory]) -> It
 
 
 def _store_problem(cfg: Settings, sizes: ModelSizes) -> Iterator[str]:
-    """Yield what is wrong with `object_store_memory`, if anything is."""
+    """Yield a problem if `object_store_memory` is too small for pushes."""
     given, (snapshots, needed) = cfg.object_store_memory, object_store_bytes(cfg, sizes)
     shown = f"{given} given"
     if given is None:
@@ -91,7 +90,7 @@ def plan_run(
     num_gpus: int | None,
     gpu_gib: float,
 ) -> tuple[list[str], list[str]]:
-    """Plan the memory of a run; return lines of text, and what does not fit.
+    """Plan the memory of a run; return lines of text, and the problems: what does not fit.
 
     Each problem is a line `key: problem; allowed: ...`.
     """
@@ -154,7 +153,7 @@ def _roles(
 def in_turns(
     trainer: RoleMemory, generator: RoleMemory, device: Device, less_cache: str
 ) -> RoleMemory:
-    """Return the peak of two roles in turns: one's total plus what the other keeps.
+    """Return the peak of colocated roles: the total of one plus what the resting one keeps.
 
     `less_cache`: advice for a generator that does not fit.
     """
@@ -172,7 +171,7 @@ def in_turns(
 
 
 def _start_problem(cfg: Settings, trainer: RoleMemory, device: Device) -> Iterator[str]:
-    """Yield what is wrong with the memory that vLLM wants to be free at its start, if anything."""
+    """Yield a problem if less memory is free at vLLM's start than it requires."""
     given, most = cfg.generator.gpu_memory_utilization, 1 - trainer.resting / device.nbytes
     if given > most:
         problem = f"generator.gpu_memory_utilization: {given:g} given, which must be free when "
@@ -258,11 +257,11 @@ def _less_for_vllm(cfg: Settings) -> str:
 def _rate_lines(
     cfg: Settings, sizes: ModelSizes, prompt_tokens: int, cache: int, needs_reference: bool
 ) -> Iterator[str]:
-    """Yield lines of text about the rates of all processes on H100 GPUs, and who would wait.
+    """Yield lines of text: the token rates of roles on H100 GPUs, and which roles would wait.
 
-    A decoding step reads all weights once and each sequence's KV cache, while one core prepares the
-    next: the slower of the two is the rate. Training takes 3 times the operations of a forward
-    pass, and 4 times with activation checkpointing.
+    A decoding step reads all model weights and each sequence's KV cache, while one core prepares
+    the next step: the slower of the two sets the rate. Training takes 3 times the FLOPs of a
+    forward pass, or 4 times with activation checkpointing.
     """
     options, workers = cfg.generator, cfg.generator.tensor_parallel_size
     response = max(options.max_response_tokens * _MEAN_LENGTH, 1.0)

@@ -20,20 +20,20 @@ class RoleMemory:
     total: int = 0
     """Peak bytes: on its GPU, or of its tensors on a CPU."""
     parts: dict[str, int] = field(default_factory=dict)
-    """Bytes by what they are for; they need not be there at the same time."""
+    """Purpose -> bytes on the device; they need not be in use at the same time."""
     host: dict[str, int] = field(default_factory=dict)
-    """Bytes in CPU memory beside a GPU, by what they are for."""
+    """Purpose -> bytes in CPU memory, of a process on a GPU."""
     notes: list[str] = field(default_factory=list)
     """One-line explanations."""
     resting: int = 0
-    """Bytes left on its GPU in the turn of the other role of a colocated run."""
+    """Bytes that it keeps on its GPU while the other role of a colocated run works."""
     smaller: str = ""
     """What to change if it does not fit: `key: why; allowed: ...`, without the key's value."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """The memory that a process finds."""
+    """The device on which a process runs, and its memory."""
 
     is_gpu: bool
     gib: float
@@ -46,7 +46,7 @@ class Device:
 
 
 GPU_GIB = 80.0
-"""Memory of one GPU if no GPU and no option tells it, in GiB: an A100's or H100's."""
+"""Default memory of one GPU, in GiB: an A100's or H100's."""
 GPU_PROCESS_BYTES = GIB
 """CUDA's context, cuBLAS' workspace and NCCL's buffers of one process; not measured by us."""
 FRAGMENTATION = 0.05

@@ -1,4 +1,4 @@
-"""Predicts the memory of a trainer rank and of a frozen model, from the passes that they make."""
+"""Predicts the memory of a trainer rank and of a frozen model, from their passes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ from grpo_tools.memory_plan.role_memory import (
 
 _STATIC = ("weights", "gradients", "optimizer")
 _OFFLOADED_LAYERS = 6
-"""Layers whose activations torchtune's offloading has on the GPU: five that leave, one that comes.
-"""
+"""Layers whose activations are on the GPU in torchtune's offloading: five leaving, one coming."""
 _PUSHED_LAYERS = 3
 """Copies of a unit during a push: the cast shard, the gathered tensor, the renamed tensor."""
 _PINNED = 2
@@ -46,11 +45,11 @@ _PINNED = 2
 _BYTES_PER_TOKEN = 256
 """Bytes of losses, metrics and their inputs, per token of a micro-batch: 32 x 64 bits."""
 _KERNELS = 1.005
-"""Factor for what kernels allocate, and for all else that passes miss; 1.001 was measured."""
+"""Factor for kernel workspaces and all that counting the passes misses; 1.001 was measured."""
 
 
 def _policy(cfg: Settings) -> Callable[[], nn.Module]:
-    """Return the builder of the policy, with its adapters."""
+    """Return a function that builds the policy, with its adapters."""
     build_model = partial(config.instantiate, cfg.model)
     if cfg.lora is None:
         return build_model
@@ -82,9 +81,9 @@ def longest_micro_batches(
     """Return one or two micro-batches, one of which takes the most memory of all.
 
     It tries responses that are all as long as allowed, responses of evenly spread lengths, and
-    short responses, whose prompts are copied most often as keys. It keeps the heaviest batch that
-    is alone in its update, and the heaviest that follows another in its update. `wide`: memory of
-    a token, relative to that of a key.
+    short responses, whose prompts are copied most often as keys. It keeps the largest batch that is
+    alone in its update, and the largest that follows another in its update. `wide`: memory of a
+    token, relative to that of a key.
     """
     longest, same = cfg.generator.max_response_tokens, np.full(cfg.group_size, 1)
     spread = np.linspace(max(longest // 8, 1), longest, cfg.group_size).astype(int)
@@ -116,7 +115,7 @@ def _largest(
 
 
 def _weight(sequences: Sequence[TokenSequence], wide: float) -> float:
-    """Return relative memory, without masks: 1 for each key that is read, `wide` for each token."""
+    """Return relative memory, without masks: 1 for each attention key, `wide` for each token."""
     column = arrange(parts_of(sequences), _META)
     keys = sum(block.keys.numel() for block in column.layout.padded.blocks)
     return wide * len(column.positions) + keys
@@ -198,7 +197,7 @@ def _add_frozen_model(
     device: Device,
     whole: str,
 ) -> None:
-    """Add what a process takes that computes logprobs of groups with a frozen model."""
+    """Fill in the memory of a process that computes logprobs of groups with a frozen model."""
     batches = longest_micro_batches(cfg, prompt_tokens, 1, 1, flops, wide=10.0)
     runs = ((inference_bytes(cfg, build_model, batch.sequences), batch) for batch in batches)
     found, batch = max(runs, key=lambda each: _peak(each[0]))
@@ -230,7 +229,7 @@ def _peak(found: Bytes) -> int:
 
 
 def _with_rest(peak: int, batch: MicroBatch) -> int:
-    """Return the bytes of a step: a peak of its passes, and what else it holds."""
+    """Add the bytes of losses, metrics and kernel workspaces to the passes' peak."""
     return int(_KERNELS * peak) + _BYTES_PER_TOKEN * batch.tokens
 
 
@@ -241,9 +240,9 @@ def _above(found: Bytes, part: str, base: int) -> int:
 
 
 def host_bytes(cfg: Settings, sizes: ModelSizes) -> dict[str, int]:
-    """Return what a rank holds in CPU memory for pushes, and for copies of checkpoints."""
+    """Return purpose -> bytes of a rank's CPU memory: pushes, and copies for checkpoints."""
     bucket = sizes.largest_bucket(cfg.dtype, cfg.num_trainers)
-    # A delta is there beside the bytes that were compared, and may be as long as either.
+    # A delta exists together with both snapshots compared, and may be as long as either.
     host = {"push": 3 * bucket if cfg.push == "delta" else bucket}
     if cfg.async_checkpoint:
         moments = 3 * 4 * sizes.trained  # float32 weights and two moments

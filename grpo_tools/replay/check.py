@@ -31,7 +31,7 @@ _ALLOWED = "the output folder of a finished run, or its receipts.jsonl"
 
 
 def check_replay(settings: Settings, read: Callable[[dict[str, Any]], Settings]) -> None:
-    """Refuse a `replay_events` whose run cannot be replayed, at all or with this config."""
+    """Refuse a config whose `replay_events` names a run that it cannot replay."""
     until = settings.replay_until
     if settings.replay_events is None:
         if until is not None:
@@ -89,7 +89,7 @@ def _recorded_config(
 
 
 def _elsewhere(value: Any, moved: Mapping[str, str]) -> Any:
-    """Return a saved value with the present paths of model and run in place of the saved ones."""
+    """Replace saved paths in a value by present ones; `moved`: saved path -> present path."""
     if isinstance(value, dict):
         return {key: _elsewhere(item, moved) for key, item in value.items()}
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Repeats a recorded run: the order of its events, and of what entered each of its engines."""
+"""Keeps a replay in the recorded order: that of the run's events, and of each engine's commands."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ ORDERED: Mapping[str, tuple[str, ...]] = {
 }
 """Events that a replay keeps in the recorded order, each with the fields that identify it."""
 ENVELOPE = ("event", "number", "attempt", "time", "chain")
-"""Fields that every event has, when it is read, besides its own."""
+"""Fields that every event read from a file has, in addition to those of its kind."""
 _MAX_SHOWN = 8
 
 
 class RecordedOrder:
-    """The `Recording` of a finished run."""
+    """The event order of a finished run, for a replay to repeat (a `Recording`)."""
 
     def __init__(self, events: Sequence[Event], timeout_s: float) -> None:
         self._recorded = [event for event in events if _is_ordered(event)]
@@ -96,7 +96,7 @@ class RecordedOrder:
             _check_same(what, event["checksum"], self._checksums.get(version))
 
     def has(self, event: str, **identity: Any) -> bool:
-        """Return whether the recording has an event that is still to come."""
+        """Return whether the event is in the recording and not yet repeated."""
         return self._left[_key(event, identity)] > 0
 
     def next_batch(self) -> tuple[list[int], list[int]] | None:
@@ -160,7 +160,7 @@ def _describe(event: str, fields: Mapping[str, Any]) -> str:
 
 
 class RecordedSchedule:
-    """The `RecordedCommands` of one process of a generator: (engine step, name) of each."""
+    """The commands that one generator process took, each as (engine step, name of the command)."""
 
     def __init__(
         self,
@@ -177,14 +177,14 @@ class RecordedSchedule:
 
     def expect(self, name: str) -> None:
         """Refuse a command that the recorded engine did not get."""
-        if self._killed:  # it may have been sent more commands than it took
+        if self._killed:  # it may have got commands that it did not record
             return
         if not self._left[name]:
             raise ReplayError(f"the recorded run had no {name} here (any more)")
         self._left[name] -= 1
 
     def choose(self, arrived: Arrived, changed: Condition, step: int, idle: bool) -> int | None:
-        """Return the index of the command that enters before a step; wait for one that is due."""
+        """Return the index in `arrived` of the command due before a step; wait until it arrives."""
         entries = self._entries
         due_step, due_name = entries[0] if entries else (step, STOP)
 
@@ -218,7 +218,7 @@ class RecordedSchedule:
 def read_schedule(
     folder: str, timeout_s: float, number: int = 0, restart_count: int = 0
 ) -> RecordedSchedule:
-    """Read what generator `number` recorded in its process after `restart_count` restarts."""
+    """Read the commands that generator `number` took after `restart_count` restarts."""
     by_restart: dict[int, list[tuple[int, str]]] = {}
     probe_tokens = PROBE_TOKENS
     entered: list[tuple[int, str]] = []
@@ -238,7 +238,7 @@ class Replay:
     """What a replay injects into a run: the order of its events, the schedules of its engines."""
 
     def __init__(self, run: Path, rollout_s: float) -> None:
-        # It is below the roles' time-outs, whose errors would not say what was waited for.
+        # The limit is below the roles' time-outs, whose errors would not say what was awaited.
         events, stall_limit_s = read_events(run), rollout_s / 2
         self.cpus: int = events[0]["cpus"]
         """CPUs that the roles shared: they decide how sums are split, and so their last bits."""

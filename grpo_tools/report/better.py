@@ -17,13 +17,13 @@ from grpo_tools.report.run_files import DAMAGED, Attempts
 _T_QUANTILES = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """97.5 % quantile of Student's t for 1 to 10 degrees of freedom."""
 _EVALUATED = ("eval_dataset.", "eval.", "timeouts.reward_s")
-"""Keys that decide what an evaluation measures, beside those of the reward with `is_success`."""
+"""Prefixes of keys that decide what is evaluated; rewards with `is_success` add their own."""
 _OF_A_SEED = ("seed", "output_dir", "metric_logger.", "checkpointer.", "resume_")
-"""Keys in which the runs of one job differ."""
+"""Prefixes of keys that may differ between runs of the same config with different seeds."""
 
 
 class _Job(NamedTuple):
-    """Runs that differ in nothing but their seed."""
+    """Runs of the same config that differ only in their seeds."""
 
     names: list[str]
     seeds: set[str]
@@ -32,7 +32,7 @@ class _Job(NamedTuple):
     """For each run, the success on each held-out prompt in its last evaluation."""
 
     def on(self, prompts: Sequence[int]) -> NDArray[np.float64]:
-        """Return the success [runs, prompts]."""
+        """Return the success of each run on these prompts [runs, prompts]."""
         return np.array([[each[prompt] for prompt in prompts] for each in self.success])
 
 
@@ -42,7 +42,7 @@ def verdicts(
     configs: Sequence[Mapping[str, str]],
     attempts: Sequence[Attempts],
 ) -> list[str]:
-    """Compare each job with the first; folders whose configs differ only in seed are one job."""
+    """Compare each job with the first; a job is all runs whose configs differ only in seed."""
     jobs: dict[tuple[tuple[str, str], ...], _Job] = {}
     lines: list[str] = []
     for folder, name, config, its_attempts in zip(folders, names, configs, attempts, strict=True):
@@ -67,7 +67,7 @@ def verdicts(
 
 
 def _measured_otherwise(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Return the keys that differ and decide what an evaluation measures."""
+    """Return the keys that decide what is evaluated and differ between two configs."""
     differ = {key for key in first.keys() | other.keys() if first.get(key) != other.get(key)}
     judges = [key for key in first if key.endswith(".is_success") and first[key] == "True"]
     decisive = *_EVALUATED, *(key.removesuffix("is_success") for key in judges)
@@ -77,7 +77,7 @@ def _measured_otherwise(first: Mapping[str, str], other: Mapping[str, str]) -> l
 
 
 def _last_evaluation(folder: Path, attempts: Attempts) -> list[tuple[int, dict[int, float]]]:
-    """Return step and success by prompt of the last evaluation that counts, if there is one."""
+    """Return (step, success by prompt) of the last evaluation that counts; empty without one."""
     found: list[tuple[int, dict[int, float]]] = []
     for record in records_of(folder / "logs" / EVALUATIONS, b'"success"'):
         try:

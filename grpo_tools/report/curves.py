@@ -92,7 +92,7 @@ def thinned(
     y: Sequence[float],
     combine: Callable[[Sequence[float]], float],
 ) -> tuple[list[float], list[float]]:
-    """Combine neighbors, up to `MAX_POINTS` points; round to what a screen shows."""
+    """Combine neighboring points into at most `MAX_POINTS`; round to 6 digits."""
     width = math.ceil(len(y) / MAX_POINTS) or 1
     starts = range(0, len(y), width)
     return (
@@ -102,7 +102,7 @@ def thinned(
 
 
 def measured_after(record: Record, key: str) -> int:
-    """Return the step after which a metric was measured."""
+    """Return a metric's step: `eval/step` for evaluations, else the record's `step`."""
     known = values_of([record], "eval/step") if key.startswith("eval/") else []
     return int(known[0]) if known else record["step"]
 
@@ -178,7 +178,7 @@ def _trace(
 
 
 def _bin(successes: int, scored: int) -> int:
-    """Return the number of a bin; bins are none right, five equal ranges, and all right."""
+    """Return the index in `_BINS` of a success rate: none right, five equal ranges, all right."""
     if successes in (0, scored):
         return len(_BINS) - 1 if successes else 0
     return -(-5 * successes // scored)  # rounded up

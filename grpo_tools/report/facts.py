@@ -1,4 +1,4 @@
-"""Writes the figures of a report: where and when the run ran, tiles, the last evaluation."""
+"""Computes the figures of a report: where and when a run ran, key figures, last evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOT_MEASURED = ("eval/step", "eval/policy_version", "eval/prompts")
 
 
 def read_facts(folder: Path, metrics: Sequence[Record], starts: Sequence[Record]) -> dict[str, str]:
-    """Return when, how long, where and with which versions a run ran, by name."""
+    """Return name -> text: when, how long, where and with which library versions a run ran."""
     found: dict[str, str] = {}
     with contextlib.suppress(*DAMAGED):
         if starts:
@@ -51,7 +51,7 @@ def duration(seconds: float) -> str:
 
 
 def key_figures(metrics: Sequence[Record], history: History, ends: str = "") -> dict[str, str]:
-    """Return the key figures by name, without those that the run did not measure."""
+    """Return name -> text of the measured key figures; `ends`: name of the compared steps."""
     steps = [record for record in metrics if record["step"] > 0]
     first, last = first_and_last(steps)
     several = f"first and last {len(first)} steps" if len(first) > 1 else "first and last step"

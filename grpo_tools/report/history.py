@@ -1,4 +1,4 @@
-"""Writes the history of a run: state, attempts, restarts, token accounts, dropped groups."""
+"""Writes the history of a run: state, attempts, restarts, dropped groups, failed samples."""
 
 from __future__ import annotations
 

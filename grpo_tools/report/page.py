@@ -46,20 +46,20 @@ class PageParts:
     _figures: list[Any] = field(default_factory=list)
 
     def charts(self, found: Sequence[Chart]) -> str:
-        """Return HTML for these charts."""
+        """Add charts to the page's script; return their HTML."""
         cards = [*enumerate(found, start=len(self._figures))]
         self._figures += [chart["figure"] for chart in found]
         return part("charts", cards)
 
     def add(self, name: str, make: Callable[[], str]) -> None:
-        """Add a section or, if its files are damaged or another program's, a line that says so."""
+        """Add a section; if a file is damaged or foreign, the section only says so."""
         try:
             self.sections[name] = make()
         except (*DAMAGED, OSError) as error:
             self.sections[name] = part("about", f"damaged: {type(error).__name__}: {error}")
 
     def metrics(self, sections: dict[str, list[Chart]]) -> dict[str, str]:
-        """Add each section that has charts; return the other metrics' section, folded."""
+        """Add each section that has charts, except `Other metrics`: return that one, folded."""
         others = sections.pop("Other metrics")
         self.sections |= {name: self.charts(found) for name, found in sections.items() if found}
         folded = part("folded", f"{len(others)} more", self.charts(others)) if others else ""

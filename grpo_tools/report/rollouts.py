@@ -23,7 +23,7 @@ _MAX_NAME_CHARS, _MAX_TEXT_CHARS = 100, 12_000
 _MAX_TOKENS = 3_000
 """Maximum number of tokens in a response that is shown token by token."""
 _HEAD = re.compile(rb'\{"step": (\d+), "attempt": (\d+), .*\}\n')
-"""Matches a line of the file; many times faster than parsing it."""
+"""Matches a line of a rollout log; many times faster than parsing it."""
 _LOGPROB_SOURCES = ("generator", "trainer", "reference", "teacher")
 
 
@@ -94,7 +94,7 @@ def _spread(places: Sequence[Any], limit: int) -> list[Any]:
 
 
 def _spread_evaluations(places: Sequence[_Place], limit: int) -> list[_Place]:
-    """Choose evenly spaced evaluations with up to `limit` places; of a larger one, some places."""
+    """Choose evenly spaced whole evaluations, up to `limit` places; thin out a larger one."""
     by_step = [[*each] for _, each in groupby(places, lambda place: (place.attempt, place.step))]
     most = max(map(len, by_step), default=1)
     evaluations = _spread(by_step, max(1, limit // most))

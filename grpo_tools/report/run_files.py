@@ -13,7 +13,7 @@ import yaml
 from grpo_components.files import FAILURES, Record, records_of
 
 DAMAGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-"""What a line of a damaged or foreign file raises."""
+"""Errors that a line of a damaged or foreign file can raise."""
 _NUMBERS = ("attempt", "step", "steps_done", "num_steps")
 """Fields of events that are whole numbers."""
 
@@ -56,7 +56,7 @@ class History:
     results: list[Record] = field(default_factory=list)
     """With a curriculum: generated groups with step, attempt, prompt_index, successes, scored."""
     lengths: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Generated group -> its mean tokens per response, and its responses."""
+    """Generated group -> its mean tokens per response, and its number of responses."""
     step: int = 0
     """Last step that the receipts have."""
 

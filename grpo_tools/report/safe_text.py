@@ -46,7 +46,7 @@ def part(name: str, *values: Any) -> Markup:
 
 
 def whole_page(**values: Any) -> str:
-    """Return a page by `page.html`."""
+    """Render the template `page.html`."""
     return _templates().get_template("page.html").render(values)
 
 

@@ -14,7 +14,7 @@ from grpo_tools.report.curves import Chart, chart, curve
 from grpo_tools.report.safe_text import label
 
 _MARKS = {"restart": ("x", "#c2410c"), "rollback": ("diamond", "#7c3aed")}
-"""Symbol and color of what happens to a role."""
+"""Kind of an event of a role -> symbol and color of its mark."""
 _ROLLBACK = {"color": "#7c3aed", "width": 1, "dash": "dot"}
 _ROLES: dict[str, Any] = {"autorange": "reversed", "automargin": True, "dtick": 1}
 _NO_BATCH, _BETWEEN_STEPS = f"{IDLE}: no batch", f"{IDLE}: between steps"
@@ -27,7 +27,7 @@ _KINDS = {
     **{"starting": (STARTING,), "no reward": (NO_REWARD,), "no group": (NO_GROUP,)},
     **{"idle": (IDLE, _BETWEEN_STEPS), "no batch": (_NO_BATCH,)},
 }
-"""Part of a bar -> its activities, in the order of the page's colors; others count as work."""
+"""Part of a bar -> its activities, in the order of the page's colors; `working` takes others."""
 _KIND_OF = {activity: kind for kind, activities in _KINDS.items() for activity in activities}
 _Points = list[tuple[float, float]]
 """Times and values of a curve."""
@@ -69,7 +69,7 @@ def timeline(
 def seconds_by_role(
     heartbeats: Sequence[Record], waited_s: float = 0.0
 ) -> dict[str, dict[str, float]]:
-    """Return role -> activity -> seconds; of a trainer's idle time, `waited_s` are `no batch`."""
+    """Return role -> activity -> seconds; `waited_s` of a trainer's idle time become `no batch`."""
     total: dict[str, dict[str, float]] = {}
     for role, processes in _processes(heartbeats).items():
         seconds: Any = Counter()

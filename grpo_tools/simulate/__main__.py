@@ -22,7 +22,7 @@ _SPLITS_SHOWN = 6
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `grpo simulate OUTPUT_DIR [key=value ...] [--gpus N]`; 2 if a setting is wrong."""
+    """Run `grpo simulate OUTPUT_DIR [key=value ...] [--gpus N]`; return 2 on an error."""
     parser = argparse.ArgumentParser(
         prog="grpo simulate",
         description=__doc__,
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def advise(
     setup: Settings, gpus: int, predict: Callable[[Settings], Prediction]
 ) -> dict[Split, Prediction]:
-    """Search the split with the shortest step; return all that were tried, the best first.
+    """Search the split of GPUs over roles with the shortest step; return all tried, best first.
 
     Each role has a GPU of its own. From an equal split, GPUs move from one kind of role to another,
     first several at a time, for as long as that shortens the step.

@@ -1,4 +1,4 @@
-"""Fits the times of a simulation from the files that one finished run has left."""
+"""Fits the times of a simulation to the files of one finished run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Times:
     train_s_per_token: float
     """Part of a training step for each token of prompts and responses."""
     train_scatter: tuple[float, ...]
-    """Seconds of each recorded step, relative to the fitted seconds."""
+    """Recorded seconds of each training step, divided by its fitted seconds."""
     collect_s: float
     """A generator's work for each response outside the engine: environment, packing."""
     reward_s: float
@@ -86,14 +86,14 @@ class Lengths:
 
 
 WARM_UP_STEPS = 5
-"""First steps that no mean counts, recorded or simulated, because the pipeline still fills."""
+"""Number of first steps that all means leave out, because the pipeline still fills."""
 SIMULATED = (
     *("num_generators", "num_trainers", "num_references", "rollouts_in_flight"),
     *("push_every_n_steps", "pull_every_m_rollouts", "max_staleness", "stale_groups"),
     *("groups_per_step", "group_size", "num_steps"),
     *("generator.max_response_tokens", "generator.max_num_seqs"),
 )
-"""Keys of a config that decide how a run's roles work together."""
+"""Keys of a config that a simulation can change: they decide how the roles work together."""
 _NOT_SIMULATED = ("colocate", "teacher", "replay_generation", "train_from", "rollout_only")
 
 
@@ -108,7 +108,7 @@ class Recorded:
     filtered: float
     """Share of the generated groups that dynamic sampling discarded."""
     step_s: float
-    """Mean seconds from the end of a step to the end of the next, with saves, not evaluations."""
+    """Mean seconds from a step's end to the next; includes saves, leaves out evaluations."""
     staleness_mean: float
     staleness_max: int
     dropped: Counter[str]
@@ -167,7 +167,7 @@ def fit(folder: Path) -> Recorded:
 
 
 def _step_s(steps: Sequence[Record], events: Mapping[str, Sequence[Record]]) -> float:
-    """Return the mean seconds of the steps that no evaluation delayed; a save may have."""
+    """Return the mean seconds of a step, with saves; leave out steps that an evaluation delayed."""
     ends = {event["step"]: event["time"] for event in events["step"]}
     evaluated = {event["step"] for event in events["evaluate"]}
     last = [each["step"] - 1 for each in steps]
@@ -208,7 +208,7 @@ def _times(
 
 
 def _step_time(engine: Sequence[Sequence[float]]) -> tuple[float, float, float]:
-    """Fit the seconds of an engine's step by least squares, no coefficient negative.
+    """Fit an engine step's seconds (fixed, per sequence, per prompt) by nonnegative least squares.
 
     `engine` has sums of steps, sequences, prompts, prompt tokens and seconds, by size of the batch.
     """
@@ -231,7 +231,7 @@ def _step_time(engine: Sequence[Sequence[float]]) -> tuple[float, float, float]:
 def _train(
     setup: Settings, steps: Sequence[Record], prompt_tokens: float
 ) -> tuple[float, float, tuple[float, ...]]:
-    """Return a step's fixed seconds, its seconds per token, and each step's ratio to the fit."""
+    """Fit training steps: return fixed seconds, seconds per token, each step's ratio to the fit."""
     trained = [step for step in steps if step["time/update"] > 0]  # others are skipped
     samples = setup.groups_per_step * setup.group_size
     tokens = [

@@ -22,10 +22,10 @@ from grpo_tools.simulate.virtual_time import BusyTime, T, now
 
 
 class VirtualEngine:
-    """Samples one token of every running sequence per step, as vLLM does.
+    """Simulates an engine that adds one token to every running sequence per step, as vLLM does.
 
-    Steps in which no sequence begins or ends are one wait. A request or new weights that arrive
-    meanwhile enter at the end of the present step.
+    It waits once for all steps in which no sequence begins or ends. A request or new weights that
+    arrive meanwhile enter at the end of the present step.
     """
 
     def __init__(self, times: Times, max_num_seqs: int) -> None:
@@ -41,11 +41,11 @@ class VirtualEngine:
         self.busy = BusyTime()
 
     def sample(self, tokens: int) -> asyncio.Future[Counter[int]]:
-        """Queue a response; its result is policy version -> number of tokens that it sampled."""
+        """Queue a response; its future gives policy version -> number of tokens it sampled."""
         return self._queue(self._waiting, tokens)
 
     def load(self, version: int) -> asyncio.Future[None]:
-        """Swap the weights before the next step."""
+        """Queue a swap of the weights; the engine makes it before its next step."""
         return self._queue(self._loads, version)
 
     def _queue(self, queue: deque[tuple[int, asyncio.Future[T]]], given: int) -> asyncio.Future[T]:
@@ -104,7 +104,7 @@ class VirtualEngine:
             future.set_result(self._versions(entered))
 
     def _versions(self, first: int) -> Counter[int]:
-        """Return the number of steps of each version in the steps since `first`."""
+        """Count the steps since the step `first`, by the policy version that made them."""
         found, end = Counter[int](), self._step
         for start, version in reversed(self._swaps):
             if start < end:
@@ -119,7 +119,7 @@ _NO_TOKENS: PackedTrajectories = pack([])
 
 
 class VirtualGenerator:
-    """Waits as long as a generator works, and limits its responses by the generator's own code.
+    """Waits as long as a generator works; a real `SequenceBudget` limits its running responses.
 
     `versions` gets the token versions of each group: group id -> version -> number of tokens.
     """

@@ -70,7 +70,6 @@ class Prediction:
 
 @cache
 def _recipe_class() -> Any:
-    """Return the installed recipe's class."""
     path = recipes_folder() / f"{RECIPE}.py"
     return runpy.run_path(str(path))["AsyncGRPOFullFinetuneRecipeDistributed"]
 
@@ -84,7 +83,7 @@ def connected(
     push_every_n_steps: int,
     pull_every_m_rollouts: int,
 ) -> Any:
-    """Return the recipe, whose loops call the given roles, by family; `run` stands in for `Run`.
+    """Return the recipe, connected to the given roles (by family); `run` stands in for `Run`.
 
     Its trainers get the lengths of the responses in place of advantages.
     """
@@ -120,7 +119,7 @@ def connected(
 def simulate(
     setup: Settings, times: Times, lengths: Lengths, *, seed: int = 0, filtered: float = 0.0
 ) -> Prediction:
-    """Run a job in virtual time, in which dynamic sampling discards a share of the groups."""
+    """Simulate a run in virtual time; dynamic sampling discards the share `filtered` of groups."""
     return run_in_virtual_time(_Simulation(setup, times, lengths, seed, filtered).run())
 
 

@@ -37,7 +37,7 @@ class _VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_in_virtual_time(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine, which waits for no thread, process or file; DeadlockError if it is stuck."""
+    """Run a coroutine that waits for no thread, process or file; if stuck, raise DeadlockError."""
     with asyncio.Runner(loop_factory=_VirtualTimeLoop) as runner:
         return runner.run(work)
 
@@ -55,7 +55,7 @@ class BusyTime:
 
     @contextlib.contextmanager
     def count(self) -> Iterator[None]:
-        """Context manager: the role works."""
+        """Context manager: count the time inside as busy."""
         self._since = now()
         try:
             yield
