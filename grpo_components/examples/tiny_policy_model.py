@@ -104,7 +104,7 @@ def _warm_start(
     rng = random.Random(seed)
     # Without instructions for bf16, a CPU takes up to 25 times as long in bf16 as in fp32.
     has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
-    # In bf16, fused attention's backward pass would take 0.4 of the time: it is slow for short rows.
+    # In bf16, the backward pass of fused attention would take 0.4 of the time: rows are short.
     policy.set_attn_implementation("eager")
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.3, fused=True
