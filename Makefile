@@ -92,7 +92,7 @@ format: install-dev  ## Repair style in place
 	$(BIN)/ruff format
 
 tiny-policy: install  ## Build the tiny policy and its data set
-	@echo 'Building the tiny policy and its data set (about 2 minutes)'
+	@echo 'Building the tiny policy and its data set (about a minute)'
 	@$(BIN)/python -m grpo_components.examples.tiny_policy
 
 install: $(VENV)/.project  ## Install the pinned CPU set and this project into .venv

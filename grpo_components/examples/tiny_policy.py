@@ -12,7 +12,7 @@ from rich.console import Console
 
 FORMAT_VERSION = 3  # increase it when the same seed and steps give a different model or data
 DEFAULT_OUTPUT_DIR = Path("/tmp/torchtune-async-grpo/tiny_policy")
-DEFAULT_STEPS = 400
+DEFAULT_STEPS = 360
 RECORD_FILE = "tiny_policy.json"
 
 console = Console(stderr=True)
