@@ -14,13 +14,13 @@ class Rendezvous:
     """IP address of rank 0's node."""
     port: int
     listener: int | None = None
-    """File descriptor of the listening socket in rank 0's process; None if none is open there."""
+    """File descriptor of rank 0's listening socket; None in a process that has none open."""
 
 
 def open_rendezvous(host: str = "127.0.0.1") -> Rendezvous:
     """Listen on a free port for the other ranks; called in rank 0's process.
 
-    The socket stays open: a port that was only looked up may be taken before it is used.
+    The caller owns the open socket: a port only looked up may be taken before it is used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:

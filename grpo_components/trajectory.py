@@ -195,7 +195,7 @@ def concatenate(groups: Iterable[PackedTrajectories]) -> PackedTrajectories:
 
 
 def response_numbers(packed: PackedTrajectories) -> NDArray[np.int64]:
-    """Return [S] the number, from 0, of the response that each trajectory belongs to.
+    """Return [S] the number in the batch, from 0, of the response of each trajectory.
 
     Trajectories of one session follow each other and share a number; any other trajectory is a
     response of its own.
@@ -256,7 +256,7 @@ class GroupSummary:
     """[G] sampled tokens of each response, including a session's tokens that no trajectory has."""
     response_lengths: list[int]
     """[G] all tokens of each response, including the environment's; the length limit counts these.
-    For a session: all tokens of its longest trajectory."""
+    For a session: the longest of its trajectories' R."""
     oldest_version: int
     """Oldest policy version of a sampled token; -1 if there is none, because all samples failed."""
     newest_version: int

@@ -60,7 +60,7 @@ class Chat:
             raise RequestError(f"{what}: {type(error).__name__}: {error}", "messages") from error
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Tokenize a prompt; add the beginning-of-text token if the template does not write it."""
+        """Tokenize a prompt; with template `plain`, add the model's beginning token, if any."""
         return [*self._beginning, *self.encode(text)]
 
     def encode(self, text: str) -> list[int]:

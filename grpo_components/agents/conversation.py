@@ -109,7 +109,7 @@ class Conversation:
         return Call(text, self._chat.encode_prompt(text))
 
     def add(self, call: Call) -> None:
-        """Record a call; if its prompt omits the end of the answer that it continues, drop it."""
+        """Record a call; if its prompt omits the end of the answer it continues, drop that end."""
         self.calls.append(call)
         if call.parent is not None:
             before, choice = call.parent

@@ -2,7 +2,7 @@
 
 A watcher forks the agent and adopts all processes that the agent starts. It kills them when the
 agent has ended, or when the owner (the generator) closes the session's connection or dies. If a
-watcher is killed, this process adopts the rest, and kills it at the end.
+watcher is killed, this process adopts what it leaves, and kills that at the end.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Batch:
     """New groups of one training step, then reused ones; both parts are sorted by group id."""
 
     packed: Any
-    """Ray reference to the S = B * G packed trajectories."""
+    """Ray reference to the S >= B * G packed trajectories."""
     groups: Sequence[GroupSummary]
     entries: Sequence[LedgerEntry]
     batch_hash: str

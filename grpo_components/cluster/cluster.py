@@ -71,7 +71,7 @@ class Cluster:
         """Folder for temporary files, on every node; removed at the end."""
 
     def start(self) -> None:
-        """Start a Ray for this run alone on this machine, or join an existing Ray cluster."""
+        """Start Ray on this machine for this run only, or join an existing Ray cluster."""
         self._phase(self._start_phase)
         self.ray.start()
 

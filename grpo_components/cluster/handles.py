@@ -27,7 +27,7 @@ from grpo_components.training.step_result import StepResult
 from grpo_components.trajectory import GroupSummary
 
 GRACE_S = 30.0
-"""Extra seconds that the driver waits: a role's own time-out, a clearer error, comes first."""
+"""Extra seconds that the driver waits, so that a role's clearer time-out error comes first."""
 MAX_DELTAS = 64
 """Maximum number of deltas after a whole push; a new generator has to load all of them."""
 CHECKPOINT_LANE = "checkpoint"
@@ -275,7 +275,7 @@ class ReplayBufferHandle:
 class TrainersHandle:
     """Calls all trainer ranks; each rank gets the same calls in the same order.
 
-    `turn` returns a context manager that the ranks hold while they need their whole GPUs. It yields
+    `turn` returns a context manager, held while the ranks need their whole GPUs. It yields
     metrics of the wait: see `Colocation`.
     """
 

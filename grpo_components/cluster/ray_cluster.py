@@ -328,7 +328,7 @@ def _end(processes: set[psutil.Process]) -> None:
 
 
 def make_scratch(parent: Path = _TMP) -> tuple[Path, IO[bytes]]:
-    """Make a folder for temporary files; no other run removes it while the file is open.
+    """Make a temporary folder; no other run removes it while the returned file is open.
 
     Its path must be short: the path of a Unix socket has at most 107 bytes.
     """

@@ -39,7 +39,7 @@ class WeightTransfer:
         """Load one published snapshot into a generator; one transfer runs at a time.
 
         If a transfer breaks, the generator is restarted, because its model is half loaded, and then
-        pulls again. Only if the sender dies, or a call times out, do the loops end.
+        pulls again. Only if the sender dies, or its call times out, do the loops end.
         """
         loaded = None
         async with self._turn:

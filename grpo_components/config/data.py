@@ -151,7 +151,7 @@ def _check_rows(key: str, component: str, dataset: Any) -> None:
 
 
 def _check_columns(component: str, dataset: Any) -> None:
-    """Refuse rows that no checkpoint can store: it holds the rows of all unfinished groups."""
+    """Refuse rows that no checkpoint can store: it holds the rows of all living groups."""
     with told_if_slow("a check of all rows"):
         for row in map(dataset.__getitem__, range(len(dataset))):
             try:

@@ -78,7 +78,7 @@ def try_training(cfg: Settings) -> list[str]:
 
 
 def try_teacher(settings: Settings, path: str) -> None:
-    """Refuse a teacher if its tokenizer, weight names, shapes or logprobs do not match."""
+    """Refuse a teacher with other tokens than the policy, or wrong weights or logprobs."""
     from transformers import AutoTokenizer  # takes a second
 
     ours, theirs = (

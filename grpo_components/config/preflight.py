@@ -81,7 +81,7 @@ def check_what_is_imported(settings: Settings) -> None:
 
 
 def check_gpus(settings: Settings, *, here: bool, is_compared: bool = False) -> None:
-    """Refuse GPU shares that roles cannot have; if `here`, also more than this machine has.
+    """Refuse GPU shares that roles cannot have; if `here`, also more GPUs than there are.
 
     `is_compared`: whether the run needs a reference even if the config has no KL term.
     """

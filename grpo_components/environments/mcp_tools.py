@@ -28,7 +28,7 @@ _START_S = 60.0
 _END_S = 10.0
 """Seconds to wait for a server's end; the server is killed sooner."""
 _MAX_DEPTH = 100
-"""Deepest nesting of a call's arguments; a server's connection breaks at about twice as deep."""
+"""Maximum nesting depth of a call's arguments; about twice as much breaks the connection."""
 _RUNNER = Path(__file__).with_name("mcp_process.py")
 
 

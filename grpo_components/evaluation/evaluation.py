@@ -21,7 +21,7 @@ Ended = Callable[[int, Results], dict[str, float]]
 Pull = Callable[[GeneratorHandle, str], Awaitable[None]]
 """Function of generator and purpose; loads the published weights into the generator."""
 PinWeights = Callable[[], AbstractContextManager[None]]
-"""Function that returns a context manager; see `Ledger.pin_weights`."""
+"""Function; its context suspends time-outs: see `Ledger.pin_weights`."""
 
 
 class Evaluation:

@@ -43,7 +43,7 @@ class Ledger:
         self.events = EventOrder()
         """Event order that records every change; `open_run` replaces it by the run's."""
         self.reuse = GroupReuse(contract)
-        """Trained groups that later steps train again; `open_run` replaces it by the run's."""
+        """Chooses trained groups to train again; `open_run` replaces this default."""
         self._contract, self._prompts = contract, prompts
         self._living: dict[int, LedgerEntry] = {}
         self._reissued: deque[tuple[Prompt, int]] = deque()

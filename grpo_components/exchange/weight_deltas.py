@@ -36,7 +36,7 @@ def encode(new: Bytes, base: Bytes, itemsize: int) -> Bytes:
 
 
 def apply(delta: Bytes, raw: Bytes, itemsize: int) -> None:
-    """Apply a delta in place to `raw`, the bytes from which the delta was computed."""
+    """Apply a delta to `raw`, the bytes of its base; they become the new bytes."""
     with pa.CompressedInputStream(pa.py_buffer(delta), "zstd") as packed:
         for part in _blocks(len(raw), itemsize):
             block = raw[part].reshape(-1, itemsize)
@@ -148,7 +148,7 @@ class RebuiltWeights:
 
 
 def newest_manifests(buckets: Iterable[Any]) -> Iterator[Manifest]:
-    """Return the manifests of the newest version among whole or delta buckets."""
+    """Return the newest version's manifests; `Bucket`s have only one version."""
     buckets = list(buckets)
     if buckets and isinstance(buckets[-1], DeltaBucket):
         newest = buckets[-1].version

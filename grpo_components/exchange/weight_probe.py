@@ -35,7 +35,7 @@ class ProbeReading:
     cached_tokens: int
     """Number of probe tokens whose keys and values the engine read from its prefix cache."""
     layers: Mapping[str, int] | None = None
-    """Hash of each layer's weights in the engine; None if it stores other values than it loads."""
+    """Hash of each layer's weights in the engine; None if it does not keep them as pushed."""
 
 
 LoadedWeights = tuple[int, str, ProbeReading | None]

@@ -43,12 +43,12 @@ def peak_flops(gpu_name: str, dtype: str) -> float | None:
 class ModelFlops:
     """Counts the FLOPs of a model; a multiply-add is two FLOPs.
 
-    Only matrix products count, as in the appendix of PaLM (arXiv 2204.02311): a prompt once for all
-    its responses, a query with its own and earlier keys, and the projection to the vocabulary only
-    for tokens whose logprobs are wanted. The backward pass takes twice the FLOPs of the forward
-    pass, or as many for frozen weights, which get no gradient. Not counted: recomputation
-    (activation checkpointing, chunks of logprobs, prompts whose responses are in several
-    micro-batches), padding, norms, softmax, optimizer.
+    Matrix products count, as in the appendix of PaLM (arXiv 2204.02311), but only those computed
+    here: a prompt once for all its responses, a query with its own and earlier keys, and the
+    projection to the vocabulary only for tokens whose logprobs are wanted. The backward pass
+    takes twice the FLOPs of the forward pass, or as many for frozen weights, which get no
+    gradient. Not counted: recomputation (activation checkpointing, chunks of logprobs, prompts
+    whose responses are in several micro-batches), padding, norms, softmax, optimizer.
     """
 
     per_token: float

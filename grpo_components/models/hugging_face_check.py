@@ -57,7 +57,7 @@ def check_hugging_face(model: nn.Module, longest: int) -> None:
 
 
 def small_config(config: Any, *, narrow: bool = True) -> Any:
-    """Return the config with only a few layers, of every kind; `narrow` also reduces the widths."""
+    """Return the config with few layers, at least one per kind; `narrow` also reduces widths."""
     small = copy.deepcopy(config)
     depth, wanted = config.num_hidden_layers, list(_first_layers(config))
     given = config.to_dict()

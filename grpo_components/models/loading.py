@@ -66,7 +66,7 @@ def load_sharded_model(
     compile_layers: bool,
     new_weights: Callable[[nn.Module], dict[str, Tensor]] = lambda model: {},
 ) -> nn.Module:
-    """Load the policy, sharded with FSDP2, with float32 master weights; only rank 0 reads files."""
+    """Load the policy with FSDP2, as float32 master shards; only rank 0 reads the checkpoint."""
     model = shard_model(
         build_model, meshes, sharding, model_type, dtype, enable_activation_checkpointing
     )

@@ -149,7 +149,7 @@ class AdapterNames:
     def __init__(self, to_hf: Callable[[StateDict], StateDict]) -> None:
         self._to_hf = to_hf
         self._orders: dict[tuple[str, int, int], Tensor | None] = {}
-        """(layer's name, rows, columns) -> order of rows in Hugging Face's weight; None: same."""
+        """(layer kind, rows, columns) -> order of rows in Hugging Face's weight; None: same."""
 
     def __call__(self, tensors: StateDict) -> StateDict:
         """Convert adapters; both matrices A and B of each must be given."""

@@ -36,7 +36,7 @@ from grpo_components.errors import ConfigError
 CPU = torch.device("cpu")
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _PINNED_FOR = ("cuda",)
-"""Devices copied to from pinned memory: else a copy waits for all of the device's queued work."""
+"""Devices that need pinned memory, so that a copy to them does not wait for their queued work."""
 _CHEAP_PAIRS = 1 << 16
 """Padding of a block, in query-key pairs, that costs less than one more call of attention."""
 
@@ -244,7 +244,7 @@ def _pad(groups: list[Group], positions: Tensor) -> Padded:
         if len(blocks) >= len(trunks):
             asks, seen = queries[:, :, None], keys[:, None, :]
             mask = (owners[seen] == 0) | (owners[seen] == owners[asks])
-            # Padding queries as token 0, which sees its row's first key, so that no output is NaN.
+            # A padding query is token 0 and sees its row's first key, so that no output is NaN.
             mask = (mask & (positions[seen] <= positions[asks]) & exists[:, None, :])[:, None]
         blocks.append(Block(queries, keys, mask))
     return Padded(tuple(blocks), *to_device([places], device))

@@ -25,7 +25,7 @@ class TrainedObjective:
     penalties: Penalties
     """KL to the reference and entropy bonus, added to the loss."""
     aggregation: Callable[..., Any]
-    """Function: number of trained tokens per response [S] -> loss weight of each token [S]."""
+    """Function: number of trained tokens per response [S] -> loss weight of its tokens [S]."""
     off_policy: Callable[..., Any]
     """Function: log ratios of trainer to generator [N], responses of tokens [N] -> weights [N]."""
     token_advantages: TokenAdvantages | None = None

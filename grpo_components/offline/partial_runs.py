@@ -91,7 +91,7 @@ def evaluated_version(cfg: Settings) -> int:
 
 
 def check_partial_run(cfg: Settings) -> None:
-    """Refuse a config whose partial run is impossible, before anything starts."""
+    """Refuse `eval_only`, `rollout_only` or `train_from` if it cannot work."""
     given = [key for key in ("eval_only", "rollout_only", "train_from") if getattr(cfg, key)]
     if not given:
         return

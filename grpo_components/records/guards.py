@@ -17,7 +17,7 @@ from grpo_components.settings import Settings
 from grpo_components.trajectory import GroupSummary
 
 _FEW_TOKENS = 16
-"""With fewer fresh tokens, the KL bound grows by `_FEW_TOKENS` / tokens, to allow for rounding."""
+"""With fewer fresh tokens, the KL bound is multiplied by `_FEW_TOKENS` / tokens, for rounding."""
 _MAX_ERROR_CHARS = 300
 """Maximum characters of an error's first line in a message; `failed_samples.jsonl` has it all."""
 _SEEDS_KEPT = 100_000

@@ -290,7 +290,7 @@ class LiveReport:
             )
 
     def stop(self) -> None:
-        """Stop writing pages, after the current one."""
+        """Stop writing; wait for the current page."""
         if self._child is None or self._child.stdin is None:
             return
         self._child.stdin.close()

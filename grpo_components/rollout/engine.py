@@ -111,7 +111,7 @@ class Engine:
         return self._command(name, "request", Request(list(prompt_ids), *asked))
 
     def sleep(self) -> Future[int]:
-        """Abort all requests, free GPU memory until `load_weights`. Any thread may call this."""
+        """Abort requests, and free GPU memory until `load_weights`. Any thread may call this."""
         return self._command("sleep", "sleep", None)
 
     def load_weights(

@@ -66,7 +66,7 @@ class Generator:
         number: int = 0,
         restart_count: int = 0,
     ) -> None:
-        # At Python's default of 5 ms, an engine step waits that long for the GIL of other threads.
+        # At Python's 5 ms, other threads delay each engine step that waits for the GIL.
         sys.setswitchinterval(_SWITCH_S)
         limit_arenas(2)  # malloc arenas: with one for each of 100 threads, memory grows
         self._rewards = open_rewards()
@@ -251,7 +251,7 @@ class Generator:
         sleeps: int,
         load: Callable[[], Future[ProbeReading | None]],
     ) -> ProbeReading | None:
-        """Run `load`, return its weight probe (test logprobs); a ValueError if it is too late."""
+        """Run `load`; return its probe. ValueError if newer weights, or a sleep, came first."""
         # No await between this check and the update of `_loading`: newer weights could arrive.
         self._refuse_late(version, sleeps)
         loading, self._loading = load(), version

@@ -138,7 +138,7 @@ def failure(error: str) -> Score:
 
 
 def reward_use(scored: Iterable[Scored]) -> dict[str, float]:
-    """Add up the judge requests that the rewards made for these responses; see `Score.used`."""
+    """Add up the amounts (judge requests, tokens) that these responses used; see `Score.used`."""
     total: Counter[str] = Counter()
     for _, score, _ in scored:
         total.update(score.used)  # pyright: ignore -- numbers

@@ -97,7 +97,7 @@ class TrainerState:
         self._held = tensors, plain, weights
 
     def write(self, folder: Path) -> str | None:
-        """Write what `hold` kept and return any error; collective, in one thread per rank."""
+        """Write what `hold` kept; return any error. One thread of each rank must call it."""
         assert self._held is not None, "nothing is held"
         (tensors, plain, weights), self._held = self._held, None
         try:

@@ -77,7 +77,7 @@ def make_samples(
 
 
 def split_responses(samples: Sequence[TrainSample], num_parts: int) -> list[list[TrainSample]]:
-    """Split a batch into parts of about equally many responses, one for each optimizer update."""
+    """Split a batch into parts of about equally many responses, one per update of an epoch."""
     chunks = np.array_split(range(samples[-1].response + 1 if samples else 0), num_parts)
     numbers = (set(chunk.tolist()) for chunk in chunks)
     return [[sample for sample in samples if sample.response in part] for part in numbers]

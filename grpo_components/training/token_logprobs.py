@@ -1,4 +1,4 @@
-"""Computes logprobs of the base model and the weight probe, and gathers those for the log."""
+"""Computes logprobs of base model and weight probe; gathers a step's logprobs for the log."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def recorded_logprobs(trajectory: Trajectory) -> dict[str, Logprobs | None]:
 
 @torch.no_grad()
 def probe_logprobs(logprobs: ResponseLogprobs, device: torch.device) -> list[float]:
-    """Compute logprobs of a fixed sequence (weight probe) without its first token; collective."""
+    """Compute logprobs of all but the first token of the weight probe; collective."""
     ids = np.array(PROBE_IDS)
     batch = token_batch([TokenSequence(ids[:1], ids[1:], 1.0)], device=device)
     return logprobs(batch)[0].tolist()

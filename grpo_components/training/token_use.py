@@ -22,16 +22,16 @@ class TokenUse:
 
     The causes: `failed` (of a failed sample), `overlong` (of a response that a length limit ended),
     `stale` (too old for the staleness contract), `unanswered` (sampled for an agent, in none of its
-    trajectories), `off_policy` (every update gave it the weight 0), `skipped` (no update of it had
-    a finite loss and gradient), and `trained`. Each token counts once, for the first of these
-    causes that applies, whatever the number of epochs. No cause is computed as a remainder.
+    trajectories), `skipped` (no update of it had a finite loss and gradient), `off_policy`
+    (every update gave it the weight 0), and `trained`. Each token counts once, for the first of
+    these causes that applies, whatever the number of epochs. No cause is computed as a remainder.
     """
 
     def __init__(self, oldest: int, mask_overlong: bool, corrects: bool) -> None:
         self._oldest, self._mask_overlong, self._corrects = oldest, mask_overlong, corrects
 
     def trained_tokens(self, trajectory: Trajectory) -> NDArray[np.bool_]:
-        """Return [R] bool, True for tokens to train: sampled, not too old, and not masked."""
+        """Return [R] bool, tokens to train: sampled, not too old, not failed, not masked."""
         cut_off = self._mask_overlong and trajectory.finish_reason == "length"
         fresh = trajectory.token_versions >= self._oldest
         return trajectory.response_mask & fresh & (not (trajectory.failed or cut_off))

@@ -321,7 +321,7 @@ class Trainer:
     def export_weights(
         self, version: int, base: int | None = None
     ) -> tuple[tuple[Manifest, NDArray[np.uint8]] | DeltaBucket, Manifest]:
-        """Return the copied weights, or their delta to version `base`; may run during a step."""
+        """Return what `gather_weights` copied, or its delta to `base`; may run during a step."""
         return self._exports[0].bucket(version, base)
 
     def hold_state(self, copy: bool) -> None:

@@ -21,7 +21,7 @@ class Group:
     tokens: int | None = None
     """Number of tokens of its responses; None until the group is generated."""
     in_flight: bool = True
-    """False after the group was lost, with its generator or by a resume, until issued again."""
+    """False while a group, lost with its generator or by a resume, waits to be issued again."""
 
 
 Groups = Mapping[int, Group]

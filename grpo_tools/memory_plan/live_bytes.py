@@ -34,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def mark(self) -> int:
-        """Return the peak since the last call, and start a new one."""
+        """Return `peak`, and reset it to the bytes alive now."""
         last, self.peak = self.peak, self.live
         return last
 

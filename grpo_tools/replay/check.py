@@ -77,7 +77,7 @@ def _check_there(run: Path, *names: str) -> None:
 def _recorded_config(
     run: Path, settings: Settings, read: Callable[[dict[str, Any]], Settings]
 ) -> dict[str, Any]:
-    """Return the config of a recorded run, with the replay's values of keys that may change."""
+    """Return a recorded run's config; take keys that a replay may change from `settings`."""
     given = settings.model_dump()
     saved: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
     moved = {saved[key]: given[key] for key in ("base_model_path", "output_dir")}

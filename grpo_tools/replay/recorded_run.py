@@ -143,7 +143,7 @@ def _check_same(what: str, given: Any, recorded: Any) -> None:
 
 
 def _is_ordered(event: Event) -> bool:
-    """Return whether a replay must repeat an event's place in the order."""
+    """Return whether a replay must repeat the event in recorded order."""
     if event["event"] == "restart":  # other roles answer as before, a generator loses responses
         return event["role"].startswith("generator_")
     return event["event"] in ORDERED

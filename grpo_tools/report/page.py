@@ -59,7 +59,7 @@ class PageParts:
             self.sections[name] = part("about", f"damaged: {type(error).__name__}: {error}")
 
     def metrics(self, sections: dict[str, list[Chart]]) -> dict[str, str]:
-        """Add each section that has charts, except `Other metrics`: return that one, folded."""
+        """Add each section that has charts, but return `Other metrics`, collapsed, instead."""
         others = sections.pop("Other metrics")
         self.sections |= {name: self.charts(found) for name, found in sections.items() if found}
         folded = part("folded", f"{len(others)} more", self.charts(others)) if others else ""
@@ -91,9 +91,9 @@ def write_report(
     next_page_s: float | None = None,
     target: Path | None = None,
 ) -> Path:
-    """Write the report of a run that has ended or was killed.
+    """Write the report of a run.
 
-    With `next_page_s`, the run is in progress: its page reloads itself after this many seconds.
+    With `next_page_s`, for a run in progress, the page reloads itself after this many seconds.
     """
     target = target or folder / "report.html"
     write_whole(target, _page(folder, max_groups, next_page_s))

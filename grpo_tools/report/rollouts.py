@@ -88,7 +88,7 @@ def read_groups(
 
 
 def _spread(places: Sequence[Any], limit: int) -> list[Any]:
-    """Choose up to `limit` evenly spaced places, including the last and, if several, the first."""
+    """Choose up to `limit` evenly spaced places, including both ends; if only one, the last."""
     at = np.linspace(len(places) - 1, 0, min(limit, len(places)))
     return [places[round(number)] for number in at[::-1]]
 

@@ -209,7 +209,7 @@ class _ErrorType(type):
 
 
 def _methods(value: Any) -> list[str]:
-    """Return the names of the optional methods that the class of an object has."""
+    """Return which of `_OPTIONAL` and `__bool__` the class of an object has."""
     spaces, names = [vars(kind) for kind in reversed(type(value).__mro__)], (*_OPTIONAL, "__bool__")
     found = {name: space[name] for space in spaces for name in names if name in space}
     return [name for name, method in found.items() if method is not None]
