@@ -72,7 +72,7 @@ class Books:
     """Adds up the events of receipts.jsonl, and checks: generated = the sum of all outcomes.
 
     The left side counts each group when its generation ends. The right side counts its outcome: the
-    trainers count the tokens of trained groups by outcome, the ledger the tokens of dropped groups
+    trainers count the tokens of a step's groups by outcome, the ledger the tokens of dropped groups
     and of groups that have no outcome yet. A wrong count on either side shows as a residual.
     """
 

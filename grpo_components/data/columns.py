@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 SEED = "seed"
-"""Field with the seed of one sample, by which its rewards are recorded; no reward receives it."""
+"""Field with the seed of one sample, which worlds and agents receive; no reward receives it."""
 OWN_FIELDS = ("prompt_index", "prompt_ids", "prompt_text", "answer", SEED)
 """Fields of a prompt that this package sets; all others are columns of the data set."""
 CALL = ("prompt_text", "response_text", "answer", "finish_reason")
 """Keyword arguments of every reward, in addition to the columns."""
 
 OF_AGENTS = ("agent_reward", "transcript")
-"""Further keyword arguments of rewards if an agent ran: the rewards that the agent returned, by
+"""Further keyword arguments of rewards if an agent ran: the rewards that the agent gave, by
 name, and the messages of its last chat, with the answer."""
 
 

@@ -104,7 +104,7 @@ def prompt_dataset(
         max_prompt_tokens: longest allowed prompt, in tokens.
         too_long: what happens to a longer prompt: `error` raises, `drop` leaves out its row.
         tools: JSON schemas of the tools that prompts describe; default: those of environment.world.
-        rows: the rows, if a builder generates them; `source` then only names them in errors.
+        rows: the rows, if a builder generates them; `source` is then their name in messages.
 
     Returns:
         The prompts, each with the other columns of its row. Each prompt_index is the row number in
@@ -403,5 +403,5 @@ code_dataset = partial(
 The `answer` holds the tests as JSON text, in one of two forms: `{"stdin_stdout": [{"input": text,
 "output": text}, ...]}` or `{"asserts": [text, ...]}`. Lists of such tests, and `{"inputs": [...],
 "outputs": [...]}`, are converted. If a row has `test_imports` (a list of statements) or
-`test_setup_code`, they run before the asserts. A `solution` (a program, or a list of programs)
-is tested before the run."""
+`test_setup_code`, they run before the asserts. A `solution` (a program, or a list, of which the
+first is taken) is tested before the run."""

@@ -146,7 +146,7 @@ class MathCorrectness:
         return any(self._is_same_value(*side) for side in dict.fromkeys(sides))
 
     def _is_same_value(self, known: str, given: str, is_final: bool = True) -> bool:
-        """Compare two formulas; `is_final` refuses a calculation (`3+4`) if a number is known."""
+        """Compare two formulas; with `is_final`, only a plain number equals a known number."""
         ours, theirs = number(known), number(given)
         if ours is not None and theirs is not None:
             return abs(ours - theirs) <= ("." in known + given) * _TOLERANCE * abs(ours)

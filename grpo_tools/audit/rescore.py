@@ -300,7 +300,7 @@ def _score(
 def _responses(
     checkpoint: Path, record: Record, oldest: int, cuts: bool, result: Rescored
 ) -> Iterator[Response]:
-    """Check a step's batch against its record; yield its responses and their trained tokens."""
+    """Check a step's batch against its record; yield responses that can have trained tokens."""
     step, batch = record["step"], read_state(checkpoint / "state", "batch")
     if batch_hash(batch) != record["batch_hash"]:
         result.problems.append(f"step {step}: the batch in {checkpoint} is not the receipt's")
@@ -355,7 +355,7 @@ def _checksum(files: Iterable[Path]) -> str:
 
 
 def _check_sampling(config: Record) -> None:
-    """Refuse a run whose sampler settings, such as top_p, make logprobs not computed here."""
+    """Refuse a run whose sampler cuts, as top_p does: such logprobs are not computed here."""
     for name, neutral in TRUNCATION.items():
         given = (config.get("generator") or {}).get(name, neutral)
         if given != neutral and not (name == "top_k" and given == -1):

@@ -90,7 +90,7 @@ class Run:
         return math.nan if len(values) < _FEWEST else of(values[-(len(values) // 3) :])
 
     def trend(self, key: str, since: float = 0.0) -> Trend:
-        """Compare a metric's first and last third, after skipping the share `since` of steps."""
+        """Compare a metric's first and last third, without the first `since` (0 to 1) of steps."""
         values = self.values(key)
         values = values[int(since * len(values)) :]
         if len(values) < FEWEST_OF_TREND:

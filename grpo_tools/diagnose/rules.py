@@ -284,7 +284,7 @@ def _groups_dropped(run: Run) -> Finding | None:
 
 
 def _longer(run: Run, some: Collection[int], others: Collection[int]) -> tuple[float, float]:
-    """Return by how many tokens responses of `some` exceed `others` on average, and the error."""
+    """Return how many tokens longer responses of `some` are on average, and the standard error."""
     both = [
         [run.history.lengths[group][0] for group in each if group in run.history.lengths]
         for each in (some, others)

@@ -35,7 +35,7 @@ _COLUMNS = (
     *("work", "KV cache", "push", "checkpoint", "reserve"),
 )
 _SNAPSHOTS = 3
-"""Most weight snapshots in the object store: the newest, one being read, one being stored."""
+"""Maximum weight snapshots in the object store: the newest, one being read, one being stored."""
 _DELTA_SNAPSHOTS = _SNAPSHOTS + 2
 """With delta pushes: also deltas of two snapshots, each at most a snapshot's size."""
 _RAY_SHARE, _RAY_MAX_BYTES = 0.3, 200 * 10**9

@@ -160,7 +160,7 @@ def _describe(event: str, fields: Mapping[str, Any]) -> str:
 
 
 class RecordedSchedule:
-    """The commands that one generator process took, each as (engine step, name of the command)."""
+    """The `RecordedCommands` of one generator process: (engine step, name) of each."""
 
     def __init__(
         self,

@@ -92,7 +92,7 @@ def thinned(
     y: Sequence[float],
     combine: Callable[[Sequence[float]], float],
 ) -> tuple[list[float], list[float]]:
-    """Combine neighboring points into at most `MAX_POINTS`; round to 6 digits."""
+    """Combine neighboring points into at most `MAX_POINTS`; round to 6 significant digits."""
     width = math.ceil(len(y) / MAX_POINTS) or 1
     starts = range(0, len(y), width)
     return (

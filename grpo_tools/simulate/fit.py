@@ -86,7 +86,7 @@ class Lengths:
 
 
 WARM_UP_STEPS = 5
-"""Number of first steps that all means leave out, because the pipeline still fills."""
+"""Number of first steps that means over steps leave out, because the pipeline still fills."""
 SIMULATED = (
     *("num_generators", "num_trainers", "num_references", "rollouts_in_flight"),
     *("push_every_n_steps", "pull_every_m_rollouts", "max_staleness", "stale_groups"),
