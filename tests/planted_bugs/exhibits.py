@@ -108,6 +108,7 @@ EXHIBITS = (
         Alarm(
             "jump of the mismatch over all tokens", r"warning: step (\d+): mismatch/generator_kl"
         ),
+        ("num_steps=12", "generator.temperature=1.15"),
     ),
     Exhibit("mask_shifted", MISMATCH, TURNS),
     Exhibit("temperature_ignored", MISMATCH, ("generator.temperature=0.7",)),
