@@ -95,7 +95,14 @@ class Cluster:
         beside: Sequence[str] = (),
         **kwargs: Any,
     ) -> Role:
-        """Start the process of one role, without waiting for it; `ready` waits."""
+        """Start the process of one role, without waiting for it; `ready` waits.
+
+        Args:
+            min_living: a role that cannot restart is given up while so many others live; or never.
+            counts_restarts: whether its class gets `restart_count`.
+            meets: whether it gets the address of its family's rank 0.
+            beside: roles whose GPUs it uses.
+        """
         log_file = str(self._logs / f"{name}.log")
         given = (log_file, str(self.scratch), self._log_level, cpu_threads, env or {}, sys.path)
 

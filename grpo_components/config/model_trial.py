@@ -101,7 +101,7 @@ def try_teacher(settings: Settings, path: str) -> None:
 
 @contextlib.contextmanager
 def _refused(key: str, allowed: str, before: str = "") -> Generator[None]:
-    """Context manager: turn a ValueError into a ConfigError of `key`; `before` begins its text."""
+    """Turn a ValueError in the block into a ConfigError of `key`; `before` begins its problem."""
     try:
         yield
     except ValueError as error:

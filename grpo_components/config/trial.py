@@ -196,7 +196,7 @@ def _made_for(cfg: Settings, has_reference: bool, step: int) -> LossInputs:
 def made_inputs(
     has_reference: bool, versions: int, step: int, *, has_teacher: bool = False
 ) -> LossInputs:
-    """Return a small made-up micro-batch; its numbers are always the same."""
+    """Make a small fixed micro-batch, with staleness below `versions`."""
     numbers = torch.Generator().manual_seed(0)
     size = sum(LENGTHS)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from grpo_components.settings import CurriculumSettings
 
 MAX_PROMPTS = 10**7
-"""Largest number of prompts that a curriculum weighs."""
+"""Maximum prompts of a curriculum; more are refused."""
 _PRIOR_RESPONSES = 0.25
 """Weight, in responses, of the prior that a prompt's success rate is (low + high) / 2."""
 

@@ -20,11 +20,11 @@ def plan_micro_batches(
 ) -> Plan:
     """Split a global batch into the same number of micro-batches on every rank.
 
-    A micro-batch computes each of its prompts once, so responses to one prompt stay together. There
-    are two exceptions: they exceed the token budget, or ranks would wait for the busiest rank. So
-    groups are also tried in 2, 4, ... pieces, each of which computes the prompt again. The plan
-    with the least time wins; in every round of micro-batches, ranks wait for each other (FSDP's
-    collectives). Every rank computes the whole plan, so ranks agree without communication.
+    A micro-batch computes each of its prompts once, so responses to one prompt stay together
+    unless they exceed the token budget. With several ranks, groups are also tried in 2, 4, ...
+    pieces: this balances the load, but computes prompts again. The plan with the least time
+    wins. A round (one micro-batch per rank) takes as long as its costliest, because ranks wait
+    for each other (FSDP). Every rank computes the whole plan, so they agree without asking.
     """
     if not parts:
         return [[] for _ in range(num_ranks)]

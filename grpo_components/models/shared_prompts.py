@@ -45,7 +45,7 @@ Tokens = NDArray[np.int64]
 Row = tuple[Tokens, Tokens]
 """Indices of queries, and of the keys that they may see."""
 Group = tuple[Tokens, list[Tokens]]
-"""A prompt, and the responses to it; the list is empty if a single one is joined to the prompt."""
+"""A prompt and its responses. An only response is appended to the prompt; the list is empty."""
 
 
 class Part(NamedTuple):
@@ -70,7 +70,7 @@ class Block(NamedTuple):
 
 
 class Padded(NamedTuple):
-    """The N tokens of a forward pass as padded blocks."""
+    """The N tokens, each a query in one padded block."""
 
     blocks: tuple[Block, ...]
     places: Tensor

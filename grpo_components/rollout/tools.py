@@ -141,7 +141,7 @@ def _sandbox() -> Any:
 
 
 def run_in_sandbox(sandbox: Any, program: str) -> str:
-    """Run a program within the time left for this turn; return its output and any error."""
+    """Run a program within the time in `_PROGRAM_TIME`; return its output and any error."""
     time = _PROGRAM_TIME.get()
     left_s = None if time is None else time.remaining_s
     if left_s is not None and left_s <= 0:

@@ -60,7 +60,7 @@ cannot free memory on a CPU. Level 1 frees both and keeps a copy of the weights 
 
 
 class VLLMBackend:
-    """Wraps one vLLM engine; the thread of `Engine` makes all calls, between two steps."""
+    """Wraps one vLLM engine; only the thread of `Engine` calls it."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ _FREE_ROWS = 8
 _LEGEND_CHARS, _SYMBOL_CHARS = 48, 9
 """Width of a legend on a narrow screen, and of the line before each name, in characters."""
 _HUGE = 1e100
-"""Values of this size or more count as not measured: their sums would be infinite."""
+"""Values of this magnitude or more are left out, so that sums cannot overflow."""
 _BINS = ("0 %", "to 20 %", "to 40 %", "to 60 %", "to 80 %", "over 80 %", "100 %")
 Chart = dict[str, Any]
 """Keys: `title`, `about` (one line) and `figure` (plotly's `data` and `layout`)."""
@@ -62,7 +62,7 @@ def chart(
     rows: int = 0,
     **layout: Any,
 ) -> Chart:
-    """Return a chart for the page; `rows`: number of rows on its vertical axis."""
+    """Make a chart; `rows`: number of names on its vertical axis, 0 if none."""
     x_axis: dict[str, Any] = {"title": {"text": x_title}}
     if x_title == "step":
         steps = sorted({x for trace in traces for x in trace["x"]})

@@ -83,9 +83,9 @@ def connected(
     push_every_n_steps: int,
     pull_every_m_rollouts: int,
 ) -> Any:
-    """Return the recipe, connected to the given roles (by family); `run` stands in for `Run`.
+    """Build the recipe on the roles of each family; `run` takes the place of its `Run`.
 
-    Its trainers get the lengths of the responses in place of advantages.
+    Trainers get response lengths as advantages: step times depend on them.
     """
     recipe = _recipe_class()()
     limits = Timeouts.model_construct(None, **dict.fromkeys(Timeouts.model_fields, _PATIENCE_S))
