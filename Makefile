@@ -29,7 +29,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: tiny-policy  ## Learn by asynchronous GRPO on this machine's CPU, from nothing (3 to 8 minutes)
+demo: tiny-policy  ## Learn by asynchronous GRPO on this machine's CPU, from nothing (2 to 6 minutes)
 	@echo '$$ tune run async_grpo_full_finetune_distributed --config tiny_async_grpo'
 	@PATH="$(CURDIR)/$(BIN):$$PATH" tune run async_grpo_full_finetune_distributed --config tiny_async_grpo
 	@echo 'Next: source .venv/bin/activate, then "Make it yours" in README.md'
