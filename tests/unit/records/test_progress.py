@@ -155,11 +155,11 @@ def test_control_characters_in_a_note_are_escaped(width):
     assert whole in shown.raw, "all of it, and no markup"
 
 
-def in_terminal(folder, code: str) -> tuple[int, int]:
+def in_terminal(folder, code: str, first: str = "") -> tuple[int, int]:
     """Start a process with a `progress` in a terminal; its id, and the terminal's other end."""
     program = folder / "program.py"
     begin = "from grpo_components.records.progress import Progress\nprogress = Progress(3)\n"
-    program.write_text(begin + code)
+    program.write_text(first + begin + code)
     pid, terminal_end = pty.fork()
     if pid == 0:
         os.chdir(folder)
@@ -200,14 +200,14 @@ def test_a_run_in_the_background_goes_on_after_its_terminal_was_closed(tmp_path)
     """A shell sends no signal to a job that it disowned; writing to the terminal then fails."""
     pid, terminal_end = in_terminal(
         tmp_path,
-        "import os, signal\n"
-        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])\n"
         "progress.note('running')\n"
         "signal.sigwait([signal.SIGHUP])\n"
         "for step in range(1, 4): progress.update(step, {})\n"
         "progress.note('one')\n"
         "progress.summary([('reward', '1.00')])\n"
         "open('done', 'w').close()\n",
+        # Before the progress, whose thread would otherwise take the signal.
+        first="import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])\n",
     )
     shown = b""
     while b"running" not in shown:
