@@ -75,6 +75,7 @@ def test_a_tutor_a_tool_a_reward_in_the_sandbox_a_learned_one_and_one_of_the_use
     _, output_dir = succeed(
         tune,
         *(*SHORT, "num_steps=3", "loss.kl_coeff=0.01", "rollouts_logged_per_step=4"),
+        "optimizer.lr=1e-5",  # so that no token becomes much less likely in three steps
         "environment._component_=grpo_components.rollout.multi_turn.MultiTurnEnvironment",
         *("environment.max_turns=3", "environment.world._component_=my_tools.Tutored"),
         *("generator.stop_token_ids=[0,2,220]", "generator.max_response_tokens=120"),
@@ -100,8 +101,8 @@ def test_a_tutor_a_tool_a_reward_in_the_sandbox_a_learned_one_and_one_of_the_use
     steps = metrics(output_dir)[1:]
     # In the first step the policy is the base: a token in the wrong place would show here.
     assert steps[0]["loss/kl_reference"] == pytest.approx(0, abs=1e-6)
-    # Later, one token of 170 that became 30 times less likely is 0.2 alone.
-    assert all(0 <= record["loss/kl_reference"] < 1 for record in steps)
+    # Later too: at this learning rate, 0.0003 to 0.0024 was seen. At 1e-4, 0.2 to 6.
+    assert all(0 <= record["loss/kl_reference"] < 0.05 for record in steps)
     # The first step's weights are the generator's: turn for turn, the two read the same context.
     assert abs(steps[0]["mismatch/generator_kl"]) < 1e-6
     events = records(output_dir / "receipts.jsonl")
