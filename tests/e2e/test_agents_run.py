@@ -23,8 +23,10 @@ def run(task):
         return create(model="m", messages=messages, **options).choices[0].message.content
 
     text, number = task["prompt_text"], task["prompt_index"]
-    for _ in range(25 if number in (6, 7) else 1):
+    empty, turns = 0, 25 if number in (6, 7) else 1
+    for turn in range(turns):
         answer = ask(text, max_tokens=4, stop=["\\n"])
+        empty += turn + 1 < turns and not answer
         text += answer + "And? "
         time.sleep(0.1 * (number in (6, 7)))  # else a long session may fit between two pulls
         if number == 6:
@@ -34,7 +36,7 @@ def run(task):
     ask(text.replace("?", "!"), max_tokens=2)  # history rewritten
     if number % 4 == 1 and task["seed"] % 2:
         raise RuntimeError("an odd seed")
-    return {"reward": len(answer) % 3 == 0, "length": len(text)}
+    return {"reward": len(answer) % 3 == 0, "length": len(text), "empty": empty}
 """
 
 
@@ -49,16 +51,18 @@ def test_sessions_are_trained_once_while_weights_change_and_a_generator_is_kille
         *("rollouts_in_flight=3", "pull_every_m_rollouts=1", "shuffle=false"),
         *("generator.max_response_tokens=300", "generator.max_model_len=380"),
         *("stale_groups=wait", "rollouts_logged_per_step=2", "eval_every_n_steps=6"),
-        *AGENTS,
+        *(*AGENTS, "rewards.empty._component_=grpo_components.agents.rewards.AgentReward"),
+        *("rewards.empty.name=empty", "rewards.empty.weight=0", "rewards.empty.max_reward=25"),
         recipe=recipe,
         env=environment,
     )
     assert_audited(output_dir)
     groups = records(output_dir / "logs" / "rollouts.jsonl")
     responses = [response for group in groups for response in group["responses"]]
-    sessions = [r["session"] for r in responses if r["error"] is None]
+    ended = [r for r in responses if r["error"] is None]
     assert len(responses) == 6 * 2 * 2
-    assert all(s["trajectories"] == 2 for s in sessions)
+    # One until the history is rewritten, and one after it; nothing continues an empty answer.
+    assert all(r["session"]["trajectories"] == 2 + r["reward_terms"]["empty"] for r in ended)
     swapped = [record["token_versions"] for record in receipts(output_dir)]
     assert any(len(versions) > 1 for versions in swapped)
     failed = [r["error"] for r in responses if r["error"] is not None]

@@ -179,6 +179,16 @@ async def test_a_text_that_goes_on_without_the_stop_continues_what_was_sampled_b
     assert session.facts()["unanswered_tokens"] == 2  # the ends of two answers
 
 
+async def test_nothing_continues_an_answer_that_is_empty_but_for_its_stop(make_chat):
+    chat = make_chat(PLAIN)
+    _, session = opened(chat, "\nc", "d<|im_end|>")
+    assert (await ask(session, user("q"), stop="\n"))["content"] == ""
+    await ask(session, user("q!"))
+    first, second = parts_of(session)
+    assert chat.decode(sampled(first)) == "\n"
+    assert chat.decode(sampled(second)) == "d<|im_end|>"
+
+
 async def test_an_answer_keeps_its_end_if_no_call_continues_it(make_chat, monkeypatch):
     chat = make_chat(PLAIN)
     _, session = opened(chat, "abab\nc", "d<|im_end|>")
