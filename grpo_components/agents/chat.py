@@ -1,4 +1,4 @@
-"""Formats messages as the text of a prompt for the policy, and finds the policy's turns in it."""
+"""Writes chat messages as a prompt, and finds the policy's earlier turns in a prompt."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PLAIN = "plain"
 """Name of the template that writes the contents of all messages one after the other."""
 _PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 _BEFORE = 8
-"""Number of preceding tokens to decode with a text: some tokenizers drop a leading space."""
+"""Tokens before a text to decode with it: some tokenizers drop the first token's space."""
 
 
 class Chat:
-    """Converts between messages, text and token ids."""
+    """Converts chat messages to the text of a prompt, and text to token ids and back."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Chat:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> str:
-        """Write messages as the next turn's prompt; `arguments` are variables of the template."""
+        """Write messages as the next turn's prompt; `arguments`: values of template variables."""
         try:
             text = self._tokenizer.apply_chat_template(
                 [self._for_template(message) for message in messages],
@@ -64,7 +64,7 @@ class Chat:
         return [*self._beginning, *self.encode(text)]
 
     def encode(self, text: str) -> list[int]:
-        """Tokenize a text; the name of a control token becomes that token."""
+        """Tokenize a text; a control token's name, such as `<|im_end|>`, becomes that token."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -73,24 +73,24 @@ class Chat:
         return self._tokenizer.decode(list(token_ids), **kept)
 
     def decode_after(self, before: Sequence[int], token_ids: Sequence[int]) -> str:
-        """Return the text of tokens that follow the tokens `before`."""
+        """Return the text of `token_ids` alone, decoded as they stand after the tokens `before`."""
         tail = list(before[-_BEFORE:])
         return self.decode([*tail, *token_ids])[len(self.decode(tail)) :]
 
     def encode_after(self, before: Sequence[int], text: str) -> list[int] | None:
-        """Tokenize a text that follows the tokens `before`; None if that alters the text."""
+        """Tokenize a text that follows the tokens `before`; None if decoding gives another text."""
         found = self.encode(text)
         return found if self.decode_after(before, found) == text else None
 
     def stop_text(self, turn: str) -> str:
-        """Return the stop token's text at the end of a turn; empty if there is none."""
+        """Return the text of the stop token that ends a turn; empty if no stop token ends it."""
         return next((stop for stop in self._stops if turn.endswith(stop)), "")
 
     def turn_length(self, text: str, turn: str, least: int) -> int | None:
-        """Return how many characters at the start of a text are `turn`; None if it is not there.
+        """If a text begins with `turn`, return how many characters that is; None otherwise.
 
-        A turn that differs only in the JSON formatting of its tool calls counts as `turn`, if it
-        has at least `least` characters. The caller then keeps what the policy wrote.
+        A beginning that differs from `turn` only in the JSON formatting of tool calls counts, too,
+        if it has at least `least` characters. The caller then keeps the policy's formatting.
         """
         if text.startswith(turn):
             return len(turn)
@@ -101,7 +101,7 @@ class Chat:
         return end + len(stop) if self.parse.same(turn.removesuffix(stop), text[:end]) else None
 
     def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message as templates expect it: no fields without a value, arguments as data."""
+        """Convert a message for the template: drop fields that are None, parse calls' arguments."""
         written = {name: value for name, value in message.items() if value is not None}
         content = _text_of(written.get("content", ""))
         written["content"] = [{"type": "text", "text": content}] if self._in_parts else content

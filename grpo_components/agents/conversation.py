@@ -17,7 +17,7 @@ class Choice:
     """One answer that the policy sampled."""
 
     token_ids: NDArray[np.int64]
-    """[R] sampled tokens, up to the end that the request asked for."""
+    """[R] sampled tokens, up to the first stop string of the request, if they contain one."""
     logprobs: NDArray[np.float32]
     """[R] log-probability of each token, in nats."""
     versions: NDArray[np.int32]
@@ -36,7 +36,7 @@ class Choice:
     """Whether a later call continues this answer."""
 
     def drop_end(self) -> None:
-        """Drop the tokens after `content`: a later prompt continues without them."""
+        """Drop the tokens after `content`, such as a stop string: a later prompt omits them."""
         size = self.content_tokens
         self.token_ids, self.logprobs = self.token_ids[:size], self.logprobs[:size]
         self.versions, self.text = self.versions[:size], self.content
@@ -44,12 +44,12 @@ class Choice:
 
 @dataclass(eq=False)
 class Call:
-    """One request of the agent."""
+    """One request of the agent, with the policy's answers."""
 
     prompt_text: str
     prompt_ids: list[int]
     parent: tuple[Call, Choice] | None = None
-    """Call and answer that the prompt continues, token for token."""
+    """Earlier call and answer with which this prompt begins, token for token; None: no such."""
     key: tuple[int, str, int] = (0, "", 0)
     """Prompt length, hash of the request, and number of equal requests before. A replay has the
     same keys, even if parallel requests arrive in another order."""
@@ -88,7 +88,8 @@ class Conversation:
         self.calls: list[Call] = []
 
     def place(self, text: str) -> Call:
-        """Make a prompt's call; it continues the longest conversation that begins the prompt."""
+        """Make a prompt's call; it continues the longest earlier conversation that `text`
+        repeats."""
         best, end, earlier = None, -1, set[int]()
         for call, choice in reversed(self._in_order()):  # so that few tool calls are compared
             if id(choice) not in earlier and text.startswith(call.prompt_text):
@@ -119,7 +120,7 @@ class Conversation:
                 choice.drop_end()
 
     def _length_of(self, choice: Choice, text: str, least: int) -> int | None:
-        """Return how many characters at the start of a text are an answer, or its content."""
+        """If a text begins with an answer, or with its content, return that length; else None."""
         length = self._chat.turn_length(text, choice.text, least)
         if length is None and choice.content_tokens and not choice.continued:
             return len(choice.content) if text.startswith(choice.content) else None
@@ -155,7 +156,7 @@ def _order(call: Call, choice: Choice) -> tuple[tuple[int, str, int], int]:
 
 
 def _joined(steps: list[tuple[Call, Choice]]) -> SessionPart:
-    """Join answers and the tokens between them; the prompt is what precedes the first answer."""
+    """Join answers and the tokens between them; all that precedes the first one is the prompt."""
     prompt_ids = steps[0][0].prompt_ids
     end, known, turns = len(prompt_ids), [], list[tuple[Any, ...]]()
     for call, choice in steps:

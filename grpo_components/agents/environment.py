@@ -14,23 +14,24 @@ _MOST_CALLS = 100
 
 
 class AgentEnvironment:
-    """Runs an agent for each response; the policy's answers to the agent are trained.
+    """Runs an agent for each response; the policy is trained on its answers to the agent.
 
-    The agent is a function of a task (a dictionary with the row's columns, `prompt_text`, `answer`
-    and `seed`), or a command that reads the task as JSON from its standard input. It reaches the
-    policy with any OpenAI client, at the address and with the key in the environment variables
-    `OPENAI_BASE_URL` and `OPENAI_API_KEY`. The reward is what the function returns, what the agent
-    posts to `reward` below the address, or what the config's rewards give the last answer.
+    The agent is a function of a task (a dictionary with the data set's columns, `prompt_text`,
+    `answer` and `seed`), or a command that reads the task as JSON from its standard input. It
+    reaches the policy with any OpenAI client, at the address and with the key in the environment
+    variables `OPENAI_BASE_URL` and `OPENAI_API_KEY`. The config's rewards score the response:
+    `AgentReward` takes what the function returns, or what the agent posts to `reward` below the
+    address; other rewards score the last answer.
 
     Args:
         agent: dotted path of a function, sync or async; or `command: [program, argument, ...]`.
         chat_template: None for the model's template; `plain` to write only the contents of the
             messages, one after the other; or the path of a file with a Jinja template.
         tool_parser: vLLM's parser for the model's tool calls, such as `hermes`; None refuses tools.
-        max_calls: maximum number of requests of one session.
+        max_calls: maximum number of requests that the agent may make for one response.
 
     Raises:
-        ValueError: an argument is wrong; names its key.
+        ValueError: an argument is wrong; the message names its key.
     """
 
     environment_kind = "agents"
@@ -51,7 +52,7 @@ class AgentEnvironment:
 
 
 def _checked_agent(agent: Any) -> str | list[str]:
-    """Check the config's agent; return a function's dotted path, or a program and arguments."""
+    """Check the key `agent`; return a function's dotted path, or a program and its arguments."""
     if isinstance(agent, str) and "." in agent.strip("."):
         return agent
     command = agent.get("command") if isinstance(agent, Mapping) and len(agent) == 1 else None

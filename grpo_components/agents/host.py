@@ -1,8 +1,9 @@
 """The process that starts agents: imports the agent once, then forks a watcher for each session.
 
-A watcher forks the agent and adopts all processes that the agent starts. It kills them when the
-agent has ended, or when the owner (the generator) closes the session's connection or dies. If a
-watcher is killed, this process adopts what it leaves, and kills that at the end.
+A session is the agent's work on one response. Its watcher forks the agent and adopts all processes
+that the agent starts. It kills them when the agent has ended, or when the owner (the generator)
+closes the session's connection or dies. If a watcher is killed, this process adopts the processes
+that the watcher leaves, and kills them at its own end.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _PDEATHSIG, _SUBREAPER = 1, 36
 READY = b"ready"
 """Sent to the owner once the agent is imported; if the import fails, the reason is sent."""
 _MAX_SAID = 1 << 20
-"""Bytes kept of the end of a result, or of a command's output."""
+"""Maximum bytes kept of a function's result or a command's output; the last ones are kept."""
 _libc = ctypes.CDLL(None)
 _Agent = Callable[[Any], Any] | list[str]
-"""A function of a task, or a command."""
+"""A function that takes the task, or a command: program and arguments."""
 
 
 def _serve(owner: socket.socket, agent: _Agent) -> None:
@@ -52,7 +53,7 @@ def _serve(owner: socket.socket, agent: _Agent) -> None:
 
 
 def _watch(connection: socket.socket, agent: _Agent) -> None:
-    """Run an agent until it or the connection ends, kill its processes, and report the end."""
+    """Run an agent until it ends or the connection closes; kill its processes; report its end."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _libc.prctl(_SUBREAPER, 1)
@@ -82,7 +83,7 @@ def _watch(connection: socket.socket, agent: _Agent) -> None:
 
 
 def _read(reading: int, agent: _Agent) -> bytes:
-    """Read a part of a function's result, or of a command's output; copy the output to the log."""
+    """Read more of a function's result or a command's output; also write the output to the log."""
     part = os.read(reading, _MAX_SAID)
     if isinstance(agent, list):
         os.write(2, part)
@@ -106,7 +107,7 @@ def _run(
 
 
 def _in_child(work: Callable[..., None], *arguments: Any, **more: Any) -> None:
-    """Run the work of a forked process, and end the process."""
+    """Call `work` in this process, which was just forked, and then end the process."""
     status = 1
     try:
         work(*arguments, **more)
@@ -121,7 +122,7 @@ def _in_child(work: Callable[..., None], *arguments: Any, **more: Any) -> None:
 
 
 def _kill_children() -> None:
-    """Kill all children; any process that a child leaves behind is adopted, and killed, too."""
+    """Kill all children of this process, also those that it adopts when their parent is killed."""
     children = Path("/proc/self/task", str(os.getpid()), "children")
     while found := [int(pid) for pid in children.read_text().split()]:
         for pid in found:

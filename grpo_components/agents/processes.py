@@ -1,4 +1,4 @@
-"""Runs agents in processes of their own, with a deadline, from the server's event loop."""
+"""Runs each agent in a process of its own, with a deadline, from the agent server's event loop."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any
 from grpo_components.agents.host import READY
 
 _START_S = 120.0
-"""Seconds for the agent's module to be imported."""
+"""Maximum seconds for importing the agent's module."""
 _KILL_S = 20.0
 """Maximum seconds to wait until killed processes have ended."""
 _MAX_SAID = 1000
-"""Characters of the end of a command's output that its error quotes."""
+"""Number of characters from the end of a command's output that its error message quotes."""
 
 
 class AgentImportError(RuntimeError):
@@ -33,7 +33,7 @@ class Outcome:
     """How an agent ended."""
 
     reward: dict[str, float] | None = None
-    """Rewards that it returned, by name."""
+    """Rewards that the agent's function returned, by name; None if it returned none."""
     error: str | None = None
     """Why the agent's sample has failed; None if the agent ended well."""
 
@@ -55,7 +55,7 @@ class AgentProcesses:
         timeout_s: float,
         failure: asyncio.Future[str],
     ) -> Outcome:
-        """Run an agent to its end; whatever happens, none of its processes is left."""
+        """Run an agent until it ends, fails or times out; leave none of its processes."""
         ours, theirs = socket.socketpair()
         with theirs:
             await self._start_watcher(theirs)
@@ -112,7 +112,7 @@ class AgentProcesses:
         return Outcome(error=f"agent: {self._name} {how}" + (f"\n{said}" if before else ""))
 
     async def _start_watcher(self, connection: socket.socket) -> None:
-        """Start the process that will run an agent and report through a connection."""
+        """Let the host process fork a watcher for one agent, which reports through `connection`."""
         async with self._starting:
             if self._control is None or self._host is None or self._host.poll() is not None:
                 self._control = await self._start_host()
@@ -162,7 +162,7 @@ class AgentProcesses:
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
-    """Read how an agent ended; nothing if its watcher was killed."""
+    """Read a watcher's report of how its agent ended; empty if the watcher was killed."""
     try:
         return await reader.read()
     except ConnectionError:

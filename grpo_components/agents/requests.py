@@ -1,7 +1,7 @@
-"""Reads chat requests: which of their fields are honoured, ignored or refused.
+"""Checks an agent's chat requests: which fields are honoured, ignored or refused.
 
 A request may not change the distribution that tokens are sampled from, because the trainer computes
-their log-probabilities under the run's distribution.
+their log-probabilities under the distribution that the config sets.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-"""Values that leave the distribution and the answer as they are."""
+"""Values that these fields may have, because they change neither the sampling nor the answer."""
 _TAKEN = ("conversation", "tools", "chat_template", "tokenize", "return_tensors", "return_dict")
-"""Arguments of `apply_chat_template` that are not variables of a template."""
+"""Arguments of `apply_chat_template` itself; a request may set only the template's variables."""
 
 
 class RequestError(ValueError):
@@ -48,7 +48,7 @@ class RequestError(ValueError):
         self.parameter, self.status, self.code = parameter, status, code
 
     def body(self) -> dict[str, Any]:
-        """Return the error in OpenAI's format."""
+        """Return the JSON object of the HTTP answer, an error in OpenAI's format."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         fields = {"message": str(self), "type": kinds.get(self.status, kind)}
@@ -69,7 +69,7 @@ class ChatRequest:
     max_tokens: int | None
     """Maximum tokens of an answer; None: as many as there is room for."""
     seed: int | None
-    """Equal requests of a session with equal seeds get the same answer; None: different ones."""
+    """If a session repeats a request and its seed, the answer repeats. None: a new answer."""
     stream: bool
     include_usage: bool
     """Whether a stream ends with the token counts."""
@@ -78,7 +78,7 @@ class ChatRequest:
 def read_chat(
     body: Mapping[str, Any], temperature: float, *, any_temperature: bool, has_parser: bool
 ) -> ChatRequest:
-    """Check a chat request; raise a `RequestError` if it cannot be honoured."""
+    """Read a chat request from its JSON object; raise a `RequestError` if it cannot be honoured."""
     given = {name: value for name, value in body.items() if value is not None}
 
     def read(name: str, default: Any, allowed: str, fits: Callable[[Any], Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def checked_reward(value: Any) -> dict[str, float] | None:
-    """Return an agent's reward as a mapping of names to numbers."""
+    """Check an agent's reward; return numbers by name (`reward` for a single one), or None."""
     if value is None:
         return None
     named = value if isinstance(value, Mapping) else {"reward": value}

@@ -21,7 +21,7 @@ from grpo_components.agents.rewards import checked_reward
 from grpo_components.settings import GeneratorSettings
 
 _MOST_CHARACTERS = 16
-"""Maximum characters of a prompt, per token of `max_model_len`; any language has fewer."""
+"""Maximum characters of a prompt per token of `max_model_len`; texts of any language have fewer."""
 _MOST_BYTES = 4
 """Maximum number of tokens that one character may take."""
 _SLACK = 16
@@ -30,7 +30,7 @@ _SLACK = 16
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a request, which counts only if the client receives it."""
+    """The answer to a request; the policy is trained on it only if the client receives it."""
 
     call: Call
     request: ChatRequest
@@ -49,7 +49,7 @@ class Answer:
 
 
 class Session:
-    """Answers the requests of one agent; all calls come from the server's event loop."""
+    """Answers and records the requests of one agent; only the server's event loop may call it."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class Session:
         """Tasks that sample answers, also for clients that have disconnected."""
         self._conversation = Conversation(chat)
         self._equal: Counter[str] = Counter()
-        """Number of requests so far, by digest."""
+        """Number of requests so far, by their hash (see `_digest`)."""
         self._num_requests = 0
         self.closed = False
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Reason why the session cannot continue, once set; `error` is its exception, or None."""
+        """Set to the reason if the session cannot continue; `error`: the exception, or None."""
         self.error: Exception | None = None
         self.reward: dict[str, float] | None = None
         """Rewards by name that the agent posted; None without any."""
@@ -87,7 +87,7 @@ class Session:
         """The last answer, and why it ended."""
 
     async def answer(self, body: Mapping[str, Any]) -> Answer:
-        """Sample the answer to a request, a JSON object."""
+        """Sample the policy's answer to a request, whose JSON object is `body`."""
         self._num_requests += 1
         if self._num_requests > self._max_calls:
             problem = f"the agent opened more than {self._max_calls} calls"
@@ -126,7 +126,7 @@ class Session:
         return Answer(call, request, {**fields, **content})
 
     def deliver(self, answer: Answer) -> None:
-        """Note that the client receives an answer."""
+        """Mark an answer as received by the client, so that the policy is trained on it."""
         if self.closed:
             return
         answer.call.delivered = True
@@ -147,7 +147,7 @@ class Session:
 
     @property
     def has_equal_requests(self) -> bool:
-        """Whether some requests differed only in their time of arrival."""
+        """Whether some requests were equal: a replay can confuse them if they arrive together."""
         return any(count > 1 for count in self._equal.values())
 
     def parts(self) -> list[SessionPart]:
@@ -171,13 +171,13 @@ class Session:
         }
 
     def _fail(self, why: str, error: Exception | None = None) -> None:
-        """End the session: its sample has failed."""
+        """Set `failure`: the agent is then ended, and this response counts as failed."""
         if not self.failure.done():
             self.error = error
             self.failure.set_result(why)
 
     def _room(self, call: Call, request: ChatRequest) -> int:
-        """Return how many tokens an answer may have."""
+        """Return how many tokens the answer to a call may have; raise a `RequestError` if none."""
         size = len(call.prompt_ids)
         used = size - len(call.path[0][0].prompt_ids) if call.parent else 0
         room, limit = min(
@@ -242,7 +242,7 @@ class Session:
         )
 
     def _choice(self, call: Call, request: ChatRequest, index: int) -> dict[str, Any]:
-        """Return a choice in OpenAI's format, with its tool calls parsed."""
+        """Return answer number `index` of a call in OpenAI's format, with its tool calls parsed."""
         choice = call.choices[index]
         content, reason, called = choice.content, choice.finish_reason, []
         if request.tools:
@@ -261,7 +261,7 @@ class Session:
 
 
 def _delta(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a choice in OpenAI's format for streams."""
+    """Convert a choice from OpenAI's format for whole answers to the format for streams."""
     message = dict(choice["message"])
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]

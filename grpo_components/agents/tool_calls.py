@@ -11,7 +11,7 @@ from vllm.tool_parsers import ToolParserManager
 
 
 class Turn(NamedTuple):
-    """A turn of the policy."""
+    """A turn of the policy, split into its text and its tool calls."""
 
     content: str
     """Text outside the tool calls."""
@@ -49,7 +49,7 @@ class TurnParser:
         return Turn(found.content or "", calls)
 
     def same(self, one: str, other: str) -> bool:
-        """Whether two texts are the same turn with tool calls, apart from JSON formatting."""
+        """Whether two turns have tool calls, and differ at most in the formatting of their JSON."""
         first, second = (self(text, [_ANY_TOOL]) for text in (one, other))
         same_text = first.content.strip() == second.content.strip()
         return bool(first.calls) and same_text and _values(first) == _values(second)

@@ -1,4 +1,4 @@
-"""Wraps Gymnasium environments as worlds: observations become texts, and texts become actions."""
+"""Wraps Gymnasium environments as worlds, which reply to the policy's turns with observations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gymnasium_dataset(
     prompt_template: str = "{question}\n",
     **prompts: Any,
 ) -> PromptDataset:
-    """Make one prompt per seed of an environment, from its first observation.
+    """Make a data set with one prompt per seed, which shows the environment's first observation.
 
     Args:
         tokenizer: torchtune's tokenizer.
@@ -128,7 +128,7 @@ class GymnasiumWorld:
         return env, self._text_of(observation)
 
     def __call__(self, prompt: Prompt, seed: int) -> Callable[[str], Reply]:
-        """Begin a conversation."""
+        """Begin a conversation; return the function that replies to each turn of the policy."""
         if _COLUMN not in prompt:
             raise ValueError("the prompt has no seed; allowed: rows of gymnasium_dataset")
         env, first = self.begin(prompt[_COLUMN])

@@ -1,7 +1,7 @@
-"""Runs a tool server as a child process, and kills its process group when the owner ends.
+"""Runs a tool server as a child process, and kills the whole process group when the owner ends.
 
-It is run as a file, and imports only the standard library, because the server may use another
-Python environment.
+The owner is the process whose `MCPServer` runs this module as a file. The module imports only the
+standard library, because the server may use another Python environment.
 """
 
 from __future__ import annotations

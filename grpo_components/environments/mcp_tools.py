@@ -26,7 +26,7 @@ from grpo_components.slow_calls import told_if_slow
 _START_S = 60.0
 """Seconds for a server to start."""
 _END_S = 10.0
-"""Seconds to wait for a server's end; the server is killed sooner."""
+"""Maximum seconds to wait for a server's end; before that, the package `mcp` kills the server."""
 _MAX_DEPTH = 100
 """Maximum nesting depth of a call's arguments; about twice as much breaks the connection."""
 _RUNNER = Path(__file__).with_name("mcp_process.py")
@@ -84,7 +84,7 @@ class MCPTools:
         self._use = ToolUse(tools, call_format, max_result_characters)
 
     def __call__(self, prompt: Prompt, seed: int) -> Callable[[str], Reply]:
-        """Begin a conversation."""
+        """Begin a conversation; return the function that replies to each turn of the policy."""
         return self._use(prompt, seed)
 
 
@@ -97,7 +97,7 @@ def _schemas_of(command: tuple[str, ...]) -> list[dict[str, Any]]:
 
 @cache
 def _servers_of(command: tuple[str, ...], num_servers: int) -> _Servers:
-    """Return the servers of a command, shared by all worlds of this process."""
+    """Return the pool of servers of a command; all worlds of this process share it."""
     return _Servers(command, num_servers)
 
 

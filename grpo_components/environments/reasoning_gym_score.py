@@ -26,7 +26,7 @@ _UNUSABLE = {
 
 @lru_cache
 def task_of(task: str, settings: str) -> Any:
-    """Build a reasoning-gym task; `settings` is JSON."""
+    """Build the reasoning-gym task of this name; `settings`: its settings, as JSON text."""
     factory: Any = imported_extra("reasoning_gym.factory")
     known = sorted(factory.DATASETS.keys() - _UNUSABLE.keys())
     if task in _UNUSABLE:
@@ -47,7 +47,7 @@ def task_of(task: str, settings: str) -> Any:
 
 
 class ReasoningGymScore:
-    """Score that the row's reasoning-gym task gives the answer, from 0 to 1.
+    """Reward from 0 to 1: the score that the prompt's reasoning-gym task gives the answer.
 
     Args:
         answer_format: where to find the answer, see `MathCorrectness`. A response without an
@@ -76,6 +76,6 @@ class ReasoningGymScore:
             return 0.0
 
     def perfect_response(self, *, reasoning_gym: Mapping[str, Any]) -> str | None:
-        """Return the task's own answer as a response; None if the task has none."""
+        """Return a response that contains the task's own answer; None if the task has no answer."""
         answer = ast.literal_eval(reasoning_gym["entry"])["answer"]
         return None if answer is None else self._write.format(answer)

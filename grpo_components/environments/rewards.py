@@ -1,4 +1,4 @@
-"""Reward of a conversation: the number that its world gave as the `answer` of its last reply."""
+"""Reward of a conversation: the number that the world gave as `answer` in its last reply."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _NOTHING = Completion(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0
 
 @dataclass
 class _Slot:
-    """One slot of an environment, with the response in progress."""
+    """One slot of an environment: a sample and its response so far."""
 
     sample: Sample
     prompt_ids: NDArray[np.int64]
@@ -74,7 +74,7 @@ class _Slot:
 
 
 class GroupCollector(Collector):
-    """torchrl collector that steps all slots of an environment until each is done, unpadded."""
+    """torchrl collector that steps all slots of an environment until all are done; pads nothing."""
 
     def __init__(self, env: EnvBase, engine: Engine, settings: GeneratorSettings) -> None:
         self._engine, self._settings = engine, settings
@@ -100,7 +100,7 @@ class GroupCollector(Collector):
     async def rollout(
         self, samples: Sequence[Sample], call: Callable[..., Awaitable[Any]]
     ) -> list[Scored]:
-        """Reset the environment and step it, in its own thread, until every slot is done."""
+        """Roll out one sample per slot; `call` runs a function in the environment's thread."""
         await call(cast(Any, self.env).ask, [sample.prompt for sample in samples])
         tensordict = await call(self.env.reset)
         prompts = [state["tokens"].numpy().copy() for state in tensordict.unbind(0)]

@@ -106,12 +106,12 @@ class Engine:
         name: str = "a request",
         watch: Watch | None = None,
     ) -> Future[Completion]:
-        """Queue one request. Any thread may call this."""
+        """Queue one request; return the future of its completion. Any thread may call this."""
         asked = (max_tokens, temperature, seed, stop_token_ids, truncation or {}, watch)
         return self._command(name, "request", Request(list(prompt_ids), *asked))
 
     def sleep(self) -> Future[int]:
-        """Abort requests, and free GPU memory until `load_weights`. Any thread may call this."""
+        """Abort all requests, and free GPU memory until `load_weights`; any thread may call it."""
         return self._command("sleep", "sleep", None)
 
     def load_weights(

@@ -82,7 +82,7 @@ class EngineUse:
             self._advance()
 
     def _advance(self) -> None:
-        """Add the time since the last call to the activity so far, and begin the current one."""
+        """Add the time since the last call to the activity that was going on; begin the new one."""
         cause = NO_REWARD if self._rollouts else NO_GROUP
         passed = self._time.begin(cause if self._engine_does == IDLE else self._engine_does)
         self._sequence_s += passed * self._sequences

@@ -63,7 +63,7 @@ class EnvironmentThread:
         self._thread.start()
 
     def start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Queue a call of a function in the thread."""
+        """Queue a call of a function for the thread; return the future of its result."""
         future: Future[Any] = Future()
         self._calls.put((function, args, future))
         return future
@@ -85,7 +85,7 @@ class EnvironmentThread:
             raise self.hung(limit, function) from None
 
     def hung(self, limit: TimeLimit, function: Callable[..., Any]) -> HungCallError:
-        """Return an error with the thread's current stack, outermost call first."""
+        """Return the error of a hanging call, with the thread's stack, outermost call first."""
         name = getattr(function, "__name__", "call")
         within = f"{limit.timeout_s:g} s, the limit for all calls of a rollout"
         frame = sys._current_frames().get(self._thread.ident or 0)
@@ -118,7 +118,7 @@ class EnvironmentThread:
 
 
 class EnvironmentThreads:
-    """Runs the calls of many rollouts: quick ones in a few threads, each slow one in one more."""
+    """Runs the calls of many rollouts: quick calls share a few threads, a slow one has its own."""
 
     def __init__(self) -> None:
         self._idle: deque[EnvironmentThread] = deque()

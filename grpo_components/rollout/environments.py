@@ -16,7 +16,7 @@ from grpo_components.rollout.samples import Prompt
 
 
 def set_token_specs(env: EnvBase, num_slots: int) -> None:
-    """Set an environment's torchrl specs: token lists of any length, one per slot."""
+    """Set an environment's torchrl specs: token lists of any length, one per slot (response)."""
     slots = torch.Size([num_slots])
     ragged: Any = (num_slots, -1)
     env.observation_spec = Composite(tokens=Unbounded(shape=ragged, dtype=torch.int64), shape=slots)
@@ -33,7 +33,7 @@ def set_token_specs(env: EnvBase, num_slots: int) -> None:
 
 
 def slot_state(tokens: Any, *, done: bool, truncated: bool = False) -> TensorDict:
-    """Build the state of one slot, as an environment returns it."""
+    """Build one slot's part of the TensorDict that an environment's `reset` or `step` returns."""
     return TensorDict(
         tokens=torch.as_tensor(tokens, dtype=torch.int64),
         done=torch.tensor([done]),

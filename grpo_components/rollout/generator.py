@@ -1,4 +1,4 @@
-"""The generator: samples groups with one engine, and scores them."""
+"""The generator: samples groups (responses to one prompt) with one engine, and scores them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Generator:
         self._receiving: Future[Any] | None = None
 
     async def reserve(self, patience_s: float) -> int:
-        """Wait until a group fits; reserve room for all that fit, and return how many groups."""
+        """Wait until a group fits; reserve room for all groups that fit, and return how many."""
         return await self._budget.reserve(patience_s)
 
     async def generate_group(
@@ -251,7 +251,7 @@ class Generator:
         sleeps: int,
         load: Callable[[], Future[ProbeReading | None]],
     ) -> ProbeReading | None:
-        """Run `load`; return its probe. ValueError if newer weights, or a sleep, came first."""
+        """Call `load`; return its probe. ValueError if newer weights, or a sleep, came first."""
         # No await between this check and the update of `_loading`: newer weights could arrive.
         self._refuse_late(version, sleeps)
         loading, self._loading = load(), version
@@ -349,7 +349,7 @@ class Generator:
 
 
 def token_texts(token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
-    """Decode each token of a response.
+    """Return the text of each token of a response.
 
     If several tokens share a character, the last of them gets it. Each token is decoded together
     with its predecessor, because some tokens lose their leading space when decoded alone.

@@ -1,4 +1,4 @@
-"""Options of a generator's engine and environment from outside its section of the config."""
+"""Options of a generator's engine and environment that other sections of the config set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ by agents; or in a torchrl environment of the user."""
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Engine options from other sections of the config; fields without a text are config keys."""
+    """Engine options that other config sections set; a field without a text has its key's name."""
 
     model_path: str
     """Folder of the Hugging Face checkpoint to load as version 0."""
@@ -37,7 +37,7 @@ class EnvironmentOptions:
     """Options of the environment in which the policy answers prompts."""
 
     build_environment: Callable[..., Any]
-    """Factory; for torchrl, it gets num_slots, decode, encode, score and max_response_tokens."""
+    """Builds it; for torchrl, it gets num_slots, decode, encode, score and max_response_tokens."""
     timeout_s: float
     """Seconds for all environment calls of one rollout together, rewards included."""
     kind: EnvironmentKind = "torchrl"

@@ -26,7 +26,7 @@ class Reply:
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Rewards of this turn by name; added to the sample's reward without a weight."""
     answer: str | None = None
-    """Answer by which the config's rewards judge the last turn; None uses the prompt's answer."""
+    """Reference answer for the config's rewards, which score the last turn; None: the prompt's."""
 
 
 World = Callable[[Prompt, int], Callable[[str], Reply]]
@@ -43,7 +43,7 @@ class MultiTurnEnvironment:
     and one more token would not fit. At a limit, `finish_reason` is `length`.
 
     The reward of a sample is the sum of two parts: the config's rewards for the policy's last turn,
-    and the world's rewards for all turns. `reward_terms` holds each of them by name.
+    and the world's rewards for all turns. `reward_terms` holds each of these rewards by name.
 
     Args:
         max_turns: largest number of turns of the policy.
@@ -57,7 +57,7 @@ class MultiTurnEnvironment:
 
 
 class Conversation:
-    """One conversation of the policy with a world."""
+    """A policy's conversation with a world: counts the turns, adds up the world's rewards."""
 
     def __init__(
         self,

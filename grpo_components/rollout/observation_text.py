@@ -1,4 +1,4 @@
-"""Tokenizes an environment's text; only its unquoted parts may contain control tokens."""
+"""Tokenizes an environment's text; parts that come from outside never become control tokens."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def markers(text: str) -> set[str]:
 
 
 def quoted(text: str) -> str:
-    """Mark a text from outside: `encode_text` makes no control token of any part of it.
+    """Mark a text that comes from outside, so that `encode_text` makes no control token of it.
 
     Halves of surrogate pairs, which tokenizers refuse, become question marks.
 
@@ -66,9 +66,10 @@ def quoted(text: str) -> str:
 
 
 def unquoted(text: str, names: Iterable[str]) -> str:
-    """Remove the marks of `quoted` from a text, and split names of control tokens in such parts.
+    """Remove the marks of `quoted` from a text; break control tokens' names in the marked parts.
 
-    A space splits each of `names`, and each marker of the unquoted text, that is partly quoted.
+    A name is broken by a space if at least a part of it was marked. Names are the given `names`,
+    and the chat markers that stand in the unmarked parts of the text.
     """
     parts = _QUOTE.split(text)
     whole = "".join(parts)

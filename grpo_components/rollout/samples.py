@@ -25,17 +25,17 @@ Scored = tuple[list[Trajectory], Score, str | None]
 """A scored response: its trajectory (several if an agent's session forked), its score, and its text
 if it is a single turn."""
 Watch = Callable[[Sequence[int]], bool]
-"""Function that gets all tokens sampled so far, and returns whether sampling ends here."""
+"""Function that gets a response's tokens so far, and returns whether its sampling ends here."""
 
 
 def sampling_seed(*identity: int) -> int:
-    """Compute a sample's seed from its identity only (run's seed, purpose, group, sample)."""
+    """Compute a seed from the numbers that identify its use: run's seed, purpose, group, sample."""
     return int(np.random.SeedSequence(identity).generate_state(1, np.uint64)[0] >> 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A response to be sampled."""
+    """One response to sample: its prompt, its random seed, and what it belongs to."""
 
     prompt: Prompt
     name: str
@@ -48,7 +48,7 @@ class Sample:
     ended: Callable[[], None] = lambda: None
     """Function to call once the response is scored; further calls do nothing."""
     scoring: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
-    """Context manager to enter while a single turn is scored."""
+    """Context manager to enter while a single turn is scored; evaluations limit scoring with it."""
     evaluates: bool = False
     """Whether the response is for an evaluation, not for training."""
 
@@ -94,7 +94,7 @@ class Sample:
         )
 
     def failed(self, error: str, session: dict[str, Any] | None = None) -> Scored:
-        """Return a failed response without tokens."""
+        """Return this response as failed: without tokens, with `error` as the reason."""
         prompt_ids, score = np.asarray(self.prompt["prompt_ids"]), failure(error)
         return [self.record(prompt_ids, (), "error", score, session)], score, None
 
@@ -133,12 +133,12 @@ Result = Completion | ProbeReading
 
 
 def failure(error: str) -> Score:
-    """Return the score of a failed sample."""
+    """Return the score of a failed response: the reward is NaN, `error` is the reason."""
     return Score(math.nan, {}, False, error)
 
 
 def reward_use(scored: Iterable[Scored]) -> dict[str, float]:
-    """Add up the amounts (judge requests, tokens) that these responses used; see `Score.used`."""
+    """Add up what scoring these responses used (judge requests, tokens); see `Score.used`."""
     total: Counter[str] = Counter()
     for _, score, _ in scored:
         total.update(score.used)  # pyright: ignore -- numbers

@@ -1,4 +1,4 @@
-"""Hands commands to an engine's thread, and records the engine step before which each entered."""
+"""Queues commands for an engine's thread, and records before which engine step each one entered."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from grpo_components.exchange.weight_probe import PROBE_TOKENS
 from grpo_components.files import cut_torn_line
 
 STOP = "stop"
-"""Name of the command that ends the engine; it is never recorded and never waits its turn."""
+"""Name of the command that ends the engine; it is not recorded, and in a replay never waits."""
 _Command = TypeVar("_Command")
 Arrived = Sequence[tuple[str, Any]]
 """Waiting commands, each with its name, in the order of their arrival."""
 
 
 class RecordedCommands(Protocol):
-    """The commands that a replay repeats (`grpo_tools/replay/recorded_run.py`)."""
+    """Commands of an earlier run that a replay repeats (`grpo_tools/replay/recorded_run.py`)."""
 
     probe_tokens: int
     """Number of tokens of the recorded engine's weight probe (its test sequence)."""
@@ -38,7 +38,7 @@ class RecordedCommands(Protocol):
 
 
 class Schedule(Generic[_Command]):
-    """Hands commands to an engine's thread: live, as they arrive; in a replay, as recorded.
+    """Queues commands for an engine's thread: in order of arrival or, in a replay, as recorded.
 
     An engine computes the same bits if the same requests and weights enter before the same steps.
     So a replay needs only the schedule's file and the weights to sample the same tokens again.
@@ -70,7 +70,7 @@ class Schedule(Generic[_Command]):
             self._changed.notify_all()
 
     def take(self, step: int, idle: bool) -> _Command | None:
-        """Return the next command due before a step, or None; the engine's thread calls this."""
+        """Return the next command for the engine to run before a step; None: make the step now."""
         with self._changed:
             if self._recorded is not None:
                 index = self._recorded.choose(self._arrived, self._changed, step, idle)
@@ -115,7 +115,7 @@ class Schedule(Generic[_Command]):
 
 
 def schedule_file(folder: Path, number: int) -> Path:
-    """Return the path of a generator's schedule."""
+    """Return the path of the schedule file of generator `number`."""
     return folder / f"schedule_generator_{number}.jsonl"
 
 

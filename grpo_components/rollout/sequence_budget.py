@@ -21,7 +21,7 @@ class SequenceBudget:
         self._changed = asyncio.Event()
 
     async def reserve(self, patience_s: float) -> int:
-        """Wait until at least one group fits; reserve and return all that fit, 0 on a timeout."""
+        """Wait until a group fits; reserve room for all that fit; return how many (0: timeout)."""
         attempt = self._attempt
         try:
             async with asyncio.timeout(patience_s):
@@ -38,9 +38,10 @@ class SequenceBudget:
         return groups
 
     def begin_group(self) -> Callable[[int], None]:
-        """Begin a group, with a reservation if there is one; return a function to end a response.
+        """Begin a group, which uses up a reservation if there is one.
 
-        A group whose generator was restarted begins again without a reservation.
+        Returns a function, to be called with the number of each response that has ended. A group
+        whose generator was restarted begins again without a reservation.
         """
         if self._reserved:
             self._reserved -= 1
@@ -61,7 +62,7 @@ class SequenceBudget:
         return end_from_any_thread
 
     def begin_attempt(self) -> None:
-        """Release all reservations, which an earlier attempt of the run made."""
+        """Release all reservations: the run made them before it went back to a checkpoint."""
         self._free += self._reserved * self._group_size
         self._reserved = 0
         self._attempt += 1

@@ -200,7 +200,7 @@ class ToolUse:
         return [_schema(name, tool) for name, (tool, _) in self._tools.items()]
 
     def __call__(self, prompt: Prompt, seed: int) -> Callable[[str], Reply]:
-        """Begin a conversation."""
+        """Begin a conversation; return the function that replies to each turn of the policy."""
         return self._respond
 
     def _respond(self, text: str) -> Reply:
@@ -336,7 +336,7 @@ def _hermes_calls(text: str) -> list[str]:
 
 
 def _hermes_frame(results: list[str]) -> str:
-    """Format tool results in Qwen2.5's chat template: all text between two policy turns."""
+    """Format tool results as Qwen2.5's chat template does: all text between two policy turns."""
     responses = "".join(f"\n<tool_response>\n{result}\n</tool_response>" for result in results)
     return f"\n<|im_start|>user{responses}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -348,7 +348,7 @@ def _llama3_calls(text: str) -> list[str]:
 
 
 def _llama3_frame(results: list[str]) -> str:
-    """Format tool results in Llama 3.1's chat template: all text between two policy turns."""
+    """Format tool results as Llama 3.1's chat template does: all text between two policy turns."""
     quotes = (json.dumps(result, ensure_ascii=False) for result in results)
     header = "<|start_header_id|>ipython<|end_header_id|>"
     responses = "".join(f"{header}\n\n{quote}<|eot_id|>" for quote in quotes)

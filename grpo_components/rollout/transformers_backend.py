@@ -146,7 +146,7 @@ class TransformersBackend:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[str, Result]]:
-        """Sample a token for each running request; return (id, result) of finished ones."""
+        """Sample a token for each running request; return (id, result) of all that finished."""
         results: list[tuple[str, Result]] = [(name, self._read(ids)) for name, ids in self._probes]
         self._probes = []
         while self._free and self._waiting:
@@ -167,7 +167,7 @@ class TransformersBackend:
         return []
 
     def load(self, version: int, weights: Any) -> None:
-        """Replace the weights; running sequences keep their KV cache, or compute it again."""
+        """Replace the weights; if the config says so, running sequences compute their KV again."""
         copies = {name: tensor.clone() for name, tensor in weights.items()}
         how = {"state_dict": copies, "output_loading_info": True, **self._how}
         built, found = type(self._model).from_pretrained(None, config=self._model.config, **how)
@@ -186,7 +186,7 @@ class TransformersBackend:
         self._running, self._waiting, self._probes = [], [], []
 
     def sleep(self) -> None:
-        """Do nothing: preflight refuses a GPU that is shared with trainers."""
+        """Do nothing: preflight refuses to run this backend on a GPU that trainers share."""
 
     def failure(self, error: BaseException) -> str:
         """Return an empty text: every error already says its cause."""
@@ -206,7 +206,7 @@ class TransformersBackend:
         return hash_layers(hash_named(self._model.named_parameters()))
 
     def _begin(self, sequences: list[_Sequence]) -> Tensor:
-        """Fill sequences' empty slots and return logits [N, V]; compute equal sequences once."""
+        """Fill sequences' slots; return next-token logits [N, V]. Equal ones are computed once."""
         rows: dict[tuple[int, ...], int] = {}
         sources = self._tensor([rows.setdefault(tuple(s.ids), len(rows)) for s in sequences])
         longest = _padded(max(map(len, rows)))
@@ -218,7 +218,7 @@ class TransformersBackend:
         return self._logits(last)[sources]
 
     def _go_on(self, sequences: list[_Sequence]) -> Tensor:
-        """Return logits [N, V] of sequences whose slots hold all tokens but the last."""
+        """Return next-token logits [N, V] of sequences whose slots hold all tokens but the last."""
         rows = [(s.slot, len(s.ids) - 1, s.ids[-1]) for s in sequences]
         rows += [(self._size[0] - 1, 0, 0)] * (_padded(len(rows)) - len(rows))  # an unused slot
         slots, at, ids = self._tensor(rows).T
@@ -285,7 +285,7 @@ class _Pass:
 
     A CPU allocates memory at the first write, so short sequences take little."""
     size: tuple[int, int]
-    """Number of slots and of their positions."""
+    """Number of slots, and number of positions in each."""
     slots: Tensor
     """[N] slots to write."""
     distance: Tensor
@@ -296,7 +296,7 @@ class _Pass:
     """[N] position of the token of each slot; None in a pass over prompts."""
 
     def store(self, layer: int, *new: Tensor) -> Sequence[Tensor]:
-        """Write keys and values [N, heads, T, D]; return all of those that queries may see."""
+        """Store keys and values [N, heads, T, D]; return all those that the queries may see."""
         if layer not in self.cache:
             slots, room = self.size
             empty = [x.new_zeros(slots, x.shape[1], room, x.shape[3]) for x in new]
@@ -325,7 +325,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention over slots; see `hugging_face_attention.attention` for the arguments."""
+    """Compute attention for a `_Pass`; see `hugging_face_attention.attention` for the arguments."""
     refuse_unsupported(module, attention_mask, others)
     mask = one_pass.distance >= 0
     if sliding_window:

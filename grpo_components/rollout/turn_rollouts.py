@@ -51,7 +51,7 @@ class TurnRollouts:
         """Idle environments, without a conversation; a new one is built only if none is idle."""
 
     async def collect(self, samples: Sequence[Sample]) -> list[Scored]:
-        """Sample and score one response per sample, all at once."""
+        """Sample and score these responses, all at once."""
         return await asyncio.gather(*(self._one(sample) for sample in samples))
 
     async def _one(self, sample: Sample) -> Scored:

@@ -1,4 +1,4 @@
-"""A tutor for the tiny policy: rejects wrong lines, and asks for the answer after a right one."""
+"""An example world, a tutor: rejects wrong lines, and asks for the answer after a right one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tutor:
         self._penalty, self._hint = penalty, hint
 
     def __call__(self, prompt: Prompt, seed: int) -> Callable[[str], Reply]:
-        """Begin a conversation."""
+        """Begin a conversation; return the function that replies to each turn of the policy."""
         asked = False
 
         def respond(text: str) -> Reply:

@@ -102,7 +102,7 @@ class VLLMBackend:
         """Maximum tokens of a prompt and its response together."""
         self._watched: dict[str, _WatchedRequest] = {}
         self._group: dict[str, Any] | None = None
-        """vLLM's description of the group over which a trainer sends weights."""
+        """vLLM's description of the communication group over which a trainer sends weights."""
 
     def add(self, request_id: str, request: Request) -> None:
         """Begin a request; raises a ValueError if it cannot be answered."""
@@ -143,7 +143,7 @@ class VLLMBackend:
         self._engine.add_request(request_id, prompt, sampling, lora_request=self._adapter, **how)
 
     def step(self) -> list[tuple[str, Result]]:
-        """Sample a token for each running request; return (id, result) of finished ones."""
+        """Sample a token for each running request; return (id, result) of all that finished."""
         results: list[tuple[str, Result]] = []
         for output in cast("list[Any]", self._engine.step()):
             request_id, result = output.request_id, None
@@ -205,7 +205,7 @@ class VLLMBackend:
             raise RuntimeError("vLLM did not reset its KV cache after new weights")
 
     def abort(self, request_ids: list[str]) -> None:
-        """Drop requests."""
+        """Drop all running requests; `request_ids` are theirs."""
         self._watched.clear()
         self._engine.abort_request(request_ids)
 
@@ -219,7 +219,7 @@ class VLLMBackend:
         self._asleep = True
 
     def failure(self, error: BaseException) -> str:
-        """Return how worker processes caused an error; empty if they did not."""
+        """Return how vLLM's worker processes caused an error; empty if they did not."""
         return "" if self._workers is None else self._workers.failure(error)
 
     def close(self) -> None:

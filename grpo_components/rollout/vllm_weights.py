@@ -48,7 +48,7 @@ _TIMEOUT_S = 300.0
 
 
 def never_sample_from(worker: Any, num_ids: int | None) -> None:
-    """Never sample ids from `num_ids` on (None: no limit); a request could name only 1024 ids."""
+    """Ban all token ids from `num_ids` on (None: no limit); a request could ban only 1024 ids."""
     model = worker.model_runner.get_model()
     logits_of = model.compute_logits
 
@@ -75,7 +75,7 @@ def receive_into_worker(
 ) -> None:
     """Replace the weights of a worker with weights that a trainer sends.
 
-    If a `group` is given, the worker first leaves its former group and joins this one.
+    If a communication `group` is given, the worker first leaves its former one and joins it.
     """
     if group is not None:
         worker.shutdown_weight_transfer_engine()
@@ -151,7 +151,7 @@ def hash_parameters(worker: Any, of_adapter: bool) -> dict[str, int]:
 
 
 def _begin(worker: Any) -> set[str]:
-    """Begin vLLM's reload, with the steps that it omits; return the names of all parameters."""
+    """Begin vLLM's reload of a worker, plus steps that it omits; return all parameters' names."""
     with _loading(worker) as model:
         parameters = {name for name, _ in model.named_parameters()}
         if worker.device.type == "cpu":
@@ -177,7 +177,7 @@ def _load_part(worker: Any, tensors: Mapping[str, torch.Tensor] | SharedTensors)
 
 
 def _finish(worker: Any) -> None:
-    """End vLLM's reload, with the steps that it omits, and put the loaded weights into use."""
+    """End vLLM's reload of a worker, plus steps that it omits: the loaded weights come into use."""
     with _loading(worker) as model:
         for module in _written_directly(model):
             _layerwise_process(module, get_layerwise_info(module))
@@ -263,7 +263,7 @@ def swap_adapter(
 def load_random_adapter(
     engine: LLMEngine, lora: LoraSettings, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Load an adapter of random values; yield each matrix as the engine should hold it."""
+    """Load random values, to test what arrives; yield each matrix as the engine should hold it."""
     random, dtype = torch.Generator().manual_seed(0), engine.model_config.dtype
     made = {name: torch.randn(shape, generator=random).to(dtype) for name, shape in shapes.items()}
     swap_adapter(engine, lora, made)

@@ -13,7 +13,7 @@ from grpo_components.exchange.weights import Manifest, TensorEntry, checksum, ha
 
 
 class IncomingWeights:
-    """Describes weights that a trainer will send, and vLLM's group for the transfer."""
+    """Describes weights that a trainer will send, and vLLM's communication group for sending."""
 
     def __init__(
         self, manifests: Iterable[Manifest], group: dict[str, Any], awaited: Future[None]
@@ -53,7 +53,7 @@ class CheckedModel:
 
 
 def check_tensor(entry: TensorEntry, tensor: Tensor) -> None:
-    """Check that a tensor, on any device, has the values that were pushed."""
+    """Raise a ValueError if a received tensor, on any device, lacks the values that were pushed."""
     if tensor.is_cuda:  # a copy to the host would hold up the engine
         is_same = int(hash_values(tensor)) == entry.values
     else:

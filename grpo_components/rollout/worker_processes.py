@@ -54,9 +54,10 @@ def worker_environment(threads: int) -> Iterator[None]:
 
 
 def remove_names(_worker: Any = None) -> None:
-    """Remove the names of memory shared with the workers, once every process has mapped it.
+    """Remove the file names of memory shared with the workers, once every process has mapped it.
 
-    Otherwise killed workers would leave it behind.
+    The memory is then freed with the last process. Otherwise killed workers would leave it
+    behind.
     """
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         path = line.split(maxsplit=5)[-1]
