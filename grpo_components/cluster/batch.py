@@ -16,17 +16,17 @@ from grpo_components.trajectory import GroupSummary
 
 @dataclass(frozen=True)
 class Batch:
-    """New groups of one training step, then reused ones; both parts are sorted by group id."""
+    """Summary of the groups that one step trains: new ones, then reused ones, each sorted by id."""
 
     packed: Any
-    """Ray reference to the S >= B * G packed trajectories."""
+    """Ray reference to the S packed trajectories; S >= B * G, as a response may have several."""
     groups: Sequence[GroupSummary]
     entries: Sequence[LedgerEntry]
     batch_hash: str
     buffered: int
-    """Groups left in the buffer."""
+    """Number of groups left in the replay buffer."""
     dropped_stale: int
-    """Groups dropped as stale while this batch was taken."""
+    """Number of groups dropped as stale (sampled by too old weights) while this batch was taken."""
     waited_s: float
     """How long the trainers waited for this batch, in seconds."""
     began: float = field(default_factory=time.perf_counter)

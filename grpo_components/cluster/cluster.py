@@ -57,10 +57,10 @@ class Cluster:
         self._recover: Callable[[str], Awaitable[None]] | None = None
         self._starting: list[Role] = []
         self._last_failure = "", 0
-        """Why the trainers were restarted last, and how many steps were done then."""
+        """Why the trainers were last restarted, and how many training steps were done by then."""
         self.roles: list[Role] = []
         self._rendezvous: dict[str, Any] = {}
-        """Family of roles (`trainer`) -> Ray reference to the address where its processes meet."""
+        """Kind of role (`trainer`) -> Ray reference to the address where its ranks meet."""
         self._gpus: dict[str, Any] = {}
         """Name of a role whose GPUs another role shares -> Ray reference to these GPUs."""
         folder, store = output_dir.absolute(), object_store_memory
@@ -98,10 +98,10 @@ class Cluster:
         """Start the process of one role, without waiting for it; `ready` waits.
 
         Args:
-            min_living: a role that cannot restart is given up while so many others live; or never.
-            counts_restarts: whether its class gets `restart_count`.
-            meets: whether it gets the address of its family's rank 0.
-            beside: roles whose GPUs it uses.
+            min_living: the run may lose it while so many others of its kind live; None: never.
+            counts_restarts: whether the role's class takes the argument `restart_count`.
+            meets: whether the role's class takes `rendezvous`, the address where its ranks meet.
+            beside: names of the roles whose GPUs this role shares.
         """
         log_file = str(self._logs / f"{name}.log")
         given = (log_file, str(self.scratch), self._log_level, cpu_threads, env or {}, sys.path)
@@ -135,7 +135,7 @@ class Cluster:
         return role
 
     def _can_spare(self, name: str, min_living: int | None) -> bool:
-        """Return whether the family has enough other roles for the run to do without this one."""
+        """Whether enough other roles of its kind live, so that the run can do without this one."""
         family = [r for r in self.roles if family_of(r.name) == family_of(name) and r.name != name]
         return min_living is not None and sum(not role.lost for role in family) >= min_living
 
@@ -144,7 +144,7 @@ class Cluster:
             await self._recover(name)
 
     def _rendezvous_of(self, name: str, host: Any) -> Any:
-        """Return a reference to the address where a family's ranks meet; rank 0 opens it."""
+        """Return a reference to the address where the ranks of one kind meet; rank 0 opens it."""
         if name.endswith("_0"):
             self._rendezvous[family_of(name)] = host.open_rendezvous.remote()
         return self._rendezvous[family_of(name)]
@@ -193,8 +193,8 @@ class Cluster:
         """Run the loops to their end, and restart roles that fail.
 
         A role with `restarts_alone` is restarted while the loops continue, and `recover` brings it
-        up to date. If a role without it (a trainer) fails, or data is lost with a node, all such
-        roles are restarted together; then `begin_again` runs, and the loops start again.
+        up to date. If a trainer (a role without `restarts_alone`) fails, or data is lost with a
+        node, all trainers restart together; then `begin_again` runs, and the loops start again.
         """
         self._recover = recover
         while True:
@@ -339,7 +339,7 @@ def build_cluster(
     note: Callable[[str], None],
     phase: Callable[[str], None],
 ) -> Cluster:
-    """Build the cluster from the config."""
+    """Build a run's `Cluster` from its config and ledger, without starting Ray."""
     return Cluster(
         Path(cfg.output_dir),
         cfg.log_level,

@@ -35,8 +35,8 @@ class Colocation:
     ) -> AsyncIterator[dict[str, float]]:
         """Context manager: put all generators to sleep, and keep the GPUs for the trainers.
 
-        A running evaluation ends first. Yields two metrics in seconds: `time/wake`, the longest
-        weight load that woke a generator before this turn, and `time/sleep`, until all slept.
+        A running evaluation ends first. Yields two metrics in seconds: `time/wake` (the longest
+        load of weights that woke a generator before this turn) and `time/sleep` (until all slept).
         """
         async with AsyncExitStack() as held:
             began = time.perf_counter()

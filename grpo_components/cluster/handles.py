@@ -1,4 +1,4 @@
-"""Typed handles through which the loops call the roles, with a time limit for each call."""
+"""Typed handles by which the loops call the run's roles (processes), each with a time limit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from grpo_components.trajectory import GroupSummary
 GRACE_S = 30.0
 """Extra seconds that the driver waits, so that a role's clearer time-out error comes first."""
 MAX_DELTAS = 64
-"""Maximum number of deltas after a whole push; a new generator has to load all of them."""
+"""Maximum deltas (pushes of changed bytes) after a whole push; a new generator must load all."""
 CHECKPOINT_LANE = "checkpoint"
 """Name of the thread in which a role writes checkpoints while its main thread works."""
 
@@ -47,13 +47,13 @@ class GeneratorHandle:
         self.version = 0
         """Policy version of the generator's weights; -1 for none, or weights of another attempt."""
         self.held_version = -1
-        """Policy version, of this attempt, to which the generator can apply a delta; -1 if none."""
+        """Version, of this attempt, since which the generator can load only changes; -1 if none."""
         self.load_s = 0.0
         """Seconds that the last load of weights took; 0 if the generator has slept since."""
         self.rollouts_since_pull = 0
         self.swapping = nullcontext() if ledger.events.recording else asyncio.Lock()
-        """Lock held while the generator's weights are swapped, or must not change; in a replay, the
-        recorded order takes its place."""
+        """Lock held while the generator loads weights, or while they must not change; in a replay,
+        the recorded order takes the lock's place."""
         self.loads: list[asyncio.Event] = []
         """One event per pull in progress (several only in a replay), set when the pull ends. A
         restart of the generator begins a new list."""
@@ -62,7 +62,7 @@ class GeneratorHandle:
         self._ledger, self._timeouts = ledger, timeouts
         self._counts_successes = counts_successes
         self._reserved = 0
-        """Number of groups for which the generator keeps room."""
+        """Number of further groups for which the generator has reserved room."""
 
     @property
     def lost(self) -> bool:
@@ -118,7 +118,7 @@ class GeneratorHandle:
         return await self.role.call_once("load_weights", version, *buckets, timeout_s=limit_s)
 
     async def sleep(self) -> int:
-        """Let the generator free its GPU's memory until it loads weights, even the same again.
+        """Let the generator free its GPU's memory; only the next load of weights wakes it.
 
         Returns the number of responses that it aborted.
         """
@@ -127,7 +127,7 @@ class GeneratorHandle:
         return aborted
 
     async def begin_attempt(self) -> None:
-        """Cancel reservations and allow older weights: a new attempt starts at a checkpoint."""
+        """Prepare for an attempt from a checkpoint: cancel reservations, allow older weights."""
         self._reserved = 0
         await self.role.call("begin_attempt", timeout_s=self._timeouts.weights_s)
 
@@ -141,7 +141,7 @@ class GeneratorHandle:
         step: int,
         timeout_s: float,
     ) -> list[dict[str, Any]]:
-        """Answer held-out prompts; see `Generator.evaluate`."""
+        """Sample and score responses to held-out prompts; see `Generator.evaluate`."""
         turn = self._turn("evaluate", role=self.name, step=step)
         results = await self.role.call(
             "evaluate", prompts, temperature, samples, logged, timeout_s=timeout_s, turn=turn
@@ -179,13 +179,13 @@ class RewardModelHandle:
 
 
 class ReferencesHandle:
-    """Calls the frozen models of one kind, references or teachers; a group goes to one of them."""
+    """Calls the copies of a frozen model, the reference or the teacher; each group goes to one."""
 
     def __init__(self, roles: Sequence[Role], timeouts: Timeouts, *, keep_kl: bool = True) -> None:
         self._roles, self._timeouts, self._keep_kl = roles, timeouts, keep_kl
 
     async def add_logprobs(self, entry: LedgerEntry) -> None:
-        """Add the logprobs of one of the models to a group."""
+        """Add to a group its tokens' logprobs, which one copy of the model computes."""
         role, (group, summary) = self._roles[entry.group_id % len(self._roles)], entry.parts
         call = {"num_returns": 2, "timeout_s": self._timeouts.rollout_s}
         with _lost_with_its_node():
@@ -252,7 +252,7 @@ class ReplayBufferHandle:
         return await self.role.call("write_state", str(folder), *parts, **call)
 
     async def read_state(self, folder: Path) -> None:
-        """Fill the buffer with the groups of a checkpoint that the ledger lists as stored."""
+        """Load the groups of a checkpoint, and fill the buffer with those that were buffered."""
         stored = self._ledger.stored()
         group_ids = [entry.group_id for entry in stored]
         call = {"num_returns": 2 * len(stored) + 2, "timeout_s": self._timeouts.batch_s}
@@ -275,8 +275,8 @@ class ReplayBufferHandle:
 class TrainersHandle:
     """Calls all trainer ranks; each rank gets the same calls in the same order.
 
-    `turn` returns a context manager, held while the ranks need their whole GPUs. It yields
-    metrics of the wait: see `Colocation`.
+    `turn` returns a context manager, held while the ranks need their whole GPUs. It yields metrics
+    of the wait for the GPUs: see `Colocation.trainers_turn`.
     """
 
     def __init__(
@@ -305,7 +305,8 @@ class TrainersHandle:
     def export_weights(self, version: int, base: int | None = None) -> tuple[list[Any], list[Any]]:
         """Start to pack the gathered weights; return references to each rank's bytes and manifest.
 
-        The next step may run meanwhile.
+        `base`: version since which changes are packed (`NO_BASE`: all bytes); None if deltas are
+        off. The next training step may run meanwhile.
         """
         args = (version,) if base is None else (version, base)
         exports = [
@@ -316,7 +317,7 @@ class TrainersHandle:
         return list(buckets), list(manifests)
 
     async def manifests(self, references: Sequence[Any]) -> list[Any]:
-        """Wait for the ranks' manifests and return them."""
+        """Wait for the ranks' manifests, which describe the packed tensors, and return them."""
         limit_s = self._timeouts.weights_s
         exports = zip(self._roles, references, strict=True)
         return [await role.answer(part, "export_weights", limit_s) for role, part in exports]
@@ -357,7 +358,7 @@ class ParameterServerHandle:
     """Publishes the trainers' weights in the parameter server: all bytes, or only a delta.
 
     After a whole push, up to `MAX_DELTAS` pushes are deltas, as long as these are together smaller
-    than the whole push. The choice depends on the weights alone, so a replay makes the same one.
+    than the whole push. The choice depends on the weights alone, so a replay makes the same choice.
     """
 
     def __init__(
@@ -384,7 +385,7 @@ class ParameterServerHandle:
         return Push(version, *exported, base in (None, NO_BASE), nbytes)
 
     async def push(self, push: Push) -> None:
-        """Send a push to the parameter server; it is packed while the next step runs."""
+        """Send a push to the parameter server; its packing may go on during the next step."""
         await self._send(push)
         self._pushes = [push] if push.whole else [*self._pushes, push]
 
@@ -398,7 +399,7 @@ class ParameterServerHandle:
         await self.role.call("push", *pushed, timeout_s=self._limit_s)
 
     def _base(self) -> int | None:
-        """Return the next delta's base version; `NO_BASE`: push it whole; None: deltas are off."""
+        """Return the version since which to push changes; `NO_BASE`: all; None: deltas are off."""
         if not self._deltas:
             return None
         if not self._pushes:
@@ -410,7 +411,7 @@ class ParameterServerHandle:
         return self._pushes[-1].version
 
     async def newest(self, held: int = -1) -> tuple[int, list[Any], list[Any]]:
-        """Return the newest snapshot; see `VLLMParameterServer.newest`."""
+        """Return the newest snapshot of the weights; see `VLLMParameterServer.newest`."""
         return await self.role.call("newest", held, timeout_s=self._limit_s)
 
     async def begin_again(self) -> None:

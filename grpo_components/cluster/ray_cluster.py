@@ -51,13 +51,14 @@ class Need:
 
     count: int
     resources: Mapping[str, float]
-    """Ray resources of one process, all from one node, such as {"GPU": 1}."""
+    """Ray resources that one process gets, all from one node, such as {"GPU": 1}."""
     strategy: Literal["PACK", "SPREAD"]
     """PACK: on as few nodes as possible, for fast communication. SPREAD: on many nodes."""
     together: int = 1
     """Number of consecutive processes that share a node."""
     guests: str = ""
-    """Kind of role on the same GPUs; its process n uses those of set n of `together` processes."""
+    """Kind of role that uses the same GPUs. Its process n shares the GPUs of the processes in set
+    n; a set has `together` processes."""
 
 
 class RayCluster:
@@ -86,7 +87,7 @@ class RayCluster:
         """Folder for temporary files, on every node; removed at the end."""
 
     def start(self) -> None:
-        """Start Ray on this machine, or join the cluster at the address."""
+        """Start Ray on this machine, or join the existing Ray cluster if an address was given."""
         if swept := sweep():
             self._note(f"removed what killed runs left behind: {', '.join(swept)}")
         # `exit_code` shows each failure once.
@@ -126,7 +127,7 @@ class RayCluster:
             self._processes = set(psutil.Process().children()) - before
 
     def reserve(self, needs: Mapping[str, Need], timeout_s: float) -> None:
-        """Reserve cluster resources for these kinds of role; others run on the driver's node."""
+        """Reserve what these roles need in a joined cluster; others run on the driver's node."""
         if self._address is None:  # preflight has checked that the roles fit on this machine
             return
         self._needs = needs
@@ -176,7 +177,7 @@ class RayCluster:
         self._note(f"joined the Ray cluster at {self._address}: roles on {', '.join(hosts)}")
 
     def why_no_room(self, names: Sequence[str]) -> str:
-        """Return why the living nodes have no room for the named roles; empty if they may have."""
+        """Say why the living nodes cannot hold the named roles; empty if they may hold them."""
         families = [family_of(name) for name in names]
         wanted = [self._needs[family].resources for family in families if family in self._needs]
         nodes = _nodes() if wanted else []
@@ -235,13 +236,13 @@ class RayCluster:
 
 
 def family_of(name: str) -> str:
-    """Return the family of a role: `trainer` of `trainer_0`."""
+    """Return the family (kind) of the role with this name: `trainer` for `trainer_0`."""
     family, _, number = name.rpartition("_")
     return family if number.isdigit() else name
 
 
 def check_room(needs: Mapping[str, Need], nodes: Sequence[Mapping[str, float]]) -> None:
-    """Refuse needs that nodes with these resources could not meet even if all were free."""
+    """Raise a ConfigError if nodes with these resources, all free, could not meet the needs."""
     for family, need in needs.items():
         for name, amount in need.resources.items():
             largest = max((node.get(name, 0) for node in nodes), default=0)
@@ -256,7 +257,7 @@ def check_room(needs: Mapping[str, Need], nodes: Sequence[Mapping[str, float]]) 
 
 
 def _may_fit(wanted: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> bool:
-    """Return whether nodes have enough in total; whether each role fits, only Ray knows."""
+    """Whether the nodes' total is enough; whether each process fits on a node, only Ray knows."""
     names = {name for resources in wanted for name in resources}
     return all(_sum(wanted, name) <= _sum(nodes, name) + 1e-9 for name in names)
 
@@ -299,7 +300,7 @@ def on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _look(marker: str) -> tuple[str, bool, dict[str, str]]:
-    """Return this node's name, whether it sees a file, and its package versions."""
+    """Return this node's name, whether it sees the file `marker`, and its package versions."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES.split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -311,7 +312,7 @@ def _look(marker: str) -> tuple[str, bool, dict[str, str]]:
 
 
 def _clear(scratch: str) -> None:
-    """Kill the processes of a run on this node, and remove its temporary files."""
+    """Kill a run's processes on this node, and remove the run's temporary files from it."""
     own = {psutil.Process(), *psutil.Process().parents()}
     everyone = psutil.process_iter(["environ"])
     ours = {each for each in everyone if (each.info["environ"] or {}).get("TMPDIR") == scratch}

@@ -23,11 +23,11 @@ _ANSWER_S = 5.0
 _PENDING_CALLS_S = 60.0
 """Longest wait for the pending calls of a killed process to fail, in seconds."""
 _ROOM_CHECK_S = 5.0
-"""Seconds between two checks of the nodes, while a process starts."""
+"""Seconds between two checks that the nodes have room for a process that starts."""
 
 
 class Role:
-    """Calls one role of a run, and replaces the role's process when it fails.
+    """Calls one role of a run, such as a generator, and replaces its process if that fails.
 
     If the process dies, hangs or raises, it is restarted within the run's budget and the pending
     calls are repeated: whoever waits for a result only waits longer.
@@ -64,7 +64,7 @@ class Role:
         self._nobody_waits.set()
 
     def submit(self, method: str, *args: Any, num_returns: int = 1, lane: str = "main") -> Any:
-        """Send a call to the present process; return Ray's reference to its result, or several."""
+        """Send a call without waiting; return Ray's reference to its result, or a list of them."""
         return self.process.send(method, lane, args, num_returns)
 
     async def call(
@@ -78,7 +78,8 @@ class Role:
     ) -> Any:
         """Call a method and wait for its result; repeat the call after a restart of the role.
 
-        With several results, returns (references to all, value of the second).
+        With several results, returns (references to all, value of the second). In a replay, `turn`
+        waits until the recorded order has come to this result.
         """
         last_error = ""
         while True:
@@ -170,7 +171,7 @@ class Role:
         beat: Callable[[str, dict[str, Any]], None] | None = None,
         after_s: float = 0.0,
     ) -> RoleFailedError | None:
-        """Ask the process for a heartbeat in `after_s` seconds; return its failure, or None."""
+        """Wait for a heartbeat, due in `after_s` seconds; return the process's failure, or None."""
         heartbeat = self.process.host.heartbeat.remote(after_s)
         try:
             use = await self.answer(heartbeat, "a heartbeat", after_s + patience_s)
@@ -180,15 +181,15 @@ class Role:
             beat(self.name, use)
 
     async def replay_restart(self, what: str) -> None:
-        """Restart the process as the replayed run did."""
+        """Restart the process in a replay, where the recorded run did, for the reason `what`."""
         failure = RoleFailedError(self.name, what, self._log_file, "died")
         await self._handle_failure(failure, self.process)
 
     async def begin_again(self) -> None:
-        """Replace the process by a new one.
+        """Replace the process by a new one, between two attempts of the run.
 
-        No role is watched between two attempts: if the old process has died by itself, or the new
-        one dies before the role is built, the restart budget counts it.
+        No role is watched then. So if the old process has died by itself, or the new one dies
+        before the role is built, this method counts a restart in the restart budget.
         """
         await self.wait_idle()
         process, dead = self.process, await self.process_failure(_ANSWER_S)
@@ -330,7 +331,7 @@ class RestartBudget:
         self._restarts: deque[tuple[float, str]] = deque()
 
     def spend(self, failure: RoleFailedError, *, repeated: bool, no_room: str = "") -> float:
-        """Count a restart of the failed role; return the pause before it, or raise the failure."""
+        """Allow a restart and return the pause before it, in seconds; or else raise the failure."""
         now, role = self._clock(), failure.role
         while self._restarts and now - self._restarts[0][0] > self._window_s:
             self._restarts.popleft()

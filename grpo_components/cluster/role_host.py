@@ -82,7 +82,7 @@ class RoleHost:
         return self._name
 
     def open_rendezvous(self) -> Rendezvous:
-        """Listen for the other ranks of this role's family, on this node's address in Ray."""
+        """Open a port on this node's address in Ray, for the other ranks of this kind of role."""
         self._rendezvous = open_rendezvous(ray.util.get_node_ip_address())
         return self._rendezvous
 
@@ -135,7 +135,7 @@ class RoleHost:
         self._role = cls(**kwargs)
 
     async def call(self, method: str, lane: str, *args: Any) -> Any:
-        """Call a method of the role."""
+        """Run a method of the role: in the thread `lane`, or in the event loop if it is async."""
         with named_failure(self._name, self._log_file, method), self._timed(method, lane):
             function = getattr(self._role, method)
             if inspect.iscoroutinefunction(function):
@@ -144,7 +144,7 @@ class RoleHost:
 
     @contextlib.contextmanager
     def _timed(self, method: str, lane: str) -> Iterator[None]:
-        """Context manager: count the time for this method, unless the main lane runs another."""
+        """Context manager: count time for this method, unless the main thread runs another."""
         call = object()
         self._running[call] = lane, method
         self._time_use.begin(self._activity())
@@ -164,7 +164,7 @@ class RoleHost:
         return await asyncio.get_running_loop().run_in_executor(self._lanes[lane], function, *args)
 
     async def close(self) -> None:
-        """Let the role stop its child processes, if it has any; the process ends after this."""
+        """Let the role stop its child processes, if it has any, before this process is ended."""
         if hasattr(self._role, "close"):
             with _collect_does_nothing():
                 await self._in_lane(_MAIN_LANE, self._role.close)
@@ -226,7 +226,7 @@ def resource_use() -> dict[str, Any]:
 
 
 def network_environment(address: str) -> dict[str, str]:
-    """Return environment variables that make gloo, NCCL and vLLM use an address's interface.
+    """Return environment variables that make gloo, NCCL and vLLM use the interface of `address`.
 
     Without them, each picks an interface by itself, maybe one that other nodes cannot reach.
     """

@@ -35,7 +35,7 @@ class RoleProcess:
     host: Any
     """The Ray actor that holds the role."""
     starting: Any
-    """Reference to what the actor's `start` returns."""
+    """Ray reference to what `RoleHost.start` returns."""
     kill_host: Callable[[Any], None] = ray.kill
     """Function that kills the actor's process."""
     pid: int = 0
@@ -45,7 +45,7 @@ class RoleProcess:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the process is replaced."""
     _senders: dict[int, Callable[..., Any]] = field(default_factory=dict)
-    """Number of results -> function that sends a call; Ray takes long to build one."""
+    """Number of results -> function that sends a call; kept, as Ray takes long to build it."""
 
     def send(self, method: str, lane: str, args: tuple[Any, ...], num_returns: int) -> Any:
         """Send a call; return Ray's reference to its result, or a list of references to several."""
@@ -71,7 +71,7 @@ class RoleProcess:
             on_node(self.node_id, _signal, self.pid, number)
 
     async def wait_turn(self, turn: Callable[[], Awaitable[Any]]) -> bool:
-        """Wait for a turn in a replay; return False if the process is replaced before it."""
+        """Wait for `turn` in a replay; return False if the process is replaced before it."""
         if self.ended.is_set():
             return False
         waiting = asyncio.ensure_future(turn())

@@ -39,7 +39,7 @@ _WITHOUT_TRACEBACK = (
 _ENDS = {signal.SIGTERM: ("terminated", 143), signal.SIGHUP: ("terminal closed", 129)}
 """Signal that ends a run as Ctrl-C does -> (reason that the run shows, exit code)."""
 _CONFIG_ERRORS = (ValueError, YAMLError, OmegaConfBaseException)
-"""Errors of a config; only `setup` raises them directly. Loops raise exception groups."""
+"""Errors that mean a wrong config if raised directly: only `setup` does, loops raise groups."""
 
 
 def dump_task_stacks(logs: Path, why: str) -> None:
@@ -53,7 +53,7 @@ def dump_task_stacks(logs: Path, why: str) -> None:
 async def apart(work: Coroutine[Any, Any, None]) -> None:
     """Run work in its own task, so that its failure cannot hide a cancellation by Ctrl-C.
 
-    A task group that is cancelled from outside while one of its tasks fails raises the failure.
+    Without this, a task group that is cancelled while one of its tasks fails raises the failure.
     """
     task = asyncio.create_task(work)
     try:
@@ -161,7 +161,7 @@ def _reached(recipe_main: Callable[[], Any], error: BaseException) -> bool:
 def _ended_by(recipe_main: Callable[[], Any], end: SystemExit) -> str | None:
     """Return file and line of a `sys.exit` in code that the recipe called.
 
-    None if torchtune called it, as at the end of every run, or the recipe's own file.
+    None if torchtune (at the end of every run) or the recipe's own file called it.
     """
     frames = traceback.extract_tb(end.__traceback__)
     # wandb replaces `sys.exit` by its own function when it is imported.

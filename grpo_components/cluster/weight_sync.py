@@ -33,7 +33,7 @@ class WeightSync:
         self._pull_every_m_rollouts = pull_every_m_rollouts
         self._push_early, self._probe = push_early, WeightProbe(probe_kl)
         self._pushed: tuple[list[Any], str, dict[str, int] | None] = [], "", None
-        """Of the snapshot pulled last: references to its manifests, checksum, layers' hashes."""
+        """Manifest references, checksum and layer hashes of the snapshot that was pulled last."""
         self._ever_pushed, self._reading_manifests = False, asyncio.Lock()
 
     async def push_if_due(
@@ -41,7 +41,8 @@ class WeightSync:
     ) -> dict[str, float]:
         """Push the weights every n steps, and whenever an evaluation or a generator needs them.
 
-        A generator that has slept needs them if the first step was skipped: nothing is pushed yet.
+        Returns metrics. A generator that has slept has no weights: it needs a push even if the
+        first step was skipped, because nothing is pushed yet.
         """
         due = 1 if self._push_early(self._ledger.steps_done + 1) else self._push_every_n_steps
         if not self._ever_pushed and any(g.version < 0 for g in self._roles.living_generators()):
@@ -55,7 +56,7 @@ class WeightSync:
         return {"time/push": seconds, "push/bytes": self._roles.server.nbytes}
 
     async def push(self) -> None:
-        """Publish the trainers' weights."""
+        """Publish the trainers' weights, so that generators can pull them."""
         server = self._roles.server
         push = await server.begin()
         await self._ledger.events.take("push", version=push.version)
@@ -64,7 +65,7 @@ class WeightSync:
         await self._ledger.publish(push.version)
 
     async def pull_if_due(self, generator: GeneratorHandle, entry: LedgerEntry) -> None:
-        """Pull weights every m rollouts, and when a group needs newer weights."""
+        """Pull weights before a group: every m rollouts, or when the group needs newer ones."""
         ledger = self._ledger
 
         def due() -> bool:
@@ -82,7 +83,7 @@ class WeightSync:
         entry.start_version = max(generator.version, entry.needed_version)
 
     async def pull(self, generator: GeneratorHandle, cause: str) -> None:
-        """Load the newest published weights, if they are newer than the generator's."""
+        """Load the newest published weights into a generator, if they are newer than its own."""
         generator.rollouts_since_pull = 0
         if not await self._ledger.should_pull(generator.name, generator.version, cause):
             return
@@ -133,7 +134,7 @@ class WeightSync:
             return self._pushed[1:]
 
     async def restore(self) -> None:
-        """Publish the trainers' weights and load them into every generator, even if older."""
+        """Publish the restored weights; load them into all generators, even over newer ones."""
         self._probe.forget()
         await self.push()
         living = self._roles.living_generators

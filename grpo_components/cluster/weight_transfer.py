@@ -1,8 +1,8 @@
 """Sends weights from the first trainer rank to a generator through vLLM's transfer engines.
 
 The trainer reads a published snapshot from the object store and sends it; the generator receives it
-between two engine steps. The driver makes the calls by which vLLM's sender and receiver agree, and
-so sees either one fail. The weights themselves do not pass through the driver.
+between two engine steps. The driver coordinates vLLM's sender and receiver, and so notices if
+either fails. The weights themselves do not pass through the driver.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from grpo_components.exchange.weight_probe import LoadedWeights
 from grpo_components.settings import Timeouts
 
 _GRACE_S = 30.0
-"""Extra seconds that the driver waits: a role's own time-out, a clearer error, comes first."""
+"""Extra seconds that the driver waits, so that a role's clearer time-out error comes first."""
 _LINKS = "links"
-"""Lane (thread) of the sender's quick calls, which do not wait for a training step."""
+"""Name of the thread in which the sender runs quick calls, also during a training step."""
 
 
 class WeightTransfer:
-    """Loads weights into generators: the trainer sends them directly to their workers."""
+    """Loads weights into generators: one trainer rank sends them to the workers of an engine."""
 
     def __init__(self, sender: Role, timeouts: Timeouts) -> None:
         self._sender, self._limit_s = sender, timeouts.weights_s + _GRACE_S
         self._numbers = count()
         self._turn = asyncio.Lock()
-        """Held during a transfer. Concurrent transfers would share two CUDA streams of vLLM, and
-        each would take its own buffers on the sender's GPU. Time-outs start once it is held."""
+        """Lock that lets one transfer run at a time: several would share two CUDA streams of vLLM,
+        and each would take buffers on the sender's GPU. Time-outs start once it is held."""
 
     async def load(
         self, receiver: Role, version: int, buckets: Sequence[Any], manifests: Sequence[Any]
     ) -> LoadedWeights | None:
-        """Load one published snapshot into a generator; one transfer runs at a time.
+        """Load a published snapshot of the weights into a generator, once no other transfer runs.
 
-        If a transfer breaks, the generator is restarted, because its model is half loaded, and then
-        pulls again. Only if the sender dies, or its call times out, do the loops end.
+        If the transfer breaks, the model is half loaded: the generator is restarted, pulls again,
+        and None is returned. If the sender dies, or its call times out, the loops end.
         """
         loaded = None
         async with self._turn:
@@ -54,7 +54,7 @@ class WeightTransfer:
     async def _transfer(
         self, receiver: Role, version: int, buckets: Sequence[Any], manifests: Sequence[Any]
     ) -> Awaitable[LoadedWeights]:
-        """Send the snapshot; return an awaitable: the receiver's result, or the failure."""
+        """Send a snapshot; await the returned object for the receiver's result or failure."""
         sender, number = self._sender, next(self._numbers)
         link = receiver.name, receiver.process.incarnation
         group = sender.submit("transfer_group", *link, lane=_LINKS)
@@ -86,7 +86,7 @@ async def _failed(role: str, what: str) -> Any:
 
 
 async def _unless_failed(received: asyncio.Task[Any], work: Awaitable[Any]) -> Any:
-    """Wait for the result of work; raise the receiver's failure if that comes first."""
+    """Return the result of `work`; if the receiving task fails before it, raise that failure."""
     working = _task(work)
     await asyncio.wait((working, received), return_when=asyncio.FIRST_COMPLETED)
     if not working.done():

@@ -1,4 +1,4 @@
-"""Handles the data set columns, beyond question and answer, that worlds and rewards receive."""
+"""Handles data set columns besides question and answer; rewards, worlds and agents get them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 SEED = "seed"
-"""Field with the seed of one sample, which worlds and agents receive; no reward receives it."""
+"""Field with the seed of one sample. Worlds (they reply to the policy) and agents receive it, but
+no reward does."""
 OWN_FIELDS = ("prompt_index", "prompt_ids", "prompt_text", "answer", SEED)
 """Fields of a prompt that this package sets; all others are columns of the data set."""
 CALL = ("prompt_text", "response_text", "answer", "finish_reason")
 """Keyword arguments of every reward, in addition to the columns."""
 
 OF_AGENTS = ("agent_reward", "transcript")
-"""Further keyword arguments of rewards if an agent ran: the rewards that the agent gave, by
-name, and the messages of its last chat, with the answer."""
+"""Further keyword arguments of rewards if an agent ran: the rewards that the agent gave, by name,
+and the messages of the agent's last chat, with the answer."""
 
 
 def other_columns(prompt: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def reward_input(
 ) -> dict[str, Any]:
     """Return the input of a reward for one response to a prompt, with the prompt's columns.
 
-    `RewardPool` also gets the seed of the sample, if the prompt has one.
+    If the prompt has a seed, the input has it too, for `RewardPool`.
     """
     return {
         **other_columns(prompt),

@@ -43,7 +43,7 @@ class _Rates:
         self._weigh()
 
     def draw(self, share: float) -> tuple[int, int]:
-        """Draw a prompt that was not drawn since the last step; any prompt if all were drawn."""
+        """Draw a prompt not drawn since the last step, or any if all were; `share` is in [0, 1)."""
         if self._blocked.all():
             self._blocked[:] = False
         cumulated = np.cumsum(np.where(self._blocked, 0.0, self._weights))
@@ -135,9 +135,9 @@ class Curriculum:
         """Metrics of the last step, by name (`curriculum/...`); empty before the first."""
 
     def draw(self) -> tuple[int, int]:
-        """Return (prompt_index, epoch) of the next prompt; `epoch` is its number of earlier draws.
+        """Return (prompt_index, epoch) of the next prompt; `epoch` counts its earlier draws.
 
-        So no pair is returned twice.
+        So no pair of prompt_index and epoch is returned twice.
         """
         number = sum(self._turns.taken)
         digest = hashlib.sha256(f"{self.seed} {number}".encode()).digest()
@@ -171,7 +171,7 @@ class Curriculum:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return, for the receipts, what draws depend on except results: seed, rule, prompts."""
+        """Return for the receipts what decides the draws, besides results: seed, rule, prompts."""
         return {
             "seed": self.seed,
             "curriculum": self.rule.model_dump(),

@@ -80,7 +80,7 @@ def mixed_dataset(
         tokenizer: torchtune's tokenizer.
         parts: for each name, the `_component_` of a data set with its arguments, and a `weight`
             (default 1): its share of the prompts, relative to the weights of the other parts.
-        tools: JSON schemas of the tools that the policy may call, for parts with this argument.
+        tools: JSON schemas of the tools that the policy may call; given to parts that take them.
 
     Raises:
         ValueError: a part cannot be built; the message names it.

@@ -21,10 +21,10 @@ _SEED_STRIDE = 1_000_003
 class PromptStream:
     """An endless iterator over (prompt, epoch) pairs.
 
-    Each part of a `PromptMix` repeats its own rows, and `epoch` counts its passes. So a small part
-    with a large weight is in a later epoch than the others. After any n prompts, each of k parts
-    has supplied its share of n to within k + 1 prompts. No pair of prompt_index and epoch occurs
-    twice.
+    Each part of a `PromptMix` repeats its own rows, and `epoch` counts the part's passes. So a
+    small part with a large weight is in a later epoch than the others. After any n prompts, each of
+    k parts has supplied its share of n to within k + 1 prompts. No pair of prompt_index and epoch
+    occurs twice.
     """
 
     def __init__(self, dataset: Any, *, shuffle: bool, seed: int) -> None:
@@ -74,7 +74,7 @@ class PromptCurriculum:
         self._parts = _parts_of(dataset)
         weighted: list[tuple[list[int], float]] = []
         self._places: dict[int, tuple[Any, int]] = {}
-        """prompt_index -> rows of its part, and its place in them."""
+        """prompt_index -> rows of the prompt's part, and the prompt's place in them."""
         for part in self._parts:
             indices = [int(part.rows[row]["prompt_index"]) for row in range(len(part.rows))]
             self._places |= {index: (part.rows, row) for row, index in enumerate(indices)}

@@ -9,11 +9,11 @@ Event = dict[str, Any]
 """Name (`event`), `attempt` and fields of one event; a line of receipts.jsonl adds more."""
 Listener = Callable[[Event], None]
 FORMAT = 4
-"""Format version of receipts and schedules."""
+"""Version of the file format of receipts and recorded schedules."""
 
 
 class Recording(Protocol):
-    """The recorded order that a replay keeps (`grpo_tools/replay/recorded_run.py`)."""
+    """Interface of the recorded order that a replay keeps (`grpo_tools/replay/recorded_run.py`)."""
 
     async def wait_turn(self, event: str, fields: Mapping[str, Any]) -> bool:
         """Wait until an event may happen; return whether the recording has it."""
@@ -30,7 +30,7 @@ class Recording(Protocol):
         ...
 
     def next_batch(self) -> tuple[list[int], list[int]] | None:
-        """Return ids of the next groups to leave the buffer: (to train, stale); None if none do."""
+        """Return ids of the groups that leave the buffer next, (to train, stale); None if none."""
 
     def why_restarted(self) -> str:
         """Return the reason of the next recorded restart."""
@@ -72,7 +72,7 @@ class EventOrder:
         """Record an ordered event and let the next one happen.
 
         In a replay, the event's turn must have come: no await may lie between `wait_turn` and this
-        call. `outcome` may differ from that of the recorded run.
+        call. `outcome` has further fields, which may differ from the recorded run's.
         """
         if self.recording is not None:
             self.recording.repeat(event, fields)

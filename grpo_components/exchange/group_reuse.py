@@ -1,9 +1,9 @@
 """Chooses trained groups that a later step trains again, within `max_staleness` for all tokens.
 
-The priority of a group is the standard deviation of its rewards, halved for each policy version of
-its oldest token's age. That deviation is the root mean square of reward minus group mean: for
-rewards 0 and 1 with success rate p, sqrt(p (1 - p)). Prioritized replay ranks by |TD error| (arXiv
-1511.05952); here |advantage| takes its place. For the decay by age see arXiv 2604.16918.
+The priority of a group is the standard deviation of its rewards, halved for each policy version by
+which its oldest token is stale. The deviation is the root mean square of reward minus group mean:
+for rewards 0 and 1 with success rate p, it is sqrt(p (1 - p)). Where prioritized replay uses |TD
+error| (arXiv 1511.05952), this uses |advantage|. For the decay by age see arXiv 2604.16918.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpo_components.settings import reused_per_step
 from grpo_components.trajectory import GroupSummary
 
 _LARGEST = 2.0**53
-"""Upper bound of a spread; receipts have no larger number."""
+"""Upper bound of a group's spread (see `spread`), because receipts have no larger number."""
 
 
 @dataclass
@@ -63,18 +63,19 @@ class GroupReuse:
 
     @property
     def kept(self) -> list[LedgerEntry]:
-        """The groups that may be reused, sorted by group id."""
+        """Ledger entries of the groups that may be reused, sorted by group id."""
         return [self.candidates[group_id].entry for group_id in sorted(self.candidates)]
 
     def describe(self) -> dict[str, Any]:
-        """Return `replay_generation` as the receipts record it; empty if reuse is off."""
+        """Return the settings of reuse (`replay_generation`) for receipts; empty if it is off."""
         rule = {"share": self.share, "max_uses": self.max_uses}
         return {"replay_generation": rule} if self.most else {}
 
     def choose(self, policy_version: int) -> None:
-        """Choose the groups of highest priority for the step that starts from this version.
+        """Choose the groups that the step from `policy_version` trains again, by priority.
 
-        Of equal groups, it prefers the older. It forgets groups that are too old or used up.
+        Of groups with equal priority, it prefers those with lower ids. It forgets groups that are
+        too old or were trained `max_uses` times.
         """
         self.candidates = {
             group_id: each
@@ -97,7 +98,7 @@ class GroupReuse:
     def begin_step(
         self, entries: Sequence[LedgerEntry], groups: Sequence[GroupSummary]
     ) -> dict[str, Any]:
-        """Note the new groups of a step; return its fields of the event `sample`, for the audit."""
+        """Remember a step's new groups; return what the event `sample` records about reuse."""
         if not self.most:
             return {}
         self.trained = [
@@ -139,7 +140,7 @@ class GroupReuse:
         return {"reuse": saved} if self.most else {}
 
     def load_state_dict(self, state: Mapping[str, Any], policy_version: int) -> None:
-        """Restore a saved state; the rule may have changed since."""
+        """Restore a saved state; the config's settings of reuse may have changed since."""
         saved = state.get("reuse", ()) if self.most else ()
         loaded = [Candidate(**each | {"entry": LedgerEntry(**each["entry"])}) for each in saved]
         self.candidates = {each.group_id: each for each in loaded}

@@ -52,7 +52,7 @@ class Ledger:
         self._changed = asyncio.Event()
         """Event that is set at the next change; a new event then takes its place."""
         self._opened = asyncio.Event()
-        """Like `_changed`, for changes that may let a group start: hundreds of groups may wait."""
+        """Like `_changed`, but set only if a group may start, since hundreds of groups may wait."""
         self._pins = 0
         """Number of starts plus number of ends of `pin_weights`: odd during an evaluation."""
 
@@ -78,7 +78,7 @@ class Ledger:
 
     @contextmanager
     def pin_weights(self) -> Iterator[None]:
-        """Context manager: while an evaluation pins the generators' weights, no wait times out."""
+        """Context manager: while an evaluation keeps the generators' weights, no wait times out."""
         self._pins += 1
         try:
             yield
@@ -94,7 +94,7 @@ class Ledger:
         return [entry for entry in self._living.values() if entry.state == state]
 
     async def admit(self, generator: str, timeout_s: float) -> LedgerEntry | None:
-        """Wait until a group may start; return it, or None once the run is finished."""
+        """Wait until a group may start; return its entry, or None once the run is finished."""
         is_next = await self.events.wait_turn("issue", role=generator)
         if not (self.events.recording and is_next):
             await self._until(
@@ -133,7 +133,7 @@ class Ledger:
         self._wake()
 
     async def should_pull(self, generator: str, version: int, cause: str) -> bool:
-        """Decide whether a generator pulls newer weights now, and record a pull."""
+        """Decide whether a generator pulls newer weights now; if so, record the pull."""
         pull, recording = {"role": generator, "cause": cause}, self.events.recording
         due = recording.has("pull", **pull) if recording else version < self.published_version
         if due:
@@ -176,7 +176,7 @@ class Ledger:
     async def finish_generation(
         self, group_id: int, response_tokens: Sequence[int], scored: Sequence[bool] | None = None
     ) -> None:
-        """Record that a group was generated."""
+        """Record that a group was generated, with its tokens and, if `scored`, its successes."""
         entry, result = self._living[group_id], {}
         if scored is not None:
             result = {"prompt": entry.prompt_index, "successes": sum(scored), "scored": len(scored)}
@@ -231,13 +231,13 @@ class Ledger:
         self._wake()
 
     async def publish(self, version: int) -> None:
-        """Record the newest policy version that generators can pull."""
+        """Record that generators can now pull `version`, the newest policy version."""
         await self.events.take("publish", version=version)
         self.published_version = version
         self._wake()
 
     async def drop(self, group_ids: Iterable[int], reason: str, reissue: bool = False) -> None:
-        """Record that groups will never be trained."""
+        """Record that groups will never be trained; `reissue`: their prompts are issued again."""
         if not (groups := list(group_ids)):
             return
         tokens = [self._living[group_id].tokens for group_id in groups]

@@ -1,4 +1,4 @@
-"""The replay buffer: holds whole groups; hands out the oldest policy version first, never stale."""
+"""The replay buffer: stores whole groups, and hands out the oldest first, but never stale ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Pair = tuple[PackedTrajectories, GroupSummary]
 
 
 class _OldestVersionSampler(RandomSampler):
-    """Picks groups with the oldest policy version first, and then by group id."""
+    """Picks groups by the policy version of their oldest token, oldest first; then by group id."""
 
     def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         summaries = [summary for _, summary in storage[: len(storage)]]
@@ -48,7 +48,7 @@ class BatchSummary:
     reused: list[GroupSummary]
     """Groups of the batch that an earlier step has trained already; they follow the new ones."""
     dropped: list[GroupSummary]
-    """Groups found stale since the last batch; no batch contained them."""
+    """Groups dropped as stale since the last batch; no batch contained them."""
     buffered: int
     """Number of groups left in the buffer."""
     batch_hash: str
@@ -58,8 +58,8 @@ class BatchSummary:
 class ReplayBuffer:
     """Stores whole groups between generators and trainer, up to a fixed number.
 
-    Producers wait while the buffer is full. The consumer waits while it holds less than a batch. A
-    wait that is too long ends with an error that says who waited for whom.
+    Producers wait while the buffer is full. The consumer waits while the buffer holds less
+    than a batch. A wait that is too long ends with an error that says who waited for whom.
     """
 
     def __init__(
@@ -195,6 +195,7 @@ class ReplayBuffer:
         }
         missing = sorted(set(group_ids) - saved.keys())
         assert not missing, f"{folder}: groups {missing} of the ledger are missing"
+        # At least two results, even for no groups: `Role.call` waits for the second.
         return [part for group_id in group_ids for part in saved[group_id]] + [None] * 2
 
     def _drop_stale(self, policy_version: int) -> None:

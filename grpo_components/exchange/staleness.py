@@ -47,7 +47,7 @@ class StalenessContract:
 
     @classmethod
     def of(cls, settings: Any) -> StalenessContract:
-        """Return the contract of a config's settings."""
+        """Build the contract from a config's settings."""
         return cls(settings.max_staleness, settings.groups_per_step)
 
     @property
@@ -106,8 +106,8 @@ class StalenessContract:
         The step takes the `groups_per_step` oldest buffered groups. A group that started with
         version s can last be trained in the step from version s + max_staleness. So of the groups
         that are left, at most (s + max_staleness - policy_version) * groups_per_step may have
-        started with version s or less. If no group is in flight, admission has ensured this. With
-        reuse, the steps take that many fewer groups.
+        started with version s or less. If no group is in flight, admission has ensured this limit.
+        With reuse, a step takes `groups_per_step` minus the groups that it trains again.
         """
         taken = self.groups_of(1, reused)
         remaining = sorted([*in_flight, *sorted(buffered)[taken:]])

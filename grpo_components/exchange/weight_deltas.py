@@ -1,4 +1,4 @@
-"""Encodes buckets of weights as deltas from the previous push, and decodes them again."""
+"""Encodes buckets (packed weight tensors) as deltas from the previous push, and decodes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BLOCK = 2**18
 
 
 def encode(new: Bytes, base: Bytes, itemsize: int) -> Bytes:
-    """Compress which bits changed from one array to another; `apply` repeats the change.
+    """Compress which bits changed from `base` to `new`; `apply` makes the same change again.
 
     In each block of elements, the first bytes of all elements come first, then the second ones: an
     optimizer's small step changes the low bytes of many elements and the high bytes of few.
@@ -36,7 +36,7 @@ def encode(new: Bytes, base: Bytes, itemsize: int) -> Bytes:
 
 
 def apply(delta: Bytes, raw: Bytes, itemsize: int) -> None:
-    """Apply a delta to `raw`, the bytes of its base; they become the new bytes."""
+    """Apply a delta in place: `raw` has the bytes before the change, then those after it."""
     with pa.CompressedInputStream(pa.py_buffer(delta), "zstd") as packed:
         for part in _blocks(len(raw), itemsize):
             block = raw[part].reshape(-1, itemsize)
@@ -60,19 +60,19 @@ class DeltaBucket:
     version: int
     """Policy version of the weights."""
     manifest: Manifest
-    """Describes the rebuilt tensors; where `base` is set, the bytes are a delta."""
+    """Describes each tensor as rebuilt; if an entry's `base` is set, its bytes are a delta."""
     packed: Bytes
     """[nbytes] uint8: the tensors' bytes or compressed changes, one tensor after the other."""
 
 
 class DeltaEncoder:
-    """Encodes each bucket as a delta from the previous one, which it keeps."""
+    """Encodes the bucket of each push as a delta from the bucket of the push before."""
 
     def __init__(self) -> None:
         self._last: tuple[int, Manifest, Bytes] | None = None
 
     def encode(self, version: int, bucket: Bucket, base: int) -> DeltaBucket:
-        """Return the changes since version `base` (`NO_BASE`: all bytes); keep the bucket."""
+        """Return the changes since version `base` (`NO_BASE`: all), and remember the bucket."""
         last, self._last = self._last, (version, *bucket)
         if base == NO_BASE:
             return DeltaBucket(version, *bucket)
@@ -100,10 +100,10 @@ def encode_bucket(bucket: Bucket, base: Bucket) -> Bucket:
 
 
 class RebuiltWeights:
-    """Keeps the bytes of the newest weights, and applies each push to them.
+    """Keeps the bytes of a generator's newest weights, and applies pushed deltas to them.
 
-    Tensors and bases are identified by checksum, so weights of another attempt with the same
-    version number are never used as a base.
+    A delta applies only to bytes with the right checksum, so never to weights of another attempt
+    that have the same version number.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class RebuiltWeights:
         """Checksum and bytes of each tensor."""
 
     def rebuild(self, version: int, pushes: Sequence[DeltaBucket]) -> list[Bucket]:
-        """Apply pushes to the kept bytes in place, return the newest weights, and keep nothing.
+        """Apply pushes to the kept bytes in place; return the result, which is no longer kept.
 
         Deltas that were applied before are skipped. The caller must verify the checksums of the
         returned weights, and call `keep` once they are loaded.
@@ -148,7 +148,7 @@ class RebuiltWeights:
 
 
 def newest_manifests(buckets: Iterable[Any]) -> Iterator[Manifest]:
-    """Return the newest version's manifests; `Bucket`s have only one version."""
+    """Return the manifests of the buckets; of `DeltaBucket`s, only those of the newest version."""
     buckets = list(buckets)
     if buckets and isinstance(buckets[-1], DeltaBucket):
         newest = buckets[-1].version

@@ -1,8 +1,9 @@
-"""Compares the weights of trainers and generators after each pull, and logprobs of a weight probe.
+"""Checks after each pull that a generator has the trainers' weights, by hashes and a probe.
 
-In an asynchronous run, older versions sampled the trained tokens, so their logprobs differ anyway.
-The probe is a fixed sequence of tokens, whose logprobs both sides compute with the same version. So
-the engine must label it with that version, and must have none of its tokens in a cache.
+The probe is a fixed sequence of tokens. Trainers and engine compute its logprobs with the same
+version of the weights. (Logprobs of trained tokens would differ anyway in an asynchronous run,
+because older versions sampled them.) The engine must label the probe with that version, and must
+have none of its tokens in a cache.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class ProbeReading:
     cached_tokens: int
     """Number of probe tokens whose keys and values the engine read from its prefix cache."""
     layers: Mapping[str, int] | None = None
-    """Hash of each layer's weights in the engine; None if it does not keep them as pushed."""
+    """Hash of each layer's weights in the engine; None if the engine transforms the weights."""
 
 
 LoadedWeights = tuple[int, str, ProbeReading | None]
@@ -43,8 +44,9 @@ LoadedWeights = tuple[int, str, ProbeReading | None]
 probe; None without an engine."""
 _VERSIONS_KEPT = 64
 _NEARER = 4.0
-"""Another version counts as loaded if its logprobs' mean square gap is this many times smaller. If
-rounding is not small, the named version's gap must also be this many times the median gap."""
+"""Another version counts as loaded if the mean square gap of its logprobs is this many times
+smaller than that of the version that the generator names. If rounding is not small, the named
+version's gap must also be this many times the median gap of earlier pulls."""
 _ROUNDING = 1e-4
 """Root mean square gap of the probe's logprobs, in nats, that still counts as rounding."""
 _LAYERS_NAMED = 4
@@ -62,7 +64,7 @@ class WeightProbe:
         """Mean square gap between trainer's and generator's logprobs in each earlier pull."""
 
     def pushed(self, version: int, logprobs: Sequence[float]) -> None:
-        """Keep the trainers' logprobs of the probe with a pushed version; if empty, keep none."""
+        """Remember the trainers' logprobs of the probe for a pushed version, unless empty."""
         self._pushed.pop(version, None)
         if len(logprobs):
             self._pushed[version] = np.array(logprobs)
@@ -132,7 +134,7 @@ class WeightProbe:
         )
 
     def _whose(self, found: Mapping[str, int], pushed: Mapping[str, int]) -> str:
-        """Say which layers differ, and which version each belongs to."""
+        """Say which engine layers are not the pushed ones, and of which version each one is."""
         by_version = defaultdict[int | None, list[str]](list)
         for name in sorted(found.keys() | pushed.keys(), key=lambda name: (len(name), name)):
             if (value := found.get(name)) != pushed.get(name):

@@ -85,7 +85,7 @@ def hash_named(named: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
 
 
 def join_shares(shares: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Combine the hashes of all workers: equal ones are those of copies, others are added up."""
+    """Combine workers' hashes of each tensor: add those of shards; keep one of equal copies."""
     joined: dict[str, int] = {}
     for name in shares[0]:
         found = [share[name] for share in shares]
@@ -242,7 +242,7 @@ def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def checkpoint_tensors(model_path: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Read some tensors of a checkpoint, one at a time."""
+    """Read the tensors of a checkpoint that have these names, one at a time."""
     wanted = set(names)
     for file in checkpoint_files(model_path):
         with safe_open(file, framework="pt") as tensors:
