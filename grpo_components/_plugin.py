@@ -20,8 +20,8 @@ _REGISTRY = "torchtune._recipe_registry"
 def install() -> None:
     """Register the recipe as soon as torchtune's registry is imported; `import torch` calls this.
 
-    It is an entry point of the group `torch.backends`, so it runs in every program that imports
-    torch, while torch itself is still being imported: import nothing heavy here.
+    This function is an entry point of the group `torch.backends`: it runs in every program that
+    imports torch, while torch itself is still being imported. So import nothing heavy here.
     """
     if _REGISTRY in sys.modules:
         _register_or_warn(sys.modules[_REGISTRY])
@@ -52,7 +52,7 @@ def list_or_copy() -> None:
 
 
 def _copy_new(source: Path, destination: Path) -> Path | str:
-    """Copy like `shutil.copy`, but refuse to overwrite a different file: it may have edits."""
+    """Copy like `shutil.copy`, but refuse to overwrite a file that a user may have edited."""
     file = destination / source.name if destination.is_dir() else destination
     if file.is_file() and not filecmp.cmp(source, file, shallow=False):
         problem = f"{file} exists and differs; nothing was copied"
@@ -81,7 +81,7 @@ def register(registry: ModuleType) -> None:
 
 
 def recipes_folder() -> Path:
-    """Return the recipe's folder: inside the package in a wheel, next to it in a checkout."""
+    """Return the recipe's folder: in an installed package, or next to the package in a checkout."""
     package = Path(__file__).resolve().parent
     folders = (package / "_recipes", package.parent / "recipes")
     for folder in folders:
@@ -91,7 +91,7 @@ def recipes_folder() -> Path:
 
 
 def config_files(folder: Path) -> dict[str, Path]:
-    """Map config names to files, sorted by name, but names that start with `tiny` come first."""
+    """Map the name of each config in a folder to its file; names like `tiny_...` come first."""
     names = {
         path.relative_to(folder).with_suffix("").as_posix(): path for path in folder.rglob("*.yaml")
     }

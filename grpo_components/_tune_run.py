@@ -1,4 +1,4 @@
-"""Makes `tune run` accept any recipe path, and report unknown names and Ctrl-C in one line."""
+"""Makes `tune run` accept any recipe path, and report an unknown recipe or Ctrl-C in one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _SILENT_S = 4.0
 
 
 def main(check: Callable[[], None] | None = None) -> None:
-    """Run the command `tune`; before its slow imports, announce our run and call `check`."""
+    """Run the command `tune`, but call `check` first: the imports of `tune` take seconds.
+
+    If `tune` is to run our recipe, first of all tell the user that it is loading.
+    """
     ended: list[int] = []
     atexit.register(_leave, ended)  # called after all functions that are registered later
     if is_run_of_ours(sys.argv):
@@ -50,7 +53,7 @@ def main(check: Callable[[], None] | None = None) -> None:
 
 
 def _leave(ended: Sequence[int]) -> None:
-    """End the process at once: Python would take two seconds to clear all modules."""
+    """Exit at once with the status in `ended`, if any: Python would clear modules for 2 s."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -31,12 +31,12 @@ class ConfigError(ValueError):
 
 
 def fail(key: str, problem: str, allowed: str) -> NoReturn:
-    """Raise a `ConfigError`."""
+    """Raise a `ConfigError` about a config key; `allowed` says what the key may have."""
     raise ConfigError(key, problem, allowed)
 
 
 def shown(value: Any) -> str:
-    """Return a value as YAML shows it, shortened to 60 characters."""
+    """Format a value for an error message: as in YAML (null, true), cut to 60 characters."""
     text = (
         str(value).lower() if isinstance(value, bool) else "null" if value is None else repr(value)
     )
@@ -44,7 +44,7 @@ def shown(value: Any) -> str:
 
 
 class DryRunEnd(Exception):
-    """A dry run is over."""
+    """Ends a run with `dry_run: true`; has the report to show, and why the run would not fit."""
 
     def __init__(self, text: str, problems: Sequence[str] = ()) -> None:
         super().__init__(text)
@@ -52,23 +52,23 @@ class DryRunEnd(Exception):
 
 
 class ReplayError(RuntimeError):
-    """A replay cannot follow the recorded run."""
+    """A replay (a run that repeats a recorded run) cannot follow the record."""
 
 
 class ReplayStop(Exception):
-    """A replay has repeated all steps that it was asked for."""
+    """Ends a replay that has repeated all steps up to `replay_until`."""
 
 
 class StarvedError(RuntimeError):
-    """`dynamic_sampling` discarded too many groups in a row; the message counts their successes."""
+    """`dynamic_sampling` discarded too many groups in a row: each had only equal rewards."""
 
 
 class FailedSamplesError(RuntimeError):
-    """Too many samples failed; the message has the last error and the file of all errors."""
+    """Too many samples (responses) failed; the message has an error and the file of all errors."""
 
 
 class SkippedStepsError(RuntimeError):
-    """All steps, or too many in a row, were skipped; the message has the reason."""
+    """All training steps, or too many in a row, were skipped; the message has the reason."""
 
 
 FailureKind = Literal["died", "silent", "raised", "waited", "refused", "lost"]
@@ -88,7 +88,7 @@ class RoleFailedError(RuntimeError):
         return f"{self.role} {self.what}\n  its log: {self.log}"
 
     def with_history(self, history: str) -> RoleFailedError:
-        """Return the same failure with a note on earlier restarts."""
+        """Return a copy of this failure that also says why the role is not restarted."""
         return RoleFailedError(self.role, f"{self.what}; {history}", self.log, self.kind)
 
 

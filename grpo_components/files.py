@@ -39,7 +39,7 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def records_of(path: Path, word: bytes = b"{") -> Iterator[Record]:
-    """Yield the JSON objects of the lines that contain a word; none if the file is missing.
+    """Yield the JSON object of each line that has `word` in it; no objects if the file is missing.
 
     Lines without a JSON object are skipped: a run may be writing the file, or was killed.
     """

@@ -1,4 +1,4 @@
-"""Limits what libraries print to the config's `log_level`; gives vLLM's environment variables."""
+"""Keeps libraries quiet below the config's `log_level`, and lists vLLM's environment variables."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def without_prints(log_level: str) -> Iterator[None]:
 
 
 def engine_environment(device: str, log_level: str) -> dict[str, str]:
-    """Return the environment variables that vLLM reads when it is imported."""
+    """Return variables for a generator's environment; vLLM reads them when it is imported."""
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": log_level,

@@ -20,7 +20,8 @@ class Rendezvous:
 def open_rendezvous(host: str = "127.0.0.1") -> Rendezvous:
     """Listen on a free port for the other ranks; called in rank 0's process.
 
-    The caller owns the open socket: a port only looked up may be taken before it is used.
+    The socket stays open, because a port that is only looked up may be taken before it is used.
+    The caller owns the socket.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:

@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 
 def described_as(what: str) -> WrapValidator:
-    """Return an annotation that makes a type's errors say what is allowed; the innermost wins."""
+    """Return an annotation that makes errors of the annotated type say that `what` is allowed.
+
+    If annotations are nested, the innermost one around the wrong part decides.
+    """
 
     def read(value: Any, check: Callable[[Any], Any]) -> Any:
         place, problem = (), ""
@@ -38,7 +41,7 @@ def described_as(what: str) -> WrapValidator:
 
 
 def fits(value: Any, shape: Any) -> bool:
-    """Return whether a value has a type; an object may have fields beyond its TypedDict."""
+    """Return whether a value fits a type; a dictionary may have more keys than its TypedDict."""
     return _adapter(shape).validator.isinstance_python(value, strict=True)
 
 

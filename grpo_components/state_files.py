@@ -16,7 +16,7 @@ _MARK = "__is__"
 
 
 def write_state(folder: Path, name: str, state: Any) -> None:
-    """Write a state to `<name>.json`, and its arrays and tensors to `<name>.npz`."""
+    """Write nested values to `<name>.json`, and the arrays and tensors in them to `<name>.npz`."""
     arrays: dict[str, np.ndarray] = {}
     text = json.dumps(_encode(state, arrays, name))
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Measures what a process spends its time on; the parts add up to the wall and CPU time."""
+"""Divides a process's wall and CPU time among its activities, such as starting or being idle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ STARTING, IDLE = "starting", "idle"
 
 
 class TimeUse:
-    """Adds up the seconds of each activity, one activity at a time. Any thread may call it."""
+    """Adds up the seconds of each activity; one goes on at a time. Any thread may call this."""
 
     def __init__(self, activity: str) -> None:
         self._lock = threading.Lock()
@@ -20,7 +20,7 @@ class TimeUse:
         self._cpu_seconds: defaultdict[str, float] = defaultdict(float)
 
     def begin(self, activity: str) -> float:
-        """End the current activity and begin another."""
+        """End the current activity and begin another; return seconds since the last method call."""
         with self._lock:
             return self._begin(activity)
 

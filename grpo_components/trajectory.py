@@ -44,7 +44,7 @@ _OBJECTS = ("finish_reason", "reward_terms", "error", "session")
 
 @dataclass
 class Trajectory:
-    """One response to one prompt, unpadded; or part of a response, if an agent's session forked.
+    """An unpadded response to a prompt; or part of it, if an agent's calls form several dialogues.
 
     Later stages of a run fill in later fields, and never overwrite earlier ones. A *group* is the
     list of the trajectories of the `group_size` responses that answer one prompt. P is the number
@@ -195,10 +195,10 @@ def concatenate(groups: Iterable[PackedTrajectories]) -> PackedTrajectories:
 
 
 def response_numbers(packed: PackedTrajectories) -> NDArray[np.int64]:
-    """Return [S] the number in the batch, from 0, of the response of each trajectory.
+    """Number the responses in a batch from 0; return [S] the number of each trajectory's response.
 
-    Trajectories of one session follow each other and share a number; any other trajectory is a
-    response of its own.
+    Trajectories of one agent session follow each other and share a number; any other trajectory is
+    a response of its own.
     """
     sessions, groups = packed["session"], packed["group_id"].tolist()
     numbers: list[int] = []
@@ -245,7 +245,7 @@ def batch_hash(packed: PackedTrajectories) -> str:
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """Summary of a group for the driver, without the tokens."""
+    """Summary of a group for the driver (the recipe's process), without the tokens."""
 
     group_id: int
     prompt_index: int
@@ -276,7 +276,7 @@ class GroupSummary:
 
     @property
     def scored_successes(self) -> list[bool]:
-        """Success of each response that did not fail."""
+        """Whether each response succeeded; failed samples (reward NaN) are left out."""
         pairs = zip(self.successes, self.rewards, strict=True)
         return [success for success, reward in pairs if not math.isnan(reward)]
 
@@ -323,7 +323,7 @@ def _session_counts(sessions: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 
 def _responses(packed: PackedTrajectories) -> Iterator[list[int]]:
-    """Yield the indices of each response's trajectories."""
+    """Yield, for each response, the indices of its trajectories."""
     numbers = enumerate(response_numbers(packed).tolist())
     for _, rows in itertools.groupby(numbers, key=lambda pair: pair[1]):
         yield [index for index, _ in rows]

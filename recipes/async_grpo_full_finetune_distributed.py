@@ -171,7 +171,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.run.summary()
 
     async def loops(self) -> None:
-        """Run all loops side by side, from the start of an attempt to the end of the run."""
+        """Run all loops side by side to the end; called again after the trainers are restarted."""
         await self.run.restore()
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self.training_loop(loops))

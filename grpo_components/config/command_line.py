@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def check_early(words: Sequence[str]) -> Settings | None:
-    """Check a `tune run` command and return its settings; None if only torchtune can read it."""
+    """Return checked settings of a `tune run` command; None if only its recipe can read them."""
     for option in (word.partition("=")[0] for word in words if word.startswith(_RANKS)):
         if is_run_of_ours(["tune", "run", *words]):
             allowed = "num_trainers=<number of ranks>, without options of torchrun"
@@ -58,7 +58,7 @@ def _or_exit(check: Callable[[Any], T], given: Any, end: Callable[[int], NoRetur
 def _given(words: Sequence[str]) -> DictConfig | None:
     """Return the config of a `tune run` command; None if only torchtune or a fork can read it.
 
-    A fork that changes the config or `sys.path` has to check its config itself.
+    A fork (edited recipe) that changes the config or `sys.path` has to check its config itself.
     """
     if "--config" not in words[1:-1]:
         return None

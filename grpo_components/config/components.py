@@ -54,7 +54,7 @@ _SLOW = ("torchtune.", "grpo_components.data.")
 
 
 def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
-    """Instantiate a component of the config."""
+    """Instantiate a component of the config; raise a `ConfigError` with its key if that fails."""
     from torchtune import config  # takes seconds
 
     try:
@@ -67,7 +67,7 @@ def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
 
 
 def refused_by(key: str, node: Mapping[Any, Any], error: ValueError) -> ConfigError:
-    """Convert a component's error about its arguments to a ConfigError with its key."""
+    """Turn a component's error about an argument into a ConfigError about the argument's key."""
     if isinstance(error, ConfigError):
         where, problem, allowed = error.key, error.problem, error.allowed
     else:
@@ -85,7 +85,7 @@ def refused_by(key: str, node: Mapping[Any, Any], error: ValueError) -> ConfigEr
 
 
 def build_environment(node: DictConfig, **offered: Any) -> Any:
-    """Build the environment; give it those of the offered arguments that it takes."""
+    """Build the environment, with those of the `offered` arguments that its signature accepts."""
     from torchtune import config
 
     parameters = parameters_of(resolved(node._component_))
@@ -111,7 +111,7 @@ def environment_kind(node: DictConfig) -> EnvironmentKind:
 
 
 def _nodes(settings: Settings) -> dict[str, DictConfig]:
-    """Return the components of a config by key."""
+    """Return the config sections that name a component, by key (`rewards.format`)."""
     nodes = {key: getattr(settings, key) for key in type(settings).model_fields if key != "user"}
     nodes = {key: n for key, n in nodes.items() if OmegaConf.is_dict(n) and "_component_" in n}
     return nodes | {f"rewards.{name}": node for name, node in settings.rewards.items()}
@@ -191,7 +191,7 @@ def resolved(path: str) -> Any:
 
 
 def imported_component(key: str, path: str) -> Any:
-    """Import and return the class or function of a dotted path."""
+    """Import the class or function that a dotted path names; refuse a path that names none."""
     try:
         component = resolved(path)
     except (Exception, SystemExit) as cause:  # a user's module may raise anything
@@ -219,7 +219,7 @@ def parameters_of(component: Any) -> list[inspect.Parameter]:
 def _check_arguments(
     key: str, node: Mapping[Any, Any], leading: int = 0, by_name: Sequence[str] = ()
 ) -> Any:
-    """Check a node's arguments against its component's signature, and return the component."""
+    """Refuse arguments that do not fit the component's signature; return the component."""
     path, is_reward = node["_component_"], key.startswith("rewards.")
     component = imported_component(f"{key}._component_", path)
     parameters = parameters_of(component)[leading:]

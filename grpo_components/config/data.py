@@ -29,7 +29,7 @@ _RAISES = (Exception, SystemExit)
 
 
 def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
-    """Build the tokenizer, the data set and the evaluation data set."""
+    """Build the tokenizer, the data set and the evaluation data set; refuse unusable prompts."""
     tokenizer = build("tokenizer", cfg.tokenizer)
     for name in ("encode", "decode", "stop_tokens"):
         if not hasattr(tokenizer, name):
@@ -76,7 +76,7 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
 
 
 def build_prompts(cfg: Settings, dataset: Any) -> PromptStream | PromptCurriculum:
-    """Build the stream from which the ledger takes the prompt of each new group."""
+    """Build the stream that gives each new group its prompt, in the order the config asks for."""
     if cfg.curriculum is None:
         return PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
     if len(dataset) > MAX_PROMPTS:
@@ -86,7 +86,10 @@ def build_prompts(cfg: Settings, dataset: Any) -> PromptStream | PromptCurriculu
 
 
 def sampled_ids(cfg: Settings, tokenizer: Any) -> int | None:
-    """Return n if only token ids below n may be sampled; None for the whole vocabulary."""
+    """Return n if only token ids below n may be sampled; None for the whole vocabulary.
+
+    The tokenizer knows no ids from n on: a model's vocabulary may be padded.
+    """
     stops = cfg.generator.stop_token_ids or getattr(tokenizer, "stop_tokens", ())
     if environment_kind(cfg.environment) == "agents":  # agents use the model's own tokenizer
         tokenizer = hugging_face_tokenizer(cfg.base_model_path)
@@ -101,7 +104,7 @@ def left_out(dataset: Any, held_out: Any) -> list[str]:
 
 
 def shared_prompts(dataset: Any, held_out: Any) -> str:
-    """Return a line with the number of evaluation prompts also trained on; empty if none are."""
+    """Return a note on how many evaluation prompts are also trained on; empty if none are."""
     trained = {tuple(dataset[i]["prompt_ids"]) for i in range(len(dataset))}
     shared = sum(tuple(held_out[i]["prompt_ids"]) in trained for i in range(len(held_out)))
     note = f"eval_dataset: {shared} of its {len(held_out)} prompts are also trained on"
@@ -111,7 +114,7 @@ def shared_prompts(dataset: Any, held_out: Any) -> str:
 def _sliding_window(raw: Mapping[str, Any]) -> int | None:
     """Return the base model's attention window in tokens; None without one.
 
-    For a key missing in its config.json, the default of transformers for the family counts.
+    For a key missing in config.json, the default of transformers for the model family counts.
     """
     if raw.get("model_type") == "qwen2" and not raw.get("use_sliding_window", False):
         return None
@@ -120,7 +123,7 @@ def _sliding_window(raw: Mapping[str, Any]) -> int | None:
 
 
 def _tools_of(environment: DictConfig) -> list[Any]:
-    """Return the JSON schemas of the tools that the environment's world offers, if any."""
+    """Return the JSON schemas of the tools that the component `environment.world` offers."""
     world = environment.get("world")
     if not (isinstance(world, DictConfig) and "_component_" in world):
         return []
@@ -151,7 +154,7 @@ def _check_rows(key: str, component: str, dataset: Any) -> None:
 
 
 def _check_columns(component: str, dataset: Any) -> None:
-    """Refuse rows that no checkpoint can store: it holds the rows of all living groups."""
+    """Refuse rows that a checkpoint cannot store: it has the rows of all groups not yet trained."""
     with told_if_slow("a check of all rows"):
         for row in map(dataset.__getitem__, range(len(dataset))):
             try:

@@ -97,7 +97,7 @@ class _Answers:
 def _roll_out(
     name: str, env: Any, prompt: dict[str, Any], num_slots: int, answer: list[int], cfg: Settings
 ) -> None:
-    """Roll out a group in a torchrl environment, as the run will."""
+    """Roll out a group in a torchrl environment, and refuse the environment if that fails."""
     from torchrl.envs import EnvBase  # takes seconds; only needed for a user's environment
 
     from grpo_components.rollout.collector import GroupCollector

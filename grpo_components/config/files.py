@@ -1,4 +1,4 @@
-"""Checks the files and folders that a config names, and its numbers against its models' sizes."""
+"""Checks the files and folders that a config names, and that its numbers suit the models' sizes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check_against_model(settings: Settings, hf_config: dict[str, Any]) -> None:
 
 
 def check_splits(settings: Settings, hf_config: dict[str, Any]) -> None:
-    """Check that each layer can be split over the trainer's ranks and over vLLM's workers."""
+    """Refuse tensor-parallel sizes (trainers, vLLM) that do not divide the model's layers."""
     names = ["num_attention_heads", "intermediate_size"]
     ranks, workers = settings.tensor_parallel_dim, settings.generator.tensor_parallel_size
     split = [("generator.tensor_parallel_size", workers, name) for name in names]
@@ -104,7 +104,7 @@ def _check_model_folder(key: str, folder: Path) -> None:
 
 
 def _check_same_folder(settings: Settings, base: Path) -> None:
-    """Refuse a policy that is read from a different folder than the generators' model."""
+    """Refuse a config in which trainers and generators load the policy from different folders."""
     if settings.is_hugging_face:
         key, given = "model.path", settings.model.get("path", base)
     elif settings.checkpointer is None:

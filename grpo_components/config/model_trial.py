@@ -41,7 +41,7 @@ _MAX_SCHEDULER_STEPS = 10_000
 
 
 def split_learning_rate(node: DictConfig) -> tuple[DictConfig, Schedule | None]:
-    """Replace a schedule at `lr` by its first value; return the node, and the schedule or None."""
+    """Return `node` with the first rate in place of a schedule, and the schedule or None."""
     if OmegaConf.is_dict(node.get("lr")):
         schedule = as_schedule("optimizer.lr", node.lr)
         return OmegaConf.create({**node, "lr": schedule(0)}), schedule
@@ -49,7 +49,7 @@ def split_learning_rate(node: DictConfig) -> tuple[DictConfig, Schedule | None]:
 
 
 def try_training(cfg: Settings) -> list[str]:
-    """Build optimizer, scheduler and model, and try some steps; return warnings."""
+    """Build optimizer, scheduler and model, and try steps; return warnings on learning rates."""
     node, schedule = split_learning_rate(cfg.optimizer)
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros_like(parameter)
@@ -78,7 +78,7 @@ def try_training(cfg: Settings) -> list[str]:
 
 
 def try_teacher(settings: Settings, path: str) -> None:
-    """Refuse a teacher with other tokens than the policy, or wrong weights or logprobs."""
+    """Refuse a teacher with another tokenizer than the policy, or wrong weights or logprobs."""
     from transformers import AutoTokenizer  # takes a second
 
     ours, theirs = (
@@ -101,7 +101,7 @@ def try_teacher(settings: Settings, path: str) -> None:
 
 @contextlib.contextmanager
 def _refused(key: str, allowed: str, before: str = "") -> Generator[None]:
-    """Turn a ValueError in the block into a ConfigError of `key`; `before` begins its problem."""
+    """Turn a ValueError in the block into a ConfigError of `key`; its text starts with `before`."""
     try:
         yield
     except ValueError as error:
@@ -134,7 +134,7 @@ def _try_policy(cfg: Settings) -> None:
 
 
 def check_adapters(settings: Settings, model: nn.Module) -> None:
-    """Refuse adapters that trainer and generators would place in different layers."""
+    """Refuse LoRA adapters that trainer and generators would place in different layers."""
     lora = settings.lora
     if lora is None:
         return

@@ -55,7 +55,7 @@ def build_objective(
     *,
     advantages: Callable[..., Any] | None = None,
 ) -> Objective:
-    """Build every part of the objective, and try each once; `advantages` replaces the config's.
+    """Build the objective, and try each part once; `advantages` replaces the config's component.
 
     With `dry_run: true`, the run ends here, and reports what it would do.
     """

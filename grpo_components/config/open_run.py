@@ -41,7 +41,7 @@ def open_run(
     held_out: Any,
     recipe: str | None = None,
 ) -> RunRecords:
-    """Create or reopen the run's folder; on a resume, restore the ledger and the prompts."""
+    """Open the run's folder and its records; on a resume, restore the ledger and the prompts."""
     if cfg.curriculum is not None and not isinstance(prompts, PromptCurriculum):
         problem = "given, but the recipe takes its prompts from another stream"
         fail("curriculum", problem, "null, or a recipe with `build_prompts(cfg, dataset)`")
@@ -77,7 +77,7 @@ def open_run(
 
 
 def build_reuse(cfg: Settings) -> GroupReuse:
-    """Build the object that picks groups to reuse; it picks none without `replay_generation`."""
+    """Build what picks trained groups to train again; it needs `replay_generation` to pick any."""
     contract = StalenessContract.of(cfg)
     rule = cfg.replay_generation
     return GroupReuse(contract, **rule.model_dump()) if rule else GroupReuse(contract)

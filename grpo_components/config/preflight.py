@@ -18,7 +18,7 @@ from grpo_components.settings import Settings, needs_reference, processes_of
 
 
 def parse(recipe_main: Callable[[DictConfig], None]) -> Callable[[], None]:
-    """Decorate a recipe's main: it is called with the config that the command line names."""
+    """Decorator: call a recipe's main function with the config that the command line names."""
 
     @functools.wraps(recipe_main)
     def main() -> None:
@@ -81,7 +81,7 @@ def check_what_is_imported(settings: Settings) -> None:
 
 
 def check_gpus(settings: Settings, *, here: bool, is_compared: bool = False) -> None:
-    """Refuse GPU shares that roles cannot have; if `here`, also more GPUs than there are.
+    """Refuse GPU shares that roles cannot have; if `here`, also more GPUs than this machine has.
 
     `is_compared`: whether the run needs a reference even if the config has no KL term.
     """

@@ -109,7 +109,7 @@ def _remove(section: dict[str, Any], name: str, *rest: str) -> None:
 
 
 def read_settings(given: Mapping[str, Any] | DictConfig) -> Settings:
-    """Check all values, fill in the defaults, replace interpolations, and expand a leading `~`.
+    """Make `Settings` of a config: check values, fill in defaults, `${key}` and a leading `~`.
 
     A null reward is left out, so that `rewards.format=null` on a command line removes it.
     """
@@ -141,7 +141,7 @@ def _expanded(value: Any) -> Any:
 
 
 def _refuse(given: Mapping[str, Any], error: Mapping[str, Any]) -> NoReturn:
-    """Raise our one-line error for an item of `ValidationError.errors()`."""
+    """Raise a one-line ConfigError for a pydantic error, from `ValidationError.errors()`."""
     # Members of a union are in the location too, as `<name>`, and so is the number of a list item.
     names = [name for name in error["loc"] if isinstance(name, str) and name[0] not in "<["]
     key = ".".join(names)
@@ -167,7 +167,7 @@ def _refuse(given: Mapping[str, Any], error: Mapping[str, Any]) -> NoReturn:
 
 
 def nearest(name: str, keys: Iterable[str], prefix: str = "") -> str:
-    """Return a hint: the key that was probably meant, else the existing keys."""
+    """Return a hint for an unknown key: the key that was probably meant, else the existing keys."""
     keys = list(dict.fromkeys(keys))
     ours = _OURS.get(name, "")
     leaf = ours.rpartition(".")[2]

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def run_folder(replay_events: str) -> Path:
-    """Return the folder of the run; `replay_events` names this folder or the receipts in it."""
+    """Return the folder of the run to replay; `replay_events` names it, or its receipts.jsonl."""
     path = Path(replay_events).resolve()
     return path.parent if path.name == "receipts.jsonl" else path
 
 
 def replay_of(cfg: Settings) -> Replay | None:
-    """Read the run that is replayed; None in a live run."""
+    """Read the recorded run that this run repeats; None if `replay_events` is null."""
     if cfg.replay_events is None:
         return None
     from grpo_tools.replay.recorded_run import Replay
@@ -29,7 +29,7 @@ def replay_of(cfg: Settings) -> Replay | None:
 
 
 def check_replay(cfg: Settings, read: Callable[[Mapping[str, Any]], Settings]) -> None:
-    """Refuse a recorded run that cannot be replayed, in general or with this config."""
+    """Refuse `replay_events` if this config cannot repeat the recorded run that it names."""
     if cfg.replay_events is not None or cfg.replay_until is not None:
         from grpo_tools.replay import check
 
@@ -39,7 +39,7 @@ def check_replay(cfg: Settings, read: Callable[[Mapping[str, Any]], Settings]) -
 def available_cpus(cfg: Settings) -> int:
     """Return how many CPUs the roles share: this machine's or, in a replay, the recorded run's.
 
-    It decides the number of threads, and with it how sums are split, and so their last bits.
+    This number decides how many threads share a sum, and so the last bits of the sum.
     """
     replay = replay_of(cfg)
     return replay.cpus if replay else len(os.sched_getaffinity(0))

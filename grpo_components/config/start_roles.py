@@ -62,7 +62,7 @@ def start_roles(
     tokenizer: Any,
     longest_prompt: int,
 ) -> Roles:
-    """Start the process of every role without waiting; `Cluster.ready` waits for them."""
+    """Start a process for every role and return handles; `Cluster.ready` waits for them."""
     for doubt in objective.doubts:
         cluster.note(doubt)
     counts = processes_of(cfg, objective.trained.needs_reference)
@@ -162,12 +162,12 @@ def role_arguments(
 
 
 def _component(node: DictConfig | None, **given: Any) -> Any:
-    """Return the function that builds a component in a role's process; None without one."""
+    """Return a function that builds a component later, in a role's process; None without one."""
     return partial(config.instantiate, node, **given) if node else None
 
 
 def _taken(record: type[Record], cfg: Settings, **derived: Any) -> Record:
-    """Build an options record: fields from `derived`, others from config keys of that name."""
+    """Build an options record: each field from `derived`, else from the config key of its name."""
     names = {field.name for field in fields(cast(Any, record))} - derived.keys()
     return record(**{name: getattr(cfg, name) for name in names if hasattr(cfg, name)}, **derived)
 
@@ -257,7 +257,7 @@ def _generator(
 def needs_of(
     cfg: Settings, arguments: Mapping[str, dict[str, Any]], counts: Mapping[str, int]
 ) -> dict[str, Need]:
-    """Return what each kind of role (`trainer`) needs; kinds left out need no resources."""
+    """Return the cluster resources of each kind of role; a kind left out needs none of its own."""
     needs: dict[str, Need] = {}
     for family in (family for family, count in counts.items() if count):
         gpus = arguments[family].get("num_gpus", 0)

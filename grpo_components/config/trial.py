@@ -118,7 +118,7 @@ def _undisturbed() -> Generator[None]:
 
 
 def _own(component: Any) -> Any:
-    """Return a copy to call; the component itself if it cannot be copied."""
+    """Return a copy of a component for a trial call; the component itself if it has no copy."""
     try:
         return copy.deepcopy(component)
     except Exception:  # a component's parts may raise anything
@@ -188,7 +188,7 @@ def _try_loss(loss: Any, penalties: Penalties, off_policy: Any, inputs: LossInpu
 
 
 def _made_for(cfg: Settings, has_reference: bool, step: int) -> LossInputs:
-    """Return made-up tokens of as many policy versions as one batch may have."""
+    """Make up a micro-batch with tokens of as many policy versions as a real batch may have."""
     versions = StalenessContract.of(cfg).max_push_interval
     return made_inputs(has_reference, versions, step, has_teacher=cfg.teacher is not None)
 

@@ -268,7 +268,8 @@ def times(text: str, factor: Fraction) -> str:
 class Quantity(NamedTuple):
     """A formula with its unit and any further words.
 
-    The unit is `factor` times the base units of `dimensions`. `plain` has no unit: 0.5 for 50%.
+    The unit is `factor` times the base units of `dimensions`. `plain` is `value` as a number
+    without a unit: 0.5 for 50%.
     """
 
     value: str
@@ -278,7 +279,7 @@ class Quantity(NamedTuple):
     words: frozenset[str]
 
     def may_equal(self, given: Quantity) -> bool:
-        """Whether units and words agree, so values may be equal; one side may leave some out."""
+        """Whether units and words of two answers agree; one answer may lack some of them."""
         if not (self.words ^ given.words).isdisjoint(_CHANGES):
             return False
         if any(re.match(r"base(?!10\b)", word) for word in given.words - self.words):

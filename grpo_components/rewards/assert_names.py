@@ -63,7 +63,8 @@ class Asserts(NamedTuple):
 def read_asserts(source: str) -> Asserts:
     """Add missing imports to asserts, and find the names that the tested program must define.
 
-    `gcd`, say, is imported only if the program must define another name: see docs/rewards.md.
+    A name such as `gcd` is imported only if the program must define some other name: see
+    docs/rewards.md.
     """
     try:
         tree = ast.parse(source)

@@ -18,7 +18,7 @@ _ASCII_OPERATORS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"}) 
 
 
 class CountdownCorrectness:
-    """1 if the last expression uses each number exactly once and equals the target, else 0.
+    """1 if the last expression uses each given number exactly once and equals the target, else 0.
 
     The expression may use + - * / and parentheses, and is computed exactly, with fractions.
     Anything after an equals sign (`3 * 8 = 24`) is ignored.
@@ -56,7 +56,7 @@ class CountdownCorrectness:
 
 
 def _value(tree: ast.expr, left: list[int]) -> Fraction:
-    """Compute an expression and remove its numbers from `left`."""
+    """Compute an expression; remove its numbers from `left`, the given numbers not yet used."""
     match tree:
         case ast.BinOp(one, sign, other) if type(sign) in _SIGNS:
             return _SIGNS[type(sign)](_value(one, left), _value(other, left))

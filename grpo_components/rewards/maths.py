@@ -21,7 +21,7 @@ RESPONSE_CPU_S = 4.0
 _MAX_EXTRA_CHARS = 1000
 """How many characters longer than the known answer an answer may be: long texts parse slowly."""
 _TOLERANCE = Fraction(1, 10**9)
-"""Largest relative difference if one of two numbers is a decimal; others must be equal."""
+"""Relative difference up to which two numbers count as equal, if one is a decimal; else it is 0."""
 _MAX_BITS, _MAX_DEPTH = 200_000, 40
 """Bits of the largest number that is evaluated (60,000 digits), and deepest nesting of brackets."""
 
@@ -146,7 +146,7 @@ class MathCorrectness:
         return any(self._is_same_value(*side) for side in dict.fromkeys(sides))
 
     def _is_same_value(self, known: str, given: str, is_final: bool = True) -> bool:
-        """Compare two formulas; with `is_final`, only a plain number equals a known number."""
+        """Compare formulas; if `is_final` and `known` is a plain number, `given` must be one."""
         ours, theirs = number(known), number(given)
         if ours is not None and theirs is not None:
             return abs(ours - theirs) <= ("." in known + given) * _TOLERANCE * abs(ours)
@@ -296,14 +296,14 @@ def _name(text: str) -> str:
 
 
 def _by_name(items: list[str]) -> list[str]:
-    """Sort items named by consecutive letters (the point y=2, x=1 is (1, 2)), but no others."""
+    """Sort items if their names are consecutive letters: y=2, x=1 becomes x=1, y=2."""
     names = [*map(_name, items)]
     is_named = all(names) and "".join(sorted(names)) in string.ascii_letters
     return sorted(items, key=_name) if is_named else items
 
 
 def _values(text: str) -> list[str]:
-    """Return an equation's sides that are not names: `3+4` and `7` for `x = 3+4 = 7`."""
+    """Return the sides of an equation that are not names: `3+4` and `7` for `x = 3+4 = 7`."""
     sides = [side.strip() for side in _EQUALS.split(text)] if len(_split(text)) == 1 else [text]
     return [side for side in sides if not _NAME.fullmatch(side)] or [text]
 

@@ -1,4 +1,4 @@
-"""Runs rewards in worker processes with a deadline per sample: one that hangs blocks no other."""
+"""Runs rewards in worker processes, with a deadline for each sample, in case a reward hangs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RewardPoolError(RuntimeError):
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """One reward of the config."""
+    """A reward in the config: how to build it, and how its value counts."""
 
     component: str
     """Dotted path of the reward's class or factory."""
@@ -49,7 +49,7 @@ class RewardSpec:
 
 @dataclass(frozen=True)
 class Score:
-    """Score of one sample from all rewards, or from one (which a reward process sends)."""
+    """Score of a sample (response) from all rewards; or from one, as a reward process sends it."""
 
     reward: float
     """Weighted sum of the terms; NaN if a reward failed."""
@@ -63,9 +63,9 @@ class Score:
     used: dict[str, float] = field(default_factory=dict, compare=False)
     """Amounts that the rewards used for this sample, as `<reward>_<kind>`: `judge_requests`."""
     is_above: bool = field(default=False, compare=False)
-    """Whether the one reward gave more than its `max_reward`."""
+    """Whether the reward gave more than its `max_reward`; False in a score from all rewards."""
     seconds: float = field(default=0.0, compare=False)
-    """Seconds that the one reward took."""
+    """Seconds that the reward took; 0 in a score from all rewards."""
 
 
 def reward_specs(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardSpec]:
@@ -211,7 +211,7 @@ class Worker:
     def ask(
         self, name: str, sample: RewardInput, timeout_s: float, is_perfect: bool = False
     ) -> Score:
-        """Let one reward score a sample or, if `is_perfect`, its own perfect response to it."""
+        """Let a reward score a sample; if `is_perfect`, score its `perfect_response` instead."""
         of, problem = self.wait_until_built()
         if problem:
             problem = problem.partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Builds and calls each reward of a config once, in a separate process, before a run starts."""
+"""Tries each reward of a config on some rows, in a separate process, before a run starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCORES = "one that can score a row of the data set"
 _ANSWERS = "a data set whose answers it accepts, or another answer_format"
 _NOISE = "nonsense " * 9999
 _CHECK_S = 20.0
-"""Seconds in which rewards score their perfect responses, for all data sets together."""
+"""Seconds after which `check_rows` stops, for all data sets together."""
 
 
 class RewardTrial:
@@ -34,7 +34,8 @@ class RewardTrial:
     def finish(self) -> tuple[list[str], list[str]]:
         """Let each reward score known answers and an empty response; return scores and warnings.
 
-        If a reward has a `perfect_response`, the scores of that replace those of known answers.
+        For a reward with a `perfect_response`, the scores of its perfect responses are returned
+        instead of those of known answers.
         """
         of, problem = self._worker.wait_until_built()
         if problem:
@@ -86,7 +87,7 @@ class RewardTrial:
             raise self._error(name, hang, "one that answers in time") from None
 
     def _ask(self, name: str, sample: RewardInput, timeout_s: float, row: str = "") -> Score:
-        """Let one reward score a sample or, with a `row` (for errors), its perfect response."""
+        """Let a reward score a sample, or its `perfect_response` if `row` (for errors) is given."""
         try:
             return self._worker.ask(name, sample, timeout_s, bool(row))
         except (EOFError, ConnectionError):

@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 def score_response(
     name: str, reward: Any, sample: RewardInput, is_perfect: bool, max_cpu_s: float
 ) -> Score:
-    """Let one reward score a sample or, if `is_perfect`, its own perfect response to it."""
+    """Let a reward score a sample; if `is_perfect`, score its `perfect_response` instead."""
     is_ours = type(reward).__module__.startswith("grpo_components.")
     where = "" if is_ours else defined_at(reward)  # a line of ours tells the user nothing
     best, begun = getattr(reward, "max_reward", 1.0), time.monotonic()
@@ -69,7 +69,7 @@ def _number(given: Any) -> float:
 def arguments_for(
     reward: Callable[..., Any], sample: RewardInput, always: Sequence[str] = CALL
 ) -> RewardInput:
-    """Select a call's arguments: those named in `always`, and those that the reward accepts."""
+    """Select the arguments of a reward from a sample: those in `always`, and those it accepts."""
     sample = {name: value for name, value in sample.items() if name != SEED}
     parameters = inspect.signature(reward).parameters
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -78,7 +78,7 @@ def arguments_for(
 
 
 def _counts_failures() -> str:
-    """Test that a reward that raises fails its sample; return the problem, or ""."""
+    """Test that an error raised by a reward fails the sample; return what went wrong, or ""."""
 
     def raises(**sample: Any) -> float:
         raise RuntimeError("raised on purpose, to see that it counts as a failure")

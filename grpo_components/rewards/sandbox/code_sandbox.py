@@ -207,7 +207,7 @@ class _Running:
             raise SandboxError(f"cannot sandbox a program: {answer or late}")
 
     def begin(self, once: bool) -> None:
-        """Start the program; let the sandbox end with it if it runs only `once`."""
+        """Start the program; if `once`, the sandbox ends with it, so that it cannot run again."""
         with contextlib.suppress(BrokenPipeError):  # `wait` says why
             self.orders.send(b"x")
         if once:

@@ -76,7 +76,7 @@ _STATE = " state"
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """Convert a value to JSON data; `keep` returns the reference to send for any other object."""
+    """Convert a value to JSON data; what is no plain data becomes what `keep` returns for it."""
     if type(value).__module__ == "numpy":
         value = value.tolist()
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -136,7 +136,7 @@ def _get(self: Any, name: str) -> Any:
 
 
 def _sent(name: str) -> Callable[..., Any]:
-    """Make a method that the object carries out in the program's sandbox."""
+    """Make a method of a proxy: the real object carries it out, in the program's sandbox."""
     return lambda self, *args, **kwargs: _request(self, name, self, *args, **kwargs)
 
 
@@ -181,7 +181,7 @@ class Remote:
 
 @functools.cache
 def remote_type(has: frozenset[str], is_made: bool) -> type:
-    """Make a class of proxies with just the optional methods in `has`; operators if `is_made`.
+    """Make a class of proxies with just the optional methods in `has`, and operators if `is_made`.
 
     So `callable(x)` and `isinstance(x, Iterator)`, which look for these methods, are correct.
     """
@@ -223,7 +223,7 @@ def _answer(value: Any) -> Any:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a file; makes each assert in the file of asserts check its value by `_answer`."""
+    """Loads a Python file; makes each assert of the asserts file check its value by `_answer`."""
 
     def source_to_code(self, data: Any, path: Any, **_: Any) -> Any:
         tree = ast.parse(data)
@@ -253,7 +253,7 @@ def _kinds(kind: type) -> list[Any]:
 
 
 def _check_asserts(reader: IO[str], writer: IO[str]) -> None:
-    """Run the asserts with the names that the program defines."""
+    """Run the asserts, with proxies for the functions and classes that the program defines."""
     named: dict[int | str, str] = {}
     errors: dict[str, type] = {}
 

@@ -95,7 +95,7 @@ def _bind(source: str, place: str = "") -> None:
 
 
 def _build_root(files: dict[str, str], packages: dict[str, str]) -> None:
-    """Build and enter a root with shared libraries, Python, the packages, files and /tmp."""
+    """Build and enter a root folder with shared libraries, Python, the packages, files and /tmp."""
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", _MOUNT_POINT, "tmpfs", _MS_NOSUID, "mode=755")
     folders = [f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64"]
@@ -197,7 +197,7 @@ def _die_with_parent() -> None:
 
 
 def _enter_namespaces() -> int | None:
-    """Enter new namespaces; return the user id that the program must take; None: keep this one."""
+    """Enter new namespaces; return the user id that the program must take; None keeps this one."""
     kinds = _CLONE_NEWNS | _CLONE_NEWCGROUP | _CLONE_NEWUTS
     kinds |= _CLONE_NEWIPC | _CLONE_NEWPID | _CLONE_NEWNET
     uid, gid = os.geteuid(), os.getegid()
