@@ -83,8 +83,7 @@ class WeightExport:
     def bucket(
         self, version: int, base: int | None
     ) -> tuple[tuple[Manifest, NDArray[np.uint8]] | DeltaBucket, Manifest]:
-        """Return a copied share, or its delta to version `base`, and its manifest; any thread
-        may."""
+        """Return a copied share, or its delta to `base`, and its manifest; safe in any thread."""
         copied, done = self._copied.pop(version)
         if done:
             done.synchronize()
