@@ -32,7 +32,7 @@ sheets: bf16 on tensor cores with float32 accumulation and no sparsity, float32 
 
 
 def peak_flops(gpu_name: str, dtype: str) -> float | None:
-    """Return a GPU's peak FLOPs per second; None for an unknown GPU."""
+    """Return a GPU's peak FLOPs per second in `dtype`, bf16 or fp32; None for an unknown GPU."""
     for pattern, bf16, fp32 in _PEAK_TFLOPS:
         if re.search(pattern, gpu_name):
             return {"bf16": bf16, "fp32": fp32}[dtype] * 1e12
@@ -41,14 +41,14 @@ def peak_flops(gpu_name: str, dtype: str) -> float | None:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Counts the FLOPs of a model; a multiply-add is two FLOPs.
+    """Counts the FLOPs of training a model; a multiply-add is two FLOPs.
 
-    Matrix products count, as in the appendix of PaLM (arXiv 2204.02311), but only those computed
-    here: a prompt once for all its responses, a query with its own and earlier keys, and the
-    projection to the vocabulary only for tokens whose logprobs are wanted. The backward pass
-    takes twice the FLOPs of the forward pass, or as many for frozen weights, which get no
-    gradient. Not counted: recomputation (activation checkpointing, chunks of logprobs, prompts
-    whose responses are in several micro-batches), padding, norms, softmax, optimizer.
+    Only matrix products count, as in the appendix of PaLM (arXiv 2204.02311). A prompt counts once
+    for all its responses, a query counts with its own and earlier keys only, and the projection to
+    the vocabulary counts only for tokens whose logprobs are wanted. The backward pass takes twice
+    the FLOPs of the forward pass; for frozen weights, which get no gradient, it takes as many as
+    the forward pass. Not counted: recomputation (activation checkpointing, chunks of logprobs,
+    prompts whose responses are in several micro-batches), padding, norms, softmax, optimizer.
     """
 
     per_token: float
@@ -58,14 +58,14 @@ class ModelFlops:
     per_logprob: float
     """FLOPs per logprob: 2 x embedding dimension x vocabulary size."""
     frozen_per_token: float = 0.0
-    """FLOPs per token of frozen weights, whose gradient is not computed; part of `per_token`."""
+    """The part of `per_token` in frozen weights, whose gradients are not computed."""
     head_is_frozen: bool = False
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFlops:
-        """Compute the FLOPs from the sizes of a policy, which may be sharded.
+        """Compute these FLOPs from the shapes of a policy's weights, which may be sharded.
 
-        Of a layer's experts, only as many count as one token uses.
+        If a layer has experts, only as many of them count as one token uses.
         """
         layers, policy = decoder_layers(model), cast(Any, model)
         config = policy.config.get_text_config() if is_transformers(model) else None
@@ -95,12 +95,15 @@ class ModelFlops:
         )
 
     def layers(self, tokens: int, earlier: int = 0) -> float:
-        """Return the layers' FLOPs for a forward pass over `tokens` after `earlier` tokens."""
+        """Return the layers' FLOPs in a forward pass over `tokens` tokens after `earlier` ones."""
         pairs = tokens * (tokens + 1) / 2 + tokens * earlier
         return self.per_token * tokens + self.per_pair * pairs
 
     def train(self, parts: Sequence[Part], num_logprobs: int) -> float:
-        """Return the FLOPs of training once on `parts` with `num_logprobs` logprobs."""
+        """Return the FLOPs of one forward and backward pass over prompts and responses.
+
+        `parts` has their sizes; `num_logprobs` is the number of tokens whose logprobs are wanted.
+        """
         everything = micro_batch_cost(parts, range(len(parts)), self.layers)
         tokens = micro_batch_cost(parts, range(len(parts)), lambda new, _: new)
         not_done = self.frozen_per_token * tokens

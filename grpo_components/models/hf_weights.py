@@ -32,7 +32,7 @@ _ROTARY_FAMILIES = (
 
 
 def layer_groups(names: Iterable[str]) -> list[list[str]]:
-    """Group parameter names into units to convert alone: a layer, or a tensor outside of layers."""
+    """Group parameter names by what can be converted alone: a layer, or a tensor outside layers."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         match = _LAYER.match(name)
@@ -43,7 +43,7 @@ def layer_groups(names: Iterable[str]) -> list[list[str]]:
 def file_converter(
     model: nn.Module, model_type: str | None, base_model_path: Path
 ) -> Callable[[StateDict], StateDict]:
-    """Build the function that converts a policy's weights to the form of Hugging Face's files."""
+    """Build the function that gives a policy's weights Hugging Face's names and order of rows."""
     if is_transformers(model):
         return to_file_names(model)
     if model_type is None:
@@ -67,13 +67,13 @@ def to_file_names(model: nn.Module) -> Callable[[StateDict], StateDict]:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Copy a tensor that is part of a larger one or not contiguous: files cannot store it."""
+    """Make a tensor fit for a file: copy it if it is part of a larger one or not contiguous."""
     is_part = tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous()
     return tensor.clone(memory_format=torch.contiguous_format) if is_part else tensor
 
 
 def hf_converter(model_type: str, base_model_path: Path) -> Callable[[StateDict], StateDict]:
-    """Build the function that renames torchtune's weights and, if needed, reorders their rows."""
+    """Build the function that gives torchtune's weights Hugging Face's names and order of rows."""
     kind = ModelType[model_type]
     hf_config = json.loads((base_model_path / "config.json").read_text())
     heads = hf_config["num_attention_heads"]

@@ -1,4 +1,4 @@
-"""Attention of transformers models over tokens that contain each prompt once."""
+"""Attention with which transformers models compute each prompt once for all its responses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_components.models.shared_prompts import (
 )
 
 NAME = "grpo_shared_prompts"
-"""Name of `attention` among transformers' attention implementations."""
+"""Name under which transformers knows `attention`."""
 _MAX_SCORES = 1 << 28
 """Maximum number of attention scores (heads x queries x keys) in memory without a fused kernel:
 4 GiB at 16 bytes each."""
@@ -30,7 +30,8 @@ _UNSUPPORTED = ("position_bias", "attention_bias", "alibi", "head_mask")
 def register() -> None:
     """Add `attention` to transformers' attention implementations.
 
-    No mask function is registered under `NAME`, so models make no mask: a `Layout` replaces it.
+    No mask function is registered under `NAME`, so models make no mask: `attention` gets a `Layout`
+    instead.
     """
     from transformers import AttentionInterface
 
@@ -54,10 +55,11 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute a transformers model's attention over N tokens that contain each prompt once.
 
-    Queries are [1, H, N, D], keys [1, K, N, D] and values [1, K, N, E], where K divides H. A query
-    sees at most `sliding_window` keys, its own included; the longest sequence has `longest` tokens.
-    A `softcap` c turns scores s into c * tanh(s / c), as in Gemma 2; `s_aux` [H] are the scores of
-    attention sinks, keys without a value, as in gpt-oss.
+    Queries are [1, H, N, D], keys [1, K, N, D] and values [1, K, N, E], where K divides H. `layout`
+    says which keys a query sees; of these, `sliding_window` keeps only the last ones, its own key
+    included. The longest sequence has `longest` tokens. As in Gemma 2, a `softcap` c turns scores s
+    into c * tanh(s / c). As in gpt-oss, `s_aux` [H] are the scores of attention sinks (keys without
+    a value).
     """
     if layout is None:
         name = type(module).__name__
@@ -94,7 +96,7 @@ def refuse_unsupported(module: nn.Module, mask: Tensor | None, others: dict[str,
 
 
 def for_all_heads(x: Tensor, queries_per_key: int) -> Tensor:
-    """Repeat the K heads of keys or values [n, K, T, D] to the H heads of queries [n, H, T, D]."""
+    """Repeat the K heads of keys or values [n, K, T, D], one for each query head: [n, H, T, D]."""
     if queries_per_key == 1:
         return x
     return x[:, :, None].expand(-1, -1, queries_per_key, -1, -1).flatten(1, 2)
@@ -120,9 +122,10 @@ def explicit(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute attention with capped scores or sinks, which torch's fused kernels lack.
+    """Compute attention with capped scores or attention sinks, which torch's fused kernels lack.
 
-    Above `_MAX_SCORES`, it computes queries in parts, and recomputes scores in backward.
+    With more than `_MAX_SCORES` scores, it computes the queries in parts, and the backward pass
+    recomputes the scores, so that they need less memory.
     """
 
     def of_queries(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

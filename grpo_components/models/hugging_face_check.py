@@ -17,7 +17,7 @@ from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.trajectory import TokenSequence
 
 _TOLERANCE = 1e-4
-"""In nats; float32 sums in another order differ by less than 1e-5."""
+"""Largest accepted difference in nats; float32 sums in another order differ by less than 1e-5."""
 _HEADS, _HEAD_DIM, _VOCABULARY, _WINDOW, _EXPERTS = 4, 16, 64, 5, 4
 _SIZES = {
     **{"vocab_size": _VOCABULARY, "hidden_size": _HEADS * _HEAD_DIM, "head_dim": _HEAD_DIM},
@@ -28,17 +28,18 @@ _SIZES = {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), 1.0),
 }
-"""Values in the small model's config, for those of these keys that it has. The caps are small
-because the model's attention scores are small."""
+"""Values for the keys of a small model's config; keys that the config lacks are not added. The caps
+are small because a small model's attention scores are small."""
 _NOT_WIDTHS = ("vocab_size", "sliding_window", "pad_token_id", "bos_token_id", "eos_token_id")
 _ALLOWED = "a decoder whose layers mix tokens by causal attention alone, or a torchtune decoder"
 
 
 def check_hugging_face(model: nn.Module, longest: int) -> None:
-    """Refuse a model if a small random copy gets wrong logprobs where responses share a prompt.
+    """Refuse a transformers model for which this package would compute wrong logprobs.
 
-    The copy has the config's kinds of layers, windows, caps and scales. Its logprobs must equal
-    those that the model's own code computes for each response alone.
+    It tries a small random model with the same kinds of layers, windows, caps and scales. Where
+    responses share a prompt, the logprobs must equal those that transformers' own attention gives
+    for each response alone. The run's sequences have at most `longest` tokens.
     """
     config: Any = model.config
     _check_rope(config, longest)
@@ -98,7 +99,10 @@ def _first_layers(config: Any) -> Iterator[int]:
 
 
 def _small_model(config: Any, name: str) -> tuple[nn.Module, Tensor]:
-    """Return a small random model with `attention`, and its logprobs with eager attention."""
+    """Return a small random model with this package's attention, and the logprobs it must have.
+
+    transformers' own attention ("eager") computes these logprobs, for the same weights.
+    """
     from transformers import AutoModelForCausalLM
 
     def build(attention: str, narrow: bool) -> Any:
@@ -124,7 +128,7 @@ def _small_model(config: Any, name: str) -> tuple[nn.Module, Tensor]:
 
 
 def _sequences() -> list[TokenSequence]:
-    """Return responses of several lengths to two prompts, and one to a prompt of its own."""
+    """Return sequences to try: several responses to each of two prompts, and one to a third."""
     random = np.random.default_rng(0)
 
     def ids(count: int) -> Any:
@@ -152,7 +156,7 @@ def _alone(model: nn.Module) -> Tensor:
 
 
 def _check_rope(config: Any, longest: int) -> None:
-    """Refuse rotary tables that depend on the batch: engine and trainer have different batches."""
+    """Refuse rotary tables that depend on the batch: generator and trainer batch differently."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     for rope in nested or [parameters]:

@@ -14,10 +14,10 @@ from grpo_components.models import hugging_face_attention as shared
 
 
 def hugging_face(path: str) -> nn.Module:
-    """Build the causal model that a folder's config.json describes, without dropout.
+    """Build the causal language model that a folder's config.json describes, without dropout.
 
     Attention computes each prompt once for all its responses. A tied output head has no parameter
-    of its own. The weights are random: the trainer loads those of the folder later.
+    of its own. The weights are random: the trainer loads the folder's weights later.
     """
     from transformers import AutoModelForCausalLM
 
@@ -60,7 +60,7 @@ def prepared(model: Any) -> nn.Module:
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Whether a model is from transformers; also true if sharded, as FSDP2 subclasses its class."""
+    """Whether a model is from transformers, sharded or not: FSDP2 makes a subclass of its class."""
     return any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__)
 
 
@@ -91,7 +91,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def longest_sequence(model: nn.Module) -> int | None:
-    """Return the number of positions that a policy supports; None if it is unbounded."""
+    """Return the length in tokens of the longest sequence that a policy supports; None: any."""
     if not is_transformers(model):
         return cast(Any, model).max_seq_len
     config: Any = model.config
@@ -130,7 +130,7 @@ class _BaseOutput:
 
 
 class _WithHidden:
-    """Stand-in for a model in `forward`: its base model returns hidden states computed before."""
+    """Acts as the model (`self`) in `forward`: its base model returns given hidden states."""
 
     def __init__(self, model: Any, hidden: Tensor) -> None:
         self._model = model
@@ -142,10 +142,10 @@ class _WithHidden:
 
 
 def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
-    """Compute a transformers model's logits from hidden states, with its own scales and caps.
+    """Compute a transformers model's logits from hidden states, with the model's scales and caps.
 
-    This runs the class's own `forward` without the base model, so no rule of a model family is
-    copied here (Granite's and Cohere's scales, Gemma 2's cap).
+    This runs `forward` of the model's class but skips the base model. So no rule of a model family
+    is copied here (Granite's and Cohere's scales, Gemma 2's cap).
     """
     forward: Any = type(model).forward
     rest = _WithHidden(model, hidden[None])

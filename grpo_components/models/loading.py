@@ -1,4 +1,4 @@
-"""Loads checkpoints into models, sharded over ranks or whole."""
+"""Loads the weights of a base model into models, sharded over ranks or whole."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_whole_model(
     device: torch.device,
     dtype: str,
 ) -> nn.Module:
-    """Load the base model on one device, frozen, in its compute dtype."""
+    """Load a whole frozen model, such as the reference, on one device in `dtype`."""
     with torch.device("meta"):
         path = folder_of(build_model())
     if path is not None:
@@ -66,7 +66,10 @@ def load_sharded_model(
     compile_layers: bool,
     new_weights: Callable[[nn.Module], dict[str, Tensor]] = lambda model: {},
 ) -> nn.Module:
-    """Load the policy with FSDP2, as float32 master shards; only rank 0 reads the checkpoint."""
+    """Load the policy, with float32 master weights that FSDP2 shards.
+
+    Only rank 0 reads the files. `new_weights` makes weights that they lack, such as adapters.
+    """
     model = shard_model(
         build_model, meshes, sharding, model_type, dtype, enable_activation_checkpointing
     )
@@ -102,7 +105,7 @@ def shard_model(
     dtype: str,
     enable_activation_checkpointing: bool,
 ) -> nn.Module:
-    """Build the policy on the meta device, sharded with FSDP2, in float32."""
+    """Build the policy in float32, sharded with FSDP2, on the meta device (without values)."""
     with training.set_default_dtype(torch.float32), torch.device("meta"):
         model = build_model()
     if sharding.tensor > 1:  # first, because wrapping changes the names that plans use
@@ -146,7 +149,7 @@ def _scatter(
 
 
 def _broadcast_buffers(model: nn.Module, full: dict[str, Tensor], device: torch.device) -> None:
-    """Copy rank 0's buffers to all ranks, where the meta device left them without values."""
+    """Copy rank 0's buffers to all ranks: in a model from the meta device, they have no values."""
     for name, buffer in model.named_buffers():
         owner, _, own_name = name.rpartition(".")
         value = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
@@ -177,10 +180,10 @@ def load_hugging_face(path: Path, dtype: torch.dtype | None = None) -> nn.Module
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights and the buffers of a transformers model, by their names in the model.
+    """Load a transformers model, and return its weights and its buffers, by their names in it.
 
-    No file has the buffers (such as tables of rotary frequencies), and on the meta device they have
-    no values.
+    Buffers, such as tables of rotary frequencies, are in no file, and a model on the meta device
+    has no values for them. So they are taken from a loaded model.
     """
     model = load_hugging_face(path)
     buffers = dict(model.named_buffers())
@@ -188,7 +191,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def _dtype_of(path: Path) -> torch.dtype:
-    """Return the floating-point dtype of a model's files; float32 if there are several."""
+    """Return the floating-point dtype of the tensors in a model's files; float32 if they differ."""
     kinds: set[str] = set()
     for file in path.glob("*.safetensors"):
         with file.open("rb") as opened:

@@ -39,13 +39,13 @@ class TokenBatch:
     """Input of a forward pass: prompts and responses, and the tokens whose logprobs are wanted."""
 
     tokens: Tensor
-    """[N, 1] int64: tokens of all sequences; a shared prompt is there once."""
+    """[N, 1] int64: token ids of all sequences; a shared prompt is there once."""
     input_pos: Tensor
     """[N, 1] int64: position of each token in its sequence."""
     layout: Layout
     """Which tokens see each other."""
     longest: int
-    """Number of tokens that are read of the longest sequence."""
+    """Number of tokens in the longest sequence, as far as the pass reads it."""
     positions: Tensor
     """[M] int64: index of the token whose hidden state predicts each target."""
     targets: Tensor
@@ -58,7 +58,7 @@ def parts_of(
     trajectories: Sequence[Trajectory | TokenSequence],
     masks: Sequence[NDArray[np.bool_]] | None = None,
 ) -> list[Part]:
-    """Return how many tokens of each prompt and response a forward pass has to read."""
+    """Return how many tokens of each prompt and response to read for the wanted logprobs."""
     parts: list[Part] = []
     for number, t in enumerate(trajectories):
         last = len(t.response_ids) - 1
@@ -106,7 +106,7 @@ def token_batch(
 def logprobs_and_entropies(
     logits: Tensor, targets: Tensor, temperatures: Tensor, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the logprobs of the targets, and the entropies of their distributions."""
+    """Return the targets' logprobs, and the entropies of the distributions that they come from."""
     logprobs = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
     seen = logprobs if entropy_gradient else logprobs.detach()
     entropy = -(seen.exp() * seen).sum(dim=-1)
@@ -130,8 +130,8 @@ class ResponseLogprobs:
 
     It replaces a torchtune decoder's method `unembed`, or a transformers model's `forward`, because
     the projection to the vocabulary must stay inside the model's forward pass, where FSDP has
-    gathered the weights. The backward pass recomputes each chunk, so at most chunk_tokens x V
-    logits are in memory. Attention computes a prompt once for its responses.
+    gathered the weights. It computes logits chunk by chunk, and again in the backward pass, so at
+    most chunk_tokens x V logits are in memory. Attention computes a prompt once for its responses.
     """
 
     def __init__(

@@ -31,12 +31,12 @@ _A, _B = "lora_a.weight", "lora_b.weight"
 
 
 def reserved_rank(lora: LoraSettings) -> int:
-    """Return the rank that vLLM reserves memory for: the adapter's, rounded up to one of vLLM's."""
+    """Round an adapter's rank up to the nearest rank for which vLLM can reserve memory."""
     return next(rank for rank in _VLLM_RANKS if rank >= lora.rank)
 
 
 def peft_config(lora: LoraSettings, base_model_path: str) -> dict[str, Any]:
-    """Return the contents of peft's `adapter_config.json`."""
+    """Return the contents of `adapter_config.json`, which describes an adapter to peft."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -89,7 +89,7 @@ def _adapted(linear: nn.Linear, lora: LoraSettings) -> LoRALinear:
 
 
 def new_adapters(model: nn.Module) -> StateDict:
-    """Return initial adapter weights by their names in the policy: A is random, and B is 0."""
+    """Return initial adapter weights by name in the policy: matrix A is random, matrix B is 0."""
     random = torch.Generator().manual_seed(torch.initial_seed())
     adapters: StateDict = {}
     for name, parameter in model.state_dict().items():
@@ -114,7 +114,7 @@ def is_adapter(name: str) -> bool:
 
 
 def engine_scale(name: str, lora: LoraSettings) -> float:
-    """Return the factor by which vLLM multiplies a tensor, named as in peft, when it loads it."""
+    """Return the factor by which vLLM multiplies a tensor when loading it; `name` is as in peft."""
     return lora.scale if name.endswith("lora_B.weight") else 1.0
 
 
@@ -125,7 +125,7 @@ def adapted_layers(model: nn.Module) -> set[str]:
 
 
 def pushed_shapes(base: Path, lora: LoraSettings | None) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor that the trainer sends: the adapter's with LoRA, else all."""
+    """Return the shapes of the tensors that the trainer sends: with LoRA, of adapters alone."""
     whole = checkpoint_shapes(base)
     if lora is None:
         return whole
@@ -139,12 +139,12 @@ def pushed_shapes(base: Path, lora: LoraSettings | None) -> dict[str, tuple[int,
 
 
 def adapter_tensors(tensors: StateDict) -> StateDict:
-    """Return the adapters' tensors, which have peft's names."""
+    """Select the tensors that belong to adapters, which have peft's names."""
     return {name: t for name, t in tensors.items() if name.startswith(_PEFT_PREFIX)}
 
 
 class AdapterNames:
-    """Renames adapter tensors as in peft, and orders the rows of B as in Hugging Face's weight."""
+    """Gives adapters peft's names, and puts the rows of matrix B in Hugging Face's order."""
 
     def __init__(self, to_hf: Callable[[StateDict], StateDict]) -> None:
         self._to_hf = to_hf

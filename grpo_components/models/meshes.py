@@ -40,7 +40,7 @@ class Meshes:
     """Mesh (shard) or (replicate, shard). Over it FSDP shards the layers or, with tensor
     parallelism, this rank's part of the layers."""
     root: DeviceMesh
-    """The same mesh with the tensor-parallel ranks as additional shards. Over it, FSDP
+    """The mesh `layers` with the tensor-parallel ranks as additional shards. Over it, FSDP
     shards what tensor parallelism does not split: the embedding and the output projection."""
     tensor: DeviceMesh
     """Mesh (tensor): consecutive ranks that compute each layer together, or one rank alone."""

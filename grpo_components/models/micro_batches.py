@@ -12,7 +12,7 @@ from grpo_components.models.shared_prompts import Part
 Plan = list[list[list[int]]]
 """plan[rank][i]: indices of the responses in that rank's i-th micro-batch; may be empty."""
 Cost = Callable[[int, int], float]
-"""Cost, in any unit, of computing a number of tokens after a number of earlier tokens."""
+"""Function: number of tokens, number of tokens before them -> cost to compute them, in any unit."""
 
 
 def plan_micro_batches(
@@ -21,10 +21,11 @@ def plan_micro_batches(
     """Split a global batch into the same number of micro-batches on every rank.
 
     A micro-batch computes each of its prompts once, so responses to one prompt stay together
-    unless they exceed the token budget. With several ranks, groups are also tried in 2, 4, ...
-    pieces: this balances the load, but computes prompts again. The plan with the least time
-    wins. A round (one micro-batch per rank) takes as long as its costliest, because ranks wait
-    for each other (FSDP). Every rank computes the whole plan, so they agree without asking.
+    unless they exceed the token budget. With several ranks, other plans are tried, which cut the
+    responses to one prompt into 2, 4, ... pieces: this balances the load, but computes prompts
+    again. The plan with the least time is returned. A round (one micro-batch per rank) takes as
+    long as its costliest micro-batch, because ranks wait for each other (FSDP). Every rank computes
+    the whole plan, so ranks need not communicate to agree.
     """
     if not parts:
         return [[] for _ in range(num_ranks)]
@@ -99,7 +100,7 @@ def _pieces(
 def _fill(
     units: list[list[int]], parts: Sequence[Part], cost: Cost, num_ranks: int, budget: int
 ) -> list[list[int]]:
-    """Pack units (responses that stay together) into micro-batches, in as few rounds as possible.
+    """Pack units (responses that stay together) into as few micro-batches per rank as possible.
 
     From the costliest on, each unit goes to the cheapest micro-batch so far in which it fits.
     """
@@ -129,7 +130,7 @@ def _fill(
 
 
 def _deal(batches: list[list[int]], costs: list[float], num_ranks: int) -> tuple[float, Plan]:
-    """Deal micro-batches to ranks in rounds of similar cost; return the time and the plan."""
+    """Assign micro-batches to ranks in rounds of similar cost; return the total time and plan."""
     plan: Plan = [[] for _ in range(num_ranks)]
     loads, time = [0.0] * num_ranks, 0.0
     order = sorted(range(len(batches)), key=lambda b: (-costs[b], b))

@@ -1,4 +1,4 @@
-"""Computes each prompt once for all responses to it, and pads tokens in attention alone.
+"""Computes each prompt once for all responses to it, and pads tokens only inside attention.
 
     four responses to two prompts      one column of N tokens, with each prompt once
         a a a | r r                        a a a  r r  s  t t  b b u u
@@ -11,7 +11,8 @@
 
 Only attention mixes tokens; all other layers process the column as it is. Positions continue from
 a prompt to each response, and the prompt's last token predicts each response's first. Autograd adds
-the responses' gradients in their prompt, so loss and gradient are those of one row per response.
+up the gradients of all responses in their prompt. So loss and gradient are the same as with one row
+per response.
 
 On a GPU, one call of flash attention replaces the blocks. Its sequences are prompts and responses
 of different lengths; the keys of a response are its prompt and itself.
@@ -45,7 +46,7 @@ Tokens = NDArray[np.int64]
 Row = tuple[Tokens, Tokens]
 """Indices of queries, and of the keys that they may see."""
 Group = tuple[Tokens, list[Tokens]]
-"""A prompt and its responses. An only response is appended to the prompt; the list is empty."""
+"""A prompt and its responses. A single response is appended to the prompt; the list is empty."""
 
 
 class Part(NamedTuple):
@@ -70,7 +71,7 @@ class Block(NamedTuple):
 
 
 class Padded(NamedTuple):
-    """The N tokens, each a query in one padded block."""
+    """The N tokens as padded blocks; each token is a query in exactly one block."""
 
     blocks: tuple[Block, ...]
     places: Tensor
@@ -78,7 +79,7 @@ class Padded(NamedTuple):
 
 
 class Ragged(NamedTuple):
-    """The N tokens as sequences of different lengths; the last query of each sees all its keys."""
+    """The N tokens as sequences of different lengths; a sequence's last query sees all its keys."""
 
     keys: Tensor
     """[K] int64: indices of the keys of all sequences. The queries are the N tokens in order."""
@@ -190,8 +191,9 @@ def _ragged(groups: list[Group], positions: Tokens, device: torch.device) -> tup
 def _runs(responses: list[Tokens], prompt_tokens: int) -> Iterator[Tokens]:
     """Join a prompt's short responses into rows, because each row copies the prompt's keys.
 
-    With P tokens in the prompt, a row of several responses has at most P/2. So it computes at most
-    1.5 times their query-key pairs, and responses of R tokens in total have at most 5 R + P keys.
+    If the prompt has P tokens, a row of several responses has at most P/2 tokens. So the row
+    computes at most 1.5 times as many query-key pairs as the responses need, and all rows of a
+    prompt, with R tokens in total, have at most 5 R + P keys.
     """
     run: list[Tokens] = []
     for response in sorted(responses, key=len):
@@ -204,7 +206,7 @@ def _runs(responses: list[Tokens], prompt_tokens: int) -> Iterator[Tokens]:
 
 
 def _alike(rows: list[Row]) -> Iterator[list[Row]]:
-    """Group rows of similar size: to large groups, padding adds at most 25% of query-key pairs."""
+    """Group rows of similar size: in large groups, padding adds at most 25% to query-key pairs."""
     group: list[Row] = []
     pairs = longest = 0
     for row in sorted(rows, key=lambda row: (len(row[0]), len(row[1]))):
@@ -222,7 +224,7 @@ def _alike(rows: list[Row]) -> Iterator[list[Row]]:
 
 @torch.compiler.disable  # torch.compile cannot trace it
 def _pad(groups: list[Group], positions: Tensor) -> Padded:
-    """Turn groups into blocks: causal prompts, and responses that see prompt and themselves."""
+    """Build padded blocks: causal prompts, and responses that see their prompt and themselves."""
     trunks = [*_alike([(trunk, trunk) for trunk, _ in groups])]
     runs = [(trunk, run) for trunk, read in groups for run in _runs(read, len(trunk))]
     branches = [*_alike([(run, np.concatenate([trunk, run])) for trunk, run in runs])]
@@ -259,7 +261,7 @@ def _stacked(rows: list[Tokens]) -> Tokens:
 
 
 def share_prompts(model: nn.Module) -> None:
-    """Make a torchtune decoder compute attention by `attend`, with a `Layout` as its mask."""
+    """Make a torchtune decoder share prompts: it calls `attend`, and takes a `Layout` as mask."""
     for layer in cast(Any, model).layers:
         attention = layer.attn
         if type(attention) is not MultiHeadAttention or not attention.is_causal:
@@ -278,9 +280,10 @@ def attend(
     is_causal: bool,
     repeats: int = 1,
 ) -> Tensor:
-    """Replace torchtune's attention: return [N, H, 1, D] for N tokens; `mask` is always causal.
+    """Compute the attention of N tokens, [N, H, 1, D], in place of torchtune's function.
 
-    torchtune passes each head of `k` and `v` `repeats` times.
+    `mask` is always causal, so `is_causal` is not read. torchtune passes each head of `k` and `v`
+    `repeats` times.
     """
     q, k, v = (x.squeeze(2) for x in (q, k, v))
     if mask.ragged is not None and not dropout_p and fits_flash(q, v):
@@ -308,9 +311,10 @@ def over_sequences(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Compute flash attention [N, H, D]; a query sees at most `window` keys, its own included.
+    """Compute attention by one call of flash attention; return its outputs [N, H, D].
 
-    Queries are [N, H, D]; keys and values [N, K, D] may have fewer heads K.
+    Queries are [N, H, D]; keys and values [N, K, D] may have fewer heads K. A query sees at most
+    `window` keys, its own included.
     """
     keys, values = (_gathered(x, ragged.keys) for x in (k, v))
     found = varlen_attn(

@@ -73,7 +73,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh, model_type: str | None) -> None:
-    """Split a decoder's layers over a tensor-parallel group, before FSDP shards the rest."""
+    """Split a decoder's layers over a tensor-parallel group, before FSDP shards the model."""
     if model_type is None:
         parallelize_module(base_of(model), mesh, transformers_plan(model))
         return

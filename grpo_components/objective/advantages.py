@@ -1,8 +1,8 @@
 """Advantages: how far the reward of each response is above the mean of its group or batch.
 
-Each maps the rewards of a batch, [B, G] float64 (B groups of G responses), to advantages, [B, G]
-float32. Failed samples (reward NaN) are left out of every mean and deviation and get advantage 0.
-Standard deviations are sample deviations (the sum of squares is divided by n - 1).
+Each class maps the rewards of a batch, [B, G] float64 (B prompts with a group of G responses each),
+to advantages, [B, G] float32. Failed samples (reward NaN) are left out of every mean and deviation
+and get advantage 0. Standard deviations are sample deviations, with divisor n - 1.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class BatchNormalizedAdvantages:
 
 
 def _centred(rewards: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return rewards minus their row's mean (0 where failed), and the valid count of each row."""
+    """Return rewards minus their row's mean (0 where failed), and each row's valid count."""
     valid = np.isfinite(rewards)
     count = valid.sum(axis=1, keepdims=True)
     mean = np.where(valid, rewards, 0.0).sum(axis=1, keepdims=True) / np.maximum(count, 1)

@@ -1,10 +1,11 @@
 """Loss weights of tokens: the loss of an optimizer update is the weighted sum of token losses.
 
-An aggregation is called once per update, with the numbers of trained tokens [S] of its responses,
-whatever rank or micro-batch trains them. Each token of a response gets the response's loss weight.
-Padding is not counted, so it dilutes no loss. S is the number of all responses of the update, as
-in the papers: a response without a trained token (failed, cut off and masked, too old) adds
-nothing to the sum but still counts in S. TokenMean divides by tokens, not S.
+An aggregation is called once per update. It gets the number of trained tokens in each of the
+update's S responses, whatever rank or micro-batch trains them, and returns S loss weights. Each
+token of a response gets the response's loss weight. Padding is not counted, so it dilutes no loss.
+S is the number of all responses of the update, as in the papers: a response without a trained token
+(failed, cut off and masked, too old) adds nothing to the sum but still counts in S. TokenMean
+divides by tokens, not S.
 """
 
 from __future__ import annotations

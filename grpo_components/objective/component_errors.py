@@ -1,4 +1,4 @@
-"""Reports errors of a config's components, with key, name and line of the user's code."""
+"""Reports errors of a config's components (loss, reward, ...), with the line of the user's code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_FRAMES = 20
 
 
 def name_of(component: Any) -> str:
-    """Return the dotted path of a component's class, or of a function."""
+    """Return a component's name for messages: the dotted path of its class or function."""
     named = cast(Any, component if hasattr(component, "__qualname__") else type(component))
     return f"{named.__module__}.{named.__qualname__}"
 
@@ -54,7 +54,7 @@ def named_failure(
 
 
 def describe(error: BaseException, max_chars: int = MAX_ERROR_CHARS, where: str = "") -> str:
-    """Return type, place and message of an error, in one line."""
+    """Return type, place (or else `where`) and message of an error, in one line."""
     text = " ".join(f"{error}".split())
     text = text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
     return f"{type(error).__name__}{place_of(error) or where}: {text}"
@@ -90,7 +90,7 @@ def place_in(stack: traceback.StackSummary) -> str:
 
 
 def user_traceback(error: BaseException, *, installed: bool = False) -> str:
-    """Return an error's traceback from the first line of the user's code; "" if it has none."""
+    """Return an error's traceback from the first line of the user's code; "" without one."""
     report = traceback.TracebackException.from_exception(error)
     if not (users_part(report.stack) if installed else place_of(error)):
         return ""
@@ -107,7 +107,8 @@ def user_traceback(error: BaseException, *, installed: bool = False) -> str:
 def users_part(stack: traceback.StackSummary) -> traceback.StackSummary:
     """Return the part of a stack that starts at its first line in the user's code.
 
-    For the code of an installed package, return the part after the last line in this package.
+    If no line is in the user's code (but in an installed package), the part starts after the last
+    line in this package.
     """
     first = next((n for n, frame in enumerate(stack) if _is_users(frame)), None)
     if first is None:
@@ -117,7 +118,7 @@ def users_part(stack: traceback.StackSummary) -> traceback.StackSummary:
 
 
 def stack_text(stack: traceback.StackSummary) -> str:
-    """Return a stack as text, under a heading; empty for an empty stack."""
+    """Return the stack of a hanging call as text, under a heading; empty for an empty stack."""
     return "".join(["Where it hangs (innermost call last):\n", *stack.format()]) if stack else ""
 
 

@@ -17,7 +17,7 @@ Loss = Callable[[LossInputs], tuple[Tensor, TokenMetrics]]
 
 
 def has_entropy_gradient(loss: Loss, penalties: Penalties) -> bool:
-    """Whether the entropy that a loss gets carries a gradient, which costs memory."""
+    """Whether loss or penalties need the entropy with a gradient, which costs memory."""
     return penalties.entropy_coeff > 0 or getattr(loss, "needs_entropy", False)
 
 
@@ -30,8 +30,9 @@ def objective_losses(
 ) -> tuple[Tensor, TokenMetrics]:
     """Compute the loss to minimize for each token: off-policy weight x policy loss + penalties.
 
-    For every loss, this function alone applies the weights and penalties. A token with weight 0 is
-    masked: loss and penalties get 0 in place of its inputs, and its loss and gradient are 0.
+    Only this function applies off-policy `weights` (None: no correction) and penalties, whatever
+    the loss. A token with weight 0 is masked: loss and penalties get 0 in place of its inputs, and
+    its loss and gradient are 0.
     """
     kept = None if weights is None else weights != 0
     tokens = inputs if kept is None else _with_masked_tokens_neutral(inputs, kept)

@@ -43,7 +43,7 @@ def checked_losses(name: str, returned: Any, inputs: LossInputs) -> tuple[Tensor
 
 
 def check_entropy(name: str, losses: Tensor, inputs: LossInputs) -> None:
-    """Refuse losses with a gradient through the entropy: in the run, the entropy carries none."""
+    """Refuse losses whose gradient goes through the entropy, which has no gradient in the run."""
     assert inputs.entropy is not None
     found = torch.autograd.grad(losses.sum(), inputs.entropy, retain_graph=True, allow_unused=True)
     gradient = cast("Tensor | None", found[0])

@@ -32,7 +32,7 @@ def doubts_about_loss(loss: Loss) -> Iterator[str]:
     """Yield warnings about a loss, after a test with tokens of an older policy.
 
     The loss is called with single-token responses, one for each ratio in `_RATIOS`; first all have
-    advantage 1, then -1.
+    advantage 1, then all have -1.
     """
     better, worse = (_gradients(loss, advantage) for advantage in (1.0, -1.0))
     if all(_same(values) and values[0] != 0 for values in (better, worse)):
@@ -91,7 +91,7 @@ def doubts_about_micro_batches(
 def doubts_about_advantages(
     advantages: Callable[[NDArray[np.float64]], Any], group_size: int
 ) -> Iterator[str]:
-    """Yield a warning if an advantage is below that of a response with the same or less reward."""
+    """Yield a warning if, within a group, more or equal reward gets a lower advantage."""
     if group_size < 2:
         return
     rewards = np.ones((4, group_size))

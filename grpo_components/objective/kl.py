@@ -9,8 +9,8 @@ d = log other - log policy at a sampled token:
     k3    exp(d) - d - 1  unbiased, >= 0         1 - exp(d): on average that of KL(other || policy)
 
 k1 belongs in the reward: there, its policy gradient is on average the exact gradient of
-KL(policy || other). So is k2's gradient in the loss. Averages are over the policy's own samples;
-for tokens of an older policy they hold only as far as the two policies agree.
+KL(policy || other). The same holds for k2's gradient in the loss. Averages are over the policy's
+own samples; for tokens of an older policy they hold only as far as the two policies agree.
 """
 
 from __future__ import annotations

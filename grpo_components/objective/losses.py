@@ -68,7 +68,7 @@ class LossInputs:
 def at_step(
     loss: Callable[..., tuple[Tensor, TokenMetrics]], settings: Mapping[str, Scheduled]
 ) -> Callable[[LossInputs], tuple[Tensor, TokenMetrics]]:
-    """Bind a loss to its settings; schedules are evaluated at `tokens.step`."""
+    """Bind a loss function to its settings; each call evaluates schedules at `tokens.step`."""
     schedules = {name: as_schedule(f"loss.{name}", value) for name, value in settings.items()}
 
     @functools.wraps(getattr(loss, "func", loss))  # of a partial: the function inside
@@ -146,7 +146,7 @@ class CISPOLoss:
     """REINFORCE with a clipped weight: -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi.
 
     MiniMax-M1, arXiv 2506.13585, eq. 4 and 5. Only the weight is clipped: every token keeps a
-    gradient. The clip fractions count the tokens whose weight is changed.
+    gradient. The logged clip fractions count the tokens whose weight is changed.
 
     Args:
         clip_low: the weight is at least 1 - clip_low; 1 disables the bound (as in the paper's
@@ -169,7 +169,7 @@ class REINFORCELoss:
     """REINFORCE with an importance weight per token: -sg(min(rho, max_ratio)) A log pi.
 
     Williams 1992. With LeaveOneOutAdvantages it is RLOO, arXiv 2402.14740. On-policy, the weight
-    is 1. The clip fraction counts the tokens whose weight is cut to max_ratio.
+    is 1. The logged clip fraction counts the tokens whose weight is cut to max_ratio.
 
     Args:
         max_ratio: largest weight; null sets no bound: then the weight of a token, given the tokens

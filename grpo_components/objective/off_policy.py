@@ -176,7 +176,10 @@ class OffPolicySequenceMask:
 def correction_weights(
     correction: Callable[..., Tensor], inputs: LossInputs, start_logprobs: Tensor
 ) -> Tensor:
-    """Call a correction with the arguments that its attributes ask for."""
+    """Compute off-policy weights [N]: call the correction with what its attributes ask for.
+
+    `start_logprobs` [N] are under the policy at the start of the training step.
+    """
     follows = getattr(correction, "follows_updates", False)
     policy = inputs.trainer_logprobs.detach() if follows else start_logprobs
     more = (inputs.advantages,) if getattr(correction, "needs_advantages", False) else ()
@@ -199,8 +202,9 @@ def mismatch_summary(sums: Tensor, ratio_max: Tensor, tokens: int) -> dict[str, 
 
     With rho_t = exp(d_t): `mismatch/generator_kl` is the mean of rho - d - 1 (k3, Schulman 2020,
     "Approximating KL divergence"), an estimate of KL(generator || trainer) in nats per token;
-    `mismatch/effective_sample_size` is (sum rho)^2 / (M sum rho^2), in (0, 1] (Kong 1992).
-    `mismatch/fresh_kl`: the same KL over responses sampled by this version, so caused by no update.
+    `mismatch/effective_sample_size` is (sum rho)^2 / (M sum rho^2) for M tokens, in (0, 1] (Kong
+    1992). `mismatch/fresh_kl` is the KL over responses that the trainer's current version sampled,
+    so no update has caused it.
     """
     k3, ratio, square, masked, weight, fresh, fresh_k3 = sums[:7]
     places = (tokens - 1) * torch.tensor([0.01, 0.5, 0.99], dtype=sums.dtype)

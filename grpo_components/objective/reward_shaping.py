@@ -50,9 +50,10 @@ class RewardShaping:
         return self.kl_coeff.highest > 0
 
     def __call__(self, batch: Any, step: int) -> NDArray[np.float64]:
-        """Return shaped `rewards` of a batch with `response_lengths`, `cut_off` and `reference_kl`.
+        """Return the shaped rewards of a batch.
 
-        A response that the limit ended counts as one of full length. It may be shorter, because
+        The batch has `rewards`, `response_lengths`, `cut_off` and `reference_kl`. A response that
+        the limit ended counts as one of full length. It may be shorter, because
         the environment's next text did not fit.
         """
         shaped = batch.rewards.astype(np.float64)

@@ -62,7 +62,7 @@ class TokenNormalizedAdvantages:
     def per_token(
         self, batch: Sequence[Trajectory], trained: Sequence[NDArray[np.bool_]], step: int
     ) -> list[NDArray[np.float32]]:
-        """Return the advantages of each trained token; see `TokenAdvantages`."""
+        """Return the advantage of each trained token; see `TokenAdvantages`."""
         coefficient = self.kl_coeff(step)
         raw = [
             t.advantage - coefficient * _kl_to_go(t)[mask]
@@ -86,7 +86,7 @@ def _kl_to_go(trajectory: Trajectory) -> NDArray[np.float64]:
 
 
 def with_teacher(inputs: LossInputs, coeff: float) -> tuple[LossInputs, TokenMetrics]:
-    """Add a teacher's reverse KL to the advantages of a micro-batch: on-policy distillation.
+    """Subtract a teacher's reverse KL from a micro-batch's advantages: on-policy distillation.
 
     The policy samples, and a teacher grades every token: A_t is lowered by coeff times
 

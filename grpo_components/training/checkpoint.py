@@ -76,7 +76,10 @@ class TrainerState:
         self._held: tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]] | None = None
 
     def hold(self, policy_version: int, layers: Iterable[dict[str, Tensor]], *, copy: bool) -> None:
-        """Keep the state for `write`, copied to the CPU if `copy`; collective, between steps."""
+        """Keep the rank's current state until `write`; collective, to be called between steps.
+
+        With `copy`, the state is copied to CPU memory, so that training may go on before `write`.
+        """
         weights: dict[str, Tensor] = {}
         for tensors in layers:
             if self._rank == 0:
@@ -97,7 +100,7 @@ class TrainerState:
         self._held = tensors, plain, weights
 
     def write(self, folder: Path) -> str | None:
-        """Write what `hold` kept; return any error. One thread of each rank must call it."""
+        """Write what `hold` kept; return any error's text. One thread of each rank must call it."""
         assert self._held is not None, "nothing is held"
         (tensors, plain, weights), self._held = self._held, None
         try:
@@ -124,10 +127,10 @@ class TrainerState:
             save(tensors, storage_writer=FileSystemWriter(folder), process_group=self._group)
 
     def load(self, folder: Path) -> int:
-        """Restore a checkpoint written by any number of ranks; collective.
+        """Restore a checkpoint written by any number of ranks, and return its version; collective.
 
         The optimizer keeps the settings it was built with. If its configured learning rate differs
-        from the saved run's, all saved rates are scaled by the ratio of the configured ones.
+        from that of the saved run, all saved rates are multiplied by the ratio, new to old.
         """
         plain = read_state(folder / "state", "trainer")
         reader = FileSystemReader(folder / "state" / "trainer")
@@ -220,7 +223,7 @@ def save_hf_weights(state_dict: dict[str, Tensor], base_model_path: Path, folder
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Set the dtype in a config and its nested configs, under the key's old and new name."""
+    """Set the dtype in a config and its nested configs, as `dtype` and (older) `torch_dtype`."""
     config.setdefault("dtype", dtype)
     for key, value in config.items():
         if key in ("dtype", "torch_dtype"):
@@ -243,7 +246,7 @@ def _configured(group: dict[str, Any]) -> float:
 
 
 def _scaled(state: Any, ratios: list[float]) -> Any:
-    """Return a scheduler's state with all its learning rates multiplied by the ratios."""
+    """Return a scheduler's state, with the learning rates of group i multiplied by `ratios[i]`."""
     if isinstance(state, list):
         return [_scaled(item, ratios) for item in state]
     if not isinstance(state, dict):

@@ -18,10 +18,11 @@ _CPU = torch.device("cpu")
 def state_on_device(
     optimizer: Optimizer, device: torch.device, *, active: bool
 ) -> Iterator[dict[str, float]]:
-    """Context manager: keep the state on the device inside, then on the CPU; free the gradients.
+    """Context manager: keep the optimizer's state on the device inside, and on the CPU afterwards.
 
-    Yields a dict that gets the metric `time/offload` at the end: the seconds of both moves.
-    If the device is a CPU, the state is copied within its memory, to run the same code.
+    It also frees the gradients at the end. It yields a dict that then gets the metric
+    `time/offload`, the seconds of both moves. If the device is a CPU, the state is copied within
+    its memory, to run the same code. Unless `active`, nothing is done.
     """
     metrics: dict[str, float] = {}
     if not active:
@@ -40,7 +41,7 @@ def state_on_device(
 
 
 def _move(optimizer: Optimizer, trained_on: torch.device, target: torch.device) -> None:
-    """Move the state of the parameters on device `trained_on`, not of those that FSDP offloads."""
+    """Move the state of the parameters on device `trained_on`; FSDP offloads all others itself."""
     for parameter, state in optimizer.state.items():
         if parameter.device.type != trained_on.type:
             continue

@@ -50,7 +50,10 @@ class PolicyLoss:
     def __call__(
         self, inputs: LossInputs, start: Tensor
     ) -> tuple[Tensor, TokenMetrics, Tensor | None]:
-        """Return losses [N], metrics [N] by name, and off-policy weights [N] or None."""
+        """Return losses [N], metrics [N] by name, and off-policy weights [N] or None.
+
+        `start` [N] are the logprobs under the policy at the step's start.
+        """
         inputs, distilled = with_teacher(inputs, self._teacher_coeff)
         weights = None
         if self.corrects:

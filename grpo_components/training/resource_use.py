@@ -38,7 +38,10 @@ class ResourceUse:
         start_known: bool,
         seconds: float,
     ) -> dict[str, float]:
-        """Return a step's metrics, for `passes` over `parts`; `start_known` adds a forward pass."""
+        """Return the metrics of a step that trained `passes` times on responses of sizes `parts`.
+
+        `start_known`: the step also made a forward pass, for the logprobs at its start.
+        """
         metrics: dict[str, float] = {}
         if self._peak_flops:
             done = self.flops.train(parts, num_logprobs) * (passes + (1 / 3 if start_known else 0))

@@ -38,7 +38,7 @@ class TrainSample:
     proximal_logprobs: Tensor | None = None
     """[N] float32, logprobs of the N trained tokens under the policy at the step's start."""
     start_logprobs: Tensor | None = None
-    """[N] the same logprobs, for the rollout log; set if `logged` and computed by this rank."""
+    """[N] logprobs at the step's start, for the rollout log; set if `logged` and on this rank."""
     advantages: NDArray[np.float32] | None = None
     """[N] advantages of the N trained tokens."""
     updated: bool = False
@@ -95,7 +95,7 @@ def set_loss_weights(part: Sequence[TrainSample], aggregation: Any) -> None:
 def spread_advantages(
     samples: Sequence[TrainSample], token_advantages: TokenAdvantages | None, step: int
 ) -> None:
-    """Set the advantage of each trained token."""
+    """Set each trained token's advantage: from `token_advantages`, or else its response's."""
     if token_advantages is None:
         for sample in samples:
             sample.advantages = np.full(sample.num_tokens, sample.trajectory.advantage, np.float32)
@@ -114,7 +114,8 @@ def token_columns(
 ) -> dict[str, Tensor]:
     """Return the values of a micro-batch's N trained tokens on the device, as tensors [N] by name.
 
-    `version` is the trainer's policy version. Logprobs of an unused model are left out.
+    `version` is the trainer's policy version. Logprobs of a model that the run does not have
+    (reference, teacher) are left out.
     """
     columns: dict[str, NDArray[Any]] = {}
     for name in _RECORDED:

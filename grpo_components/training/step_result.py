@@ -25,4 +25,4 @@ class StepResult:
     probe_logprobs: Sequence[float] = ()
     """Logprobs, after the step, of a fixed token sequence; see `exchange/weight_probe.py`."""
     group_tokens: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
-    """Group id -> cause -> number of sampled tokens in the group; for causes, see `TokenUse`."""
+    """Group id -> cause (`trained`, or why not; see `TokenUse`) -> number of sampled tokens."""

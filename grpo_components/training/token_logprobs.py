@@ -1,4 +1,4 @@
-"""Computes logprobs of base model and weight probe; gathers a step's logprobs for the log."""
+"""Computes reference logprobs and those of a fixed probe; gathers logprobs for the rollout log."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def keep_logprobs(members: Sequence[TrainSample], logprobs: Tensor) -> None:
 
 
 def gather_logprobs(samples: Sequence[TrainSample]) -> dict[int, list[dict[str, Logprobs | None]]]:
-    """Gather the logprobs that all ranks kept for the log; collective."""
+    """Gather the logged responses' logprobs, by group id, from all ranks; collective."""
     logged = [sample for sample in samples if sample.logged]
     if not logged:
         return {}
@@ -51,7 +51,7 @@ def gather_logprobs(samples: Sequence[TrainSample]) -> dict[int, list[dict[str, 
 
 
 def recorded_logprobs(trajectory: Trajectory) -> dict[str, Logprobs | None]:
-    """Return the logprobs in a trajectory, of all models but the trainer's, for the log."""
+    """Return, for the log, the logprobs recorded in a trajectory; those of the trainer are None."""
     sampled, reference = trajectory.response_mask, trajectory.reference_logprobs
     recorded: dict[str, Logprobs | None] = {
         "generator_logprobs": _at(sampled, trajectory.generator_logprobs[sampled]),
@@ -65,7 +65,7 @@ def recorded_logprobs(trajectory: Trajectory) -> dict[str, Logprobs | None]:
 
 @torch.no_grad()
 def probe_logprobs(logprobs: ResponseLogprobs, device: torch.device) -> list[float]:
-    """Compute logprobs of all but the first token of the weight probe; collective."""
+    """Compute logprobs of the weight probe (fixed tokens) after its first token; collective."""
     ids = np.array(PROBE_IDS)
     batch = token_batch([TokenSequence(ids[:1], ids[1:], 1.0)], device=device)
     return logprobs(batch)[0].tolist()

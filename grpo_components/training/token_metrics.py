@@ -48,13 +48,19 @@ class TokenMetrics:
             _add(self._totals, {key: values.max() if key.endswith("max") else values.sum()})
 
     def add_mismatch(self, log_ratios: Tensor, weights: Tensor | None, fresh: Tensor) -> None:
-        """Add a micro-batch's mismatch; `fresh`: in responses that the current version sampled."""
+        """Add the mismatch of generator and trainer in a micro-batch.
+
+        `fresh` [N] bool marks tokens of responses that the trainer's current version sampled.
+        """
         weights = torch.ones_like(log_ratios) if weights is None else weights
         sums, ratio_max = mismatch_sums(log_ratios, weights, fresh)
         _add(self._totals, {"mismatch": sums, "mismatch/ratio_max": ratio_max})
 
     def over_ranks(self, total_tokens: int, ranks_per_sample: int) -> dict[str, float]:
-        """Return token means, maxima and mismatch over all ranks, equal on each; collective."""
+        """Return token means, maxima and mismatch over all ranks, equal on each; collective.
+
+        A sample counts once, although `ranks_per_sample` ranks compute it.
+        """
         gathered: list[Any] = [None] * dist.get_world_size()
         sizes = {key: value.numel() for key, value in self._totals.items()}
         # One transfer; a rank without data contributes nothing.

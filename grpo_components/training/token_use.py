@@ -66,7 +66,7 @@ class TokenUse:
 
 
 def unanswered_tokens(trajectory: Trajectory) -> int:
-    """Return the number of tokens sampled in an agent session that no trajectory contains."""
+    """Return how many tokens were sampled in an agent session but are in no trajectory of it."""
     return (trajectory.session or {}).get("unanswered_tokens", 0)
 
 

@@ -71,7 +71,7 @@ def _parts(samples: list[TrainSample]) -> list[Part]:
 
 
 class Trainer:
-    """Trains the policy as one rank of a group; all ranks get the same calls in the same order.
+    """Trains the policy as one of several ranks, which all get the same calls in the same order.
 
     The trainer alone counts `policy_version`, the number of batches trained.
     """
@@ -200,7 +200,10 @@ class Trainer:
     def _updates(
         self, samples: list[TrainSample], step: int
     ) -> tuple[list[dict[str, float]], bool]:
-        """Make a step's updates; return metrics, and whether start logprobs needed a first pass."""
+        """Make a step's optimizer updates; return the metrics of each.
+
+        Also return whether a forward pass came first, for the logprobs at the step's start.
+        """
         epochs = self._options.ppo_epochs
         parts = split_responses(samples, self._options.updates_per_batch)
         needs_start = self._policy_loss.corrects or self._policy_loss.from_proximal
@@ -232,7 +235,7 @@ class Trainer:
 
     @torch.no_grad()
     def _fill_proximal_logprobs(self, samples: list[TrainSample]) -> None:
-        """Set the samples' logprobs under the policy at the step's start, for its updates."""
+        """Store in each sample its logprobs at the step's start, which the step's updates need."""
         for indices in self._plan(samples) if samples else []:
             # A rank without a micro-batch of its own still has to join the others' collectives.
             members = [samples[i] for i in indices] or samples[:1]
@@ -279,7 +282,7 @@ class Trainer:
     def _weighted_losses(
         self, members: list[TrainSample], measured: TokenMetrics, first: bool
     ) -> Tensor:
-        """Return a micro-batch's token losses [N], each times its response's loss weight."""
+        """Return a micro-batch's losses [N] times loss weights; add its metrics to `measured`."""
         trainer_logprobs, entropy = self._forward(members)
         columns = token_columns(members, self.policy_version, self._device)
         generator_logprobs = columns["generator_logprobs"]
@@ -321,7 +324,7 @@ class Trainer:
     def export_weights(
         self, version: int, base: int | None = None
     ) -> tuple[tuple[Manifest, NDArray[np.uint8]] | DeltaBucket, Manifest]:
-        """Return what `gather_weights` copied, or its delta to `base`; may run during a step."""
+        """Return the weights gathered as `version`, or a delta to `base`; may run during a step."""
         return self._exports[0].bucket(version, base)
 
     def hold_state(self, copy: bool) -> None:

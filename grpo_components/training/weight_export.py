@@ -23,7 +23,7 @@ from grpo_components.training.trainer_options import TrainerOptions
 
 
 class WeightExport:
-    """Copies a rank's share of the gathered weights, every n-th layer, into a reused buffer.
+    """Copies a rank's share of the weights (of n ranks: every n-th layer) into a reused buffer.
 
     A push (of weights to the server) keeps one copy of the share in memory; a push of deltas keeps
     a second one, to compare the next push with. A new buffer is made only if none is free.
@@ -65,7 +65,7 @@ class WeightExport:
         return self._convert(gather)
 
     def copy(self, version: int) -> None:
-        """Gather all layers and copy this rank's share; collective."""
+        """Gather all layers, and keep a copy of this rank's share as `version`; collective."""
         bucket, mine = self._buffers.bucket(), StateDict()
         for number, layer in enumerate(self.layers()):
             if number % self._num_ranks == self._rank:
@@ -83,7 +83,7 @@ class WeightExport:
     def bucket(
         self, version: int, base: int | None
     ) -> tuple[tuple[Manifest, NDArray[np.uint8]] | DeltaBucket, Manifest]:
-        """Return the share or its delta to version `base`, and its manifest; in any thread."""
+        """Return a copied share, or its delta to `base`, and its manifest; safe in any thread."""
         copied, done = self._copied.pop(version)
         if done:
             done.synchronize()

@@ -57,7 +57,7 @@ class _NobodyToAsk:
 
 @dataclass
 class _Link:
-    """Connection to one process (incarnation) of a receiver."""
+    """Connection to a receiver's process; a restarted receiver (next incarnation) gets another."""
 
     incarnation: int
     group: Any
@@ -67,7 +67,7 @@ class _Link:
     closing: threading.Lock = field(default_factory=threading.Lock)
 
     def close(self) -> None:
-        """Leave the group, which also ends a send that waits for a receiver."""
+        """Leave the NCCL group, which also ends a send that waits for a receiver."""
         with self.closing:
             self.closed = True
             if self.engine is not None:
