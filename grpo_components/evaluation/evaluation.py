@@ -21,7 +21,7 @@ Ended = Callable[[int, Results], dict[str, float]]
 Pull = Callable[[GeneratorHandle, str], Awaitable[None]]
 """Function of generator and purpose; loads the published weights into the generator."""
 PinWeights = Callable[[], AbstractContextManager[None]]
-"""Function; its context suspends time-outs: see `Ledger.pin_weights`."""
+"""Function that returns a context manager: within it, no wait times out (`Ledger.pin_weights`)."""
 
 
 class Evaluation:
@@ -70,7 +70,10 @@ class Evaluation:
         await pinned.wait()  # if the evaluation fails, the task group cancels this wait
 
     async def collect(self, step: int | None = None) -> dict[str, float]:
-        """Return an ended evaluation's metrics, once, else nothing; wait for one that must end."""
+        """Return the metrics of an evaluation that ended since the last call; empty if none did.
+
+        Waits for a running evaluation if it must end before the next step, or if `step` is None.
+        """
         if self._running is not None and (step is None or self._must_end(step)):
             await asyncio.wait([self._running])
         metrics, self._metrics = self._metrics, {}
@@ -111,7 +114,7 @@ class Evaluation:
         pull: Pull,
         pinned: asyncio.Event,
     ) -> Results | None:
-        """Return all results, sampled by one version; None if a generator was lost or restarted."""
+        """Evaluate on all generators; return None if one was lost or restarted with new weights."""
         # Unique for each try: a replay would wait in the first one for a pull of the second.
         cause = f"evaluation {step}" if number == 1 else f"evaluation {step}, try {number}"
         living = [generator for generator in generators if not generator.lost]

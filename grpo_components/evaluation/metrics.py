@@ -34,20 +34,21 @@ def evaluation_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]
 
 
 def pass_at(k: int, scored: int, right: int) -> float:
-    """Return an unbiased estimate of the chance that at least one of k responses is right.
+    """Estimate pass@k of a prompt: the chance that at least one of k responses is right.
 
-    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
+    The estimate from `right` right responses of `scored` is unbiased: Chen et al. 2021, "Evaluating
+    Large Language Models Trained on Code", equation 1.
     """
     return 1.0 - math.comb(scored - right, k) / math.comb(scored, k)
 
 
 def share_interval(shares: Sequence[float], num_responses: int) -> tuple[float, float]:
-    """Compute the 95 % interval of a mean of shares, for prompts drawn at random.
+    """Compute the 95 % interval of the mean of each prompt's share of right responses.
 
-    This is Wilson's score interval for the effective number of responses: the number of responses
-    divided by Kish's design effect, because responses to one prompt are alike. With one response
-    per prompt, it is the plain Wilson interval. A single prompt counts as one response.
-    `shares` are each prompt's share of right responses.
+    Prompts count as drawn at random. This is Wilson's score interval for the effective number of
+    responses: the number of responses divided by Kish's design effect, because responses to one
+    prompt are alike. With one response per prompt, it is the plain Wilson interval. A single prompt
+    counts as one response.
     """
     mean, between = fmean(shares), pvariance(shares)
     n = float(len(shares))

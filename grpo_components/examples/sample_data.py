@@ -1,4 +1,4 @@
-"""Writes a small generated data set for each data set builder, to try one without a download."""
+"""Writes a small generated data set for each data set builder, to try it without a download."""
 
 from __future__ import annotations
 

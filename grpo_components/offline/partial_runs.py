@@ -45,7 +45,7 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
         return {"prompt_index": row, "prompt_ids": self._prompts[row], "prompt_text": text}
 
     def check(self, longest: int, limit: str) -> None:
-        """Refuse groups that are too long for the policy."""
+        """Refuse a file with a prompt and response of over `longest` tokens; `limit` says why."""
         for line, length in enumerate(self._lengths, start=1):
             if length > longest:
                 problem = f"{self._path}, line {line}, has a prompt and response of {length} tokens"
@@ -58,7 +58,7 @@ def roles_of(cfg: Settings, trainer: str, generator: str) -> tuple[str, str]:
 
 
 def start_model(cfg: Settings) -> dict[str, Any]:
-    """Return an engine's options for its first weights: base model, other model or adapter."""
+    """Return options for an engine's first weights: the base model, another model or an adapter."""
     from grpo_components.models.lora import read_adapter_options
 
     if not isinstance(cfg.eval_only, str):

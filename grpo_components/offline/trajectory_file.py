@@ -126,7 +126,7 @@ class TrajectoryWriter:
 
 
 def _written(trajectories: Iterable[Trajectory]) -> dict[int, dict[str, int]]:
-    """Return group id -> number of sampled tokens `written`, and `unanswered` (not in the file)."""
+    """Return group id -> number of tokens `written`, and `unanswered` ones (not in the file)."""
     groups: dict[int, dict[str, int]] = {}
     for each in trajectories:
         counts = groups.setdefault(each.group_id, {"written": 0, "unanswered": 0})

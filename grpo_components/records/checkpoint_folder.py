@@ -23,7 +23,7 @@ _NAME = re.compile(r"step_(\d+)")
 
 
 def nbytes(parameters: int, trained: int, dtype: str, optimizer: str) -> int:
-    """Return a checkpoint's minimum bytes: model weights, float32 masters and Adam's moments."""
+    """Return the minimum bytes of a checkpoint: weights, float32 master weights, Adam's moments."""
     moments = 8 if optimizer.startswith("torch.optim.Adam") else 0  # unknown for others
     return parameters * {"fp32": 4, "bf16": 2}[dtype] + trained * (4 + moments)
 
@@ -31,7 +31,7 @@ def nbytes(parameters: int, trained: int, dtype: str, optimizer: str) -> int:
 def most_at_once(
     num_steps: int, save_every_n_steps: int, keep_last_n: int | None, keep_best: str | None
 ) -> int:
-    """Return the maximum number of checkpoints on disk: one is written before one is deleted."""
+    """Return the maximum number of checkpoints on disk; a save ends before old ones are deleted."""
     saved = -(-num_steps // save_every_n_steps)
     if keep_last_n is None:
         return saved
@@ -41,7 +41,8 @@ def most_at_once(
 def begin(checkpoints: Path, step: int, incarnation: str) -> Path:
     """Remove leftovers of a killed run, and make a hidden folder to write a checkpoint into.
 
-    The folder's name has the driver's id: processes of a killed driver may still write to its own.
+    The folder's name contains the id of this driver process (`incarnation`), because processes that
+    a killed driver started may still write to that driver's folder.
     """
     checkpoints.mkdir(parents=True, exist_ok=True)
     clean(checkpoints)
@@ -111,7 +112,7 @@ def point_latest(checkpoint: Path) -> None:
 
 
 def rate(checkpoint: Path, metrics: Mapping[str, float], kind: str) -> None:
-    """Write an evaluation's metrics and the hash of its settings to `evaluation.json`."""
+    """Write `evaluation.json` in a checkpoint: the metrics, and `kind`, a hash of the settings."""
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
     rating = json.dumps({**finite, _KIND: kind}, indent=1)
     write_whole(checkpoint / _EVALUATION, rating, durable=True)
@@ -121,7 +122,8 @@ def rate(checkpoint: Path, metrics: Mapping[str, float], kind: str) -> None:
 def choose_best(checkpoints: Path, metric: str, last_step: int, kind: str) -> Path | None:
     """Point `best` at the checkpoint with the highest metric; on a tie, at the earliest one.
 
-    Evaluations are compared only if they have the same prompts, sampling and rewards (`kind`).
+    Only steps up to `last_step` count, and only evaluations of this `kind`: a hash of their
+    prompts, sampling and rewards.
     """
     ratings, steps = {}, saved_steps(checkpoints)
     for folder, step in steps.items():

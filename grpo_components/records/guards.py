@@ -17,7 +17,7 @@ from grpo_components.settings import Settings
 from grpo_components.trajectory import GroupSummary
 
 _FEW_TOKENS = 16
-"""With fewer fresh tokens, the KL bound is multiplied by `_FEW_TOKENS` / tokens, for rounding."""
+"""With fewer fresh tokens, `_FEW_TOKENS` / tokens multiplies the KL bound: rounding weighs more."""
 _MAX_ERROR_CHARS = 300
 """Maximum characters of an error's first line in a message; `failed_samples.jsonl` has it all."""
 _SEEDS_KEPT = 100_000
@@ -25,9 +25,10 @@ _SEEDS_KEPT = 100_000
 _ROUNDING = 1e-5
 """Allowed difference of a loss from the sum of its parts, relative to max(1, losses, ratio)."""
 _SOME_END = 0.1
-"""If a step had more than this share of responses that were not cut off, the model can end them."""
+"""If a larger share of a step's responses was not cut off, the model is known to end responses."""
 _MIN_STEPS, _LARGE_KL, _JUMP = 3, 0.1, 20.0
-"""Jump of `mismatch/generator_kl`: steps needed before it, minimum in nats, minimum in medians."""
+"""When `mismatch/generator_kl` counts as a jump: after at least this many steps, above this many
+nats, and above this many times the median of the steps before."""
 
 
 def check_agreement(max_generator_kl: float | None, step: int, metrics: Mapping[str, Any]) -> None:
@@ -67,7 +68,7 @@ class FailedSamples:
         self._count = self._ended = 0
 
     def count_group(self, entry: LedgerEntry, group: GroupSummary) -> bool:
-        """Count the failed samples of one group; return whether all of them failed."""
+        """Count a group's failed samples; return whether every sample of the group failed."""
         what = {"group_id": entry.group_id, "epoch": entry.epoch}
         self._ended += len(group.rewards)
         self._record(entry.prompt, group.errors, f"group {entry.group_id}", what)
@@ -125,9 +126,11 @@ class FailedSamples:
 
 
 class RunWatch:
-    """Warns once per kind: loss unlike its parts, seeds reused, all cut off, generator KL jumped.
+    """Warns of mistakes that raise no error, once for each kind of mistake.
 
-    `grpo diagnose` reads them in `warnings.jsonl`. A resume deletes them: the cause may be fixed.
+    Kinds: a loss unlike its parts, a seed used twice, all responses cut off, a jump of the
+    generator KL. `grpo diagnose` reads `warnings.jsonl`. A resume deletes it: the causes may be
+    fixed.
     """
 
     def __init__(
@@ -155,7 +158,7 @@ class RunWatch:
             del self._seeds[next(iter(self._seeds))]
 
     def check_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Check a step's loss and cut-off responses, and its generator KL against earlier steps."""
+        """Warn if a step's loss is unlike its parts, all responses are cut off, or the KL jumps."""
         self._check_balance(step, metrics)
         cut_off = metrics.get("rollout/cut_off_fraction", math.nan)
         self._most_ended = max(self._most_ended, 1 - cut_off)
@@ -209,7 +212,7 @@ def _first_line(error: str) -> str:
 
 
 class SkippedSteps:
-    """Reports skipped steps, and ends the run when too many follow each other."""
+    """Reports skipped training steps (without an update); ends the run after too many in a row."""
 
     def __init__(self, max_skipped_steps: int, note: Callable[[str], None]) -> None:
         self._max_skipped_steps, self._note = max_skipped_steps, note
@@ -217,7 +220,7 @@ class SkippedSteps:
         self._skipped: list[int] = []
 
     def record(self, step: int, why: str) -> None:
-        """Count a step, as skipped if `why` is given; raise after too many skips in a row."""
+        """Count a step: as skipped if `why` is not empty; raise after too many skips in a row."""
         if not why:
             self._in_a_row = 0
             return

@@ -1,4 +1,4 @@
-"""Keeps ledger, receipts and checkpoints of a run consistent: commits and saves each step."""
+"""Keeps ledger, receipts and checkpoints of a run consistent, as steps are committed and saved."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from grpo_components.state_files import FORMAT, write_state
 from grpo_components.training.step_result import StepResult
 
 _SESSIONS = ("count", "calls", "trajectories")
-"""Names of the counts of agents' sessions in a step's receipt."""
+"""Those counts of agents' sessions that a step's receipt has."""
 
 _ADDRESS = ("base_url", "api_key_env")
 """Config keys of a judge that do not affect its grades."""
 
 
 class Journal:
-    """Commits each step to ledger, receipts and checkpoints together; saves, restores, rolls back.
+    """Records steps in ledger, receipts and checkpoints, which must agree; restores, rolls back.
 
-    The ledger tracks every group; receipts.jsonl records every event. All parts of a checkpoint
-    are taken between the same two steps.
+    The ledger tracks every group; receipts.jsonl records every event. All parts of a checkpoint are
+    taken between the same two steps.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Journal:
     async def commit(
         self, batch_hash: str, result: StepResult, sessions: Mapping[str, int] | None = None
     ) -> int:
-        """Commit a trained step; a replay first waits until this step is due."""
+        """Record a trained step and return its number; a replay first waits for the step's turn."""
         step = self._ledger.steps_done + 1
         await self._ledger.events.wait_turn("step", step=step)
         # No await from here on: else an event or a pull could be in receipts.jsonl but not in the
@@ -80,7 +80,7 @@ class Journal:
         return step
 
     def hold(self) -> None:
-        """Keep the current state for `save`; raise the error of a failed background checkpoint."""
+        """Keep the driver's state for `save`; raise the error if a background checkpoint failed."""
         state = {"ledger": self._ledger.state_dict(), "prompts": self._prompts.state_dict()}
         # References to the groups: the buffer's process may die before it has written them.
         self.held = state, [part for entry in self._ledger.stored() for part in entry.parts]
@@ -88,7 +88,7 @@ class Journal:
             self._writing.result()
 
     async def save_if_due(self, step: int, roles: Roles, batch: Any) -> None:
-        """Write the committed state as a checkpoint, every n steps and after the last step."""
+        """Save a checkpoint every n-th step and after the last; end a replay at `replay_until`."""
         stops = step == self._cfg.replay_until
         if stops or step % self._cfg.save_every_n_steps == 0 or self._ledger.finished:
             await self.save(step, roles, batch)
@@ -97,7 +97,10 @@ class Journal:
             raise ReplayStop(step)
 
     async def save(self, step: int, roles: Roles, batch: Any) -> None:
-        """Write a checkpoint between two training steps, once the previous one has been written."""
+        """Write a checkpoint of the held state; in the background, if `async_checkpoint` is set.
+
+        Call it between two training steps. It first waits for the previous checkpoint.
+        """
         await self.finish()
         if self._cfg.rollout_only:
             return
@@ -110,7 +113,7 @@ class Journal:
             await self.finish()
 
     def add_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Rate a step's checkpoint by the step's evaluation, once both exist."""
+        """Write a step's evaluation to the step's checkpoint once both exist; update `best`."""
         self._evaluations[step] = metrics
         self._rate(step)
 

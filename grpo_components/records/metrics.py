@@ -36,7 +36,7 @@ def log_rollout_table(step: int, groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def rollout_rows(step: int, groups: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """Return a table's column names, and one row per response; leave out columns without values."""
+    """Convert groups to a table: return the names of non-empty columns, and a row per response."""
     rows: list[dict[str, Any]] = []
     for group in groups:
         shared = {name: group[name] for name in group if name not in ("responses", "advantages")}

@@ -64,7 +64,7 @@ class Progress:
             self._print(Text(f"{text} ..."))
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished step."""
+        """Show a finished step's metrics; outside a terminal, print a line for some steps only."""
         self._phase = ""
         self._step, self._metrics = step, metrics
         self._held_out = metrics.get("eval/success_rate", self._held_out)
@@ -85,7 +85,7 @@ class Progress:
                 live.stop()
 
     def summary(self, rows: Sequence[tuple[str, str]]) -> None:
-        """End the display and print the closing table."""
+        """End the display and print the run's closing table, with (label, value) in each row."""
         self.close()
         width = max((len(label) for label, _ in rows), default=0)
         self._print(Text())

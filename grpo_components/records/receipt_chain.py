@@ -29,18 +29,18 @@ class End:
 
 
 def link(before: str, fields: bytes) -> str:
-    """Return one hash of a record and all records before it."""
+    """Hash a record's `fields` (JSON) together with `before`, the hash of all earlier records."""
     return hashlib.sha256(before.encode() + b"\n" + fields).hexdigest()
 
 
 def split(line: bytes) -> tuple[bytes, str | None]:
-    """Split a line into the record without its hash, and the hash."""
+    """Split a line into the record without its hash, and the hash; None if it has no hash."""
     found = _HASH.search(line)
     return (line, None) if found is None else (line[: found.start()] + b"}", found[1].decode())
 
 
 def read_end(receipts: Path) -> End | None:
-    """Read the number of written records and the last hash from `receipts.end`."""
+    """Read number of records and last hash from `receipts.end`; None if the file is missing."""
     path = receipts.with_name(END_FILE)
     if not path.exists():
         return None
@@ -57,9 +57,9 @@ def read_end(receipts: Path) -> End | None:
 class ChainedFile:
     """Appends records to receipts.jsonl, each chained to the record before by its hash.
 
-    An incomplete last line is cut off. If `receipts.end` counts more records than the file has, the
-    next record is chained to the last lost one, so that the audit finds the gap even after more
-    records.
+    Opening the file cuts off an incomplete last line. If `receipts.end` counts more records than
+    the file has, records were lost. The next record is then chained to the last lost one, so that
+    the audit finds the gap, however many records follow.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,7 +79,7 @@ class ChainedFile:
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record with its hash, then update `receipts.end`.
 
-        If the run is killed between the two writes, the file has one record more than the count.
+        If the run is killed between the two writes, the file has one record more than that count.
         """
         fields, file = json.dumps(record, allow_nan=False), self._file
         chain = link(self._end.chain, fields.encode())
@@ -106,7 +106,7 @@ class ChainedFile:
 
 
 def _continue_from(path: Path) -> End:
-    """Return the end that the next record continues: that of the file, or of its lost records."""
+    """Return the end to chain the next record to: the file's last record, or the last lost one."""
     try:
         known = read_end(path)
     except ValueError:

@@ -23,10 +23,10 @@ _LIBRARIES = (
 
 
 class Receipts:
-    """Writes each attempt to `receipts.jsonl`: its start, the events of the ledger, its end.
+    """Writes `receipts.jsonl`: for each attempt of a run, its start, its events and its end.
 
-    docs/reproducibility.md explains the fields; `grpo audit` checks them. Each line is flushed, and
-    has a hash of itself and of all lines before it.
+    The events come from `ledger.events`. docs/reproducibility.md explains the fields; `grpo audit`
+    checks them. Each line is flushed, and has a hash of itself and of all lines before it.
     """
 
     def __init__(self, path: Path, ledger: Ledger, settings: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ def build_receipts(
     curriculum: Curriculum | None,
     cpus: int,
 ) -> Receipts:
-    """Build `Receipts` from the config."""
+    """Build a run's `Receipts`; their start records state config keys, ids, CPUs and libraries."""
     contract = ("max_staleness", "groups_per_step", "group_size")
     settings = {
         **{key: getattr(cfg, key) for key in contract},

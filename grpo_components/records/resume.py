@@ -137,7 +137,7 @@ def _check_size(folder: Path, part: Any) -> None:
 
 
 def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool]) -> None:
-    """Refuse a config that cannot continue the checkpoint to resume from."""
+    """Refuse a config that resumes from a checkpoint but cannot continue the checkpoint's run."""
     checkpoint = find_checkpoint(values["resume_from_checkpoint"], Path(values["output_dir"]))
     if checkpoint is None:
         return
@@ -164,7 +164,7 @@ def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool])
 
 
 def begin_run(cfg: Settings, ledger: Stateful, prompts: Stateful) -> RunStart:
-    """Make or reopen the run's folder, and restore ledger and prompts."""
+    """Start or resume a run: make or reopen its folder; if resumed, restore ledger and prompts."""
     folder, state, notes = real_path(cfg.output_dir), None, list[str]()
     checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)
     if checkpoint is not None:

@@ -42,7 +42,7 @@ class RunRecords:
     """Curriculum that draws the run's prompts; None without one."""
 
     def run_with(self, roles: Roles, weights: WeightSync) -> Run:
-        """Return a run with these records and started roles."""
+        """Return a `Run` with these records, on roles that have been started."""
         return Run(self, roles, weights)
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class RunRecords:
 
 
 class Run:
-    """Commits, evaluates, logs and saves around training steps; restores and rolls back."""
+    """Does what surrounds the training steps: evaluates, logs, saves, restores and rolls back."""
 
     def __init__(self, records: RunRecords, roles: Roles, weights: WeightSync) -> None:
         self._records, self._roles, self._weights = records, roles, weights
@@ -66,7 +66,7 @@ class Run:
         await self._journal.restore(self._roles, self._weights)
 
     async def begin(self, tasks: asyncio.TaskGroup) -> None:
-        """Evaluate before the first step of an attempt."""
+        """Evaluate the policy before an attempt's first step; all evaluations run in `tasks`."""
         self._tasks = tasks
         if self._evaluation.is_on:
             self._log.phase("evaluating the policy", shown=True)
@@ -84,7 +84,7 @@ class Run:
         return True
 
     async def finish_step(self, batch: Batch, advantages: NDArray[Any], result: StepResult) -> None:
-        """Commit a step; evaluate, log and save if due."""
+        """Commit a trained step and log it; evaluate and save a checkpoint if due."""
         metrics = self._metrics(batch, result)
         sessions = session_counts(batch.groups)
         step = await self._journal.commit(batch.batch_hash, result, sessions)
@@ -115,7 +115,7 @@ class Run:
         await asyncio.gather(self._roles.server.begin_again(), self._roles.buffer.begin_again())
 
     def summary(self) -> None:
-        """Show the closing summary."""
+        """Show the run's closing summary; after `replay_until`, show how to go on instead."""
         if (until := self._cfg.replay_until) is not None:
             how = "resume_from_checkpoint=true, without replay_events"
             return self._log.note(f"steps 1 to {until} repeated; to go on with other keys: {how}")

@@ -44,7 +44,7 @@ class RunIdentity(NamedTuple):
 
 
 def new_identity(run: str | None = None) -> RunIdentity:
-    """Make the identity of a process that starts or resumes a run."""
+    """Make the ids of a process that starts a run, or that resumes the run with the id `run`."""
     return RunIdentity(run or secrets.token_hex(16), secrets.token_hex(16))
 
 
@@ -109,7 +109,7 @@ def prepare_output_folder(
 
 
 def is_used(folder: Path) -> bool:
-    """Whether a folder has an earlier run, to be moved aside; refuse other contents."""
+    """Return whether a folder has an earlier run; refuse a folder with any other contents."""
     names = {each.name for each in folder.iterdir()} if folder.is_dir() else set[str]()
     if names <= {*_NOBODYS}:
         return False
@@ -153,10 +153,10 @@ def _write_config(folder: Path, cfg: Settings, identity: RunIdentity) -> None:
 
 
 def save_code(output_dir: Path, attempt: int, recipe: str | None) -> None:
-    """Save the recipe, the user's components, uncommitted changes and package versions.
+    """Save an attempt's recipe, user components, uncommitted changes and package versions.
 
     Components are modules in the current folder that config.yaml names. Changes are those of the
-    git checkout there. Environment variables are not saved: they may be secret.
+    current folder's git checkout. Environment variables are not saved: they may be secret.
     """
     folder = output_dir / CODE / f"attempt_{attempt}"
     shutil.rmtree(folder, ignore_errors=True)  # of a process that ended before its first receipt

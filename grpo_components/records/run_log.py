@@ -36,9 +36,10 @@ _STOP_REPORT_S = 60.0
 
 
 class RunLog:
-    """Logs metrics, sampled rollouts and progress of one run.
+    """Logs a run's metrics, the texts of some rollouts, and the run's progress.
 
-    Files in `logs/` get every step, the metric logger every n-th step and every evaluation.
+    Every step goes to files in `logs/`. The metric logger gets every `log_every_n_steps`-th step,
+    and each step with an evaluation's metrics.
     """
 
     def __init__(
@@ -67,11 +68,11 @@ class RunLog:
         events.listen(self._follow)
 
     def _follow(self, event: Mapping[str, Any]) -> None:
-        """Count an event if it is a restart of a role, or a rollback (restart of all trainers)."""
+        """Count an event if it is a restart of a role, or a rollback (all trainers restart)."""
         self._restarts += event["event"] in _RESTARTS and not event.get("given_up")
 
     def phase(self, name: str, *, shown: bool = False) -> None:
-        """Begin a phase of the run's start or end, unless it has begun."""
+        """Begin a phase such as "training", unless it has begun; log the previous one's seconds."""
         if name != self._phase:
             self._end_phase()
             self._phase = name
@@ -86,7 +87,7 @@ class RunLog:
             append_record(self._logs / "phases.jsonl", record)
 
     def step(self, step: int, metrics: dict[str, float], trained_tokens: int) -> None:
-        """Log a finished step; throughput is per second of wall time, including evaluations."""
+        """Log a step's metrics, and the tokens per second of wall time, evaluations included."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         generated = self._generated_tokens - self._counted_tokens
@@ -103,7 +104,7 @@ class RunLog:
         self._live_report.start()
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log a step's metrics, the seconds of all attempts, and this attempt's restarts."""
+        """Log a step's metrics, the seconds of all attempts, and the restarts in this process."""
         totals = {_WALL_CLOCK: time.perf_counter() - self._began, "restarts": self._restarts}
         values = as_json({"attempt": self._events.attempt, **metrics, **totals})
         append_record(self._logs / "metrics.jsonl", {"step": step, **values})
@@ -115,11 +116,11 @@ class RunLog:
                 self._metric_logger.log_dict(payload, step)
 
     def count_generated(self, tokens: int) -> None:
-        """Count tokens that were sampled for training."""
+        """Count tokens that were sampled for training, to log the throughput of generation."""
         self._generated_tokens += tokens
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show an evaluation to the user; before the first step, also log it as step 0."""
+        """Show an evaluation's success rate; log the evaluation before the first step as step 0."""
         if not self._evaluated:  # before the attempt's first step: throughput counts from here
             self._last = time.perf_counter()
             self._generated_tokens = self._counted_tokens = 0
@@ -136,7 +137,7 @@ class RunLog:
         )
 
     def evaluation_answers(self, step: int, results: Sequence[Mapping[str, Any]]) -> None:
-        """Log an evaluation's success rate on each prompt, and the logged prompts' answers."""
+        """Log an evaluation's success rate on each prompt, and the responses to some prompts."""
         versions = (result["oldest_version"] for result in results)
         version = next((version for version in versions if version is not None), None)
         lines: dict[int, dict[str, Any]] = {}
@@ -164,9 +165,10 @@ class RunLog:
         advantages: NDArray[Any],
         token_logprobs: Mapping[int, Sequence[Mapping[str, Any]]],
     ) -> None:
-        """Log the first groups of a step as text, with advantages and available logprobs.
+        """Log the first groups of a step as text, with advantages and, if available, logprobs.
 
-        A text that was lost is None. `token_logprobs`: group id -> logprobs of each response.
+        `texts` has one item for each of these groups: None if the text was lost. `token_logprobs`:
+        group id -> logprobs of each response.
         """
         groups, attempt = list[dict[str, Any]](), self._events.attempt
         for entry, text, row in zip(entries, texts, advantages, strict=False):
@@ -189,7 +191,7 @@ class RunLog:
         self.note(f"step {step}: saved {folder}")
 
     def summary(self, replay: str = "", skipped_steps: str = "") -> None:
-        """Show the closing summary, in rows of label and value."""
+        """Show the run's closing summary: key figures, final states of groups, paths of files."""
         from grpo_tools.report.facts import key_figures  # tools, loaded at the end of a run only
         from grpo_tools.report.run_files import read_run
 
@@ -223,7 +225,7 @@ class RunLog:
         """End the display, close the logger, and write the report.
 
         An error that is ending the run is first written to `logs/failures.jsonl`, for the report.
-        Last, the user is shown how to resume from the last checkpoint.
+        After an error, the user is also shown how to resume from the last checkpoint.
         """
         if (error := sys.exception()) is not None:
             with contextlib.suppress(OSError):  # the disk may be full
@@ -271,8 +273,8 @@ class RunLog:
 class LiveReport:
     """Rewrites a run's `report.html` at intervals, in a child process; the page reloads itself.
 
-    The child ends when its standard input is closed, even by the driver's death. Its errors go to
-    `logs/report.log`, and do not disturb the run.
+    The child ends when its standard input is closed, so also when this process dies. Its errors go
+    to `logs/report.log`, and do not disturb the run.
     """
 
     def __init__(self, output_dir: Path, note: Callable[[str], None]) -> None:
@@ -280,7 +282,7 @@ class LiveReport:
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start to write pages, unless started already."""
+        """Start the child process that writes the page, unless it was started before."""
         if self._child is not None:
             return
         command = [sys.executable, "-m", "grpo_tools.report.live", str(self._output_dir)]
@@ -290,7 +292,7 @@ class LiveReport:
             )
 
     def stop(self) -> None:
-        """Stop writing; wait for the current page."""
+        """Stop the child process once it has written its page; kill it after a minute."""
         if self._child is None or self._child.stdin is None:
             return
         self._child.stdin.close()

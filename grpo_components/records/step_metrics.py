@@ -18,9 +18,10 @@ def rollout_metrics(
     token_versions: Mapping[int, int],
     reused: Sequence[GroupSummary] = (),
 ) -> dict[str, float]:
-    """Compute rewards, success rate, lengths, turns and staleness of the groups of a step.
+    """Compute rewards, success rate, lengths, turns and staleness of a step's new groups.
 
     Failed samples count only in the number of tokens. A value that no sample has is NaN.
+    `token_versions`: policy version -> trained tokens; `reused`: groups that are trained again.
     """
     scored = [sample for group in groups for sample in _scored(group)]
     rewards = [group.rewards[i] for group, i in scored]
@@ -48,7 +49,7 @@ def rollout_metrics(
 
 
 def session_counts(groups: Sequence[GroupSummary]) -> Counter[str]:
-    """Add up the counts of agent sessions over groups; empty without agents."""
+    """Add up over groups what agents' sessions counted, e.g. model calls; empty without agents."""
     return sum((Counter(group.sessions) for group in groups), Counter[str]())
 
 
@@ -70,7 +71,7 @@ def _scored(group: GroupSummary) -> list[tuple[GroupSummary, int]]:
 
 
 def _reward_terms(scored: Sequence[tuple[GroupSummary, int]]) -> dict[str, float]:
-    """Return mean and deviation of each reward term, over the samples that have it."""
+    """Return mean and deviation of each reward term (part of a reward) where samples have it."""
     terms: defaultdict[str, list[float]] = defaultdict(list)
     for group, i in scored:
         for name, value in group.reward_terms[i].items():

@@ -29,19 +29,19 @@ Groups = Mapping[int, Group]
 
 @dataclass
 class Choices:
-    """The state after a step that decides which prompts are drawn and which groups are reused."""
+    """State of curriculum and reuse: what decides the next prompts and the groups to reuse."""
 
     start: Record = field(default_factory=dict)
     """The attempt's start record."""
     draws: curriculum.Draws | None = None
-    """None if the run has no curriculum, or an invalid one."""
+    """State of the curriculum; None if the run has none, or an invalid one."""
     pool: reuse.Pool | None = None
     """Groups that may be reused; None if reuse is off or its settings are invalid."""
     once_trained: dict[int, Group] = field(default_factory=dict)
     """All trained groups, by group number, if the run reuses groups."""
 
     def begin(self, start: Record, before: Record, findings: Findings) -> None:
-        """Check an attempt's rules of curriculum and reuse; the curriculum must be as before."""
+        """Check an attempt's rules of curriculum and reuse; the curriculum must be unchanged."""
         self.start, fields = start, curriculum.FIELDS
         described, known = ([record.get(key) for key in fields] for record in (start, before))
         if before and described != known:
@@ -69,7 +69,7 @@ class Choices:
             findings.check("curriculum", prompt == (row, epoch), problem)
 
     def add_result(self, event: Record, prompt: Prompt, findings: Findings) -> None:
-        """Check a generated group's success counts, which only curriculum runs have; add them."""
+        """Check a group's success counts, which only curriculum runs have; add them to `draws`."""
         number, has, wanted = event["group"], "scored" in event, "curriculum" in self.start
         if not (wanted or has):
             return

@@ -57,7 +57,7 @@ def check_config(folder: Path, start: Record, last_attempt: int, check: Check) -
 
 
 def read_metrics(folder: Path) -> dict[tuple[int, int], Record]:
-    """Read the metrics of each step, by attempt and step."""
+    """Return (attempt, step) -> the metrics of that step in `logs/metrics.jsonl`."""
     return {
         (record["attempt"], record["step"]): record
         for record in records_of(folder / "logs" / "metrics.jsonl")
@@ -66,7 +66,7 @@ def read_metrics(folder: Path) -> dict[tuple[int, int], Record]:
 
 
 def check_metrics(known: dict[tuple[int, int], Record], record: Record, check: Check) -> None:
-    """Compare a step's record with its metrics, and remove the metrics from `known`."""
+    """Compare a step's receipt with the step's logged metrics, and remove those from `known`."""
     attempt, step = record["attempt"], record["step"]
     metrics = known.pop((attempt, step), None)
     if metrics is None:
@@ -80,7 +80,7 @@ def check_metrics(known: dict[tuple[int, int], Record], record: Record, check: C
 
 
 def _measured(record: Record) -> dict[str, float | None]:
-    """Compute metrics of a step from its record."""
+    """Compute from a step's receipt the metrics that the log should have."""
     counts = {int(version): n for version, n in record["token_versions"].items()}
     tokens, start = sum(counts.values()), record["trained_from"]
     versions = sum(version * n for version, n in counts.items())

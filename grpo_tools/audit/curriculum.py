@@ -25,14 +25,14 @@ class DataSet:
     """Positions of its prompts among the N prompts of all data sets."""
     weight: float
     phase: float
-    """From 0 to 1: its k-th draw is due at (k + phase) / weight."""
+    """From 0 to 1: the data set's k-th draw is due at (k + phase) / weight."""
     turns: int = 0
     """Number of its draws so far."""
 
 
 @dataclass
 class Draws:
-    """All that the next draw depends on."""
+    """State of a curriculum: all that the next draw depends on."""
 
     seed: int
     rule: dict[str, float]
@@ -54,7 +54,7 @@ class Draws:
 
 
 def first_draws(start: Record) -> Draws:
-    """Return the state before the first draw; raise a ValueError if the start record is invalid."""
+    """Return the state before a run's first draw; raise a ValueError for an invalid `start`."""
     seed, rule, parts = (start.get(name) for name in FIELDS)
     if seed is None or not rule or not parts:
         raise ValueError(f"the start lacks one of {', '.join(FIELDS)}")
@@ -106,7 +106,7 @@ def draw(draws: Draws) -> tuple[int, int]:
 
 
 def end_step(draws: Draws) -> None:
-    """Recompute the sampling weights, with the results since the last step."""
+    """End a step: recompute each prompt's sampling weight with the results since the last step."""
     new = np.zeros_like(draws.counts)
     for row, successes, responses in draws.results:
         if row in draws.places:

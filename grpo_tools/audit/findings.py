@@ -56,7 +56,7 @@ class Findings:
         """File and line that is being checked; the text of a violation begins with it."""
 
     def check(self, rule: str, holds: bool, problem: str, *, fatal: bool = False) -> bool:
-        """Record the outcome of one check."""
+        """Record a check of a rule and return `holds`; a failed `fatal` check ends the audit."""
         self.checked[rule] += 1
         if not holds:
             line = one_line(f"{self.where}: {problem}")

@@ -72,7 +72,7 @@ class Segment:
 
     @property
     def inputs(self) -> int:
-        """Number of tokens of prompt and response before the segment's last one."""
+        """Number of tokens, from the prompt's first, that predict the segment's last token."""
         return len(self.response.trajectory.prompt_ids) + self.end - 1
 
 
@@ -102,7 +102,7 @@ def segments(response: Response, recompute_kv: bool) -> list[Segment]:
 
 
 def load_model(model: Path, adapter: Path | None = None) -> Any:
-    """Load a version's weights, in float32; an adapter is merged into its model."""
+    """Load a policy version's model in float32; a LoRA `adapter` is merged into `model`."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     if adapter is None:
         return loaded
@@ -150,7 +150,7 @@ def score(model: Any, todo: Sequence[Segment]) -> Iterator[tuple[Segment, NDArra
 
 
 def _logprobs(logits: Tensor, segment: Segment) -> NDArray[np.float64]:
-    """Return the logprobs of a segment's tokens; the last row of `logits` predicts its last one."""
+    """Return the logprobs of a segment's tokens; `logits` end with the row for its last token."""
     t = segment.response.trajectory
     rows = logits[segment.first - segment.end :].float() / t.temperature
     sampled = torch.from_numpy(t.response_ids[segment.first : segment.end].copy())
@@ -201,7 +201,7 @@ class Rescored:
         return "; ".join(found)
 
     def table(self) -> str:
-        """Return the lines to print."""
+        """Summarize how far the logprobs differ, as lines to print."""
         gaps = np.concatenate(self.gaps or [np.array([math.nan])])
         return (
             f"rescored: {sum(map(len, self.gaps)):,} trained tokens of {self.steps} steps under "
@@ -230,7 +230,7 @@ class CannotRescoreError(Exception):
 
 
 def rescore(output_dir: Path) -> Rescored:
-    """Recompute the logprobs of all tokens that a run trained, without steps rolled back later.
+    """Recompute and compare the logprobs of all tokens that a run trained and did not roll back.
 
     Raises a CannotRescoreError if a step has no checkpoint, or the sampling cannot be repeated.
     """
@@ -355,7 +355,7 @@ def _checksum(files: Iterable[Path]) -> str:
 
 
 def _check_sampling(config: Record) -> None:
-    """Refuse a run whose sampler cuts, as top_p does: such logprobs are not computed here."""
+    """Refuse a run whose sampler excludes tokens, as top_p does: this audit cannot repeat that."""
     for name, neutral in TRUNCATION.items():
         given = (config.get("generator") or {}).get(name, neutral)
         if given != neutral and not (name == "top_k" and given == -1):

@@ -31,14 +31,14 @@ def most_reused(start: Record) -> int:
 
 
 def reusable(pool: Pool, start: Record, version: int) -> Pool:
-    """Return the groups that a step from this version, or a later one, may train again."""
+    """Return the groups that a step from policy `version`, or a later one, may train again."""
     uses, oldest = start["replay_generation"]["max_uses"], version - start["max_staleness"]
     kept = {n: each for n, each in pool.items() if each.oldest_version >= oldest}
     return {n: each for n, each in kept.items() if each.uses < uses}
 
 
 def chosen(pool: Pool, start: Record, version: int) -> list[int]:
-    """Return the groups that the step from this version trains again."""
+    """Return the numbers of the groups that the step from policy `version` must train again."""
 
     def priority(number: int) -> float:
         each = pool[number]

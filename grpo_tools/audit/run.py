@@ -89,7 +89,7 @@ class RunAudit:
         """Name of an event -> its check; of other events, only the fields are checked."""
 
     def follow(self, line: bytes, number: int) -> None:
-        """Check the next line."""
+        """Check the next line of the receipts: its hash, its fields and the rules of its event."""
         where = self._findings.where = f"{self._name} line {number}"
         fields, event = self._check_link(line.removesuffix(b"\n")), Record()
         try:

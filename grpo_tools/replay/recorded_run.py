@@ -1,4 +1,4 @@
-"""Keeps a replay in the recorded order: that of the run's events, and of each engine's commands."""
+"""Keeps a replay in the recorded order of the run's events and of each engine's commands."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RecordedOrder:
         self._checksums = {e["version"]: e["checksum"] for e in events if e["event"] == "load"}
 
     async def wait_turn(self, event: str, fields: Mapping[str, Any]) -> bool:
-        """Wait until an event may happen; return whether the recording has it."""
+        """Wait for an event's recorded turn; return False if no such event is left to repeat."""
         key = _key(event, fields)
         while self._left[key]:
             if _key(self._next["event"], self._next) == key:
@@ -85,7 +85,7 @@ class RecordedOrder:
         self._moved = asyncio.Event()
 
     def compare(self, event: Event) -> None:
-        """Compare a step's batch, or a load's weights, with the recorded ones."""
+        """Raise a ReplayError if a step's batch or loaded weights differ from the recorded ones."""
         if event["event"] == "step":
             step = event["step"]
             what = f"in step {step}: its batch has the hash"
@@ -100,7 +100,7 @@ class RecordedOrder:
         return self._left[_key(event, identity)] > 0
 
     def next_batch(self) -> tuple[list[int], list[int]] | None:
-        """Return ids of the next groups to leave the buffer: (to train, stale); None if none do."""
+        """Return ids of groups that leave the buffer next: (to train, stale); None if none will."""
         for event in self._to_come:
             if event["event"] == "sample":
                 return event["groups"], []
@@ -160,7 +160,7 @@ def _describe(event: str, fields: Mapping[str, Any]) -> str:
 
 
 class RecordedSchedule:
-    """The `RecordedCommands` of one generator process: (engine step, name) of each."""
+    """The recorded commands of one generator process, each with the engine step it came before."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class RecordedSchedule:
         self._left[name] -= 1
 
     def choose(self, arrived: Arrived, changed: Condition, step: int, idle: bool) -> int | None:
-        """Return the index in `arrived` of the command due before a step; wait until it arrives."""
+        """Wait for the command due before a step, if any; return its index in `arrived` or None."""
         entries = self._entries
         due_step, due_name = entries[0] if entries else (step, STOP)
 

@@ -34,7 +34,7 @@ class Times:
     train_s_per_token: float
     """Part of a training step for each token of prompts and responses."""
     train_scatter: tuple[float, ...]
-    """Recorded seconds of each training step, divided by its fitted seconds."""
+    """Ratio of recorded to fitted seconds for each training step, scaled to a mean of 1."""
     collect_s: float
     """A generator's work for each response outside the engine: environment, packing."""
     reward_s: float
@@ -56,19 +56,19 @@ class Times:
         return self.step_s + per_sequence + self.step_s_per_prompt * prompts
 
     def train(self, response_tokens: int, groups: float, ranks: int) -> float:
-        """Return the seconds of a training step."""
+        """Return the seconds of a training step whose tokens are divided among `ranks` trainers."""
         tokens = response_tokens + groups * self.prompt_tokens
         return self.update_s + self.train_s_per_token * tokens / ranks
 
     def reference(self, response_tokens: float) -> float:
-        """Return the seconds of a group's reference logprobs."""
+        """Return the seconds that a reference takes for the logprobs of a group."""
         return self.reference_s_per_token * (response_tokens + self.prompt_tokens)
 
 
 class Lengths:
-    """Draws the lengths of a group's responses from those of recorded groups, cut at `longest`.
+    """Draws a group's response lengths (tokens) from a recorded group's, cut at `longest`.
 
-    A group id gives the same lengths in every simulation, so that they can be compared.
+    A group id gives the same lengths in every simulation, so that simulations can be compared.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]], longest: int, seed: int) -> None:
@@ -77,7 +77,7 @@ class Lengths:
         self.mean = statistics.fmean(tokens for group in self._groups for tokens in group)
 
     def of_group(self, group_id: int, size: int) -> list[int]:
-        """Return the lengths of a group's responses, in tokens."""
+        """Return the lengths of the `size` responses of a group, in tokens."""
         draw = random.Random(f"{self._seed} {group_id}")
         recorded = draw.choice(self._groups)
         if size <= len(recorded):
@@ -86,7 +86,7 @@ class Lengths:
 
 
 WARM_UP_STEPS = 5
-"""Number of first steps that means over steps leave out, because the pipeline still fills."""
+"""Number of first steps that are left out of means, because the pipeline is still filling."""
 SIMULATED = (
     *("num_generators", "num_trainers", "num_references", "rollouts_in_flight"),
     *("push_every_n_steps", "pull_every_m_rollouts", "max_staleness", "stale_groups"),
@@ -116,7 +116,7 @@ class Recorded:
 
 
 def read_setup(config: Record, has_references: bool) -> Settings:
-    """Read the settings of a run; refuse what is not simulated."""
+    """Read a recorded run's settings; refuse a run with features that are not simulated."""
     setup = read_settings(config)
     for key in _NOT_SIMULATED:
         if getattr(setup, key):
@@ -125,7 +125,7 @@ def read_setup(config: Record, has_references: bool) -> Settings:
 
 
 def changed(setup: Settings, overrides: Sequence[str]) -> Settings:
-    """Return the settings with some keys changed."""
+    """Return the settings changed by `key=value` overrides; refuse keys that are not simulated."""
     for override in overrides:
         key = override.partition("=")[0]
         if key not in SIMULATED:

@@ -24,8 +24,8 @@ from grpo_tools.simulate.virtual_time import BusyTime, T, now
 class VirtualEngine:
     """Simulates an engine that adds one token to every running sequence per step, as vLLM does.
 
-    It waits once for all steps in which no sequence begins or ends. A request or new weights that
-    arrive meanwhile enter at the end of the present step.
+    A single wait stands for all steps until a sequence begins or ends. A request or new weights
+    that arrive meanwhile enter at the end of the present step.
     """
 
     def __init__(self, times: Times, max_num_seqs: int) -> None:
@@ -41,7 +41,7 @@ class VirtualEngine:
         self.busy = BusyTime()
 
     def sample(self, tokens: int) -> asyncio.Future[Counter[int]]:
-        """Queue a response; its future gives policy version -> number of tokens it sampled."""
+        """Queue a response; its future gives policy version -> number of tokens that it sampled."""
         return self._queue(self._waiting, tokens)
 
     def load(self, version: int) -> asyncio.Future[None]:
@@ -55,7 +55,7 @@ class VirtualEngine:
         return future
 
     async def run(self) -> None:
-        """Make steps forever."""
+        """Make engine steps forever, and wait while there is nothing to do."""
         while True:
             if not (self._waiting or self._loads or self._running):
                 self._arrived.clear()
@@ -83,7 +83,7 @@ class VirtualEngine:
         return entering
 
     async def _make_steps(self, prompts: int) -> None:
-        """Make steps until a sequence ends, or until the end of the step in which one arrives."""
+        """Make steps until a sequence ends, or to the step in which a request or weights arrive."""
         sequences, began = len(self._running), now()
         first = self._times.engine_step(sequences, prompts)
         later = self._times.engine_step(sequences)
@@ -235,7 +235,7 @@ class VirtualReference:
 
 
 class VirtualRole:
-    """Stands in for `cluster.role.Role`: it calls the methods of its role in this process."""
+    """Stands in for `cluster.role.Role`: calls the methods of `target` in this process."""
 
     lost = False
 

@@ -83,9 +83,9 @@ def connected(
     push_every_n_steps: int,
     pull_every_m_rollouts: int,
 ) -> Any:
-    """Build the recipe on the roles of each family; `run` takes the place of its `Run`.
+    """Build the recipe on given roles (family -> roles), with `run` in place of its `Run`.
 
-    Trainers get response lengths as advantages: step times depend on them.
+    Trainers get the response lengths in place of advantages: step times depend on lengths.
     """
     recipe = _recipe_class()()
     limits = Timeouts.model_construct(None, **dict.fromkeys(Timeouts.model_fields, _PATIENCE_S))
@@ -174,7 +174,7 @@ class _Simulation:
             self._recipe.dynamic_sampling = keeps
 
     async def run(self) -> Prediction:
-        """Run the loops to their end."""
+        """Run the recipe's loops to their end; return what happened."""
         engines = [asyncio.create_task(engine.run()) for engine in self._engines]
         await self._recipe.loops()
         for engine in engines:

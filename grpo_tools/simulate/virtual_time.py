@@ -43,7 +43,7 @@ def run_in_virtual_time(work: Coroutine[Any, Any, T]) -> T:
 
 
 def now() -> float:
-    """Return the seconds since the loop began."""
+    """Return the virtual seconds since the event loop began."""
     return asyncio.get_running_loop().time()
 
 
@@ -63,5 +63,5 @@ class BusyTime:
             self._ended, self._since = self.seconds(), None
 
     def seconds(self) -> float:
-        """Return the seconds up to now; work may be under way."""
+        """Return the busy seconds so far, including those of work that is under way."""
         return self._ended + (0.0 if self._since is None else now() - self._since)
