@@ -35,7 +35,7 @@ class Fault:
     stop: bool = False
     """Whether the process is stopped (SIGSTOP), not killed."""
     awaited: bool = False
-    """Whether training steps wait until the role is back: the run cannot end without it."""
+    """Whether training steps end only after the role is back: the run cannot end without it."""
 
 
 def forked_recipe(folder, faults):

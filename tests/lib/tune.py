@@ -19,7 +19,7 @@ VLLM = "generator.backend=vllm"
 
 @pytest.fixture
 def tune(tiny_policy, tmp_path):
-    """Return a function that starts a run; afterwards, check that no process or file is left."""
+    """Give `start(*overrides)` -> (process, folder of the run); checks that nothing is left."""
     with starter(tiny_policy, tmp_path) as start:
         yield start
 
