@@ -31,7 +31,7 @@ def state_text(history: History, metrics: Sequence[Record], *, live: bool = Fals
 
 
 def history_tables(history: History, events: Sequence[Record], phases: Sequence[Record]) -> str:
-    """Return HTML tables of attempts, restarts, rollbacks, and of how the last attempt began."""
+    """Return HTML tables of attempts, restarts, rollbacks, and the last attempt's start and end."""
     if not history.starts:
         return part("about", "no receipts.jsonl: attempts are unknown")
     rows = []
