@@ -39,15 +39,15 @@ class Measured:
     step_s: float
     """Wall time of a step, from taking a batch to publishing its weights."""
     wait_s: float
-    """Part of it: the trainer waits for a batch."""
+    """Part of `step_s` in which the trainer waits for a batch."""
     train_s: float
-    """Part of it: training and publishing."""
+    """Part of `step_s` for training and publishing."""
     ms_per_sample: float
     staleness: float
 
 
 def cores() -> tuple[int, int]:
-    """Two cores of this process's affinity."""
+    """Return two CPU cores that this process may use."""
     usable = sorted(os.sched_getaffinity(0))
     if len(usable) < 2:
         raise SystemExit("needs two cores: one for the generator, one for the trainer")
@@ -89,7 +89,7 @@ def run(schedule: str, num_steps: int, folder: Path) -> Measured:
 
 
 def measured_of(folder: Path) -> Measured:
-    """Means of a run's metrics over its steps, without the first `WARM_UP_STEPS`."""
+    """Return means of a run's metrics over its steps, without the first `WARM_UP_STEPS`."""
     steps = list(steps_of(folder))[WARM_UP_STEPS:]
 
     def mean(key: str) -> float:

@@ -1,23 +1,25 @@
-"""Measure samples per second of three jobs beside TRL's GRPOTrainer, with both of our backends.
+"""Compare our samples per second with TRL's GRPOTrainer on three jobs, with both of our backends.
 
     python benchmarks/beside_trl.py              # --jobs, --seeds, --steps, --trl-environment
     python benchmarks/beside_trl.py --until 0.9  # steps to a held-out success, of the demo
 
 *demo* is the demo's job; *long* has prompts of 200 tokens and responses of up to 128, by a random
 model of 20 M parameters; *ragged* has responses of geometric length with mean 40, cut off at 256.
-TRL has an environment of its own, made at the first use, both cores, and generates by transformers.
+TRL runs in a virtual environment of its own, made at the first use. It has both cores, and
+generates by transformers.
 
 Model, prompts, groups, lengths, reward, temperature, steps, AdamW (fused), learning rate, clipping
 and loss (the mean over tokens, clipped at 0.2, no KL) are the same, in float32; nothing is
 evaluated. What cannot be the same: ours is asynchronous, with a staleness of at most 2; prompts and
 samples are drawn in other orders; ours trains micro-batches of 4096 tokens, TRL its whole batch.
-Waiting threads of OpenMP sleep on both sides: TRL's are slower when they spin, on a busy machine.
+Waiting threads of OpenMP sleep on both sides: on a busy machine TRL's are slower when they spin.
 
-The first `WARM_UP` steps are left out, and of ours the last ones, beside whose training nothing is
-left to sample. The runs take turns, a seed for each turn.
+The first `WARM_UP` steps are left out. So are the last steps of our runs: while they train, nothing
+is left to sample. The runs take turns, a seed for each turn.
 
-`--until` counts training steps, so that evaluations cost no time: seconds are steps by the rate.
-Both sides answer all held-out prompts once every `EVALUATED` steps, at temperature 1.
+`--until` counts training steps, not seconds, so that evaluations cost no time; the measured speed
+turns steps into seconds. Both sides answer all held-out prompts once every `EVALUATED` steps, at
+temperature 1.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ LARGER = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 5}
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained on both sides; lengths are in tokens, `response` is the longest."""
+    """What both sides train; lengths are in tokens, and `response` is the longest."""
 
     steps: int
     """Measured steps of each run."""
@@ -70,9 +72,9 @@ class Job:
     template: str = "{question}"
     prompt: int = 64
     shape: dict[str, int] | None = None
-    """Of a random model, where it differs from the demo's policy; None: that policy."""
+    """Sizes in which a random model differs from the demo's policy; None: that policy itself."""
     mean_response: int | None = None
-    """Of a random model; None: its end token is as probable as others."""
+    """Mean tokens of a random model's response; None: its end token is as probable as others."""
 
 
 JOBS = {
@@ -120,7 +122,7 @@ def build_random_model(job: Job, folder: Path) -> None:
 def run_ours(
     backend: str, job: Job, base: Path, folder: Path, seed: int, every: int | None = None
 ) -> list[dict[str, Any]]:
-    """Run a job with one of our backends, evaluated `every` steps; return its metrics."""
+    """Run a job with one of our backends, evaluated `every` steps; return each step's metrics."""
     sizes, steps = {**ARCHITECTURE, **(job.shape or {})}, WARM_UP + job.steps + IN_ADVANCE
     keys: dict[str, Any] = {
         **{"output_dir": folder, "base_model_path": base, "seed": seed, "num_steps": steps},
@@ -144,7 +146,7 @@ def run_ours(
 def run_trl(
     python: Path, job: Job, base: Path, folder: Path, seed: int, every: int | None = None
 ) -> list[dict[str, Any]]:
-    """Run a job with TRL, evaluated `every` steps; return its steps by our metrics' names."""
+    """Run a job with TRL, evaluated `every` steps; return each step's metrics, named as ours."""
     given = {"base": str(base), "steps": WARM_UP + job.steps, "seed": seed, "evaluated": every}
     file, log = folder / "job.json", folder / "steps.jsonl"
     folder.mkdir()
@@ -161,7 +163,7 @@ def run(command: list[Any], log: Path) -> list[dict[str, Any]]:
 
 
 def measured_of(steps: list[dict[str, Any]], samples: int) -> dict[str, float]:
-    """Measure a run that trained so many samples in each step."""
+    """Return speed, length and reward of a run that trained `samples` samples in each step."""
     timed = steps[WARM_UP:]
     seconds = timed[-1]["time/wall_clock"] - steps[WARM_UP - 1]["time/wall_clock"]
     return {
@@ -172,13 +174,13 @@ def measured_of(steps: list[dict[str, Any]], samples: int) -> dict[str, float]:
 
 
 def spread(values: Iterable[float]) -> str:
-    """Median, with the least and the greatest."""
+    """Return the median as text, with the least and the greatest value."""
     found = sorted(values)
     return f"{median(found):.3g} ({found[0]:.3g}..{found[-1]:.3g})"
 
 
 def rows_of(job: str, runs: dict[str, list[dict[str, float]]]) -> list[list[str]]:
-    """Rows of the table of one job; a ratio is of two runs of the same turn."""
+    """Return the table's rows of one job; a ratio compares two runs of the same turn."""
     rows = []
     for side, found in runs.items():
         pairs = [(ours[SPEED], trl[SPEED]) for ours, trl in zip(found, runs["TRL"], strict=True)]
@@ -188,7 +190,7 @@ def rows_of(job: str, runs: dict[str, list[dict[str, float]]]) -> list[list[str]
 
 
 def measure(python: Path, job: Job, seeds: int, folder: Path) -> dict[str, list[dict[str, float]]]:
-    """Run one job on all sides in turns."""
+    """Run one job on all sides in turns; return each side's measured runs."""
     base = DEFAULT_OUTPUT_DIR
     if job.shape is not None:
         in_child(build_random_model, job, base := folder / "base")
@@ -204,7 +206,7 @@ def measure(python: Path, job: Job, seeds: int, folder: Path) -> dict[str, list[
 
 
 def measure_until(goal: float, python: Path, seeds: int, folder: Path) -> list[list[str]]:
-    """Count the demo's steps to a held-out success, on both sides; a row for each."""
+    """Count the demo's steps until held-out success reaches `goal`; return a row for each side."""
     job, rows = replace(JOBS["demo"], steps=MOST_STEPS), []
     for side, train in (
         ("ours", partial(run_ours, "transformers")),

@@ -2,7 +2,7 @@
 
     python benchmarks/data.py [--rows 10000 100000 1000000]
 
-Each row has several problems of the tiny policy's data set, and its tokenizer counts them.
+Each row joins eight problems of the tiny policy's data set; the tiny policy's tokenizer encodes it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def write_rows(path: Path, problems: list[dict[str, str]], count: int) -> None:
 
 
 def main() -> None:
-    """Print a table with a row for each size."""
+    """Print a table with a row for each size of the data set."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000, 10_000, 100_000])
     arguments = parser.parse_args()

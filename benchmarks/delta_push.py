@@ -2,9 +2,10 @@
 
     python benchmarks/delta_push.py              # --steps, --repeats, --size, --output
 
-Two runs of the demo, at its learning rate and at 1e-6, save a checkpoint after each step. It has
-the weights that the step pushes; rounded to bf16 it has those that `dtype: bf16` would push of the
-same float32 weights. The product's own code encodes each step from the one before, rebuilds it, and
+A delta push sends generators only what changed since the push before. Two runs of the demo, at its
+learning rate and at 1e-6, save a checkpoint after each step. A checkpoint has the weights that the
+step pushes; rounded to bf16, it has what `dtype: bf16` would push of the same float32 weights. The
+product's own code encodes each step's weights against those of the step before, rebuilds them, and
 compares the checksums. Times are CPU seconds of one thread for random weights of `--size` million
 elements with a deviation of 0.02, each moved by a step of Adam's size.
 """
@@ -51,7 +52,7 @@ class Step:
     """What changed in one training step."""
 
     elements: float
-    """Share of the elements with other bytes."""
+    """Share of the weights' elements whose bytes changed."""
     nbytes: float
     """Bytes of the delta, as a share of the whole push."""
 
@@ -67,13 +68,13 @@ def train(rate: str, num_steps: int, folder: Path) -> None:
 
 
 def weights_of(folder: Path, step: int, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
-    """Weights after a step, as a push of that dtype has them."""
+    """Return the weights after a step, as a push of that dtype has them."""
     tensors = load_file(folder / "checkpoints" / f"step_{step}" / "model.safetensors")
     return [(name, tensor.to(dtype)) for name, tensor in sorted(tensors.items())]
 
 
 def changes(steps: Sequence[list[tuple[str, Tensor]]]) -> list[Step]:
-    """What changed in each step; checks that the rebuilt weights have the right bits."""
+    """Return what changed in each step; check that the rebuilt weights have the right bits."""
     encoder, rebuilt, found = DeltaEncoder(), RebuiltWeights(), []
     version = NO_BASE
     for number, tensors in enumerate(steps):
@@ -90,7 +91,7 @@ def changes(steps: Sequence[list[tuple[str, Tensor]]]) -> list[Step]:
 
 
 def changed_elements(before: list[tuple[str, Tensor]], after: list[tuple[str, Tensor]]) -> float:
-    """Share of the elements that have other bytes."""
+    """Return the share of the elements whose bytes differ."""
     whole = {2: torch.int16, 4: torch.int32}
     changed = total = 0
     for (_, old), (_, new) in zip(before, after, strict=True):
@@ -101,13 +102,13 @@ def changed_elements(before: list[tuple[str, Tensor]], after: list[tuple[str, Te
 
 
 def with_whole_pushes(delta: float) -> float:
-    """Mean share of all pushes in a long run of deltas of one share, with the whole ones."""
+    """Return a long run's mean push, as a share of a whole one: one whole push, then deltas."""
     deltas = max(1, min(MAX_DELTAS, int(1 / delta)))
     return (1 + deltas * delta) / (1 + deltas)
 
 
 def bytes_table(found: dict[tuple[str, str], list[Step]]) -> str:
-    """Table of the shares: first step, and median and range of the settled ones."""
+    """Tabulate the shares of elements and bytes: first step; median and range of settled steps."""
 
     def cells(shares: list[float]) -> list[str]:
         settled = shares[SETTLED:]
@@ -127,7 +128,7 @@ def bytes_table(found: dict[tuple[str, str], list[Step]]) -> str:
 
 
 def moved(size: int, rate: float, dtype: torch.dtype) -> tuple[Bucket, Bucket]:
-    """Random weights before and after a step of Adam's size, as buckets."""
+    """Return random weights before and after a step of Adam's size, packed as a push packs them."""
     torch.manual_seed(0)
     names = [f"layer.{number}" for number in range(size // 10**6)]
     before = {name: 0.02 * torch.randn(1000, 1000) for name in names}
@@ -140,7 +141,7 @@ def moved(size: int, rate: float, dtype: torch.dtype) -> tuple[Bucket, Bucket]:
 
 
 def cpu_seconds(cases: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median of the CPU seconds of each case, in alternation."""
+    """Run the cases in alternation; return the median CPU seconds of each."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats):
         for name, run in cases.items():
@@ -152,7 +153,7 @@ def cpu_seconds(cases: dict[str, Callable[[], object]], repeats: int) -> dict[st
 
 
 def times_row(size: int, rate: str, dtype: str, repeats: int) -> list[str]:
-    """Row of the table of times: what a whole push computes, and what a delta adds."""
+    """Return a row of the table of times: what a whole push takes, and what a delta push adds."""
     base, new = moved(size, float(rate), DTYPES[dtype])
     tensors = list(unpack_buckets([new]).items())
     buffers = BucketBuffers(len(new[1]), pinned=False)

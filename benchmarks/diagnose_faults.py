@@ -48,7 +48,7 @@ class Loss:
 
 
 def edited(name: str, run: Path) -> None:
-    """Plant what no short run on a CPU can have."""
+    """Plant a fault that no short run on a CPU can have into the files of a clean run."""
     metrics, receipts, beats, config = (
         run / file
         for file in ("logs/metrics.jsonl", "receipts.jsonl", "logs/heartbeats.jsonl", "config.yaml")

@@ -2,8 +2,9 @@
 
     nice -n 5 python benchmarks/diagnose_runs.py FOLDER [NAME ...]
 
-Makes each run that FOLDER lacks (of the tiny policy, about a minute), and looks at all of them, or
-at those whose names begin with a NAME, such as ill. Some ill runs are made from clean_default.
+Makes each run that FOLDER lacks (of the tiny policy, about a minute each), and diagnoses them all.
+With NAMEs, it takes only runs whose names begin with one of them, such as ill. Some ill runs are
+edited copies of clean_default.
 """
 
 import json
@@ -44,7 +45,7 @@ drift            | generator and trainer drift apart |
 leak             | memory will not last |
 disk             | the disk will not last |
 """
-"""Name, what must be said first, overrides; without any, `edited` changes a clean run's files."""
+"""Name, finding that must come first, overrides; with none, `edited` edits a clean run's files."""
 CLEAN = """
 default          | num_steps=60
 seed 1           | seed=1
@@ -77,7 +78,7 @@ WORDS = {
 
 
 def make(run: Path, overrides: list[str]) -> None:
-    """Make a run unless it is there."""
+    """Make a run, unless its folder exists."""
     if run.exists():
         return
     config = [each.split("=")[1] for each in overrides if each.startswith("--config=")]
@@ -103,7 +104,7 @@ def look(run: Path) -> list[str]:
 
 
 def cases(folder: Path) -> dict[str, tuple[str, list[str]]]:
-    """Return folder -> what must be said first, and overrides."""
+    """Return name of a run's folder -> finding that must come first, and overrides of the run."""
     words = WORDS | {"other": str(folder / "other.jsonl")}
     clean = CLEAN.strip().replace("|", "| nothing looks wrong |").splitlines()
     found = {}

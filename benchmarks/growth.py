@@ -1,11 +1,11 @@
-"""Measure what grows with a run: generators in the driver, and steps in the tools that read it.
+"""Measure how CPU time grows: the driver's with the generators, that of tools with the steps.
 
     python benchmarks/growth.py --plot docs/results/growth.svg
         # --steps 100 1000 10000 --generators 1 8 64 256
 
-The recipe's own loops run in this process with roles that answer at once, real ledger and receipts:
-what is left is the driver's own work. Their receipts, with 60 metrics a step, are then read by the
-tools, each in a process of its own. CPU seconds, of all processes.
+The recipe's own loops run in this process, with a real ledger and receipts, and with roles that
+answer at once: what is left is the driver's own work. Then the tools read these receipts and 60
+metrics a step, each tool in a process of its own. Times are CPU seconds, of all processes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CONFIG = "max_staleness: {}\ngroups_per_step: {}\ngroup_size: {}\nnum_steps: {}\
 
 
 class Generator:
-    """Answers at once; it has room for two groups. `versions` gets the version of each group."""
+    """Stand-in that answers at once, has room for two groups, and notes groups' versions."""
 
     def __init__(self, versions: dict[int, int]) -> None:
         self.version, self._versions = 0, versions
@@ -81,19 +81,19 @@ class Generator:
         return pack([]), summary, {}
 
     async def load_weights(self, version: int, *buckets: Any) -> tuple[int, str, None]:
-        """Take a version."""
+        """Take the version of a push, which has no weights here."""
         self.version = version
         return version, snapshot_checksum(() for _ in buckets), None
 
 
 class Trainer:
-    """Trains nothing."""
+    """Stand-in that trains nothing, and only counts policy versions."""
 
     def __init__(self) -> None:
         self.version = 0
 
     async def train_step(self, *_: Any) -> StepResult:
-        """Make the next version."""
+        """Count one version more."""
         self.version += 1
         facts: dict[str, Any] = {"token_versions": {}, "token_logprobs": {}, "metrics": {}}
         facts |= {"trained_tokens": TOKENS, "skipped_because": ""}
@@ -109,7 +109,7 @@ class Trainer:
 
 
 class Run:
-    """Stands in for the run's records; writes each step's outcome, and its metrics."""
+    """Stands in for the product's run: writes each step's outcome, and its metrics."""
 
     def __init__(self, folder: Path, ledger: Ledger, versions: dict[int, int]) -> None:
         self._ledger, self._versions, self._random = ledger, versions, random.Random(0)
@@ -117,17 +117,17 @@ class Run:
         self._metrics = (folder / "logs" / "metrics.jsonl").open("w")
 
     async def restore(self) -> None:
-        """Nothing to restore."""
+        """Do nothing: there is nothing to restore."""
 
     async def begin(self, tasks: asyncio.TaskGroup) -> None:
-        """Nothing to begin."""
+        """Do nothing: there is nothing to begin."""
 
     def has_trainable(self, group: Any) -> bool:
-        """Every group."""
+        """Return True: every group can be trained."""
         return True
 
     async def finish_step(self, batch: Any, advantages: Any, result: StepResult) -> None:
-        """Commit the step."""
+        """Tell the ledger what became of the step's tokens, and write the step's metrics."""
         ledger, of_group = self._ledger, GROUP_SIZE * TOKENS
         groups = [entry.group_id for entry in batch.entries]
         counts: Counter[str] = Counter()
@@ -185,7 +185,7 @@ def drive(folder: Path, generators: int, groups_per_step: int, steps: int) -> tu
 
 
 def read(tool: str, folder: Path) -> float:
-    """Run a tool on a run; return its CPU seconds."""
+    """Run one of the tools on a run's folder; return its CPU seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "grpo_tools", tool, str(folder)]
     subprocess.run(command, check=True, capture_output=True)

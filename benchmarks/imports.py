@@ -34,7 +34,7 @@ PROCESSES = {
 
 
 def imported(modules: str) -> tuple[float, int, Counter[str]]:
-    """Return seconds, number of modules, and microseconds by package."""
+    """Import modules in a new Python; return seconds, number of modules, microseconds a package."""
     command = [sys.executable, "-X", "importtime", "-c", f"import {modules}"]
     path = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "recipes")}
     run = subprocess.run(command, check=True, capture_output=True, text=True, env=path)

@@ -31,7 +31,7 @@ def slope(points: list[tuple[float, float]]) -> float:
 
 
 def rows(heartbeats: list[dict[str, Any]], num_steps: int) -> list[list[str]]:
-    """One table row per role: final resource use and growth of memory."""
+    """Return a table row for each role: its use of resources at the end, and memory growth."""
     roles = defaultdict(list)
     for beat in heartbeats:
         roles[beat["role"]].append(beat)

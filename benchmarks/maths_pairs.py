@@ -1,4 +1,4 @@
-"""Counts verdicts as a mathematician's on the pairs of the tests, ours and plain math-verify's."""
+"""Counts how often our maths reward and plain math-verify judge the tests' answer pairs rightly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAIRS = Path(__file__).parents[1] / "tests/unit/rewards/maths_pairs.tsv"
 
 
 def plain(known: str, given: str) -> float:
-    """Compare as math-verify does by itself."""
+    """Score a given answer against the known one with math-verify alone."""
     sides = [
         math_verify.parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
         for text in (f"${known}$", rf"\boxed{{{given}}}")
@@ -26,7 +26,7 @@ def plain(known: str, given: str) -> float:
 
 
 def main() -> None:
-    """Write the counts of right verdicts, wrong ones paid, and right ones not paid."""
+    """Print for each of the two: verdicts as wanted, wrong answers paid, right answers not paid."""
     reward = MathCorrectness("boxed")
     counts: dict[str, Counter[str]] = {"ours": Counter(), "math-verify": Counter()}
     for line in PAIRS.read_text(encoding="utf-8").splitlines()[1:]:

@@ -64,7 +64,7 @@ def interleaved(
 def in_child(
     function: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs
 ) -> _Result:
-    """Call a module-level function in a fresh process."""
+    """Call a module-level function in a fresh process; return its result."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
         return pool.submit(function, *args, **kwargs).result()
@@ -90,7 +90,7 @@ def in_lean_child(
 
 
 def peak_memory_gib(run: Callable[[], object], device: str = "cpu") -> float:
-    """Peak increase of memory while a function runs."""
+    """Return by how many GiB the memory in use rises at most while a function runs."""
     gc.collect()
     if device == "cuda":
         _synchronize(device)
@@ -111,7 +111,7 @@ def _synchronize(device: str) -> None:
 
 
 def _resident(name: str) -> int:
-    """A field of /proc/self/status in bytes."""
+    """Return a field of /proc/self/status, such as VmRSS, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024

@@ -88,7 +88,7 @@ class PaddedBatch:
         )
 
     def rows(self, start: int, end: int) -> PaddedBatch:
-        """A micro-batch with all columns of the batch."""
+        """Return some rows as a micro-batch, which keeps all columns of the batch."""
         part = slice(start, end)
         return PaddedBatch(
             self.tokens[part],
@@ -144,7 +144,7 @@ class PaddedBaseline:
         return {"loss/total": float(total), "grad_norm": float(grad_norm)}
 
     def _losses(self, batch: PaddedBatch) -> tuple[Tensor, Tensor]:
-        """Losses [B, R] and the mask [B, R] of response tokens."""
+        """Return losses [B, R] and the mask [B, R] of response tokens."""
         width = batch.num_prompt_columns
         logits = self._model(
             batch.tokens,

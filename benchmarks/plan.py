@@ -61,7 +61,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a batch and trainer ranks; or a reference."""
+    """What is measured: a model, a batch and trainer ranks, or a reference."""
 
     name: str
     width: int = 256
@@ -70,7 +70,7 @@ class Case:
     ranks: int = 1
     checkpointing: bool = False
     tokens: int = 1024
-    """Of a micro-batch."""
+    """Token budget of a micro-batch."""
     groups: int = 4
     response: int = 128
     """Tokens of the longest response."""
@@ -105,7 +105,7 @@ class Case:
 
     @property
     def build_model(self) -> Any:
-        """Builds the torchtune model."""
+        """Function that builds the torchtune model."""
         return partial(config.instantiate, self.cfg.model)
 
 
@@ -179,7 +179,7 @@ def peaks_of_rank(case: Case, folder: Path, rank: int, meeting: Rendezvous | Non
 
 
 def batches(case: Case) -> list[PackedTrajectories]:
-    """Batches of responses that are all as long as allowed, spread below that, and short."""
+    """Return three batches: responses all as long as allowed, spread below that, and short."""
     longest, size = case.response, case.cfg.group_size
     lengths = [
         np.full(size, longest),
@@ -279,7 +279,7 @@ def _trainer(case: Case, folder: Path, rank: int, meeting: Rendezvous | None) ->
 
 
 def _allocated(profiler: Any) -> int:
-    """The allocator's most bytes at once while the part `measured` ran."""
+    """Return the most bytes that the allocator held at once while the part `measured` ran."""
     events = profiler.profiler.kineto_results.events()
     began = next(event.start_ns() for event in events if event.name() == "measured")
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
@@ -303,7 +303,7 @@ PUBLISHED = {
 
 
 def sizes_of(name: str) -> tuple[int, int]:
-    """Parameters of one of the models: all of them, and those that are not embeddings."""
+    """Return the parameters of a Qwen2.5 model: all of them, and those that are not embeddings."""
     sizes = ModelSizes.of(getattr(qwen2_5, name))
     embeddings = sizes.vocabulary * sizes.dim
     is_tied = len(sizes.units) == sizes.num_layers + 2

@@ -37,7 +37,7 @@ from grpo_components.settings import GeneratorSettings
 
 GROUP_SIZE, IN_FLIGHT, RESPONSE = 8, 64, 40
 TURNS, TURN = 3, 12
-"""Turns of a conversation, and tokens of one."""
+"""Turns of a conversation, and sampled tokens of a turn."""
 
 
 class StandInEngine:

@@ -68,7 +68,7 @@ PROMPT_LENGTHS = (32, 64)
 SHORTEST_RESPONSE = 8
 CLIP, KL_COEFF, LEARNING_RATE = 0.2, 0.001, 1e-6
 NEVER_STALE = StalenessContract(10**6, 1)
-"""Every repeat trains the same tokens, while the trainer's version increases."""
+"""Bound that no token exceeds: every repeat trains the same tokens, while the version increases."""
 TIMEOUT_S = 600.0
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen2_5_0_5b": qwen2_5_0_5b,
@@ -84,7 +84,7 @@ class Setting:
 
     model: str = "tiny"
     vocabulary: int = VOCABULARIES[0]
-    """Of the tiny model."""
+    """Size of the tiny model's vocabulary."""
     device: str = "cpu"
     dtype: str = "fp32"
     sequences: int = 16
@@ -99,7 +99,7 @@ class Setting:
 
     @property
     def build_model(self) -> Callable[[], Any]:
-        """Builds the torchtune model."""
+        """Function that builds the torchtune model."""
         if self.model in MODELS:
             return MODELS[self.model]
         return partial(
@@ -151,7 +151,7 @@ def write_base_model(setting: Setting, folder: Path) -> None:
 
 
 def ragged_batch(setting: Setting) -> Batch:
-    """Groups of random tokens, and advantages.
+    """Return groups of random tokens, and advantages.
 
     Long-tailed lengths of responses are log-normal with sigma 1 and a median of a quarter of the
     longest one allowed, so one in twelve is truncated. A random model gives every token about the
@@ -204,7 +204,7 @@ def all_lengths(trajectories: Sequence[Trajectory]) -> list[int]:
 
 
 def our_plan(setting: Setting, trajectories: Sequence[Trajectory]) -> list[list[int]]:
-    """The trainer's micro-batches, as lists of indices."""
+    """Return our trainer's micro-batches, as lists of trajectories' indices."""
     budget = setting.tokens_per_micro_batch
     return plan_micro_batches(parts_of(trajectories), lambda tokens, _: tokens, 1, budget)[0]
 
@@ -259,7 +259,7 @@ def build_ours(setting: Setting, folder: Path) -> Trainer:
 
 
 def build_baseline(setting: Setting, folder: Path, num_micro_batches: int) -> PaddedBaseline:
-    """Build the baseline with the same model, precision and FSDP."""
+    """Build the baseline with the model, precision and FSDP that our trainer has."""
     if torch.distributed.is_initialized():  # by our trainer in this process
         mesh = init_device_mesh(setting.device, (1,))
         meshes = Meshes(mesh, mesh, mesh)

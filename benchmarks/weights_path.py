@@ -168,7 +168,7 @@ class TrainerSide:
         return self._export_s
 
     def save_weights(self, file: str) -> int:
-        """Gather, convert and save, with no copies beyond those of safetensors."""
+        """Gather, convert and save, with no copies beyond safetensors' own; return the version."""
         from safetensors.torch import save_file
 
         weights: dict[str, torch.Tensor] = {}
@@ -418,7 +418,7 @@ class WeightsPath:
         return await self.generator.call("answers", timeout_s=TIMEOUT_S)
 
     async def measure(self, repeats: int) -> tuple[int, int]:
-        """Measure both paths in alternating order, after one untimed round."""
+        """Measure both paths in turns, after an untimed round; return the first push's memory."""
         await self.trainer.call("watch_memory", timeout_s=TIMEOUT_S)
         before = await self.push_and_pull()
         first_push = await self.trainer.call("memory_growth", timeout_s=TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Balances a run's token accounts: what became of every generated group and token."""
+"""Checks that each group and token that a run generated has one outcome: trained, dropped, ..."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from grpo_components.files import Record, records_of
 
 TRAINED_FROM = ("trained", "off_policy", "skipped", "written")
-"""Keys of `OF_TOKENS` whose tokens a step's `token_versions` counts."""
+"""Outcomes (keys of `OF_TOKENS`) whose tokens a step event also counts, in `token_versions`."""
 OF_TOKENS = {
     "trained": "trained",
     "stale": "masked: older than max_staleness",
@@ -48,13 +48,13 @@ class Amount:
 
 @dataclass
 class _Account:
-    """Groups and tokens by outcome up to a step, without what a rollback or resume undid."""
+    """Groups and tokens by outcome, of all steps so far that no rollback or resume undid."""
 
     outcomes: dict[str, Amount] = field(default_factory=dict)
     stock: dict[int, int] = field(default_factory=dict)
-    """Generated group without an outcome yet -> tokens sampled for it."""
+    """Id of a generated group that has no outcome yet -> tokens sampled for it."""
     again: Amount = Amount()
-    """Number of uses of reused groups after the first, and the tokens trained in these uses."""
+    """How often groups were trained again (`groups`), and with how many tokens (`tokens`)."""
     ungenerated: int = 0
     """Number of groups dropped before their generation ended."""
 
@@ -72,8 +72,9 @@ class Books:
     """Adds up the events of receipts.jsonl, and checks: generated = the sum of all outcomes.
 
     The left side counts each group when its generation ends. The right side counts its outcome: the
-    trainers count the tokens of a step's groups by outcome, the ledger the tokens of dropped groups
-    and of groups that have no outcome yet. A wrong count on either side shows as a residual.
+    trainers count the tokens of a step's groups, by outcome. The ledger (the driver's list of
+    groups) counts the tokens of dropped groups and of groups that have no outcome yet. A wrong
+    count on either side shows as a residual.
     """
 
     def __init__(self, resume_points: Iterable[int]) -> None:
@@ -90,7 +91,7 @@ class Books:
 
     @property
     def again(self) -> Amount:
-        """Number of uses of reused groups after the first, and the tokens trained in these uses."""
+        """How often groups were trained again (`groups`), and with how many tokens (`tokens`)."""
         return self._account.again
 
     @property
@@ -99,7 +100,7 @@ class Books:
         return self.generated - self._account.total() - self._undone
 
     def outcomes(self) -> dict[str, Amount]:
-        """Return outcome, in words -> its groups and tokens; outcomes without any are left out."""
+        """Return description -> groups and tokens, for each outcome that occurred."""
         found = {_UNDONE: self._undone, _IN_FLIGHT: self._account.in_flight()}
         found |= self._account.outcomes
         order = [*_ORDER, *sorted(found.keys() - {*_ORDER, *_LAST}), *_LAST]
@@ -111,7 +112,7 @@ class Books:
         return [(what, amount.groups, amount.tokens) for what, amount in rows.items()]
 
     def beside(self) -> list[str]:
-        """Return lines of text about what the balance leaves out."""
+        """Return lines on what the balance leaves out: repeated trainings, ungenerated groups."""
         lines = []
         if again := self.again.groups:
             lines.append(f"{again:,} uses of groups trained again: {self.again.tokens:,} tokens")
@@ -125,7 +126,7 @@ class Books:
         return f"{self.generated} generated = {right or 0}; residual {self.residual}"
 
     def follow(self, event: Record) -> None:
-        """Add the next event."""
+        """Add the next event of receipts.jsonl to the accounts."""
         account = self._account
         match event["event"]:
             case "start":
@@ -161,7 +162,7 @@ class Books:
         self._account, self._batch = now, []
 
     def _carry(self, counted: Mapping[int, int], account: _Account) -> None:
-        """Compare the tokens of groups without an outcome with the ledger's; keep the ledger's."""
+        """Check groups without an outcome against the ledger's token counts; adopt those counts."""
         for group in sorted(counted.keys() | account.stock.keys()):
             self._compare(group, account.stock.get(group), counted.get(group), "the ledger counts")
         account.stock = dict(counted)

@@ -42,14 +42,14 @@ def pytest_unconfigure():
 
 @pytest.fixture(scope="module")
 def engine_variables():
-    """The environment variables of an engine's role: vLLM reads them when it is imported."""
+    """Set the environment variables of a process with an engine: vLLM reads them at its import."""
     with mock.patch.dict(os.environ, engine_environment("cpu", "WARNING")):
         yield
 
 
 @pytest.fixture
 def num_gpus(monkeypatch):
-    """Let this machine have a number of GPUs."""
+    """Return a function that makes this machine seem to have a number of GPUs."""
 
     def has(count):
         monkeypatch.setattr("torch.cuda.is_available", lambda: count > 0)
@@ -60,7 +60,7 @@ def num_gpus(monkeypatch):
 
 @pytest.fixture(scope="session")
 def tiny_policy():
-    """Folder of the demo's policy, which nothing but tests of the same source uses.
+    """Return the folder of the demo's policy; only tests of the same version of its code use it.
 
     Built once per machine, by one of all workers of all sessions.
     """

@@ -1,4 +1,4 @@
-"""Computes what the rules need of a run: late values, trends, shares of time, settings."""
+"""Computes from a run's files what the diagnosis rules compare: averages, trends, use of time."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ class Run:
         return values_of(self.steps, key)
 
     def late(self, key: str, of: Callable[[list[float]], float] = statistics.median) -> float:
-        """Return a metric's median, or another average `of`, over the last third of the steps."""
+        """Average a metric over the last third of its values; `of` computes the average."""
         values = self.values(key)
         return math.nan if len(values) < _FEWEST else of(values[-(len(values) // 3) :])
 
     def trend(self, key: str, since: float = 0.0) -> Trend:
-        """Compare a metric's first and last third, without the first `since` (0 to 1) of steps."""
+        """Compare a metric's first and last third; `since`: share of early steps to leave out."""
         values = self.values(key)
         values = values[int(since * len(values)) :]
         if len(values) < FEWEST_OF_TREND:
@@ -102,13 +102,13 @@ class Run:
         return Trend(before, after, (after - before) / max(noise, 1e-12))
 
     def share_of_step(self, key: str) -> float:
-        """Return the share of `time/step` that the time `key` took, after the first two steps."""
+        """Return which share of `time/step` the metric `key` took, after the first two steps."""
         steps = self.steps[2:] if len(self.steps) >= _FEWEST else []
         whole = sum(values_of(steps, "time/step"))
         return sum(values_of(steps, key)) / whole if whole else math.nan
 
     def share_of_time(self, roles: str, *activities: str) -> float:
-        """Return the share of activities in the time after start-up; `roles`: prefix of names."""
+        """Return the share of time on activities, start-up aside; `roles`: how role names begin."""
         times = [each for role, each in self._seconds.items() if role.startswith(roles)]
         whole = sum(sum(each.values()) - each.get(STARTING, 0.0) for each in times)
         spent = sum(each.get(activity, 0.0) for each in times for activity in activities)
@@ -116,7 +116,7 @@ class Run:
 
     @cached_property
     def heartbeats(self) -> list[Record]:
-        """The heartbeats of all roles."""
+        """Heartbeats (periodic reports of memory and use of time) of all roles."""
         return [*records_of(self.folder / "logs" / "heartbeats.jsonl", b'"role"')]
 
     @cached_property

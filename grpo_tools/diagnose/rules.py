@@ -284,7 +284,7 @@ def _groups_dropped(run: Run) -> Finding | None:
 
 
 def _longer(run: Run, some: Collection[int], others: Collection[int]) -> tuple[float, float]:
-    """Return how many tokens longer responses of `some` are on average, and the standard error."""
+    """Return mean response tokens of groups `some` minus those of `others`, and standard error."""
     both = [
         [run.history.lengths[group][0] for group in each if group in run.history.lengths]
         for each in (some, others)
@@ -385,7 +385,7 @@ def _evaluation_small(run: Run) -> Finding | None:
 
 
 def _evaluated(run: Run, key: str) -> tuple[float, float, float]:
-    """Return a metric of the first and last evaluation, and the 95 % bound of their difference."""
+    """Return a metric in the first and the last evaluation, and their difference's 95 % margin."""
     found = run.evaluations if len(run.evaluations) > 1 else [{}]
     ends = found[0], found[-1]
     values = ([*values_of([e], key + end), math.nan] for end in ("", "_low", "_high") for e in ends)
@@ -403,7 +403,7 @@ RULES = (
 
 
 def diagnose(run: Run) -> Sequence[Finding]:
-    """Return what looks wrong, the worst first."""
+    """Return what looks wrong in a run: at most ten findings, the worst first."""
     found = []
     for rule in RULES:
         try:

@@ -71,8 +71,8 @@ def generator_memory(
 def transfer_bytes(cfg: Settings, sizes: ModelSizes) -> tuple[int, int]:
     """Return GPU bytes of a weight transfer: on the first trainer rank, on a generator's worker.
 
-    As in vLLM's source: two NCCL buffers at either end, with the tensors in them; the sender packs
-    a third.
+    As in vLLM's source, either end has two NCCL buffers with the tensors in them; the sender packs
+    a third. Both are 0 unless NCCL transfers the weights.
     """
     largest = sizes.dim * max(sizes.vocabulary, sizes.intermediate) * DTYPES[cfg.dtype].itemsize
     if cfg.weights == "nccl":

@@ -26,7 +26,8 @@ class ModelSizes:
     trained: int
     """Number of parameters that are trained: all, or those of the adapters."""
     units: tuple[int, ...]
-    """Number of parameters of each unit that a push sends: a layer, or one other tensor."""
+    """Number of parameters of each unit that trainers send to generators: a layer, or another
+    tensor."""
     num_layers: int
     dim: int
     """Width of the hidden state."""

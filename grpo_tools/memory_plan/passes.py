@@ -90,7 +90,7 @@ class _Steps:
             )
 
     def end(self, part: str) -> None:
-        """Record the peak of the part of a pass that ends here."""
+        """Record the peak bytes of `part`, a part of a pass that ends now."""
         name = f"peak of {part}"
         self._found[name] = max(self._found.get(name, 0), self._live.mark())
 
@@ -149,7 +149,7 @@ def _train(
 
 
 def _optimizer(cfg: Settings, shards: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Build the optimizer, with a number as its learning rate."""
+    """Build the config's optimizer, with a number in place of a learning-rate schedule."""
     node = OmegaConf.create({**cfg.optimizer})
     if OmegaConf.is_dict(node.get("lr")):
         node.lr = 1.0

@@ -43,7 +43,7 @@ _RAY_SHARE, _RAY_MAX_BYTES = 0.3, 200 * 10**9
 
 
 def object_store_bytes(cfg: Settings, sizes: ModelSizes) -> tuple[int, int]:
-    """Return the largest number of snapshots on a node with generators, and their bytes."""
+    """Return the most snapshots of weights that a node with generators stores, and their bytes."""
     snapshots = _DELTA_SNAPSHOTS if cfg.push == "delta" else _SNAPSHOTS
     return snapshots, snapshots * sizes.snapshot_bytes(cfg.dtype)
 
@@ -153,9 +153,10 @@ def _roles(
 def in_turns(
     trainer: RoleMemory, generator: RoleMemory, device: Device, less_cache: str
 ) -> RoleMemory:
-    """Return the peak of colocated roles: the total of one plus what the resting one keeps.
+    """Return the memory of a trainer and a generator that share GPUs and work in turns.
 
-    `less_cache`: advice for a generator that does not fit.
+    The peak is the total of one plus what the resting one keeps. `less_cache`: advice for a
+    generator that does not fit.
     """
     generating, training = generator.total + trainer.resting, trainer.total + generator.resting
     note = f"{gib(generating)} GiB while it generates, {gib(trainer.resting)} of them the trainer's"
@@ -171,7 +172,7 @@ def in_turns(
 
 
 def _start_problem(cfg: Settings, trainer: RoleMemory, device: Device) -> Iterator[str]:
-    """Yield a problem if less memory is free at vLLM's start than it requires."""
+    """Yield a problem if a trainer leaves less memory free than vLLM requires when it starts."""
     given, most = cfg.generator.gpu_memory_utilization, 1 - trainer.resting / device.nbytes
     if given > most:
         problem = f"generator.gpu_memory_utilization: {given:g} given, which must be free when "

@@ -28,7 +28,7 @@ class RoleMemory:
     resting: int = 0
     """Bytes that it keeps on its GPU while the other role of a colocated run works."""
     smaller: str = ""
-    """What to change if it does not fit: `key: why; allowed: ...`, without the key's value."""
+    """Advice on what to change if it does not fit: `key: problem; allowed: ...`."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ _STATIC = ("weights", "gradients", "optimizer")
 _OFFLOADED_LAYERS = 6
 """Layers whose activations are on the GPU in torchtune's offloading: five leaving, one coming."""
 _PUSHED_LAYERS = 3
-"""Copies of a unit during a push: the cast shard, the gathered tensor, the renamed tensor."""
+"""Copies of a layer during a push: the cast shard, the gathered tensor, the renamed tensor."""
 _PINNED = 2
 """Largest ratio of page-locked memory to a tensor's bytes: PyTorch rounds up to 2**n."""
 _BYTES_PER_TOKEN = 256
@@ -115,7 +115,7 @@ def _largest(
 
 
 def _weight(sequences: Sequence[TokenSequence], wide: float) -> float:
-    """Return relative memory, without masks: 1 for each attention key, `wide` for each token."""
+    """Return a batch's memory in units of an attention key; a token takes `wide`, masks none."""
     column = arrange(parts_of(sequences), _META)
     keys = sum(block.keys.numel() for block in column.layout.padded.blocks)
     return wide * len(column.positions) + keys

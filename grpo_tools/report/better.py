@@ -17,9 +17,9 @@ from grpo_tools.report.run_files import DAMAGED, Attempts
 _T_QUANTILES = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """97.5 % quantile of Student's t for 1 to 10 degrees of freedom."""
 _EVALUATED = ("eval_dataset.", "eval.", "timeouts.reward_s")
-"""Prefixes of keys that decide what is evaluated; rewards with `is_success` add their own."""
+"""Prefixes of config keys that decide what is evaluated; `is_success` rewards add their own."""
 _OF_A_SEED = ("seed", "output_dir", "metric_logger.", "checkpointer.", "resume_")
-"""Prefixes of keys that may differ between runs of the same config with different seeds."""
+"""Prefixes of config keys that may differ between runs of one job with different seeds."""
 
 
 class _Job(NamedTuple):
@@ -42,7 +42,7 @@ def verdicts(
     configs: Sequence[Mapping[str, str]],
     attempts: Sequence[Attempts],
 ) -> list[str]:
-    """Compare each job with the first; a job is all runs whose configs differ only in seed."""
+    """Say whether each job beats the first; a job is all runs whose configs differ only in seed."""
     jobs: dict[tuple[tuple[str, str], ...], _Job] = {}
     lines: list[str] = []
     for folder, name, config, its_attempts in zip(folders, names, configs, attempts, strict=True):
@@ -77,7 +77,7 @@ def _measured_otherwise(first: Mapping[str, str], other: Mapping[str, str]) -> l
 
 
 def _last_evaluation(folder: Path, attempts: Attempts) -> list[tuple[int, dict[int, float]]]:
-    """Return (step, success by prompt) of the last evaluation that counts; empty without one."""
+    """Return (step, prompt -> success) of the last evaluation that no attempt replaced, if any."""
     found: list[tuple[int, dict[int, float]]] = []
     for record in records_of(folder / "logs" / EVALUATIONS, b'"success"'):
         try:

@@ -42,7 +42,7 @@ Chart = dict[str, Any]
 
 
 def metric_charts(*runs: Sequence[Record], names: Sequence[str] = ("",)) -> dict[str, list[Chart]]:
-    """Return charts of the metrics of one or more runs, by section."""
+    """Draw the metrics of one or more runs; return the charts by section of the page."""
     keys = dict.fromkeys(key for run in runs for record in run for key in record)
     panels = {**PANELS, REWARD_TERMS: reward_term_panels(keys)}
     drawn = {key for of_section in panels.values() for panel in of_section for key in panel.curves}
@@ -81,7 +81,7 @@ def curve(
     combine: Callable[[Sequence[float]], float] = itemgetter(-1),
     **trace: Any,
 ) -> dict[str, Any]:
-    """Return the plotly trace of a curve."""
+    """Return a curve as a plotly trace; `combine` merges neighboring points if too many."""
     x, y = thinned(x, y, combine)
     mode = "lines" if len(y) > 1 else "markers"  # a single point has no line
     return {"type": "scatter", "mode": mode, "name": label(name), "x": x, "y": y, **trace}
@@ -102,13 +102,13 @@ def thinned(
 
 
 def measured_after(record: Record, key: str) -> int:
-    """Return a metric's step: `eval/step` for evaluations, else the record's `step`."""
+    """Return the step after which a metric was measured: `eval/step` if evaluated, or `step`."""
     known = values_of([record], "eval/step") if key.startswith("eval/") else []
     return int(known[0]) if known else record["step"]
 
 
 def values_of(records: Sequence[Record], key: str) -> list[float]:
-    """Return the values of a metric in the records that have one; null does not count."""
+    """Return a metric's numbers from the records that have one, without null and huge values."""
     values = (record.get(key) for record in records)
     return [value for value in values if isinstance(value, int | float) and abs(value) < _HUGE]
 

@@ -51,7 +51,7 @@ def duration(seconds: float) -> str:
 
 
 def key_figures(metrics: Sequence[Record], history: History, ends: str = "") -> dict[str, str]:
-    """Return name -> text of the measured key figures; `ends`: name of the compared steps."""
+    """Return label -> text of a run's key figures; `ends`: words for the first and last steps."""
     steps = [record for record in metrics if record["step"] > 0]
     first, last = first_and_last(steps)
     several = f"first and last {len(first)} steps" if len(first) > 1 else "first and last step"

@@ -1,4 +1,4 @@
-"""Writes the history of a run: state, attempts, restarts, dropped groups, failed samples."""
+"""Shows the history of a run: its state, attempts, restarts, dropped groups and failed samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REASONS = {
 
 
 def state_text(history: History, metrics: Sequence[Record], *, live: bool = False) -> str:
-    """Return the run's state in a few words."""
+    """Return the run's state in a few words, such as `finished; 100 of 100 steps`."""
     how, planned = "running" if live else "running or killed", ""
     if history.starts:
         start = history.starts[-1]
@@ -31,7 +31,7 @@ def state_text(history: History, metrics: Sequence[Record], *, live: bool = Fals
 
 
 def history_tables(history: History, events: Sequence[Record], phases: Sequence[Record]) -> str:
-    """Return HTML tables of attempts, restarts and rollbacks, and of the last attempt's phases."""
+    """Return HTML tables of attempts, restarts, rollbacks, and the last attempt's start and end."""
     if not history.starts:
         return part("about", "no receipts.jsonl: attempts are unknown")
     rows = []

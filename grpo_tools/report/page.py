@@ -59,7 +59,7 @@ class PageParts:
             self.sections[name] = part("about", f"damaged: {type(error).__name__}: {error}")
 
     def metrics(self, sections: dict[str, list[Chart]]) -> dict[str, str]:
-        """Add each section that has charts, but return `Other metrics`, collapsed, instead."""
+        """Add the sections that have charts; return `Other metrics`, collapsed, to be put last."""
         others = sections.pop("Other metrics")
         self.sections |= {name: self.charts(found) for name, found in sections.items() if found}
         folded = part("folded", f"{len(others)} more", self.charts(others)) if others else ""
@@ -155,7 +155,7 @@ def _page(folder: Path, max_groups: int, next_page_s: float | None) -> str:
 
 
 def controls(*runs: Sequence[Record]) -> str:
-    """Return HTML to choose smoothing and horizontal axis of the curves."""
+    """Return HTML controls for the curves: smoothing, and what their horizontal axis shows."""
     width = max(math.ceil(len(run) / MAX_POINTS) for run in runs)
     return part("controls", width, all(map(clock, runs)))
 

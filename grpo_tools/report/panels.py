@@ -115,4 +115,4 @@ PANELS = {
 BOOKKEEPING = {
     *("step", "attempt", "policy_version", "eval/step", "eval/policy_version", "eval/prompts"),
 }
-"""Keys without a chart."""
+"""Metric keys that get no chart."""

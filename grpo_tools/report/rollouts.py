@@ -42,7 +42,7 @@ class RolloutSample:
 
 
 class _Place(NamedTuple):
-    """A line of the file: its offset and length in bytes, and its step."""
+    """Where a line of the rollout log is: offset and length in bytes; and its attempt and step."""
 
     start: int
     length: int
@@ -53,9 +53,10 @@ class _Place(NamedTuple):
 def read_groups(
     path: Path, attempts: Attempts, limit: int = MAX_GROUPS, *, of_evaluations: bool = False
 ) -> RolloutSample:
-    """Read groups spread over the run; with `of_evaluations`, a group is one prompt's answers.
+    """Read up to `limit` groups of a rollout log, spread over the run.
 
-    Whole evaluations are read, so that the same prompts can be compared.
+    With `of_evaluations`, a group is the answers to one held-out prompt, and whole evaluations are
+    read, so that a reader can compare answers to the same prompts.
     """
     spread = _spread_evaluations if of_evaluations else _spread
     if not path.exists():
@@ -94,7 +95,7 @@ def _spread(places: Sequence[Any], limit: int) -> list[Any]:
 
 
 def _spread_evaluations(places: Sequence[_Place], limit: int) -> list[_Place]:
-    """Choose evenly spaced whole evaluations, up to `limit` places; thin out a larger one."""
+    """Choose evenly spaced whole evaluations, up to `limit` places; thin out one that has more."""
     by_step = [[*each] for _, each in groupby(places, lambda place: (place.attempt, place.step))]
     most = max(map(len, by_step), default=1)
     evaluations = _spread(by_step, max(1, limit // most))

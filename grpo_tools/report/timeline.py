@@ -27,7 +27,7 @@ _KINDS = {
     **{"starting": (STARTING,), "no reward": (NO_REWARD,), "no group": (NO_GROUP,)},
     **{"idle": (IDLE, _BETWEEN_STEPS), "no batch": (_NO_BATCH,)},
 }
-"""Part of a bar -> its activities, in the order of the page's colors; `working` takes others."""
+"""Kind of time (a color in the bars) -> activities, in the page's order; `working`: all others."""
 _KIND_OF = {activity: kind for kind, activities in _KINDS.items() for activity in activities}
 _Points = list[tuple[float, float]]
 """Times and values of a curve."""
@@ -69,7 +69,7 @@ def timeline(
 def seconds_by_role(
     heartbeats: Sequence[Record], waited_s: float = 0.0
 ) -> dict[str, dict[str, float]]:
-    """Return role -> activity -> seconds; `waited_s` of a trainer's idle time become `no batch`."""
+    """Return role -> activity -> seconds; `waited_s` of trainers' idle time is named `no batch`."""
     total: dict[str, dict[str, float]] = {}
     for role, processes in _processes(heartbeats).items():
         seconds: Any = Counter()
@@ -115,7 +115,7 @@ def time_use_charts(heartbeats: Sequence[Record], waited_s: float) -> list[Chart
 
 
 def _sequence_shares(beats: Sequence[Record]) -> Iterator[tuple[float, float]]:
-    """Yield each heartbeat's time, and the share of `max_num_seqs` in use since the last one."""
+    """Yield each heartbeat's time, and the share of `max_num_seqs` in use since the one before."""
     used = before = 0.0  # seconds: full-engine time, and all time
     for beat in beats:
         wall = sum(value for key, value in beat["seconds"].items() if key != STARTING)

@@ -25,21 +25,21 @@ class Fault:
     role: str
     """Name, or pattern of names as of files."""
     method: str
-    """Of which a call is under way then."""
+    """Method of which a call is under way when the fault strikes."""
     number: int = 1
     """Which call of that method, from 1."""
     after_step: int = 0
-    """The first call since this training step began, if that is later."""
+    """The fault waits until this training step has begun; 0: it does not wait."""
     delay_s: float = 0.0
-    """Since that call was made."""
+    """Seconds from the call to the fault."""
     stop: bool = False
-    """The process is stopped (SIGSTOP), not killed."""
+    """Whether the process is stopped (SIGSTOP), not killed."""
     awaited: bool = False
-    """No later training step ends before the role is back: the run cannot end without it."""
+    """Whether training steps end only after the role is back: the run cannot end without it."""
 
 
 def forked_recipe(folder, faults):
-    """Write the forked recipe; returns its name and what its environment needs beside."""
+    """Write a copy of the recipe with the faults; return its name and environment variables."""
     recipe = folder / "chaotic_grpo.py"
     subprocess.run([TUNE, "cp", RECIPE, str(recipe)], check=True, capture_output=True)
     main = 'if __name__ == "__main__":'

@@ -2,7 +2,7 @@
 
 
 def random_classifier(folder, tiny_policy):
-    """Save one, with the tokenizer of that policy, in a new folder; returns that."""
+    """Save a random reward model and the tiny policy's tokenizer in a folder; return the folder."""
     # Here, as every test session imports this file, and few of them need seconds of transformers.
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 

@@ -1,4 +1,4 @@
-"""What a wrong config is refused with: tests look at the key, and one test at the text."""
+"""Gets the error that refuses a wrong config: tests look at its key, and one test at its text."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ def refused_key(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 
 def refusal_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ConfigError:
-    """Return the `ConfigError` that a call raises; all of its fields say something.
+    """Return the `ConfigError` that a call raises; check that none of its fields is empty.
 
     Only a component's own error, which is then the cause, may leave out what is allowed.
     """

@@ -12,7 +12,7 @@ from lib.tiers import COSTLY, tier_of
 
 TABLE = Path(__file__).parents[2] / "build" / "test_costs.tsv"
 COSTLY_S = 0.5
-"""Of all cases of a test together: what takes this long is no test of `make check`."""
+"""Seconds of all cases of a test together, from which on `make check` leaves the test out."""
 _seconds: Counter[str] = Counter()
 _tiers: dict[str, str] = {}
 
@@ -25,7 +25,7 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_runtest_logreport(report):
-    """Where reports arrive, of all workers: adds up the phases of each test."""
+    """Add up the phases of each test, in the process to which all workers send their reports."""
     _seconds[report.nodeid] += report.duration
     _tiers[report.nodeid] = dict(report.user_properties).get("tier", "-")
 
@@ -38,7 +38,7 @@ def pytest_sessionfinish(session):
 
 
 def write_costly() -> None:
-    """Name the tests without a tier that take long, from the table of the last run."""
+    """Write the slow tests of the last run into costly.txt, except those that have a tier."""
     seconds: Counter[str] = Counter()
     for row in TABLE.read_text().splitlines()[1:]:
         wall, tier, case = row.split("\t")

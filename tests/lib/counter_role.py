@@ -10,7 +10,7 @@ import numpy as np
 
 
 class GpusWhenUnpickled:
-    """Argument that a process gets as the GPUs that it may use when it unpickles the argument."""
+    """Argument that unpickles to the GPUs which its new process may use at that moment."""
 
     def __reduce__(self):
         return os.getenv, ("CUDA_VISIBLE_DEVICES",)

@@ -35,7 +35,7 @@ MODELS = {  # layers, width, inner width, heads, heads of keys, tied embeddings,
     "Qwen3-4B-Base": (36, 2560, 9728, 32, 8, True, 3),
     "Qwen3-8B-Base": (36, 4096, 12288, 32, 8, False, 5),
 }
-"""As published, for the parts of config.json from which a checkpoint's shapes follow."""
+"""Sizes as published, from which the shapes in a checkpoint follow."""
 
 
 def published_config(name):
@@ -83,7 +83,7 @@ def empty_model(folder, name, policy):
 
 
 def dry_runs(folder):
-    """Write the plan of every config, by heading, without what is the machine's."""
+    """Write the dry run's text of every config, by heading, without what machines differ in."""
     plans = {}
     for name in MODELS:
         empty_model(folder / name, name, folder / "policy")

@@ -1,4 +1,4 @@
-"""Stand for an inference engine, which says what it samples and when, and for a reward pool."""
+"""Stand-ins for an inference engine and a reward pool; a test says what is sampled, and when."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class Request:
     watch: Watch | None
     future: Future[Completion] = field(default_factory=Future)
     answer: Completion | None = None
-    """All that can be sampled for it."""
+    """The whole response, of which `step` samples token after token."""
     sampled: int = 0
-    """Number of tokens so far."""
+    """Number of tokens sampled so far."""
 
     def step(self, count: int = 1) -> None:
         """Sample tokens; the last one, or one at which the watch ends, finishes the request."""
@@ -77,7 +77,7 @@ class Request:
 
 
 class StandInEngine:
-    """Has the methods of `Engine`."""
+    """Stands for `Engine`: `answer` says what a request samples, `arrived` makes it sample."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class StandInEngine:
         self.loaded: list[Any] = []
         """The version and weights of each load, and "asleep"."""
         self.probe: Any = None
-        """What a load of weights reads."""
+        """What a load of weights returns."""
         self.left = 0
         """Number of requests that `sleep` aborts."""
 
@@ -121,7 +121,7 @@ class StandInEngine:
     def load_weights(
         self, version: int, weights: Mapping[str, torch.Tensor] | IncomingWeights
     ) -> Future[Any]:
-        """See `Engine.load_weights`; the first of arriving weights are awaited at once."""
+        """Do as `Engine.load_weights`; weights that a trainer still sends are awaited at once."""
         is_coming = not isinstance(weights, Mapping)
         shapes = weights.shapes if is_coming else shapes_of(weights)
         check_names_and_shapes(shapes, self.shapes)

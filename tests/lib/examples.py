@@ -31,12 +31,12 @@ class Example:
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """Language and text of each fenced block."""
+    """Return language and text of each fenced block."""
     return FENCED.findall(page.read_text())
 
 
 def files(page: Path) -> dict[str, str]:
-    """Name -> text of the Python files that a page asks to write."""
+    """Return name -> text of the Python files that a page asks its reader to write."""
     texts = [text for language, text in blocks(page) if language == "python"]
     return {named[1]: text for text in texts if (named := NAMED.match(text))}
 

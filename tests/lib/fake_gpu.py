@@ -1,8 +1,9 @@
 """A GPU that does not exist: tensors on `gpu` have shapes only, those on the CPU are real.
 
 PyTorch's Python back end registers the device, for the rest of the process: use `RoleProcess`.
-FakeTensorMode computes shapes. An operation on tensors of both devices raises, as on CUDA; so does
-most of what has a size that is data. A number that is read is 0, as is what is copied to the CPU.
+FakeTensorMode computes shapes. An operation on tensors of both devices raises, as on CUDA; so do
+most operations whose result's size depends on data. A number read from the GPU is 0, and so is all
+that is copied from it to the CPU.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ aten, PRODUCT = torch.ops.aten, "grpo_components/"
 
 
 class _Backend(Dummy):
-    """What activation checkpointing asks of a device; a lack of it ends the process in C++."""
+    """What activation checkpointing asks of a device; without it, the process ends in C++."""
 
     get_rng_state = staticmethod(lambda device=None: torch.zeros(1, dtype=torch.uint8))
     set_rng_state = staticmethod(lambda state, device=None: None)
@@ -40,7 +41,7 @@ class _Backend(Dummy):
 
 
 def _place():
-    """The function of the product that does it: the innermost one on the stack."""
+    """Return the product's function that makes the operation: the innermost one on the stack."""
     for frame in reversed(traceback.extract_stack()):
         if PRODUCT in frame.filename and not frame.name.startswith("<"):
             return f"{frame.filename.split(PRODUCT)[-1]}:{frame.name}"
@@ -105,7 +106,7 @@ def fake_gpu():
 
 
 class GpuSteps:
-    """Makes training steps of a rank that has no others, on the GPU."""
+    """Makes training steps of a single rank on the fake GPU."""
 
     def __init__(self):
         register("gpu", _Backend())
@@ -117,7 +118,7 @@ class GpuSteps:
         dist.all_gather_object = lambda gathered, own: gathered.__setitem__(0, own)
 
     def events(self, arguments, trajectories, advantages, has_flash):
-        """The events of a step."""
+        """Make a training step, and return its events."""
         shared_prompts.has_flash = lambda device: has_flash
         method, *given = step(trajectories, advantages)
         with fake_gpu() as watch:
@@ -127,7 +128,7 @@ class GpuSteps:
         return watch.events
 
     def of(self, what):
-        """The events of an expression of a tensor `x` on the GPU, or the error's name."""
+        """Return the events of an expression of a tensor `x` on the GPU, or its error's name."""
         with fake_gpu() as watch:
             x = torch.ones(4, device="gpu")
             watch.events = []

@@ -1,4 +1,4 @@
-"""Writes text below folders, and sees what is in them."""
+"""Writes text files, and reads all that is below a folder."""
 
 
 def write_text(path, text=""):
@@ -7,5 +7,5 @@ def write_text(path, text=""):
 
 
 def tree_of(folder):
-    """The bytes of each file, and None for each folder."""
+    """Return what is below a folder: path -> the bytes of a file, or None for a folder."""
     return {path: None if path.is_dir() else path.read_bytes() for path in folder.rglob("*")}

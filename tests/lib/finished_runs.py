@@ -17,7 +17,7 @@ from lib.whole_runs import LORA, SYNCHRONOUS, succeed, transformers_policy, wait
 
 
 def run_of(tiny_policy, *overrides, faults=(), **options):
-    """Return a function that makes a run, and kills roles in it."""
+    """Return a function that makes a run, in which `faults` kill roles."""
 
     def make(folder):
         if faults:
@@ -31,7 +31,7 @@ def run_of(tiny_policy, *overrides, faults=(), **options):
 
 
 def run_fixture(name, *overrides, policy=lambda tiny_policy: (), **options):
-    """A fixture of a finished run; `policy` gives overrides that name the tiny policy's folder."""
+    """Return a fixture of a finished run; `policy` makes overrides of the tiny policy's folder."""
 
     @pytest.fixture(name=f"{name}_run")
     def fixture(shared_runs, tiny_policy):
@@ -55,7 +55,7 @@ colocated_run = run_fixture("colocated", *SYNCHRONOUS, "colocate=true")
 """The run of `split_run`, whose trainers and generators take turns."""
 _FAULTS = (Fault("generator_0", "load_weights", 2),)
 lora_run = run_fixture("lora", *LORA, policy=transformers_policy, faults=_FAULTS)
-"""Adapters on a policy of transformers; the generator is killed while it loads one."""
+"""Adapters on a policy of transformers; the generator is killed while it loads an adapter."""
 TALKATIVE = """
 from grpo_components.rollout.multi_turn import Reply
 
@@ -74,7 +74,7 @@ class Talkative:
 
 
 def full_knobs(folder, tiny_policy, judge_url):
-    """Two generators, reference, teacher, reward model and judge; some sessions are long.
+    """Return overrides: all kinds of roles, two generators, and a few long conversations.
 
     Groups 6 and 7 start after the first step and have 21 turns, all others have one. Steps 2 and 3
     have their groups in the buffer already. The rollouts that start after them are on the same
@@ -104,9 +104,9 @@ def full_knobs(folder, tiny_policy, judge_url):
 
 @pytest.fixture
 def full_run(shared_runs, tiny_policy):
-    """Every kind of role; weights change within responses; a generator and the buffer are killed.
+    """A run of all roles: weights change within responses; a generator and the buffer are killed.
 
-    It pushes deltas, which the new generator gets from the last whole push on.
+    It pushes deltas; the new generator gets the last whole push and all deltas since.
     """
 
     def make(folder):
@@ -149,7 +149,7 @@ def listening(process):
 
 @pytest.fixture
 def replayed_run(shared_runs, tiny_policy, full_run):
-    """The replay of `full_run`: whole pushes, each step saved."""
+    """The replay of `full_run`; it pushes whole weights, and saves each step."""
 
     def make(folder):
         port = urlsplit(full_run.seen["judge"]).port

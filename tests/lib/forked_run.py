@@ -1,4 +1,4 @@
-"""Starts `tune run` in a process that is forked from one with its imports, as roles are.
+"""Starts `tune run` in a process that is forked from a server which has imported the run's modules.
 
 Most of a short run's time goes into the imports of its driver, which are the same for all tests.
 The command's own start is tried where a test asks for a new interpreter.
@@ -18,14 +18,14 @@ from unittest import mock
 _PROCESSES = multiprocessing.get_context("forkserver")
 _SERVER = forkserver.ForkServer()  # other tests have one of their own, with other modules
 _SERVER.set_forkserver_preload(["torchtune._cli.tune", "grpo_components.config.objective"])
-"""None of them may import Ray, which reads its settings from the environment only once."""
+"""No preloaded module may import Ray, which reads its settings from the environment only once."""
 _NO_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1"}
 """Keeps pyarrow's allocator and numpy from starting threads when they are imported."""
 _BELOW_TESTS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 class ForkedRun:
-    """What tests use of a `subprocess.Popen`, with stderr in stdout."""
+    """Has what tests use of a `subprocess.Popen`, with stderr in stdout."""
 
     def __init__(self, command, *, cwd, env):
         with mock.patch.dict(os.environ, _NO_THREAD):
@@ -52,7 +52,7 @@ class ForkedRun:
             os.kill(self.pid, number)
 
     def communicate(self, timeout):
-        """Read its output to the end; it is killed after that many seconds."""
+        """Read the run's output to the end; kill the run after `timeout` seconds."""
         timer = threading.Timer(timeout, self.send_signal, [signal.SIGKILL])
         timer.start()
         output = self.stdout.read()

@@ -19,7 +19,7 @@ def read_goldens(file):
 
 
 def write_goldens(file, found):
-    """One line per key; the configs whose plans agree under a heading share one."""
+    """Write one line per key; configs whose plans agree under a heading share one line."""
     shared = {}
     for key, value in found.items():
         kind, _, rest = key.partition(" ")

@@ -16,7 +16,7 @@ def completion(text: Any, prompt_tokens: int = 10, completion_tokens: int = 2) -
 
 
 class JudgeServer:
-    """Answers requests as `answer` says, which tests replace."""
+    """Answers requests with the next of `answers`, which a test sets, or with `default`."""
 
     def __init__(self) -> None:
         self.url = ""

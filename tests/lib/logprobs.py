@@ -5,7 +5,7 @@ import torch
 
 
 def whole_logprobs(model, sequence, mask=None):
-    """[2, R] logprobs and entropies of a response, from whole logits of it alone."""
+    """Return [2, R] logprobs and entropies of a response, from whole logits of it alone."""
     ids = torch.tensor(np.concatenate([sequence.prompt_ids, sequence.response_ids]))
     given, start = model(ids[None]), len(sequence.prompt_ids)
     logits = getattr(given, "logits", given)[0, start - 1 : -1]

@@ -16,7 +16,7 @@ def recipe_loss() -> Any:
 
 
 def loss_inputs(trainer: Any, generator: Any, advantages: Any, **given: Any) -> LossInputs:
-    """Return tokens from numbers or tensors; each is fresh, and a response of its own.
+    """Return the tokens of these numbers or tensors, each fresh and the only one of its response.
 
     `ids` and `dtype` may be given, and any field of `LossInputs`; None leaves a field out.
     """

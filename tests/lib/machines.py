@@ -1,4 +1,4 @@
-"""Two machines on one: each has network, mounts, processes and a name of its own, and runs Ray."""
+"""Makes two machines out of one: each has its own network, mounts, processes, name and Ray."""
 
 import contextlib
 import os

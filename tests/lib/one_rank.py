@@ -8,7 +8,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 @contextmanager
 def one_rank():
-    """Open the group, and leave nothing of it."""
+    """Context manager: open a process group of one rank, and leave nothing of it behind."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -7,13 +7,13 @@ from grpo_components.trajectory import TokenSequence
 
 SIZES = {"vocab_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 SIZES |= {"embed_dim": 32, "intermediate_dim": 48, "max_seq_len": 64}
-"""Of a decoder of torchtune."""
+"""Sizes of a torchtune decoder."""
 TRANSFORMERS_SIZES = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
     **{"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0},
 }
-"""Of a model of transformers."""
+"""Sizes of a model of transformers."""
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -26,7 +26,7 @@ def random_weights(model, std=0.2):
 
 
 def random_responses(*groups):
-    """Sequences to the prompts of groups: the length of a prompt, and those of its responses."""
+    """Return random sequences; a group is (length of its prompt, lengths of its responses)."""
     rng, found = np.random.default_rng(0), []
     for length, responses in groups:
         prompt = rng.integers(0, 64, length)

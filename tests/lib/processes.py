@@ -1,4 +1,4 @@
-"""Whether processes have ended, and waiting for it."""
+"""Tells whether a process is alive, and waits until a condition holds."""
 
 import contextlib
 import time

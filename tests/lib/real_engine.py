@@ -36,7 +36,7 @@ def under_way(engine, max_tokens=400):
 
 
 def assert_exact_over_a_swap(engine, old, new, recompute):
-    """Running requests go on over a load of new weights, and each token has its version."""
+    """Check that requests go on while new weights load, and that each token has its version."""
     running, given = under_way(engine), weights(new)
     engine.load_weights(1, given).result(timeout=60)
     for tensor in given.values():  # the next delta push changes these bytes
@@ -58,14 +58,14 @@ def assert_exact_over_a_swap(engine, old, new, recompute):
 
 
 def assert_same(left, right, atol=0.0):
-    """The same tokens, with the same logprobs: to the bit, or up to a gap."""
+    """Check for the same tokens, with the same logprobs: to the bit, or up to a gap of `atol`."""
     for a, b in zip(left, right, strict=True):
         np.testing.assert_array_equal(a.token_ids, b.token_ids)
         np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=atol)
 
 
 def logprobs_of(path, prompt, completion, change=lambda model: None):
-    """Logprobs of a completion by transformers, in one forward pass, of a changed model perhaps."""
+    """Compute a completion's logprobs with transformers, in one pass; `change` edits the model."""
     model = Qwen2ForCausalLM.from_pretrained(path).float()
     change(model)
     sequence = TokenSequence(np.array(prompt), completion.token_ids, 1.0)

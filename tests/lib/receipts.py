@@ -4,13 +4,13 @@ import json
 
 
 def of(events, name, **fields):
-    """The events of one name, or those of them that have these fields."""
+    """Return the events of one name, or those of them that have these fields."""
     found = (event for event in events if event["event"] == name)
     return [event for event in found if fields.items() <= event.items()]
 
 
 def step(events, number):
-    """What the first attempt says of a training step."""
+    """Return the event of a training step, as the first attempt wrote it."""
     return of(events, "step", step=number)[0]
 
 
@@ -27,9 +27,9 @@ def insert(events, before, *more):
 
 
 def attempts(events, kill_after, resume_after, *kept):
-    """A first attempt that is killed after a step, and a second one that goes on from an earlier.
+    """Return the events of an attempt that is killed after a step, and of one that resumes earlier.
 
-    The second one issues again what the first one had issued, but for the groups that are kept.
+    The second one issues again what the first one had issued, except for the groups in `kept`.
     """
     first, again = list(events), json.loads(json.dumps(events))
     last = place(first, of(first, "step", step=kill_after)[0])

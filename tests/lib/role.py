@@ -1,4 +1,4 @@
-"""Stands for a role: the real `Role`, which calls an object in this process in place of Ray's."""
+"""Stands for a role: the real `Role`, which calls an object in this process, not a Ray actor."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class RemoteCall:
         self.waiters: list[asyncio.Future[Any]] = []
         self.references = [Reference(self, None if parts == 1 else n) for n in range(parts)]
         self.name = f"{host.name}.{method}{_shown(args)}"
-        """What a schedule shows."""
+        """How a schedule shows the call."""
         self.task: asyncio.Task[Any] | None = None
 
     @property
@@ -164,7 +164,7 @@ class RemoteCall:
 
 
 class StandInHost:
-    """Process of a role, with the methods of a Ray actor that `Role` uses."""
+    """Stands for the process of a role, with the methods of a Ray actor that `Role` uses."""
 
     numbers = itertools.count()
 
@@ -181,7 +181,7 @@ class StandInHost:
         self.threads, self.dies_in, self.role = threads, dies_in, build()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.calls: list[RemoteCall] = []
-        """Those that have not arrived back."""
+        """Calls whose answers have not arrived at the driver."""
         self.received: list[str] = []
         """The methods that were called."""
         number = next(self.numbers)
@@ -221,7 +221,7 @@ class StandInHost:
         return call.references
 
     def end(self, answers: int = 0) -> None:
-        """End the process: its calls fail, and their failures are on the way to the driver."""
+        """End the process: its calls fail, except the first `answers` that are answered already."""
         if not self.alive:
             return
         self.alive = False
@@ -275,12 +275,12 @@ def stand_in_role(
 
 
 def limits(seconds: float = 9.0, **others: float) -> Timeouts:
-    """Return time-outs that are all the same, but for some others."""
+    """Return `Timeouts` that are all of these seconds, except for those given by name."""
     return Timeouts.model_construct(None, **dict.fromkeys(Timeouts.model_fields, seconds) | others)
 
 
 def waits_of(role: Role) -> list[tuple[str, float]]:
-    """Return a list that gets what is waited for from now on, with its time-out in seconds."""
+    """Return a list that gets what the role waits for from now on, with time-outs in seconds."""
     waits, answer = [], role.answer
 
     def noted(part: Any, what: str, timeout_s: float) -> Any:

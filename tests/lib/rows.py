@@ -9,7 +9,7 @@ import pyarrow.parquet
 
 
 class Characters:
-    """One token per character, after a token 0 that marks the beginning."""
+    """Tokenizer with one token per character, after a token 0 that marks the beginning."""
 
     def encode(self, text, add_bos, add_eos):
         return [0] * add_bos + [ord(character) for character in text] + [1] * add_eos
@@ -21,7 +21,7 @@ class Characters:
 def write_rows(path, *rows, torn=""):
     """Write rows, or lines of bytes, into a file of the kind that its name says.
 
-    `torn` is the begin of a last line. Returns the file's path.
+    `torn` is the beginning of one more line. Returns the file's path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json":

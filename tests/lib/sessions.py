@@ -1,4 +1,4 @@
-"""A small tokenizer, and an engine that says given texts, for the tests of sessions."""
+"""A small tokenizer, and an engine that answers with given texts, for tests of agents' sessions."""
 
 import json
 from dataclasses import replace
@@ -84,14 +84,14 @@ async def ask(session, messages, *, deliver=True, **body):
 
 
 class Named(NamedTuple):
-    """What vLLM's parsers return: the text beside the calls, and the calls."""
+    """What vLLM's tool parsers return: the text beside the tool calls, and the calls."""
 
     content: str
     calls: list[tuple[str, str]]
 
 
 class Parser:
-    """Finds calls written as JSON in tags."""
+    """Stands for vLLM's tool parser: finds tool calls that are JSON between `<tool_call>` tags."""
 
     def __call__(self, text, tools):
         inside = text.partition("<tool_call>")[2].partition("</tool_call>")[0]

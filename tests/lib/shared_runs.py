@@ -1,7 +1,7 @@
 """Whole runs that are made once per test session, and that many tests look at.
 
-The first test that asks for a run makes it, in whichever worker; all others get what it left. A run
-that fails is told once, with its log, by the test that made it; the others are skipped.
+The first test that asks for a run makes it, in whichever worker; all others get what it left. If
+the run fails, the test that made it fails with the run's log; the others are skipped.
 """
 
 import json

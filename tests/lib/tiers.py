@@ -1,6 +1,6 @@
-"""Marks each test by what it needs, which its fixtures tell; a test needs the first that fits.
+"""Marks each test with its tier: the costliest thing that its fixtures need, such as a whole run.
 
-A test that needs nothing is marked as `costly` if `costly.txt` names it: see `lib.costs`.
+A test without a tier is marked as `costly` if `costly.txt` names it: see `lib.costs`.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ LONG_S = 1800  # a busy machine may take long
 
 
 def tier_of(item) -> str | None:
-    """The marker of the dearest thing that a test needs; None where it needs none of these."""
+    """Return the tier of a test; None if it needs nothing that has a tier."""
     names = set(getattr(item, "fixturenames", ()))
     return next((tier for tier, needs in TIERS.items() if names & set(needs)), None)
 

@@ -1,4 +1,4 @@
-"""A stand-in for an engine that samples token by token, for the tests of what scores again."""
+"""Stands for an engine that samples token by token, for tests of code that scores tokens again."""
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ def policy(version):
 
 @torch.inference_mode()
 def sample(policies, prompt, versions, mask=None, temperature=1.0, recompute=False):
-    """Sample token by token, as an engine does; a token that was not sampled ends a request."""
+    """Sample a response token by token; a token that is not sampled (mask False) ends a request."""
     mask = [True] * len(versions) if mask is None else mask
     random = torch.Generator().manual_seed(len(prompt) + len(versions))
     ids, logprobs, kv, last = list(prompt), [], None, None

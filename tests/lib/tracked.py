@@ -37,7 +37,7 @@ def _git_files(*arguments: str) -> list[Path]:
 
 
 def main(arguments: list[str]) -> None:
-    """Print what is tracked, or with `--left-out` what is not looked at."""
+    """Print the files that git tracks or, with `--left-out`, those that checks do not look at."""
     if arguments[:1] == ["--left-out"]:
         names = [str(path.relative_to(REPOSITORY)) for path in left_out(*arguments[1:])]
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""

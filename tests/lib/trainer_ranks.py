@@ -47,7 +47,7 @@ to_hf = partial(qwen2_tune_to_hf, dim=32, tie_word_embeddings=True, **HEADS)
 WHOLE, SMALL = 10_000, 24
 """Token budgets: all in one forward pass; about two trajectories in each."""
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
-"""For float32 sums in another order; the updates compared are a thousand times as large."""
+"""Tolerances of float32 sums in another order; compared updates are a thousand times as large."""
 RECORDS = {"options": TrainerOptions, "objective": TrainedObjective}
 
 
@@ -55,7 +55,7 @@ RECORDS = {"options": TrainerOptions, "objective": TrainedObjective}
 
 
 class SquaredLogprobs:
-    """A loss of a user that measures next to nothing."""
+    """A user's loss that returns no metrics."""
 
     def __call__(self, inputs):
         gap = inputs.trainer_logprobs - inputs.generator_logprobs
@@ -63,14 +63,14 @@ class SquaredLogprobs:
 
 
 class Mean:
-    """A loss that ends as TRL's do."""
+    """A loss that returns one mean, as TRL's losses do, in place of a loss per token."""
 
     def __call__(self, inputs):
         return (-inputs.trainer_logprobs * inputs.advantages).mean(), {}
 
 
 class Ends:
-    """A loss that ends its process without a word."""
+    """A loss that ends its process without an error message."""
 
     def __call__(self, inputs):
         raise SystemExit(0)
@@ -84,7 +84,7 @@ class Steep:
 
 
 class HalfBlind:
-    """A loss whose value is no number in one response, and whose gradient is."""
+    """A loss that is NaN in one response, and whose gradient is finite everywhere."""
 
     def __call__(self, inputs):
         losses = -inputs.trainer_logprobs * inputs.advantages
@@ -129,7 +129,7 @@ def checkpointer_of(base, folder, model_type="QWEN2"):
 
 
 def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
-    """Arguments of Trainer; `changes` are by field, whichever option record it is in."""
+    """Return arguments of Trainer; `changes` gives fields of its `options` or its `objective`."""
     off = ("colocate", "enable_activation_checkpointing", "compile", "mask_overlong")
     none = ("open_sender", "lora", "build_lr_scheduler", "learning_rate", "clip_grad_norm", "ptx")
     values = {
@@ -174,7 +174,7 @@ class Ranks:
         return results
 
     def run_with(self, arguments, calls):
-        """What every call returned, or what was raised, by rank, for given arguments of each."""
+        """Make the calls on each rank; return by rank what they returned, or the error raised."""
         while len(self._processes) < len(arguments):
             process = RoleProcess("lib.trainer_ranks.FreshTrainers", preload=self._preload)
             self._processes.append(process)
@@ -184,7 +184,7 @@ class Ranks:
         return [_outcome(process) for process in processes]
 
     def step(self, base, num_ranks, trajectories, advantages, **changes):
-        """What one training step and the export of its weights returned, by rank."""
+        """Return, by rank, what one training step and the export of its weights returned."""
         return self.run(base, num_ranks, [step(trajectories, advantages), *export(1)], **changes)
 
     def close(self):
@@ -234,7 +234,7 @@ SHAPES = [(3, 5), (8, 2), (1, 9), (4, 4), (2, 1), (6, 7), (5, 3)]
 
 
 def fresh():
-    """Responses that the policy sampled as a whole."""
+    """Return responses of which the policy sampled every token."""
     return [make(i, prompt, [True] * response) for i, (prompt, response) in enumerate(SHAPES)]
 
 
@@ -270,7 +270,7 @@ def expected_update(
     loss=None,
     token_advantages=None,
 ):
-    """Weights and metrics after one step, from whole logits of one sequence at a time."""
+    """Compute weights and metrics after one step, from whole logits of one sequence at a time."""
     penalties = Penalties(kl_coeff=0.1 if loss is None else 0.0)
     loss, off_policy = loss or GRPOLoss(), off_policy or NoCorrection()
     model = whole_model(base)
@@ -332,7 +332,7 @@ def expected_update(
 
 
 def group_tokens(trajectories, kept):
-    """Trained tokens of each group, and those to which the correction gives weight 0."""
+    """Return, for each group, its trained tokens, and those that the correction gives weight 0."""
     counts = {}
     for trajectory, of_response in zip(trajectories, kept, strict=True):
         causes = counts.setdefault(trajectory.group_id, {"trained": 0, "off_policy": 0})
@@ -346,12 +346,12 @@ def step(trajectories, advantages, number=0):
 
 
 def export(version):
-    """The two calls that bring the weights of a version out of the trainer."""
+    """Return the two calls that bring the weights of a version out of the trainer."""
     return [("gather_weights",), ("export_weights", version)]
 
 
 def exported(results, call):
-    """What all ranks together exported in one call; no tensor may come twice."""
+    """Return the weights that all ranks exported in call number `call`; none may come twice."""
     exports = [rank_results[call] for rank_results in results]
     assert all(bucket[0] == manifest for bucket, manifest in exports)
     return unpack_buckets(bucket for bucket, _ in exports)

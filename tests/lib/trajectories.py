@@ -8,7 +8,7 @@ from grpo_components.trajectory import GroupSummary, Trajectory
 
 
 def trajectory(response, mask=None, **fields):
-    """A response of these token ids, or of this many; all of them are sampled, but for `mask`."""
+    """Return a response of these token ids, or of this many tokens; `mask`: which are sampled."""
     ids = np.arange(response) if isinstance(response, int) else np.asarray(response)
     mask = np.ones(len(ids), bool) if mask is None else np.array(mask, bool)
     made = {
@@ -29,7 +29,7 @@ def response(group_id: int, versions: list[int], **fields: Any) -> Trajectory:
 
 
 def summary(rewards: list[float], **fields: Any) -> GroupSummary:
-    """Return the summary of a group with these rewards; NaN is that of a failed sample."""
+    """Return the summary of a group with these rewards; a failed sample has the reward NaN."""
     size = len(rewards)
     made: dict[str, Any] = {
         "rewards": rewards,

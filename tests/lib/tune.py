@@ -14,12 +14,12 @@ from lib.forked_run import ForkedRun
 from lib.whole_runs import RECIPE, TUNE, temporary_files
 
 VLLM = "generator.backend=vllm"
-"""What runs with GPUs have; the default on a CPU is transformers."""
+"""The backend that runs with GPUs have; on a CPU, the default is transformers."""
 
 
 @pytest.fixture
 def tune(tiny_policy, tmp_path):
-    """Start `tune run`; returns the process and the run's folder. Checks that nothing is left."""
+    """Give `start(*overrides)` -> (process, folder of the run); checks that nothing is left."""
     with starter(tiny_policy, tmp_path) as start:
         yield start
 
@@ -82,7 +82,7 @@ def command_line(process):
 
 @pytest.fixture
 def interpreter():
-    """Run a Python of its own with some arguments, to its end; returns its code and output."""
+    """Give a function that runs a new Python to its end, and returns its exit code and output."""
 
     def run(*arguments, **options):
         command = [sys.executable, *map(str, arguments)]

@@ -37,7 +37,7 @@ LORA = (
 
 
 def transformers_policy(path):
-    """Overrides that make the tiny policy one of transformers."""
+    """Return overrides that load the tiny policy as a model of transformers."""
     sizes = "vocab_size num_layers num_heads num_kv_heads embed_dim intermediate_dim max_seq_len"
     return (
         *("checkpointer=null", "model._component_=grpo_components.models.hugging_face"),
@@ -80,7 +80,7 @@ def assert_audited(output_dir):
 
 
 def rescore(output_dir):
-    """Exit code and output of the audit that scores all tokens again, in this process."""
+    """Return exit code and output of `grpo audit --rescore`, which this process runs."""
     output, threads = io.StringIO(), torch.get_num_threads()
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
@@ -98,12 +98,12 @@ def receipts(output_dir):
 
 
 def batch_hashes(output_dir):
-    """The hash of each step's batch, of the last attempt that trained it."""
+    """Return step -> hash of its batch, from the last attempt that trained the step."""
     return {step["step"]: step["batch_hash"] for step in receipts(output_dir)}
 
 
 def wait_for_line(process, pattern=r"step +2/"):
-    """Read what a run prints until a line that begins so; returns what was read."""
+    """Read what a run prints until a line begins with `pattern`; return what was read."""
     lines = []
     for line in process.stdout:
         lines.append(line)
@@ -113,7 +113,7 @@ def wait_for_line(process, pattern=r"step +2/"):
 
 
 def assert_same_run(original, replay, num_steps):
-    """Responses, batches and last weights, to the bit; returns the weights."""
+    """Check that responses, batches and last weights are equal to the bit; return the weights."""
     groups = (records(folder / "logs" / "rollouts.jsonl") for folder in (original, replay))
     assert next(groups) == next(groups)
     hashes = batch_hashes(original)

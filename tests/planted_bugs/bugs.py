@@ -1,4 +1,4 @@
-"""The bugs: each is a fault in one function of ours, planted in a museum's run only.
+"""The bugs: each is a fault in one function of ours, planted only into a run of the museum.
 
 A fault gets the function that it replaces, then that function's own arguments. Nothing heavy may be
 imported at the top: every process of a run loads this file at its start.
@@ -32,7 +32,7 @@ BUGS: dict[str, Bug] = {}
 
 
 def plant(name: str, module: ModuleType) -> Any:
-    """Put a bug into its module, which was loaded; return the function that it replaces."""
+    """Put a bug into its module, which is loaded; return the function that the bug replaces."""
     bug, owner = BUGS[name], module
     *outer, method = bug.where.split(".")
     for each in outer:

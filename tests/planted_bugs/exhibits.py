@@ -18,10 +18,10 @@ TURNS = (
 
 
 class Alarm(NamedTuple):
-    """What must name a bug."""
+    """The alarm that must name a bug."""
 
     words: str
-    """For the page."""
+    """The alarm's name on the page."""
     pattern: str
     """Regular expression of the alarm's line; its first group, if any, is the training step."""
 
@@ -34,7 +34,7 @@ class Exhibit:
     """Name on the page; that of the bug in `bugs.py`, unless it is a component of the config."""
     alarm: Alarm
     overrides: tuple[str, ...] = ()
-    """Of the config."""
+    """Overrides of the run's config."""
     resumes: bool = False
     """Whether the run is made in two parts: three steps, and a resume from their checkpoint."""
     component: Any = None

@@ -6,7 +6,7 @@ from grpo_components.rewards.maths import MathCorrectness
 
 
 class Flaky:
-    """Correctness of the answer; raises for prompts whose text has an even length."""
+    """Correctness of the answer; raises if 4 divides the number of characters of the response."""
 
     def __init__(self) -> None:
         self._correct = MathCorrectness(answer_format="gsm8k")

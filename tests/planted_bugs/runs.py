@@ -98,7 +98,7 @@ def check_planted(bug: str, report: str, output: str) -> None:
 
 
 def caught(exhibit: Exhibit, outcome: Outcome) -> str:
-    """Return where the exhibit's alarm named it, such as "step 2"; empty if it did not."""
+    """Return where the exhibit's alarm named the bug, such as "step 2"; empty if it did not."""
     text = outcome.audit if exhibit.alarm is AUDIT else outcome.output
     found = re.search(exhibit.alarm.pattern, text)
     if found is None:

@@ -1,4 +1,4 @@
-"""Runs vLLM's `nccl` engines on a CPU, over gloo: replaced are streams and NCCL's communicator.
+"""Runs vLLM's weight transfer over NCCL on a CPU: over gloo, and without CUDA streams.
 
 With this folder on the PYTHONPATH of a run, `sitecustomize` does so in each of its processes.
 """
@@ -15,7 +15,7 @@ _TIMEOUT = timedelta(seconds=20)
 
 
 class Communicator:
-    """The sender and the workers of one engine; rank 0 sends to all others."""
+    """Stands for NCCL's communicator: rank 0 sends, the workers of one engine receive."""
 
     broadcasts = 0
 

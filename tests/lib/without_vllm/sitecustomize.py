@@ -1,4 +1,4 @@
-"""First on PYTHONPATH, makes this machine one without vLLM."""
+"""Hides vLLM from each Python process that has this folder first on its PYTHONPATH."""
 
 from importlib.machinery import PathFinder
 
