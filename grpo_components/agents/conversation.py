@@ -17,7 +17,7 @@ class Choice:
     """One answer that the policy sampled."""
 
     token_ids: NDArray[np.int64]
-    """[R] sampled tokens, up to the first stop string of the request, if they contain one."""
+    """[R] sampled tokens, through the one that ends a stop string of the request, if one does."""
     logprobs: NDArray[np.float32]
     """[R] log-probability of each token, in nats."""
     versions: NDArray[np.int32]
@@ -49,7 +49,7 @@ class Call:
     prompt_text: str
     prompt_ids: list[int]
     parent: tuple[Call, Choice] | None = None
-    """Earlier call and answer with which this prompt begins, token for token; None: no such."""
+    """Earlier call and answer with which this prompt begins, token for token; None if none."""
     key: tuple[int, str, int] = (0, "", 0)
     """Prompt length, hash of the request, and number of equal requests before. A replay has the
     same keys, even if parallel requests arrive in another order."""
@@ -88,8 +88,7 @@ class Conversation:
         self.calls: list[Call] = []
 
     def place(self, text: str) -> Call:
-        """Make a prompt's call; it continues the longest earlier conversation that `text`
-        repeats."""
+        """Make a prompt's call; it continues the longest conversation that begins the prompt."""
         best, end, earlier = None, -1, set[int]()
         for call, choice in reversed(self._in_order()):  # so that few tool calls are compared
             if id(choice) not in earlier and text.startswith(call.prompt_text):

@@ -16,7 +16,7 @@ _MOST_CALLS = 100
 class AgentEnvironment:
     """Runs an agent for each response; the policy is trained on its answers to the agent.
 
-    The agent is a function of a task (a dictionary with the data set's columns, `prompt_text`,
+    The agent is a function of a task (a dictionary with the row's columns, `prompt_text`,
     `answer` and `seed`), or a command that reads the task as JSON from its standard input. It
     reaches the policy with any OpenAI client, at the address and with the key in the environment
     variables `OPENAI_BASE_URL` and `OPENAI_API_KEY`. The config's rewards score the response:

@@ -1,4 +1,4 @@
-"""Typed handles by which the loops call the run's roles (processes), each with a time limit."""
+"""Typed handles for the loops' calls to roles (processes), with a time limit for each call."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Role:
         self._nobody_waits.set()
 
     def submit(self, method: str, *args: Any, num_returns: int = 1, lane: str = "main") -> Any:
-        """Send a call without waiting; return Ray's reference to its result, or a list of them."""
+        """Send a call to the present process; return Ray's reference to its result, or a list."""
         return self.process.send(method, lane, args, num_returns)
 
     async def call(
@@ -331,7 +331,7 @@ class RestartBudget:
         self._restarts: deque[tuple[float, str]] = deque()
 
     def spend(self, failure: RoleFailedError, *, repeated: bool, no_room: str = "") -> float:
-        """Allow a restart and return the pause before it, in seconds; or else raise the failure."""
+        """Count a restart and return the pause before it, in seconds; or else raise the failure."""
         now, role = self._clock(), failure.role
         while self._restarts and now - self._restarts[0][0] > self._window_s:
             self._restarts.popleft()

@@ -52,7 +52,7 @@ class Ledger:
         self._changed = asyncio.Event()
         """Event that is set at the next change; a new event then takes its place."""
         self._opened = asyncio.Event()
-        """Like `_changed`, but set only if a group may start, since hundreds of groups may wait."""
+        """Like `_changed`, but only for changes that may let a group start: hundreds may wait."""
         self._pins = 0
         """Number of starts plus number of ends of `pin_weights`: odd during an evaluation."""
 
@@ -176,7 +176,7 @@ class Ledger:
     async def finish_generation(
         self, group_id: int, response_tokens: Sequence[int], scored: Sequence[bool] | None = None
     ) -> None:
-        """Record that a group was generated, with its tokens and, if `scored`, its successes."""
+        """Record that a group was generated: token counts and, with `scored`, its successes."""
         entry, result = self._living[group_id], {}
         if scored is not None:
             result = {"prompt": entry.prompt_index, "successes": sum(scored), "scored": len(scored)}

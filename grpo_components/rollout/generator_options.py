@@ -1,4 +1,4 @@
-"""Options of a generator's engine and environment that other sections of the config set."""
+"""Options of a generator's engine and environment from outside its section of the config."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EnvironmentOptions:
     """Options of the environment in which the policy answers prompts."""
 
     build_environment: Callable[..., Any]
-    """Builds it; for torchrl, it gets num_slots, decode, encode, score and max_response_tokens."""
+    """Factory; for torchrl, it gets num_slots, decode, encode, score and max_response_tokens."""
     timeout_s: float
     """Seconds for all environment calls of one rollout together, rewards included."""
     kind: EnvironmentKind = "torchrl"

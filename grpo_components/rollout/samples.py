@@ -25,7 +25,7 @@ Scored = tuple[list[Trajectory], Score, str | None]
 """A scored response: its trajectory (several if an agent's session forked), its score, and its text
 if it is a single turn."""
 Watch = Callable[[Sequence[int]], bool]
-"""Function that gets a response's tokens so far, and returns whether its sampling ends here."""
+"""Function that gets a request's tokens so far, and returns whether its sampling ends here."""
 
 
 def sampling_seed(*identity: int) -> int:

@@ -70,7 +70,7 @@ class Schedule(Generic[_Command]):
             self._changed.notify_all()
 
     def take(self, step: int, idle: bool) -> _Command | None:
-        """Return the next command for the engine to run before a step; None: make the step now."""
+        """Return the next command to run before a step, or None; the engine's thread calls this."""
         with self._changed:
             if self._recorded is not None:
                 index = self._recorded.choose(self._arrived, self._changed, step, idle)

@@ -75,7 +75,8 @@ def receive_into_worker(
 ) -> None:
     """Replace the weights of a worker with weights that a trainer sends.
 
-    If a communication `group` is given, the worker first leaves its former one and joins it.
+    If a communication `group` is given, the worker first leaves its former one and joins this
+    one.
     """
     if group is not None:
         worker.shutdown_weight_transfer_engine()
