@@ -102,7 +102,7 @@ def changed_elements(before: list[tuple[str, Tensor]], after: list[tuple[str, Te
 
 
 def with_whole_pushes(delta: float) -> float:
-    """Return a long run's mean push, as a share of a whole one: one whole push, then deltas."""
+    """Return a long run's mean push, as a share of a whole one; deltas follow each whole push."""
     deltas = max(1, min(MAX_DELTAS, int(1 / delta)))
     return (1 + deltas * delta) / (1 + deltas)
 

@@ -90,7 +90,7 @@ def in_lean_child(
 
 
 def peak_memory_gib(run: Callable[[], object], device: str = "cpu") -> float:
-    """Return by how many GiB the memory in use rises at most while a function runs."""
+    """Return the peak increase of memory in use, in GiB, while a function runs."""
     gc.collect()
     if device == "cuda":
         _synchronize(device)

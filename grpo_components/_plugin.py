@@ -52,7 +52,7 @@ def list_or_copy() -> None:
 
 
 def _copy_new(source: Path, destination: Path) -> Path | str:
-    """Copy like `shutil.copy`, but refuse to overwrite a file that a user may have edited."""
+    """Copy like `shutil.copy`, but refuse to overwrite a file that differs: it may have edits."""
     file = destination / source.name if destination.is_dir() else destination
     if file.is_file() and not filecmp.cmp(source, file, shallow=False):
         problem = f"{file} exists and differs; nothing was copied"
@@ -91,7 +91,7 @@ def recipes_folder() -> Path:
 
 
 def config_files(folder: Path) -> dict[str, Path]:
-    """Map the name of each config in a folder to its file; names like `tiny_...` come first."""
+    """Map the sorted names of a folder's configs to files; names like `tiny_...` come first."""
     names = {
         path.relative_to(folder).with_suffix("").as_posix(): path for path in folder.rglob("*.yaml")
     }

@@ -28,10 +28,7 @@ _SILENT_S = 4.0
 
 
 def main(check: Callable[[], None] | None = None) -> None:
-    """Run the command `tune`, but call `check` first: the imports of `tune` take seconds.
-
-    If `tune` is to run our recipe, first of all tell the user that it is loading.
-    """
+    """Announce a run of our recipe, call `check`, then run `tune`, whose imports take seconds."""
     ended: list[int] = []
     atexit.register(_leave, ended)  # called after all functions that are registered later
     if is_run_of_ours(sys.argv):

@@ -68,7 +68,7 @@ class FailedSamplesError(RuntimeError):
 
 
 class SkippedStepsError(RuntimeError):
-    """All training steps, or too many in a row, were skipped; the message has the reason."""
+    """Too many training steps in a row were skipped; the message has the reason."""
 
 
 FailureKind = Literal["died", "silent", "raised", "waited", "refused", "lost"]

@@ -16,10 +16,7 @@ T = TypeVar("T")
 
 
 def described_as(what: str) -> WrapValidator:
-    """Return an annotation that makes errors of the annotated type say that `what` is allowed.
-
-    If annotations are nested, the innermost one around the wrong part decides.
-    """
+    """Return an annotation whose type's errors say that `what` is allowed; the innermost wins."""
 
     def read(value: Any, check: Callable[[Any], Any]) -> Any:
         place, problem = (), ""

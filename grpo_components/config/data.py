@@ -86,10 +86,7 @@ def build_prompts(cfg: Settings, dataset: Any) -> PromptStream | PromptCurriculu
 
 
 def sampled_ids(cfg: Settings, tokenizer: Any) -> int | None:
-    """Return n if only token ids below n may be sampled; None for the whole vocabulary.
-
-    The tokenizer knows no ids from n on: a model's vocabulary may be padded.
-    """
+    """Return n if only ids below n, which the tokenizer knows, may be sampled; None: any id."""
     stops = cfg.generator.stop_token_ids or getattr(tokenizer, "stop_tokens", ())
     if environment_kind(cfg.environment) == "agents":  # agents use the model's own tokenizer
         tokenizer = hugging_face_tokenizer(cfg.base_model_path)
@@ -154,7 +151,7 @@ def _check_rows(key: str, component: str, dataset: Any) -> None:
 
 
 def _check_columns(component: str, dataset: Any) -> None:
-    """Refuse rows that a checkpoint cannot store: it has the rows of all groups not yet trained."""
+    """Refuse rows that a checkpoint cannot store: it has the rows of groups to train or reuse."""
     with told_if_slow("a check of all rows"):
         for row in map(dataset.__getitem__, range(len(dataset))):
             try:

@@ -78,7 +78,7 @@ def check_against_model(settings: Settings, hf_config: dict[str, Any]) -> None:
 
 
 def check_splits(settings: Settings, hf_config: dict[str, Any]) -> None:
-    """Refuse tensor-parallel sizes (trainers, vLLM) that do not divide the model's layers."""
+    """Refuse tensor-parallel sizes (trainers, vLLM) that do not divide heads and MLP widths."""
     names = ["num_attention_heads", "intermediate_size"]
     ranks, workers = settings.tensor_parallel_dim, settings.generator.tensor_parallel_size
     split = [("generator.tensor_parallel_size", workers, name) for name in names]

@@ -101,7 +101,7 @@ def try_teacher(settings: Settings, path: str) -> None:
 
 @contextlib.contextmanager
 def _refused(key: str, allowed: str, before: str = "") -> Generator[None]:
-    """Turn a ValueError in the block into a ConfigError of `key`; its text starts with `before`."""
+    """Turn a ValueError in the block into a ConfigError of `key`; `before` begins its `problem`."""
     try:
         yield
     except ValueError as error:

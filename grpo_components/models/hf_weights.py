@@ -43,7 +43,7 @@ def layer_groups(names: Iterable[str]) -> list[list[str]]:
 def file_converter(
     model: nn.Module, model_type: str | None, base_model_path: Path
 ) -> Callable[[StateDict], StateDict]:
-    """Build the function that gives a policy's weights Hugging Face's names and order of rows."""
+    """Build the function that converts a policy's weights to the form of Hugging Face's files."""
     if is_transformers(model):
         return to_file_names(model)
     if model_type is None:
@@ -73,7 +73,7 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 def hf_converter(model_type: str, base_model_path: Path) -> Callable[[StateDict], StateDict]:
-    """Build the function that gives torchtune's weights Hugging Face's names and order of rows."""
+    """Build the function that converts torchtune's weights to the form of Hugging Face's files."""
     kind = ModelType[model_type]
     hf_config = json.loads((base_model_path / "config.json").read_text())
     heads = hf_config["num_attention_heads"]

@@ -55,11 +55,11 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute a transformers model's attention over N tokens that contain each prompt once.
 
-    Queries are [1, H, N, D], keys [1, K, N, D] and values [1, K, N, E], where K divides H. `layout`
-    says which keys a query sees; of these, `sliding_window` keeps only the last ones, its own key
-    included. The longest sequence has `longest` tokens. As in Gemma 2, a `softcap` c turns scores s
-    into c * tanh(s / c). As in gpt-oss, `s_aux` [H] are the scores of attention sinks (keys without
-    a value).
+    Queries are [1, H, N, D], keys [1, K, N, D] and values [1, K, N, E], where K divides H. A query
+    sees the keys that `layout` says, but only the last `sliding_window` of them, its own included.
+    The longest sequence has `longest` tokens. As in Gemma 2, a `softcap` c turns scores s into
+    c * tanh(s / c). As in gpt-oss, `s_aux` [H] are the scores of attention sinks (keys without a
+    value).
     """
     if layout is None:
         name = type(module).__name__

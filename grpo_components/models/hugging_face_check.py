@@ -99,10 +99,7 @@ def _first_layers(config: Any) -> Iterator[int]:
 
 
 def _small_model(config: Any, name: str) -> tuple[nn.Module, Tensor]:
-    """Return a small random model with this package's attention, and the logprobs it must have.
-
-    transformers' own attention ("eager") computes these logprobs, for the same weights.
-    """
+    """Return a small random model with our attention, and its logprobs with transformers' own."""
     from transformers import AutoModelForCausalLM
 
     def build(attention: str, narrow: bool) -> Any:

@@ -27,7 +27,7 @@ class TrainedObjective:
     aggregation: Callable[..., Any]
     """Function: number of trained tokens per response [S] -> loss weight of its tokens [S]."""
     off_policy: Callable[..., Any]
-    """Function: log ratios to the generator [N], response of each token [N] -> weights [N]."""
+    """Function: log ratios trainer/generator [N], response of each token [N] -> weights [N]."""
     token_advantages: TokenAdvantages | None = None
     """Computes the tokens' advantages; None gives each token the advantage of its response."""
     teacher_coeff: float = 0.0

@@ -176,10 +176,7 @@ class OffPolicySequenceMask:
 def correction_weights(
     correction: Callable[..., Tensor], inputs: LossInputs, start_logprobs: Tensor
 ) -> Tensor:
-    """Compute off-policy weights [N]: call the correction with what its attributes ask for.
-
-    `start_logprobs` [N] are under the policy at the start of the training step.
-    """
+    """Compute off-policy weights [N]; `start_logprobs` [N] are those at the step's start."""
     follows = getattr(correction, "follows_updates", False)
     policy = inputs.trainer_logprobs.detach() if follows else start_logprobs
     more = (inputs.advantages,) if getattr(correction, "needs_advantages", False) else ()

@@ -129,8 +129,8 @@ class RunWatch:
     """Warns of mistakes that raise no error, once for each kind of mistake.
 
     Kinds: a loss unlike its parts, a seed used twice, all responses cut off, a jump of the
-    generator KL. `grpo diagnose` reads `warnings.jsonl`. A resume deletes it: the causes may be
-    fixed.
+    generator KL. `grpo diagnose` reads them in `warnings.jsonl`. A resume deletes them: they may
+    be fixed.
     """
 
     def __init__(

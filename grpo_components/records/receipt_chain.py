@@ -34,7 +34,7 @@ def link(before: str, fields: bytes) -> str:
 
 
 def split(line: bytes) -> tuple[bytes, str | None]:
-    """Split a line into the record without its hash, and the hash; None if it has no hash."""
+    """Split a line into the record without its hash, and the hash (None if the line has none)."""
     found = _HASH.search(line)
     return (line, None) if found is None else (line[: found.start()] + b"}", found[1].decode())
 
@@ -79,7 +79,7 @@ class ChainedFile:
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record with its hash, then update `receipts.end`.
 
-        If the run is killed between the two writes, the file has one record more than that count.
+        A kill between the two writes leaves one record more than `receipts.end` counts.
         """
         fields, file = json.dumps(record, allow_nan=False), self._file
         chain = link(self._end.chain, fields.encode())

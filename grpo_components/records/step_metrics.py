@@ -18,7 +18,7 @@ def rollout_metrics(
     token_versions: Mapping[int, int],
     reused: Sequence[GroupSummary] = (),
 ) -> dict[str, float]:
-    """Compute rewards, success rate, lengths, turns and staleness of a step's new groups.
+    """Compute rewards, success rate, lengths and turns of new groups; staleness of all tokens.
 
     Failed samples count only in the number of tokens. A value that no sample has is NaN.
     `token_versions`: policy version -> trained tokens; `reused`: groups that are trained again.
@@ -71,7 +71,7 @@ def _scored(group: GroupSummary) -> list[tuple[GroupSummary, int]]:
 
 
 def _reward_terms(scored: Sequence[tuple[GroupSummary, int]]) -> dict[str, float]:
-    """Return mean and deviation of each reward term (part of a reward) where samples have it."""
+    """Return mean and deviation of each reward term, over the samples that have it."""
     terms: defaultdict[str, list[float]] = defaultdict(list)
     for group, i in scored:
         for name, value in group.reward_terms[i].items():

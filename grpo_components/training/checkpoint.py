@@ -127,7 +127,7 @@ class TrainerState:
             save(tensors, storage_writer=FileSystemWriter(folder), process_group=self._group)
 
     def load(self, folder: Path) -> int:
-        """Restore a checkpoint written by any number of ranks, and return its version; collective.
+        """Restore a checkpoint of any number of ranks; return its policy version; collective.
 
         The optimizer keeps the settings it was built with. If its configured learning rate differs
         from that of the saved run, all saved rates are multiplied by the ratio, new to old.

@@ -38,7 +38,7 @@ class TrainSample:
     proximal_logprobs: Tensor | None = None
     """[N] float32, logprobs of the N trained tokens under the policy at the step's start."""
     start_logprobs: Tensor | None = None
-    """[N] logprobs at the step's start, for the rollout log; set if `logged` and on this rank."""
+    """[N] logprobs at the step's start, for the rollout log; set if `logged` and computed here."""
     advantages: NDArray[np.float32] | None = None
     """[N] advantages of the N trained tokens."""
     updated: bool = False

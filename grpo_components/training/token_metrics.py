@@ -48,10 +48,7 @@ class TokenMetrics:
             _add(self._totals, {key: values.max() if key.endswith("max") else values.sum()})
 
     def add_mismatch(self, log_ratios: Tensor, weights: Tensor | None, fresh: Tensor) -> None:
-        """Add the mismatch of generator and trainer in a micro-batch.
-
-        `fresh` [N] bool marks tokens of responses that the trainer's current version sampled.
-        """
+        """Add a micro-batch's mismatch; `fresh` [N]: the trainer's version sampled the response."""
         weights = torch.ones_like(log_ratios) if weights is None else weights
         sums, ratio_max = mismatch_sums(log_ratios, weights, fresh)
         _add(self._totals, {"mismatch": sums, "mismatch/ratio_max": ratio_max})

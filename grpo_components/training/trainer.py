@@ -200,10 +200,7 @@ class Trainer:
     def _updates(
         self, samples: list[TrainSample], step: int
     ) -> tuple[list[dict[str, float]], bool]:
-        """Make a step's optimizer updates; return the metrics of each.
-
-        Also return whether a forward pass came first, for the logprobs at the step's start.
-        """
+        """Make a step's updates; return metrics, and whether start logprobs took a first pass."""
         epochs = self._options.ppo_epochs
         parts = split_responses(samples, self._options.updates_per_batch)
         needs_start = self._policy_loss.corrects or self._policy_loss.from_proximal
@@ -324,7 +321,7 @@ class Trainer:
     def export_weights(
         self, version: int, base: int | None = None
     ) -> tuple[tuple[Manifest, NDArray[np.uint8]] | DeltaBucket, Manifest]:
-        """Return the weights gathered as `version`, or a delta to `base`; may run during a step."""
+        """Return the rank's share of `version`, or a delta to `base`; may run during a step."""
         return self._exports[0].bucket(version, base)
 
     def hold_state(self, copy: bool) -> None:

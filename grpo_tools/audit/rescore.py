@@ -150,7 +150,7 @@ def score(model: Any, todo: Sequence[Segment]) -> Iterator[tuple[Segment, NDArra
 
 
 def _logprobs(logits: Tensor, segment: Segment) -> NDArray[np.float64]:
-    """Return the logprobs of a segment's tokens; `logits` end with the row for its last token."""
+    """Return the logprobs of a segment's tokens; the last row of `logits` predicts its last one."""
     t = segment.response.trajectory
     rows = logits[segment.first - segment.end :].float() / t.temperature
     sampled = torch.from_numpy(t.response_ids[segment.first : segment.end].copy())
@@ -355,7 +355,7 @@ def _checksum(files: Iterable[Path]) -> str:
 
 
 def _check_sampling(config: Record) -> None:
-    """Refuse a run whose sampler excludes tokens, as top_p does: this audit cannot repeat that."""
+    """Refuse a run whose sampler changes the distribution, as top_p does: it is not repeated."""
     for name, neutral in TRUNCATION.items():
         given = (config.get("generator") or {}).get(name, neutral)
         if given != neutral and not (name == "top_k" and given == -1):

@@ -39,7 +39,7 @@ _STATIC = ("weights", "gradients", "optimizer")
 _OFFLOADED_LAYERS = 6
 """Layers whose activations are on the GPU in torchtune's offloading: five leaving, one coming."""
 _PUSHED_LAYERS = 3
-"""Copies of a layer during a push: the cast shard, the gathered tensor, the renamed tensor."""
+"""Copies of a unit during a push: the cast shard, the gathered tensor, the renamed tensor."""
 _PINNED = 2
 """Largest ratio of page-locked memory to a tensor's bytes: PyTorch rounds up to 2**n."""
 _BYTES_PER_TOKEN = 256

@@ -160,7 +160,7 @@ def _describe(event: str, fields: Mapping[str, Any]) -> str:
 
 
 class RecordedSchedule:
-    """The recorded commands of one generator process, each with the engine step it came before."""
+    """`RecordedCommands` of one generator process, each with the engine step it came before."""
 
     def __init__(
         self,

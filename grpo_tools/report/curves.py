@@ -81,7 +81,7 @@ def curve(
     combine: Callable[[Sequence[float]], float] = itemgetter(-1),
     **trace: Any,
 ) -> dict[str, Any]:
-    """Return a curve as a plotly trace; `combine` merges neighboring points if too many."""
+    """Return a plotly trace of a curve; `combine` merges neighboring points if there are many."""
     x, y = thinned(x, y, combine)
     mode = "lines" if len(y) > 1 else "markers"  # a single point has no line
     return {"type": "scatter", "mode": mode, "name": label(name), "x": x, "y": y, **trace}
@@ -102,7 +102,7 @@ def thinned(
 
 
 def measured_after(record: Record, key: str) -> int:
-    """Return the step after which a metric was measured: `eval/step` if evaluated, or `step`."""
+    """Return the step after which a metric was measured: `eval/step` for `eval/`, else `step`."""
     known = values_of([record], "eval/step") if key.startswith("eval/") else []
     return int(known[0]) if known else record["step"]
 

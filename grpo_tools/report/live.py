@@ -19,7 +19,7 @@ _MAX_SHARE = 0.02
 
 
 def write_pages(output_dir: Path, ends_within: Callable[[float], bool]) -> None:
-    """Rewrite the report until `ends_within` is true: the run ended. Slow pages get long pauses."""
+    """Write pages until the run ends in a pause; pauses grow with the time that a page takes."""
     pause_s, next_s, failed = _FIRST_S, _SHORTEST_S, False
     while not ends_within(pause_s):
         from grpo_tools.report.page import write_report  # not in a short run

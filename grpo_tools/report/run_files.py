@@ -26,8 +26,8 @@ class NoStepsError(FileNotFoundError):
 class Attempts:
     """Decides which records count: those of steps that no later attempt replaced.
 
-    An attempt is one start of the run: the first, or a resume. Once it has trained a step, it
-    replaces all steps after the one that it resumed from.
+    An attempt begins with a start, a resume or a rollback. Once it has trained a step, it
+    replaces all steps after the one at which it began.
     """
 
     steps_done: dict[int, int] = field(default_factory=dict)
@@ -127,7 +127,8 @@ def read_run(folder: Path) -> tuple[list[Record], History]:
 def read_metrics(path: Path, attempts: Attempts) -> list[Record]:
     """Read the metrics of each step, in order, from the last attempt that trained the step.
 
-    Adds to `attempts` those that receipts lack. Skips records without an integer step and attempt.
+    Adds to `attempts` those that receipts lack. Skips records whose step or attempt is no
+    integer.
     """
     found = ({"attempt": 0, **record} for record in records_of(path, b'"step"'))
     records = [each for each in found if {type(each["step"]), type(each["attempt"])} == {int}]

@@ -27,7 +27,7 @@ _KINDS = {
     **{"starting": (STARTING,), "no reward": (NO_REWARD,), "no group": (NO_GROUP,)},
     **{"idle": (IDLE, _BETWEEN_STEPS), "no batch": (_NO_BATCH,)},
 }
-"""Kind of time (a color in the bars) -> activities, in the page's order; `working`: all others."""
+"""Kind of time in a bar -> activities, in the order of the page's colors; `working`: all others."""
 _KIND_OF = {activity: kind for kind, activities in _KINDS.items() for activity in activities}
 _Points = list[tuple[float, float]]
 """Times and values of a curve."""

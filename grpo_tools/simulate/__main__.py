@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def advise(
     setup: Settings, gpus: int, predict: Callable[[Settings], Prediction]
 ) -> dict[Split, Prediction]:
-    """Find the split of GPUs over roles with the shortest step; return all splits tried, sorted.
+    """Find the split of GPUs over roles with the shortest step; return all tried, best first.
 
     Each role has a GPU of its own. From an equal split, GPUs move from one kind of role to another,
     first several at a time, for as long as that shortens the step.

@@ -83,7 +83,7 @@ class VirtualEngine:
         return entering
 
     async def _make_steps(self, prompts: int) -> None:
-        """Make steps until a sequence ends, or to the step in which a request or weights arrive."""
+        """Make steps until a sequence ends, or to the end of that in which something arrives."""
         sequences, began = len(self._running), now()
         first = self._times.engine_step(sequences, prompts)
         later = self._times.engine_step(sequences)

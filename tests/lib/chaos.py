@@ -29,7 +29,7 @@ class Fault:
     number: int = 1
     """Which call of that method, from 1."""
     after_step: int = 0
-    """The fault waits until this training step has begun; 0: it does not wait."""
+    """If later than call `number`: the first call since this training step began."""
     delay_s: float = 0.0
     """Seconds from the call to the fault."""
     stop: bool = False

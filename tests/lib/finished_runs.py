@@ -31,7 +31,7 @@ def run_of(tiny_policy, *overrides, faults=(), **options):
 
 
 def run_fixture(name, *overrides, policy=lambda tiny_policy: (), **options):
-    """Return a fixture of a finished run; `policy` makes overrides of the tiny policy's folder."""
+    """Return a fixture of a finished run; `policy`: tiny policy's folder -> overrides with it."""
 
     @pytest.fixture(name=f"{name}_run")
     def fixture(shared_runs, tiny_policy):

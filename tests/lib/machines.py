@@ -1,4 +1,4 @@
-"""Makes two machines out of one: each has its own network, mounts, processes, name and Ray."""
+"""Makes two machines of one: each has its own network, mounts, processes, name and Ray node."""
 
 import contextlib
 import os
