@@ -115,12 +115,10 @@ def _template_text(tokenizer: Any, template: str | None) -> str:
         return _PLAIN_TEMPLATE
     allowed = f"null, {PLAIN}, or the path of a file with a Jinja template"
     if template is None:
-        found = tokenizer.get_chat_template() if tokenizer.chat_template else None
-        if found is None:
-            problem = "null given, and the model's tokenizer has no chat template"
-            other = allowed.removeprefix("null, ")
-            raise ConfigError("environment.chat_template", problem, other)
-        return found
+        if tokenizer.chat_template:
+            return tokenizer.get_chat_template()
+        problem = "null given, and the model's tokenizer has no chat template"
+        raise ConfigError("environment.chat_template", problem, allowed.removeprefix("null, "))
     try:
         return Path(template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -90,7 +90,8 @@ class Conversation:
     def place(self, text: str) -> Call:
         """Make a prompt's call; it continues the longest conversation that begins the prompt."""
         best, end, earlier = None, -1, set[int]()
-        for call, choice in reversed(self._in_order()):  # so that few tool calls are compared
+        # The latest first, so that few tool calls are compared.
+        for call, choice in sorted(self._answers(), key=_order, reverse=True):
             if id(choice) not in earlier and text.startswith(call.prompt_text):
                 begin = len(call.prompt_text)
                 length = self._length_of(choice, text[begin:], end - begin)
@@ -130,7 +131,7 @@ class Conversation:
         continued = {id(call.parent[1]) for call, _ in self._answers() if call.parent is not None}
         ends = [(call, choice) for call, choice in self._answers() if id(choice) not in continued]
         paths = [[*call.path, (call, choice)] for call, choice in ends]
-        paths.sort(key=lambda path: [_order(*step) for step in path])
+        paths.sort(key=lambda path: [*map(_order, path)])
         used: set[int] = set()
         parts: list[SessionPart] = []
         for path in paths:
@@ -144,13 +145,10 @@ class Conversation:
             if call.delivered:
                 yield from ((call, choice) for choice in call.choices)
 
-    def _in_order(self) -> list[tuple[Call, Choice]]:
-        """Return delivered answers in an order that a replay repeats, even for equal answers."""
-        return sorted(self._answers(), key=lambda pair: _order(*pair))
 
-
-def _order(call: Call, choice: Choice) -> tuple[tuple[int, str, int], int]:
-    """Return an answer's sort key, which does not depend on the order of arrival."""
+def _order(answer: tuple[Call, Choice]) -> tuple[tuple[int, str, int], int]:
+    """Return an answer's sort key, which a replay repeats: it does not depend on the arrival."""
+    call, choice = answer
     return call.key, call.choices.index(choice)
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from grpo_components.errors import ConfigError
 
-_MOST_CALLS = 100
-
 
 class AgentEnvironment:
     """Runs an agent for each response; the policy is trained on its answers to the agent.
@@ -41,7 +39,7 @@ class AgentEnvironment:
         agent: str | Mapping[str, Sequence[str]],
         chat_template: str | None = None,
         tool_parser: str | None = None,
-        max_calls: int = _MOST_CALLS,
+        max_calls: int = 100,
     ) -> None:
         self.agent = _checked_agent(agent)
         self.chat_template, self.tool_parser = chat_template, tool_parser

@@ -98,7 +98,7 @@ def read_chat(
             raise RequestError(f"{name}: not supported; allowed: leave it out", name)
     where = f"leave it out, or {temperature:g}, that of the run (generator.temperature)"
     read("temperature", None, where, lambda asked: any_temperature or asked == temperature)
-    tools = read("tools", [], "a list of functions", _are_tools)
+    tools = read("tools", [], "a list of functions", lambda v: _are_objects(v, "function", dict))
     # Any other choice would constrain the sampling by a grammar.
     choice = read("tool_choice", "auto", "auto, none", lambda choice: choice in ("auto", "none"))
     if tools and not has_parser:
@@ -110,7 +110,10 @@ def read_chat(
     options = read("stream_options", {}, "an object", lambda value: isinstance(value, dict))
     given.setdefault("messages", [])
     return ChatRequest(
-        messages=read("messages", [], "a list of messages, each with a role", _are_messages),
+        messages=read(
+            *("messages", [], "a list of messages, each with a role"),
+            lambda value: value and _are_objects(value, "role", str),
+        ),
         tools=tools if choice == "auto" else [],
         template_arguments=read(
             *("chat_template_kwargs", {}, variables),
@@ -123,14 +126,6 @@ def read_chat(
         stream=read("stream", False, "true, false", lambda value: isinstance(value, bool)),
         include_usage=options.get("include_usage") is True,
     )
-
-
-def _are_messages(given: Any) -> bool:
-    return bool(given) and _are_objects(given, "role", str)
-
-
-def _are_tools(given: Any) -> bool:
-    return _are_objects(given, "function", dict)
 
 
 def _are_objects(given: Any, name: str, kind: type) -> bool:

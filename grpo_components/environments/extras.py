@@ -6,8 +6,6 @@ import importlib
 import warnings
 from typing import Any
 
-_INSTALL = 'pip install ".[environments]"'
-
 
 def imported_extra(name: str) -> Any:
     """Import a package of the extra `environments`; if it is missing, raise a ValueError."""
@@ -17,4 +15,4 @@ def imported_extra(name: str) -> Any:
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = f"the package {error.name} is not installed"
-        raise ValueError(f"{missing}; allowed: `{_INSTALL}`") from error
+        raise ValueError(f'{missing}; allowed: `pip install ".[environments]"`') from error

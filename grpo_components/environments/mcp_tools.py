@@ -78,7 +78,7 @@ class MCPTools:
             raise ConfigError("command", f"{error}", "a server that starts") from error
         if not self.tool_schemas:
             fail("command", f"the tool server {' '.join(command)} offers no tools", "at least one")
-        servers = _servers_of(tuple(command), num_servers)
+        servers = _Servers(tuple(command), num_servers)
         names = [tool["function"]["name"] for tool in self.tool_schemas]
         tools = {name: partial(servers.call, name, timeout_s) for name in names}
         self._use = ToolUse(tools, call_format, max_result_characters)
@@ -95,12 +95,7 @@ def _schemas_of(command: tuple[str, ...]) -> list[dict[str, Any]]:
         return server.list_tools()
 
 
-@cache
-def _servers_of(command: tuple[str, ...], num_servers: int) -> _Servers:
-    """Return the pool of servers of a command; all worlds of this process share it."""
-    return _Servers(command, num_servers)
-
-
+@cache  # one for each command: all worlds of this process share it
 class _Servers:
     """Starts tool servers when they are needed, and replaces servers that have ended."""
 

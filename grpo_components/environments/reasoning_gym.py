@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -28,7 +28,6 @@ def reasoning_gym_dataset(
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
     prompt_template: str = "{question}\n",
-    tools: Sequence[Mapping[str, Any]] = (),
     **prompts: Any,
 ) -> PromptDataset:
     """Generate the prompts of a reasoning-gym task.
@@ -40,7 +39,6 @@ def reasoning_gym_dataset(
         seed: seed of the rows; a data set for evaluation needs a different one.
         options: settings of the task by name; the others keep reasoning-gym's defaults.
         prompt_template: text of the prompt; contains `{question}` once.
-        tools: see `prompt_dataset`.
         **prompts: chat_template, system_prompt, max_prompt_tokens, ...; see `prompt_dataset`.
 
     Returns:
@@ -62,7 +60,6 @@ def reasoning_gym_dataset(
         rows=_rows(task, settings, task_rows),
         read=_question_and_answer,
         prompt_template=prompt_template,
-        tools=tools,
         **prompts,
     )
 

@@ -97,12 +97,10 @@ class RewardPool:
         """Start scoring a sample without waiting. Any thread may call this."""
         return self._threads.submit(self._score_one, sample)
 
-    def score(self, samples: Sequence[RewardInput]) -> list[Score]:
+    def __call__(self, samples: Sequence[RewardInput]) -> list[Score]:
         """Score samples and wait for all scores. Any thread may call this."""
         scores = [self.begin(each) for each in samples]
         return [score.result() for score in scores]
-
-    __call__ = score
 
     def close(self) -> None:
         """Kill all reward processes, even those that are scoring a sample."""

@@ -41,8 +41,7 @@ class AgentRollouts:
     ) -> None:
         self._engine, self._rewards, self._settings = engine, rewards, settings
         self._timeout_s = environment.timeout_s
-        built: Any = environment.build_environment()
-        self._options: AgentEnvironment = built
+        self._options: AgentEnvironment = environment.build_environment()
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         name, parse = self._options.tool_parser, None
         if name is not None:
@@ -60,16 +59,14 @@ class AgentRollouts:
     async def collect(self, samples: Sequence[Sample]) -> list[Scored]:
         """Run one agent session per sample, all at once; return the scored responses."""
         try:
-            return await asyncio.wrap_future(self._server.submit(self._all(samples)))
+            running = [self._server.submit(self._one(*each)) for each in enumerate(samples)]
+            return await asyncio.gather(*map(asyncio.wrap_future, running))
         except (asyncio.CancelledError, RuntimeError) as error:  # or its loop is closed
             task = asyncio.current_task()
             if self._server.ended is None or (task and task.cancelling()):
                 raise
             ended = f"the agents' server ended: {self._server.ended}"
             raise AgentServerError(ended) from error
-
-    async def _all(self, samples: Sequence[Sample]) -> list[Scored]:
-        return await asyncio.gather(*(self._one(*each) for each in enumerate(samples)))
 
     async def _one(self, number: int, sample: Sample) -> Scored:
         try:

@@ -45,8 +45,7 @@ class _Slot:
     tokens: NDArray[np.int64]
     """Prompt and response so far."""
     turns: list[Sequence[Any]] = field(default_factory=list)
-    finish_reason: str = ""
-    score: Score | None = None
+    scored: Scored | None = None
     """None until the response is done."""
 
     def extend(self, said: Completion, after: Any) -> None:
@@ -60,17 +59,12 @@ class _Slot:
         self.tokens = tokens
         # The environment's reason takes precedence: it knows limits that the policy does not.
         has_reason = "finish_reason" in after.keys()  # noqa: SIM118 -- of a TensorDict
-        self.finish_reason = after["finish_reason"] if has_reason else said.finish_reason
+        finish_reason = after["finish_reason"] if has_reason else said.finish_reason
         if bool(after["done"]):
             if not isinstance(score := after["score"], Score):
                 raise TypeError(f"the environment ended a slot with score {score!r:.200}")
-            self.score = score
-
-    def scored(self) -> Scored:
-        """Return the finished response with its score."""
-        score = cast(Score, self.score)
-        record = self.sample.record(self.prompt_ids, self.turns, self.finish_reason, score)
-        return [record], score, None
+            record = self.sample.record(self.prompt_ids, self.turns, finish_reason, score)
+            self.scored = [record], score, None
 
 
 class GroupCollector(Collector):
@@ -105,21 +99,21 @@ class GroupCollector(Collector):
         tensordict = await call(self.env.reset)
         prompts = [state["tokens"].numpy().copy() for state in tensordict.unbind(0)]
         slots = [_Slot(*each) for each in zip(samples, prompts, prompts, strict=True)]
-        while not all(slot.score for slot in slots):
+        while not all(slot.scored for slot in slots):
             turns, states = await self._sample(slots), tensordict.unbind(0)
             for state, turn in zip(states, turns, strict=True):
                 reason = NonTensorData(turn.finish_reason)
                 state.update(TensorDict(response=turn.token_ids, finish_reason=reason))
             tensordict = await call(self.env.step, lazy_stack(list(states), 0))
             for slot, turn, state in zip(slots, turns, tensordict.unbind(0), strict=True):
-                if slot.score is None:
+                if slot.scored is None:
                     slot.extend(turn, state["next"])
             tensordict = step_mdp(tensordict)
-        return [slot.scored() for slot in slots]
+        return [cast(Scored, slot.scored) for slot in slots]
 
     async def _sample(self, slots: Sequence[_Slot]) -> list[Completion]:
         """Sample the next turn of every slot; a slot that is done gets an empty one."""
-        futures = [None if slot.score else self._submit(slot) for slot in slots]
+        futures = [None if slot.scored else self._submit(slot) for slot in slots]
         return [await asyncio.wrap_future(each) if each else _NOTHING for each in futures]
 
     def _submit(self, slot: _Slot) -> Future[Completion]:
@@ -174,7 +168,7 @@ class CollectedRollouts:
         """Return the error message of a failed rollout, with the place in the user's code."""
         if not isinstance(error, HungCallError):
             return failure_text("environment", error)
-        score = self._rewards.score.__code__
+        score = self._rewards.__call__.__code__
         if (score.co_filename, score.co_name) in {(f.filename, f.name) for f in error.stack}:
             return NO_SCORE
         return hang_text(error)

@@ -53,7 +53,8 @@ class EngineUse:
         began, cpu_began = time.perf_counter(), time.thread_time()
         yield
         seconds, cpu_s = time.perf_counter() - began, time.thread_time() - cpu_began
-        group = f"{_power_of_two(sequences)}" + ("+" if prompts else "")
+        rounded_up = 1 << max(0, sequences - 1).bit_length()
+        group = f"{rounded_up}" + ("+" if prompts else "")
         with self._lock:
             one = (1, sequences, prompts, prompt_tokens, seconds, cpu_s)
             self._steps[group] = [a + b for a, b in zip(self._steps[group], one, strict=True)]
@@ -86,7 +87,3 @@ class EngineUse:
         cause = NO_REWARD if self._rollouts else NO_GROUP
         passed = self._time.begin(cause if self._engine_does == IDLE else self._engine_does)
         self._sequence_s += passed * self._sequences
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()

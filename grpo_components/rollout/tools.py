@@ -6,7 +6,6 @@ The policy reads the error messages of its calls, so a new wording would change 
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import json
 import math
@@ -16,12 +15,12 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 from grpo_components.errors import ConfigError
 from grpo_components.objective.component_errors import defined_at
+from grpo_components.rewards.sandbox.code_sandbox import CodeSandbox
 from grpo_components.rollout.multi_turn import Reply
 from grpo_components.rollout.observation_text import quoted
 from grpo_components.rollout.samples import Prompt
@@ -122,34 +121,20 @@ def python_tool(run: Callable[[str], str]) -> Tool:
     return python
 
 
-@dataclass
-class _ProgramTime:
-    """Time that is left for the programs of one turn."""
-
-    remaining_s: float
-
-
-_PROGRAM_TIME: ContextVar[_ProgramTime | None] = ContextVar("program_time", default=None)
-"""Program time of the current turn; not an argument of a tool: the policy sets all arguments."""
-
-
-@cache  # shared by all environments of a process
-def _sandbox() -> Any:
-    # Imported on first use, because building a sandbox runs a trial program.
-    sandbox = importlib.import_module("grpo_components.rewards.sandbox.code_sandbox")
-    return sandbox.CodeSandbox()
+_LEFT_S = ContextVar("left_s", default=math.inf)
+"""Seconds left for the programs of this turn; no argument of a tool: the policy sets all these."""
+_sandbox = cache(CodeSandbox)
+"""Builds the sandbox, which runs a trial program, at the first call; a process has only one."""
 
 
 def run_in_sandbox(sandbox: Any, program: str) -> str:
-    """Run a program within the time in `_PROGRAM_TIME`; return its output and any error."""
-    time = _PROGRAM_TIME.get()
-    left_s = None if time is None else time.remaining_s
-    if left_s is not None and left_s <= 0:
+    """Run a program within the time in `_LEFT_S`; return its output and any error."""
+    left_s = _LEFT_S.get()
+    if left_s <= 0:
         raise ValueError(f"not run: the programs of a turn have {TURN_LIMIT_S:g} s together")
     with _RUNNING:
         outcome = sandbox.run(program, wall_s=left_s)
-    if time is not None:
-        time.remaining_s -= outcome.wall_s
+    _LEFT_S.set(left_s - outcome.wall_s)
     if outcome.status == 0 and not outcome.timed_out:
         return outcome.stdout
     problem = outcome.stderr[-_MAX_STDERR_CHARS:] or f"(ended with status {outcome.status})"
@@ -207,11 +192,11 @@ class ToolUse:
         calls = self._find_calls(text)
         if not calls:
             return Reply(done=True)
-        before = _PROGRAM_TIME.set(_ProgramTime(TURN_LIMIT_S))
+        before = _LEFT_S.set(TURN_LIMIT_S)
         try:
             results = [self._result(call) for call in calls[:_MAX_CALLS]]
         finally:
-            _PROGRAM_TIME.reset(before)
+            _LEFT_S.reset(before)
         if len(calls) > _MAX_CALLS:
             results.append(f"error: only the first {_MAX_CALLS} calls of a turn are run")
         return Reply(self._frame(results))

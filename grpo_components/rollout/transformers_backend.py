@@ -116,10 +116,8 @@ class TransformersBackend:
             values = 2 * text.num_hidden_layers * heads * size * self.max_model_len
             fits = settings.kv_cache_gib * 2**30 / (values * self._model.dtype.itemsize)
             slots = max(1, min(slots, int(fits)))
-        self._cache, self._size = (
-            dict[int, list[Tensor]](),
-            (slots + 1, _padded(self.max_model_len)),
-        )
+        self._cache: dict[int, list[Tensor]] = {}
+        self._size = slots + 1, _padded(self.max_model_len)
         self._free = list(range(slots))[::-1]
         self._waiting: list[_Sequence] = []
         self._running: list[_Sequence] = []

@@ -143,11 +143,8 @@ class StandInPool:
         self.begun.append(sample)
         return _done(self._scores([sample])[0])
 
-    def score(self, samples: Sequence[Any]) -> list[Score]:
-        return [s.result() if isinstance(s, Future) else self._scores([s])[0] for s in samples]
-
     def __call__(self, samples: Sequence[Any]) -> list[Score]:
-        return self.score(samples)
+        return self._scores(samples)
 
     def close(self) -> None: ...
 

@@ -166,7 +166,7 @@ def test_programs_are_scored_in_the_reward_processes_which_close_while_one_sleep
     row = {"prompt_text": "", "answer": answer, "finish_reason": "stop"}
     with contextlib.closing(RewardPool({"code": spec}, num_workers=2, timeout_s=60)) as pool:
         programs = [PROGRAM, "import os\nos._exit(0)", "while True: pass"]
-        scores = pool.score([{**row, "response_text": fenced(each)} for each in programs])
+        scores = pool([{**row, "response_text": fenced(each)} for each in programs])
         found = [(score.reward, score.success, score.error) for score in scores]
         assert found == [(1.0, True, None), *[(0.0, False, None)] * 2]
         asleep = pool.begin({**row, "response_text": fenced("import time\ntime.sleep(600)")})

@@ -109,7 +109,7 @@ def test_a_judge_that_is_down_is_a_failed_sample(server):
     arguments = {"base_url": server.url, "model": "m", "rubric": RUBRIC}
     spec = RewardSpec("grpo_components.rewards.judge.LLMJudge", arguments, 1.0, False)
     with closing(RewardPool({"judge": spec}, num_workers=1, timeout_s=60)) as pool:
-        scores = [pool.score([CALL])[0] for _ in range(3)]
+        scores = [pool([CALL])[0] for _ in range(3)]
     assert [score.reward for score in scores] == pytest.approx([0.1, math.nan, 0.3], nan_ok=True)
     down = scores[1]
     assert down.error and down.error.startswith("reward judge: JudgeError")

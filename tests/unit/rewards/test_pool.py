@@ -156,11 +156,11 @@ def test_scores_come_in_order_weighted_and_with_their_terms(make_pool):
         size=reward("Number", weight=0.5, is_success=True),
         more=reward("Number", weight=2.0, plus=10),
     )
-    assert pool.score(samples("4", "-1", "3")) == [
+    assert pool(samples("4", "-1", "3")) == [
         Score(0.5 * n + 2.0 * (n + 10), {"size": n, "more": n + 10}, n > 0, None)
         for n in (4, -1, 3)
     ]
-    assert pool.score([]) == []
+    assert pool([]) == []
 
 
 def test_many_threads_at_once_each_get_their_own_scores_from_all_processes(make_pool):
@@ -168,7 +168,7 @@ def test_many_threads_at_once_each_get_their_own_scores_from_all_processes(make_
 
     def ask(thread):
         numbers = range(100 * thread, 100 * thread + 50)
-        scores = pool.score(samples(*map(str, numbers)))
+        scores = pool(samples(*map(str, numbers)))
         assert [score.reward for score in scores] == list(numbers)
         return {score.terms["process"] for score in scores}
 
@@ -193,7 +193,7 @@ def test_a_failed_sample_has_an_error_and_leaves_the_others_alone(make_pool, fol
         "exit": "reward mood: its process died",
     }
     pool = make_pool(process=reward("process"), mood=reward("Moody", is_success=True))
-    scores = pool.score(samples("fine", *(r for bad in problems for r in (bad, "fine"))))
+    scores = pool(samples("fine", *(r for bad in problems for r in (bad, "fine"))))
     for good in scores[::2]:
         assert good.success and good.error is None
     for bad, problem in zip(scores[1::2], problems.values(), strict=True):
@@ -215,9 +215,9 @@ def test_a_reward_gets_the_columns_that_its_signature_takes(make_pool):
         by_name=reward("Leveled"), all_of_them=reward("Counted"), size=reward("Number", weight=0.0)
     )
     columns = {"level": 3, "tags": ["a", "b"], "Problem ID": None}
-    (score,) = pool.score([{**columns, **samples("1")[0]}])
+    (score,) = pool([{**columns, **samples("1")[0]}])
     assert score.terms == {"by_name": 103.0, "all_of_them": 3.0, "size": 1.0}
-    (score,) = pool.score(samples("1"))
+    (score,) = pool(samples("1"))
     assert "reward by_name: TypeError" in score.error and "'level'" in score.error
 
 
@@ -225,7 +225,7 @@ def test_processes_that_a_reward_started_die_with_the_pool(make_pool, begun):
     others = set(psutil.Process().children())
     pool = make_pool(mood=reward("Moody"))
     with ThreadPoolExecutor(1) as thread:
-        stuck = thread.submit(pool.score, samples("children", answer=str(begun)))
+        stuck = thread.submit(pool, samples("children", answer=str(begun)))
         assert begun.read_text() == "begun"
         (worker,) = set(psutil.Process().children()) - others
         (child,) = worker.children()
@@ -242,7 +242,7 @@ def test_a_response_beyond_the_cpu_limit_of_a_reward_scores_0_there(make_pool, c
         process=reward("process", weight=0.0),
         more=reward("Thrifty"),
     )
-    before, runaway, after = pool.score(samples("fine", costly, "fine"))
+    before, runaway, after = pool(samples("fine", costly, "fine"))
     assert (before.reward, before.success) == (after.reward, after.success) == (3.0, True)
     assert (runaway.reward, runaway.success, runaway.error) == (0.0, False, None)
     assert runaway.terms == {**runaway.terms, "thrift": 0.0, "more": 0.0}
@@ -251,27 +251,27 @@ def test_a_response_beyond_the_cpu_limit_of_a_reward_scores_0_there(make_pool, c
 
 def test_a_reward_that_waits_too_long_is_a_failed_sample(make_pool):
     """Not a score of 0: a busy machine may be the reason."""
-    (score,) = make_pool(timeout_s=1, thrift=reward("Thrifty")).score(samples("sleep"))
+    (score,) = make_pool(timeout_s=1, thrift=reward("Thrifty"))(samples("sleep"))
     assert math.isnan(score.reward)
     assert score.error == "reward thrift: TimeoutError: no score after 1 s"
 
 
 def test_samples_that_hang_a_reward_only_fail_themselves(make_pool):
     pool = make_pool(timeout_s=1, process=reward("process"), mood=reward("Moody"))
-    (fine, *hung) = pool.score(samples("fine", *["endless"] * 3))
+    (fine, *hung) = pool(samples("fine", *["endless"] * 3))
     assert fine.error is None
     assert all(score.error.startswith("reward mood: TimeoutError: ") for score in hung)
     assert not psutil.pid_exists(int(fine.terms["process"]))
-    (last,) = pool.score(samples("fine"))
+    (last,) = pool(samples("fine"))
     assert last.terms["process"] != fine.terms["process"]
 
 
 def test_a_runaway_holds_up_only_its_own_process(make_pool):
     pool = make_pool(num_workers=2, mood=reward("Moody"))
     with ThreadPoolExecutor(1) as thread:
-        stuck = thread.submit(pool.score, samples("endless"))
+        stuck = thread.submit(pool, samples("endless"))
         for _ in range(5):
-            assert pool.score(samples("fine"))[0].error is None
+            assert pool(samples("fine"))[0].error is None
         assert not stuck.done()
         pool.close()
         assert stuck.result()[0].error == "reward mood: its process died"
@@ -282,7 +282,7 @@ def test_closing_at_once_leaves_no_process_and_a_closed_pool_scores_no_more(make
         pool = make_pool(num_workers=3, correctness=maths())
         pool.close()
         with pytest.raises(RuntimeError):
-            pool.score(samples("1"))
+            pool(samples("1"))
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_rewards_that_cannot_be_built_are_an_error_each_time(make_pool, spec, ca
     pool = make_pool(broken=spec)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=rf"^rewards .*{cause}"):
-            pool.score(samples("1"))
+            pool(samples("1"))
 
 
 @pytest.fixture
@@ -327,7 +327,7 @@ def test_in_a_ray_actor_the_processes_stay_light_and_die_with_it(cluster, folder
         await cluster.ready(120)
         given = samples(r"\boxed{7}", r"\boxed{8}", answer="7")
         lanes = [f"thread{i}" for i in range(4)]
-        calls = (role.call("score", given, timeout_s=120, lane=lane) for lane in lanes)
+        calls = (role.call("__call__", given, timeout_s=120, lane=lane) for lane in lanes)
         return await asyncio.gather(*calls)
 
     rounds = asyncio.run(run())
@@ -335,7 +335,7 @@ def test_in_a_ray_actor_the_processes_stay_light_and_die_with_it(cluster, folder
         assert [score.terms["correctness"] for score in scores] == [1.0, 0.0]
         assert [score.terms["loaded"] for score in scores] == [0.0, 0.0]
     worker = psutil.Process(int(rounds[0][0].terms["process"]))
-    role.submit("score", samples("endless", answer=str(begun)))
+    role.submit("__call__", samples("endless", answer=str(begun)))
     begun.read_text()
     (record,) = records(tmp_path / "logs/roles.jsonl")
     assert worker.ppid() == record["pid"]

@@ -602,13 +602,14 @@ def test_an_environments_error_shows_its_own_file_and_line_and_begins_there(brea
 
 @pytest.mark.parametrize("environment", [None, SingleTurnEnvironment])
 def test_a_slow_queue_of_rewards_is_not_the_environments_fault(make, environment):
-    released, pool = threading.Event(), StandInPool(scores)
+    released = threading.Event()
 
     def slow(samples):
         released.wait(30)
         return scores(samples)
 
-    pool.score, pool.begin = slow, lambda sample: Future()
+    pool = StandInPool(slow)
+    pool.begin = lambda sample: Future()
     kind = "torchrl" if environment else "single_turn"
     _, summary, _ = group(make(environment, pool=pool, kind=kind, timeout_s=0.5, in_flight=1))
     released.set()

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lib.config_errors import refused_key
 
+from grpo_components.rewards.sandbox.code_sandbox import Outcome
 from grpo_components.rollout import tools
 from grpo_components.rollout.observation_text import unquoted
 from grpo_components.rollout.tools import ToolUse, calculator, python_tool, shipped_tools
@@ -116,7 +117,7 @@ class Clockwork:
     def run(self, program, wall_s):
         took = min(float(program), wall_s)
         self.ran.append(took)
-        return SimpleNamespace(status=0, stdout="ran", stderr="", timed_out=False, wall_s=took)
+        return Outcome(0, "ran", "", False, took)
 
 
 def test_the_programs_of_a_turn_share_one_limit():
@@ -271,7 +272,7 @@ def test_programs_of_many_conversations_wait_for_each_other(monkeypatch):
         most.append(len(running))
         pairs.wait(60)
         running.discard(program)
-        return SimpleNamespace(status=0, stdout=program, stderr="", timed_out=False)
+        return Outcome(0, program, "", False)
 
     with ThreadPoolExecutor(6) as threads:
         found = threads.map(partial(tools.run_in_sandbox, SimpleNamespace(run=run)), "abcdefgh")
@@ -290,8 +291,8 @@ def test_programs_of_many_conversations_wait_for_each_other(monkeypatch):
     ],
 )
 def test_the_result_of_a_program_says_how_it_failed(status, stdout, stderr, timed_out, result):
-    outcome = {"status": status, "stdout": stdout, "stderr": stderr, "timed_out": timed_out}
-    sandbox = SimpleNamespace(run=lambda program, wall_s: SimpleNamespace(**outcome))
+    outcome = Outcome(status, stdout, stderr, timed_out)
+    sandbox = SimpleNamespace(run=lambda program, wall_s: outcome)
     assert tools.run_in_sandbox(sandbox, "print(12)") == result
 
 
