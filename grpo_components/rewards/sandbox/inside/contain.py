@@ -298,8 +298,11 @@ def _reported(orders: int, step: Callable[[], None]) -> None:
         os.write(orders, f"{type(error).__name__}: {error}".encode())
 
 
-if __name__ == "__main__":
-    job_fd, orders, parent = map(int, sys.argv[1:])
+def _script(job_fd: int, orders: int, parent: int) -> None:
     with open(job_fd, encoding="utf-8") as file:
         job = json.load(file)
     _reported(orders, lambda: _main(job, orders, parent))
+
+
+if __name__ == "__main__":
+    _script(*map(int, sys.argv[1:]))
