@@ -6,9 +6,9 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 ANSWERS = "evaluation_answers.jsonl"
 """File with one line for each logged prompt of each evaluation."""
@@ -16,8 +16,6 @@ EVALUATIONS = "evaluations.jsonl"
 """File with one line for each evaluation: the success rate on each prompt."""
 FAILURES = "failures.jsonl"
 """File with a line per attempt that ended early: `attempt`, `error` (null if a user stopped it)."""
-STEPS_PER_END = 10
-T = TypeVar("T")
 Record = dict[str, Any]
 _DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and infinity
 
@@ -57,12 +55,6 @@ def record_in(line: bytes) -> Record | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def first_and_last(steps: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
-    """Return the first few and the last few steps of a run, to compare them."""
-    number = max(1, min(STEPS_PER_END, len(steps) // 2))
-    return steps[:number], steps[-number:]
 
 
 def write_whole(target: Path, content: str | bytes, durable: bool = False) -> None:

@@ -17,22 +17,25 @@ class Rendezvous:
     """File descriptor of rank 0's listening socket; None in a process that has none open."""
 
 
-def open_rendezvous(host: str = "127.0.0.1") -> Rendezvous:
+def open_rendezvous(host: str) -> Rendezvous:
     """Listen on a free port for the other ranks; called in rank 0's process.
 
     The socket stays open, because a port that is only looked up may be taken before it is used.
     The caller owns the socket.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as listener:
+    with socket.socket(_family(host)) as listener:
         listener.bind((host, 0))
         listener.listen(1024)
         port = listener.getsockname()[1]
         return Rendezvous(host, port, listener.detach())
 
 
-def local_rendezvous() -> Rendezvous:
+def local_rendezvous(host: str = "127.0.0.1") -> Rendezvous:
     """Return a free port of this machine, on which rank 0 will listen later."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return Rendezvous(*probe.getsockname())
+    with socket.socket(_family(host)) as probe:
+        probe.bind((host, 0))
+        return Rendezvous(host, probe.getsockname()[1])
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -11,11 +11,11 @@ from grpo_components.errors import ConfigError
 
 Shape = Literal["constant", "linear", "cosine"]
 
-CHANGING_KEYS = ("schedule", "start", "end", "num_steps", "warmup_steps")
+_CHANGING_KEYS = ("schedule", "start", "end", "num_steps", "warmup_steps")
 KEYS: dict[Shape, tuple[str, ...]] = {
     "constant": ("schedule", "start", "warmup_steps"),
-    "linear": CHANGING_KEYS,
-    "cosine": CHANGING_KEYS,
+    "linear": _CHANGING_KEYS,
+    "cosine": _CHANGING_KEYS,
 }
 
 

@@ -47,15 +47,12 @@ def _adapter(shape: Any) -> TypeAdapter[Any]:
     return TypeAdapter(shape)
 
 
-def read_as(shape: TypeAdapter[T], value: Any, section: str = "") -> T:
+def read_as(shape: TypeAdapter[T], value: Any, section: str) -> T:
     """Parse a value as a type; raise a one-line ValueError that names the wrong place."""
     try:
         return shape.validate_python(value)
     except ValidationError as error:
         first: Any = error.errors(include_url=False)[0]
-        place = ".".join(map(str, (section, *first["loc"]))).strip(".")
-        problem = first["ctx"]["problem"]
-        if section and not problem:
-            problem = f"{first['input']!r} given"
-        problem = f"{problem}; allowed: {first['msg']}".removeprefix("; ")
-        raise ValueError(f"{place}: {problem}".removeprefix(": ")) from None
+        place = ".".join(map(str, (section, *first["loc"])))
+        problem = first["ctx"]["problem"] or f"{first['input']!r} given"
+        raise ValueError(f"{place}: {problem}; allowed: {first['msg']}") from None

@@ -24,17 +24,11 @@ class TimeUse:
         with self._lock:
             return self._begin(activity)
 
-    def seconds(self) -> dict[str, float]:
-        """Return the seconds of each activity so far, by name."""
+    def totals(self) -> dict[str, dict[str, float]]:
+        """Return `seconds` and `cpu_seconds` (of all the process's threads) of each activity."""
         with self._lock:
             self._begin(self._activity)
-            return dict(self._seconds)
-
-    def cpu_seconds(self) -> dict[str, float]:
-        """Return the CPU seconds of all threads of the process during each activity, by name."""
-        with self._lock:
-            self._begin(self._activity)
-            return dict(self._cpu_seconds)
+            return {"seconds": dict(self._seconds), "cpu_seconds": dict(self._cpu_seconds)}
 
     def _begin(self, activity: str) -> float:
         now = time.perf_counter()

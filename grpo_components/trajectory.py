@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+Prompt = dict[str, Any]
+"""One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text, answer, and the further
+columns of the data set. The generator adds `seed`, for anything random in the environment."""
 PackedTrajectories = dict[str, Any]
 """Trajectories as flat arrays plus lengths: 30 times cheaper to pickle than a list of records."""
 

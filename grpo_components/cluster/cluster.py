@@ -63,16 +63,14 @@ class Cluster:
         """Kind of role (`trainer`) -> Ray reference to the address where its ranks meet."""
         self._gpus: dict[str, Any] = {}
         """Name of a role whose GPUs another role shares -> Ray reference to these GPUs."""
-        folder, store = output_dir.absolute(), object_store_memory
-        self.ray = RayCluster(folder, log_level, note, address, store)
+        self.ray = RayCluster(output_dir.absolute(), log_level, note, address, object_store_memory)
         self._joined = address is not None
-        self._start_phase = "joining the Ray cluster" if self._joined else "starting Ray"
         self.scratch = self.ray.scratch
         """Folder for temporary files, on every node; removed at the end."""
 
     def start(self) -> None:
         """Start Ray on this machine for this run only, or join an existing Ray cluster."""
-        self._phase(self._start_phase)
+        self._phase("joining the Ray cluster" if self._joined else "starting Ray")
         self.ray.start()
 
     def _why_no_room(self) -> str:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from grpo_components.cluster.batch import Batch
 from grpo_components.cluster.role import Role
-from grpo_components.cluster.weight_transfer import WeightTransfer
+from grpo_components.cluster.weight_transfer import GRACE_S, WeightTransfer
 from grpo_components.errors import RoleFailedError, RoleLostError
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
 from grpo_components.exchange.weight_deltas import NO_BASE
@@ -26,8 +26,6 @@ from grpo_components.settings import Timeouts
 from grpo_components.training.step_result import StepResult
 from grpo_components.trajectory import GroupSummary
 
-GRACE_S = 30.0
-"""Extra seconds that the driver waits, so that a role's clearer time-out error comes first."""
 MAX_DELTAS = 64
 """Maximum deltas (pushes of changed bytes) after a whole push; a new generator must load all."""
 CHECKPOINT_LANE = "checkpoint"

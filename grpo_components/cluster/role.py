@@ -46,9 +46,9 @@ class Role:
         recover: Callable[[str], Awaitable[None]],
         why_no_room: Callable[[], str],
         names: dict[str, str],
-        can_spare: Callable[[], bool] = lambda: False,
-        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        restarts_alone: bool = True,
+        can_spare: Callable[[], bool],
+        pause: Callable[[float], Awaitable[None]],
+        restarts_alone: bool,
     ) -> None:
         self.name, self.lost, self.restarts_alone = name, False, restarts_alone
         self._log_file, self._start_new = log_file, start_process

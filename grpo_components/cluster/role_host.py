@@ -172,7 +172,7 @@ class RoleHost:
     async def heartbeat(self, interval_s: float) -> dict[str, Any]:
         """Return resource and time use after an interval; silence means a dead or hung process."""
         await asyncio.sleep(interval_s)
-        use = {"seconds": self._time_use.seconds(), "cpu_seconds": self._time_use.cpu_seconds()}
+        use = self._time_use.totals()
         more: dict[str, Any] = {}
         if hasattr(self._role, "time_use"):  # the role knows better than its calls
             more = self._role.time_use()

@@ -17,7 +17,7 @@ from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.weight_probe import LoadedWeights
 from grpo_components.settings import Timeouts
 
-_GRACE_S = 30.0
+GRACE_S = 30.0
 """Extra seconds that the driver waits, so that a role's clearer time-out error comes first."""
 _LINKS = "links"
 """Name of the thread in which the sender runs quick calls, also during a training step."""
@@ -27,7 +27,7 @@ class WeightTransfer:
     """Loads weights into generators: one trainer rank sends them to the workers of an engine."""
 
     def __init__(self, sender: Role, timeouts: Timeouts) -> None:
-        self._sender, self._limit_s = sender, timeouts.weights_s + _GRACE_S
+        self._sender, self._limit_s = sender, timeouts.weights_s + GRACE_S
         self._numbers = count()
         self._turn = asyncio.Lock()
         """Lock that lets one transfer run at a time: several would share two CUDA streams of vLLM,

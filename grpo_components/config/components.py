@@ -29,6 +29,8 @@ from grpo_components.settings import PENALTIES, Settings
 # Named, not imported: it needs torchrl, whose import takes seconds. A test checks that it exists.
 SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.SingleTurnEnvironment"}
 
+RAISES = (Exception, SystemExit)
+"""What a component, which a user may have written, may raise."""
 _A_PATH = "a dotted path, installed or in the current folder"
 _KEY_FIRST = re.compile(r"([a-z_]\w*(?:\.[^\s:,]+)*(?:, [a-z_]\w*)*): |(dataset|ptx) ")
 """Matches the key, or the argument names, at the start of an error's text."""
@@ -194,7 +196,7 @@ def imported_component(key: str, path: str) -> Any:
     """Import the class or function that a dotted path names; refuse a path that names none."""
     try:
         component = resolved(path)
-    except (Exception, SystemExit) as cause:  # a user's module may raise anything
+    except RAISES as cause:
         problem = f"{path} cannot be imported, {type(cause).__name__}: {cause}"
         if not (isinstance(cause, ModuleNotFoundError) and path.startswith(f"{cause.name}")):
             place = traceback.extract_tb(cause.__traceback__)[-1]
@@ -218,8 +220,8 @@ def parameters_of(component: Any) -> list[inspect.Parameter]:
 
 def _check_arguments(
     key: str, node: Mapping[Any, Any], leading: int = 0, by_name: Sequence[str] = ()
-) -> Any:
-    """Refuse arguments that do not fit the component's signature; return the component."""
+) -> None:
+    """Refuse arguments that do not fit the component's signature."""
     path, is_reward = node["_component_"], key.startswith("rewards.")
     component = imported_component(f"{key}._component_", path)
     parameters = parameters_of(component)[leading:]
@@ -242,7 +244,6 @@ def _check_arguments(
                 allowed += "that makes one"
                 fail(f"{key}._component_", f"{path} itself takes {name}", allowed)
             fail(f"{key}.{name}", "missing", f"the argument of {path}")
-    return component
 
 
 def _check_reward(key: str, node: DictConfig, settings: Settings) -> None:

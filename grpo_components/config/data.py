@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
-from grpo_components.config.components import build, environment_kind
+from grpo_components.config.components import RAISES, build, environment_kind
 from grpo_components.config.files import read_hf_config
 from grpo_components.data.curriculum import MAX_PROMPTS
 from grpo_components.data.datasets import PromptDataset
@@ -24,8 +24,6 @@ from grpo_components.offline.partial_runs import RecordedPrompts
 from grpo_components.settings import HUGGING_FACE, Settings
 from grpo_components.slow_calls import told_if_slow
 from grpo_components.state_files import check_storable
-
-_RAISES = (Exception, SystemExit)
 
 
 def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
@@ -137,7 +135,7 @@ def _check_rows(key: str, component: str, dataset: Any) -> None:
     fields, problem = ("prompt_index", "prompt_ids", "prompt_text", "answer"), ""
     allowed = "rows by index with a whole number as prompt_index, a list of them as prompt_ids,"
     allowed += " a text as prompt_text, and an answer; and a max_prompt_length"
-    with named_failure(key, component, _RAISES, allowed):
+    with named_failure(key, component, RAISES, allowed):
         rows = [[dataset[i][field] for field in fields] for i in range(len(dataset))]
         if not rows or len({index for index, *_ in rows}) < len(rows):
             problem = "gives no rows" if not rows else "gives two rows with the same prompt_index"

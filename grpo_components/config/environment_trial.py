@@ -18,6 +18,7 @@ from grpo_components.agents.chat import Chat
 from grpo_components.agents.environment import AgentEnvironment, parser_names
 from grpo_components.agents.requests import RequestError
 from grpo_components.config.components import (
+    RAISES,
     build_environment,
     environment_kind,
     imported_component,
@@ -33,7 +34,6 @@ from grpo_components.settings import Settings
 from grpo_components.slow_calls import told_if_slow
 
 _ALLOWED = "a torchrl EnvBase with `ask`, see docs/environments.md"
-_RAISES = (Exception, SystemExit)
 
 
 def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, Any]]) -> None:
@@ -54,16 +54,15 @@ def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, A
         score=lambda samples: [Score(0.0, {}, False, None) for _ in samples],
         max_response_tokens=most,
     )
-    named = partial(named_failure, key, kinds=_RAISES)
     with told_if_slow(f"the trial of {name}"):
-        with named(name, allowed=_ALLOWED):
+        with named_failure(key, name, RAISES, _ALLOWED):
             env = build()
         problems: list[ConfigError] = []
         for row, prompt in enumerate(prompts):
             asked = {**prompt, "seed": row}
             answer = tokenizer.encode(str(prompt["answer"]), add_bos=False, add_eos=False)[:most]
             try:
-                with named(name, allowed=_ALLOWED):
+                with named_failure(key, name, RAISES, _ALLOWED):
                     if kind == "multi_turn":
                         conversation = Conversation(env, asked, encode)
                         room = most - len(answer) - 1

@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from grpo_components.config.components import build
+from grpo_components.config.components import RAISES, build
 from grpo_components.config.files import longest_sequence
 from grpo_components.errors import ConfigError, fail, shown
 from grpo_components.exchange.weights import (
@@ -35,7 +35,6 @@ from grpo_components.objective.component_errors import named_failure
 from grpo_components.schedules import Schedule, as_schedule
 from grpo_components.settings import Settings
 
-_RAISES = (Exception, SystemExit)  # a user's component may raise anything
 _MAX_SCHEDULER_STEPS = 10_000
 """Maximum number of scheduler steps that are tried before the run; this many take 0.2 s."""
 
@@ -56,7 +55,7 @@ def try_training(cfg: Settings) -> list[str]:
     optimizer = build("optimizer", node, [parameter])
     if not node._component_.startswith("torchao."):  # torchao would compile the step
         allowed = "one for dense gradients, without a closure"
-        with named_failure("optimizer", node._component_, _RAISES, allowed):
+        with named_failure("optimizer", node._component_, RAISES, allowed):
             optimizer.step()
     _try_policy(cfg)
     tried = min(cfg.num_steps, _MAX_SCHEDULER_STEPS)
@@ -66,7 +65,7 @@ def try_training(cfg: Settings) -> list[str]:
         scheduler = build("lr_scheduler", cfg.lr_scheduler, optimizer, **given)
         rates = [float(optimizer.param_groups[0]["lr"])]
         name = cfg.lr_scheduler._component_
-        with named_failure("lr_scheduler", name, _RAISES, "a scheduler of torch.optim"):
+        with named_failure("lr_scheduler", name, RAISES, "a scheduler of torch.optim"):
             for _ in range(tried):
                 scheduler.step()
                 rates.append(float(optimizer.param_groups[0]["lr"]))

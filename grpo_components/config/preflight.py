@@ -32,19 +32,14 @@ def parse(recipe_main: Callable[[DictConfig], None]) -> Callable[[], None]:
 
 
 def read_config(cfg: DictConfig) -> Settings:
-    """Check a config and return its settings; set the libraries' logging to its `log_level`."""
-    settings = check(cfg)
-    quiet_libraries(settings.log_level)
-    return settings
-
-
-def check(cfg: DictConfig) -> Settings:
     """Return a config as typed settings with all defaults; raise `ConfigError` if it cannot run.
 
-    Adds the current folder to `sys.path`, from which users' components are imported.
+    Adds the current folder to `sys.path`, from which users' components are imported, and sets the
+    libraries' logging to the config's `log_level`.
     """
     settings = check_values_and_files(cfg)
     check_what_is_imported(settings)
+    quiet_libraries(settings.log_level)
     return settings
 
 

@@ -166,7 +166,7 @@ def _refuse(given: Mapping[str, Any], error: Mapping[str, Any]) -> NoReturn:
     fail(key, f"{shown(value)} given", allowed)
 
 
-def nearest(name: str, keys: Iterable[str], prefix: str = "") -> str:
+def nearest(name: str, keys: Iterable[str], prefix: str) -> str:
     """Return a hint for an unknown key: the key that was probably meant, else the existing keys."""
     keys = list(dict.fromkeys(keys))
     ours = _OURS.get(name, "")

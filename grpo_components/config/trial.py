@@ -19,12 +19,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from grpo_components.config.components import SHIPPED_ENVIRONMENT, build, environment_kind
+from grpo_components.config.components import RAISES, SHIPPED_ENVIRONMENT, build, environment_kind
 from grpo_components.config.environment_trial import try_environment
 from grpo_components.config.model_trial import try_teacher, try_training
 from grpo_components.data.columns import reward_input
 from grpo_components.errors import fail
-from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.component_errors import name_of, named_failure
 from grpo_components.objective.composition import has_entropy_gradient, objective_losses
 from grpo_components.objective.contracts import (
@@ -53,7 +52,6 @@ from grpo_components.training.sample import TrainSample
 
 LENGTHS = (3, 1, 4, 2)
 """Number of tokens of each made-up response."""
-_RAISES = (Exception, SystemExit)
 _MOST_SIBLINGS, _ROWS = 16, 4
 
 
@@ -88,7 +86,7 @@ def try_components(
         rewards = _made_rewards(min(cfg.group_size, _MOST_SIBLINGS))
         advantages = objective.advantages
         allowed = "rewards, a NumPy array [B, G] -> advantages [B, G]"
-        with named_failure("advantages", name_of(advantages), _RAISES, allowed):
+        with named_failure("advantages", name_of(advantages), RAISES, allowed):
             advantages_of(_own(advantages), rewards)
             found = doubts_about_advantages(_own(advantages), min(cfg.group_size, _MOST_SIBLINGS))
             doubts += [f"warning: advantages: {name_of(advantages)}: {each}" for each in found]
@@ -99,9 +97,8 @@ def try_components(
             with told_if_slow("the trial of the rewards"):
                 scores, found = trial.finish()
                 doubts += found
-            used = {"dataset": not cfg.eval_only, "eval_dataset": not cfg.rollout_only}
-            data = {"dataset": dataset, "eval_dataset": held_out}
-            data = {key: rows for key, rows in data.items() if used[key]}
+            data = {} if cfg.eval_only else {"dataset": dataset}
+            data |= {} if cfg.rollout_only else {"eval_dataset": held_out}
             doubts += trial.check_rows(data, _samples_of(cfg))
     return doubts, scores
 
@@ -129,7 +126,7 @@ def _sent(key: str, component: Any) -> Any:
     """Return the component as the trainer's process gets it: pickled and unpickled."""
     name = name_of(component)
     allowed = "one that can be pickled: without open files, locks or generators"
-    with named_failure(key, name, _RAISES, allowed):
+    with named_failure(key, name, RAISES, allowed):
         return cloudpickle.loads(cloudpickle.dumps(component))
 
 
@@ -142,7 +139,7 @@ def _try_objective(cfg: Settings, objective: TrainedObjective) -> list[str]:
         _try_loss(ours["loss"], ours["penalties"], ours["off_policy"], inputs)
     counts = np.array([*LENGTHS, 0])
     allowed = "token counts [S] -> weights [S]"
-    guarded = named_failure("aggregation", name_of(ours["aggregation"]), _RAISES, allowed)
+    guarded = named_failure("aggregation", name_of(ours["aggregation"]), RAISES, allowed)
     with guarded, np.errstate(divide="ignore", invalid="ignore"):
         checked_aggregation(ours["aggregation"], counts)
     if "ptx" in ours:
@@ -153,7 +150,7 @@ def _try_objective(cfg: Settings, objective: TrainedObjective) -> list[str]:
 def _doubts(cfg: Settings, ours: dict[str, Any]) -> list[str]:
     """Return warnings on the loss; tokens of older policies are tried only if the run has any."""
     loss, penalties = ours["loss"], ours["penalties"]
-    with named_failure("loss", name_of(loss), _RAISES, "a LossInputs -> losses [N]"):
+    with named_failure("loss", name_of(loss), RAISES, "a LossInputs -> losses [N]"):
         inputs = _made_for(cfg, True, 0)
         if getattr(loss, "needs_proximal", False):
             inputs = replace(inputs, proximal_logprobs=inputs.trainer_logprobs.detach())
@@ -175,12 +172,12 @@ def _try_loss(loss: Any, penalties: Penalties, off_policy: Any, inputs: LossInpu
     weights = None
     if not isinstance(off_policy, NoCorrection):
         weighs = "log ratios [N], response of each token [N] -> weights [N]"
-        with named_failure("off_policy", correction_name, _RAISES, weighs):
+        with named_failure("off_policy", correction_name, RAISES, weighs):
             returned = correction_weights(off_policy, inputs, start)
         weights = checked_weights(correction_name, returned, log_ratios)
         check_first_weights(correction_name, weights, log_ratios)
     for applied in (None,) if weights is None else (None, weights):
-        with named_failure("loss", name, _RAISES, allowed):
+        with named_failure("loss", name, RAISES, allowed):
             losses, _ = objective_losses(loss, penalties, inputs, applied, name)
             if not has_entropy_gradient(loss, penalties):
                 check_entropy(name, losses, inputs)
@@ -189,13 +186,10 @@ def _try_loss(loss: Any, penalties: Penalties, off_policy: Any, inputs: LossInpu
 
 def _made_for(cfg: Settings, has_reference: bool, step: int) -> LossInputs:
     """Make up a micro-batch with tokens of as many policy versions as a real batch may have."""
-    versions = StalenessContract.of(cfg).max_push_interval
-    return made_inputs(has_reference, versions, step, has_teacher=cfg.teacher is not None)
+    return made_inputs(has_reference, cfg.teacher is not None, cfg.max_staleness + 1, step)
 
 
-def made_inputs(
-    has_reference: bool, versions: int, step: int, *, has_teacher: bool = False
-) -> LossInputs:
+def made_inputs(has_reference: bool, has_teacher: bool, versions: int, step: int) -> LossInputs:
     """Make a small fixed micro-batch, with staleness below `versions`."""
     numbers = torch.Generator().manual_seed(0)
     size = sum(LENGTHS)
@@ -205,7 +199,7 @@ def made_inputs(
 
     trainer = between(-3.0, -0.1)
     responses = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
-    made = LossInputs(
+    return LossInputs(
         trainer_logprobs=trainer.clone().requires_grad_(),
         generator_logprobs=trainer + between(-0.1, 0.1),
         advantages=torch.tensor([1.0, -1.0, -0.5, 0.0])[responses],
@@ -214,8 +208,8 @@ def made_inputs(
         step=step,
         reference_logprobs=trainer + between(-0.1, 0.1) if has_reference else None,
         entropy=between(0.1, 2.0).requires_grad_(),
+        teacher_logprobs=trainer + between(-0.1, 0.1) if has_teacher else None,
     )
-    return replace(made, teacher_logprobs=trainer + between(-0.1, 0.1)) if has_teacher else made
 
 
 def _made_rewards(group_size: int) -> NDArray[np.float64]:
@@ -227,7 +221,7 @@ def _made_rewards(group_size: int) -> NDArray[np.float64]:
 
 def _try_ptx(ptx: Any) -> None:
     name, allowed = name_of(ptx), "what supervised_dataset makes: coeff, and batch(update)"
-    with named_failure("ptx", name, _RAISES, allowed):
+    with named_failure("ptx", name, RAISES, allowed):
         batch, coeff = ptx.batch(0), float(ptx.coeff)
         right = bool(batch) and all(isinstance(sample, TrainSample) for sample in batch)
         if not (right and coeff >= 0 and sum(sample.num_tokens for sample in batch)):

@@ -13,10 +13,6 @@ OWN_FIELDS = ("prompt_index", "prompt_ids", "prompt_text", "answer", SEED)
 CALL = ("prompt_text", "response_text", "answer", "finish_reason")
 """Keyword arguments of every reward, in addition to the columns."""
 
-OF_AGENTS = ("agent_reward", "transcript")
-"""Further keyword arguments of rewards if an agent ran: the rewards that the agent gave, by name,
-and the messages of the agent's last chat, with the answer."""
-
 
 def other_columns(prompt: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of a prompt: its fields except those named in `OWN_FIELDS` or `CALL`."""

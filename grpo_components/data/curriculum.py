@@ -39,6 +39,11 @@ class _Rates:
         self.draws = np.zeros(len(self.prompt_indices), dtype=np.int64)
         self._successes = np.zeros(len(self.draws))
         self._responses = np.zeros(len(self.draws))
+        self._stored = {
+            "draws": self.draws,
+            "successes": self._successes,
+            "responses": self._responses,
+        }
         self._rule, self._blocked = rule, np.zeros(len(self.draws), dtype=bool)
         self._weigh()
 
@@ -71,16 +76,11 @@ class _Rates:
 
     def state_dict(self) -> dict[str, list[Any]]:
         known = np.flatnonzero((self.draws > 0) | (self._responses > 0))
-        columns = (known, self.draws, self._successes, self._responses)
-        names = ("places", "draws", "successes", "responses")
-        return {
-            name: (column if name == "places" else column[known]).tolist()
-            for name, column in zip(names, columns, strict=True)
-        }
+        stored = {name: column[known].tolist() for name, column in self._stored.items()}
+        return {"places": known.tolist(), **stored}
 
     def load_state_dict(self, state: Mapping[str, Sequence[Any]]) -> None:
-        columns = {"draws": self.draws, "successes": self._successes, "responses": self._responses}
-        for name, column in columns.items():
+        for name, column in self._stored.items():
             column[:] = 0
             column[np.asarray(state["places"], dtype=np.int64)] = state[name]
         self._blocked[:] = False

@@ -26,8 +26,8 @@ from grpo_components.data.row_choice import Partition, RowFilters
 from grpo_components.data.rows import Question, Row, is_question, read_rows
 from grpo_components.errors import ConfigError
 from grpo_components.shapes import AnyText, described_as, fits, read_as
+from grpo_components.trajectory import Prompt
 
-Prompt = dict[str, Any]
 _ALONE, _CHUNK = 4096, 256
 """Maximum rows that this process tokenizes alone, and rows that a worker process gets at a time."""
 _work: Callable[[Any], Any]
@@ -119,9 +119,8 @@ def prompt_dataset(
     read_as(_KEYS, {"source": source, "split": split, "name": name, **chat, **lengths}, "dataset")
     rows = read_rows(source, name, split) if rows is None else rows
     columns, where = columns or {}, f"dataset {source}"
-    variables = chat_template_kwargs or {}
     encode = prompt_encoder(
-        *(tokenizer, prompt_template, chat_template, system_prompt, tools), variables=variables
+        tokenizer, prompt_template, chat_template, system_prompt, tools, chat_template_kwargs
     )
     keep = RowFilters({} if filters is None else filters)
     in_part = Partition("1/1" if partition is None else partition)
@@ -241,13 +240,12 @@ def _unnamed_tools(where: str, prompt: Prompt, tools: Sequence[Mapping[str, Any]
     return note if missing else ""
 
 
-_STRICT = ConfigDict(strict=True)
 _Text = Annotated[AnyText, described_as("a text")]
 _TextOrNull = Annotated[AnyText | None, described_as("a text, or null")]
 _Count = Annotated[Annotated[int, Field(gt=0)] | None, described_as("a whole number above 0")]
 
 
-@with_config(_STRICT)
+@with_config(ConfigDict(strict=True))
 class _Keys(TypedDict):
     source: _Text
     split: _Text

@@ -16,8 +16,7 @@ from torchtune.config._utils import _get_component_from_path
 
 from grpo_components.data.columns import filled
 from grpo_components.errors import ConfigError
-
-Prompt = dict[str, Any]
+from grpo_components.trajectory import Prompt
 
 
 @dataclass(frozen=True)

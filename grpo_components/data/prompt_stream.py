@@ -12,8 +12,8 @@ from grpo_components.data.curriculum import Curriculum, PartTurns
 from grpo_components.data.prompt_mix import MixedPart, PromptMix
 from grpo_components.errors import ConfigError
 from grpo_components.settings import CurriculumSettings
+from grpo_components.trajectory import Prompt
 
-Prompt = dict[str, Any]
 _SEED_STRIDE = 1_000_003
 """Distance between the seeds of a mix's parts, so that no two parts share an epoch's seed."""
 
@@ -93,8 +93,7 @@ class PromptCurriculum:
     def follow(self, event: Mapping[str, Any]) -> None:
         """Update the success rates by a ledger event: a generated group, or a training step."""
         if event["event"] == "finish":
-            result = event["prompt"], event["successes"], event["scored"]
-            self.curriculum.add_result(*result)
+            self.curriculum.add_result(event["prompt"], event["successes"], event["scored"])
         elif event["event"] == "step":
             self.curriculum.end_step()
 

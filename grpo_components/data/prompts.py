@@ -31,7 +31,6 @@ def prompt_encoder(
     chat_template: str | None,
     system_prompt: str | None,
     tools: Sequence[Mapping[str, Any]] = (),
-    *,
     variables: Mapping[str, Any] | None = None,
 ) -> Encode:
     """Make a function that turns a question into a prompt.

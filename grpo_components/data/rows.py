@@ -215,5 +215,3 @@ _READERS: dict[str, Callable[[BinaryIO], Iterator[Any]]] = {
     ".parquet": _parquet_rows,
     ".csv": _csv_rows,
 }
-SUFFIXES = tuple(_READERS)
-"""File name suffixes that `read_rows` knows."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.group_reuse import GroupReuse
-from grpo_components.exchange.ledger_entry import LedgerEntry, Prompt, State
+from grpo_components.exchange.ledger_entry import LedgerEntry, State
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.trajectory import GroupSummary
+from grpo_components.trajectory import GroupSummary, Prompt
 
 _COUNTERS = ("policy_version", "steps_done", "issued", "trained_groups")
 

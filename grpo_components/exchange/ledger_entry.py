@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from grpo_components.trajectory import Prompt
+
 State = Literal["in_flight", "buffered", "in_training", "trained"]
-Prompt = dict[str, Any]
 
 
 @dataclass

@@ -50,14 +50,6 @@ class StalenessContract:
         """Build the contract from a config's settings."""
         return cls(settings.max_staleness, settings.groups_per_step)
 
-    @property
-    def max_push_interval(self) -> int:
-        """Largest number of training steps from one push of weights to the next.
-
-        With more, the groups of a step would wait for a push that comes after that step.
-        """
-        return self.max_staleness + 1
-
     def groups_of(self, steps: int, reused: Reused = NONE_REUSED) -> int:
         """Return the minimum number of new groups that the next `steps` steps consume."""
         later = steps * (self.groups_per_step - reused.most)

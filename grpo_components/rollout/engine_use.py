@@ -69,11 +69,11 @@ class EngineUse:
         """
         with self._lock:
             self._advance()
-            seconds, steps = self._time.seconds(), self._steps.items()
+            use, steps = self._time.totals(), self._steps.items()
+            most = self._max_num_seqs * sum(use["seconds"].values())
             return {
-                "seconds": seconds,
-                "cpu_seconds": self._time.cpu_seconds(),
-                "sequence_share": self._sequence_s / (self._max_num_seqs * sum(seconds.values())),
+                **use,
+                "sequence_share": self._sequence_s / most,
                 "engine_steps": {group: [round(x, 4) for x in sums] for group, sums in steps},
             }
 

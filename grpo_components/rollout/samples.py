@@ -14,13 +14,10 @@ from numpy.typing import NDArray
 
 from grpo_components.exchange.weight_probe import ProbeReading
 from grpo_components.rewards.pool import Score
-from grpo_components.trajectory import Trajectory
+from grpo_components.trajectory import Prompt, Trajectory
 
 BASE_VERSION = 0
 """Policy version of the weights that an engine loads first."""
-Prompt = dict[str, Any]
-"""One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text, answer, and the further
-columns of the data set. The generator adds `seed`, for anything random in the environment."""
 Scored = tuple[list[Trajectory], Score, str | None]
 """A scored response: its trajectory (several if an agent's session forked), its score, and its text
 if it is a single turn."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_components.exchange.weights import Manifest, TensorEntry
-from grpo_components.rendezvous import open_rendezvous
+from grpo_components.rendezvous import local_rendezvous
 
 BUFFER_BYTES = 256 * 2**20
 """Bytes of one buffer on the GPU, which is filled before it is sent."""
@@ -134,9 +133,7 @@ class WeightSender:
             link.close()
 
     def _new_group(self) -> Any:
-        rendezvous = open_rendezvous(self._host)
-        assert rendezvous.listener is not None
-        os.close(rendezvous.listener)  # vLLM opens the port itself
+        rendezvous = local_rendezvous(self._host)  # vLLM opens the port itself
         return self._describe(master_address=rendezvous.host, master_port=rendezvous.port)
 
 

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from grpo_components.files import Record, first_and_last, records_of
+from grpo_components.files import Record, records_of
 from grpo_tools.report.curves import measured_after, values_of
 from grpo_tools.report.run_files import DAMAGED, History
 from grpo_tools.report.safe_text import part
 
 _MAX_HOSTS = 4
+_STEPS_PER_END = 10
 _ARROW = " \N{RIGHTWARDS ARROW} "
 _ENDS = ("_low", "_high")
 _NOT_MEASURED = ("eval/step", "eval/policy_version", "eval/prompts")
@@ -48,6 +49,12 @@ def duration(seconds: float) -> str:
             parts.append(f"{number // size:,} {unit}")
         number %= size
     return " ".join(parts[:2])
+
+
+def first_and_last(steps: Sequence[Record]) -> tuple[Sequence[Record], Sequence[Record]]:
+    """Return the first few and the last few steps of a run, to compare them."""
+    number = max(1, min(_STEPS_PER_END, len(steps) // 2))
+    return steps[:number], steps[-number:]
 
 
 def key_figures(metrics: Sequence[Record], history: History, ends: str = "") -> dict[str, str]:

@@ -99,7 +99,7 @@ def test_a_documented_run_passes_the_checks(
     config = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml"))
     folders = (f"output_dir={here / 'run'}", f"base_model_path={tiny_policy}")
     cfg = _merge_yaml_and_cli_args(Namespace(**config), [*own, *folders])
-    try_training(preflight.check(cfg))
+    try_training(preflight.read_config(cfg))
 
 
 @pytest.mark.parametrize(("page", "snippet"), SNIPPETS)
@@ -120,7 +120,7 @@ def test_a_documented_part_of_a_config_is_accepted(tiny_policy, folder_of, page,
     if "reward_model" in cfg:  # a folder of the reader
         cfg.reward_model.path = None
     cfg.output_dir, cfg.base_model_path = str(here / "run"), str(tiny_policy)
-    try_training(preflight.check(cfg))
+    try_training(preflight.read_config(cfg))
 
 
 @pytest.mark.parametrize(("page", "name"), FILES)

@@ -42,7 +42,7 @@ def tiny_config(output_dir: Path, *overrides: str) -> Settings:
     changes = OmegaConf.from_dotlist(
         [f"output_dir={output_dir}", "generator.backend=vllm", *overrides]
     )
-    return preflight.check(cast(DictConfig, OmegaConf.merge(cfg, changes)))
+    return preflight.read_config(cast(DictConfig, OmegaConf.merge(cfg, changes)))
 
 
 def tiny_arguments(cfg: Settings) -> tuple[dict[str, dict[str, Any]], Prompts]:

@@ -267,8 +267,9 @@ def stand_in_role(
         await asyncio.sleep(0)
 
     nobody = {"note": ignore, "record": ignore, "started": ignore, "names": {}, "why_no_room": str}
+    alone = {"can_spare": bool, "restarts_alone": True, "recover": nothing, "pause": nothing}
     budget = RestartBudget(max_restarts, math.inf)
-    arguments = {"budget": budget, "recover": nothing, "pause": nothing, **nobody, **options}
+    arguments = {"budget": budget, **alone, **nobody, **options}
     made = Role(name, f"/nowhere/{name}.log", start_process, **arguments)
     made._start_timeout_s = NEVER_S  # `ready` would set it
     return made

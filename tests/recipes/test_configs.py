@@ -74,7 +74,7 @@ def test_all_configs_have_the_same_keys_in_the_same_order_and_plain_interpolatio
 
 @pytest.mark.parametrize("name", sorted(NAMES - set(NUM_GPUS)))
 def test_the_tiny_configs_can_run_on_a_cpu(name, ready):
-    preflight.check(ready(name))
+    preflight.read_config(ready(name))
 
 
 def test_these_objectives_are_documented_as_overrides():
@@ -86,7 +86,7 @@ def test_these_objectives_are_documented_as_overrides():
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_a_documented_objective_is_accepted_as_its_overrides_are_printed(preset, ready):
     given = Namespace(**OmegaConf.to_container(ready("tiny_async_grpo")))
-    checked = preflight.check(_merge_yaml_and_cli_args(given, PRESETS[preset].split()))
+    checked = preflight.read_config(_merge_yaml_and_cli_args(given, PRESETS[preset].split()))
     for key in ("advantages", "aggregation", "off_policy"):
         assert callable(build(key, getattr(checked, key)))
     assert callable(build_loss(checked, lambda tokens, **clip: tokens))
@@ -97,11 +97,11 @@ def test_the_gpu_configs_need_exactly_their_gpus(name, ready, num_gpus, monkeypa
     monkeypatch.setenv("WANDB_MODE", "offline")  # here is no login
     cfg = ready(name)
     num_gpus(NUM_GPUS[name])
-    preflight.check(cfg)
+    preflight.read_config(cfg)
     for lacking, problem in ((NUM_GPUS[name] - 1, "GPU"), (0, r"^device: cuda given")):
         num_gpus(lacking)
         with pytest.raises(ValueError, match=problem):
-            preflight.check(cfg)
+            preflight.read_config(cfg)
 
 
 @pytest.mark.parametrize("name", sorted(NUM_GPUS))

@@ -48,15 +48,9 @@ def test_the_innermost_description_of_a_wrong_value_is_shown(value, problem):
     assert str(refused.value) == problem
 
 
-def test_without_a_section_an_error_shows_no_value():
-    for value, problem in ((5, "allowed: a list"), ([5], "0: allowed: both")):
-        with pytest.raises(ValueError, match=f"^{problem}$"):
-            read_as(SHAPE, value)
-
-
 def test_a_value_that_fits_is_returned_as_its_type_reads_it():
     assert fits([GOOD], Shape)
-    assert read_as(SHAPE, [GOOD]) == [GOOD | {"number": 3}]
+    assert read_as(SHAPE, [GOOD], "key") == [GOOD | {"number": 3}]
 
 
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=3)  # half a surrogate pair, too

@@ -20,10 +20,10 @@ def test_wall_and_cpu_seconds_count_for_the_activity_that_used_them(stays):
             expected[activity] += seconds
             assert use.begin(following) == pytest.approx(seconds, abs=1e-6)
             activity = following
-        on_cpu = use.cpu_seconds()
+        on_cpu = use.totals()["cpu_seconds"]
         assert on_cpu == pytest.approx({each: expected[each] for each in on_cpu}, abs=1e-6)
         now[0] += 1
         expected[activity] += 1
-        seconds = use.seconds()
+        seconds = use.totals()["seconds"]
     assert sum(seconds.values()) == pytest.approx(now[0] - 100)
     assert seconds == pytest.approx({each: expected[each] for each in seconds}, abs=1e-6)

@@ -14,13 +14,13 @@ from lib.trajectories import response
 
 from grpo_components.cluster.batch import Batch
 from grpo_components.cluster.handles import (
-    GRACE_S,
     GeneratorHandle,
     ReferencesHandle,
     ReplayBufferHandle,
     RewardModelHandle,
     TrainersHandle,
 )
+from grpo_components.cluster.weight_transfer import GRACE_S
 from grpo_components.errors import RoleFailedError, RoleLostError
 from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.group_reuse import GroupReuse

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from lib.role import limits, stand_in_role, waits_of
 
-from grpo_components.cluster.weight_transfer import _GRACE_S, WeightTransfer
+from grpo_components.cluster.weight_transfer import GRACE_S, WeightTransfer
 from grpo_components.errors import RoleFailedError
 
 pytestmark = pytest.mark.anyio
@@ -96,7 +96,7 @@ async def test_pulls_of_one_receiver_that_overlap_come_one_after_the_other():
     loaded = await asyncio.gather(setting.load(7), setting.load(8))
     assert loaded == [(7, "checksum", None), (8, "checksum", None)]
     assert setting.wire_receiver.numbers == [0, 1] and setting.wire_sender.abandoned == []
-    assert setting.waits[-1] == ("load_weights", LIMIT_S + _GRACE_S)
+    assert setting.waits[-1] == ("load_weights", LIMIT_S + GRACE_S)
 
 
 async def test_transfers_to_several_receivers_come_one_after_the_other_each_with_its_time():

@@ -150,7 +150,7 @@ def read(merged):
 @pytest.fixture
 def check(merged):
     """Check `cfg` with overrides; returns the typed settings."""
-    return lambda *overrides: preflight.check(merged(*overrides))
+    return lambda *overrides: preflight.read_config(merged(*overrides))
 
 
 @pytest.fixture

@@ -172,7 +172,7 @@ def checked(*overrides):
     """The tiny config with a few prompts and other components."""
     given: Any = OmegaConf.to_container(OmegaConf.load(CONFIG))
     few = ("dataset.num_rows=8", "eval_dataset.num_rows=2", "num_steps=5")
-    return preflight.check(merge_overrides(given, [*few, *overrides]))
+    return preflight.read_config(merge_overrides(given, [*few, *overrides]))
 
 
 @pytest.fixture(scope="module")

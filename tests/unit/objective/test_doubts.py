@@ -32,7 +32,7 @@ PENALTIES = Penalties(kl_coeff=0.1, kl_estimator="k2", entropy_coeff=0.1)
 
 
 def inputs_of(loss, step=0):
-    inputs = made_inputs(True, 3, step)
+    inputs = made_inputs(True, False, 3, step)
     if not getattr(loss, "needs_proximal", False):
         return inputs
     return replace(inputs, proximal_logprobs=inputs.trainer_logprobs.detach())

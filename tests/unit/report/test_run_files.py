@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lib.rows import write_rows
 
-from grpo_components.files import first_and_last, records_of
+from grpo_components.files import records_of
 from grpo_tools.report.curves import difficulty_charts
+from grpo_tools.report.facts import first_and_last
 from grpo_tools.report.run_files import Attempts, read_history, read_metrics
 
 
