@@ -241,11 +241,8 @@ def check_disk(settings: Settings) -> None:
     trained = saved = sum(map(math.prod, pushed_shapes(model, lora).values()))
     if lora is not None and lora.save_merged:
         saved += sum(map(math.prod, pushed_shapes(model, None).values()))
-    optimizer = settings.optimizer["_component_"]
-    each = checkpoint_folder.nbytes(saved, trained, settings.dtype, optimizer)
-    most = checkpoint_folder.most_at_once(
-        settings.num_steps, settings.save_every_n_steps, settings.keep_last_n, settings.keep_best
-    )
+    each = checkpoint_folder.nbytes(settings, saved, trained)
+    most = checkpoint_folder.most_at_once(settings)
     output_dir = real_path(settings.output_dir)
     resumes = bool(settings.resume_from_checkpoint)  # else old files are moved aside, and stay
     files = (output_dir / "checkpoints").rglob("*") if resumes else ()

@@ -64,7 +64,7 @@ def check_what_is_imported(settings: Settings) -> None:
     if settings.device == "cuda":
         check_gpus(settings, here=settings.ray.address is None)
     check_output(settings)
-    check_resume(settings.model_dump(), needs_reference)
+    check_resume(settings.model_dump(), settings.kl_sections)
     check_replay(settings, read_settings)
     check_partial_run(settings)
     check_components(settings)

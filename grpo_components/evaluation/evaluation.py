@@ -62,8 +62,6 @@ class Evaluation:
 
         The caller must not publish newer weights before this returns.
         """
-        if not self.is_on:
-            return
         assert self._running is None or self._running.done(), "two evaluations at once"
         pinned, self._began = asyncio.Event(), step
         self._running = tasks.create_task(self._evaluate(step, generators, pull, pinned))

@@ -80,7 +80,7 @@ def token_batch(
     """
     parts = parts_of(trajectories, masks)
     column = arrange(parts, device)
-    tokens = np.empty(len(column.positions), np.int64)
+    tokens = np.empty(len(column.layout.positions), np.int64)
     positions, targets, temperatures = [], [], []
     for number, t in enumerate(trajectories):
         prompt, response = column.prompts[number], column.responses[number]
@@ -96,7 +96,7 @@ def token_batch(
     ids, *wanted_ids = to_device([tokens, *wanted_arrays], device)
     return TokenBatch(
         ids[:, None],
-        column.positions[:, None],
+        column.layout.positions[:, None],
         column.layout,
         max(part.prompt_tokens + part.response_tokens for part in parts),
         *wanted_ids,

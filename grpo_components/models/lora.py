@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,8 @@ from torchtune.modules.peft import LoRALinear
 
 from grpo_components.exchange.weights import StateDict, checkpoint_shapes
 from grpo_components.models.loading import DTYPES
-from grpo_components.settings import LoraSettings, LoraTarget
+from grpo_components.settings import LoraSettings
 
-TARGETS = get_args(LoraTarget)
-"""Hugging Face's names of the linear layers that may have an adapter."""
 _HF_NAMES = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """torchtune's names of linear layers -> Hugging Face's, where they differ."""
 ADAPTER_FOLDER = "adapter"

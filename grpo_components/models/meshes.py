@@ -27,10 +27,6 @@ class Sharding:
     offload_activations: bool = False
     """Keep activations for the backward pass in CPU memory; CUDA only."""
 
-    def num_data_ranks(self, num_ranks: int) -> int:
-        """Return into how many parts a batch is split: one per tensor-parallel group."""
-        return num_ranks // self.tensor
-
 
 @dataclass(frozen=True)
 class Meshes:

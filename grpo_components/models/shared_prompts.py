@@ -121,8 +121,6 @@ class Column(NamedTuple):
     """For each response, the indices of its prompt; one array for all responses to a prompt."""
     responses: list[Tokens]
     """For each response, the indices of its tokens."""
-    positions: Tensor
-    """[N] int64: position of each token in its sequence."""
     layout: Layout
 
 
@@ -148,8 +146,7 @@ def arrange(parts: Sequence[Part], device: torch.device = CPU) -> Column:
     for prompt, response in zip(prompts, responses, strict=True):
         positions[prompt] = np.arange(len(prompt))
         positions[response] = np.arange(len(prompt), len(prompt) + len(response))
-    layout = Layout(groups, positions, device)
-    return Column(prompts, responses, layout.positions, layout)
+    return Column(prompts, responses, Layout(groups, positions, device))
 
 
 def has_flash(device: torch.device) -> bool:

@@ -23,7 +23,7 @@ class GroupNormalizedAdvantages:
     """
 
     def __init__(self, eps: float = 1e-4) -> None:
-        self.eps = _positive("advantages.eps", eps)
+        self.eps = checked_eps(eps)
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
         """Return the advantages [B, G] of rewards [B, G]."""
@@ -44,7 +44,7 @@ class BatchScaledAdvantages:
     """
 
     def __init__(self, eps: float = 1e-4) -> None:
-        self.eps = _positive("advantages.eps", eps)
+        self.eps = checked_eps(eps)
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
         """Return the advantages [B, G] of rewards [B, G]."""
@@ -89,7 +89,7 @@ class BatchNormalizedAdvantages:
     """
 
     def __init__(self, eps: float = 1e-4) -> None:
-        self.eps = _positive("advantages.eps", eps)
+        self.eps = checked_eps(eps)
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
         """Return the advantages [B, G] of rewards [B, G]."""
@@ -110,7 +110,8 @@ def _deviation(centred: NDArray[np.float64], count: NDArray[np.int64]) -> NDArra
     return np.sqrt((centred**2).sum(axis=1, keepdims=True) / np.maximum(count - 1, 1))
 
 
-def _positive(key: str, value: float) -> float:
-    if not value > 0:
-        raise ConfigError(key, f"{value} given", "a number > 0")
-    return value
+def checked_eps(eps: float) -> float:
+    """Return `eps`; refuse one that is not above 0."""
+    if not eps > 0:
+        raise ConfigError("advantages.eps", f"{eps} given", "a number > 0")
+    return eps

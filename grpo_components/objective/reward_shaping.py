@@ -41,13 +41,10 @@ class RewardShaping:
         overlong_penalty: float = 1.0,
     ) -> None:
         self.kl_coeff = as_schedule("reward_shaping.kl_coeff", kl_coeff)
+        self.needs_reference = self.kl_coeff.highest > 0
+        """Whether the KL coefficient is above 0 at any step."""
         self.max_response_tokens = max_response_tokens
         self.overlong_tokens, self.overlong_penalty = overlong_tokens, overlong_penalty
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the KL coefficient is above 0 at any step."""
-        return self.kl_coeff.highest > 0
 
     def __call__(self, batch: Any, step: int) -> NDArray[np.float64]:
         """Return the shaped rewards of a batch.

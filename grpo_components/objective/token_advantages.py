@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_components.errors import ConfigError
+from grpo_components.objective.advantages import checked_eps
 from grpo_components.objective.kl import k1, k3
 from grpo_components.objective.losses import LossInputs, TokenMetrics
 from grpo_components.schedules import Schedule, as_schedule
@@ -46,14 +47,9 @@ class TokenNormalizedAdvantages:
             raise ConfigError(
                 "advantages.kl_coeff", f"{self.kl_coeff.lowest} given", "numbers >= 0"
             )
-        if not eps > 0:
-            raise ConfigError("advantages.eps", f"{eps} given", "a number > 0")
-        self.eps = eps
-
-    @property
-    def needs_reference(self) -> bool:
+        self.needs_reference = self.kl_coeff.highest > 0
         """Whether the KL coefficient is above 0 at any step."""
-        return self.kl_coeff.highest > 0
+        self.eps = checked_eps(eps)
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
         """Return the rewards, as the advantages that `per_token` starts from."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_components.files import write_whole
+from grpo_components.settings import Settings
 
 LATEST = "latest"
 BEST = "best"
@@ -22,20 +23,19 @@ _KIND = "kind"
 _NAME = re.compile(r"step_(\d+)")
 
 
-def nbytes(parameters: int, trained: int, dtype: str, optimizer: str) -> int:
+def nbytes(cfg: Settings, parameters: int, trained: int) -> int:
     """Return the minimum bytes of a checkpoint: weights, float32 master weights, Adam's moments."""
-    moments = 8 if optimizer.startswith("torch.optim.Adam") else 0  # unknown for others
-    return parameters * {"fp32": 4, "bf16": 2}[dtype] + trained * (4 + moments)
+    is_adam = cfg.optimizer["_component_"].startswith("torch.optim.Adam")
+    moments = 8 if is_adam else 0  # unknown for others
+    return parameters * {"fp32": 4, "bf16": 2}[cfg.dtype] + trained * (4 + moments)
 
 
-def most_at_once(
-    num_steps: int, save_every_n_steps: int, keep_last_n: int | None, keep_best: str | None
-) -> int:
+def most_at_once(cfg: Settings) -> int:
     """Return the maximum number of checkpoints on disk; a save ends before old ones are deleted."""
-    saved = -(-num_steps // save_every_n_steps)
-    if keep_last_n is None:
+    saved = -(-cfg.num_steps // cfg.save_every_n_steps)
+    if cfg.keep_last_n is None:
         return saved
-    return min(saved, keep_last_n + 1 + (keep_best is not None))
+    return min(saved, cfg.keep_last_n + 1 + (cfg.keep_best is not None))
 
 
 def begin(checkpoints: Path, step: int, incarnation: str) -> Path:

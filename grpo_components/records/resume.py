@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from grpo_components.records.run_folder import (
     real_path,
     reopen_output_folder,
 )
-from grpo_components.settings import Settings
+from grpo_components.settings import Settings, needs_reference
 from grpo_components.state_files import FORMAT, read_state
 
 FIXED = (
@@ -36,8 +36,6 @@ FIXED = (
 )
 """Config keys that a resume must not change, because the state depends on them. All others may
 change: steps, roles, batch size, learning rate, asynchrony, loss, rewards, ..."""
-KL_SECTIONS = ("loss", "reward_shaping", "advantages")
-"""Config sections whose `kl_coeff` may need the reference model."""
 
 
 class Stateful(Protocol):
@@ -136,7 +134,7 @@ def _check_size(folder: Path, part: Any) -> None:
         raise EOFError(f"it ends after {size:,} bytes")
 
 
-def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool]) -> None:
+def check_resume(values: dict[str, Any], kl_sections: Mapping[str, Mapping[Any, Any]]) -> None:
     """Refuse a config that resumes from a checkpoint but cannot continue the checkpoint's run."""
     checkpoint = find_checkpoint(values["resume_from_checkpoint"], Path(values["output_dir"]))
     if checkpoint is None:
@@ -148,9 +146,9 @@ def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool])
         for inner, before, now in differences(_at(saved, key), _at(values, key), key):
             problem = f"{shown(now)} given, but the checkpoint was written with another value"
             fail(inner, problem, shown(before))
-    before, now = ({k: config.get(k, {}) for k in KL_SECTIONS} for config in (saved, values))
+    before, now = {key: saved.get(key, {}) for key in kl_sections}, kl_sections
     if any(map(needs_reference, before.values())) != any(map(needs_reference, now.values())):
-        key = next(k for k in KL_SECTIONS if needs_reference(before[k]) != needs_reference(now[k]))
+        key = next(k for k in now if needs_reference(before[k]) != needs_reference(now[k]))
         problem = "cannot change to or from 0: the checkpoint has buffered groups made for the old"
         fail(f"{key}.kl_coeff", problem, shown(before[key].get("kl_coeff", 0)))
     had, has = (config.get("teacher") is not None for config in (saved, values))
@@ -168,7 +166,8 @@ def begin_run(cfg: Settings, ledger: Stateful, prompts: Stateful) -> RunStart:
     folder, state, notes = real_path(cfg.output_dir), None, list[str]()
     checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)
     if checkpoint is not None:
-        state = _load(checkpoint, ledger, prompts)
+        state = read_state(checkpoint / "state", "driver")
+        _restore(state, ledger, prompts)
     identity = new_identity((state or {}).get("identity", {}).get("run"))
     if checkpoint is not None and run_of(checkpoint) == folder:
         lock, attempt = lock_folder(folder), last_attempt(folder) + 1
@@ -190,11 +189,9 @@ def begin_run(cfg: Settings, ledger: Stateful, prompts: Stateful) -> RunStart:
     return RunStart(attempt, checkpoint, "; ".join(notes), folder, driver, identity, lock)
 
 
-def _load(checkpoint: Path, ledger: Stateful, prompts: Stateful) -> dict[str, Any]:
-    state = read_state(checkpoint / "state", "driver")
-    ledger.load_state_dict(copy.deepcopy(state["ledger"]))
-    prompts.load_state_dict(copy.deepcopy(state["prompts"]))
-    return state
+def _restore(driver: dict[str, Any], ledger: Stateful, prompts: Stateful) -> None:
+    ledger.load_state_dict(copy.deepcopy(driver["ledger"]))
+    prompts.load_state_dict(copy.deepcopy(driver["prompts"]))
 
 
 def roll_back(run_start: RunStart, ledger: Stateful, prompts: Stateful) -> RunStart:
@@ -203,8 +200,7 @@ def roll_back(run_start: RunStart, ledger: Stateful, prompts: Stateful) -> RunSt
     if newest.exists():
         state = read_state(newest / "state", "driver")
         run_start = replace(run_start, checkpoint=newest.resolve(), driver=state)
-    ledger.load_state_dict(copy.deepcopy(run_start.driver["ledger"]))
-    prompts.load_state_dict(copy.deepcopy(run_start.driver["prompts"]))
+    _restore(run_start.driver, ledger, prompts)
     return replace(run_start, attempt=run_start.attempt + 1)
 
 

@@ -27,8 +27,6 @@ class TrainSample:
     trajectory: Trajectory
     mask: NDArray[np.bool_]
     """[R] True for tokens that are trained."""
-    number: int = 0
-    """Number of the response in its group, from 0."""
     response: int = 0
     """Number of the response in the batch, from 0; trajectories of an agent session share it."""
     logged: bool = False
@@ -65,14 +63,11 @@ def make_samples(
         problem = f"shape {np.shape(advantages)} given for {num_responses} responses"
         fail("advantages", problem, "one number per response")
     samples: list[TrainSample] = []
-    first_of_group: dict[int, int] = {}
     for trajectory, response in zip(unpack(batch), responses, strict=True):
         trajectory.advantage = advantages[response].item()
-        number = response - first_of_group.setdefault(trajectory.group_id, response)
         is_first = not samples or samples[-1].response != response
         logged = is_first and response < num_logged
-        mask = trained_tokens(trajectory)
-        samples.append(TrainSample(trajectory, mask, number, response, logged))
+        samples.append(TrainSample(trajectory, trained_tokens(trajectory), response, logged))
     return samples
 
 

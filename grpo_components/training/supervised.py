@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from grpo_components.training.sample import TrainSample
-from grpo_components.training.token_metrics import TokenMetrics
+from grpo_components.training.token_metrics import UpdateMetrics
 from grpo_components.trajectory import Trajectory
 
 
@@ -70,7 +70,7 @@ class SupervisedLoss:
         self._examples, self._forward, self._plan = examples, forward, plan
         self._num_data_ranks = num_data_ranks
 
-    def backward(self, update: int, measured: TokenMetrics, policy_tokens: int) -> None:
+    def backward(self, update: int, measured: UpdateMetrics, policy_tokens: int) -> None:
         """Add the gradient of this loss to the parameters' gradients; collective."""
         coeff = self._examples.coeff
         if coeff == 0:

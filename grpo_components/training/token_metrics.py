@@ -35,7 +35,7 @@ ALWAYS_LOGGED = (
 )
 
 
-class TokenMetrics:
+class UpdateMetrics:
     """Collects the token metrics of one optimizer update on one rank."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ from grpo_components.models.lora import (
     trained_parameters,
     without_dropout,
 )
-from grpo_components.models.meshes import Meshes, Sharding, join_ranks
+from grpo_components.models.meshes import Meshes, join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.models.shared_prompts import Part
 from grpo_components.objective.composition import has_entropy_gradient
@@ -59,7 +59,7 @@ from grpo_components.training.token_logprobs import (
     keep_logprobs,
     probe_logprobs,
 )
-from grpo_components.training.token_metrics import TokenMetrics, is_usable, over_updates
+from grpo_components.training.token_metrics import UpdateMetrics, is_usable, over_updates
 from grpo_components.training.token_use import TokenUse, keep_weighted
 from grpo_components.training.trainer_options import TrainerOptions
 from grpo_components.training.weight_export import weight_exports
@@ -88,15 +88,15 @@ class Trainer:
     ) -> None:
         self.policy_version = 0
         num_ranks, self._sharding = options.num_ranks, options.sharding
-        self._rank, self._num_ranks, self._device = rank, num_ranks, torch.device(device)
-        self._num_data_ranks = self._sharding.num_data_ranks(num_ranks)
+        self._rank, self._device = rank, torch.device(device)
+        self._num_data_ranks = num_ranks // self._sharding.tensor  # a batch is split into so many
         self._options, self._objective = options, objective
         if device == "cpu":
             keep_freed()
         torch.manual_seed(seed)
         timeout_s = options.collective_timeout_s
         meshes = join_ranks(rank, num_ranks, rendezvous, device, self._sharding, timeout_s)
-        self._model = load_policy(options, meshes, self._sharding)
+        self._model = load_policy(options, meshes)
         offloads = self._sharding.offload_activations
         self._activations = OffloadActivations() if offloads else nullcontext()
         self._logprobs = ResponseLogprobs(
@@ -124,7 +124,7 @@ class Trainer:
         trained = (self._model, self._optimizer, self._lr_scheduler)
         place = (Path(options.base_model_path), rank, num_ranks, self._device, options.lora)
         self._state = TrainerState(*trained, *place)
-        self._exports = weight_exports(self._model, options, self._device, rank, num_ranks)
+        self._exports = weight_exports(self._model, options, self._device, rank)
         log_memory = options.log_peak_memory_stats
         self._use = ResourceUse(self._model, self._device, options.dtype, num_ranks, log_memory)
         build_profiler = options.build_profiler
@@ -245,7 +245,7 @@ class Trainer:
         """Make one optimizer update from the aggregated loss of a part of the global batch."""
         if not (samples := [s for s in part if s.num_tokens]):  # the same on every rank
             return {}
-        num_tokens, measured = sum(s.num_tokens for s in part), TokenMetrics()
+        num_tokens, measured = sum(s.num_tokens for s in part), UpdateMetrics()
         set_loss_weights(part, self._objective.aggregation)
         self._optimizer.zero_grad(set_to_none=True)
         for indices in self._plan(samples):
@@ -277,7 +277,7 @@ class Trainer:
         return {**metrics, "lr": float(self._optimizer.param_groups[0]["lr"])}
 
     def _weighted_losses(
-        self, members: list[TrainSample], measured: TokenMetrics, first: bool
+        self, members: list[TrainSample], measured: UpdateMetrics, first: bool
     ) -> Tensor:
         """Return a micro-batch's losses [N] times loss weights; add its metrics to `measured`."""
         trainer_logprobs, entropy = self._forward(members)
@@ -345,7 +345,7 @@ class Trainer:
         dist.destroy_process_group()
 
 
-def load_policy(options: TrainerOptions, meshes: Meshes, sharding: Sharding) -> nn.Module:
+def load_policy(options: TrainerOptions, meshes: Meshes) -> nn.Module:
     """Load the policy, sharded over the ranks; only rank 0 reads the base model's files."""
     build_model = options.build_model
     if options.lora is not None:
@@ -354,7 +354,7 @@ def load_policy(options: TrainerOptions, meshes: Meshes, sharding: Sharding) -> 
         build_model,
         options.build_checkpointer,
         meshes,
-        sharding,
+        options.sharding,
         model_type=options.model_type,
         dtype=options.dtype,
         enable_activation_checkpointing=options.enable_activation_checkpointing,

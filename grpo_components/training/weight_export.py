@@ -109,15 +109,14 @@ class WeightExport:
 
 
 def weight_exports(
-    policy: nn.Module, options: TrainerOptions, device: torch.device, rank: int, num_ranks: int
+    policy: nn.Module, options: TrainerOptions, device: torch.device, rank: int
 ) -> list[WeightExport]:
     """Build the policy's exports: a checkpoint saves all of them, a push sends the first."""
     to_hf = file_converter(policy, options.model_type, Path(options.base_model_path))
 
     def export(convert: Callable[[StateDict], StateDict], **which: Any) -> WeightExport:
-        return WeightExport(
-            policy, convert, DTYPES[options.dtype], device, rank, num_ranks, **which
-        )
+        dtype, num_ranks = DTYPES[options.dtype], options.num_ranks
+        return WeightExport(policy, convert, dtype, device, rank, num_ranks, **which)
 
     lora = options.lora
     if lora is None:

@@ -15,11 +15,9 @@ from grpo_components.quiet import quiet_libraries
 from grpo_tools.audit.cross_checks import check_one_run
 from grpo_tools.audit.findings import RULES, FatalViolation, Findings
 from grpo_tools.audit.run import RunAudit
+from grpo_tools.report.run_files import DAMAGED
 
-_DAMAGED = (
-    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
-    *(RecursionError, YAMLError, BadZipFile),
-)
+_DAMAGED = (*DAMAGED, OSError, YAMLError, BadZipFile)
 """What reading a damaged file can raise."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -197,5 +196,5 @@ def _output(cfg: Settings) -> Iterator[str]:
             return
     if is_used(folder):
         yield f"the earlier run there would be moved to {free_name(folder)}"
-    elif not Path(folder).exists():
+    elif not folder.exists():
         yield "a new folder"

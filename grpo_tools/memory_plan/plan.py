@@ -184,11 +184,8 @@ def _disk_line(cfg: Settings, sizes: ModelSizes) -> str:
     lora = cfg.lora
     saved = 0 if lora and not lora.save_merged else sizes.parameters
     saved += sizes.trained if lora else 0
-    optimizer = cfg.optimizer["_component_"]
-    each = checkpoint_folder.nbytes(saved, sizes.trained, cfg.dtype, optimizer)
-    most = checkpoint_folder.most_at_once(
-        cfg.num_steps, cfg.save_every_n_steps, cfg.keep_last_n, cfg.keep_best
-    )
+    each = checkpoint_folder.nbytes(cfg, saved, sizes.trained)
+    most = checkpoint_folder.most_at_once(cfg)
     return (
         f"disk: {gib(each)} GiB a checkpoint, at most {most} at once (keep_last_n): "
         f"{gib(most * each)} GiB in output_dir"

@@ -72,7 +72,7 @@ class MicroBatch:
     @property
     def tokens(self) -> int:
         """Tokens of the forward pass, each prompt counted once."""
-        return len(arrange(parts_of(self.sequences), _META).positions)
+        return len(arrange(parts_of(self.sequences), _META).layout.positions)
 
 
 def longest_micro_batches(
@@ -116,9 +116,9 @@ def _largest(
 
 def _weight(sequences: Sequence[TokenSequence], wide: float) -> float:
     """Return a batch's memory in units of an attention key; a token takes `wide`, masks none."""
-    column = arrange(parts_of(sequences), _META)
-    keys = sum(block.keys.numel() for block in column.layout.padded.blocks)
-    return wide * len(column.positions) + keys
+    layout = arrange(parts_of(sequences), _META).layout
+    keys = sum(block.keys.numel() for block in layout.padded.blocks)
+    return wide * len(layout.positions) + keys
 
 
 def trainer_memory(

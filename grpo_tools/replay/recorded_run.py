@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -101,7 +101,7 @@ class RecordedOrder:
 
     def next_batch(self) -> tuple[list[int], list[int]] | None:
         """Return ids of groups that leave the buffer next: (to train, stale); None if none will."""
-        for event in self._to_come:
+        for event in islice(self._recorded, self._done, None):
             if event["event"] == "sample":
                 return event["groups"], []
             if event["event"] == "drop" and event["reason"] == "stale":
@@ -122,10 +122,6 @@ class RecordedOrder:
     @property
     def _next(self) -> Event:
         return self._recorded[self._done]
-
-    @property
-    def _to_come(self) -> Iterator[Event]:
-        return islice(self._recorded, self._done, None)
 
     def _stalled(self) -> str:
         waiting = [waiter for waiter, count in self._waiting.items() if count]

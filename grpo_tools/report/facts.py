@@ -10,6 +10,7 @@ from pathlib import Path
 
 from grpo_components.files import Record, records_of
 from grpo_tools.report.curves import measured_after, values_of
+from grpo_tools.report.panels import BOOKKEEPING
 from grpo_tools.report.run_files import DAMAGED, History
 from grpo_tools.report.safe_text import part
 
@@ -17,7 +18,6 @@ _MAX_HOSTS = 4
 _STEPS_PER_END = 10
 _ARROW = " \N{RIGHTWARDS ARROW} "
 _ENDS = ("_low", "_high")
-_NOT_MEASURED = ("eval/step", "eval/policy_version", "eval/prompts")
 
 
 def read_facts(folder: Path, metrics: Sequence[Record], starts: Sequence[Record]) -> dict[str, str]:
@@ -94,7 +94,7 @@ def held_out_table(metrics: Sequence[Record]) -> str:
     last = evaluated[-1]
     rows = []
     for key in last:
-        if key.startswith("eval/") and not key.endswith(_ENDS) and key not in _NOT_MEASURED:
+        if key.startswith("eval/") and not key.endswith(_ENDS) and key not in BOOKKEEPING:
             known = [f"{v:.4g}" for end in ("", *_ENDS) for v in values_of([last], key + end)]
             interval = " to ".join(known[1:]) if len(known) == 3 else None
             rows.append((key.removeprefix("eval/"), known[0] if known else None, interval))

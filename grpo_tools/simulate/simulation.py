@@ -28,7 +28,6 @@ from grpo_components.cluster.handles import (
     TrainersHandle,
 )
 from grpo_components.cluster.weight_sync import WeightSync
-from grpo_components.exchange.event_order import Event, EventOrder
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.ledger_entry import LedgerEntry
 from grpo_components.exchange.parameter_server import VLLMParameterServer
@@ -64,8 +63,6 @@ class Prediction:
     """Dropped groups by reason, of the whole run."""
     idle: dict[str, float]
     """Share of the time in which a role does nothing; mean over the roles of each family."""
-    events: list[tuple[float, Event]]
-    """All events of the run, each with its virtual time."""
 
 
 @cache
@@ -133,10 +130,6 @@ class _Simulation:
         contract = StalenessContract(setup.max_staleness, setup.groups_per_step)
         prompts = (({"prompt_index": number}, 0) for number in itertools.count())
         self._ledger = Ledger(contract, setup.num_steps, prompts)
-        self._events: list[tuple[float, Event]] = []
-        self._ledger.events = EventOrder(
-            listeners=[lambda event: self._events.append((now(), event))]
-        )
         self._versions: dict[int, Counter[int]] = {}
         self._oldest = 0
         self._staleness: Counter[int] = Counter()
@@ -189,7 +182,6 @@ class _Simulation:
             staleness_max=self._oldest,
             dropped=self._ledger.dropped_groups,
             idle={name: 1 - (after[name] - before[name]) / (end - begin) for name in after},
-            events=self._events,
         )
 
     async def restore(self) -> None:

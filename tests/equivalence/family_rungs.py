@@ -4,7 +4,7 @@ import math
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -18,9 +18,8 @@ from equivalence.ladder import Bench, LogprobGap, max_difference, merged_export,
 from equivalence.roles import ENGINES, tiny_config
 from grpo_components.exchange.weights import StateDict, pack_bucket
 from grpo_components.models.hugging_face_policy import hugging_face
-from grpo_components.models.lora import TARGETS
 from grpo_components.models.meshes import Sharding
-from grpo_components.settings import LoraSettings
+from grpo_components.settings import LoraSettings, LoraTarget
 from grpo_components.trajectory import pack
 
 _TRAINERS = (
@@ -36,7 +35,8 @@ _HF_TRAINERS = (
 )
 """As `_TRAINERS`, for policies of transformers; two ranks also share the norm of each head, or each
 layer's fused experts."""
-_ADAPTED = (("Qwen3", 2, TARGETS), ("LLAMA3_2", 1, TARGETS), ("PHI4", 1, ("o_proj", "down_proj")))
+_ALL = get_args(LoraTarget)
+_ADAPTED = (("Qwen3", 2, _ALL), ("LLAMA3_2", 1, _ALL), ("PHI4", 1, ("o_proj", "down_proj")))
 """Family, trainer ranks and adapted layers: a policy of transformers on two ranks, rows in another
 order, fused layers."""
 _PROMPTS = [[5, 6, 7, number] for number in range(2)] + [

@@ -145,7 +145,7 @@ def test_float32_and_dropout_are_computed_in_blocks(flash):
 def test_compiled_attention_computes_in_blocks_what_flash_does_not(flash):
     made = flash(True, dtypes=(torch.bfloat16,))
     parts = [Part(n, prompt, size) for n, (prompt, sizes) in enumerate(RAGGED) for size in sizes]
-    given = torch.randn(3, len(arrange(parts).positions), 2, 1, 8)
+    given = torch.randn(3, len(arrange(parts).layout.positions), 2, 1, 8)
     compiled = torch.compile(attend, backend="eager")
     found = [each(*given, arrange(parts).layout, 0.0, True) for each in (compiled, attend)]
     torch.testing.assert_close(*found)

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from grpo_components.models.hf_weights import hf_converter
 from grpo_components.models.lora import (
-    TARGETS,
     AdapterNames,
     adapted_model,
     is_adapter,
@@ -23,12 +22,12 @@ from grpo_components.models.lora import (
 from grpo_components.settings import LoraSettings
 from grpo_components.training.checkpoint import save_adapter
 
-LORA = LoraSettings(rank=3, alpha=12.0, target_modules=TARGETS)
+LORA = LoraSettings(rank=3, alpha=12.0)  # on all layers
 
 
 def of_family(family):
     fused = LORA.fused_targets(family.model_type)
-    targets = tuple(name for name in TARGETS if name not in fused)
+    targets = tuple(name for name in LORA.target_modules if name not in fused)
     return LORA.model_copy(update={"target_modules": targets})
 
 

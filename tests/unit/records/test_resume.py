@@ -20,7 +20,7 @@ from grpo_components.records.receipt_chain import read_end
 from grpo_components.records.receipts import Receipts
 from grpo_components.records.resume import begin_run, check_resume, last_attempt, roll_back
 from grpo_components.records.run_folder import LOCK
-from grpo_components.settings import Settings, needs_reference
+from grpo_components.settings import Settings
 from grpo_tools.audit.__main__ import audit
 
 VALUES = {
@@ -81,7 +81,8 @@ def config(output_dir, resume_from, **changes):
 
 
 def check(cfg):
-    check_resume(OmegaConf.to_container(cfg), needs_reference)
+    values = OmegaConf.to_container(cfg)
+    check_resume(values, {key: values[key] for key in ("loss", "reward_shaping")})
 
 
 def begin(cfg, num_rows=9):

@@ -101,8 +101,8 @@ def test_a_checkpoint_trains_or_is_refused(base, meshes, tmp_path, tied, head, p
         return
     try_training(cfg)
     options = model_options(cfg, folder, tmp_path)
-    policy = load_policy(options, meshes, Sharding())
-    exports = weight_exports(policy, options, torch.device("cpu"), 0, 1)
+    policy = load_policy(options, meshes)
+    exports = weight_exports(policy, options, torch.device("cpu"), 0)
     pushed, whole = weights_of(exports[0]), weights_of(exports[-1])
     check_names_and_shapes(shapes_of(pushed), pushed_shapes(folder, options.lora))
     saved = load_file(folder / "model.safetensors")

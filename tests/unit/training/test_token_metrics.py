@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_components.training.token_metrics import TokenMetrics
+from grpo_components.training.token_metrics import UpdateMetrics
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_metrics_are_those_of_all_tokens_however_they_are_split(over_ranks, seed
     d = rng.normal(0, 10.0 ** rng.integers(-7, 2), size).astype(np.float32)
     weights = (rng.random(size) * (rng.random(size) < 0.8)).astype(np.float32)
     fresh = rng.random(size) < rng.choice([0, 0.5, 1])
-    ranks = [TokenMetrics() for _ in range(4 * ranks_per_sample)]
+    ranks = [UpdateMetrics() for _ in range(4 * ranks_per_sample)]
     for part in np.array_split(np.arange(size), rng.integers(1, 9)):
         if len(part):
             first = ranks_per_sample * rng.integers(4)
@@ -66,7 +66,7 @@ def test_metrics_are_those_of_all_tokens_however_they_are_split(over_ranks, seed
 
 def test_a_maximum_that_is_no_number_is_told_whichever_rank_has_it(over_ranks):
     for values in ([np.nan, 1.0], [1.0, np.nan]):
-        ranks = [TokenMetrics() for _ in values]
+        ranks = [UpdateMetrics() for _ in values]
         for rank, value in zip(ranks, values, strict=True):
             rank.add({"ratio/max": torch.tensor([value])})
         assert np.isnan(over_ranks(ranks, 2, 1)[0]["ratio/max"])
