@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -22,9 +24,23 @@ import torch
 from grpo_components.quiet import quiet_libraries
 
 GIB = 2**30
+TUNE = str(Path(sys.executable).with_name("tune"))
+TRAIN_DEMO = (TUNE, "run", "async_grpo_full_finetune_distributed", "--config", "tiny_async_grpo")
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 quiet_libraries("WARNING")  # before torchtune is imported, because torchao logs at import
+
+
+def finish(command: Iterable[object]) -> None:
+    """Run a command to its end; exit with its output if it fails."""
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+
+
+def briefly_evaluated(num_steps: int) -> tuple[str, ...]:
+    """Overrides of the demo: its steps, and evaluations that take no time."""
+    return f"num_steps={num_steps}", "eval_dataset.num_rows=8", f"eval_every_n_steps={num_steps}"
 
 
 def spread(values: Collection[float], unit: str = "") -> str:
