@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from measuring import machine_line, markdown_table
+from measuring import TRAIN_DEMO, briefly_evaluated, machine_line, markdown_table
 
-TUNE = Path(sys.executable).with_name("tune")
-RECIPE = "async_grpo_full_finetune_distributed"
 SCHEDULES = {
     "synchronous": ("max_staleness=0", "push_every_n_steps=1", "pull_every_m_rollouts=1"),
     "asynchronous": (),
@@ -63,12 +61,11 @@ def pin(pid: int, core: int) -> None:
 
 def run(schedule: str, num_steps: int, folder: Path) -> Measured:
     """Run the demo with one schedule and measure it."""
-    command = [TUNE, "run", RECIPE, "--config", "tiny_async_grpo", f"output_dir={folder}"]
-    few = (f"num_steps={num_steps}", "eval_dataset.num_rows=8", f"eval_every_n_steps={num_steps}")
     process = subprocess.Popen(
         [
-            *map(str, command),
-            *few,
+            *TRAIN_DEMO,
+            *briefly_evaluated(num_steps),
+            f"output_dir={folder}",
             "generator.backend=vllm",
             f"save_every_n_steps={num_steps}",
             *SCHEDULES[schedule],

@@ -17,31 +17,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from measuring import in_child, machine_line, markdown_table
+from weights_path import SHAPES, write_model
 
 from grpo_components.examples.tiny_policy import DEFAULT_OUTPUT_DIR, build_tiny_policy
-
-HALF_BILLION: dict[str, Any] = {
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "eos_token_id": None,
-}
-
-
-def random_model(folder: Path) -> None:
-    """Save random weights of the shape of Qwen2.5 0.5B."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(**HALF_BILLION)).save_pretrained(folder)
 
 
 def measure(backend: str, path: str, response: int, batches: int) -> tuple[float, float]:
@@ -105,7 +85,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cases = [("the demo's policy", str(DEFAULT_OUTPUT_DIR), 16, args.batches)]
         if args.half_billion:
-            in_child(random_model, Path(folder))
+            in_child(write_model, Path(folder), SHAPES["500M"])
             cases = [("0.5B, random", folder, 64, 1)]
         for model, path, response, batches in cases:
             found: dict[str, list[tuple[float, float]]] = {"vllm": [], "transformers": []}

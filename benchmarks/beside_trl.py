@@ -30,22 +30,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import torch
-from measuring import in_child, machine_line, markdown_table
+from measuring import TRAIN_DEMO, finish, in_child, machine_line, markdown_table, spread
 
 from grpo_components.examples.tiny_policy import DEFAULT_OUTPUT_DIR, build_tiny_policy
 from grpo_components.examples.tiny_policy_model import ARCHITECTURE
 from grpo_components.examples.word_problems import PROMPT_TEMPLATE
 
-RECIPE = ("async_grpo_full_finetune_distributed", "--config", "tiny_async_grpo")
-COMMAND = (Path(sys.executable).with_name("tune"), "run", *RECIPE)
 TRL = ("trl==1.16.0", "transformers==5.19.0", "accelerate==1.15.0", "math-verify==0.9.0")
 PACKAGES = (f"torch=={torch.__version__}", *TRL)
 TRL_ENVIRONMENT = Path(tempfile.gettempdir(), "torchtune-async-grpo/trl")
@@ -140,7 +137,7 @@ def run_ours(
     given = [f"{key}={value}" for key, value in keys.items()]
     if job.reward is not MATHS:
         given.append("~rewards.correctness.answer_format")
-    return run([*COMMAND, *given], folder / "logs/metrics.jsonl")[:-IN_ADVANCE]
+    return run([*TRAIN_DEMO, *given], folder / "logs/metrics.jsonl")[:-IN_ADVANCE]
 
 
 def run_trl(
@@ -156,9 +153,7 @@ def run_trl(
 
 def run(command: list[Any], log: Path) -> list[dict[str, Any]]:
     """Run a command and read its log of JSON lines; end with its output if it fails."""
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stdout + done.stderr)
+    finish(command)
     return [json.loads(line) for line in log.open()]
 
 
@@ -173,19 +168,13 @@ def measured_of(steps: list[dict[str, Any]], samples: int) -> dict[str, float]:
     }
 
 
-def spread(values: Iterable[float]) -> str:
-    """Return the median as text, with the least and the greatest value."""
-    found = sorted(values)
-    return f"{median(found):.3g} ({found[0]:.3g}..{found[-1]:.3g})"
-
-
 def rows_of(job: str, runs: dict[str, list[dict[str, float]]]) -> list[list[str]]:
     """Return the table's rows of one job; a ratio compares two runs of the same turn."""
     rows = []
     for side, found in runs.items():
         pairs = [(ours[SPEED], trl[SPEED]) for ours, trl in zip(found, runs["TRL"], strict=True)]
-        values = [spread(one[name] for one in found) for name in found[0]]
-        rows.append([job, side, spread(ours / trl for ours, trl in pairs), *values])
+        values = [spread([one[name] for one in found]) for name in found[0]]
+        rows.append([job, side, spread([ours / trl for ours, trl in pairs]), *values])
     return rows
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from measuring import machine_line, markdown_table
+from measuring import TRAIN_DEMO, briefly_evaluated, finish, machine_line, markdown_table
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -39,8 +38,6 @@ from grpo_components.exchange.weight_deltas import (
 )
 from grpo_components.exchange.weights import BucketBuffers, pack_bucket, unpack_buckets
 
-TUNE = Path(sys.executable).with_name("tune")
-RECIPE = "async_grpo_full_finetune_distributed"
 RATES = ("1e-4", "1e-6")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SETTLED = 5
@@ -59,12 +56,8 @@ class Step:
 
 def train(rate: str, num_steps: int, folder: Path) -> None:
     """Run the demo with a checkpoint after each step."""
-    command = [TUNE, "run", RECIPE, "--config", "tiny_async_grpo", f"output_dir={folder}"]
-    few = (f"num_steps={num_steps}", "eval_dataset.num_rows=8", f"eval_every_n_steps={num_steps}")
     more = ("save_every_n_steps=1", "keep_last_n=null", f"optimizer.lr={rate}", "push=delta")
-    done = subprocess.run([*map(str, command), *few, *more], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stdout + done.stderr)
+    finish([*TRAIN_DEMO, *briefly_evaluated(num_steps), f"output_dir={folder}", *more])
 
 
 def weights_of(folder: Path, step: int, dtype: torch.dtype) -> list[tuple[str, Tensor]]:

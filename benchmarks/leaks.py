@@ -10,24 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
-from measuring import machine_line, markdown_table
+from measuring import TRAIN_DEMO, machine_line, markdown_table
 
-TUNE = Path(sys.executable).with_name("tune")
-RECIPE = "async_grpo_full_finetune_distributed"
 HEADER = ("role", "heartbeats", "memory, MiB", "growth, MiB per 100 steps", "threads", "open files")
-
-
-def slope(points: list[tuple[float, float]]) -> float:
-    """Slope of the least-squares line through (x, y) points."""
-    return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
 def rows(heartbeats: list[dict[str, Any]], num_steps: int) -> list[list[str]]:
@@ -40,7 +33,8 @@ def rows(heartbeats: list[dict[str, Any]], num_steps: int) -> list[list[str]]:
     table = []
     for role, beats in sorted(roles.items()):
         late = beats[len(beats) // 5 :]
-        growth = slope([((beat["time"] - start) * hundreds, beat["rss_mib"]) for beat in late])
+        times = [(beat["time"] - start) * hundreds for beat in late]
+        growth = linear_regression(times, [beat["rss_mib"] for beat in late]).slope
         last = late[-1]
         row = [role, str(len(beats)), f"{last['rss_mib']:.0f}", f"{growth:+.2f}"]
         for what in ("threads", "open_files"):
@@ -58,9 +52,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         output_dir = Path(folder) / "run"
-        command = [TUNE, "run", RECIPE, "--config", "tiny_async_grpo", f"output_dir={output_dir}"]
         more = (f"num_steps={options.steps}", "generator.backend=vllm")
-        subprocess.run([*map(str, command), *more], check=True)
+        subprocess.run([*TRAIN_DEMO, f"output_dir={output_dir}", *more], check=True)
         lines = (output_dir / "logs" / "heartbeats.jsonl").open()
         heartbeats = [json.loads(line) for line in lines]
     table = markdown_table(HEADER, rows(heartbeats, options.steps))

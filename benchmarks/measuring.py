@@ -8,10 +8,11 @@ import multiprocessing
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -23,30 +24,34 @@ import torch
 from grpo_components.quiet import quiet_libraries
 
 GIB = 2**30
+TUNE = str(Path(sys.executable).with_name("tune"))
+TRAIN_DEMO = (TUNE, "run", "async_grpo_full_finetune_distributed", "--config", "tiny_async_grpo")
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 quiet_libraries("WARNING")  # before torchtune is imported, because torchao logs at import
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of each repeat of one case."""
+def finish(command: Iterable[object]) -> None:
+    """Run a command to its end; exit with its output if it fails."""
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
 
-    seconds: tuple[float, ...]
 
-    @property
-    def median(self) -> float:
-        """Median of the seconds."""
-        return statistics.median(self.seconds)
+def briefly_evaluated(num_steps: int) -> tuple[str, ...]:
+    """Overrides of the demo: its steps, and evaluations that take no time."""
+    return f"num_steps={num_steps}", "eval_dataset.num_rows=8", f"eval_every_n_steps={num_steps}"
 
-    def __str__(self) -> str:
-        return f"{self.median:.3g} ({min(self.seconds):.3g}..{max(self.seconds):.3g})"
+
+def spread(values: Collection[float], unit: str = "") -> str:
+    """Median of the values, with the least and the greatest one."""
+    return f"{statistics.median(values):.3g}{unit} ({min(values):.3g}..{max(values):.3g})"
 
 
 def interleaved(
-    cases: Mapping[str, Callable[[], object]], repeats: int, device: str = "cpu"
-) -> dict[str, Timing]:
-    """Time cases in alternation, so that temporary load affects all of them."""
+    cases: Mapping[str, Callable[[], object]], repeats: int, device: str
+) -> dict[str, list[float]]:
+    """Return the seconds of each repeat; cases alternate, so that load affects all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for run in cases.values():
         run()
@@ -58,7 +63,7 @@ def interleaved(
             cases[name]()
             _synchronize(device)
             seconds[name].append(time.perf_counter() - started)
-    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+    return seconds
 
 
 def in_child(
@@ -89,7 +94,7 @@ def in_lean_child(
         del os.environ[name]
 
 
-def peak_memory_gib(run: Callable[[], object], device: str = "cpu") -> float:
+def peak_memory_gib(run: Callable[[], object], device: str) -> float:
     """Return the peak increase of memory in use, in GiB, while a function runs."""
     gc.collect()
     if device == "cuda":
@@ -100,9 +105,9 @@ def peak_memory_gib(run: Callable[[], object], device: str = "cpu") -> float:
         return (torch.cuda.max_memory_allocated() - before) / GIB
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     run()
-    return (_resident("VmHWM") - before) / GIB
+    return (resident("VmHWM") - before) / GIB
 
 
 def _synchronize(device: str) -> None:
@@ -110,7 +115,7 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _resident(name: str) -> int:
+def resident(name: str) -> int:
     """Return a field of /proc/self/status, such as VmRSS, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):

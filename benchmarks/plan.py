@@ -30,23 +30,14 @@ from omegaconf import OmegaConf
 from torch.profiler import ProfilerActivity, profile, record_function
 from torchtune import config
 from torchtune.models import qwen2_5
-from torchtune.training import FullModelHFCheckpointer
-from train_step import NEVER_STALE, write_base_model
+from train_step import build_trainer, checkpointer, random_trajectory, write_base_model
 
 from grpo_components._plugin import config_files, recipes_folder
 from grpo_components.config.reading import read_settings
-from grpo_components.models.meshes import Sharding
-from grpo_components.objective.aggregation import TokenMean
-from grpo_components.objective.losses import GRPOLoss
-from grpo_components.objective.objective import TrainedObjective
-from grpo_components.objective.off_policy import NoCorrection
-from grpo_components.objective.penalties import Penalties
 from grpo_components.quiet import without_prints
 from grpo_components.rendezvous import Rendezvous, local_rendezvous
 from grpo_components.settings import Settings
 from grpo_components.training.reference import Reference
-from grpo_components.training.trainer import Trainer
-from grpo_components.training.trainer_options import TrainerOptions
 from grpo_components.trajectory import PackedTrajectories, Trajectory, pack
 from grpo_tools.memory_plan.live_bytes import counting
 from grpo_tools.memory_plan.model_sizes import ModelSizes
@@ -54,7 +45,6 @@ from grpo_tools.memory_plan.role_memory import Device
 from grpo_tools.memory_plan.trainer_memory import reference_memory, trainer_memory
 
 PROMPT_TOKENS = 64
-TIMEOUT_S = 600.0
 _CPU = Device(is_gpu=False, gib=64.0)
 _MIB = 2**20
 
@@ -191,43 +181,22 @@ def batches(case: Case) -> list[PackedTrajectories]:
 
 def _batch(case: Case, lengths: Sequence[int]) -> PackedTrajectories:
     rng = np.random.default_rng(0)
-    trajectories = []
+    trajectories: list[Trajectory] = []
     for group in range(1 if case.reference else case.groups):
         prompt = rng.integers(0, case.vocabulary, PROMPT_TOKENS)
         for length in lengths:
-            logprobs = rng.normal(-np.log(case.vocabulary), 0.1, (2, length)).astype(np.float32)
-            trajectory = Trajectory(
-                prompt_ids=prompt,
-                response_ids=rng.integers(0, case.vocabulary, length),
-                response_mask=np.ones(length, bool),
-                generator_logprobs=logprobs[0],
-                token_versions=np.zeros(length, np.int32),
-                prompt_index=group,
-                epoch=0,
-                group_id=group,
-                attempt=0,
-                finish_reason="stop",
-                reference_logprobs=None if case.reference else logprobs[1],
-            )
+            trajectory = random_trajectory(rng, case.vocabulary, prompt, length, group)
+            if case.reference:
+                trajectory.reference_logprobs = None
             trajectories.append(trajectory)
     return pack(trajectories)
-
-
-def _checkpointer(folder: Path) -> Any:
-    return partial(
-        FullModelHFCheckpointer,
-        checkpoint_dir=str(folder / "base"),
-        checkpoint_files=["model.safetensors"],
-        model_type="QWEN2",
-        output_dir=str(folder / "output"),
-    )
 
 
 def _reference(case: Case, folder: Path) -> tuple[Any, Any]:
     cfg = case.cfg
     reference = Reference(
         build_model=case.build_model,
-        build_checkpointer=_checkpointer(folder),
+        build_checkpointer=checkpointer(folder / "base"),
         device="cpu",
         dtype=cfg.dtype,
         kl_estimator="k3",
@@ -239,33 +208,19 @@ def _reference(case: Case, folder: Path) -> tuple[Any, Any]:
 
 def _trainer(case: Case, folder: Path, rank: int, meeting: Rendezvous | None) -> tuple[Any, Any]:
     cfg = case.cfg
-    trainer = Trainer(
-        rank=rank,
-        device="cpu",
-        seed=0,
-        rendezvous=meeting or local_rendezvous(),
-        options=TrainerOptions(
-            num_ranks=case.ranks,
-            sharding=Sharding(),
-            collective_timeout_s=TIMEOUT_S,
-            build_model=case.build_model,
-            build_checkpointer=_checkpointer(folder),
-            base_model_path=str(folder / "base"),
-            model_type="QWEN2",
-            dtype=cfg.dtype,
-            enable_activation_checkpointing=cfg.enable_activation_checkpointing,
-            logprob_chunk_tokens=cfg.logprob_chunk_tokens,
-            tokens_per_micro_batch=cfg.tokens_per_micro_batch,
-            contract=NEVER_STALE,
-            build_optimizer=partial(config.instantiate, cfg.optimizer),
-            clip_grad_norm=1.0,
-        ),
-        objective=TrainedObjective(
-            loss=GRPOLoss(),
-            penalties=Penalties(kl_coeff=0.001),
-            aggregation=TokenMean(),
-            off_policy=NoCorrection(),
-        ),
+    trainer = build_trainer(
+        folder / "base",
+        "cpu",
+        rank,
+        meeting,
+        case.ranks,
+        build_model=case.build_model,
+        dtype=cfg.dtype,
+        enable_activation_checkpointing=cfg.enable_activation_checkpointing,
+        logprob_chunk_tokens=cfg.logprob_chunk_tokens,
+        tokens_per_micro_batch=cfg.tokens_per_micro_batch,
+        build_optimizer=partial(config.instantiate, cfg.optimizer),
+        clip_grad_norm=1.0,
     )
     samples = case.groups * cfg.group_size
     advantages = np.linspace(-1, 1, samples).astype(np.float32)
@@ -321,11 +276,11 @@ def _published_table() -> str:
     return markdown_table(header, rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--published", action="store_true", help="only the published sizes")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     rows = []
     for case in () if options.published else CASES:
         peaks, planned = measured(case), predicted(case)

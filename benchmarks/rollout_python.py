@@ -80,10 +80,6 @@ class InstantRewards:
 
     __call__ = score
 
-    def late(self) -> str:
-        """Return which rewards were late: none."""
-        return ""
-
     def close(self) -> None:
         """Do nothing."""
 

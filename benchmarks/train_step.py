@@ -15,25 +15,25 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 from measuring import (
-    Timing,
     in_child,
     in_lean_child,
     interleaved,
     machine_line,
     markdown_table,
     peak_memory_gib,
+    spread,
 )
 from numpy.typing import NDArray
 from padded_baseline import PaddedBaseline
@@ -56,7 +56,7 @@ from grpo_components.objective.objective import TrainedObjective
 from grpo_components.objective.off_policy import NoCorrection
 from grpo_components.objective.penalties import Penalties
 from grpo_components.quiet import without_prints
-from grpo_components.rendezvous import local_rendezvous
+from grpo_components.rendezvous import Rendezvous, local_rendezvous
 from grpo_components.training.trainer import Trainer
 from grpo_components.training.trainer_options import TrainerOptions
 from grpo_components.trajectory import Trajectory, pack
@@ -154,9 +154,7 @@ def ragged_batch(setting: Setting) -> Batch:
     """Return groups of random tokens, and advantages.
 
     Long-tailed lengths of responses are log-normal with sigma 1 and a median of a quarter of the
-    longest one allowed, so one in twelve is truncated. A random model gives every token about the
-    same probability. Generator and reference logprobs are this probability with noise, so that some
-    ratios are clipped.
+    longest one allowed, so one in twelve is truncated.
     """
     rng = np.random.default_rng(0)
     size, longest = setting.sequences, setting.longest_response
@@ -175,22 +173,35 @@ def ragged_batch(setting: Setting) -> Batch:
     for number, length in enumerate(lengths.tolist()):
         if number % GROUP_SIZE == 0:
             prompt = rng.integers(0, vocabulary, rng.integers(low, high, endpoint=True))
-        generator, reference = rng.normal(-math.log(vocabulary), 0.15, (2, length))
-        trajectory = Trajectory(
-            prompt_ids=prompt,
-            response_ids=rng.integers(0, vocabulary, length),
-            response_mask=np.ones(length, bool),
-            generator_logprobs=generator.astype(np.float32),
-            token_versions=np.zeros(length, np.int32),
-            prompt_index=number // GROUP_SIZE,
-            epoch=0,
-            group_id=number // GROUP_SIZE,
-            attempt=0,
-            finish_reason="stop" if length < longest else "length",
-            reference_logprobs=reference.astype(np.float32),
-        )
+        trajectory = random_trajectory(rng, vocabulary, prompt, length, number // GROUP_SIZE)
+        if length >= longest:
+            trajectory.finish_reason = "length"
         trajectories.append(trajectory)
     return trajectories, rng.normal(size=size).astype(np.float32)
+
+
+def random_trajectory(
+    rng: np.random.Generator, vocabulary: int, prompt: NDArray[np.int64], length: int, group: int
+) -> Trajectory:
+    """Return a response of random tokens.
+
+    A random model gives every token about the same probability. Generator and reference logprobs
+    are this probability with noise, so that some ratios are clipped.
+    """
+    generator, reference = rng.normal(-math.log(vocabulary), 0.15, (2, length)).astype(np.float32)
+    return Trajectory(
+        prompt_ids=prompt,
+        response_ids=rng.integers(0, vocabulary, length),
+        response_mask=np.ones(length, bool),
+        generator_logprobs=generator,
+        token_versions=np.zeros(length, np.int32),
+        prompt_index=group,
+        epoch=0,
+        group_id=group,
+        attempt=0,
+        finish_reason="stop",
+        reference_logprobs=reference,
+    )
 
 
 def _vocabulary(setting: Setting) -> int:
@@ -212,42 +223,43 @@ def our_plan(setting: Setting, trajectories: Sequence[Trajectory]) -> list[list[
 # ---- the two trainers ---------------------------------------------------------------------------
 
 
-def _checkpointer(folder: Path) -> Callable[[], Any]:
+def checkpointer(base: Path) -> Callable[[], Any]:
+    """Return a function that builds the checkpointer of a base model."""
     return partial(
         FullModelHFCheckpointer,
-        checkpoint_dir=str(folder / "base"),
+        checkpoint_dir=str(base),
         checkpoint_files=["model.safetensors"],
         model_type="QWEN2",
-        output_dir=str(folder / "output"),
+        output_dir=str(base.parent / "output"),
     )
 
 
 _build_optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)  # as in every config
 
 
-def build_ours(setting: Setting, folder: Path) -> Trainer:
-    """Build this project's trainer with one rank."""
+def build_trainer(
+    base: Path,
+    device: str,
+    rank: int = 0,
+    rendezvous: Rendezvous | None = None,
+    num_ranks: int = 1,
+    **options: Any,
+) -> Trainer:
+    """Build a rank of this project's trainer, by default the only one."""
     return Trainer(
-        rank=0,
-        device=setting.device,
+        rank=rank,
+        device=device,
         seed=0,
-        rendezvous=local_rendezvous(),
+        rendezvous=rendezvous or local_rendezvous(),
         options=TrainerOptions(
-            num_ranks=1,
+            num_ranks=num_ranks,
             sharding=Sharding(),
             collective_timeout_s=TIMEOUT_S,
-            build_model=setting.build_model,
-            build_checkpointer=_checkpointer(folder),
-            base_model_path=str(folder / "base"),
+            build_checkpointer=checkpointer(base),
+            base_model_path=str(base),
             model_type="QWEN2",
-            dtype=setting.dtype,
-            enable_activation_checkpointing=setting.activation_checkpointing,
-            compile=setting.compile,
-            logprob_chunk_tokens=setting.logprob_chunk_tokens,
-            tokens_per_micro_batch=setting.tokens_per_micro_batch,
             contract=NEVER_STALE,
-            log_peak_memory_stats=True,
-            build_optimizer=_build_optimizer,
+            **options,
         ),
         objective=TrainedObjective(
             loss=GRPOLoss(clip_low=CLIP, clip_high=CLIP),
@@ -267,7 +279,7 @@ def build_baseline(setting: Setting, folder: Path, num_micro_batches: int) -> Pa
         meshes = join_ranks(0, 1, local_rendezvous(), setting.device, Sharding(), TIMEOUT_S)
     model = load_sharded_model(
         setting.build_model,
-        _checkpointer(folder),
+        checkpointer(folder / "base"),
         meshes,
         Sharding(),
         model_type="QWEN2",
@@ -289,7 +301,18 @@ Step = Callable[[Batch], dict[str, Any]]
 
 
 def _our_step(setting: Setting, folder: Path) -> Step:
-    trainer = build_ours(setting, folder)
+    trainer = build_trainer(
+        folder / "base",
+        setting.device,
+        build_model=setting.build_model,
+        dtype=setting.dtype,
+        enable_activation_checkpointing=setting.activation_checkpointing,
+        compile=setting.compile,
+        logprob_chunk_tokens=setting.logprob_chunk_tokens,
+        tokens_per_micro_batch=setting.tokens_per_micro_batch,
+        log_peak_memory_stats=True,
+        build_optimizer=_build_optimizer,
+    )
     return lambda batch: trainer.train_step(pack(batch[0]), batch[1], 0).metrics
 
 
@@ -307,9 +330,10 @@ TRAINERS = {"ours": _our_step, "baseline": _baseline_step}
 
 @dataclass(frozen=True)
 class Comparison:
-    """Timings and first results of both trainers on one batch."""
+    """Seconds and first results of both trainers on one batch."""
 
-    timings: dict[str, Timing]
+    seconds: dict[str, list[float]]
+    """Of each repeat."""
     first: dict[str, dict[str, float]]
     """Loss and gradient norm of the first step, from the same weights."""
 
@@ -331,11 +355,11 @@ def compare(setting: Setting, folder: Path, repeats: int) -> Comparison:
         seen[name].append(steps[name](batch))
 
     cases = {name: partial(run, name) for name in steps}
-    timings = interleaved(cases, repeats, setting.device)
+    seconds = interleaved(cases, repeats, setting.device)
     torch.distributed.destroy_process_group()
     keys = ("loss/total", "grad_norm")
     first = {name: {key: metrics[0][key] for key in keys} for name, metrics in seen.items()}
-    return Comparison(timings, first)
+    return Comparison(seconds, first)
 
 
 def peak_of(setting: Setting, folder: Path, trainer: str) -> float:
@@ -353,7 +377,7 @@ def peak_of(setting: Setting, folder: Path, trainer: str) -> float:
     return peak
 
 
-def run_alone(setting: Setting, folder: Path, repeats: int) -> tuple[Timing, dict[str, Any]]:
+def run_alone(setting: Setting, folder: Path, repeats: int) -> tuple[list[float], dict[str, Any]]:
     """Time our trainer; returns its seconds, and the last step's metrics with the median MFU.
 
     Call it in a fresh process.
@@ -364,11 +388,11 @@ def run_alone(setting: Setting, folder: Path, repeats: int) -> tuple[Timing, dic
     seen: list[dict[str, Any]] = [step(batch)]  # compiles
     if setting.device == "cuda":
         torch.cuda.reset_peak_memory_stats()  # excludes the peak of loading the model
-    timing = interleaved({"ours": lambda: seen.append(step(batch))}, repeats, setting.device)
+    timed = interleaved({"ours": lambda: seen.append(step(batch))}, repeats, setting.device)
     torch.distributed.destroy_process_group()
     utilization = [m["throughput/mfu"] for m in seen[2:] if "throughput/mfu" in m]
-    mfu = statistics.median(utilization) if utilization else None
-    return timing["ours"], {**seen[-1], "throughput/mfu": mfu}
+    mfu = median(utilization) if utilization else None
+    return timed["ours"], {**seen[-1], "throughput/mfu": mfu}
 
 
 # ---- the tables ---------------------------------------------------------------------------------
@@ -383,13 +407,13 @@ def comparison_table(what: str, cases: Mapping[str, Setting], repeats: int) -> s
             write_base_model(case, folder)
             comparison = in_child(compare, case, folder, repeats)
             peaks = {name: in_lean_child(peak_of, case, folder, name) for name in TRAINERS}
-        ours, baseline = comparison.timings["ours"], comparison.timings["baseline"]
+        ours, baseline = (comparison.seconds[name] for name in TRAINERS)
         rows.append(
             [
                 label,
-                ours,
-                baseline,
-                baseline.median / ours.median,
+                spread(ours),
+                spread(baseline),
+                median(baseline) / median(ours),
                 peaks["ours"],
                 peaks["baseline"],
                 peaks["baseline"] / peaks["ours"],
@@ -421,7 +445,7 @@ def alone_table(setting: Setting, repeats: int) -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         in_child(write_base_model, setting, folder)
-        timing, metrics = in_child(run_alone, setting, folder, repeats)
+        seconds, metrics = in_child(run_alone, setting, folder, repeats)
     trajectories, _ = ragged_batch(setting)
     mfu = metrics["throughput/mfu"]
     flags = ("compile", "activation_checkpointing")
@@ -429,8 +453,8 @@ def alone_table(setting: Setting, repeats: int) -> str:
         setting.model,
         setting.dtype,
         ", ".join(flag for flag in flags if getattr(setting, flag)) or "-",
-        timing,
-        round(sum(all_lengths(trajectories)) / timing.median),
+        spread(seconds),
+        round(sum(all_lengths(trajectories)) / median(seconds)),
         "-" if mfu is None else f"{mfu:.1%}",
         metrics["memory/trainer_peak_gib"],
     ]
@@ -438,7 +462,7 @@ def alone_table(setting: Setting, repeats: int) -> str:
     return markdown_table(header, [row])
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """Parse the command line; fill in `vocabulary` and `repeats`."""
     default = Setting()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -464,7 +488,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     ):
         value = getattr(default, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
-    parsed = parser.parse_args(arguments)
+    parsed = parser.parse_args()
     if parsed.vocabulary and parsed.model != "tiny":
         parser.error(f"--vocabulary: given with --model {parsed.model}; allowed: with --model tiny")
     if parsed.device == "cuda" and not torch.cuda.is_available():
@@ -493,9 +517,9 @@ def _shape(parser: argparse.ArgumentParser, name: str) -> tuple[int, int]:
     return int(prompt), int(response)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Print machine, batch and table."""
-    parsed = parse_arguments(arguments)
+    parsed = parse_arguments()
     fields = Setting.__dataclass_fields__.keys() - {"vocabulary", "shape"}
     setting = Setting(**{name: getattr(parsed, name) for name in fields})
     setting = replace(setting, vocabulary=parsed.vocabulary[0])

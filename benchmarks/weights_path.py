@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import multiprocessing
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -21,11 +20,12 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from measuring import in_child, machine_line, markdown_table
+from measuring import in_child, machine_line, markdown_table, resident, spread
 
 TIMEOUT_S = 600.0
 PROMPTS = [[1, 2, 3 + i] for i in range(4)]
@@ -70,76 +70,34 @@ def write_model(folder: Path, shape: dict[str, Any]) -> int:
 # ---- the roles, each in its process -------------------------------------------------------------
 
 
-def _memory() -> dict[str, int]:
-    """Memory of this process in bytes: VmRSS, its peak VmHWM, and RssShmem (the object store)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return {name: int(fields[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM", "RssShmem")}
-
-
 class TrainerSide:
     """The real Trainer with one rank, and the alternative: saving the weights to a file."""
 
     def __init__(self, folder: str, shape: dict[str, Any], device: str) -> None:
         from torchtune.models.qwen2 import qwen2
-        from torchtune.training import FullModelHFCheckpointer
+        from train_step import build_trainer
 
-        from grpo_components.exchange.staleness import StalenessContract
-        from grpo_components.models.meshes import Sharding
-        from grpo_components.objective.aggregation import TokenMean
-        from grpo_components.objective.losses import GRPOLoss
-        from grpo_components.objective.objective import TrainedObjective
-        from grpo_components.objective.off_policy import NoCorrection
-        from grpo_components.objective.penalties import Penalties
-        from grpo_components.rendezvous import local_rendezvous
-        from grpo_components.training.trainer import Trainer
-        from grpo_components.training.trainer_options import TrainerOptions
-
-        scratch = tempfile.mkdtemp(dir=Path(folder).parent)
-        self._trainer = Trainer(
-            rank=0,
-            device=device,
-            seed=0,
-            rendezvous=local_rendezvous(),
-            options=TrainerOptions(
-                num_ranks=1,
-                sharding=Sharding(),
-                collective_timeout_s=TIMEOUT_S,
-                build_model=partial(
-                    qwen2,
-                    vocab_size=shape["vocab_size"],
-                    num_layers=shape["num_hidden_layers"],
-                    num_heads=shape["num_attention_heads"],
-                    num_kv_heads=shape["num_key_value_heads"],
-                    embed_dim=shape["hidden_size"],
-                    intermediate_dim=shape["intermediate_size"],
-                    max_seq_len=shape["max_position_embeddings"],
-                    tie_word_embeddings=True,
-                ),
-                build_checkpointer=partial(
-                    FullModelHFCheckpointer,
-                    checkpoint_dir=folder,
-                    checkpoint_files=["model.safetensors"],
-                    model_type="QWEN2",
-                    output_dir=scratch,
-                ),
-                base_model_path=folder,
-                model_type="QWEN2",
-                dtype="fp32",
-                logprob_chunk_tokens=512,
-                tokens_per_micro_batch=512,
-                contract=StalenessContract(0, 1),
-                build_optimizer=partial(torch.optim.SGD, lr=0.0),
+        self._trainer = build_trainer(
+            Path(folder),
+            device,
+            build_model=partial(
+                qwen2,
+                vocab_size=shape["vocab_size"],
+                num_layers=shape["num_hidden_layers"],
+                num_heads=shape["num_attention_heads"],
+                num_kv_heads=shape["num_key_value_heads"],
+                embed_dim=shape["hidden_size"],
+                intermediate_dim=shape["intermediate_size"],
+                max_seq_len=shape["max_position_embeddings"],
+                tie_word_embeddings=True,
             ),
-            objective=TrainedObjective(
-                loss=GRPOLoss(),
-                penalties=Penalties(),
-                aggregation=TokenMean(),
-                off_policy=NoCorrection(),
-            ),
+            dtype="fp32",
+            logprob_chunk_tokens=512,
+            tokens_per_micro_batch=512,
+            build_optimizer=partial(torch.optim.SGD, lr=0.0),
         )
         self._export_s = 0.0
-        self._before: dict[str, int] = {}
+        self._before = 0, 0
 
     def close(self) -> None:
         """Close the trainer."""
@@ -187,13 +145,12 @@ class TrainerSide:
         """Start measuring peak memory."""
         self.change()  # makes pages of the loaded file private, as a training step does
         Path("/proc/self/clear_refs").write_text("5")
-        self._before = _memory()
+        self._before = resident("VmRSS"), resident("RssShmem")
 
     def memory_growth(self) -> tuple[int, int]:
         """Bytes since `watch_memory`: peak increase of memory, and newly mapped object store."""
-        now = _memory()
-        store = now["RssShmem"] - self._before["RssShmem"]
-        return now["VmHWM"] - self._before["VmRSS"], store
+        memory, store = self._before
+        return resident("VmHWM") - memory, resident("RssShmem") - store
 
     def push_alone(self, file: str | None) -> int:
         """Peak memory of one push, or of saving to a file, without Ray."""
@@ -502,23 +459,18 @@ def on_cpu_beside(sizes: list[str], repeats: dict[str, int], beside: list[int], 
             gather, copy = map(list, zip(*found[1:], strict=True))
             name = f"{size}, {num_bytes / 2**20:.0f} MiB"
             rows.append([name, str(pulling), seconds(gather), seconds(copy), ratio(gather, copy)])
-    return table("model | processes that pull | gather_weights | memcpy | ratio", rows)
+    header = ["model", "processes that pull", "gather_weights", "memcpy", "ratio"]
+    return markdown_table(header, rows)
 
 
 def seconds(times: list[float]) -> str:
     """Median (minimum..maximum) in ms."""
-    low, middle, high = (1e3 * f(times) for f in (min, statistics.median, max))
-    return f"{middle:.3g} ms ({low:.3g}..{high:.3g})"
+    return spread([1e3 * each for each in times], " ms")
 
 
 def ratio(above: list[float], below: list[float]) -> str:
     """Ratio of the medians."""
-    return f"{statistics.median(above) / statistics.median(below):.2f}"
-
-
-def table(header: str, rows: list[list[str]]) -> str:
-    """A Markdown table; `header` has the columns separated by ` | `."""
-    return f"{markdown_table(header.split(' | '), rows)}\n"
+    return f"{median(above) / median(below):.2f}"
 
 
 async def on_cpu(sizes: list[str], repeats: dict[str, int], scratch: Path) -> str:
@@ -554,27 +506,22 @@ async def on_cpu(sizes: list[str], repeats: dict[str, int], scratch: Path) -> st
         peaks += [with_store, store]
         multiples = [f"{n / 2**20:.0f} MiB ({n / num_bytes:.2f}x)" for n in peaks]
         memory.append([name, *multiples])
-    head = "model | ours | disk | disk / ours"
-    return "\n".join(
+    head = ["model", "ours", "disk", "disk / ours"]
+    next_step = "during the next step"
+    pushed = ["disk with fsync", "lower bound: memcpy"]
+    pushed += [f"{next_step}: export", f"{next_step}: until stored"]
+    pulled = ["lower bound: load from memory", "ours / lower bound"]
+    pulled += ["while sampling: checks", "whole pull"]
+    used = ["model", "ours: gather and export", "disk: gather and save"]
+    used += ["ours with the object store", "of which in the store (shared)"]
+    return "\n\n".join(
         [
-            "Training pause of one push:\n",
-            table(
-                f"{head} | disk with fsync | lower bound: memcpy | "
-                "during the next step: export | during the next step: until stored",
-                push,
-            ),
-            "Engine pause of one pull:\n",
-            table(
-                f"{head} | lower bound: load from memory | ours / lower bound | "
-                "while sampling: checks | whole pull",
-                pull,
-            ),
-            "Peak additional memory of the trainer's process in one push:\n",
-            table(
-                "model | ours: gather and export | disk: gather and save | "
-                "ours with the object store | of which in the store (shared)",
-                memory,
-            ),
+            "Training pause of one push:",
+            markdown_table([*head, *pushed], push),
+            "Engine pause of one pull:",
+            markdown_table([*head, *pulled], pull),
+            "Peak additional memory of the trainer's process in one push:",
+            markdown_table(used, memory),
         ]
     )
 
@@ -588,12 +535,12 @@ def on_cuda(sizes: list[str], repeats: dict[str, int], scratch: Path) -> str:
         side.gather_seconds()
         both = zip(*(side.gather_seconds() for _ in range(repeats[size])), strict=True)
         gather, plain = ([gb / s for s in times] for times in both)
-        texts = [
-            f"{statistics.median(x):.2f} GB/s ({min(x):.2f}..{max(x):.2f})" for x in (gather, plain)
-        ]
+        texts = [f"{median(x):.2f} GB/s ({min(x):.2f}..{max(x):.2f})" for x in (gather, plain)]
         rows.append([f"{size}, {gb:.2f} GB", *texts])
         side.close()
-    return table("model | gather_weights | lower bound: one copy to pinned memory", rows)
+    return markdown_table(
+        ["model", "gather_weights", "lower bound: one copy to pinned memory"], rows
+    )
 
 
 def main() -> None:
@@ -622,7 +569,7 @@ def main() -> None:
             tables = on_cpu_beside(sizes, repeats, options.beside, Path(scratch))
         else:
             tables = asyncio.run(on_cpu(sizes, repeats, Path(scratch)))
-    sys.stdout.write(f"{tables}\n{machine_line(options.device)}, 1 thread per role\n")
+    sys.stdout.write(f"{tables}\n\n{machine_line(options.device)}, 1 thread per role\n")
 
 
 if __name__ == "__main__":

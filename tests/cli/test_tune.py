@@ -11,12 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from lib.chaos import RECIPE
 from lib.tracked import tracked
 
 from grpo_components import _plugin, _tune_run
 
 REPOSITORY = Path(__file__).parents[2]
-RECIPE = "async_grpo_full_finetune_distributed"
 RECIPE_FILE = REPOSITORY / "recipes" / f"{RECIPE}.py"
 CONFIGS = {path.stem: path for path in tracked("recipes/configs/*.yaml")}
 TINY = "tiny_async_grpo"

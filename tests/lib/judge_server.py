@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
-def completion(text: Any, prompt_tokens: int = 10, completion_tokens: int = 2) -> dict[str, Any]:
+def completion(text: Any) -> dict[str, Any]:
     choice = {"index": 0, "message": {"role": "assistant", "content": text}}
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    usage = {"prompt_tokens": 10, "completion_tokens": 2}
     return {"id": "1", "object": "chat.completion", "choices": [choice], "usage": usage}
 
 

@@ -24,8 +24,8 @@ def submit(engine, max_tokens=24, **options):
     return [ask(engine, ids, max_tokens, seed=i, **options) for i, ids in enumerate(PROMPTS)]
 
 
-def done(futures, timeout_s=60):
-    return [future.result(timeout=timeout_s) for future in futures]
+def done(futures):
+    return [future.result(timeout=60) for future in futures]
 
 
 def under_way(engine, max_tokens=400):

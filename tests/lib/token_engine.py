@@ -17,17 +17,11 @@ def policy(version):
 
 
 @torch.inference_mode()
-def sample(policies, prompt, versions, mask=None, temperature=1.0, recompute=False):
-    """Sample a response token by token; a token that is not sampled (mask False) ends a request."""
-    mask = [True] * len(versions) if mask is None else mask
+def sample(policies, prompt, versions, temperature=1.0, recompute=False):
+    """Sample a response token by token, each with the policy of its version."""
     random = torch.Generator().manual_seed(len(prompt) + len(versions))
     ids, logprobs, kv, last = list(prompt), [], None, None
-    for version, is_sampled in zip(versions, mask, strict=True):
-        if not is_sampled:
-            ids.append(int(torch.randint(VOCABULARY, (), generator=random)))
-            logprobs.append(0.0)
-            kv = None
-            continue
+    for version in versions:
         if kv is None or (recompute and version != last):
             kv = DynamicCache()
         last = version
@@ -38,9 +32,8 @@ def sample(policies, prompt, versions, mask=None, temperature=1.0, recompute=Fal
         logprobs.append(float(each[ids[-1]]))
     return trajectory(
         ids[len(prompt) :],
-        mask,
         prompt_ids=np.array(prompt),
         generator_logprobs=np.array(logprobs, np.float32),
-        token_versions=np.where(mask, versions, -1).astype(np.int32),
+        token_versions=np.array(versions, np.int32),
         temperature=temperature,
     )

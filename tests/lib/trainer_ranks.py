@@ -35,20 +35,18 @@ from grpo_components.training.trainer_options import TrainerOptions
 from grpo_components.trajectory import pack
 from lib.logprobs import whole_logprobs
 from lib.loss_inputs import loss_inputs
+from lib.policies import SIZES
 from lib.role_process import RoleProcess
 from lib.trajectories import trajectory as record
 
-VOCABULARY, TEMPERATURE, LEARNING_RATE = 64, 0.8, 0.5
-HEADS = {"num_heads": 4, "num_kv_heads": 2}
-SIZES = {"vocab_size": VOCABULARY, "num_layers": 2, "embed_dim": 32, "intermediate_dim": 48}
-build_model = partial(qwen2, **SIZES, max_seq_len=64, tie_word_embeddings=True, **HEADS)
-to_tune = partial(qwen2_hf_to_tune, dim=32, tie_word_embeddings=True, **HEADS)
-to_hf = partial(qwen2_tune_to_hf, dim=32, tie_word_embeddings=True, **HEADS)
+TEMPERATURE, LEARNING_RATE = 0.8, 0.5
+build_model = partial(qwen2, **SIZES, tie_word_embeddings=True)
+_NAMED = {"num_heads": 4, "num_kv_heads": 2, "dim": 32, "tie_word_embeddings": True}
+to_tune, to_hf = (partial(f, **_NAMED) for f in (qwen2_hf_to_tune, qwen2_tune_to_hf))
 WHOLE, SMALL = 10_000, 24
 """Token budgets: all in one forward pass; about two trajectories in each."""
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 """Tolerances of float32 sums in another order; compared updates are a thousand times as large."""
-RECORDS = {"options": TrainerOptions, "objective": TrainedObjective}
 
 
 # ---- losses -------------------------------------------------------------------------------------
@@ -130,26 +128,21 @@ def checkpointer_of(base, folder, model_type="QWEN2"):
 
 def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
     """Return arguments of Trainer; `changes` gives fields of its `options` or its `objective`."""
-    off = ("colocate", "enable_activation_checkpointing", "compile", "mask_overlong")
-    none = ("open_sender", "lora", "build_lr_scheduler", "learning_rate", "clip_grad_norm", "ptx")
     values = {
-        **dict.fromkeys((*off, "needs_reference", "log_peak_memory_stats"), False),
-        **dict.fromkeys((*none, "token_advantages", "build_profiler", "num_ids"), None),
         **{"num_ranks": num_ranks, "sharding": Sharding(), "collective_timeout_s": 60},
         **{"build_model": build_model, "base_model_path": str(base), "model_type": "QWEN2"},
         "build_checkpointer": checkpointer_of(base, folder, changes.get("model_type", "QWEN2")),
         **{"dtype": "fp32", "logprob_chunk_tokens": 7, "tokens_per_micro_batch": WHOLE},
-        **{"ppo_epochs": 1, "updates_per_batch": 1, "contract": StalenessContract(9, 1)},
+        "contract": StalenessContract(9, 1),
         "build_optimizer": partial(torch.optim.SGD, lr=LEARNING_RATE),
         **{"loss": GRPOLoss(), "aggregation": TokenMean(), "off_policy": NoCorrection()},
         "penalties": Penalties(kl_coeff=0.0 if "loss" in changes else 0.1),
-        **{"teacher_coeff": 0.0, "logged_responses": 0},
+        **changes,
     }
-    assert not changes.keys() - values.keys()
-    values |= changes
+    known = {field.name for field in fields(TrainerOptions)}
     records = {
-        name: record(**{field.name: values[field.name] for field in fields(record)})
-        for name, record in RECORDS.items()
+        "options": TrainerOptions(**{name: values[name] for name in values.keys() & known}),
+        "objective": TrainedObjective(**{name: values[name] for name in values.keys() - known}),
     }
     return {"rank": rank, "device": "cpu", "seed": 0, "rendezvous": rendezvous, **records}
 
@@ -208,7 +201,7 @@ def random_policy(folder):
         torch.nn.init.normal_(parameter, std=0.15)
     state_dict = {name: t.contiguous() for name, t in to_hf(model.state_dict()).items()}
     save_file(state_dict, folder / "model.safetensors", metadata={"format": "pt"})
-    sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "hidden_size": 32}
+    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "hidden_size": 32}
     sizes |= {"intermediate_size": 48, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     numbers = {"rope_theta": 1e6, "tie_word_embeddings": True}
@@ -222,7 +215,7 @@ def random_policy(folder):
 def make(number, prompt_length, mask, finish_reason="stop"):
     rng = np.random.default_rng(number)
     size = len(mask)
-    prompt, response = (rng.integers(0, VOCABULARY, count) for count in (prompt_length, size))
+    prompt, response = (rng.integers(0, 64, count) for count in (prompt_length, size))
     logprobs = [rng.normal(-4.2, 0.5, size).astype(np.float32) for _ in range(2)]
     sampled = {"generator_logprobs": logprobs[0], "reference_logprobs": logprobs[1]}
     sampled |= {"token_versions": np.zeros(size, np.int32), "temperature": TEMPERATURE}

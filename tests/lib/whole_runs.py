@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from safetensors.torch import load_file
 
 from grpo_tools.audit.__main__ import main as audit_main
 from lib.chaos import RECIPE, TUNE
+from lib.rows import read_rows as records
 
 __all__ = ["RECIPE", "TUNE"]
 SHORT = ("num_steps=4", "groups_per_step=4", "group_size=4", "eval_dataset.num_rows=16")
@@ -61,10 +61,6 @@ def succeed(tune, *overrides, **kwargs):
     assert code == 0, output
     assert not re.search("^warning: ", output, re.MULTILINE), output  # no false alarm
     return output, output_dir
-
-
-def records(path):
-    return [json.loads(line) for line in path.open()]
 
 
 def audit(output_dir):

@@ -9,6 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from lib.whole_runs import wait_for_line
 from omegaconf import OmegaConf
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
@@ -79,20 +80,10 @@ def job(tmp_path):
         process.wait()
 
 
-def save_checkpoint(output_dir, step):
+def save_checkpoint(output_dir):
     checkpoints = output_dir / "checkpoints"
-    (checkpoints / f"step_{step}").mkdir(parents=True)
-    (checkpoints / "latest").unlink(missing_ok=True)
-    (checkpoints / "latest").symlink_to(f"step_{step}")
-
-
-def wait_for_run(process):
-    printed = []
-    for line in process.stdout:
-        printed.append(line)
-        if line == "running\n":
-            return
-    raise AssertionError("".join(printed))
+    (checkpoints / "step_2").mkdir(parents=True)
+    (checkpoints / "latest").symlink_to("step_2")
 
 
 def finish(process):
@@ -106,7 +97,7 @@ def test_a_start_without_output_dir_is_refused(job):
 
 
 def test_a_first_start_does_not_take_over_the_checkpoints_of_an_earlier_run(job, tmp_path):
-    save_checkpoint(tmp_path / "run", 2)
+    save_checkpoint(tmp_path / "run")
     code, output = finish(job(f"output_dir={tmp_path}/run"))
     assert code == 2
     assert f"{tmp_path}/run has a run: give another output_dir, or resume_" in output
@@ -138,10 +129,10 @@ def test_a_signalled_job_is_requeued_unless_in_vain(
     job, tmp_path, restarts, saves, state, requeues
 ):
     process = job(f"output_dir={tmp_path}/run", SLURM_RESTART_COUNT=str(restarts), STATE=state)
-    wait_for_run(process)
+    wait_for_line(process, "running$")
     assert "resume_from_checkpoint=true" not in (tmp_path / "arguments").read_text()
     if saves:
-        save_checkpoint(tmp_path / "run", 2)
+        save_checkpoint(tmp_path / "run")
     process.send_signal(signal.SIGTERM)
     code, output = finish(process)
     assert code == 143, output
@@ -149,10 +140,10 @@ def test_a_signalled_job_is_requeued_unless_in_vain(
 
 
 def test_a_requeued_job_resumes_on_a_ray_of_its_own_with_a_secret_token(job, tmp_path):
-    save_checkpoint(tmp_path / "run", 2)
+    save_checkpoint(tmp_path / "run")
     given = f"output_dir={tmp_path}/run"
     process = job(given, real_ray=True, SLURM_RESTART_COUNT="1")
-    wait_for_run(process)
+    wait_for_line(process, "running$")
     process.send_signal(signal.SIGTERM)
     code, output = finish(process)
     assert code == 143, output

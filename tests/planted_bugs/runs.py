@@ -9,11 +9,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from lib.chaos import RECIPE, TUNE
+
 from planted_bugs.bugs import BUGS, PlantingError
 from planted_bugs.exhibits import AT_START, AUDIT, SHORT, Exhibit
 
 _TESTS = Path(__file__).resolve().parents[1]
-_RECIPE = "async_grpo_full_finetune_distributed"
 _ALARM = re.compile(r"^(warning: |.*\bis skipped: |.*\bError\b|config error)", re.MULTILINE)
 _TIMEOUT_S = 900
 
@@ -69,9 +70,8 @@ def run(
 def _tune(overrides: tuple[str, ...], bug: str, report: Path) -> subprocess.CompletedProcess[str]:
     hook = [str(_TESTS / "planted_bugs" / "hook")] if bug else []
     path = [*hook, str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    tune = Path(sys.executable).with_name("tune")
     return subprocess.run(
-        [tune, "run", _RECIPE, "--config", "tiny_async_grpo", *overrides],
+        [TUNE, "run", RECIPE, "--config", "tiny_async_grpo", *overrides],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lib.chaos import RECIPE
 from lib.tracked import tracked
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
@@ -24,7 +25,6 @@ NUM_GPUS = {f"qwen{name}_grpo_1gpu": 1 for name in ONE_GPU}
 NUM_GPUS |= {f"qwen{name}_grpo": 8 for name in ("3_4B_async", "3B_async", "3B_sync", "7B_async")}
 NUM_GPUS |= {"qwen14B_async_grpo": 16, "qwen32B_async_grpo": 64}
 NAMES = {"tiny_async_grpo", "tiny_async_grpo_2x2", "tiny_lora_async_grpo", *NUM_GPUS}
-RECIPE = "async_grpo_full_finetune_distributed"
 
 DOCUMENTED = (FOLDER.parents[1] / "docs" / "objectives.md").read_text()
 PRESETS = dict(re.findall(r"^\| ([^|]+) \| `([^`|]+)` \|$", DOCUMENTED, re.MULTILINE))

@@ -7,6 +7,7 @@ import sys
 import threading
 
 import pytest
+from lib.chaos import RECIPE
 from lib.config_errors import refusal_of, refused_key
 from omegaconf import OmegaConf
 
@@ -18,7 +19,6 @@ from grpo_components.config.preflight import parse
 from grpo_components.config.reading import merge_overrides
 from grpo_components.errors import ConfigError
 
-RECIPE = "async_grpo_full_finetune_distributed"
 SHIPPED = str(recipes_folder() / f"{RECIPE}.py")
 TINY = str(recipes_folder() / "configs" / "tiny_async_grpo.yaml")
 
