@@ -88,7 +88,7 @@ class Conversation:
         self.calls: list[Call] = []
 
     def place(self, text: str) -> Call:
-        """Make a prompt's call; it continues the longest conversation that begins the prompt."""
+        """Make a prompt's call; `parent` is the longest earlier call and answer it begins with."""
         best, end, earlier = None, -1, set[int]()
         # The latest first, so that few tool calls are compared.
         for call, choice in sorted(self._answers(), key=_order, reverse=True):

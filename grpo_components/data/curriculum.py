@@ -112,9 +112,9 @@ class Curriculum:
     """Draws prompts of data sets by weights that depend on the success rate of each prompt.
 
     The weights change only at the end of a training step, by the results of the groups generated
-    since the step before. Between two steps, no prompt is drawn twice before all prompts of its
-    data set were drawn. So the draws depend only on the seed, and each step's results and number of
-    draws.
+    since the step before. So the draws depend only on the seed, and each step's results and number
+    of draws. Between two steps, no prompt is drawn twice before all prompts of its data set were
+    drawn.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Curriculum:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return for the receipts what decides the draws, besides results: seed, rule, prompts."""
+        """Return what decides draws besides results, for receipts.jsonl: seed, rule, prompts."""
         return {
             "seed": self.seed,
             "curriculum": self.rule.model_dump(),

@@ -232,7 +232,7 @@ def _others(values: Any, columns: Mapping[str, str]) -> Prompt:
 
 
 def _unnamed_tools(where: str, prompt: Prompt, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return a note on a tool that a prompt does not name; empty if it names all."""
+    """Return a note on the first tool that a prompt does not name; empty if it names all."""
     names = [tool["function"]["name"] for tool in tools]
     missing = next((name for name in names if name not in prompt["prompt_text"]), "")
     note = f"{where}: its prompts do not name the tool {missing}; "

@@ -13,7 +13,10 @@ State = Literal["in_flight", "buffered", "in_training", "trained"]
 
 @dataclass
 class LedgerEntry:
-    """The ledger's entry of one group: living (neither trained nor dropped), or kept for reuse."""
+    """What the ledger, which tracks each group of a run, knows of one group.
+
+    The group is living (neither trained nor dropped), or trained and kept to be trained again.
+    """
 
     group_id: int
     """Number in the order of admission, from 0."""

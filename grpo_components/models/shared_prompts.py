@@ -186,11 +186,11 @@ def _ragged(groups: list[Group], positions: Tokens, device: torch.device) -> tup
 
 
 def _runs(responses: list[Tokens], prompt_tokens: int) -> Iterator[Tokens]:
-    """Join a prompt's short responses into rows, because each row copies the prompt's keys.
+    """Join short responses to one prompt into rows, so that fewer rows copy the prompt's keys.
 
-    If the prompt has P tokens, a row of several responses has at most P/2 tokens. So the row
-    computes at most 1.5 times as many query-key pairs as the responses need, and all rows of a
-    prompt, with R tokens in total, have at most 5 R + P keys.
+    With P prompt tokens, a row of several responses has at most P/2 tokens: the masked pairs of
+    different responses add at most half to its query-key pairs. Two rows in sequence have more than
+    P/2 together: so all rows, with R tokens in total, have at most 5 R + P keys.
     """
     run: list[Tokens] = []
     for response in sorted(responses, key=len):

@@ -339,7 +339,7 @@ def _split(text: str) -> list[str]:
 
 
 def _is_slow_to_read(text: str) -> bool:
-    """Whether a text is slow to parse: deeply nested brackets, or a huge binomial."""
+    """Whether a text is slow to parse: deep brackets, or binom, gcd or lcm of large numbers."""
     steps = (1 if mark in "[({" else -1 for mark in re.findall(r"[\[({\])}]", text))
     depths = itertools.accumulate(steps, lambda depth, step: max(0, depth + step), initial=0)
     evaluated = r"(?:binom|choose|gcd|lcm).{0,40}?(?:\d{6}|[\^!]|binom)"  # by the parser itself

@@ -97,9 +97,10 @@ class RewardTrial:
     def check_rows(
         self, data: Mapping[str, Any], sample_of: Callable[[Any], RewardInput]
     ) -> list[str]:
-        """Let each reward score its perfect response to every row; return warnings if rows fail.
+        """Let each reward that has a `perfect_response` score that of every row, within `_CHECK_S`.
 
-        Call `finish` first. `data`: key -> data set. Raises if all rows of a data set fail.
+        Call `finish` first. `data`: config key -> data set. Returns warnings of rows without
+        success and of unchecked rows. Raises if no checked row of a data set succeeds.
         """
         rows = [(key, row) for key, dataset in data.items() for row in range(len(dataset))]
         random.Random(0).shuffle(rows)  # so that all data sets share the time

@@ -1,6 +1,7 @@
 """Tool use: a world that runs the tool calls of the policy and replies with the results.
 
-The policy reads the error messages of its calls, so a new wording would change a replay's results.
+The policy reads the error messages of its calls: if reworded, `grpo replay` of an older run would
+give other results.
 """
 
 from __future__ import annotations

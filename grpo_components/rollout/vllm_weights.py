@@ -48,7 +48,7 @@ _TIMEOUT_S = 300.0
 
 
 def never_sample_from(worker: Any, num_ids: int | None) -> None:
-    """Ban all token ids from `num_ids` on (None: no limit); a request could ban only 1024 ids."""
+    """Never sample ids from `num_ids` on (None: ban none); vLLM lets a request ban only 1024."""
     model = worker.model_runner.get_model()
     logits_of = model.compute_logits
 

@@ -51,7 +51,7 @@ def gather_logprobs(samples: Sequence[TrainSample]) -> dict[int, list[dict[str, 
 
 
 def recorded_logprobs(trajectory: Trajectory) -> dict[str, Logprobs | None]:
-    """Return, for the log, the logprobs recorded in a trajectory; those of the trainer are None."""
+    """Return a trajectory's logprobs as the log's fields; callers may fill `trainer_logprobs`."""
     sampled, reference = trajectory.response_mask, trajectory.reference_logprobs
     recorded: dict[str, Logprobs | None] = {
         "generator_logprobs": _at(sampled, trajectory.generator_logprobs[sampled]),

@@ -149,7 +149,10 @@ class RunAudit:
         return fields
 
     def _check_chain_end(self, unfinished: bool) -> None:
-        """Check that `receipts.end` names the last record."""
+        """Check that `receipts.end` has the last record's number and hash.
+
+        If `unfinished`, it may have those of any earlier record: the run may still be writing.
+        """
         self._findings.where, known, found = END_FILE, self._known_end, self._chain_end.records
         if known is None:
             problem = "missing or damaged; it has the hash of the last record"

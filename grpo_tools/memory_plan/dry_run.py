@@ -32,7 +32,7 @@ _DONE = "the config is right and its components were called; nothing was started
 
 
 def plan(cfg: Settings, dataset: Any, held_out: Any, objective: Objective) -> tuple[str, list[str]]:
-    """Return what the run would do, as lines of text under headings, and what does not fit."""
+    """Return what the run would do, as lines under headings, and what exceeds memory or GPUs."""
     held_out = held_out if cfg.evaluates else ()
     gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
     memory, problems = plan_run(

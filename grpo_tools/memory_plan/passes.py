@@ -149,7 +149,7 @@ def _train(
 
 
 def _optimizer(cfg: Settings, shards: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Build the config's optimizer, with a number in place of a learning-rate schedule."""
+    """Build the config's optimizer with a fixed learning rate; SGD with momentum for torchao's."""
     node = OmegaConf.create({**cfg.optimizer})
     if OmegaConf.is_dict(node.get("lr")):
         node.lr = 1.0

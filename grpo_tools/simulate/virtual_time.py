@@ -48,7 +48,7 @@ def now() -> float:
 
 
 class BusyTime:
-    """Counts the seconds in which a role works, one thing at a time."""
+    """Adds up the seconds in which a role works; `count` blocks must not overlap."""
 
     def __init__(self) -> None:
         self._ended, self._since = 0.0, None

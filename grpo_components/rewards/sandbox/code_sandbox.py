@@ -39,7 +39,7 @@ class Limits:
     """Resources that one program may use: seconds, MiB, threads at a time.
 
     `cpu_s` is CPU time of all threads together, `memory_mib` is address space (Python itself needs
-    about 50), and `file_mib` limits each file, all files together, stdout and stderr.
+    about 50), and `file_mib` is the size of /tmp, and the most of stdout, stderr or any one file.
     """
 
     cpu_s: int = 2
