@@ -122,8 +122,9 @@ def python_tool(run: Callable[[str], str]) -> Tool:
     return python
 
 
-_LEFT_S = ContextVar("left_s", default=math.inf)
-"""Seconds left for the programs of this turn; no argument of a tool: the policy sets all these."""
+_LEFT_S = ContextVar("left_s", default=[math.inf])
+"""[Seconds left for the programs of this turn]; no argument of a tool: the policy sets all those.
+A list, so that a tool which runs programs in a copied context takes from the same time."""
 _sandbox = cache(CodeSandbox)
 """Builds the sandbox, which runs a trial program, at the first call; a process has only one."""
 
@@ -131,11 +132,11 @@ _sandbox = cache(CodeSandbox)
 def run_in_sandbox(sandbox: Any, program: str) -> str:
     """Run a program within the time in `_LEFT_S`; return its output and any error."""
     left_s = _LEFT_S.get()
-    if left_s <= 0:
+    if left_s[0] <= 0:
         raise ValueError(f"not run: the programs of a turn have {TURN_LIMIT_S:g} s together")
     with _RUNNING:
-        outcome = sandbox.run(program, wall_s=left_s)
-    _LEFT_S.set(left_s - outcome.wall_s)
+        outcome = sandbox.run(program, wall_s=left_s[0])
+    left_s[0] -= outcome.wall_s
     if outcome.status == 0 and not outcome.timed_out:
         return outcome.stdout
     problem = outcome.stderr[-_MAX_STDERR_CHARS:] or f"(ended with status {outcome.status})"
@@ -193,7 +194,7 @@ class ToolUse:
         calls = self._find_calls(text)
         if not calls:
             return Reply(done=True)
-        before = _LEFT_S.set(TURN_LIMIT_S)
+        before = _LEFT_S.set([TURN_LIMIT_S])
         try:
             results = [self._result(call) for call in calls[:_MAX_CALLS]]
         finally:

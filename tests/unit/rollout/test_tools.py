@@ -6,6 +6,7 @@ import math
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -120,10 +121,16 @@ class Clockwork:
         return Outcome(0, "ran", "", False, took)
 
 
-def test_the_programs_of_a_turn_share_one_limit():
+def in_own_context(*call):
+    """As `asyncio.to_thread` does, which a user's tool may call."""
+    return copy_context().run(*call)
+
+
+@pytest.mark.parametrize("run", [partial, lambda *call: partial(in_own_context, *call)])
+def test_the_programs_of_a_turn_share_one_limit(run):
     """Otherwise a turn of 8 slow calls would block other conversations 8 times as long."""
     clock = Clockwork()
-    world = ToolUse({"python": python_tool(partial(tools.run_in_sandbox, clock))})
+    world = ToolUse({"python": python_tool(run(tools.run_in_sandbox, clock))})
     respond = world({}, 0)
     slow = "".join(hermes(name="python", arguments={"code": s}) for s in ("4", "1", "60", "1", "0"))
     text = unquoted(respond(slow).text, ())
