@@ -122,7 +122,7 @@ def python_tool(run: Callable[[str], str]) -> Tool:
     return python
 
 
-_LEFT_S = ContextVar("left_s", default=[math.inf])
+_LEFT_S = ContextVar[list[float]]("left_s")
 """[Seconds left for the programs of this turn]; no argument of a tool: the policy sets all those.
 A list, so that a tool which runs programs in a copied context takes from the same time."""
 _sandbox = cache(CodeSandbox)
@@ -131,7 +131,7 @@ _sandbox = cache(CodeSandbox)
 
 def run_in_sandbox(sandbox: Any, program: str) -> str:
     """Run a program within the time in `_LEFT_S`; return its output and any error."""
-    left_s = _LEFT_S.get()
+    left_s = _LEFT_S.get([math.inf])
     if left_s[0] <= 0:
         raise ValueError(f"not run: the programs of a turn have {TURN_LIMIT_S:g} s together")
     with _RUNNING:
