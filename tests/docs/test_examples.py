@@ -5,7 +5,6 @@ import re
 import runpy
 import shlex
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,14 @@ from lib.examples import PAGES as ALL_PAGES
 from lib.examples import blocks, examples, files
 from lib.tracked import tracked
 from omegaconf import OmegaConf
-from torchtune.config._utils import _merge_yaml_and_cli_args
 
 from grpo_components.config import preflight
 from grpo_components.config.model_trial import try_training
+from grpo_components.config.reading import read_config_file
 from grpo_components.examples import sample_data
 from grpo_components.settings import Settings
 
 PAGES = [page for page in ALL_PAGES if page in tracked("*.md", "docs/**/*.md")]
-CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 SAMPLES = "/tmp/torchtune-async-grpo/samples"
 POLICY = "/tmp/torchtune-async-grpo/tiny_policy"
 EXTERNAL_PATHS = re.compile(
@@ -96,10 +94,8 @@ def test_a_documented_run_passes_the_checks(
     sample_data.main([str(here / "data")])
     own = [NO_GPU.get(each, each) for each in overrides if not EXTERNAL_PATHS.match(each)]
     own = [each.replace(SAMPLES, f"{here}/data").replace(POLICY, str(tiny_policy)) for each in own]
-    config = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml"))
     folders = (f"output_dir={here / 'run'}", f"base_model_path={tiny_policy}")
-    cfg = _merge_yaml_and_cli_args(Namespace(**config), [*own, *folders])
-    try_training(preflight.read_config(cfg))
+    try_training(preflight.read_config(read_config_file(name, [*own, *folders])))
 
 
 @pytest.mark.parametrize(("page", "snippet"), SNIPPETS)
@@ -109,7 +105,7 @@ def test_a_documented_part_of_a_config_is_accepted(tiny_policy, folder_of, page,
     sample_data.main([str(here / "data")])
     for name in ("claims.jsonl", "more_claims.jsonl"):
         (here / name).touch()
-    cfg = OmegaConf.load(CONFIGS / "tiny_async_grpo.yaml")
+    cfg = read_config_file("tiny_async_grpo", ())
     snippet = OmegaConf.to_container(
         OmegaConf.create(yaml.safe_dump(snippet).replace(SAMPLES, str(here / "data")))
     )

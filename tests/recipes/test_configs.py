@@ -1,21 +1,18 @@
 """The shipped configs: one set of keys, the GPUs they need, the objectives that are documented."""
 
-import json
 import re
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
-import torch
 from lib.chaos import RECIPE
+from lib.checkpoints import write_base_model
 from lib.tracked import tracked
 from omegaconf import OmegaConf
-from safetensors.torch import save_file
-from torchtune.config._utils import _merge_yaml_and_cli_args
 
 from grpo_components.config import preflight
 from grpo_components.config.components import build
 from grpo_components.config.objective import build_loss
+from grpo_components.config.reading import merge_overrides
 from grpo_components.settings import Settings
 
 FOLDER = Path(__file__).parents[2] / "recipes/configs"
@@ -38,15 +35,9 @@ def load(name):
 def ready(tmp_path, monkeypatch):
     """Load a config over the files that a base model has; the current folder is another one."""
     base, here = tmp_path / "base", tmp_path / "here"
-    for folder in (base / "data", here):
-        folder.mkdir(parents=True)
     shards = [f"-{i:05d}-of-{n:05d}" for n in (2, 3, 4, 5, 8, 17) for i in range(1, n + 1)]
-    names = ("vocab.json", "merges.txt", "tokenizer.json")
-    for name in (*names, "data/train.jsonl", "data/held_out.jsonl"):
-        (base / name).touch()
-    for shard in ("", *shards):
-        save_file({"weight": torch.zeros(1)}, base / f"model{shard}.safetensors")
-    (base / "config.json").write_text(json.dumps({"max_position_embeddings": 32768}))
+    write_base_model(base, 32768, ["", *shards])
+    here.mkdir()
     monkeypatch.chdir(here)
 
     def ready(name):
@@ -85,8 +76,8 @@ def test_these_objectives_are_documented_as_overrides():
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_a_documented_objective_is_accepted_as_its_overrides_are_printed(preset, ready):
-    given = Namespace(**OmegaConf.to_container(ready("tiny_async_grpo")))
-    checked = preflight.read_config(_merge_yaml_and_cli_args(given, PRESETS[preset].split()))
+    given = OmegaConf.to_container(ready("tiny_async_grpo"))
+    checked = preflight.read_config(merge_overrides(given, PRESETS[preset].split()))
     for key in ("advantages", "aggregation", "off_policy"):
         assert callable(build(key, getattr(checked, key)))
     assert callable(build_loss(checked, lambda tokens, **clip: tokens))

@@ -1,21 +1,18 @@
 """The tiny config as plain values, as typed settings, and over a folder of made files."""
 
 import copy
-import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
-import torch
+from lib.checkpoints import write_base_model
 from lib.config_errors import refused_key
 from omegaconf import OmegaConf
-from safetensors.torch import save_file
 
 from grpo_components.config import preflight
-from grpo_components.config.reading import read_settings
+from grpo_components.config.reading import read_config_file, read_settings
 
-CONFIG = Path(__file__).parents[3] / "recipes/configs/tiny_async_grpo.yaml"
 OWN = """
 class Takes:
     def __init__(self, kl_coeff=0.0): ...
@@ -63,7 +60,7 @@ def everything(**given):
 @pytest.fixture(scope="session")
 def tiny_config():
     """The shipped config, read once."""
-    return OmegaConf.load(CONFIG)
+    return read_config_file("tiny_async_grpo", ())
 
 
 @pytest.fixture(scope="session")
@@ -94,13 +91,8 @@ def settings_with(values_with):
 def cfg(tiny_config, tmp_path, monkeypatch):
     """The tiny config over a folder like the tiny policy, in a current folder of its own."""
     base, here = tmp_path / "tiny_policy", tmp_path / "here"
-    for folder in (base / "data", here):
-        folder.mkdir(parents=True)
-    files = ("vocab.json", "merges.txt", "tokenizer.json", "data/train.jsonl")
-    for name in (*files, "data/held_out.jsonl"):
-        (base / name).touch()
-    save_file({"weight": torch.zeros(1)}, base / "model.safetensors")
-    (base / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    write_base_model(base, positions=512)
+    here.mkdir()
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     cfg = copy.deepcopy(tiny_config)

@@ -3,8 +3,6 @@
 import random
 import re
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +10,14 @@ import torch
 from lib.config_errors import refusal_of, refused_key
 from lib.loss_inputs import recipe_loss
 from lib.rows import Characters, write_rows
-from omegaconf import OmegaConf
+from lib.tracked import REPOSITORY
 
 from grpo_components.config import environment_trial, preflight
 from grpo_components.config.data import build_data
 from grpo_components.config.environment_trial import try_environment
 from grpo_components.config.objective import build_objective
-from grpo_components.config.reading import merge_overrides
+from grpo_components.config.reading import read_config_file
 
-CONFIG = Path(__file__).parents[3] / "recipes/configs/tiny_async_grpo.yaml"
 grpo_loss = recipe_loss()
 OBJECTIVE = "grpo_components.objective"
 TURNS = "grpo_components.rollout.multi_turn"
@@ -170,9 +167,8 @@ def own(tmp_path_factory):
 
 def checked(*overrides):
     """The tiny config with a few prompts and other components."""
-    given: Any = OmegaConf.to_container(OmegaConf.load(CONFIG))
     few = ("dataset.num_rows=8", "eval_dataset.num_rows=2", "num_steps=5")
-    return preflight.read_config(merge_overrides(given, [*few, *overrides]))
+    return preflight.read_config(read_config_file("tiny_async_grpo", [*few, *overrides]))
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +310,7 @@ def test_rows_whose_own_answer_is_not_right_are_among_the_doubts(own, tiny_polic
 
 
 def test_what_contributing_prints_is_let_through(tried, own):
-    page = (CONFIG.parents[2] / "CONTRIBUTING.md").read_text()
+    page = (REPOSITORY / "CONTRIBUTING.md").read_text()
     for text in re.findall(r"```python\n(# my_\w+\.py\n.*?)```", page, re.DOTALL):
         (own / text.split()[1]).write_text(text)
     weighs = "off_policy._component_=grpo_components.objective.off_policy.GeometricMask"

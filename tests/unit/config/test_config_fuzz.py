@@ -10,25 +10,21 @@ import shutil
 import signal
 import sys
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from lib.loss_inputs import RECIPE
 from lib.properties import many
 from lib.settings_schema import leaves
 from omegaconf import OmegaConf
 from ray import cloudpickle
 
 from grpo_components.cluster.supervision import exit_code
-from grpo_components.config.reading import merge_overrides
+from grpo_components.config.reading import merge_overrides, read_config_file
 from grpo_components.schedules import as_schedule
-
-ROOT = Path(__file__).parents[3]
-RECIPE = ROOT / "recipes" / "async_grpo_full_finetune_distributed.py"
-CONFIG = ROOT / "recipes" / "configs" / "tiny_async_grpo.yaml"
 
 
 class ReachedRayError(BaseException):
@@ -79,7 +75,7 @@ def recipe(tiny_policy, tmp_path_factory):
     # Its process takes longer than all else, and no number of the config reaches the rewards.
     untried = SimpleNamespace(finish=lambda: ([], []), check_rows=lambda *_: [], close=lambda: None)
     patched.setattr("grpo_components.config.trial.RewardTrial", lambda *_: untried)
-    values = OmegaConf.to_container(OmegaConf.load(CONFIG))
+    values = OmegaConf.to_container(read_config_file("tiny_async_grpo", ()))
     values |= {"base_model_path": str(tiny_policy), "output_dir": str(folder / "run")}
     values["dataset"]["num_rows"] = values["eval_dataset"]["num_rows"] = 3
     file = folder / "config.yaml"

@@ -1,39 +1,27 @@
 """Model, optimizer and scheduler are those of the checkpoint and can be built, or are refused."""
 
-import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from lib.config_errors import refusal_of, refused_key
+from lib.policies import SIZES
+from lib.trainer_ranks import random_policy
 from omegaconf import OmegaConf
-from safetensors.torch import save_file
-from torchtune.models.qwen2 import qwen2
-from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 
 from grpo_components.config.model_trial import try_training
 
-SIZES = {"vocab_size": 50, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32}
-SIZES |= {"intermediate_dim": 48, "max_seq_len": 64, "tie_word_embeddings": True}
-HF_CONFIG = {"model_type": "qwen2", "vocab_size": 50, "num_hidden_layers": 2, "hidden_size": 32}
-HF_CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
-HF_CONFIG |= {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True}
+QWEN2 = {"_component_": "torchtune.models.qwen2.qwen2", "tie_word_embeddings": True, **SIZES}
 SCHEDULE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
 
 
 @pytest.fixture
 def cfg(tmp_path):
     """A config over the checkpoint of a small policy."""
-    torch.manual_seed(0)
-    to_hf = partial(qwen2_tune_to_hf, num_heads=4, num_kv_heads=2, dim=32, tie_word_embeddings=True)
-    weights = {n: t.contiguous() for n, t in to_hf(qwen2(**SIZES).state_dict()).items()}
-    save_file(weights, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
     return OmegaConf.create(
         {
-            **{"base_model_path": str(tmp_path), "num_steps": 10, "lora": None},
-            "model": {"_component_": "torchtune.models.qwen2.qwen2", **SIZES},
+            **{"base_model_path": str(random_policy(tmp_path)), "num_steps": 10, "lora": None},
+            "model": QWEN2,
             "checkpointer": {"model_type": "QWEN2"},
             "model_type": "${checkpointer.model_type}",
             "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
@@ -102,10 +90,10 @@ def test_what_the_trainer_could_not_use_is_refused_before_it_starts(cfg, section
 
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(cfg):
-    cfg.model.embed_dim = 64
+    cfg.model.embed_dim = 48
     error = refusal_of(try_training, cfg)
     assert error.key == "model"
-    assert all(part in error.problem for part in ("embed_tokens", "[50, 64]", "[50, 32]"))
+    assert all(part in error.problem for part in ("embed_tokens", "[64, 48]", "[64, 32]"))
 
 
 def test_a_checkpoint_without_its_weights_is_refused(cfg):
