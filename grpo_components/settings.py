@@ -545,7 +545,7 @@ class Settings(BaseModel):
 
     @property
     def probe_kl(self) -> float | None:
-        """Bound of the KL on the weight probe, whose tokens are the same at every step."""
+        """Upper bound of the KL on the fixed tokens by which each pull of weights is checked."""
         share = 0.01 if (self.device, self.dtype) == ("cpu", "fp32") else 1.0
         return None if self.max_generator_kl is None else share * self.max_generator_kl
 
@@ -831,7 +831,7 @@ class Settings(BaseModel):
 
 
 def processes_of(settings: Settings, needs_reference: bool) -> dict[str, int]:
-    """Return the number of processes of each kind of role; a stand-in counts as its role."""
+    """Count the processes of each kind of role, including the stand-ins that partial runs use."""
     has_groups = not settings.eval_only
     return {
         "trainer": settings.num_trainers,

@@ -149,7 +149,7 @@ def _check_rows(key: str, component: str, dataset: Any) -> None:
 
 
 def _check_columns(component: str, dataset: Any) -> None:
-    """Refuse rows that a checkpoint cannot store: it has the rows of groups to train or reuse."""
+    """Refuse rows that cannot be stored: checkpoints keep the rows of groups to train or reuse."""
     with told_if_slow("a check of all rows"):
         for row in map(dataset.__getitem__, range(len(dataset))):
             try:

@@ -148,7 +148,7 @@ class Agent:
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """Stand where a user stands who has components of their own."""
+    """Enter a folder with a user's own components, which can be imported from there."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "own_parts.py").write_text(OWN)
     (folder / "own_rewards.py").write_text(REWARDS)
