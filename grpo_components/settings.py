@@ -377,9 +377,9 @@ class Timeouts(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, given: Any) -> Any:
-        return (
-            {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
-        )
+        if not isinstance(given, dict):
+            return given
+        return {k: v for k, v in given.items() if v is not None or k not in cls.model_fields}
 
 
 class CpuThreads(BaseModel):

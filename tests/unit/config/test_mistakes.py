@@ -70,6 +70,7 @@ kl_coeff                     kl_coeff=0.1 -> did you mean loss.kl_coeff?
 learning_rate                learning_rate=1 -> did you mean optimizer.lr?
 lr                           lr=1 -> did you mean optimizer.lr?
 generator.temperatures  generator.temperatures=1 -> you mean generator.temperature? !! unknown key
+timeouts.startup_z           timeouts.startup_z=null -> you mean timeouts.startup_s? !! unknown key
 seed                         seed=${{nothing}}
 dataset.source               dataset.source=${{dataset.${{device}}}}
 # schedules
