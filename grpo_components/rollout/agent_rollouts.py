@@ -11,12 +11,12 @@ from transformers import AutoTokenizer
 
 from grpo_components.agents.chat import Chat
 from grpo_components.agents.environment import AgentEnvironment
-from grpo_components.agents.processes import AgentImportError, AgentProcesses
+from grpo_components.agents.processes import AgentProcesses
 from grpo_components.agents.requests import read_chat
 from grpo_components.agents.server import AgentServer
 from grpo_components.agents.session import Session
 from grpo_components.data.columns import other_columns, reward_input
-from grpo_components.errors import ConfigError, ReplayError
+from grpo_components.errors import ReplayError
 from grpo_components.rewards.pool import RewardPool
 from grpo_components.rollout.engine import Engine, EngineStoppedError
 from grpo_components.rollout.generator_options import EnvironmentOptions
@@ -82,11 +82,6 @@ class AgentRollouts:
         task = _task(sample.prompt)
         try:
             outcome = await self._processes.run(task, variables, self._timeout_s, session.failure)
-        except AgentImportError as error:
-            line, _, trace = str(error).partition("\n")
-            key = "environment.agent"
-            problem, allowed = line.removeprefix(f"{key}: "), "a function that can be imported"
-            raise ConfigError(key, problem, allowed, trace) from error
         finally:
             self._server.close_session(session)
         await session.settle()

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from lib.processes import is_alive, until
 
-from grpo_components.agents.processes import AgentImportError, AgentProcesses
+from grpo_components.agents.processes import AgentProcesses
 from grpo_components.agents.rewards import AgentReward, checked_reward
+from grpo_components.errors import ConfigError
 
 AGENT = """
 import asyncio, os, random, subprocess, sys, time
@@ -176,7 +177,7 @@ def test_the_error_of_a_command_is_what_it_said_last(capfd):
 
 @pytest.mark.parametrize("agent", ["broken_agent.run", "my_agent.nobody", "no_such_module.run"])
 def test_an_agent_that_cannot_be_imported_is_named(agents, agent):
-    with pytest.raises(AgentImportError, match=f"environment.agent: {agent} cannot be imported"):
+    with pytest.raises(ConfigError, match=f"^environment.agent: {agent} cannot be imported"):
         run_one(agent)
 
 
