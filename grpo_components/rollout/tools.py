@@ -244,14 +244,16 @@ def _schema(name: str, tool: Tool) -> dict[str, Any]:
     )
     try:
         found = chat_template_utils.get_json_schema(tool)["function"]
+        return tool_schema(name, found["description"], found["parameters"])
     except refused as error:
         allowed = "a function with annotations, and a docstring in Google's format"
         raise ConfigError("environment.world", f"tools.{name}: {error}", allowed) from error
-    wanted = ("description", "parameters")
-    return {
-        "type": "function",
-        "function": {"name": name, **{key: found[key] for key in wanted}},
-    }
+
+
+def tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe a tool as chat templates expect it; `parameters` is a JSON schema."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 def _signature(tool: Tool) -> inspect.Signature:
