@@ -6,8 +6,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
+import psutil
 import pytest
 from lib.processes import is_alive, until
 
@@ -129,18 +129,14 @@ def test_nothing_is_left_if_the_generator_is_killed(agents, host_first):
     with subprocess.Popen([sys.executable, "-c", OWNER, str(file)], env=environment) as owner:
         assert until(lambda: len(read(file)) == 4)
         if host_first:
-            (host,) = children(owner.pid)
-            os.kill(host, signal.SIGKILL)
+            (host,) = psutil.Process(owner.pid).children()
+            host.kill()
         owner.send_signal(signal.SIGKILL)
     assert until(lambda: not [pid for pid in read(file) if is_alive(pid)])
 
 
 def read(file):
     return [int(pid) for pid in file.read_text().split()] if file.exists() else []
-
-
-def children(pid):
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def python(code):
