@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from traceback import StackSummary, extract_stack
-from typing import Any, cast
+from typing import Any
 
 from grpo_components.objective.component_errors import place_in, stack_text, users_part
 
@@ -85,7 +85,7 @@ class EnvironmentThread:
             name = getattr(function, "__name__", "call")
             within = f"{limit.timeout_s:g} s, the limit for all calls of a rollout"
             problem = f"the environment did not end its {name} within {within}"
-            stack = extract_stack(sys._current_frames()[cast(int, self._thread.ident)])
+            stack = extract_stack(sys._current_frames().get(self._thread.ident or 0))
             raise HungCallError(problem, stack) from None
 
     def leave(self, close: Callable[[], Any] = lambda: None) -> Future[Any]:
