@@ -15,7 +15,7 @@ PLAIN = "plain"
 """Name of the template that writes the contents of all messages one after the other."""
 _PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 _BEFORE = 8
-"""Tokens before a text to decode with it: some tokenizers drop the first token's space."""
+"""Number of earlier tokens to decode a text with: some tokenizers drop the first one's space."""
 
 
 class Chat:

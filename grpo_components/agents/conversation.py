@@ -88,7 +88,7 @@ class Conversation:
         self.calls: list[Call] = []
 
     def place(self, text: str) -> Call:
-        """Make a prompt's call; `parent` is the longest earlier call and answer it begins with."""
+        """Build a prompt's call; `parent` is the longest conversation that the prompt extends."""
         best, end, earlier = None, -1, set[int]()
         # The latest first, so that few tool calls are compared.
         for call, choice in sorted(self._answers(), key=_order, reverse=True):
@@ -147,13 +147,13 @@ class Conversation:
 
 
 def _order(answer: tuple[Call, Choice]) -> tuple[tuple[int, str, int], int]:
-    """Return an answer's sort key, which a replay repeats: it does not depend on the arrival."""
+    """Return a key that sorts answers alike in a replay, in whatever order requests arrive."""
     call, choice = answer
     return call.key, call.choices.index(choice)
 
 
 def _joined(steps: list[tuple[Call, Choice]]) -> SessionPart:
-    """Join answers and the tokens between them; all that precedes the first one is the prompt."""
+    """Join answers into a trajectory; its prompt is all that precedes the first answer."""
     prompt_ids = steps[0][0].prompt_ids
     end, known, turns = len(prompt_ids), [], list[tuple[Any, ...]]()
     for call, choice in steps:

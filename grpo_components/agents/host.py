@@ -174,7 +174,7 @@ def main() -> None:
             module, _, name = agent.rpartition(".")
             made = getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
-        problem = failure_text(f"environment.agent: {agent} cannot be imported", error)
+        problem = failure_text(f"{agent} cannot be imported", error)
         owner.sendall(problem.encode(errors="replace"))
         return
     _libc.prctl(_PDEATHSIG, 0)  # from here on it ends when the owner's connection does

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_components.agents.host import READY
+from grpo_components.errors import ConfigError
 
 _START_S = 120.0
 """Maximum seconds for importing the agent's module."""
@@ -22,10 +23,6 @@ _KILL_S = 20.0
 """Maximum seconds to wait until killed processes have ended."""
 _MAX_SAID = 1000
 """Number of characters from the end of a command's output that its error message quotes."""
-
-
-class AgentImportError(RuntimeError):
-    """The agent cannot be imported: an error of the config, not of one sample."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +153,9 @@ class AgentProcesses:
         if said != READY:
             self._host.kill()
             self._host.wait()
-            raise AgentImportError(problem)
+            line, _, trace = problem.partition("\n")
+            fits = "a function that can be imported"
+            raise ConfigError("environment.agent", line, fits, trace)
         control.setblocking(True)
         return control
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo_components.agents.chat import Chat
 from grpo_components.agents.conversation import Call, Choice, Conversation, SessionPart
-from grpo_components.agents.requests import ChatRequest, RequestError, read_chat
+from grpo_components.agents.requests import ChatRequest, RequestError
 from grpo_components.agents.rewards import checked_reward
 from grpo_components.settings import GeneratorSettings
 
@@ -57,18 +57,16 @@ class Session:
         chat: Chat,
         submit: Callable[..., Future[Any]],
         seed_of: Callable[..., int],
+        read: Callable[[Mapping[str, Any]], ChatRequest],
         settings: GeneratorSettings,
-        *,
-        temperature: float,
         max_calls: int,
-        any_temperature: bool = False,
     ) -> None:
         self.name, self.key = name, f"sk-{secrets.token_urlsafe(24)}"
         self.address = secrets.token_hex(8)
-        self._chat, self._submit, self._seed_of, self._max_calls = chat, submit, seed_of, max_calls
+        self._chat, self._submit, self._seed_of = chat, submit, seed_of
+        self._read, self._max_calls = read, max_calls
         self._max_model_len = settings.max_model_len or 0
         self._max_response_tokens = settings.max_response_tokens
-        self._temperature, self._any_temperature = temperature, any_temperature
         self._sampling: set[asyncio.Task[None]] = set()
         """Tasks that sample answers, also for clients that have disconnected."""
         self._conversation = Conversation(chat)
@@ -93,12 +91,7 @@ class Session:
             problem = f"the agent opened more than {self._max_calls} calls"
             self._fail(f"{problem} (environment.max_calls)")
             raise RequestError(problem, status=429)
-        request = read_chat(
-            body,
-            self._temperature,
-            any_temperature=self._any_temperature,
-            has_parser=self._chat.parse is not None,
-        )
+        request = self._read(body)
         text = self._chat.render(request.messages, request.tools, request.template_arguments)
         if len(text) > self._max_model_len * _MOST_CHARACTERS:  # tokenizing would delay all
             has = f"the prompt has {len(text)} characters; generator.max_model_len is"

@@ -20,7 +20,7 @@ from grpo_components.environments.extras import imported_extra
 from grpo_components.errors import ConfigError, fail
 from grpo_components.rollout.multi_turn import Reply
 from grpo_components.rollout.samples import Prompt
-from grpo_components.rollout.tools import ToolUse
+from grpo_components.rollout.tools import ToolUse, tool_schema
 from grpo_components.slow_calls import told_if_slow
 
 _START_S = 60.0
@@ -144,17 +144,7 @@ class MCPServer:
         """Return the server's tools as JSON schemas, as chat templates expect them."""
         with told_if_slow(f"the tools of the tool server {self.name}", _START_S):
             found = self._wait("list_tools", self._all_tools(), _START_S)
-        return [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "description": tool.description or "",
-                    "parameters": tool.input_schema,
-                },
-            }
-            for tool in found
-        ]
+        return [tool_schema(each.name, each.description or "", each.input_schema) for each in found]
 
     async def _all_tools(self) -> list[Any]:
         types, tools, params = imported_extra("mcp.types"), [], None

@@ -11,11 +11,12 @@ from transformers import AutoTokenizer
 
 from grpo_components.agents.chat import Chat
 from grpo_components.agents.environment import AgentEnvironment
-from grpo_components.agents.processes import AgentImportError, AgentProcesses
+from grpo_components.agents.processes import AgentProcesses
+from grpo_components.agents.requests import read_chat
 from grpo_components.agents.server import AgentServer
 from grpo_components.agents.session import Session
 from grpo_components.data.columns import other_columns, reward_input
-from grpo_components.errors import ConfigError, ReplayError
+from grpo_components.errors import ReplayError
 from grpo_components.rewards.pool import RewardPool
 from grpo_components.rollout.engine import Engine, EngineStoppedError
 from grpo_components.rollout.generator_options import EnvironmentOptions
@@ -81,11 +82,6 @@ class AgentRollouts:
         task = _task(sample.prompt)
         try:
             outcome = await self._processes.run(task, variables, self._timeout_s, session.failure)
-        except AgentImportError as error:
-            line, _, trace = str(error).partition("\n")
-            key = "environment.agent"
-            problem, allowed = line.removeprefix(f"{key}: "), "a function that can be imported"
-            raise ConfigError(key, problem, allowed, trace) from error
         finally:
             self._server.close_session(session)
         await session.settle()
@@ -113,12 +109,11 @@ class AgentRollouts:
     def _session(self, sample: Sample) -> Session:
         temperature, truncation = sample.temperature, self._settings.truncation
         submit = partial(self._engine.submit, temperature=temperature, truncation=truncation)
+        seed_of, has_parser = partial(sampling_seed, sample.seed), self._chat.parse is not None
+        allowed = {"any_temperature": sample.evaluates, "has_parser": has_parser}
+        read = partial(read_chat, temperature=temperature, **allowed)
         return Session(
-            *(sample.name, self._chat, submit, partial(sampling_seed, sample.seed)),
-            self._settings,
-            temperature=temperature,
-            max_calls=self._options.max_calls,
-            any_temperature=sample.evaluates,
+            sample.name, self._chat, submit, seed_of, read, self._settings, self._options.max_calls
         )
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from traceback import StackSummary, walk_stack
+from traceback import StackSummary, extract_stack
 from typing import Any
 
 from grpo_components.objective.component_errors import place_in, stack_text, users_part
@@ -82,16 +82,11 @@ class EnvironmentThread:
         except TimeoutError:
             if future.done() and not future.cancelled():
                 raise
-            raise self.hung(limit, function) from None
-
-    def hung(self, limit: TimeLimit, function: Callable[..., Any]) -> HungCallError:
-        """Return the error of a hanging call, with the thread's stack, outermost call first."""
-        name = getattr(function, "__name__", "call")
-        within = f"{limit.timeout_s:g} s, the limit for all calls of a rollout"
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        found = [] if frame is None else StackSummary.extract(walk_stack(frame))
-        problem = f"the environment did not end its {name} within {within}"
-        return HungCallError(problem, StackSummary.from_list(found[::-1]))
+            name = getattr(function, "__name__", "call")
+            within = f"{limit.timeout_s:g} s, the limit for all calls of a rollout"
+            problem = f"the environment did not end its {name} within {within}"
+            stack = extract_stack(sys._current_frames().get(self._thread.ident or 0))
+            raise HungCallError(problem, stack) from None
 
     def leave(self, close: Callable[[], Any] = lambda: None) -> Future[Any]:
         """Call `close` after the queued calls, then end the thread; return the call's future."""

@@ -123,7 +123,7 @@ def python_tool(run: Callable[[str], str]) -> Tool:
 
 
 _LEFT_S = ContextVar[list[float]]("left_s")
-"""[Seconds left for the programs of this turn]; no argument of a tool: the policy sets all those.
+"""[Seconds left for the programs of this turn], hidden from the policy, which sets all arguments.
 A list, so that a tool which runs programs in a copied context takes from the same time."""
 _sandbox = cache(CodeSandbox)
 """Builds the sandbox, which runs a trial program, at the first call; a process has only one."""
@@ -244,14 +244,16 @@ def _schema(name: str, tool: Tool) -> dict[str, Any]:
     )
     try:
         found = chat_template_utils.get_json_schema(tool)["function"]
+        return tool_schema(name, found["description"], found["parameters"])
     except refused as error:
         allowed = "a function with annotations, and a docstring in Google's format"
         raise ConfigError("environment.world", f"tools.{name}: {error}", allowed) from error
-    wanted = ("description", "parameters")
-    return {
-        "type": "function",
-        "function": {"name": name, **{key: found[key] for key in wanted}},
-    }
+
+
+def tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe a tool as chat templates expect it; `parameters` is a JSON schema."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 def _signature(tool: Tool) -> inspect.Signature:
@@ -323,7 +325,7 @@ def _hermes_calls(text: str) -> list[str]:
 
 
 def _hermes_frame(results: list[str]) -> str:
-    """Format tool results as Qwen2.5's chat template does: all text between two policy turns."""
+    """Write tool results as all text between two policy turns, like Qwen2.5's chat template."""
     responses = "".join(f"\n<tool_response>\n{result}\n</tool_response>" for result in results)
     return f"\n<|im_start|>user{responses}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -335,7 +337,7 @@ def _llama3_calls(text: str) -> list[str]:
 
 
 def _llama3_frame(results: list[str]) -> str:
-    """Format tool results as Llama 3.1's chat template does: all text between two policy turns."""
+    """Write tool results as all text between two policy turns, like Llama 3.1's chat template."""
     quotes = (json.dumps(result, ensure_ascii=False) for result in results)
     header = "<|start_header_id|>ipython<|end_header_id|>"
     responses = "".join(f"{header}\n\n{quote}<|eot_id|>" for quote in quotes)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from grpo_components.agents.requests import read_chat
 from grpo_components.agents.session import Session
 from grpo_components.rewards.pool import Score
 from grpo_components.rollout.samples import Sample
@@ -66,7 +67,9 @@ SETTINGS = GeneratorSettings(max_model_len=400, max_response_tokens=120, tempera
 def make_session(chat, engine):
     name = "group 0 sample 0"
     submit, seed_of = partial(engine.submit, temperature=1.0), lambda *key: hash(key) % 2**31
-    return Session(name, chat, submit, seed_of, SETTINGS, temperature=1.0, max_calls=20)
+    allowed = {"any_temperature": False, "has_parser": chat.parse is not None}
+    read = partial(read_chat, temperature=1.0, **allowed)
+    return Session(name, chat, submit, seed_of, read, SETTINGS, max_calls=20)
 
 
 def parts_of(recorded):

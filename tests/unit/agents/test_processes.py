@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
+import psutil
 import pytest
 from lib.processes import is_alive, until
 
-from grpo_components.agents.processes import AgentImportError, AgentProcesses
+from grpo_components.agents.processes import AgentProcesses
 from grpo_components.agents.rewards import AgentReward, checked_reward
+from grpo_components.errors import ConfigError
 
 AGENT = """
 import asyncio, os, random, subprocess, sys, time
@@ -128,18 +129,14 @@ def test_nothing_is_left_if_the_generator_is_killed(agents, host_first):
     with subprocess.Popen([sys.executable, "-c", OWNER, str(file)], env=environment) as owner:
         assert until(lambda: len(read(file)) == 4)
         if host_first:
-            (host,) = children(owner.pid)
-            os.kill(host, signal.SIGKILL)
+            (host,) = psutil.Process(owner.pid).children()
+            host.kill()
         owner.send_signal(signal.SIGKILL)
     assert until(lambda: not [pid for pid in read(file) if is_alive(pid)])
 
 
 def read(file):
     return [int(pid) for pid in file.read_text().split()] if file.exists() else []
-
-
-def children(pid):
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def python(code):
@@ -176,7 +173,7 @@ def test_the_error_of_a_command_is_what_it_said_last(capfd):
 
 @pytest.mark.parametrize("agent", ["broken_agent.run", "my_agent.nobody", "no_such_module.run"])
 def test_an_agent_that_cannot_be_imported_is_named(agents, agent):
-    with pytest.raises(AgentImportError, match=f"environment.agent: {agent} cannot be imported"):
+    with pytest.raises(ConfigError, match=f"^environment.agent: {agent} cannot be imported"):
         run_one(agent)
 
 

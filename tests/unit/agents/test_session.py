@@ -44,8 +44,10 @@ def said(answer, more):
     return [*USER, {"role": answer["role"], "content": answer["content"]}, *user(more)]
 
 
-def sampled(part):
-    return part.response_ids[part.response_mask].tolist()
+def sampled(chat, session):
+    """The texts that the policy sampled, one for each trajectory."""
+    parts = parts_of(session)
+    return [chat.decode(part.response_ids[part.response_mask].tolist()) for part in parts]
 
 
 async def test_a_chat_goes_on_with_the_tokens_that_were_sampled(make_chat):
@@ -59,7 +61,7 @@ async def test_a_chat_goes_on_with_the_tokens_that_were_sampled(make_chat):
     assert part.prompt_ids.tolist() == engine.requests[0].prompt_ids
     whole = [*part.prompt_ids.tolist(), *part.response_ids.tolist()]
     assert whole[: len(engine.requests[1].prompt_ids)] == engine.requests[1].prompt_ids
-    assert chat.decode(sampled(part)) == "abab<|im_end|>ab<|im_end|>"
+    assert sampled(chat, session) == ["abab<|im_end|>ab<|im_end|>"]
     assert part.token_versions[part.response_mask].tolist() == [1] * 5 + [2] * 3
     assert (part.token_versions[~part.response_mask] == -1).all()
 
@@ -68,9 +70,8 @@ async def test_a_template_that_drops_thoughts_forks_the_session(make_chat):
     chat = make_chat(DROPS_THOUGHTS)
     engine, session = opened(chat, "<think>hm</think>yes<|im_end|>", "no<|im_end|>")
     await ask(session, said(await ask(session, USER), "sure?"))
-    first, second = parts_of(session)
-    assert chat.decode(sampled(first)) == "<think>hm</think>yes<|im_end|>"
-    assert chat.decode(sampled(second)) == "no<|im_end|>"
+    assert sampled(chat, session) == ["<think>hm</think>yes<|im_end|>", "no<|im_end|>"]
+    _, second = parts_of(session)
     assert second.prompt_ids.tolist() == engine.requests[1].prompt_ids
     assert "think" not in chat.decode(second.prompt_ids.tolist())
 
@@ -93,7 +94,7 @@ async def test_another_spelling_of_the_same_tool_call_is_no_fork(make_chat, spel
     result = {"role": "tool", "content": "2", "tool_call_id": call["id"]}
     await ask(session, [*USER, answer, result], tools=tools)
     assert session.facts()["trajectories"] == trajectories
-    assert spelling in chat.decode(sampled(parts_of(session)[0]))
+    assert spelling in sampled(chat, session)[0]
 
 
 async def test_a_long_loop_compares_its_prompt_with_the_last_answer_alone(make_chat, monkeypatch):
@@ -112,7 +113,7 @@ async def test_parallel_calls_train_what_they_share_once(make_chat):
     _, session = opened(chat, "abc<|im_end|>", "d<|im_end|>", "e<|im_end|>")
     first = await ask(session, USER)
     await asyncio.gather(*(ask(session, said(first, text)) for text in "pq"))
-    texts = [chat.decode(sampled(part)) for part in parts_of(session)]
+    texts = sampled(chat, session)
     assert len(texts) == 2
     assert "".join(texts).count("abc") == 1
     assert sorted("".join(texts).replace("<|im_end|>", "")) == list("abcde")
@@ -151,7 +152,7 @@ async def test_a_stop_ends_the_record_where_it_ends_the_answer(make_chat, stop):
     assert (choice["message"]["content"], choice["finish_reason"]) == (before, "stop")
     await ask(session, user(f"abab{before}{stop}!"))
     (part,) = parts_of(session)
-    assert chat.decode(sampled(part)) == f"{before}{stop}9<|im_end|>"
+    assert sampled(chat, session) == [f"{before}{stop}9<|im_end|>"]
     assert chat.decode(part.response_ids.tolist()) == f"{before}{stop}!9<|im_end|>"
     assert session.facts()["sampled_tokens"] == len(before + stop) + 2  # none after the stop
 
@@ -173,7 +174,7 @@ async def test_a_text_that_goes_on_without_the_stop_continues_what_was_sampled_b
         prompt += answer["content"] + "!"
     (part,) = parts_of(session)
     assert chat.decode(part.response_ids.tolist()) == "abab!d!e<|im_end|>"
-    assert chat.decode(sampled(part)) == "ababde<|im_end|>"
+    assert sampled(chat, session) == ["ababde<|im_end|>"]
     assert engine.requests[1].prompt_ids[1:3] == [*chat.encode("a"), *chat.encode("b")]
     assert session.facts()["sampled_tokens"] == 5 + 2 + 2
     assert session.facts()["unanswered_tokens"] == 2  # the ends of two answers
@@ -184,9 +185,7 @@ async def test_nothing_continues_an_answer_that_is_empty_but_for_its_stop(make_c
     _, session = opened(chat, "\nc", "d<|im_end|>")
     assert (await ask(session, user("q"), stop="\n"))["content"] == ""
     await ask(session, user("q!"))
-    first, second = parts_of(session)
-    assert chat.decode(sampled(first)) == "\n"
-    assert chat.decode(sampled(second)) == "d<|im_end|>"
+    assert sampled(chat, session) == ["\n", "d<|im_end|>"]
 
 
 async def test_an_answer_keeps_its_end_if_no_call_continues_it(make_chat, monkeypatch):
@@ -197,9 +196,7 @@ async def test_an_answer_keeps_its_end_if_no_call_continues_it(make_chat, monkey
         await ask(session, user(f"q{answer['content']}{'c' * 200}"))
     monkeypatch.setattr(chat, "encode_after", lambda *_: None)  # as if the tokens said more
     await ask(session, user(f"q{answer['content']}!"))
-    first, second = parts_of(session)
-    assert chat.decode(sampled(first)) == "abab\n"
-    assert chat.decode(sampled(second)) == "d<|im_end|>"
+    assert sampled(chat, session) == ["abab\n", "d<|im_end|>"]
 
 
 REFUSED = [

@@ -19,34 +19,26 @@ def test_one_thread_makes_all_calls_and_it_is_not_the_callers():
     assert call(thread, limit, divmod, 7, 2) == (3, 1)
 
 
-@pytest.mark.parametrize("error", [KeyError("a"), TimeoutError("its own"), AssertionError("b")])
-def test_what_the_environment_raises_is_raised(error):
+ERRORS = [KeyError("a"), TimeoutError("its own"), AssertionError("b")]
+
+
+@pytest.mark.parametrize("error", [*ERRORS, SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_what_the_environment_raises_is_raised_and_ends_neither_process_nor_thread(error):
     def fails():
         raise error
 
     thread, limit = EnvironmentThread(), TimeLimit(10)
-    with pytest.raises(type(error)) as raised:
+    expected = error if error in ERRORS else RuntimeError(repr(error))
+    with pytest.raises(type(expected)) as raised:
         call(thread, limit, fails)
-    assert raised.value.args == error.args
+    assert raised.value.args == expected.args
     assert call(thread, limit, int) == 0, "the next call works"
-
-
-@pytest.mark.parametrize("ends", [SystemExit(3), KeyboardInterrupt()])
-def test_sys_exit_is_an_error_and_ends_neither_process_nor_thread(ends):
-    def leaves():
-        raise ends
-
-    thread, limit = EnvironmentThread(), TimeLimit(10)
-    with pytest.raises(RuntimeError, match=type(ends).__name__):
-        call(thread, limit, leaves)
-    assert call(thread, limit, int) == 0
 
 
 def test_a_call_that_hangs_is_named_and_closed_once_it_returns():
     release, closed = threading.Event(), threading.Event()
-    before = set(threading.enumerate())
     thread, limit = EnvironmentThread(), TimeLimit(0.05)
-    (own,) = set(threading.enumerate()) - before
+    own = call(thread, TimeLimit(10), threading.current_thread)
 
     def step():
         release.wait(30)
@@ -61,9 +53,8 @@ def test_a_call_that_hangs_is_named_and_closed_once_it_returns():
 
 
 def test_the_thread_ends_even_if_closing_fails():
-    before = set(threading.enumerate())
     thread = EnvironmentThread()
-    (own,) = set(threading.enumerate()) - before
+    own = call(thread, TimeLimit(10), threading.current_thread)
     thread.leave(lambda: 1 / 0)
     own.join(10)
     assert not own.is_alive()
