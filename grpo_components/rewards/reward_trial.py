@@ -64,16 +64,13 @@ class RewardTrial:
             *given, last = ("fails" if each.error else f"{each.reward:g}" for each in scored)
             scores = f"{', '.join(given)} for {rows}; {last} for an empty response"
             lines.append(f"rewards.{name}: {scores}")
-            doubt = ""
+            above, doubt = [each.reward for each in scored if each.is_above], ""
             if of_empty.error:
                 raised = _problem(name, of_empty.error).partition("\n")[0]
                 doubt = f"an empty response fails its sample: the reward {raised}"
-            elif spec.is_success and any(each.is_above for each in scored):
-                highest = max(each.reward for each in scored if each.is_above)
-                doubt = (
-                    f"gives {highest:g}, above its `max_reward` (1 if none is set): each response"
-                )
-                doubt += " that gets that much counts as a success"
+            elif spec.is_success and above:
+                doubt = f"gives {max(above):g}, above its `max_reward` (1 if none is set): "
+                doubt += "each response that gets that much counts as a success"
             elif {*given} == {last} and of_empty.reward == self._score(name, noise).reward != 0:
                 doubt = f"gives {last} to {rows}, to an empty response and to a senseless one"
             doubts += [f"warning: rewards.{name}: {doubt}"] if doubt else []
