@@ -15,7 +15,7 @@ from grpo_components.rewards.pool import RewardInput, RewardSpec, Score, Worker
 
 _ALLOWED = "a class whose objects take prompt_text, response_text, answer and finish_reason by name"
 _SCORES = "one that can score a row of the data set"
-"""Text after `allowed:` in the error if a reward of this package raises: its signature is right."""
+"""Said in place of `_ALLOWED` if a reward of this package raises: its signature cannot be wrong."""
 _ANSWERS = "a data set whose answers it accepts, or another answer_format"
 _NOISE = "nonsense " * 9999
 _CHECK_S = 20.0
@@ -84,7 +84,7 @@ class RewardTrial:
             raise self._error(name, hang, "one that answers in time") from None
 
     def _ask(self, name: str, sample: RewardInput, timeout_s: float, row: str = "") -> Score:
-        """Let a reward score a sample, or its `perfect_response` if `row` (for errors) is given."""
+        """Let a reward score a sample; with a `row` (named in errors), its `perfect_response`."""
         try:
             return self._worker.ask(name, sample, timeout_s, bool(row))
         except (EOFError, ConnectionError):

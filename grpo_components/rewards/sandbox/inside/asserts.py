@@ -37,7 +37,7 @@ _BINARY = [name for name in dir(operator) if hasattr(operator, f"__i{name[2:]}")
 _ARITHMETIC = [*_BINARY, *(f"__i{name[2:]}" for name in _BINARY)]
 _ARITHMETIC += ["__neg__", "__pos__", "__abs__", "__invert__"]
 _OF_MADE = ("__bool__", "__hash__", "__contains__")
-"""Further methods that only an object made by the asserts has."""
+"""Further methods of a proxy, only if the asserts made its object (`_State.made_by`)."""
 _OPTIONAL = ("__call__", "__iter__", "__next__", "__len__", "__getitem__", "__setitem__")
 _OPTIONAL += ("__delitem__", "__reversed__", "send", "throw", "close", "__enter__", "__exit__")
 """A `Remote` has these only if the program's object has them, because `isinstance` checks them."""
@@ -181,7 +181,7 @@ class Remote:
 
 @functools.cache
 def remote_type(has: frozenset[str], is_made: bool) -> type:
-    """Make a class of proxies with just the optional methods in `has`, and operators if `is_made`.
+    """Make a class of proxies with only the optional methods in `has`; `is_made` adds operators.
 
     So `callable(x)` and `isinstance(x, Iterator)`, which look for these methods, are correct.
     """
@@ -216,7 +216,7 @@ def _methods(value: Any) -> list[str]:
 
 
 def _answer(value: Any) -> Any:
-    """Return an assert's value; raise a TypeError for an object that the program made."""
+    """Return an assert's value; refuse an object that the program made, which could lie."""
     if (state := _state(value)) and not state.made_by:
         raise TypeError("an object of the program is no answer")
     return value
