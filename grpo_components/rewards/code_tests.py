@@ -95,7 +95,6 @@ class CodeTests:
             self._run_asserts,
             {ASSERTS: asserts.source, NAMES: json.dumps(asserts.program_names)},
             self._packages,
-            self._run_asserts,
             {PROGRAM: program},
         )
         if outcome.status == UNFIT:

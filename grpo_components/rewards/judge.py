@@ -209,7 +209,7 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
 
 
 def _api_key(variable: str | None) -> str | None:
-    """Return the API key in an environment variable; errors omit `variable`: it may be the key."""
+    """Read the API key; no error shows `variable`, since a user may have put the key there."""
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()

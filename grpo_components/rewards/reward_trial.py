@@ -15,7 +15,7 @@ from grpo_components.rewards.pool import RewardInput, RewardSpec, Score, Worker
 
 _ALLOWED = "a class whose objects take prompt_text, response_text, answer and finish_reason by name"
 _SCORES = "one that can score a row of the data set"
-"""Text after `allowed:` in the error if a reward of this package raises: its signature is right."""
+"""Said in place of `_ALLOWED` if a reward of this package raises: its signature cannot be wrong."""
 _ANSWERS = "a data set whose answers it accepts, or another answer_format"
 _NOISE = "nonsense " * 9999
 _CHECK_S = 20.0
@@ -64,16 +64,13 @@ class RewardTrial:
             *given, last = ("fails" if each.error else f"{each.reward:g}" for each in scored)
             scores = f"{', '.join(given)} for {rows}; {last} for an empty response"
             lines.append(f"rewards.{name}: {scores}")
-            doubt = ""
+            above, doubt = [each.reward for each in scored if each.is_above], ""
             if of_empty.error:
                 raised = _problem(name, of_empty.error).partition("\n")[0]
                 doubt = f"an empty response fails its sample: the reward {raised}"
-            elif spec.is_success and any(each.is_above for each in scored):
-                highest = max(each.reward for each in scored if each.is_above)
-                doubt = (
-                    f"gives {highest:g}, above its `max_reward` (1 if none is set): each response"
-                )
-                doubt += " that gets that much counts as a success"
+            elif spec.is_success and above:
+                doubt = f"gives {max(above):g}, above its `max_reward` (1 if none is set): "
+                doubt += "each response that gets that much counts as a success"
             elif {*given} == {last} and of_empty.reward == self._score(name, noise).reward != 0:
                 doubt = f"gives {last} to {rows}, to an empty response and to a senseless one"
             doubts += [f"warning: rewards.{name}: {doubt}"] if doubt else []
@@ -87,7 +84,7 @@ class RewardTrial:
             raise self._error(name, hang, "one that answers in time") from None
 
     def _ask(self, name: str, sample: RewardInput, timeout_s: float, row: str = "") -> Score:
-        """Let a reward score a sample, or its `perfect_response` if `row` (for errors) is given."""
+        """Let a reward score a sample; with a `row` (named in errors), its `perfect_response`."""
         try:
             return self._worker.ask(name, sample, timeout_s, bool(row))
         except (EOFError, ConnectionError):

@@ -78,7 +78,7 @@ def arguments_for(
 
 
 def _counts_failures() -> str:
-    """Test that an error raised by a reward fails the sample; return what went wrong, or ""."""
+    """Check that a reward that raises would fail its sample; return what is wrong, or ""."""
 
     def raises(**sample: Any) -> float:
         raise RuntimeError("raised on purpose, to see that it counts as a failure")

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NoReturn
@@ -105,10 +105,12 @@ class CodeSandbox:
         All runs use one sandbox, each in a new process with its own limits, memory and empty /tmp.
         No run can follow one that was killed at its wall-clock limit.
         """
-        with contextlib.ExitStack() as stack:
-            files = given, out, err = [stack.enter_context(_memory_file()) for _ in range(3)]
-            running = self._start({"main.py": program}, (file.fileno() for file in files), {})
-            stack.callback(running.end)
+        with (
+            _memory_file() as given,
+            _memory_file() as out,
+            _memory_file() as err,
+            self._start(program, {}, (given, out, err), {}) as running,
+        ):
             running.wait_until_ready()
 
             def run(stdin: str = "", wall_s: float | None = None) -> Outcome:
@@ -123,57 +125,63 @@ class CodeSandbox:
         program: str,
         files: Mapping[str, str],
         packages: Mapping[str, str],
-        other: str,
         other_files: Mapping[str, str],
     ) -> Outcome:
-        """Run two programs in separate sandboxes; the stdout of each is the stdin of the other.
+        """Run a program in two sandboxes; the stdout of each run is the stdin of the other.
 
-        Returns the outcome of `program`, without stdout; `other` is killed when `program` ends.
-        `files`: name in `/` -> text. `packages`: folder for `program` -> folder on this machine.
+        Returns the outcome of the first run, without stdout; the second is killed when it ends.
+        `files`, `other_files`: name in `/` -> text, in the first and in the second sandbox.
+        `packages`: folder in the first sandbox -> folder on this machine.
         """
-        with contextlib.ExitStack() as stack:
-            nothing, err = (stack.enter_context(_memory_file()) for _ in range(2))
-            with contextlib.ExitStack() as pipes:
-                to_other, of_program, to_program, of_other = ends = [*os.pipe(), *os.pipe()]
+        with _memory_file() as nothing, _memory_file() as err, contextlib.ExitStack() as stack:
+            to_second, of_first, to_first, of_second = ends = [*os.pipe(), *os.pipe()]
+            first = self._start(program, files, (to_first, of_first, err), packages)
+            second = self._start(program, other_files, (to_second, of_second, nothing), {})
+            try:
+                running, helper = [stack.enter_context(each) for each in (first, second)]
+            finally:
                 for end in ends:
-                    pipes.callback(os.close, end)
-                ours = to_program, of_program, err.fileno()
-                running = self._start({**files, "main.py": program}, ours, packages)
-                stack.callback(running.end)
-                theirs = to_other, of_other, nothing.fileno()
-                helper = self._start({**other_files, "main.py": other}, theirs, {})
-                stack.callback(helper.end)
-            # Our ends of the pipes are closed now, so each program notices if the other exits.
+                    os.close(end)
+            # Our ends of the pipes are closed now, so each run notices if the other exits.
             for sandbox in (running, helper):
                 sandbox.wait_until_ready()
             helper.begin(once=True)
             return self._outcome(running, nothing, err, None, once=True)
 
+    @contextlib.contextmanager
     def _start(
-        self, files: Mapping[str, str], streams: Iterable[int], packages: Mapping[str, str]
-    ) -> _Running:
+        self,
+        program: str,
+        files: Mapping[str, str],
+        streams: Sequence[IO[bytes] | int],
+        packages: Mapping[str, str],
+    ) -> Iterator[_Running]:
+        """Start a sandbox for a program; at the end, kill everything in it."""
         stdin, stdout, stderr = streams
-        job = {"files": dict(files), "packages": dict(packages), **vars(self._limits)}
+        job = {"files": {**files, "main.py": program}, "packages": {**packages}}
+        job |= vars(self._limits)
         # Keeps messages apart, and tells if the other end has died.
         orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            with _memory_file(json.dumps(job)) as described:
-                given = [described.fileno(), theirs.fileno()]
-                process = subprocess.Popen(
-                    [sys.executable, *_OPTIONS, str(_CONTAIN), *map(str, given), str(os.getpid())],
-                    env=_ENVIRONMENT,
-                    pass_fds=given,
-                    stdin=stdin,
-                    stdout=stdout,
-                    stderr=stderr,
-                    start_new_session=True,  # keep Ctrl-C away from it
-                )
-        except OSError as error:
-            orders.close()
-            raise SandboxError(f"cannot start a process for a program: {error}") from error
-        finally:
-            theirs.close()
-        return _Running(process, orders)
+        with orders:
+            try:
+                with theirs, _memory_file(json.dumps(job)) as described:
+                    given = [described.fileno(), theirs.fileno()]
+                    process = subprocess.Popen(
+                        [sys.executable, *_OPTIONS, _CONTAIN, *map(str, given), str(os.getpid())],
+                        env=_ENVIRONMENT,
+                        pass_fds=given,
+                        stdin=stdin,
+                        stdout=stdout,
+                        stderr=stderr,
+                        start_new_session=True,  # keep Ctrl-C away from it
+                    )
+            except OSError as error:
+                raise SandboxError(f"cannot start a process for a program: {error}") from error
+            try:
+                yield _Running(process, orders)
+            finally:
+                process.kill()
+                process.wait()
 
     def _outcome(
         self,
@@ -185,12 +193,14 @@ class CodeSandbox:
     ) -> Outcome:
         started = time.monotonic()
         running.begin(once)
-        status = running.wait(min(self._limits.wall_s, wall_s or self._limits.wall_s))
+        status = running.receive(min(self._limits.wall_s, wall_s or self._limits.wall_s))
         seconds = time.monotonic() - started
+        if status is None:
+            running.process.kill()
         size = self._limits.file_mib * 2**20
         texts = [os.pread(f.fileno(), size, 0).decode(errors="replace") for f in (out, err)]
-        timed_out = status in (None, CPU_LIMIT_STATUS)
-        ended = _KILLED_STATUS if status is None else status
+        ended = _KILLED_STATUS if status is None else int(status)
+        timed_out = status is None or ended == CPU_LIMIT_STATUS
         return Outcome(ended, texts[0], texts[1], timed_out, seconds)
 
 
@@ -202,40 +212,26 @@ class _Running:
     orders: socket.socket
 
     def wait_until_ready(self) -> None:
-        if (answer := self._receive(_GRACE_S)) != "ready":
-            late = f"it was not ready within {_GRACE_S:g} s"
-            raise SandboxError(f"cannot sandbox a program: {answer or late}")
+        if self.receive(_GRACE_S) is None:
+            raise SandboxError(f"cannot sandbox a program: it was not ready within {_GRACE_S:g} s")
 
     def begin(self, once: bool) -> None:
         """Start the program; if `once`, the sandbox ends with it, so that it cannot run again."""
-        with contextlib.suppress(BrokenPipeError):  # `wait` says why
+        with contextlib.suppress(BrokenPipeError):  # `receive` says why
             self.orders.send(b"x")
         if once:
             self.orders.shutdown(socket.SHUT_WR)
 
-    def wait(self, timeout_s: float) -> int | None:
-        """Return the program's exit status; None if it took too long and was killed."""
-        answer = self._receive(timeout_s)
-        if answer is None:
-            self.process.kill()
-            return None
-        if not answer.isdigit():
-            raise SandboxError(f"cannot sandbox a program: {answer}")
-        return int(answer)
-
-    def _receive(self, timeout_s: float) -> str | None:
+    def receive(self, timeout_s: float) -> str | None:
+        """Return what the sandbox sends: `ready`, or an exit status; None if it takes too long."""
         self.orders.settimeout(timeout_s)
         try:
             answer = self.orders.recv(_MAX_REPORT_BYTES).decode(errors="replace")
         except TimeoutError:
             return None
-        return answer or "it died"
-
-    def end(self) -> None:
-        """Kill everything in the sandbox."""
-        self.orders.close()
-        self.process.kill()
-        self.process.wait()
+        if answer != "ready" and not answer.isdigit():
+            raise SandboxError(f"cannot sandbox a program: {answer or 'it died'}")
+        return answer
 
 
 def _memory_file(text: str = "") -> IO[bytes]:

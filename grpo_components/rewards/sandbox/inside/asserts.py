@@ -11,12 +11,12 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
-import importlib.machinery
-import importlib.util
+import importlib
 import json
 import operator
 import os
 import sys
+import types
 from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
@@ -37,7 +37,7 @@ _BINARY = [name for name in dir(operator) if hasattr(operator, f"__i{name[2:]}")
 _ARITHMETIC = [*_BINARY, *(f"__i{name[2:]}" for name in _BINARY)]
 _ARITHMETIC += ["__neg__", "__pos__", "__abs__", "__invert__"]
 _OF_MADE = ("__bool__", "__hash__", "__contains__")
-"""Further methods that only an object made by the asserts has."""
+"""Further methods of a proxy, only if the asserts made its object (`_State.made_by`)."""
 _OPTIONAL = ("__call__", "__iter__", "__next__", "__len__", "__getitem__", "__setitem__")
 _OPTIONAL += ("__delitem__", "__reversed__", "send", "throw", "close", "__enter__", "__exit__")
 """A `Remote` has these only if the program's object has them, because `isinstance` checks them."""
@@ -181,7 +181,7 @@ class Remote:
 
 @functools.cache
 def remote_type(has: frozenset[str], is_made: bool) -> type:
-    """Make a class of proxies with just the optional methods in `has`, and operators if `is_made`.
+    """Make a class of proxies with only the optional methods in `has`; `is_made` adds operators.
 
     So `callable(x)` and `isinstance(x, Iterator)`, which look for these methods, are correct.
     """
@@ -216,33 +216,25 @@ def _methods(value: Any) -> list[str]:
 
 
 def _answer(value: Any) -> Any:
-    """Return an assert's value; raise a TypeError for an object that the program made."""
+    """Return an assert's value; refuse an object that the program made, which could lie."""
     if (state := _state(value)) and not state.made_by:
         raise TypeError("an object of the program is no answer")
     return value
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a Python file; makes each assert of the asserts file check its value by `_answer`."""
-
-    def source_to_code(self, data: Any, path: Any, **_: Any) -> Any:
-        tree = ast.parse(data)
-        for node in ast.walk(tree) if path == f"/{ASSERTS}" else ():
-            if isinstance(node, ast.Assert):
-                call = ast.Call(ast.Name(_STATE, ast.Load()), [node.test], [])
-                node.test = ast.fix_missing_locations(ast.copy_location(call, node.test))
-        return compile(tree, path, "exec", dont_inherit=True)
-
-
 def _load(name: str, **names: Any) -> Any:
-    path, module_name = f"/{name}", name.removesuffix(".py")
-    loader = _Loader(module_name, path)
-    spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
-    assert spec
-    module = importlib.util.module_from_spec(spec)
-    vars(module).update(names)
+    """Run a Python file as a module; in the asserts file, each assert's value goes to `_answer`."""
+    path, module = f"/{name}", types.ModuleType(name.removesuffix(".py"))
+    vars(module).update(names, __file__=path)
     sys.modules[module.__name__] = module
-    loader.exec_module(module)
+    with open(path, "rb") as file:
+        tree = ast.parse(file.read())
+    for node in ast.walk(tree) if name == ASSERTS else ():
+        if isinstance(node, ast.Assert):
+            call = ast.Call(ast.Name(_STATE, ast.Load()), [node.test], [])
+            node.test = ast.fix_missing_locations(ast.copy_location(call, node.test))
+    code = compile(tree, path, "exec", dont_inherit=True)
+    exec(code, vars(module))  # noqa: S102  # it runs in a sandbox
     return module
 
 

@@ -275,7 +275,9 @@ def _init(job: dict[str, Any], uid: int | None, orders: int) -> None:
         os.write(orders, str(status if status >= 0 else 128 - status).encode())
 
 
-def _main(job: dict[str, Any], orders: int, parent: int) -> None:
+def _main(job_fd: int, orders: int, parent: int) -> None:
+    with open(job_fd, encoding="utf-8") as file:
+        job = json.load(file)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with_parent()
     if os.getppid() != parent:
@@ -298,11 +300,6 @@ def _reported(orders: int, step: Callable[[], None]) -> None:
         os.write(orders, f"{type(error).__name__}: {error}".encode())
 
 
-def _script(job_fd: int, orders: int, parent: int) -> None:
-    with open(job_fd, encoding="utf-8") as file:
-        job = json.load(file)
-    _reported(orders, lambda: _main(job, orders, parent))
-
-
 if __name__ == "__main__":
-    _script(*map(int, sys.argv[1:]))
+    _numbers = [int(text) for text in sys.argv[1:]]
+    _reported(_numbers[1], lambda: _main(*_numbers))
