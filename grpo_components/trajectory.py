@@ -170,13 +170,6 @@ class TokenSequence(NamedTuple):
     """Sampling temperature, by which logits are divided."""
 
 
-def token_sequences(packed: PackedTrajectories) -> list[TokenSequence]:
-    """View packed trajectories as token sequences, in order."""
-    columns = (split(packed, "prompt_ids"), split(packed, "response_ids"))
-    parts = zip(*columns, packed["temperature"].tolist(), strict=True)
-    return [TokenSequence(*part) for part in parts]
-
-
 def concatenate(groups: Iterable[PackedTrajectories]) -> PackedTrajectories:
     """Join packed groups in new arrays: the same as `pack` of all their trajectories."""
     parts = [group for group in groups if len(group["group_id"])]
