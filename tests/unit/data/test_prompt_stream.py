@@ -13,9 +13,9 @@ from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.state_files import read_state, write_state
 
 
-def stream(num_rows=5, shuffle=True, seed=3):
+def stream(num_rows, shuffle=True):
     rows = [{"prompt_index": i} for i in range(num_rows)]
-    return PromptStream(rows, shuffle=shuffle, seed=seed)
+    return PromptStream(rows, shuffle=shuffle, seed=3)
 
 
 def mix(*parts, shuffle=True, seed=3):

@@ -31,8 +31,8 @@ LOSSES = [
 PENALTIES = Penalties(kl_coeff=0.1, kl_estimator="k2", entropy_coeff=0.1)
 
 
-def inputs_of(loss, step=0):
-    inputs = made_inputs(True, False, 3, step)
+def inputs_of(loss):
+    inputs = made_inputs(True, False, 3, step=0)
     if not getattr(loss, "needs_proximal", False):
         return inputs
     return replace(inputs, proximal_logprobs=inputs.trainer_logprobs.detach())
