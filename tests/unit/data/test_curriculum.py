@@ -157,14 +157,11 @@ def test_the_stream_gives_the_rows_that_are_drawn_and_continues_from_a_file(tmp_
         mix = PromptMix({"odd": (odd, 1.0), "even": (even, 2.0)})
         return PromptCurriculum(mix, RULE, 3)
 
-    def finish(stream, prompt, successes):
-        result = {"prompt": prompt["prompt_index"], "successes": successes, "scored": 4}
-        stream.follow({"event": "finish", "group": 0, **result})
-
     stream = new()
     for number, (prompt, _) in enumerate(islice(stream, 5)):
         assert prompt["prompt_ids"] == [prompt["prompt_index"] % 8]
-        finish(stream, prompt, number % 5)
+        result = {"prompt": prompt["prompt_index"], "successes": number % 5, "scored": 4}
+        stream.follow({"event": "finish", "group": 0, **result})
     stream.follow({"event": "step"})
     write_state(tmp_path, "driver", stream.state_dict())
     restored = new()
