@@ -49,8 +49,8 @@ class RewardShaping:
         """Return the shaped rewards of a batch.
 
         The batch has `rewards`, `response_lengths`, `cut_off` and `reference_kl`. A response that
-        the limit ended counts as one of full length. It may be shorter, because
-        the environment's next text did not fit.
+        the limit ended counts as one of full length, even if it is shorter because the
+        environment's next text did not fit.
         """
         shaped = batch.rewards.astype(np.float64)
         coefficient = self.kl_coeff(step)
