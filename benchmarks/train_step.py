@@ -51,10 +51,10 @@ from grpo_components.models.logprobs import parts_of, token_batch
 from grpo_components.models.meshes import Meshes, Sharding, join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.objective.aggregation import TokenMean
+from grpo_components.objective.composition import Penalties
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.objective.objective import TrainedObjective
 from grpo_components.objective.off_policy import NoCorrection
-from grpo_components.objective.penalties import Penalties
 from grpo_components.quiet import without_prints
 from grpo_components.rendezvous import Rendezvous, local_rendezvous
 from grpo_components.training.trainer import Trainer

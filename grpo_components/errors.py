@@ -44,7 +44,7 @@ def shown(value: Any) -> str:
 
 
 class DryRunEnd(Exception):
-    """Ends a run with `dry_run: true`; has the report to show, and why the run would not fit."""
+    """Ends a run with `dry_run: true`; has the report, and what exceeds memory or GPUs."""
 
     def __init__(self, text: str, problems: Sequence[str] = ()) -> None:
         super().__init__(text)

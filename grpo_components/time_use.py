@@ -13,7 +13,7 @@ class TimeUse:
     """Adds up the seconds of each activity; one goes on at a time. Any thread may call this."""
 
     def __init__(self, activity: str) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._activity, self._since = activity, time.perf_counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._cpu_since = time.process_time()
@@ -22,19 +22,15 @@ class TimeUse:
     def begin(self, activity: str) -> float:
         """End the current activity and begin another; return seconds since the last method call."""
         with self._lock:
-            return self._begin(activity)
+            now, cpu = time.perf_counter(), time.process_time()
+            passed = now - self._since
+            self._seconds[self._activity] += passed
+            self._cpu_seconds[self._activity] += cpu - self._cpu_since
+            self._activity, self._since, self._cpu_since = activity, now, cpu
+            return passed
 
     def totals(self) -> dict[str, dict[str, float]]:
         """Return `seconds` and `cpu_seconds` (of all the process's threads) of each activity."""
         with self._lock:
-            self._begin(self._activity)
+            self.begin(self._activity)
             return {"seconds": dict(self._seconds), "cpu_seconds": dict(self._cpu_seconds)}
-
-    def _begin(self, activity: str) -> float:
-        now = time.perf_counter()
-        passed = now - self._since
-        self._seconds[self._activity] += passed
-        cpu = time.process_time()
-        self._cpu_seconds[self._activity] += cpu - self._cpu_since
-        self._activity, self._since, self._cpu_since = activity, now, cpu
-        return passed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -170,13 +170,6 @@ class TokenSequence(NamedTuple):
     """Sampling temperature, by which logits are divided."""
 
 
-def token_sequences(packed: PackedTrajectories) -> list[TokenSequence]:
-    """View packed trajectories as token sequences, in order."""
-    columns = (split(packed, "prompt_ids"), split(packed, "response_ids"))
-    parts = zip(*columns, packed["temperature"].tolist(), strict=True)
-    return [TokenSequence(*part) for part in parts]
-
-
 def concatenate(groups: Iterable[PackedTrajectories]) -> PackedTrajectories:
     """Join packed groups in new arrays: the same as `pack` of all their trajectories."""
     parts = [group for group in groups if len(group["group_id"])]
@@ -286,35 +279,38 @@ class GroupSummary:
 
 def summarize(group: PackedTrajectories) -> GroupSummary:
     """Reduce one group to the numbers that scheduling, advantages and metrics need."""
-    masks, group_id = split(group, "response_mask"), int(group["group_id"][0])
+    trajectories = unpack(group)
     versions = group["token_versions"][0][group["response_mask"][0]]
     if not len(versions):
-        failed = all(reason == "error" for reason in group["finish_reason"])
-        assert failed, f"group {group_id}: no sampled token"
+        failed = all(t.failed for t in trajectories)
+        assert failed, f"group {trajectories[0].group_id}: no sampled token"
         versions = np.array([-1])
-    responses = [*_responses(group)]
-    first = [rows[0] for rows in responses]
-    sessions, reasons = group["session"], group["finish_reason"]
+    numbered = zip(response_numbers(group).tolist(), trajectories, strict=True)
+    by_number = itertools.groupby(numbered, key=lambda pair: pair[0])
+    responses = [[t for _, t in pairs] for _, pairs in by_number]
+    first = [parts[0] for parts in responses]
     return GroupSummary(
-        group_id=group_id,
-        prompt_index=int(group["prompt_index"][0]),
-        rewards=group["reward"][first].tolist(),
-        successes=group["success"][first].tolist(),
+        group_id=first[0].group_id,
+        prompt_index=first[0].prompt_index,
+        rewards=[t.reward for t in first],
+        successes=[t.success for t in first],
         response_tokens=[
-            (sessions[rows[0]] or {}).get("sampled_tokens", sum(int(masks[i].sum()) for i in rows))
-            for rows in responses
+            (parts[0].session or {}).get(
+                "sampled_tokens", sum(int(t.response_mask.sum()) for t in parts)
+            )
+            for parts in responses
         ],
-        response_lengths=[max(len(masks[i]) for i in rows) for rows in responses],
+        response_lengths=[max(len(t.response_mask) for t in parts) for parts in responses],
         oldest_version=int(versions.min()),
         newest_version=int(versions.max()),
         finish_reasons=[
-            "length" if "length" in (reasons[i] for i in rows) else reasons[rows[0]]
-            for rows in responses
+            "length" if any(t.finish_reason == "length" for t in parts) else parts[0].finish_reason
+            for parts in responses
         ],
-        errors=[error for error in group["error"] if error is not None],
-        reward_terms=[group["reward_terms"][i] for i in first],
-        turns=[sum(_num_stretches(masks[i]) for i in rows) for rows in responses],
-        sessions=_session_counts([session for i in first if (session := sessions[i])]),
+        errors=[t.error for t in trajectories if t.error is not None],
+        reward_terms=[t.reward_terms for t in first],
+        turns=[sum(_num_stretches(t.response_mask) for t in parts) for parts in responses],
+        sessions=_session_counts([t.session for t in first if t.session]),
     )
 
 
@@ -323,13 +319,6 @@ def _session_counts(sessions: Sequence[dict[str, Any]]) -> dict[str, int]:
         return {}
     counts = {name: sum(session[name] for session in sessions) for name in SESSION_COUNTS}
     return {"count": len(sessions), **counts}
-
-
-def _responses(packed: PackedTrajectories) -> Iterator[list[int]]:
-    """Yield, for each response, the indices of its trajectories."""
-    numbers = enumerate(response_numbers(packed).tolist())
-    for _, rows in itertools.groupby(numbers, key=lambda pair: pair[1]):
-        yield [index for index, _ in rows]
 
 
 def _num_stretches(mask: NDArray[np.bool_]) -> int:

@@ -13,10 +13,10 @@ from omegaconf import DictConfig
 
 from grpo_components.config.components import RAISES, build, environment_kind
 from grpo_components.config.files import read_hf_config
-from grpo_components.data.curriculum import MAX_PROMPTS
+from grpo_components.data.curriculum import MAX_PROMPTS, PromptCurriculum
 from grpo_components.data.datasets import PromptDataset
 from grpo_components.data.prompt_mix import PromptMix, takes_tools
-from grpo_components.data.prompt_stream import PromptCurriculum, PromptStream, converted
+from grpo_components.data.prompt_stream import PromptStream, converted
 from grpo_components.data.tokenizers import hugging_face_tokenizer, num_ids
 from grpo_components.errors import ConfigError, fail
 from grpo_components.objective.component_errors import named_failure

@@ -13,10 +13,10 @@ from grpo_components.config.components import build, parameters_of
 from grpo_components.config.preflight import check_gpus
 from grpo_components.config.trial import try_components
 from grpo_components.errors import DryRunEnd, fail
+from grpo_components.objective.composition import Penalties
 from grpo_components.objective.dynamic_sampling import DynamicSampling
 from grpo_components.objective.losses import at_step
 from grpo_components.objective.objective import Objective, TrainedObjective
-from grpo_components.objective.penalties import Penalties
 from grpo_components.objective.reward_shaping import RewardShaping
 from grpo_components.schedules import as_schedule
 from grpo_components.settings import CLIP, PENALTIES, Settings

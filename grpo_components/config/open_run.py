@@ -8,7 +8,7 @@ from typing import Any
 from grpo_components.config.components import build
 from grpo_components.config.data import left_out, shared_prompts
 from grpo_components.config.replayed import available_cpus, replay_of
-from grpo_components.data.prompt_stream import PromptCurriculum
+from grpo_components.data.curriculum import PromptCurriculum
 from grpo_components.errors import fail
 from grpo_components.evaluation.evaluation import Evaluation
 from grpo_components.evaluation.metrics import evaluation_metrics
@@ -50,10 +50,10 @@ def open_run(
     save_code(start.output_dir, start.attempt, recipe)
     replay = replay_of(cfg)
     ledger.events = EventOrder(start.attempt, replay and replay.order)
-    curriculum = prompts.curriculum if isinstance(prompts, PromptCurriculum) else None
+    curriculum = prompts if isinstance(prompts, PromptCurriculum) else None
     receipts = build_receipts(cfg, ledger, start.identity, curriculum, available_cpus(cfg))
-    if isinstance(prompts, PromptCurriculum):
-        ledger.events.listen(prompts.follow)
+    if curriculum is not None:
+        ledger.events.listen(curriculum.follow)
     log = open_log(cfg, ledger.events, start.note, dataset, held_out)
     failures = FailedSamples(cfg, ledger.events, log.note)
     journal = Journal(cfg, start, ledger, prompts, receipts, log)

@@ -25,7 +25,7 @@ from grpo_components.config.model_trial import try_teacher, try_training
 from grpo_components.data.columns import reward_input
 from grpo_components.errors import fail
 from grpo_components.objective.component_errors import name_of, named_failure
-from grpo_components.objective.composition import has_entropy_gradient, objective_losses
+from grpo_components.objective.composition import Penalties, has_entropy_gradient, objective_losses
 from grpo_components.objective.contracts import (
     advantages_of,
     check_entropy,
@@ -43,7 +43,6 @@ from grpo_components.objective.doubts import (
 from grpo_components.objective.losses import LossInputs
 from grpo_components.objective.objective import Objective, TrainedObjective
 from grpo_components.objective.off_policy import NoCorrection, correction_weights
-from grpo_components.objective.penalties import Penalties
 from grpo_components.rewards.pool import RewardInput, reward_specs
 from grpo_components.rewards.reward_trial import RewardTrial
 from grpo_components.settings import Settings

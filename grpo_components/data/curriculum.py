@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from grpo_components.data.prompt_mix import MixedPart
+from grpo_components.data.prompt_stream import PartTurns, converted
 from grpo_components.settings import CurriculumSettings
+from grpo_components.trajectory import Prompt
 
 MAX_PROMPTS = 10**7
 """Maximum prompts of a curriculum; more are refused."""
 _PRIOR_RESPONSES = 0.25
 """Weight, in responses, of the prior that a prompt's success rate is (low + high) / 2."""
+_STORED = ("draws", "successes", "responses")
+"""Columns of `_Rates` that its state consists of."""
 
 
 def weights_of(rule: CurriculumSettings, rates: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -34,21 +38,17 @@ def weights_of(rule: CurriculumSettings, rates: NDArray[np.float64]) -> NDArray[
 class _Rates:
     """The success rates of one data set's prompts, and how often each was drawn."""
 
-    def __init__(self, prompt_indices: Sequence[int], rule: CurriculumSettings) -> None:
-        self.prompt_indices = list(prompt_indices)
-        self.draws = np.zeros(len(self.prompt_indices), dtype=np.int64)
-        self._successes = np.zeros(len(self.draws))
-        self._responses = np.zeros(len(self.draws))
-        self._stored = {
-            "draws": self.draws,
-            "successes": self._successes,
-            "responses": self._responses,
-        }
-        self._rule, self._blocked = rule, np.zeros(len(self.draws), dtype=bool)
+    def __init__(self, size: int, rule: CurriculumSettings) -> None:
+        self.draws = np.zeros(size, dtype=np.int64)
+        self.successes, self.responses = np.zeros(size), np.zeros(size)
+        self._rule, self._blocked = rule, np.zeros(size, dtype=bool)
         self._weigh()
 
     def draw(self, share: float) -> tuple[int, int]:
-        """Draw a prompt not drawn since the last step, or any if all were; `share` is in [0, 1)."""
+        """Draw a prompt not drawn since the last step, or any if all were; `share` is in [0, 1).
+
+        Returns its place in the data set, and how often it was drawn before.
+        """
         if self._blocked.all():
             self._blocked[:] = False
         cumulated = np.cumsum(np.where(self._blocked, 0.0, self._weights))
@@ -58,91 +58,77 @@ class _Rates:
             place -= 1
         self._blocked[place] = True
         self.draws[place] += 1
-        return self.prompt_indices[place], int(self.draws[place]) - 1
+        return place, int(self.draws[place]) - 1
 
     def end_step(self, results: Mapping[int, tuple[int, int]]) -> None:
-        self._successes *= self._rule.decay
-        self._responses *= self._rule.decay
+        self.successes *= self._rule.decay
+        self.responses *= self._rule.decay
         for place, (successes, responses) in results.items():
-            self._successes[place] += successes
-            self._responses[place] += responses
+            self.successes[place] += successes
+            self.responses[place] += responses
         self._blocked[:] = False
         self._weigh()
 
     def _weigh(self) -> None:
         prior = _PRIOR_RESPONSES * ((self._rule.low + self._rule.high) / 2)
-        self.rates = (self._successes + prior) / (self._responses + _PRIOR_RESPONSES)
+        self.rates = (self.successes + prior) / (self.responses + _PRIOR_RESPONSES)
         self._weights = weights_of(self._rule, self.rates)
 
     def state_dict(self) -> dict[str, list[Any]]:
-        known = np.flatnonzero((self.draws > 0) | (self._responses > 0))
-        stored = {name: column[known].tolist() for name, column in self._stored.items()}
+        known = np.flatnonzero((self.draws > 0) | (self.responses > 0))
+        stored = {name: getattr(self, name)[known].tolist() for name in _STORED}
         return {"places": known.tolist(), **stored}
 
     def load_state_dict(self, state: Mapping[str, Sequence[Any]]) -> None:
-        for name, column in self._stored.items():
+        for name in _STORED:
+            column = getattr(self, name)
             column[:] = 0
             column[np.asarray(state["places"], dtype=np.int64)] = state[name]
         self._blocked[:] = False
         self._weigh()
 
 
-class PartTurns:
-    """Lets k data sets take turns by weight: each gets its share of turns, to within k + 1."""
+class PromptCurriculum:
+    """An endless iterator over (prompt, epoch) pairs, drawn by the prompts' success rates.
 
-    def __init__(self, weights: Sequence[float], seed: int) -> None:
-        self.taken = [0] * len(weights)
-        """Number of turns that each data set has had."""
-        self._weights, phases = list(weights), random.Random(seed)
-        self._phases = [phases.random() for _ in weights]
-
-    def next(self) -> int:
-        """Return the index of the data set whose turn it is, and count the turn."""
-        # The k-th turn of a data set is due at time (k + phase) / weight; take the earliest.
-        due = [
-            (taken + phase) / weight
-            for taken, phase, weight in zip(self.taken, self._phases, self._weights, strict=True)
-        ]
-        number = due.index(min(due))
-        self.taken[number] += 1
-        return number
-
-
-class Curriculum:
-    """Draws prompts of data sets by weights that depend on the success rate of each prompt.
-
-    The weights change only at the end of a training step, by the results of the groups generated
-    since the step before. So the draws depend only on the seed, and each step's results and number
-    of draws. Between two steps, no prompt is drawn twice before all prompts of its data set were
-    drawn.
+    `epoch` counts the earlier draws of the prompt, so no pair of prompt_index and epoch occurs
+    twice. The weights change only at the end of a training step, by the results of the groups
+    generated since the step before. So the draws depend only on the seed, and each step's results
+    and number of draws. Between two steps, no prompt is drawn twice before all prompts of its data
+    set were drawn.
     """
 
-    def __init__(
-        self, parts: Sequence[tuple[Sequence[int], float]], rule: CurriculumSettings, seed: int
-    ) -> None:
+    def __init__(self, dataset: Any, rule: CurriculumSettings, seed: int) -> None:
         self.rule, self.seed = rule, seed
-        self._part_weights = [weight for _, weight in parts]
-        self._turns = PartTurns(self._part_weights, seed)
-        self._parts = [_Rates(prompt_indices, rule) for prompt_indices, _ in parts]
+        self._turns = PartTurns(dataset, seed)
+        self._rates = [_Rates(size, rule) for size in self._turns.num_rows]
         self._places = {
-            index: (number, place)
-            for number, part in enumerate(self._parts)
-            for place, index in enumerate(part.prompt_indices)
+            index: (number, row)
+            for number, part in enumerate(self._turns.parts)
+            for row, index in enumerate(_indices_of(part))
         }
+        """prompt_index -> number of the prompt's part, and its row there."""
         self._results: dict[int, tuple[int, int]] = {}
         """prompt_index -> successes and responses since the last step."""
         self.metrics: dict[str, float] = {}
         """Metrics of the last step, by name (`curriculum/...`); empty before the first."""
 
-    def draw(self) -> tuple[int, int]:
-        """Return (prompt_index, epoch) of the next prompt; `epoch` counts its earlier draws.
+    def __iter__(self) -> PromptCurriculum:
+        return self
 
-        So no pair of prompt_index and epoch is returned twice.
-        """
-        number = sum(self._turns.taken)
-        digest = hashlib.sha256(f"{self.seed} {number}".encode()).digest()
+    def __next__(self) -> tuple[Prompt, int]:
+        digest = hashlib.sha256(f"{self.seed} {sum(self._turns.taken)}".encode()).digest()
         share = (int.from_bytes(digest[:8]) >> 11) / 2**53
-        return self._parts[self._turns.next()].draw(share)
+        number = self._turns.next()
+        row, epoch = self._rates[number].draw(share)
+        return converted(self._turns.parts[number].rows[row]), epoch
+
+    def follow(self, event: Mapping[str, Any]) -> None:
+        """Update the success rates by a ledger event: a generated group, or a training step."""
+        if event["event"] == "finish":
+            self.add_result(event["prompt"], event["successes"], event["scored"])
+        elif event["event"] == "step":
+            self.end_step()
 
     def add_result(self, prompt_index: int, successes: int, responses: int) -> None:
         """Add the successes of a generated group; they change weights at the end of the step."""
@@ -151,18 +137,18 @@ class Curriculum:
 
     def end_step(self) -> None:
         """Update the weights by the results since the last step, and compute the metrics."""
-        by_part: list[dict[int, tuple[int, int]]] = [{} for _ in self._parts]
+        by_part: list[dict[int, tuple[int, int]]] = [{} for _ in self._rates]
         for index, result in self._results.items():
-            number, place = self._places[index]
-            by_part[number][place] = result
-        for part, results in zip(self._parts, by_part, strict=True):
-            part.end_step(results)
+            number, row = self._places[index]
+            by_part[number][row] = result
+        for rates, results in zip(self._rates, by_part, strict=True):
+            rates.end_step(results)
         successes, responses = (
             sum(column) for column in zip((0, 0), *self._results.values(), strict=True)
         )
         self._results = {}
-        tried = np.concatenate([part.draws > 0 for part in self._parts])
-        rates = np.concatenate([part.rates for part in self._parts])[tried]
+        tried = np.concatenate([part.draws > 0 for part in self._rates])
+        rates = np.concatenate([part.rates for part in self._rates])[tried]
         inside = (rates >= self.rule.low) & (rates <= self.rule.high)
         self.metrics = {
             "curriculum/tried": float(tried.mean()),
@@ -176,24 +162,30 @@ class Curriculum:
             "seed": self.seed,
             "curriculum": self.rule.model_dump(),
             "prompts": [
-                {"weight": weight, "rows": _ranges(part.prompt_indices)}
-                for part, weight in zip(self._parts, self._part_weights, strict=True)
+                {"weight": float(part.weight), "rows": _ranges(_indices_of(part))}
+                for part in self._turns.parts
             ],
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state between two training steps, as plain values."""
+        """Return the state between two training steps, as plain values: draws and results."""
         assert not self._results, "a checkpoint lies between two steps"
         return {
+            "num_rows": self._turns.num_rows,
             "turns": list(self._turns.taken),
-            "parts": [part.state_dict() for part in self._parts],
+            "parts": [rates.state_dict() for rates in self._rates],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of another curriculum over the same prompts."""
-        self._turns.taken, self._results = list(state["turns"]), {}
-        for part, saved in zip(self._parts, state["parts"], strict=True):
-            part.load_state_dict(saved)
+        """Continue from the state of another stream over the same data."""
+        self._turns.restore(state["num_rows"], state["turns"])
+        self._results = {}
+        for rates, saved in zip(self._rates, state["parts"], strict=True):
+            rates.load_state_dict(saved)
+
+
+def _indices_of(part: MixedPart) -> list[int]:
+    return [int(part.rows[row]["prompt_index"]) for row in range(len(part.rows))]
 
 
 def _ranges(numbers: Sequence[int]) -> list[list[int]]:

@@ -40,11 +40,10 @@ def prompt_encoder(
     if not isinstance(template, str) or template.count("{question}") != 1:
         allowed = "a text that contains {question} once"
         raise ConfigError("dataset.prompt_template", f"{template!r} given", allowed)
-    texts = {"prompt_template": template, "system_prompt": system_prompt or ""}
-    described = _TOOLS in template + texts["system_prompt"]
-    filled = {key: _with_tools(key, text, tools) for key, text in texts.items()}
-    template = filled["prompt_template"]
-    system_prompt = None if system_prompt is None else filled["system_prompt"]
+    described = _TOOLS in template + (system_prompt or "")
+    template = _with_tools("prompt_template", template, tools)
+    if system_prompt is not None:
+        system_prompt = _with_tools("system_prompt", system_prompt, tools)
     if chat_template is None and system_prompt is not None:
         allowed = "null, or a chat_template with it"
         raise ConfigError("dataset.system_prompt", "needs a chat_template", allowed)

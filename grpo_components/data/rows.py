@@ -71,7 +71,7 @@ class Row:
         return found
 
     def has(self, field: str) -> bool:
-        """Whether the row has a column for a field, or `columns` names one."""
+        """Whether the row has a field under its own name, or `columns` renames it."""
         self.asked.add(field)
         is_there = isinstance(self._values, dict) and field in self._values
         return is_there or field in self._columns

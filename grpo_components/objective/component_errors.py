@@ -57,18 +57,14 @@ def describe(error: BaseException, max_chars: int = MAX_ERROR_CHARS, where: str 
     """Return type, place (or else `where`) and message of an error, in one line."""
     text = " ".join(f"{error}".split())
     text = text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
-    return f"{type(error).__name__}{place_of(error) or where}: {text}"
+    place = place_in(traceback.extract_tb(error.__traceback__)) or where
+    return f"{type(error).__name__}{place}: {text}"
 
 
 def failure_text(what: str, error: BaseException, where: str = "") -> str:
     """Return the error of a failed sample: one line, then the traceback of the user's code."""
     trace = user_traceback(error, installed=True)
     return f"{what}: {describe(error, MAX_FAILURE_CHARS, where)}\n{trace}".strip()
-
-
-def place_of(error: BaseException) -> str:
-    """Return the innermost line of the user's code in a traceback as " (file:line)", else ""."""
-    return place_in(traceback.extract_tb(error.__traceback__))
 
 
 def defined_at(component: Any) -> str:
@@ -92,7 +88,7 @@ def place_in(stack: traceback.StackSummary) -> str:
 def user_traceback(error: BaseException, *, installed: bool = False) -> str:
     """Return an error's traceback from the first line of the user's code; "" without one."""
     report = traceback.TracebackException.from_exception(error)
-    if not (users_part(report.stack) if installed else place_of(error)):
+    if not (users_part(report.stack) if installed else place_in(report.stack)):
         return ""
     parts, seen = [report], 0
     while seen < len(parts):
@@ -115,11 +111,6 @@ def users_part(stack: traceback.StackSummary) -> traceback.StackSummary:
         ours = [n for n, frame in enumerate(stack) if _PACKAGE in Path(frame.filename).parents]
         first = max(ours, default=-1) + 1
     return traceback.StackSummary.from_list(stack[first:][-_MAX_FRAMES:])
-
-
-def stack_text(stack: traceback.StackSummary) -> str:
-    """Return the stack of a hanging call as text, under a heading; empty for an empty stack."""
-    return "".join(["Where it hangs (innermost call last):\n", *stack.format()]) if stack else ""
 
 
 def _is_users(frame: traceback.FrameSummary) -> bool:

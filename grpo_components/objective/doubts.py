@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grpo_components.objective.composition import Loss, objective_losses
+from grpo_components.objective.composition import Loss, Penalties, objective_losses
 from grpo_components.objective.contracts import advantages_of
 from grpo_components.objective.losses import LossInputs
-from grpo_components.objective.penalties import Penalties
 
 _RATIOS = (0.05, 0.5, 1.0, 2.0, 1000.0)
 """Ratios of trainer to generator at which the gradient of a loss is computed."""
@@ -137,6 +136,5 @@ def _same(values: list[float]) -> bool:
 
 def _part(inputs: LossInputs, kept: Tensor) -> LossInputs:
     """Return the tokens of one response, as a micro-batch of its own."""
-    tensors = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-    part = {name: each[kept] for name, each in tensors.items() if isinstance(each, Tensor)}
+    part = {name: each[kept] for name, each in vars(inputs).items() if isinstance(each, Tensor)}
     return replace(inputs, **part | {"sequence_ids": torch.zeros_like(part["sequence_ids"])})

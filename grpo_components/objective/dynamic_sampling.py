@@ -24,15 +24,14 @@ class DynamicSampling:
 
     def keeps(self, rewards: Sequence[float], successes: Sequence[bool]) -> bool:
         """Decide whether to keep a group; call it once per group, in the order of finishing."""
-        valid = [not math.isnan(reward) for reward in rewards]
-        distinct = {reward for reward, is_valid in zip(rewards, valid, strict=True) if is_valid}
-        if len(distinct) > 1:
+        pairs = zip(rewards, successes, strict=True)
+        scored = [(reward, success) for reward, success in pairs if not math.isnan(reward)]
+        if len({reward for reward, _ in scored}) > 1:
             self._successes.clear()
             self._too_few_valid = 0
             return True
-        solved = sum(bool(s) and is_valid for s, is_valid in zip(successes, valid, strict=True))
-        self._successes[solved] += 1
-        self._too_few_valid += sum(valid) < 2
+        self._successes[sum(bool(success) for _, success in scored)] += 1
+        self._too_few_valid += len(scored) < 2
         if self._successes.total() > self.max_discarded:
             raise StarvedError(self._report())
         return False

@@ -4,9 +4,9 @@ The ratio is rho = exp(log pi_trainer - log pi_anchor), A is the advantage, sg()
 The recipe's own `grpo_loss` is the default; the config's `loss._component_` names one of these.
 
 A loss does not handle the off-policy correction or the KL and entropy terms: `composition.py`
-weights the returned losses and adds the terms of `penalties.py`. Attributes of a loss ask for
-optional inputs: `needs_proximal` for the logprobs of the policy at the start of the step,
-`needs_reference` for those of the reference, `needs_entropy` for an entropy with a gradient.
+weights the returned losses and adds the terms. Attributes of a loss ask for optional inputs:
+`needs_proximal` for the logprobs of the policy at the start of the step, `needs_reference` for
+those of the reference, `needs_entropy` for an entropy with a gradient.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from grpo_components.objective.composition import Penalties
 from grpo_components.objective.contracts import advantages_of
 from grpo_components.objective.dynamic_sampling import DynamicSampling
-from grpo_components.objective.penalties import Penalties
 from grpo_components.objective.reward_shaping import RewardShaping
 from grpo_components.objective.token_advantages import TokenAdvantages
 from grpo_components.schedules import Schedule

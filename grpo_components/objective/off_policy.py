@@ -176,7 +176,7 @@ class OffPolicySequenceMask:
 def correction_weights(
     correction: Callable[..., Tensor], inputs: LossInputs, start_logprobs: Tensor
 ) -> Tensor:
-    """Compute off-policy weights [N]; `start_logprobs` [N] are those at the step's start."""
+    """Compute off-policy weights [N]; `start_logprobs` [N] are the policy's at the step's start."""
     follows = getattr(correction, "follows_updates", False)
     policy = inputs.trainer_logprobs.detach() if follows else start_logprobs
     more = (inputs.advantages,) if getattr(correction, "needs_advantages", False) else ()

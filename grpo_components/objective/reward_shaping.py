@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_components.objective.kl import ESTIMATORS
-from grpo_components.schedules import Schedule, as_schedule
+from grpo_components.schedules import Scheduled, as_schedule
 
 
 class RewardShaping:
@@ -35,7 +34,7 @@ class RewardShaping:
 
     def __init__(
         self,
-        kl_coeff: float | Mapping[str, Any] | Schedule,
+        kl_coeff: Scheduled,
         max_response_tokens: int,
         overlong_tokens: int = 0,
         overlong_penalty: float = 1.0,
@@ -50,8 +49,8 @@ class RewardShaping:
         """Return the shaped rewards of a batch.
 
         The batch has `rewards`, `response_lengths`, `cut_off` and `reference_kl`. A response that
-        the limit ended counts as one of full length. It may be shorter, because
-        the environment's next text did not fit.
+        the limit ended counts as one of full length, even if it is shorter because the
+        environment's next text did not fit.
         """
         shaped = batch.rewards.astype(np.float64)
         coefficient = self.kl_coeff(step)

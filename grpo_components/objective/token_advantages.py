@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from grpo_components.errors import ConfigError
 from grpo_components.objective.advantages import checked_eps
 from grpo_components.objective.kl import k1, k3
 from grpo_components.objective.losses import LossInputs, TokenMetrics
-from grpo_components.schedules import Schedule, as_schedule
+from grpo_components.schedules import Scheduled, as_schedule
 from grpo_components.trajectory import Trajectory
 
 TokenAdvantages = Callable[
@@ -39,14 +38,11 @@ class TokenNormalizedAdvantages:
         eps: added to the standard deviation, in units of reward.
     """
 
-    def __init__(
-        self, kl_coeff: float | Mapping[str, Any] | Schedule = 0.0, eps: float = 1e-4
-    ) -> None:
+    def __init__(self, kl_coeff: Scheduled = 0.0, eps: float = 1e-4) -> None:
         self.kl_coeff = as_schedule("advantages.kl_coeff", kl_coeff)
         if self.kl_coeff.lowest < 0:
-            raise ConfigError(
-                "advantages.kl_coeff", f"{self.kl_coeff.lowest} given", "numbers >= 0"
-            )
+            problem = f"{self.kl_coeff.lowest} given"
+            raise ConfigError("advantages.kl_coeff", problem, "numbers >= 0")
         self.needs_reference = self.kl_coeff.highest > 0
         """Whether the KL coefficient is above 0 at any step."""
         self.eps = checked_eps(eps)

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from grpo_components.data.curriculum import Curriculum
+from grpo_components.data.curriculum import PromptCurriculum
 from grpo_components.exchange.event_order import FORMAT, Event
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.records.receipt_chain import ChainedFile
@@ -82,7 +82,7 @@ def build_receipts(
     cfg: Settings,
     ledger: Ledger,
     identity: RunIdentity,
-    curriculum: Curriculum | None,
+    curriculum: PromptCurriculum | None,
     cpus: int,
 ) -> Receipts:
     """Build a run's `Receipts`; their start records state config keys, ids, CPUs and libraries."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from grpo_components.cluster.batch import Batch
 from grpo_components.cluster.handles import Roles
 from grpo_components.cluster.weight_sync import WeightSync
-from grpo_components.data.curriculum import Curriculum
+from grpo_components.data.curriculum import PromptCurriculum
 from grpo_components.evaluation.evaluation import Evaluation
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.ledger_entry import LedgerEntry
@@ -38,7 +38,7 @@ class RunRecords:
     evaluation: Evaluation
     failures: FailedSamples
     watch: RunWatch
-    curriculum: Curriculum | None = None
+    curriculum: PromptCurriculum | None = None
     """Curriculum that draws the run's prompts; None without one."""
 
     def run_with(self, roles: Roles, weights: WeightSync) -> Run:

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from traceback import StackSummary, extract_stack
 from typing import Any
 
-from grpo_components.objective.component_errors import place_in, stack_text, users_part
+from grpo_components.objective.component_errors import place_in, users_part
 
 _QUICK_CALLS, _QUICK_S = 8, 0.01
 """Maximum number of quick calls at once, and seconds after which a call counts as slow."""
@@ -31,7 +31,8 @@ class HungCallError(TimeoutError):
 def hang_text(error: HungCallError) -> str:
     """Return the error message of a hanging environment, with the place in the user's code."""
     stack = users_part(error.stack)
-    return f"environment: TimeoutError{place_in(stack)}: {error}\n{stack_text(stack)}".strip()
+    lines = ["\nWhere it hangs (innermost call last):\n", *stack.format()] if stack else []
+    return f"environment: TimeoutError{place_in(stack)}: {error}{''.join(lines)}".strip()
 
 
 class TimeLimit:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from grpo_components.objective.component_errors import name_of, named_failure
-from grpo_components.objective.composition import Loss, objective_losses
+from grpo_components.objective.composition import Loss, Penalties, objective_losses
 from grpo_components.objective.contracts import check_first_weights, checked_weights
 from grpo_components.objective.losses import LossInputs, TokenMetrics
 from grpo_components.objective.off_policy import NoCorrection, correction_weights
-from grpo_components.objective.penalties import Penalties
 from grpo_components.objective.token_advantages import with_teacher
 
 

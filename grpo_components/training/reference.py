@@ -14,12 +14,7 @@ from grpo_components.models.loading import load_whole_model
 from grpo_components.models.logprobs import ResponseLogprobs, parts_of, token_batch
 from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.objective.reward_shaping import sequence_kl
-from grpo_components.trajectory import (
-    PackedTrajectories,
-    response_numbers,
-    split,
-    token_sequences,
-)
+from grpo_components.trajectory import PackedTrajectories, response_numbers, unpack
 
 
 class Reference:
@@ -49,14 +44,14 @@ class Reference:
 
         The divergence estimates KL(generator || this model) in nats, summed over sampled tokens.
         """
-        sequences = token_sequences(group)
-        parts = parts_of(sequences)
+        trajectories = unpack(group)
+        parts = parts_of(trajectories)
         (plan,) = plan_micro_batches(parts, lambda tokens, _: tokens, 1, self._token_budget)
-        logprobs: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(sequences)
+        logprobs: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(trajectories)
         for indices in plan:
-            members = [sequences[i] for i in indices]
+            members = [trajectories[i] for i in indices]
             batch = token_batch(members, device=self._device)
-            parts = self._logprobs(batch)[0].cpu().split([len(s.response_ids) for s in members])
+            parts = self._logprobs(batch)[0].cpu().split([len(t.response_ids) for t in members])
             for index, part in zip(indices, parts, strict=True):
                 logprobs[index] = part.numpy()
         flat = np.concatenate(logprobs)
@@ -64,7 +59,7 @@ class Reference:
         divergences = sequence_kl(
             torch.from_numpy(group["generator_logprobs"][0][sampled]),
             torch.from_numpy(flat[sampled]),
-            [int(mask.sum()) for mask in split(group, "response_mask")],
+            [int(t.response_mask.sum()) for t in trajectories],
             self._kl_estimator,
         )
         of_responses = np.bincount(response_numbers(group), weights=divergences)

@@ -19,6 +19,7 @@ from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import unpack_buckets
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.aggregation import TokenMean
+from grpo_components.objective.composition import Penalties
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.objective.objective import TrainedObjective
 from grpo_components.objective.off_policy import (
@@ -27,7 +28,6 @@ from grpo_components.objective.off_policy import (
     mismatch_summary,
     mismatch_sums,
 )
-from grpo_components.objective.penalties import Penalties
 from grpo_components.rendezvous import local_rendezvous
 from grpo_components.training.step_result import StepResult
 from grpo_components.training.trainer import Trainer

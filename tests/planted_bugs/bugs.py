@@ -197,7 +197,7 @@ def normalised_per_rank(losses_of: Any, self: Any, members: Any, measured: Any, 
     return losses * (sum(counts) / len(counts) / own)
 
 
-@_replaces("objective.penalties", "Penalties.__call__", "allenai/open-instruct#p535")
+@_replaces("objective.composition", "Penalties.__call__", "allenai/open-instruct#p535")
 def kl_over_padding(compute: Any, self: Any, tokens: Any) -> Any:
     """The KL is a mean over padded positions: short responses dilute it."""
     terms, metrics = compute(self, tokens)

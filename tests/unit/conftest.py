@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_components.data.prompt_stream import PromptCurriculum
+from grpo_components.data.curriculum import PromptCurriculum
 from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
@@ -74,7 +74,7 @@ def write_run(path, eta=2, num_steps=6, draws=False, reuse=False, max_uses=2):
         settings |= ledger.reuse.describe()
         if draws:
             ledger.events.listen(prompts.follow)
-            settings |= prompts.curriculum.describe()
+            settings |= prompts.describe()
         receipts = Receipts(path, ledger, settings)
 
         async def buffered(reason=None, reissue=False):

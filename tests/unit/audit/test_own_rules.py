@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
+from lib.prompts import Mix, next_index
 from lib.properties import many
 from lib.trajectories import summary
 
 from grpo_components.data import curriculum as of_runs
-from grpo_components.data.curriculum import Curriculum, PartTurns
+from grpo_components.data.curriculum import PromptCurriculum
+from grpo_components.data.prompt_stream import PartTurns
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger_entry import LedgerEntry
 from grpo_components.exchange.staleness import StalenessContract
@@ -32,11 +34,11 @@ def curricula(draw):
     for size in sizes:
         parts.append((rows[:size], draw(st.floats(0.01, 99))))
         rows = rows[size:]
-    return parts, rule, draw(st.integers(0, 2**31 - 1))
+    return Mix(parts), rule, draw(st.integers(0, 2**31 - 1))
 
 
-NARROW = ([([5, 6, 7, 1], 1.0)], CurriculumSettings(low=0, high=0, floor=0.5, decay=0.3), 3)
-WIDE = ([([5, 6], 1e300), ([7], 1e-300)], CurriculumSettings(low=1, high=1), 2**31 - 1)
+NARROW = (Mix([([5, 6, 7, 1], 1.0)]), CurriculumSettings(low=0, high=0, floor=0.5, decay=0.3), 3)
+WIDE = (Mix([([5, 6], 1e300), ([7], 1e-300)]), CurriculumSettings(low=1, high=1), 2**31 - 1)
 
 
 @settings(max_examples=many(100), deadline=None)
@@ -45,12 +47,12 @@ WIDE = ([([5, 6], 1e300), ([7], 1e-300)], CurriculumSettings(low=1, high=1), 2**
 @example(WIDE, 1)
 def test_the_audit_draws_what_a_run_draws_to_the_bit(built, number):
     """From its receipts, with any results, over checkpoints and attempts that go back to them."""
-    run, chance = Curriculum(*built), random.Random(number)
+    run, chance = PromptCurriculum(*built), random.Random(number)
     own = curriculum.first_draws(json.loads(json.dumps(run.describe())))
     drawn, kept = [], (run.state_dict(), copy.deepcopy(own), [])
     for _ in range(40):
         for _ in range(chance.choice((1, 3, 9, 60))):  # also more than there are prompts
-            drawn.append(run.draw()[0])
+            drawn.append(next_index(run)[0])
             row, epoch = curriculum.draw(own)
             assert (row, epoch) == (drawn[-1], drawn.count(row) - 1)
         for row in chance.choices(drawn, k=chance.randint(0, 6)):
@@ -70,7 +72,7 @@ def test_the_audit_draws_what_a_run_draws_to_the_bit(built, number):
         if chance.random() < 0.1:
             kept = json.loads(json.dumps(state)), copy.deepcopy(own), list(drawn)
         elif chance.random() < 0.1:
-            run, own, drawn = Curriculum(*built), copy.deepcopy(kept[1]), list(kept[2])
+            run, own, drawn = PromptCurriculum(*built), copy.deepcopy(kept[1]), list(kept[2])
             run.load_state_dict(kept[0])
 
 
@@ -182,7 +184,7 @@ FAULTS_OF_DRAWS = {
     "results fade faster": (RATES, "end_step", FASTER),
     "a new prompt weighs more": (of_runs, "_PRIOR_RESPONSES", lambda weight: 2 * weight),
     "the floor is lower": (of_runs, "weights_of", lambda f: lambda r, x: f(r, x) - r.floor / 2),
-    "a step counts its last result only": (Curriculum, "add_result", with_the_last_result_only),
+    "a step counts the last result": (PromptCurriculum, "add_result", with_the_last_result_only),
     "a step gives no new turns": (RATES, "end_step", without_new_turns),
     "a turn counts twice": (PartTurns, "next", lambda f: lambda self: (f(self), f(self))[0]),
 }

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from grpo_components.config.components import SHIPPED_ENVIRONMENT
 from grpo_components.config.data import build_data, build_prompts
-from grpo_components.data.curriculum import MAX_PROMPTS
-from grpo_components.data.prompt_stream import PromptCurriculum, PromptStream
+from grpo_components.data.curriculum import MAX_PROMPTS, PromptCurriculum
+from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.settings import CurriculumSettings
 
 GSM8K = "grpo_components.data.datasets.gsm8k_dataset"
@@ -258,7 +258,7 @@ def test_the_config_gives_rule_and_seed_of_the_draws(settings_with):
     assert isinstance(build_prompts(settings_with(), rows), PromptStream)
     stream = build_prompts(settings_with(seed=7, curriculum={"low": 0.5}), rows)
     assert isinstance(stream, PromptCurriculum)
-    assert stream.curriculum.rule == CurriculumSettings(low=0.5, high=0.8, floor=0.1, decay=0.95)
-    assert stream.curriculum.seed == 7
+    assert stream.rule == CurriculumSettings(low=0.5, high=0.8, floor=0.1, decay=0.95)
+    assert stream.seed == 7
     endless = np.broadcast_to(np.arange(1), MAX_PROMPTS + 1)
     assert refused_key(build_prompts, settings_with(curriculum={}), endless) == "curriculum"

@@ -8,16 +8,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.prompts import Mix, Prompts, next_index
 from lib.properties import many
 
-from grpo_components.data.curriculum import Curriculum, weights_of
+from grpo_components.data.curriculum import PromptCurriculum, weights_of
 from grpo_components.data.prompt_mix import PromptMix
-from grpo_components.data.prompt_stream import PromptCurriculum
 from grpo_components.settings import CurriculumSettings
 from grpo_components.state_files import read_state, write_state
 
 RULE = CurriculumSettings(low=0.2, high=0.8, floor=0.1, decay=0.9)
 SHARES = st.floats(0, 1)
+
+
+def over(*parts, rule=RULE, seed=5):
+    """A curriculum over parts, each (values of prompt_index, weight)."""
+    return PromptCurriculum(Mix(parts), rule, seed)
 
 
 @st.composite
@@ -45,7 +50,7 @@ def counted(curriculum, results, number, steps=1):
         curriculum.end_step()
     drawn = Counter()
     for _ in range(number):
-        drawn[curriculum.draw()[0]] += 1
+        drawn[next_index(curriculum)[0]] += 1
         curriculum.end_step()
     return drawn
 
@@ -53,7 +58,7 @@ def counted(curriculum, results, number, steps=1):
 def test_each_prompt_is_drawn_in_proportion_to_its_weight():
     rule = CurriculumSettings(low=0.2, high=0.8, floor=0.1, decay=1.0)
     results = {3: (0, 8), 5: (4, 8), 8: (8, 8)}
-    drawn = counted(Curriculum([((3, 5, 8), 1.0)], rule, 7), results, 1500)
+    drawn = counted(over(((3, 5, 8), 1.0), rule=rule, seed=7), results, 1500)
     rates = np.array([(k + 0.125) / 8.25 for k in (0, 4, 8)])
     weights = weights_of(rule, rates)
     assert weights[1] == 1 and weights[0] == pytest.approx(weights[2])
@@ -63,8 +68,7 @@ def test_each_prompt_is_drawn_in_proportion_to_its_weight():
 
 def test_old_results_fade_until_a_prompt_is_as_good_as_new():
     def draws_of_the_hopeless(steps):
-        curriculum = Curriculum([(range(4), 1.0)], RULE, 1)
-        return counted(curriculum, {2: (0, 8)}, 300, steps)[2]
+        return counted(over((range(4), 1.0), seed=1), {2: (0, 8)}, 300, steps)[2]
 
     # As many steps are drawn from, so the mean weight rises while the count goes on.
     assert draws_of_the_hopeless(1) < draws_of_the_hopeless(200) == pytest.approx(75, abs=35)
@@ -80,7 +84,7 @@ def played(curriculum, operations, indices):
     drawn = []
     for operation in operations:
         if operation == "draw":
-            drawn.append(curriculum.draw())
+            drawn.append(next_index(curriculum))
         elif operation == "step":
             curriculum.end_step()
         else:
@@ -100,13 +104,16 @@ def parts(draw):
 @given(rules(), parts(), OPERATIONS, OPERATIONS, st.integers(0, 2**31 - 1))
 def test_draws_follow_from_seed_and_results_alone_through_states(rule, parts, before, after, seed):
     indices = [index for rows, _ in parts for index in rows]
-    whole = Curriculum(parts, rule, seed)
+    whole = over(*parts, rule=rule, seed=seed)
     first = played(whole, [*before, "step"], indices)
     state = json.loads(json.dumps(whole.state_dict()))
     rest = played(whole, after, indices)
-    again = Curriculum(parts, rule, seed)
+    again = over(*parts, rule=rule, seed=seed)
     assert played(again, [*before, "step"], indices) == first
-    for used in (again, Curriculum(parts, rule, seed)):  # one that was at another place, and a new
+    for used in (
+        again,
+        over(*parts, rule=rule, seed=seed),
+    ):  # one at another place, a new one
         used.load_state_dict(state)
         assert played(used, after, indices) == rest
     assert len({*first, *rest}) == len(first) + len(rest)  # a pair of row and epoch comes once
@@ -115,25 +122,25 @@ def test_draws_follow_from_seed_and_results_alone_through_states(rule, parts, be
 
 @given(rules(), st.integers(1, 6), st.integers(0, 2**31 - 1), st.integers(0, 20))
 def test_between_two_steps_no_prompt_comes_again_before_all_came(rule, size, seed, number):
-    curriculum = Curriculum([(range(size), 1.0)], rule, seed)
+    curriculum = over((range(size), 1.0), rule=rule, seed=seed)
     played(curriculum, [(0, 0), "draw", "step"], range(size))
-    drawn = [curriculum.draw()[0] for _ in range(number)]
+    drawn = [next_index(curriculum)[0] for _ in range(number)]
     for start in range(0, number - size + 1, size):
         assert sorted(drawn[start : start + size]) == list(range(size))
 
 
 def test_the_parts_of_a_mix_keep_their_shares():
-    curriculum = Curriculum([(range(9), 3.0), (range(9, 18), 1.0)], RULE, 5)
+    curriculum = over((range(9), 3.0), (range(9, 18), 1.0))
     for index in range(9):
         curriculum.add_result(index, 0, 8)  # the first part is hopeless, and keeps its share
     curriculum.end_step()
-    drawn = [curriculum.draw()[0] for _ in range(400)]
+    drawn = [next_index(curriculum)[0] for _ in range(400)]
     assert abs(sum(index < 9 for index in drawn) - 300) <= 3
 
 
 def test_the_metrics_say_how_many_prompts_are_in_the_band():
-    curriculum = Curriculum([(range(8), 1.0)], RULE, 5)
-    drawn = [curriculum.draw()[0] for _ in range(4)]
+    curriculum = over((range(8), 1.0))
+    drawn = [next_index(curriculum)[0] for _ in range(4)]
     for index, successes in zip(drawn, (0, 2, 4, 8), strict=True):
         curriculum.add_result(index, successes, 8)
     curriculum.end_step()
@@ -143,10 +150,6 @@ def test_the_metrics_say_how_many_prompts_are_in_the_band():
     assert np.isnan(curriculum.metrics["curriculum/generated_success"])
 
 
-class Prompts(list):
-    max_prompt_length = 1
-
-
 def test_the_stream_gives_the_rows_that_are_drawn_and_continues_from_a_file(tmp_path):
     def new():
         odd = Prompts({"prompt_index": i, "prompt_ids": [i]} for i in (4, 1, 7))
@@ -154,14 +157,11 @@ def test_the_stream_gives_the_rows_that_are_drawn_and_continues_from_a_file(tmp_
         mix = PromptMix({"odd": (odd, 1.0), "even": (even, 2.0)})
         return PromptCurriculum(mix, RULE, 3)
 
-    def finish(stream, prompt, successes):
-        result = {"prompt": prompt["prompt_index"], "successes": successes, "scored": 4}
-        stream.follow({"event": "finish", "group": 0, **result})
-
     stream = new()
     for number, (prompt, _) in enumerate(islice(stream, 5)):
         assert prompt["prompt_ids"] == [prompt["prompt_index"] % 8]
-        finish(stream, prompt, number % 5)
+        result = {"prompt": prompt["prompt_index"], "successes": number % 5, "scored": 4}
+        stream.follow({"event": "finish", "group": 0, **result})
     stream.follow({"event": "step"})
     write_state(tmp_path, "driver", stream.state_dict())
     restored = new()

@@ -5,6 +5,7 @@ from itertools import islice
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.prompts import Prompts
 from lib.properties import many
 
 from grpo_components.data.prompt_mix import PromptMix
@@ -12,13 +13,9 @@ from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.state_files import read_state, write_state
 
 
-def stream(num_rows=5, shuffle=True, seed=3):
+def stream(num_rows, shuffle=True):
     rows = [{"prompt_index": i} for i in range(num_rows)]
-    return PromptStream(rows, shuffle=shuffle, seed=seed)
-
-
-class Prompts(list):
-    max_prompt_length = 1
+    return PromptStream(rows, shuffle=shuffle, seed=3)
 
 
 def mix(*parts, shuffle=True, seed=3):

@@ -106,18 +106,14 @@ def tune_tokenizer(folder, **kwargs):
     )
 
 
-def as_messages(question, system_prompt):
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    return [*system, {"role": "user", "content": question}]
-
-
 def test_a_chat_prompt_has_the_ids_of_vllms_chat_endpoint(make_folder, endpoint):
     for template, system_prompt in CASES:
         folder = make_folder(template)
         encode = prompt_encoder(None, "Q: {question}", str(folder), system_prompt)
+        system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         for question in QUESTIONS:
             ids, text = encode(question)
-            asked = as_messages(f"Q: {question}", system_prompt)
+            asked = [*system, {"role": "user", "content": f"Q: {question}"}]
             assert ids == endpoint(folder, asked), (template, question)
             assert text.endswith(("assistant\n", "[reply]", "assistant: "))
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from lib.properties import many
 from lib.trajectories import response
 
-from grpo_components.data.prompt_stream import PromptCurriculum, PromptStream
+from grpo_components.data.curriculum import PromptCurriculum
+from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
@@ -181,7 +182,7 @@ class Run:
             "max_staleness": s.max_staleness,
             "groups_per_step": s.groups_per_step,
             "group_size": GROUP_SIZE,
-            **(self.prompts.curriculum.describe() if s.curriculum else {}),
+            **(self.prompts.describe() if s.curriculum else {}),
             **self.ledger.reuse.describe(),
         }
         self.receipts = Receipts(folder / "receipts.jsonl", self.ledger, settings)

@@ -23,8 +23,8 @@ from lib.trainer_ranks import (
 from safetensors.torch import load_file
 
 from grpo_components.models.meshes import Sharding
+from grpo_components.objective.composition import Penalties
 from grpo_components.objective.losses import GRPOLoss
-from grpo_components.objective.penalties import Penalties
 from grpo_components.schedules import Schedule
 
 MODELS = ("QWEN2 (tied)", "QWEN2 (untied)", "LLAMA3_2")

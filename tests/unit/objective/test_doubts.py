@@ -8,6 +8,7 @@ from planted_bugs.losses import ClippedWeightInGradient, ClippingOff, RatioIsOne
 
 from grpo_components.config.trial import made_inputs
 from grpo_components.objective import advantages as ours
+from grpo_components.objective.composition import Penalties
 from grpo_components.objective.doubts import (
     doubts_about_advantages,
     doubts_about_loss,
@@ -21,7 +22,6 @@ from grpo_components.objective.losses import (
     GSPOLoss,
     REINFORCELoss,
 )
-from grpo_components.objective.penalties import Penalties
 
 LOSSES = [
     *(GRPOLoss(), GRPOLoss(0.2, 0.28), GRPOLoss(dual_clip=3.0), GSPOLoss(), CISPOLoss()),
@@ -31,8 +31,8 @@ LOSSES = [
 PENALTIES = Penalties(kl_coeff=0.1, kl_estimator="k2", entropy_coeff=0.1)
 
 
-def inputs_of(loss, step=0):
-    inputs = made_inputs(True, False, 3, step)
+def inputs_of(loss):
+    inputs = made_inputs(True, False, 3, step=0)
     if not getattr(loss, "needs_proximal", False):
         return inputs
     return replace(inputs, proximal_logprobs=inputs.trainer_logprobs.detach())

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lib.loss_inputs import loss_inputs
 
-from grpo_components.objective.composition import objective_losses
+from grpo_components.objective.composition import Penalties, objective_losses
 from grpo_components.objective.losses import (
     CISPOLoss,
     DecoupledPPOLoss,
@@ -17,7 +17,6 @@ from grpo_components.objective.losses import (
     GSPOLoss,
     REINFORCELoss,
 )
-from grpo_components.objective.penalties import Penalties
 
 T = torch.float64
 

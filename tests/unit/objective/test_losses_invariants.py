@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lib.loss_inputs import evaluated, loss_inputs
 
-from grpo_components.objective.composition import objective_losses
+from grpo_components.objective.composition import Penalties, objective_losses
 from grpo_components.objective.losses import (
     CISPOLoss,
     DecoupledPPOLoss,
@@ -19,7 +19,6 @@ from grpo_components.objective.losses import (
     GSPOLoss,
     REINFORCELoss,
 )
-from grpo_components.objective.penalties import Penalties
 
 T = torch.float64
 LOSSES = {
@@ -34,6 +33,9 @@ LOSSES = {
     "decoupled, loglinear": partial(DecoupledPPOLoss, max_weight=None, proximal="loglinear"),
 }
 every_loss = pytest.mark.parametrize("name", LOSSES)
+DUAL_CLIPPED = [GRPOLoss, GSPOLoss, DecoupledPPOLoss]
+CLIPPED = [*DUAL_CLIPPED, CISPOLoss]
+with_dual_clip = pytest.mark.parametrize("kind", DUAL_CLIPPED)
 OTHERS = ("reference_logprobs", "proximal_logprobs", "entropy")
 FIELDS = ("trainer_logprobs", "generator_logprobs", *OTHERS)
 IDS = torch.tensor([0, 0, 0, 1, 1, 1, 1])
@@ -103,7 +105,7 @@ def test_a_masked_token_has_no_loss_and_no_gradient_whatever_its_numbers(
     torch.testing.assert_close(wild["trainer_logprobs"].grad, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", [GRPOLoss, GSPOLoss, DecoupledPPOLoss])
+@with_dual_clip
 def test_an_overflowing_ratio_that_is_clipped_leaves_finite_gradients(kind):
     far = torch.full((N,), -200.0)  # exp(200) is infinite in float32
     inputs = random_inputs(0, torch.float32, generator_logprobs=far, proximal_logprobs=far)
@@ -153,7 +155,7 @@ def test_the_penalty_follows_its_schedule(name):
         torch.testing.assert_close(losses.detach(), expected)
 
 
-@pytest.mark.parametrize("kind", [GRPOLoss, GSPOLoss, CISPOLoss, DecoupledPPOLoss])
+@pytest.mark.parametrize("kind", CLIPPED)
 def test_the_clip_follows_its_schedule(kind):
     ramp = {"schedule": "linear", "start": 0.9, "end": 0.1, "num_steps": 8}
     scheduled = kind(clip_low=ramp, clip_high=ramp)
@@ -162,10 +164,9 @@ def test_the_clip_follows_its_schedule(kind):
         torch.testing.assert_close(scheduled(inputs)[0], kind(clip, clip)(inputs)[0])
 
 
-CLIPPED = [GRPOLoss, GSPOLoss, CISPOLoss, DecoupledPPOLoss]
 BAD = [
     *itertools.product(CLIPPED, [{"clip_low": 0}, {"clip_low": 1.5}, {"clip_high": 0}]),
-    *itertools.product([GRPOLoss, GSPOLoss, DecoupledPPOLoss], [{"dual_clip": 1}]),
+    *itertools.product(DUAL_CLIPPED, [{"dual_clip": 1}]),
     (GRPOLoss, {"dual_clip": math.nan}),
     (REINFORCELoss, {"max_ratio": 0}),
     (DecoupledPPOLoss, {"max_weight": 0}),
@@ -191,7 +192,7 @@ def ye(ratio, advantages, low, high, dual):
 CASES = st.lists(st.tuples(st.floats(-3, 3), st.floats(-2, 2)), min_size=1, max_size=8)
 
 
-@pytest.mark.parametrize("kind", [GRPOLoss, GSPOLoss, DecoupledPPOLoss])
+@with_dual_clip
 @given(CASES, st.floats(0.05, 0.9), st.floats(0.05, 2), st.floats(1.01, 5))
 def test_the_dual_clip_is_the_papers_equation_value_and_gradient(kind, cases, low, high, dual):
     gaps, advantages = zip(*cases, strict=True)
@@ -209,7 +210,7 @@ def test_the_dual_clip_is_the_papers_equation_value_and_gradient(kind, cases, lo
     torch.testing.assert_close(gradient, slope, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("kind", [GRPOLoss, GSPOLoss, DecoupledPPOLoss])
+@with_dual_clip
 def test_an_overflowing_ratio_of_a_negative_advantage_is_bounded_by_the_dual_clip(kind):
     inputs = tokens([0.0, -1.0], [-200.0, -1.0], [-2.0, -2.0], dtype=torch.float32)
     losses, gradient, _ = evaluated(kind(dual_clip=3.0), inputs)

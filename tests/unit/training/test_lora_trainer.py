@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from grpo_components.models.lora import pushed_shapes
 from grpo_components.models.meshes import Sharding
+from grpo_components.objective.composition import Penalties
 from grpo_components.objective.losses import DecoupledPPOLoss
-from grpo_components.objective.penalties import Penalties
 from grpo_components.settings import LoraSettings
 
 LORA = LoraSettings(

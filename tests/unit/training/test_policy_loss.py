@@ -5,9 +5,9 @@ import pytest
 import torch
 from lib.loss_inputs import loss_inputs, recipe_loss
 
+from grpo_components.objective.composition import Penalties
 from grpo_components.objective.losses import at_step
 from grpo_components.objective.off_policy import NoCorrection, OffPolicySequenceMask
-from grpo_components.objective.penalties import Penalties
 from grpo_components.training.policy_loss import PolicyLoss
 
 LOSS_WITH_HELPER = """
