@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from grpo_components.cluster.handles import Roles
+from grpo_components.cluster.supervision import quiet_task
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.errors import ReplayStop
 from grpo_components.exchange.ledger import Ledger
@@ -106,9 +107,8 @@ class Journal:
             return
         await roles.trainers.hold_state(in_background=self._cfg.async_checkpoint)
         state, buffered = self.held
-        self._writing = asyncio.create_task(self._write(step, state, [batch, *buffered], roles))
-        # Retrieve the error, so that asyncio does not warn if the run ends with another one.
-        self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        # Nobody waits for it if the run ends with another error.
+        self._writing = quiet_task(self._write(step, state, [batch, *buffered], roles))
         if not self._cfg.async_checkpoint:
             await self.finish()
 

@@ -6,10 +6,10 @@ from unittest.mock import MagicMock
 
 import pytest
 import ray
-from lib.clusters import new_cluster, settings_of
+from lib.clusters import new_cluster
 
 from grpo_components.cluster import cluster as cluster_module
-from grpo_components.cluster.ray_cluster import Need, RayCluster
+from grpo_components.cluster.ray_cluster import Need
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ class Placed:
 @pytest.mark.timeout(120)
 def test_in_a_joined_cluster_it_is_placed_in_the_bundle_of_its_trainers(four_gpus, tmp_path):
     need = Need(4, {"GPU": 1}, "PACK", together=2, guests="generator")
-    joined = RayCluster(settings_of(tmp_path, "auto"), lambda line: None)
+    joined = new_cluster(tmp_path, address="auto").ray
     joined.reserve({"trainer": need}, 30)
     names = [*(f"trainer_{n}" for n in range(4)), "generator_0", "generator_1"]
     options = {name: joined.options(name, 0) for name in names}
