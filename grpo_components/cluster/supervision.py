@@ -51,7 +51,7 @@ def dump_task_stacks(logs: Path, why: str) -> None:
 
 
 def quiet_task(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """Start a task whose error asyncio does not log if nobody retrieves it."""
+    """Start a task; asyncio does not log its error if nobody waits for the task."""
     task = asyncio.create_task(work)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task

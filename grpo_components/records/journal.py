@@ -25,7 +25,7 @@ from grpo_components.state_files import FORMAT, write_state
 from grpo_components.training.step_result import StepResult
 
 _SESSIONS = ("count", "calls", "trajectories")
-"""Those counts of agents' sessions that a step's receipt has."""
+"""Names of the counts of agents' sessions that go into a step's receipt."""
 
 
 class Journal:
