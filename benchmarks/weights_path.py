@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import multiprocessing
 import os
 import sys
@@ -476,6 +477,9 @@ def ratio(above: list[float], below: list[float]) -> str:
 async def on_cpu(sizes: list[str], repeats: dict[str, int], scratch: Path) -> str:
     """Measure all sizes, each in a new cluster; returns the tables."""
     from grpo_components.cluster.cluster import Cluster
+    from grpo_components.exchange.ledger import Ledger
+    from grpo_components.exchange.staleness import StalenessContract
+    from grpo_components.settings import Settings
 
     push, pull, memory = [], [], []
     for size in sizes:
@@ -484,7 +488,10 @@ async def on_cpu(sizes: list[str], repeats: dict[str, int], scratch: Path) -> st
         files = None, str(folder / "alone")
         peaks = [in_child(peak_alone, folder, shape, file) for file in files]
         (folder / "logs").mkdir()
-        cluster = Cluster(folder, "WARNING", attempt=0)
+        cfg = Settings.model_construct(output_dir=str(folder), log_level="WARNING", max_restarts=0)
+        ledger = Ledger(StalenessContract(0, 1), 1, iter(()))
+        log = logging.getLogger("cluster")
+        cluster = Cluster(cfg, ledger, log.warning, log.info)
         try:
             cluster.start()
             path = WeightsPath(cluster, folder, shape)

@@ -19,7 +19,7 @@ class Batch:
     """Summary of the groups that one step trains: new ones, then reused ones, each sorted by id."""
 
     packed: Any
-    """Ray reference to the S packed trajectories; S >= B * G, as a response may have several."""
+    """Ray reference to the packed trajectories: one or several for each of the B * G responses."""
     groups: Sequence[GroupSummary]
     entries: Sequence[LedgerEntry]
     batch_hash: str

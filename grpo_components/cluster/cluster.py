@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -21,13 +19,11 @@ from grpo_components.cluster.role_host import RoleHost, resource_use
 from grpo_components.cluster.role_process import RoleProcess
 from grpo_components.cluster.supervision import apart, root_cause
 from grpo_components.errors import ReplayStop, RoleFailedError
-from grpo_components.exchange.event_order import EventOrder
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.files import append_record
 from grpo_components.settings import Settings
 
 _HEARTBEAT_EVERY_S = 5.0
-_LOG = logging.getLogger("cluster")
 
 
 class Cluster:
@@ -35,24 +31,15 @@ class Cluster:
 
     def __init__(
         self,
-        output_dir: Path,
-        log_level: str,
-        attempt: int,
-        *,
-        budget: RestartBudget | None = None,
-        heartbeat_s: float = 60.0,
-        note: Callable[[str], None] = _LOG.warning,
-        phase: Callable[[str], None] = _LOG.info,
-        events: EventOrder | None = None,
-        steps_done: Callable[[], int] = lambda: 0,
-        address: str | None = None,
-        object_store_memory: int | None = None,
+        cfg: Settings,
+        ledger: Ledger,
+        note: Callable[[str], None],
+        phase: Callable[[str], None],
     ) -> None:
-        self._logs = output_dir.absolute() / "logs"
-        self._log_level, self._attempt = log_level, attempt
-        self._budget = budget or RestartBudget(0, math.inf)
-        self._heartbeat_s, self._events = heartbeat_s, events or EventOrder()
-        self.note, self._phase, self._steps_done = note, phase, steps_done
+        self._cfg, self._ledger, self.note, self._phase = cfg, ledger, note, phase
+        self._events, self._attempt = ledger.events, ledger.attempt
+        self._logs = Path(cfg.output_dir).absolute() / "logs"
+        self._budget = RestartBudget(cfg.max_restarts, cfg.restart_window_s)
         self._names: dict[str, str] = {}
         self._recover: Callable[[str], Awaitable[None]] | None = None
         self._starting: list[Role] = []
@@ -63,8 +50,8 @@ class Cluster:
         """Kind of role (`trainer`) -> Ray reference to the address where its ranks meet."""
         self._gpus: dict[str, Any] = {}
         """Name of a role whose GPUs another role shares -> Ray reference to these GPUs."""
-        self.ray = RayCluster(output_dir.absolute(), log_level, note, address, object_store_memory)
-        self._joined = address is not None
+        self.ray = RayCluster(cfg, note)
+        self._joined = cfg.ray.address is not None
         self.scratch = self.ray.scratch
         """Folder for temporary files, on every node; removed at the end."""
 
@@ -102,7 +89,8 @@ class Cluster:
             beside: names of the roles whose GPUs this role shares.
         """
         log_file = str(self._logs / f"{name}.log")
-        given = (log_file, str(self.scratch), self._log_level, cpu_threads, env or {}, sys.path)
+        level, scratch = self._cfg.log_level, str(self.scratch)
+        given = (log_file, scratch, level, cpu_threads, env or {}, sys.path)
 
         def start_process(incarnation: int) -> RoleProcess:
             options = self.ray.options(name, num_gpus)
@@ -218,10 +206,11 @@ class Cluster:
                 beat_of_driver()
                 await asyncio.sleep(_HEARTBEAT_EVERY_S)
 
+        heartbeat_s = self._cfg.timeouts.heartbeat_s
         async with asyncio.TaskGroup() as tasks:
             watching = [tasks.create_task(watch_driver())]
             for role in self.roles:
-                watch = role.watch(_HEARTBEAT_EVERY_S, self._heartbeat_s, self._beat)
+                watch = role.watch(_HEARTBEAT_EVERY_S, heartbeat_s, self._beat)
                 watching.append(tasks.create_task(watch, name=f"watch {role.name}"))
                 watching.append(tasks.create_task(self._replay_restarts(role)))
             await loops()
@@ -252,7 +241,7 @@ class Cluster:
         if rollback:
             how += f" from the last checkpoint, as attempt {attempt}"
         while True:
-            (what, step), done = self._last_failure, self._steps_done()
+            (what, step), done = self._last_failure, self._ledger.steps_done
             self._last_failure = failure.what, done
             # An error of the code or the data comes back at the same step, at the latest.
             repeated = what == failure.what and done <= step
@@ -331,23 +320,5 @@ def _objects_in_scope() -> int:
     return len(core.get_all_reference_counts())
 
 
-def build_cluster(
-    cfg: Settings,
-    ledger: Ledger,
-    note: Callable[[str], None],
-    phase: Callable[[str], None],
-) -> Cluster:
-    """Build a run's `Cluster` from its config and ledger, without starting Ray."""
-    return Cluster(
-        Path(cfg.output_dir),
-        cfg.log_level,
-        ledger.attempt,
-        budget=RestartBudget(cfg.max_restarts, cfg.restart_window_s),
-        heartbeat_s=cfg.timeouts.heartbeat_s,
-        note=note,
-        phase=phase,
-        events=ledger.events,
-        steps_done=lambda: ledger.steps_done,
-        address=cfg.ray.address,
-        object_store_memory=cfg.object_store_memory,
-    )
+build_cluster = Cluster
+"""Name by which recipes build the cluster of a run; `start` then starts Ray."""

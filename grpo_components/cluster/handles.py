@@ -45,7 +45,7 @@ class GeneratorHandle:
         self.version = 0
         """Policy version of the generator's weights; -1 for none, or weights of another attempt."""
         self.held_version = -1
-        """Version, of this attempt, since which the generator can load only changes; -1 if none."""
+        """Version of this attempt that the generator has, and can apply deltas to; -1 if none."""
         self.load_s = 0.0
         """Seconds that the last load of weights took; 0 if the generator has slept since."""
         self.rollouts_since_pull = 0

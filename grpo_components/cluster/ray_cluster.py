@@ -30,6 +30,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from grpo_components.errors import fail
+from grpo_components.settings import Settings
 
 _EARLY_WORKERS = 4
 """Number of processes that every run needs: trainer, generator, buffer, parameter server."""
@@ -64,18 +65,12 @@ class Need:
 class RayCluster:
     """Starts or joins Ray, places the roles of a run on its nodes, and cleans up at the end."""
 
-    def __init__(
-        self,
-        output_dir: Path,
-        log_level: str,
-        note: Callable[[str], None],
-        address: str | None,
-        object_store_memory: int | None,
-    ) -> None:
-        self._output_dir, self._note, self._address = output_dir, note, address
-        self._store_bytes = object_store_memory
+    def __init__(self, cfg: Settings, note: Callable[[str], None]) -> None:
+        self._note, self._address = note, cfg.ray.address
+        self._output_dir = Path(cfg.output_dir).absolute()
+        self._store_bytes = cfg.object_store_memory
         # At WARNING, Ray logs much that does not concern the user.
-        self._level = getattr(logging, "ERROR" if log_level == "WARNING" else log_level)
+        self._level = getattr(logging, "ERROR" if cfg.log_level == "WARNING" else cfg.log_level)
         self._processes: set[psutil.Process] = set()
         """Processes that Ray started; `stop` ends these, and no other children."""
         # In the main thread, Ray would replace the handler of SIGTERM. Its processes end with the

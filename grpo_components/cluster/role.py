@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from grpo_components.cluster.role_host import DUMP_STACKS
 from grpo_components.cluster.role_process import RoleProcess, role_failure
-from grpo_components.cluster.supervision import dump_task_stacks
+from grpo_components.cluster.supervision import dump_task_stacks, quiet_task
 from grpo_components.errors import RoleFailedError, RoleLostError
 
 _STACK_DUMP_S = 0.5
@@ -259,9 +259,8 @@ class Role:
         if of_another or not self.restarts_alone or asyncio.current_task() is self._restarting:
             raise failure
         if self._restarting is None and process is self.process and not self.lost:
-            self._restarting = asyncio.create_task(self._restart(failure, repeated))
-            # Retrieve its error: maybe nobody waits, if another role has ended the loops meanwhile.
-            self._restarting.add_done_callback(lambda task: task.cancelled() or task.exception())
+            # Maybe nobody waits for it, if another role has ended the loops meanwhile.
+            self._restarting = quiet_task(self._restart(failure, repeated))
         await self._wait_restarted()
 
     async def _wait_restarted(self) -> None:

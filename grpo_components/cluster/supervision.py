@@ -50,19 +50,24 @@ def dump_task_stacks(logs: Path, why: str) -> None:
             task.print_stack(file=file)
 
 
+def quiet_task(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Start a task; asyncio does not log its error if nobody waits for the task."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
+
+
 async def apart(work: Coroutine[Any, Any, None]) -> None:
     """Run work in its own task, so that its failure cannot hide a cancellation by Ctrl-C.
 
     Without this, a task group that is cancelled while one of its tasks fails raises the failure.
     """
-    task = asyncio.create_task(work)
+    task = quiet_task(work)
     try:
         await asyncio.wait([task])
     except asyncio.CancelledError:
         task.cancel()
         await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()  # retrieve it, so that asyncio does not warn
         raise
     task.result()
 

@@ -8,11 +8,12 @@ either fails. The weights themselves do not pass through the driver.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from itertools import count
 from typing import Any
 
 from grpo_components.cluster.role import Role
+from grpo_components.cluster.supervision import quiet_task
 from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.weight_probe import LoadedWeights
 from grpo_components.settings import Timeouts
@@ -60,7 +61,7 @@ class WeightTransfer:
         group = sender.submit("transfer_group", *link, lane=_LINKS)
         receiving = receiver.submit("receive_weights", version, number, group, *manifests)
         awaited = receiver.submit("weights_awaited", number)
-        received = _task(receiver.answer(receiving, "load_weights", self._limit_s))
+        received = quiet_task(receiver.answer(receiving, "load_weights", self._limit_s))
         is_whole = False
         try:
             ready = receiver.answer(awaited, "weights_awaited", self._limit_s)
@@ -85,18 +86,10 @@ async def _failed(role: str, what: str) -> Any:
     raise RoleFailedError(role, what, "", "raised")
 
 
-async def _unless_failed(received: asyncio.Task[Any], work: Awaitable[Any]) -> Any:
+async def _unless_failed(received: asyncio.Task[Any], work: Coroutine[Any, Any, Any]) -> Any:
     """Return the result of `work`; if the receiving task fails before it, raise that failure."""
-    working = _task(work)
+    working = quiet_task(work)
     await asyncio.wait((working, received), return_when=asyncio.FIRST_COMPLETED)
     if not working.done():
         received.result()
     return await working
-
-
-def _task(work: Awaitable[Any]) -> asyncio.Task[Any]:
-    """Start a task whose error asyncio does not log if nobody retrieves it."""
-    task = asyncio.ensure_future(work)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())
-    assert isinstance(task, asyncio.Task)
-    return task

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -20,6 +21,8 @@ _EVALUATION = "evaluation.json"
 """Name of the file in a checkpoint with the metrics of its evaluation."""
 _KIND = "kind"
 """Key in `evaluation.json`: a hash of the settings that an evaluation depends on."""
+_ADDRESS = ("base_url", "api_key_env")
+"""Config keys of a judge that do not affect its grades."""
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -111,20 +114,21 @@ def point_latest(checkpoint: Path) -> None:
     _point(checkpoint, LATEST)
 
 
-def rate(checkpoint: Path, metrics: Mapping[str, float], kind: str) -> None:
-    """Write `evaluation.json` in a checkpoint: the metrics, and `kind`, a hash of the settings."""
+def rate(checkpoint: Path, metrics: Mapping[str, float], cfg: Settings) -> None:
+    """Write `evaluation.json` in a checkpoint: the metrics, and a hash of the settings."""
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    rating = json.dumps({**finite, _KIND: kind}, indent=1)
+    rating = json.dumps({**finite, _KIND: _kind_of_evaluation(cfg)}, indent=1)
     write_whole(checkpoint / _EVALUATION, rating, durable=True)
     _sync(checkpoint)
 
 
-def choose_best(checkpoints: Path, metric: str, last_step: int, kind: str) -> Path | None:
-    """Point `best` at the checkpoint with the highest metric; on a tie, at the earliest one.
+def choose_best(checkpoints: Path, last_step: int, cfg: Settings) -> Path | None:
+    """Point `best` at the checkpoint with the highest `keep_best`; on a tie, at the earliest one.
 
-    Only steps up to `last_step` count, and only evaluations of this `kind`: a hash of their
-    prompts, sampling and rewards.
+    Only steps up to `last_step` count, and only evaluations of the same prompts, sampling and
+    rewards as in `cfg`.
     """
+    metric, kind = cfg.keep_best, _kind_of_evaluation(cfg)
     ratings, steps = {}, saved_steps(checkpoints)
     for folder, step in steps.items():
         path = folder / _EVALUATION
@@ -141,6 +145,21 @@ def choose_best(checkpoints: Path, metric: str, last_step: int, kind: str) -> Pa
     if best != _target(checkpoints, BEST):
         _point(best, BEST)
     return best
+
+
+def _kind_of_evaluation(cfg: Settings) -> str:
+    """Return a hash of the settings that an evaluation depends on; a resume may change them."""
+    given, generator, temperature = cfg.eval, cfg.generator, cfg.eval.temperature
+    if temperature is None:
+        temperature = generator.temperature
+    sampling = temperature, given.samples_per_prompt, generator.max_response_tokens
+    rewards = [
+        {key: value for key, value in reward.items() if key not in _ADDRESS}
+        for reward in cfg.rewards.values()
+    ]
+    parts = cfg.eval_dataset, cfg.environment, rewards
+    kind = (*map(str, parts), sampling, generator.truncation)
+    return hashlib.sha256(json.dumps(kind, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def discard(path: Path) -> None:

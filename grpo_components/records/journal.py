@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from grpo_components.cluster.handles import Roles
+from grpo_components.cluster.supervision import quiet_task
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.errors import ReplayStop
 from grpo_components.exchange.ledger import Ledger
@@ -26,10 +25,7 @@ from grpo_components.state_files import FORMAT, write_state
 from grpo_components.training.step_result import StepResult
 
 _SESSIONS = ("count", "calls", "trajectories")
-"""Those counts of agents' sessions that a step's receipt has."""
-
-_ADDRESS = ("base_url", "api_key_env")
-"""Config keys of a judge that do not affect its grades."""
+"""Names of the counts of agents' sessions that go into a step's receipt."""
 
 
 class Journal:
@@ -106,9 +102,8 @@ class Journal:
             return
         await roles.trainers.hold_state(in_background=self._cfg.async_checkpoint)
         state, buffered = self.held
-        self._writing = asyncio.create_task(self._write(step, state, [batch, *buffered], roles))
-        # Retrieve the error, so that asyncio does not warn if the run ends with another one.
-        self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        # Nobody waits for it if the run ends with another error.
+        self._writing = quiet_task(self._write(step, state, [batch, *buffered], roles))
         if not self._cfg.async_checkpoint:
             await self.finish()
 
@@ -127,7 +122,7 @@ class Journal:
         self._evaluations = {}  # those of an attempt that was rolled back
         if checkpoint:
             if self._cfg.keep_best and checkpoint.parent == self._folder.resolve():
-                self._choose_best(ledger.steps_done)
+                checkpoint_folder.choose_best(self._folder, ledger.steps_done, self._cfg)
                 self._versions = {ledger.steps_done: ledger.policy_version}
             await roles.trainers.load_state(checkpoint)
             await roles.buffer.read_state(checkpoint / "state")
@@ -203,8 +198,8 @@ class Journal:
             return
         checkpoint = self._folder / f"step_{step}"
         try:
-            checkpoint_folder.rate(checkpoint, metrics, _kind_of_evaluation(self._cfg))
-            best = self._choose_best(step)
+            checkpoint_folder.rate(checkpoint, metrics, self._cfg)
+            best = checkpoint_folder.choose_best(self._folder, step, self._cfg)
         except OSError as error:
             self._report(f"the evaluation of {checkpoint} could not be written: {error}", error)
         else:
@@ -212,27 +207,7 @@ class Journal:
                 value = metrics[self._cfg.keep_best]
                 self._log.note(f"step {step}: best checkpoint, {self._cfg.keep_best} {value:.3f}")
 
-    def _choose_best(self, last_step: int) -> Path | None:
-        assert self._cfg.keep_best, "no metric"
-        given = self._cfg.keep_best, last_step, _kind_of_evaluation(self._cfg)
-        return checkpoint_folder.choose_best(self._folder, *given)
-
     def _report(self, problem: str, error: OSError) -> None:
         if self._cfg.checkpoint_failure == "error":
             raise OSError(problem) from error
         self._log.note(problem)
-
-
-def _kind_of_evaluation(cfg: Settings) -> str:
-    """Return a hash of the settings that an evaluation depends on; a resume may change them."""
-    given, generator, temperature = cfg.eval, cfg.generator, cfg.eval.temperature
-    if temperature is None:
-        temperature = generator.temperature
-    sampling = temperature, given.samples_per_prompt, generator.max_response_tokens
-    rewards = [
-        {key: value for key, value in reward.items() if key not in _ADDRESS}
-        for reward in cfg.rewards.values()
-    ]
-    parts = cfg.eval_dataset, cfg.environment, rewards
-    kind = (*map(str, parts), sampling, generator.truncation)
-    return hashlib.sha256(json.dumps(kind, sort_keys=True, default=str).encode()).hexdigest()

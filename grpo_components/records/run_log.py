@@ -56,7 +56,7 @@ class RunLog:
         """Seconds, generated and trained tokens of the last steps."""
         self._steps_left = cfg.num_steps
         self._last = time.perf_counter()
-        self._generated_tokens = self._counted_tokens = 0
+        self._tokens_since_step = 0
         self._live_report = LiveReport(self._output_dir, self._progress.note)
         logged = records_of(self._logs / "metrics.jsonl", f'"{_WALL_CLOCK}": '.encode())
         earlier_s = max((record.get(_WALL_CLOCK) or 0 for record in logged), default=0)
@@ -90,8 +90,7 @@ class RunLog:
         """Log a step's metrics, and the tokens per second of wall time, evaluations included."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
-        generated = self._generated_tokens - self._counted_tokens
-        self._counted_tokens = self._generated_tokens
+        generated, self._tokens_since_step = self._tokens_since_step, 0
         metrics |= _throughput(seconds, generated, trained_tokens)
         self._steps += 1
         self._steps_left = self._cfg.num_steps - step
@@ -117,13 +116,13 @@ class RunLog:
 
     def count_generated(self, tokens: int) -> None:
         """Count tokens that were sampled for training, to log the throughput of generation."""
-        self._generated_tokens += tokens
+        self._tokens_since_step += tokens
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show an evaluation's success rate; log the evaluation before the first step as step 0."""
         if not self._evaluated:  # before the attempt's first step: throughput counts from here
             self._last = time.perf_counter()
-            self._generated_tokens = self._counted_tokens = 0
+            self._tokens_since_step = 0
         self._evaluated = True
         version = metrics["eval/policy_version"]
         if step == 0:

@@ -24,7 +24,7 @@ from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
-from grpo_components.settings import Settings
+from grpo_components.settings import Settings, Timeouts
 from grpo_components.training.step_result import StepResult
 from grpo_components.trajectory import GroupSummary
 from grpo_tools.books import Books
@@ -138,10 +138,10 @@ class World:
         self.ledger.events = EventOrder(0, self.recording, [self._note])
         self._names: dict[str, str] = {}
         self.budget = RestartBudget(bound.max_restarts, math.inf, lambda: self.now)
-        self.cluster = Cluster(
-            logs, "WARNING", 0, budget=self.budget, heartbeat_s=math.inf, note=lambda line: None,
-            phase=lambda line: None, events=self.ledger.events,
-        )  # fmt: skip
+        timeouts = Timeouts.model_construct(heartbeat_s=math.inf)
+        cfg = Settings.model_construct(output_dir=str(logs), log_level="WARNING", timeouts=timeouts)
+        self.cluster = Cluster(cfg, self.ledger, lambda line: None, lambda line: None)
+        self.cluster._budget = self.budget
         # In a replay, the order within an engine is its schedule's, which no stand-in has.
         most = bound.steps if self.recording else bound.max_staleness
         trainer = partial(Trainer, most, bound.groups_per_step, self.files)

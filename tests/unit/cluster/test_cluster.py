@@ -12,14 +12,15 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import ray
+from lib.clusters import new_cluster
 from lib.counter_role import GpusWhenUnpickled
 
 from grpo_components.cluster import role as role_module
-from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.ray_cluster import RayCluster
 from grpo_components.cluster.role import RestartBudget
 from grpo_components.cluster.supervision import exit_code
 from grpo_components.errors import RoleFailedError, RoleLostError
+from grpo_components.exchange.ledger import Ledger
 
 pytestmark = pytest.mark.anyio
 
@@ -76,8 +77,8 @@ def cluster(output_dir, budget, all_notes, processes):
         at_start = line.startswith("starting ") or " is ready after " in line
         (all_notes.starts if at_start else all_notes.others).append(line)
 
-    options = {"budget": budget, "note": note, "object_store_memory": STORE}
-    cluster = Cluster(output_dir, "WARNING", attempt=0, **options)
+    cluster = new_cluster(output_dir, note, object_store_memory=STORE)
+    cluster._budget = budget
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[2])  # has the role's class; roles inherit it
         patch.setattr(ray, "init", partial(ray.init, num_gpus=4))  # Ray believes it
@@ -419,8 +420,8 @@ async def test_the_same_error_of_a_rank_ends_the_run_unless_a_later_step_was_don
     budget.allow(9)
     rank = await spawn(cluster, "rank_in_error", restarts_alone=False)
     steps = iter([3, 4, 4])
-    monkeypatch.setattr(cluster, "_steps_done", lambda: next(steps))
-
+    steps_done = property(lambda ledger: next(steps))
+    monkeypatch.setattr(Ledger, "steps_done", steps_done, raising=False)
     fails = partial(rank.call, "fail", timeout_s=30)
     with pytest.raises(RoleFailedError, match="KeyError: 'no such thing'; failed the same way"):
         await cluster.supervise(fails, nothing_to_do, nothing_to_do)
@@ -491,7 +492,7 @@ def test_sigterm_while_ray_starts_ends_the_run_like_any_other(output_dir, monkey
 
     monkeypatch.setattr("ray.init", init)
     monkeypatch.setattr("sys.argv", ["recipe"])
-    own = Cluster(output_dir, "WARNING", attempt=0)
+    own = new_cluster(output_dir)
     before = {number: signal.getsignal(number) for number in ENDING}
     try:
         assert exit_code(own.start) == 143

@@ -7,10 +7,10 @@ from inspect import signature
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lib.clusters import new_cluster
 from lib.role import AtOnce, StandInHost, stand_in_role
 from ray.exceptions import OutOfMemoryError
 
-from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.role import RestartBudget, role_failure
 from grpo_components.cluster.role_host import RoleHost
 from grpo_components.cluster.supervision import root_cause
@@ -117,7 +117,7 @@ async def test_the_same_error_after_a_success_is_a_new_error():
 async def test_lost_data_ends_a_run_without_roles_that_restart_together(tmp_path):
     """As one without a trainer, whose loops cannot begin again."""
     (tmp_path / "logs").mkdir()
-    cluster, lost = Cluster(tmp_path, "WARNING", attempt=0), failure(kind="lost")
+    cluster, lost = new_cluster(tmp_path), failure(kind="lost")
     cluster._restart_together = lambda *_: pytest.fail("restarted")
 
     async def loops():

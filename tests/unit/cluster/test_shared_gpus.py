@@ -6,16 +6,16 @@ from unittest.mock import MagicMock
 
 import pytest
 import ray
+from lib.clusters import new_cluster
 
 from grpo_components.cluster import cluster as cluster_module
-from grpo_components.cluster.cluster import Cluster
-from grpo_components.cluster.ray_cluster import Need, RayCluster
+from grpo_components.cluster.ray_cluster import Need
 
 
 @pytest.fixture
 def four_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(ray, "init", partial(ray.init, num_gpus=4))
-    cluster = Cluster(tmp_path, "WARNING", 0, object_store_memory=80 * 10**6)
+    cluster = new_cluster(tmp_path, object_store_memory=80 * 10**6)
     try:
         cluster.start()
         yield
@@ -32,7 +32,7 @@ class Placed:
 @pytest.mark.timeout(120)
 def test_in_a_joined_cluster_it_is_placed_in_the_bundle_of_its_trainers(four_gpus, tmp_path):
     need = Need(4, {"GPU": 1}, "PACK", together=2, guests="generator")
-    joined = RayCluster(tmp_path, "WARNING", lambda line: None, "auto", None)
+    joined = new_cluster(tmp_path, address="auto").ray
     joined.reserve({"trainer": need}, 30)
     names = [*(f"trainer_{n}" for n in range(4)), "generator_0", "generator_1"]
     options = {name: joined.options(name, 0) for name in names}
@@ -64,7 +64,7 @@ def test_a_restarted_generator_uses_the_gpus_of_the_present_trainer_if_its_node_
     monkeypatch.setattr(ray, "remote", lambda _: actor)
     placed = SimpleNamespace(scratch=tmp_path, options=lambda *_: {})
     monkeypatch.setattr(cluster_module, "RayCluster", lambda *_: placed)
-    cluster = Cluster(tmp_path, "WARNING", 0, address=address)
+    cluster = new_cluster(tmp_path, address=address)
     for name, beside in (("trainer_0", ()), ("generator_0", ["trainer_0"])):
         cluster.spawn(name, "a.Role", beside=beside)
     for role in cluster.roles:

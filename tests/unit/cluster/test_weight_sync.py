@@ -329,7 +329,7 @@ async def test_a_new_attempt_begins_with_a_whole_push_although_versions_come_aga
 
 
 async def restarts(setting):
-    """The first one comes before any push, so that only the second one pulls."""
+    """Restart a generator twice: before any push, and after one, so that only the second pulls."""
     generator = setting.generators[0]
     await generator.role.replay_restart("died")
     await setting.rollout(generator)
@@ -398,7 +398,7 @@ class Trainers:
 
 
 def push_all(trainers, deltas, count, forgets=()):
-    """What the server then has, and the sizes of the pushes, as the metrics get them."""
+    """Push `count` times; return for each the size in the metrics, and what the server has."""
 
     async def run():
         role = stand_in_role("server", VLLMParameterServer)

@@ -42,7 +42,7 @@ class Sender:
 
 
 class Receiver:
-    """Receives what is sent; fails before it waits for that, or after, if it is told."""
+    """Receives what is sent; raises `early` before it waits for that, or `late` once it is sent."""
 
     def __init__(self, wire, early=None, late=None):
         self.wire, self.early, self.late = wire, early, late

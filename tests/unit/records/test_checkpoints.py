@@ -211,7 +211,7 @@ class Run:
 
 
 MOMENTA = tuple(accumulate(map(np.float32, (1, 2, 3)), lambda m, g: np.float32(0.9 * m + g)))
-"""After each step: gradients add up, as nothing sets them to zero here."""
+"""Momentum after each step; gradients add up, as nothing sets them to zero here."""
 
 
 async def state_of(folder, tmp_path):

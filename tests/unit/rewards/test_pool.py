@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from lib.clusters import new_cluster
 from lib.whole_runs import records
 
-from grpo_components.cluster.cluster import Cluster
-from grpo_components.cluster.role import RestartBudget
 from grpo_components.rewards.pool import RewardPool, RewardSpec, Score
 
 POOL = "grpo_components.rewards.pool.RewardPool"
@@ -311,7 +310,7 @@ def begun(tmp_path):
 @pytest.fixture
 def cluster(tmp_path):
     (tmp_path / "logs").mkdir()
-    cluster = Cluster(tmp_path, "WARNING", attempt=0, budget=RestartBudget(2, 600))
+    cluster = new_cluster(tmp_path, max_restarts=2)
     cluster.start()
     yield cluster
     cluster.stop()
