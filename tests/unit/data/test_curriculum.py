@@ -110,10 +110,8 @@ def test_draws_follow_from_seed_and_results_alone_through_states(rule, parts, be
     rest = played(whole, after, indices)
     again = over(*parts, rule=rule, seed=seed)
     assert played(again, [*before, "step"], indices) == first
-    for used in (
-        again,
-        over(*parts, rule=rule, seed=seed),
-    ):  # one at another place, a new one
+    new = over(*parts, rule=rule, seed=seed)
+    for used in (again, new):  # `again` is at another place
         used.load_state_dict(state)
         assert played(used, after, indices) == rest
     assert len({*first, *rest}) == len(first) + len(rest)  # a pair of row and epoch comes once
