@@ -102,8 +102,8 @@ def write_report(
 
 def _page(folder: Path, max_groups: int, next_page_s: float | None) -> str:
     logs, parts, is_live = folder / "logs", PageParts(), next_page_s is not None
-    metrics, history = read_run(folder)
-    run = Run(folder, metrics, history)
+    history = read_run(folder)
+    metrics, run = history.metrics, Run(history)
     rollouts = read_groups(logs / "rollouts.jsonl", history.attempts, max_groups)
     answers = read_groups(logs / ANSWERS, history.attempts, max_groups, of_evaluations=True)
     trained, others = bool(run.steps), {}  # else it has no curves, only values
@@ -137,9 +137,9 @@ def _page(folder: Path, max_groups: int, next_page_s: float | None) -> str:
     configs = [path for path in (folder / "config.yaml", *earlier) if path.exists()]
     parts.add("Config", lambda: part("configs", configs, bool(earlier)))
     parts.sections |= others
-    state = state_text(history, metrics, live=is_live)
-    top = part("top", state, run.error, read_facts(folder, metrics, history.starts))
-    figures = part("tiles", key_figures(metrics, history))
+    state = state_text(history, live=is_live)
+    top = part("top", state, run.error, read_facts(history))
+    figures = part("tiles", key_figures(history))
     return parts.html(
         f"Run {folder.resolve().name}",
         top,
