@@ -15,6 +15,12 @@ class Audited(NamedTuple):
 
 
 @pytest.fixture
+def events(tmp_path, write_run):
+    """The events of a valid run of six steps."""
+    return write_run(tmp_path / "receipts.jsonl")
+
+
+@pytest.fixture
 def audit(tmp_path, capsys, write_receipts):
     """Audits events with a valid chain, by default alone: without a run's other files."""
 
