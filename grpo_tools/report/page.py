@@ -32,7 +32,6 @@ from grpo_tools.report.run_files import DAMAGED, read_run
 from grpo_tools.report.safe_text import part, script_json, whole_page
 from grpo_tools.report.timeline import timeline
 
-_FILES = files("grpo_tools.report")
 _DIFFERENCES = "trainer - generator, trainer - reference, generator - reference, trainer - teacher"
 """Pairs of logprobs whose difference can color the tokens."""
 
@@ -70,18 +69,15 @@ class PageParts:
         from plotly.offline import get_plotlyjs  # imported here because it reads 5 MB
 
         data = {"charts": self._figures, **data}
-        script, plotly = (_FILES / "page.js").read_text("utf-8"), get_plotlyjs()
+        script = (files("grpo_tools.report") / "page.js").read_text("utf-8")
+        scripts = get_plotlyjs(), script
         return whole_page(
             **{"title": title, "state": state, "top": top, "command": command},
             sections=self.sections,
             written=f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
             data={name: script_json(value) for name, value in data.items()},
-            **{
-                "style": (_FILES / "page.css").read_text("utf-8"),
-                "plotly": plotly,
-                "script": script,
-            },
-            hashes=[*map(_hash, (plotly, script))],
+            scripts=scripts,
+            hashes=[*map(_hash, scripts)],
         )
 
 
