@@ -115,7 +115,7 @@ def _largest(
 
 
 def _weight(sequences: Sequence[TokenSequence], wide: float) -> float:
-    """Return a batch's memory in units of an attention key; a token takes `wide`, masks none."""
+    """Return a batch's memory: a key counts 1, a token `wide`; attention masks are left out."""
     layout = arrange(parts_of(sequences), _META).layout
     keys = sum(block.keys.numel() for block in layout.padded.blocks)
     return wide * len(layout.positions) + keys

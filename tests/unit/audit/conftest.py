@@ -1,4 +1,4 @@
-"""Audits events by themselves."""
+"""Makes a valid run's events, and audits changed ones."""
 
 from typing import NamedTuple
 
