@@ -124,10 +124,10 @@ class Peaks:
 
 def predicted(case: Case) -> int:
     """Return the planned bytes of a rank or of the reference."""
-    sizes, of = ModelSizes.of(case.build_model), trainer_memory
     if case.reference:
-        of = reference_memory
-    return of(case.cfg, sizes, PROMPT_TOKENS, _CPU).total
+        return reference_memory(case.cfg, PROMPT_TOKENS, _CPU).total
+    sizes = ModelSizes.of(case.build_model)
+    return trainer_memory(case.cfg, sizes, PROMPT_TOKENS, _CPU).total
 
 
 def measured(case: Case) -> Peaks:

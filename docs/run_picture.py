@@ -174,7 +174,7 @@ def learning(metrics: Sequence[Record], top: float) -> tuple[list[str], float]:
 
 def draw(folder: Path, first_step: int) -> str:
     """Return the picture of a finished run, as the text of an SVG file."""
-    metrics, _ = read_run(folder)
+    metrics = read_run(folder).metrics
     events = read_events(records_of(folder / "receipts.jsonl"))
     above, y = overlap(events, first_step, 46)
     below, end = learning(metrics, y + 58)

@@ -194,14 +194,14 @@ class RunLog:
         from grpo_tools.report.facts import key_figures  # tools, loaded at the end of a run only
         from grpo_tools.report.run_files import read_run
 
-        metrics, history = read_run(self._output_dir)
-        rows = key_figures(metrics, history)
+        run = read_run(self._output_dir)
+        rows = key_figures(run)
         if self._steps:
             rows |= {"books": self._books(), "steps skipped": skipped_steps, "replay": replay}
             rows["checkpoint"] = self._checkpoint or "none"
             rows["sample rollouts"] = str(self._logs / "rollouts.jsonl")
         else:
-            ends = (metrics[-1][f"eval/success_rate_{end}"] for end in ("low", "high"))
+            ends = (run.metrics[-1][f"eval/success_rate_{end}"] for end in ("low", "high"))
             rows["95 % confidence"] = " to ".join(f"{end:.3f}" for end in ends)
         rows["metrics"] = str(self._logs / "metrics.jsonl")
         self._progress.summary([(label, value) for label, value in rows.items() if value])

@@ -16,7 +16,7 @@ import yaml
 from grpo_components.files import Record, records_of
 from grpo_components.time_use import STARTING
 from grpo_tools.report.curves import values_of
-from grpo_tools.report.run_files import DAMAGED, History, read_config, read_history, read_metrics
+from grpo_tools.report.run_files import DAMAGED, History, read_config, read_history
 from grpo_tools.report.timeline import seconds_by_role
 
 _FEWEST, FEWEST_OF_TREND = 5, 15
@@ -41,8 +41,8 @@ class Run:
     A metric that was not measured is NaN, so every comparison with it is false.
     """
 
-    def __init__(self, folder: Path, metrics: list[Record], history: History) -> None:
-        self.folder, self.history = folder, history
+    def __init__(self, history: History) -> None:
+        self.folder, self.history, metrics = history.folder, history, history.metrics
         self.steps = [each for each in metrics if each["step"] > 0]
         self.evaluations = [each for each in metrics if values_of([each], "eval/success_rate")]
         start = history.starts[-1] if history.starts else {}
@@ -54,17 +54,17 @@ class Run:
         self.steps_left = 0 if over else max(0, start.get("num_steps", 0) - done)
         self.failed_samples, self.failed_in_evaluations = Counter[str](), 0
         self.failed_groups = set[int]()
-        for record in records_of(folder / "logs" / "failed_samples.jsonl", b'"errors"'):
+        for record in records_of(self.folder / "logs" / "failed_samples.jsonl", b'"errors"'):
             with contextlib.suppress(*DAMAGED):
                 self.failed_samples.update(record["errors"])
                 evaluated = sum(record["errors"].values()) if "evaluation" in record else 0
                 self.failed_in_evaluations += evaluated
                 self.failed_groups.add(record.get("group_id", -1))
-        warned = records_of(folder / "logs" / "warnings.jsonl", b'"kind"')
+        warned = records_of(self.folder / "logs" / "warnings.jsonl", b'"kind"')
         self.warnings = {str(each.get("kind")): str(each.get("warning")) for each in warned}
         self._config: Record = {}
         with contextlib.suppress(OSError, ValueError):
-            config = read_config(folder)
+            config = read_config(self.folder)
             self._config = config if isinstance(config, dict) else {}
 
     def setting(self, key: str, default: Any = None) -> Any:
@@ -126,8 +126,8 @@ class Run:
 
 def read(folder: Path) -> Run:
     """Read the files of a run; raise a FileNotFoundError if the folder has none."""
-    history, path = read_history(folder), folder / "logs" / "metrics.jsonl"
-    metrics = read_metrics(path, history.attempts)
-    if not metrics and not history.starts:
+    history = read_history(folder)
+    if not history.metrics and not history.starts:
+        path = folder / "logs" / "metrics.jsonl"
         raise FileNotFoundError(f"no run: neither {path} nor receipts.jsonl has a record of one")
-    return Run(folder, metrics, history)
+    return Run(history)

@@ -145,7 +145,7 @@ def _roles(
     if not (cfg.eval_only or cfg.rollout_only):
         yield trainer_memory(cfg, sizes, prompt_tokens, device)
     if needs_reference and cfg.num_references and not cfg.eval_only:
-        yield reference_memory(cfg, sizes, prompt_tokens, device)
+        yield reference_memory(cfg, prompt_tokens, device)
     if cfg.teacher and cfg.trains:
         yield teacher_memory(cfg, cfg.teacher.path, prompt_tokens, device)
 

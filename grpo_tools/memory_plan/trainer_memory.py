@@ -115,7 +115,7 @@ def _largest(
 
 
 def _weight(sequences: Sequence[TokenSequence], wide: float) -> float:
-    """Return a batch's memory in units of an attention key; a token takes `wide`, masks none."""
+    """Return a batch's memory: a key counts 1, a token `wide`; attention masks are left out."""
     layout = arrange(parts_of(sequences), _META).layout
     keys = sum(block.keys.numel() for block in layout.padded.blocks)
     return wide * len(layout.positions) + keys
@@ -165,39 +165,35 @@ def trainer_memory(
     return memory
 
 
-def reference_memory(
-    cfg: Settings, sizes: ModelSizes, prompt_tokens: int, device: Device
-) -> RoleMemory:
+def reference_memory(cfg: Settings, prompt_tokens: int, device: Device) -> RoleMemory:
     """Predict the memory of a reference."""
-    memory = RoleMemory("reference", cfg.num_references, cfg.gpus_per_reference)
     whole = "num_references: a reference is whole on one GPU; allowed: 0, without a KL"
-    _add_frozen_model(memory, cfg, _policy(cfg), sizes.flops, prompt_tokens, device, whole)
-    return memory
+    memory = RoleMemory("reference", cfg.num_references, cfg.gpus_per_reference, smaller=whole)
+    return _with_frozen_model(memory, cfg, _policy(cfg), prompt_tokens, device)
 
 
 def teacher_memory(cfg: Settings, path: str, prompt_tokens: int, device: Device) -> RoleMemory:
     """Predict the memory of a teacher, from the config.json in its folder."""
     if not (Path(path) / "config.json").is_file():
         fail("teacher.path", f"no file {path}/config.json", "the folder of a model, for its sizes")
-    build_model = partial(hugging_face, path)
-    with torch.device("meta"):
-        flops = ModelFlops.of(build_model())
-    memory = RoleMemory("teacher", cfg.num_teachers, cfg.gpus_per_teacher)
     whole = "teacher.path: a teacher is whole on one GPU; allowed: a smaller one"
-    _add_frozen_model(memory, cfg, build_model, flops, prompt_tokens, device, whole)
-    return memory
+    memory = RoleMemory("teacher", cfg.num_teachers, cfg.gpus_per_teacher, smaller=whole)
+    return _with_frozen_model(memory, cfg, partial(hugging_face, path), prompt_tokens, device)
 
 
-def _add_frozen_model(
+def _with_frozen_model(
     memory: RoleMemory,
     cfg: Settings,
     build_model: Callable[[], nn.Module],
-    flops: ModelFlops,
     prompt_tokens: int,
     device: Device,
-    whole: str,
-) -> None:
-    """Fill in the memory of a process that computes logprobs of groups with a frozen model."""
+) -> RoleMemory:
+    """Fill in, and return, the memory of a role that computes logprobs with a frozen model.
+
+    `memory.smaller` is kept only if the weights alone do not fit.
+    """
+    with _META:
+        flops = ModelFlops.of(build_model())
     batches = longest_micro_batches(cfg, prompt_tokens, 1, 1, flops, wide=10.0)
     runs = ((inference_bytes(cfg, build_model, batch.sequences), batch) for batch in batches)
     found, batch = max(runs, key=lambda each: _peak(each[0]))
@@ -207,9 +203,10 @@ def _add_frozen_model(
         memory.parts["reserve"] = int(memory.total * FRAGMENTATION) + GPU_PROCESS_BYTES
         memory.total += memory.parts["reserve"]
     memory.notes = [f"longest micro-batch {batch.tokens:,} tokens"]
-    memory.smaller = f"tokens_per_micro_batch: {cfg.tokens_per_micro_batch} given; allowed: less"
-    if weights > 0.9 * device.nbytes * memory.share:
-        memory.smaller = whole
+    if weights <= 0.9 * device.nbytes * memory.share:
+        given = f"tokens_per_micro_batch: {cfg.tokens_per_micro_batch} given"
+        memory.smaller = f"{given}; allowed: less"
+    return memory
 
 
 def _batches(cfg: Settings, sizes: ModelSizes, prompt_tokens: int) -> list[MicroBatch]:

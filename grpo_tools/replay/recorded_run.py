@@ -156,7 +156,7 @@ def _describe(event: str, fields: Mapping[str, Any]) -> str:
 
 
 class RecordedSchedule:
-    """`RecordedCommands` of one generator process, each with the engine step it came before."""
+    """Gives a replayed engine its commands before the same steps as in the recorded run."""
 
     def __init__(
         self,

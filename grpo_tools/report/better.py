@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from grpo_components.files import EVALUATIONS, records_of
 from grpo_components.records.run_folder import CODE
-from grpo_tools.report.run_files import DAMAGED, Attempts
+from grpo_tools.report.run_files import DAMAGED, History
 
 _T_QUANTILES = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """97.5 % quantile of Student's t for 1 to 10 degrees of freedom."""
@@ -37,22 +37,19 @@ class _Job(NamedTuple):
 
 
 def verdicts(
-    folders: Sequence[Path],
-    names: Sequence[str],
-    configs: Sequence[Mapping[str, str]],
-    attempts: Sequence[Attempts],
+    runs: Sequence[History], names: Sequence[str], configs: Sequence[Mapping[str, str]]
 ) -> list[str]:
     """Say whether each job beats the first; a job is all runs whose configs differ only in seed."""
     jobs: dict[tuple[tuple[str, str], ...], _Job] = {}
     lines: list[str] = []
-    for folder, name, config, its_attempts in zip(folders, names, configs, attempts, strict=True):
+    for run, name, config in zip(runs, names, configs, strict=True):
         if not config:
             lines.append(f"{name}: not comparable: it has no config.yaml")
             continue
         own = {key: value for key, value in config.items() if not key.startswith(_OF_A_SEED)}
         job = jobs.setdefault(tuple(sorted(own.items())), _Job([], set(), [], []))
         job.names.append(name)
-        for record in _last_evaluation(folder, its_attempts):
+        for record in _last_evaluation(run):
             job.seeds.add(config.get("seed", ""))
             job.steps.append(record[0])
             job.success.append(record[1])
@@ -76,17 +73,14 @@ def _measured_otherwise(first: Mapping[str, str], other: Mapping[str, str]) -> l
     return sorted(k for k in differ if k.startswith(decisive) and not k.endswith(".weight"))
 
 
-def _last_evaluation(folder: Path, attempts: Attempts) -> list[tuple[int, dict[int, float]]]:
+def _last_evaluation(run: History) -> list[tuple[int, dict[int, float]]]:
     """Return (step, prompt -> success) of the last evaluation that no attempt replaced, if any."""
     found: list[tuple[int, dict[int, float]]] = []
-    for record in records_of(folder / "logs" / EVALUATIONS, b'"success"'):
-        try:
-            if not attempts.counts(record):
-                continue
-            pairs = zip(record["prompt_index"], record["success"], strict=True)
-            found = [(record["step"], {index: float(value) for index, value in pairs})]
-        except DAMAGED:
-            continue
+    for record in records_of(run.folder / "logs" / EVALUATIONS, b'"success"'):
+        with contextlib.suppress(*DAMAGED):
+            if run.attempts.counts(record):
+                pairs = zip(record["prompt_index"], record["success"], strict=True)
+                found = [(record["step"], {index: float(value) for index, value in pairs})]
     return found
 
 

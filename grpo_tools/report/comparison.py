@@ -27,18 +27,16 @@ def write_comparison(folders: Sequence[Path], target: Path) -> tuple[Path, list[
     paths = [folder.resolve() for folder in folders]
     shared = os.path.commonpath([path.parent for path in paths])
     names = [text(path.relative_to(shared))[-_MAX_NAME_CHARS:] for path in paths]
-    figures, metrics, attempts = [], [], []
-    for folder in folders:
-        found, history = read_run(folder)
-        metrics.append(found)
-        attempts.append(history.attempts)
-        state = {"state": state_text(history, found)}
-        values = key_figures(found, history, "first and last steps")
-        figures.append(state | read_facts(folder, found, history.starts) | values)
+    runs = [*map(read_run, folders)]
+    metrics = [run.metrics for run in runs]
+    figures = [
+        {"state": state_text(run), **read_facts(run), **key_figures(run, "first and last steps")}
+        for run in runs
+    ]
     parts = PageParts()
     parts.sections["Runs"] = _table("", names, figures)
     configs = [*map(_config, folders)]
-    if lines := verdicts(folders, names, configs, attempts):
+    if lines := verdicts(runs, names, configs):
         parts.sections["Which is better"] = part("about", "\n".join(lines))
     others = parts.metrics(metric_charts(*metrics, names=names))
     parts.sections["Differences in the configs"] = _differences(names, configs)

@@ -6,7 +6,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 
 from grpo_components.files import Record, records_of
 from grpo_tools.report.curves import measured_after, values_of
@@ -20,16 +19,16 @@ _ARROW = " \N{RIGHTWARDS ARROW} "
 _ENDS = ("_low", "_high")
 
 
-def read_facts(folder: Path, metrics: Sequence[Record], starts: Sequence[Record]) -> dict[str, str]:
+def read_facts(history: History) -> dict[str, str]:
     """Return name -> text: when, how long, where and with which library versions a run ran."""
-    found: dict[str, str] = {}
+    found, starts = dict[str, str](), history.starts
     with contextlib.suppress(*DAMAGED):
         if starts:
             began = datetime.fromtimestamp(starts[0]["time"], UTC)
             found["began"] = f"{began:%Y-%m-%d %H:%M} UTC"
-        if took := values_of(metrics, "time/wall_clock"):
+        if took := values_of(history.metrics, "time/wall_clock"):
             found["duration"] = duration(took[-1])
-        roles = [*records_of(folder / "logs/roles.jsonl")]
+        roles = [*records_of(history.folder / "logs/roles.jsonl")]
         last = max((role["attempt"] for role in roles), default=0)
         if hosts := [*dict.fromkeys(role["node"] for role in roles if role["attempt"] == last)]:
             more = f" and {len(hosts) - _MAX_HOSTS} more" if len(hosts) > _MAX_HOSTS else ""
@@ -57,8 +56,9 @@ def first_and_last(steps: Sequence[Record]) -> tuple[Sequence[Record], Sequence[
     return steps[:number], steps[-number:]
 
 
-def key_figures(metrics: Sequence[Record], history: History, ends: str = "") -> dict[str, str]:
+def key_figures(history: History, ends: str = "") -> dict[str, str]:
     """Return label -> text of a run's key figures; `ends`: words for the first and last steps."""
+    metrics = history.metrics
     steps = [record for record in metrics if record["step"] > 0]
     first, last = first_and_last(steps)
     several = f"first and last {len(first)} steps" if len(first) > 1 else "first and last step"

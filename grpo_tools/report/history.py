@@ -17,7 +17,7 @@ _REASONS = {
 }
 
 
-def state_text(history: History, metrics: Sequence[Record], *, live: bool = False) -> str:
+def state_text(history: History, *, live: bool = False) -> str:
     """Return the run's state in a few words, such as `finished; 100 of 100 steps`."""
     how, planned = "running" if live else "running or killed", ""
     if history.starts:
@@ -27,7 +27,7 @@ def state_text(history: History, metrics: Sequence[Record], *, live: bool = Fals
         if start.get("num_steps") == 0:
             return f"{how}; only an evaluation"
     several = f", {len(history.starts)} attempts" if len(history.starts) > 1 else ""
-    return f"{how}; {metrics[-1]['step']}{planned} steps{several}"
+    return f"{how}; {history.metrics[-1]['step']}{planned} steps{several}"
 
 
 def history_tables(history: History, events: Sequence[Record], phases: Sequence[Record]) -> str:

@@ -19,7 +19,7 @@ _MAX_SHARE = 0.02
 
 
 def write_pages(output_dir: Path, ends_within: Callable[[float], bool]) -> None:
-    """Write pages until the run ends in a pause; pauses grow with the time that a page takes."""
+    """Write a page after each pause, until the run ends; slow pages make the pauses longer."""
     pause_s, next_s, failed = _FIRST_S, _SHORTEST_S, False
     while not ends_within(pause_s):
         from grpo_tools.report.page import write_report  # not in a short run

@@ -32,7 +32,6 @@ from grpo_tools.report.run_files import DAMAGED, read_run
 from grpo_tools.report.safe_text import part, script_json, whole_page
 from grpo_tools.report.timeline import timeline
 
-_FILES = files("grpo_tools.report")
 _DIFFERENCES = "trainer - generator, trainer - reference, generator - reference, trainer - teacher"
 """Pairs of logprobs whose difference can color the tokens."""
 
@@ -70,18 +69,15 @@ class PageParts:
         from plotly.offline import get_plotlyjs  # imported here because it reads 5 MB
 
         data = {"charts": self._figures, **data}
-        script, plotly = (_FILES / "page.js").read_text("utf-8"), get_plotlyjs()
+        script = (files("grpo_tools.report") / "page.js").read_text("utf-8")
+        scripts = get_plotlyjs(), script
         return whole_page(
             **{"title": title, "state": state, "top": top, "command": command},
             sections=self.sections,
             written=f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
             data={name: script_json(value) for name, value in data.items()},
-            **{
-                "style": (_FILES / "page.css").read_text("utf-8"),
-                "plotly": plotly,
-                "script": script,
-            },
-            hashes=[*map(_hash, (plotly, script))],
+            scripts=scripts,
+            hashes=[*map(_hash, scripts)],
         )
 
 
@@ -102,8 +98,8 @@ def write_report(
 
 def _page(folder: Path, max_groups: int, next_page_s: float | None) -> str:
     logs, parts, is_live = folder / "logs", PageParts(), next_page_s is not None
-    metrics, history = read_run(folder)
-    run = Run(folder, metrics, history)
+    history = read_run(folder)
+    metrics, run = history.metrics, Run(history)
     rollouts = read_groups(logs / "rollouts.jsonl", history.attempts, max_groups)
     answers = read_groups(logs / ANSWERS, history.attempts, max_groups, of_evaluations=True)
     trained, others = bool(run.steps), {}  # else it has no curves, only values
@@ -137,9 +133,9 @@ def _page(folder: Path, max_groups: int, next_page_s: float | None) -> str:
     configs = [path for path in (folder / "config.yaml", *earlier) if path.exists()]
     parts.add("Config", lambda: part("configs", configs, bool(earlier)))
     parts.sections |= others
-    state = state_text(history, metrics, live=is_live)
-    top = part("top", state, run.error, read_facts(folder, metrics, history.starts))
-    figures = part("tiles", key_figures(metrics, history))
+    state = state_text(history, live=is_live)
+    top = part("top", state, run.error, read_facts(history))
+    figures = part("tiles", key_figures(history))
     return parts.html(
         f"Run {folder.resolve().name}",
         top,

@@ -41,8 +41,12 @@ class Attempts:
 
 @dataclass
 class History:
-    """What a report shows of a run's receipts and failures."""
+    """What a report or a diagnosis reads of a run's receipts, failures and metrics."""
 
+    folder: Path
+    """Output folder of the run."""
+    metrics: list[Record] = field(default_factory=list)
+    """Metrics of each step, in order, from the last attempt that trained the step."""
     attempts: Attempts = field(default_factory=Attempts)
     starts: list[Record] = field(default_factory=list)
     """Start record of each attempt."""
@@ -63,11 +67,11 @@ class History:
 
 
 def read_history(folder: Path) -> History:
-    """Read a run's receipts and failures; a damaged line is skipped."""
+    """Read a run's receipts, failures and metrics; a damaged line is skipped."""
     if not folder.is_dir():
         what = "a file, not a folder" if folder.exists() else "no such folder"
         raise NotADirectoryError(f"{folder}: {what}")
-    history, prompts = History(), dict[int, Record]()
+    history, prompts = History(folder), dict[int, Record]()
     for event in records_of(folder / "receipts.jsonl"):
         if all(type(event.get(key, 0)) is int for key in _NUMBERS):
             with contextlib.suppress(*DAMAGED):
@@ -78,6 +82,15 @@ def read_history(folder: Path) -> History:
         attempt, error = record.get("attempt", 0), record.get("error", ...)
         if type(attempt) is int and (error is None or isinstance(error, str)):
             history.failures[attempt] = error
+    history.metrics = read_metrics(folder / "logs" / "metrics.jsonl", history.attempts)
+    return history
+
+
+def read_run(folder: Path) -> History:
+    """Read a run as `read_history` does; raise a NoStepsError if it has no metrics."""
+    history = read_history(folder)
+    if not history.metrics:
+        raise NoStepsError(f"no step is logged in {folder / 'logs/metrics.jsonl'}")
     return history
 
 
@@ -113,15 +126,6 @@ def _follow(history: History, prompts: dict[int, Record], event: Record) -> None
         why = {"reason": str(event["reason"]), "reissue": event["reissue"]}
         for group in event["groups"]:
             history.drops.append({**place, "group_id": group, **prompts.get(group, {}), **why})
-
-
-def read_run(folder: Path) -> tuple[list[Record], History]:
-    """Read the metrics of each step of a run, and its history."""
-    history, path = read_history(folder), folder / "logs" / "metrics.jsonl"
-    metrics = read_metrics(path, history.attempts)
-    if not metrics:
-        raise NoStepsError(f"no step is logged in {path}")
-    return metrics, history
 
 
 def read_metrics(path: Path, attempts: Attempts) -> list[Record]:

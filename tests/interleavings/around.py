@@ -1,4 +1,4 @@
-"""What stands around a run: prompts, checkpoints, and what would reach for Ray or for files."""
+"""Replaces what surrounds a run's loops: prompts, checkpoints, Ray, files, groups' contents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import copy
 import math
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,16 +42,6 @@ class Prompts:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.drawn, self.ended = state["drawn"], list(state["ended"])
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where an attempt starts; see `RunStart`."""
-
-    driver: dict[str, Any]
-    attempt: int = 0
-    checkpoint: Path | None = None
-    output_dir: Path = Path("/nowhere")
 
 
 async def _save_in_memory(self: Journal, step: int, roles: Roles, batch: Any) -> None:
@@ -90,7 +80,7 @@ class _Value:
 
 @contextlib.contextmanager
 def without_ray() -> Iterator[None]:
-    """Context manager: what would reach for Ray, files or the content of groups does not."""
+    """Context manager: replace what would need Ray, files or the contents of groups."""
     files: dict[tuple[str, str], Any] = {}
 
     def write(folder: Path, name: str, state: Any) -> None:

@@ -4,6 +4,8 @@ import asyncio
 from collections import Counter
 from typing import Any, NamedTuple
 
+from lib.trajectories import summary
+
 from grpo_components.exchange.weight_probe import LoadedWeights
 from grpo_components.exchange.weights import snapshot_checksum
 from grpo_components.rollout.sequence_budget import SequenceBudget
@@ -58,21 +60,10 @@ class Generator:
         return group, self.summary(group), None
 
     def summary(self, group: Sampled) -> GroupSummary:
-        versions = len(group.first), len(group.last)
-        return GroupSummary(
-            group_id=group.group_id,
-            prompt_index=group.prompt_index,
-            rewards=[0.0],
-            successes=[False],
-            response_tokens=[2],
-            response_lengths=[2],
-            oldest_version=min(versions),
-            newest_version=max(versions),
-            finish_reasons=["stop"],
-            errors=[],
-            reward_terms=[{}],
-            turns=[1],
-        )
+        oldest, newest = sorted((len(group.first), len(group.last)))
+        ids = {"group_id": group.group_id, "prompt_index": group.prompt_index}
+        versions = {"oldest_version": oldest, "newest_version": newest}
+        return summary([0.0], response_tokens=[2], response_lengths=[2], **ids, **versions)
 
     def end_group(self, group_id: int) -> None:
         self._ends[group_id].set_result(None)

@@ -1,4 +1,4 @@
-"""Describes all that decides how a run goes on: schedules that meet are followed once."""
+"""Digests what decides how a run goes on: of schedules in one state, one is followed on."""
 
 import asyncio
 import hashlib

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from interleavings.around import Prompts, Start
+from interleavings.around import Prompts
 from interleavings.controlled_loops import ControlledLoop
 from interleavings.roles import BrokenRule, Generator, Reference, Trainer
 from lib.role import NEVER_S, RemoteCall, StandInHost, stand_in_role
@@ -24,6 +24,7 @@ from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
+from grpo_components.records.resume import RunStart
 from grpo_components.settings import Settings, Timeouts
 from grpo_components.training.step_result import StepResult
 from grpo_components.trajectory import GroupSummary
@@ -35,7 +36,7 @@ PURE = {
     *("gather_weights", "train_step", "hold_state", "write_state", "load_state", "read_state"),
     *("export_weights", "add_logprobs", "begin_attempt", "refill", "start"),
 }
-"""Calls whose work nobody sees before the caller has the answer: both are one step."""
+"""Calls whose work only the caller sees, by its answer: work and answer are one step."""
 WITH_PARTS = {"add", "load_weights"}
 """Calls that wait for another role's result, and may be overtaken meanwhile: a step of their own.
 
@@ -175,9 +176,9 @@ class World:
         }
         cfg = Settings.model_construct(output_dir="/nowhere", **saves)
         state = {"ledger": self.ledger.state_dict(), "prompts": self.prompts.state_dict()}
-        start: Any = Start(state)
-        log: Any = None  # of checkpoints that are written
-        self.journal = Journal(cfg, start, self.ledger, self.prompts, receipts, log)
+        none: Any = None  # nobody asks for the process's identity, the lock, or the log
+        start = RunStart(0, None, "", Path("/nowhere"), state, none, none)
+        self.journal = Journal(cfg, start, self.ledger, self.prompts, receipts, none)
         self.journal.hold()
 
     # ---- what the loops call of `Run`

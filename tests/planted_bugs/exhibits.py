@@ -52,12 +52,14 @@ class Exhibit:
         return f"https://github.com/{repository}/{kind}/{number.lstrip('p')}"
 
 
-def _loss(name: str) -> tuple[str, ...]:
-    return (f"loss._component_=planted_bugs.losses.{name}",)
-
-
 def _loss_trial(said: str) -> Alarm:
     return Alarm(LOSS_TRIAL, rf"warning: loss: .*{said}")
+
+
+def _loss(name: str, component: type, alarm: Alarm) -> Exhibit:
+    """Return the exhibit of a loss that has the bug."""
+    path = f"loss._component_={component.__module__}.{component.__name__}"
+    return Exhibit(name, alarm, (path,), component=component)
 
 
 LOSS_TRIAL, ADVANTAGE_TRIAL = "trial of the loss", "trial of the advantages"
@@ -72,18 +74,9 @@ MISMATCH = Alarm(
 )
 
 EXHIBITS = (
-    Exhibit(
-        "ratio_is_one", _loss_trial("the ratio"), _loss("RatioIsOne"), component=losses.RatioIsOne
-    ),
-    Exhibit(
-        "clipped_weight_in_gradient",
-        _loss_trial("no gradient"),
-        _loss("ClippedWeightInGradient"),
-        component=losses.ClippedWeightInGradient,
-    ),
-    Exhibit(
-        "clipping_off", _loss_trial("unbounded"), _loss("ClippingOff"), component=losses.ClippingOff
-    ),
+    _loss("ratio_is_one", losses.RatioIsOne, _loss_trial("the ratio")),
+    _loss("clipped_weight_in_gradient", losses.ClippedWeightInGradient, _loss_trial("no gradient")),
+    _loss("clipping_off", losses.ClippingOff, _loss_trial("unbounded")),
     Exhibit("kl_over_padding", _loss_trial("other responses"), ("loss.kl_coeff=0.05",)),
     Exhibit("wrong_axis", Alarm(ADVANTAGE_TRIAL, "warning: advantages: ")),
     Exhibit("weights_not_loaded", OTHER_LOGPROBS),
@@ -143,7 +136,7 @@ EXHIBITS = (
             "a step whose loss is not finite is skipped",
             r"step (\d+) is skipped: loss/total is nan",
         ),
-        _loss("MaskedByMultiplication"),
+        ("loss._component_=planted_bugs.losses.MaskedByMultiplication",),
     ),
     Exhibit(
         "seeds_reused",

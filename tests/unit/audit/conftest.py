@@ -1,4 +1,4 @@
-"""Audits events by themselves."""
+"""Makes a valid run's events, and audits changed ones."""
 
 from typing import NamedTuple
 
@@ -12,6 +12,12 @@ class Audited(NamedTuple):
     broken: dict[str, str]
     """Broken rule -> its line of the table."""
     out: str
+
+
+@pytest.fixture
+def events(tmp_path, write_run):
+    """The events of a valid run of six steps."""
+    return write_run(tmp_path / "receipts.jsonl")
 
 
 @pytest.fixture

@@ -8,11 +8,6 @@ from lib.receipts import attempts, insert, of, place, remove, step
 from grpo_tools.audit.__main__ import RULES, main
 
 
-@pytest.fixture
-def events(tmp_path, write_run):
-    return write_run(tmp_path / "receipts.jsonl")
-
-
 def prompt_of(r, group):
     return of(r, "issue", group=group)[0]["prompt"]
 

@@ -7,11 +7,6 @@ from grpo_tools.books import Amount, close_books
 
 
 @pytest.fixture
-def events(tmp_path, write_run):
-    return write_run(tmp_path / "receipts.jsonl")
-
-
-@pytest.fixture
 def folder(tmp_path):
     return tmp_path / "alone"
 

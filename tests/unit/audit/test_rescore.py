@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -57,25 +58,13 @@ class KeptRun:
                 write_state(checkpoint / "state", "batch", packed)
                 saved = self.policies.get((attempt, step), self.policies[0, 2])
                 saved.save_pretrained(checkpoint)
-                versions = np.concatenate([t.token_versions for t in batch])
-                counts = dict(zip(*np.unique(versions, return_counts=True), strict=True))
-                pulls = [
-                    {"event": "load", "version": step, "published": checksum}
-                    for identity, checksum in self.checksums.items()
-                    if identity == (attempt, step)
-                ]
-                records.append(
-                    {
-                        "event": "step",
-                        "attempt": attempt,
-                        "step": step,
-                        "trained_from": step - 1,
-                        "policy_version": step,
-                        "token_versions": {str(v): int(n) for v, n in counts.items()},
-                        "batch_hash": batch_hash(packed),
-                    }
-                )
-                records += pulls
+                counts = Counter(np.concatenate([t.token_versions for t in batch]).tolist())
+                trained = {"trained_from": step - 1, "policy_version": step}
+                trained["token_versions"] = {str(v): n for v, n in sorted(counts.items())}
+                trained["batch_hash"] = batch_hash(packed)
+                records.append({"event": "step", "attempt": attempt, "step": step, **trained})
+                if published := self.checksums.get((attempt, step)):
+                    records.append({"event": "load", "version": step, "published": published})
         write_rows(self.folder / "receipts.jsonl", *records)
         (self.folder / "config.yaml").write_text(json.dumps(self.config))
 

@@ -11,7 +11,7 @@ from grpo_components.files import EVALUATIONS
 from grpo_tools.report.__main__ import main
 from grpo_tools.report.better import verdicts
 from grpo_tools.report.comparison import write_comparison
-from grpo_tools.report.run_files import Attempts, NoStepsError
+from grpo_tools.report.run_files import History, NoStepsError
 
 
 @pytest.fixture(autouse=True)
@@ -119,8 +119,7 @@ def compare(tmp_path):
                 own |= {"rewards.right.is_success": "True"}
                 folders.append(folder)
                 configs.append(own | ({} if number else config))
-        attempts = [Attempts()] * len(folders)
-        return verdicts(folders, [folder.name for folder in folders], configs, attempts)
+        return verdicts([*map(History, folders)], [each.name for each in folders], configs)
 
     return compare
 
@@ -191,10 +190,10 @@ def test_other_evaluations_are_not_compared_and_missing_ones_are_named(compare, 
     assert "+0.000 (no difference on any prompt); 9 prompts, 1 and 1 runs, steps 9 and 9. " in line
     [line] = compare(alike, [np.arange(9) > 0], step=5)
     assert "with 95 %); 9 prompts, 1 and 1 runs, steps 9 and 5: not the same. " in line
-    none = [Attempts()] * 2
-    [line] = verdicts([make("a"), make("b")], ["a", "b"], [{"a": "1"}, {"a": "2"}], none)
+    pair = History(make("a")), History(make("b"))
+    [line] = verdicts(pair, ["a", "b"], [{"a": "1"}, {"a": "2"}])
     assert line == "b against a: not enough to tell: no evaluation of a"
-    [line] = verdicts([make("c"), make("d")], ["c", "d"], [{"seed": "1"}, {"seed": "2"}], none)
+    [line] = verdicts(pair, ["c", "d"], [{"seed": "1"}, {"seed": "2"}])
     assert line == "c, d: runs of one job, which differ in their seeds at most"
 
 

@@ -7,6 +7,7 @@ import pytest
 from lib.rows import write_rows
 
 from grpo_tools.report.facts import held_out_table, read_facts
+from grpo_tools.report.run_files import History
 from grpo_tools.report.timeline import seconds_by_role, time_use_charts
 
 
@@ -28,10 +29,10 @@ def roles(*nodes, attempt=0):
 
 
 def test_they_are_those_of_the_last_attempt_but_for_the_date(write):
-    starts = start(1000.0, torch="1"), start(9000.0, 4, torch="2")
     folder = write("roles.jsonl", *roles("old"), *roles("b", "a", "b", attempt=1))
-    steps = [{"step": step, "time/wall_clock": 32.5 * step} for step in (1, 2)]
-    assert read_facts(folder, steps, starts) == {
+    run = History(folder, [{"step": step, "time/wall_clock": 32.5 * step} for step in (1, 2)])
+    run.starts = [start(1000.0, torch="1"), start(9000.0, 4, torch="2")]
+    assert read_facts(run) == {
         **{"began": "1970-01-01 00:16 UTC", "duration": "1 min 5 s"},
         **{"host": "b, a (4 CPUs)", "versions": "torch 2"},
     }
