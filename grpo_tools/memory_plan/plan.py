@@ -274,12 +274,13 @@ def _rate_lines(
     forward += sizes.flops.layers(prompt_tokens) / cfg.group_size
     forward += sizes.flops.per_logprob * response
     passes = cfg.ppo_epochs * (4 if cfg.enable_activation_checkpointing else 3)
+    passes += needs_reference and not cfg.num_references  # LoRA: without adapters, a pass more
     per_gpu = _PEAK_FLOPS * response / forward
     rates = {
         "generators": cfg.num_generators * sequences / step_s,
         "trainers": cfg.num_trainers * _TRAINED_SHARE * per_gpu / passes,
     }
-    if needs_reference:
+    if needs_reference and cfg.num_references:
         rates["references"] = cfg.num_references * _FORWARD_SHARE * per_gpu
     shown = ", ".join(f"{role} {rate:,.0f}" for role, rate in rates.items())
     yield f"estimate for H100 in tokens of responses per second (not measured): {shown}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from grpo_components.errors import fail
+from grpo_components.errors import ConfigError, fail
 from grpo_components.plain_text import one_line
 from grpo_components.settings import Settings
 from grpo_tools.simulate.fit import WARM_UP_STEPS, Lengths, Recorded, changed, fit
@@ -69,7 +70,8 @@ def advise(
     """Find the split of GPUs over roles with the shortest step; return all tried, best first.
 
     Each role has a GPU of its own. From an equal split, GPUs move from one kind of role to another,
-    first several at a time, for as long as that shortens the step.
+    first several at a time, for as long as that shortens the step. Splits that the other keys
+    refuse are left out.
     """
     if max(setup.generator.tensor_parallel_size, setup.tensor_parallel_dim) > 1:
         fail("--gpus", f"{gpus} given for roles with tensor parallelism", "a run without it")
@@ -81,8 +83,12 @@ def advise(
 
     def step_s(split: Split) -> float:
         if split not in tried:
-            numbers = dict(zip(_KEYS, split, strict=True))
-            tried[split] = predict(setup.model_copy(update=numbers))
+            pairs = zip(_KEYS, split, strict=True)
+            try:
+                each = changed(setup, [f"{key}={number}" for key, number in pairs if number])
+            except ConfigError:
+                return math.inf
+            tried[split] = predict(each)
         return tried[split].step_s
 
     each, references = gpus // kinds, gpus // kinds * (kinds - 2)
@@ -92,6 +98,8 @@ def advise(
         if better == best:
             stride //= 2
         best = better
+    if not tried:
+        fail("--gpus", f"{gpus} given, and other keys refuse the splits tried", "another number")
     return dict(sorted(tried.items(), key=lambda item: item[1].step_s))
 
 

@@ -149,6 +149,8 @@ def fit(folder: Path) -> Recorded:
         raise ValueError(f"{2 * WARM_UP_STEPS} steps or more are needed")
     beats = records_of(folder / "logs" / "heartbeats.jsonl")
     roles = {beat["role"]: beat for beat in beats}  # the last heartbeat has the sums
+    if not {"trainer_0", "generator_0"} <= roles.keys():
+        raise ValueError("it has no heartbeats of a trainer and a generator: it did not end well")
     setup = read_setup(config, "reference_0" in roles)
     groups = tuple(tuple(event["response_tokens"]) for event in events["finish"])
     dropped = Counter[str]()

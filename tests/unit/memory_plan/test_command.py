@@ -56,6 +56,16 @@ def test_every_gpu_config_fits_the_gpus_of_its_header(name, capsys, tmp_path):
         assert max(map(int, waits)) <= 25
 
 
+def test_with_lora_the_trainer_computes_the_reference(capsys):
+    lora = ["--config", "qwen3B_async_grpo", "lora={rank: 8, alpha: 16}"]
+    rates = []
+    for kl_coeff in (0, 0.1):
+        _, shown, _ = plan(capsys, *lora, f"loss.kl_coeff={kl_coeff}")
+        assert "references" not in shown.partition("second (not measured):")[2]
+        rates.append(int(re.findall(r"trainers ([\d,]+)", shown)[0].replace(",", "")))
+    assert rates[1] == pytest.approx(rates[0] * 4 / 5, rel=0.01)
+
+
 LARGE = "gpus_per_trainer=1 tokens_per_micro_batch=16384 logprob_chunk_tokens=16384"
 STORE = "--gpus=1 gpus_per_trainer=1 object_store_memory=100000000"
 

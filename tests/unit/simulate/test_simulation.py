@@ -160,6 +160,14 @@ def test_the_advised_split_gives_the_slow_half_more_gpus():
         advise(setup, 1, lambda each: simulate(each, times, lengths()))
 
 
+def test_no_split_is_advised_that_another_key_refuses():
+    setup = job(num_trainers=2, data_parallel_replicate_dim=2, groups_per_step=8)
+    tried = advise(setup, 7, lambda each: simulate(each, TIMES, lengths()))
+    assert {trainers % 2 for _, trainers, _ in tried} == {0}
+    with pytest.raises(ValueError, match=r"^--gpus: 2 given, and other keys refuse"):
+        advise(setup, 2, lambda each: simulate(each, TIMES, lengths()))
+
+
 @pytest.mark.parametrize("side", ["generators", "trainers"])
 def test_no_split_is_advised_for_a_role_of_several_gpus(side):
     parallel = {"num_trainers": 2, "tensor_parallel_dim": 2, "group_size": 4}
@@ -232,6 +240,13 @@ def test_the_fit_finds_the_times_behind_the_files(folder):
     times = vars(found.times)
     assert times.pop("train_scatter") == pytest.approx([1.0] * 25, rel=0.01)
     assert times == pytest.approx({name: getattr(FITTED, name) for name in times}, rel=0.01)
+
+
+def test_a_run_without_heartbeats_of_its_roles_is_refused_in_one_line(folder, capsys):
+    write_rows(folder / "logs" / "heartbeats.jsonl", {"role": "driver"})
+    assert main([str(folder)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no heartbeats of a trainer" in line
 
 
 def test_a_simulated_run_keeps_its_contract(folder, capsys):
