@@ -33,7 +33,7 @@ from grpo_components.settings import GeneratorSettings
 NAME = "grpo_slots"
 """Name of the attention function among transformers' attention implementations."""
 _PROMPT_TOKENS = 8192
-"""Maximum tokens, with padding, of a forward pass over prompts; a longer prompt has its own."""
+"""Maximum tokens, with padding, in a forward pass over prompts; a longer prompt runs alone."""
 _BLOCK = 16
 """The numbers of sequences and of keys in a pass are padded to a multiple of this. Otherwise, even
 in one thread, the last bits of a logprob would depend on which other sequences are running."""
@@ -209,7 +209,7 @@ class TransformersBackend:
         return hash_layers(hash_named(self._model.named_parameters()))
 
     def _begin(self, sequences: list[_Sequence]) -> Tensor:
-        """Fill sequences' slots; return next-token logits [N, V]. Equal ones are computed once."""
+        """Compute sequences into their slots, equal ones once; return next-token logits [N, V]."""
         rows: dict[tuple[int, ...], int] = {}
         sources = self._tensor([rows.setdefault(tuple(s.ids), len(rows)) for s in sequences])
         slots = self._tensor([s.slot for s in sequences])
