@@ -54,7 +54,7 @@ class Ledger:
         self._opened = asyncio.Event()
         """Like `_changed`, but only for changes that may let a group start: hundreds may wait."""
         self._pins = 0
-        """Number of starts plus number of ends of `pin_weights`: odd during an evaluation."""
+        """Counts starts and ends of `pin_weights`; it is odd while an evaluation pins weights."""
 
     @property
     def finished(self) -> bool:

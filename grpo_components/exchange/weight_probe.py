@@ -44,9 +44,9 @@ LoadedWeights = tuple[int, str, ProbeReading | None]
 probe; None without an engine."""
 _VERSIONS_KEPT = 64
 _NEARER = 4.0
-"""Another version counts as loaded if the mean square gap of its logprobs is this many times
-smaller than that of the version that the generator names. If rounding is not small, the named
-version's gap must also be this many times the median gap of earlier pulls."""
+"""Another version counts as loaded if its gap (mean square of the trainers' logprobs minus the
+engine's) is this many times smaller than the gap of the version that the generator names. If
+rounding is not small, the latter must also be this many times the median gap of earlier pulls."""
 _ROUNDING = 1e-4
 """Root mean square gap of the probe's logprobs, in nats, that still counts as rounding."""
 _LAYERS_NAMED = 4

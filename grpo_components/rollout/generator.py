@@ -17,7 +17,12 @@ from numpy.typing import NDArray
 
 from grpo_components.exchange.weight_deltas import DeltaBucket, RebuiltWeights
 from grpo_components.exchange.weight_probe import LoadedWeights, ProbeReading
-from grpo_components.exchange.weights import Manifest, snapshot_checksum, unpack_buckets
+from grpo_components.exchange.weights import (
+    Manifest,
+    StateDict,
+    snapshot_checksum,
+    unpack_buckets,
+)
 from grpo_components.malloc import give_back_freed, limit_arenas
 from grpo_components.rewards.pool import RewardPool
 from grpo_components.rollout.engine import open_engine
@@ -216,8 +221,7 @@ class Generator:
         self, version: int, buckets: Sequence[tuple[Manifest, NDArray[np.uint8]]], sleeps: int
     ) -> LoadedWeights:
         tensors = await asyncio.to_thread(unpack_buckets, buckets)
-        load = partial(self._engine.load_weights, version, tensors)
-        probe = await self._swap(version, sleeps, load)
+        probe = await self._swap(version, sleeps, tensors)
         return version, snapshot_checksum(manifest for manifest, _ in buckets), probe
 
     async def receive_weights(
@@ -228,33 +232,26 @@ class Generator:
         self._awaited = {number: awaited}
         try:
             weights = IncomingWeights(manifests, group, awaited)
-            probe = await self._swap(
-                version, self._sleeps, partial(self._receive, version, weights)
-            )
+            probe = await self._swap(version, self._sleeps, weights)
         except (ValueError, RuntimeError) as error:
             if not awaited.done():
                 awaited.set_exception(error)
             raise
         return version, snapshot_checksum(manifests), probe
 
-    def _receive(self, version: int, weights: IncomingWeights) -> Future[Any]:
-        self._receiving = self._engine.load_weights(version, weights)
-        return self._receiving
-
     async def weights_awaited(self, number: int) -> None:
         """Wait until the engine can receive the weight transfer `number`."""
         await asyncio.wrap_future(self._awaited.setdefault(number, Future()))
 
     async def _swap(
-        self,
-        version: int,
-        sleeps: int,
-        load: Callable[[], Future[ProbeReading | None]],
+        self, version: int, sleeps: int, weights: StateDict | IncomingWeights
     ) -> ProbeReading | None:
-        """Call `load`; return its probe. ValueError if newer weights, or a sleep, came first."""
+        """Load weights; return the probe. ValueError if newer weights, or a sleep, came first."""
         # No await between this check and the update of `_loading`: newer weights could arrive.
         self._refuse_late(version, sleeps)
-        loading, self._loading = load(), version
+        loading, self._loading = self._engine.load_weights(version, weights), version
+        if isinstance(weights, IncomingWeights):
+            self._receiving = loading
         probe = await asyncio.wrap_future(loading)
         self.version = version
         await asyncio.to_thread(give_back_freed)

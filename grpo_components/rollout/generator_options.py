@@ -15,7 +15,7 @@ by agents; or in a torchrl environment of the user."""
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Engine options that other config sections set; a field without a text has its key's name."""
+    """Engine options from other config sections; fields without a description are keys there."""
 
     model_path: str
     """Folder of the Hugging Face checkpoint to load as version 0."""

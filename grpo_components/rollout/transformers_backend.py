@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -33,7 +33,7 @@ from grpo_components.settings import GeneratorSettings
 NAME = "grpo_slots"
 """Name of the attention function among transformers' attention implementations."""
 _PROMPT_TOKENS = 8192
-"""Maximum tokens, with padding, of a forward pass over prompts; a longer prompt has its own."""
+"""Maximum tokens, with padding, in a forward pass over prompts; a longer prompt runs alone."""
 _BLOCK = 16
 """The numbers of sequences and of keys in a pass are padded to a multiple of this. Otherwise, even
 in one thread, the last bits of a logprob would depend on which other sequences are running."""
@@ -117,7 +117,11 @@ class TransformersBackend:
             fits = settings.kv_cache_gib * 2**30 / (values * self._model.dtype.itemsize)
             slots = max(1, min(slots, int(fits)))
         self._cache: dict[int, list[Tensor]] = {}
+        """Keys and values of each layer, [slots, heads, positions, D]; made by the first pass.
+
+        A CPU allocates memory at the first write, so short sequences take little."""
         self._size = slots + 1, _padded(self.max_model_len)
+        """Number of slots, one of which is never used, and number of positions in each."""
         self._free = list(range(slots))[::-1]
         self._waiting: list[_Sequence] = []
         self._running: list[_Sequence] = []
@@ -195,7 +199,8 @@ class TransformersBackend:
         del self._model, self._cache
 
     def _read(self, ids: list[int]) -> ProbeReading:
-        hidden = self._compute([ids], self._tensor([]), sources=self._tensor([]))
+        positions = torch.arange(len(ids), device=self._device)
+        hidden = self._compute([ids], positions[None], len(ids), lambda kept, new: new)
         found = self._logits(hidden[0]).log_softmax(-1)
         of_ids = found[:-1].gather(1, self._tensor(ids[1:])[:, None])[:, 0]
         return ProbeReading(of_ids.tolist(), self._version, 0, self._layers)
@@ -204,12 +209,19 @@ class TransformersBackend:
         return hash_layers(hash_named(self._model.named_parameters()))
 
     def _begin(self, sequences: list[_Sequence]) -> Tensor:
-        """Fill sequences' slots; return next-token logits [N, V]. Equal ones are computed once."""
+        """Compute sequences into their slots, equal ones once; return next-token logits [N, V]."""
         rows: dict[tuple[int, ...], int] = {}
         sources = self._tensor([rows.setdefault(tuple(s.ids), len(rows)) for s in sequences])
+        slots = self._tensor([s.slot for s in sequences])
+
+        def store(kept: Tensor, new: Tensor) -> Tensor:
+            kept[slots, :, : new.shape[2]] = new[sources]
+            return new
+
         longest = _padded(max(map(len, rows)))
         padded = [[*ids, *[0] * (longest - len(ids))] for ids in rows]
-        hidden = self._compute(padded, self._tensor([s.slot for s in sequences]), sources=sources)
+        positions = torch.arange(longest, device=self._device)
+        hidden = self._compute(padded, positions[None], longest, store)
         ends = [len(ids) - 1 for ids in rows]
         extra = [0] * (_padded(len(rows)) - len(rows))
         last = hidden[[*range(len(rows)), *extra], [*ends, *extra]]
@@ -220,26 +232,37 @@ class TransformersBackend:
         rows = [(s.slot, len(s.ids) - 1, s.ids[-1]) for s in sequences]
         rows += [(self._size[0] - 1, 0, 0)] * (_padded(len(rows)) - len(rows))  # an unused slot
         slots, at, ids = self._tensor(rows).T
-        hidden = self._compute(ids[:, None].tolist(), slots, at=at)[:, 0]
+        longest = _padded(max(len(s.ids) for s in sequences))
+
+        def store(kept: Tensor, new: Tensor) -> Tensor:
+            kept[slots, :, at] = new[:, :, 0]
+            return kept[slots, :, :longest]
+
+        hidden = self._compute(ids[:, None].tolist(), at[:, None], longest, store)[:, 0]
         return self._logits(hidden)[: len(sequences)]
 
     def _compute(
         self,
         ids: list[list[int]],
-        slots: Tensor,
-        *,
-        sources: Tensor | None = None,
-        at: Tensor | None = None,
+        positions: Tensor,
+        longest: int,
+        store: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """Run a forward pass over ids [R, T] (see `_Pass`); return hidden states [R, T, D]."""
-        positions = (
-            torch.arange(len(ids[0]), device=self._device)[None] if at is None else at[:, None]
-        )
-        keys = int(positions.max()) + 1
-        seen = torch.arange(keys if at is None else _padded(keys), device=self._device)
-        distance = (positions[..., None] - seen)[:, None]
-        one_pass = _Pass(self._cache, self._size, slots, distance, sources, at)
-        arguments = {"position_ids": positions, "use_cache": False, "one_pass": one_pass}
+        """Run a forward pass over ids [R, T]; return hidden states [R, T, D].
+
+        `store` writes new keys or values [R, heads, T, D] into a part of the cache, and returns
+        those at positions 0 to `longest` - 1, which the queries may see.
+        """
+
+        def store_both(layer: int, *new: Tensor) -> list[Tensor]:
+            if layer not in self._cache:
+                slots, room = self._size
+                self._cache[layer] = [x.new_zeros(slots, x.shape[1], room, x.shape[3]) for x in new]
+            return [store(kept, x) for kept, x in zip(self._cache[layer], new, strict=True)]
+
+        distance = (positions[..., None] - torch.arange(longest, device=self._device))[:, None]
+        arguments = {"position_ids": positions, "use_cache": False}
+        arguments |= {"distance": distance, "store": store_both}
         return base_of(self._model)(input_ids=self._tensor(ids), **arguments).last_hidden_state
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -274,41 +297,6 @@ class TransformersBackend:
         return torch.tensor(values, dtype=kind, device=self._device)
 
 
-@dataclass
-class _Pass:
-    """One forward pass: over prompts, each for one or more slots, or over one token per slot."""
-
-    cache: dict[int, list[Tensor]]
-    """Keys and values of each layer, [slots, heads, positions, D]; made by the first pass.
-
-    A CPU allocates memory at the first write, so short sequences take little."""
-    size: tuple[int, int]
-    """Number of slots, and number of positions in each."""
-    slots: Tensor
-    """[N] slots to write."""
-    distance: Tensor
-    """Position of each query minus that of each key, as [..., queries, keys] for all heads."""
-    sources: Tensor | None = None
-    """[N] index of the prompt that each slot gets; None in a pass over one token per slot."""
-    at: Tensor | None = None
-    """[N] position of the token of each slot; None in a pass over prompts."""
-
-    def store(self, layer: int, *new: Tensor) -> Sequence[Tensor]:
-        """Store keys and values [N, heads, T, D]; return all those that the queries may see."""
-        if layer not in self.cache:
-            slots, room = self.size
-            empty = [x.new_zeros(slots, x.shape[1], room, x.shape[3]) for x in new]
-            self.cache[layer] = empty
-        stored = list(zip(self.cache[layer], new, strict=True))
-        if self.at is None:
-            for cached, x in stored:
-                cached[self.slots, :, : x.shape[2]] = x[self.sources]
-            return new
-        for cached, x in stored:
-            cached[self.slots, :, self.at] = x[:, :, 0]
-        return [cached[self.slots, :, : self.distance.shape[-1]] for cached, _ in stored]
-
-
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -316,21 +304,27 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    one_pass: _Pass,
+    store: Callable[..., Sequence[Tensor]],
+    distance: Tensor,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for a `_Pass`; see `hugging_face_attention.attention` for the arguments."""
+    """Compute attention for a pass of `TransformersBackend`.
+
+    `store` takes new keys and values, and returns those that queries may see. `distance` is the
+    position of each query minus that of each key, as [..., queries, keys] for all heads. For other
+    arguments see `hugging_face_attention.attention`.
+    """
     refuse_unsupported(module, attention_mask, others)
-    mask = one_pass.distance >= 0
+    mask = distance >= 0
     if sliding_window:
-        mask &= one_pass.distance < sliding_window
-    keys, values = one_pass.store(cast(Any, module).layer_idx, key, value)
+        mask &= distance < sliding_window
+    keys, values = store(cast(Any, module).layer_idx, key, value)
     size, heads = query.shape, keys.shape[1]
-    if one_pass.at is not None and softcap is None and s_aux is None:
+    if size[2] == 1 and softcap is None and s_aux is None:
         # One query per sequence: the query heads of each key head become several queries.
         query = query.reshape(size[0], heads, -1, size[3])
     keys, values = (for_all_heads(x, query.shape[1] // heads) for x in (keys, values))

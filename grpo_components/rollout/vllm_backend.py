@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -100,7 +99,8 @@ class VLLMBackend:
             swap_adapter(self._engine, lora, adapter)
         self.max_model_len: int = self._engine.model_config.max_model_len
         """Maximum tokens of a prompt and its response together."""
-        self._watched: dict[str, _WatchedRequest] = {}
+        self._watched: dict[str, tuple[Watch, list[int]]] = {}
+        """Each running request's watch (see `Request`), and the versions of its tokens so far."""
         self._group: dict[str, Any] | None = None
         """vLLM's description of the communication group over which a trainer sends weights."""
 
@@ -125,7 +125,7 @@ class VLLMBackend:
         except VLLMValidationError as error:
             raise ValueError(str(error)) from error
         if watch is not None:
-            self._watched[request_id] = _WatchedRequest(watch)
+            self._watched[request_id] = watch, []
 
     def add_probe(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Queue the weight probe (test tokens, see weight_probe.py) ahead of waiting requests."""
@@ -151,9 +151,12 @@ class VLLMBackend:
                 result = probe_reading(output, self._layers)
             elif output.finished:
                 result = _finished(output)
-            elif watched := self._watched.get(request_id):
-                result = watched.follow(output, self._version)
-                if result is not None:
+            elif request_id in self._watched:
+                watch, versions = self._watched[request_id]
+                token_ids = output.outputs[0].token_ids
+                versions += [self._version] * (len(token_ids) - len(versions))
+                if watch(token_ids):
+                    result = _completion(output, np.array(versions, np.int32), "stop")
                     self._engine.abort_request([request_id])
             if result is not None:
                 self._watched.pop(request_id, None)
@@ -329,22 +332,6 @@ def _finished(output: Any) -> Completion:
     for span in found.weight_versions:
         versions[span.start : span.end] = int(span.version)
     return _completion(output, versions, found.finish_reason)
-
-
-@dataclass
-class _WatchedRequest:
-    """A request whose `watch` sees the tokens as they are sampled, and may end the request."""
-
-    watch: Watch
-    _versions: list[int] = field(default_factory=list)
-
-    def follow(self, output: Any, version: int) -> Completion | None:
-        """Show `watch` the tokens of an unfinished request; return a completion if it ends here."""
-        token_ids = output.outputs[0].token_ids
-        self._versions += [version] * (len(token_ids) - len(self._versions))
-        if not self.watch(token_ids):
-            return None
-        return _completion(output, np.array(self._versions, dtype=np.int32), "stop")
 
 
 def _completion(output: Any, versions: NDArray[np.int32], finish_reason: Any) -> Completion:

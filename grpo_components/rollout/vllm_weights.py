@@ -152,7 +152,7 @@ def hash_parameters(worker: Any, of_adapter: bool) -> dict[str, int]:
 
 
 def _begin(worker: Any) -> set[str]:
-    """Begin vLLM's reload of a worker, plus steps that it omits; return all parameters' names."""
+    """Prepare a worker for new weights, also where vLLM's reload omits it; return what to load."""
     with _loading(worker) as model:
         parameters = {name for name, _ in model.named_parameters()}
         if worker.device.type == "cpu":
@@ -178,7 +178,7 @@ def _load_part(worker: Any, tensors: Mapping[str, torch.Tensor] | SharedTensors)
 
 
 def _finish(worker: Any) -> None:
-    """End vLLM's reload of a worker, plus steps that it omits: the loaded weights come into use."""
+    """Put a worker's loaded weights into use, also where vLLM's reload omits it."""
     with _loading(worker) as model:
         for module in _written_directly(model):
             _layerwise_process(module, get_layerwise_info(module))

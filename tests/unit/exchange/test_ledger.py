@@ -37,6 +37,18 @@ async def admit_all(ledger):
         admitted.append(entry)
 
 
+async def train(ledger, rewards, version):
+    """Train groups, given by id with their rewards, and publish `version`; return the batch."""
+    worths = [
+        SimpleNamespace(group_id=number, rewards=each, oldest_version=0)
+        for number, each in rewards.items()
+    ]
+    batch = await ledger.take(list(rewards), (), worths)
+    await ledger.publish(version)
+    ledger.finish_step(version)
+    return [entry.group_id for entry in batch]
+
+
 async def test_the_target_step_is_the_turn_of_the_place_in_the_queue():
     ledger = make(eta=1, groups_per_step=2, num_steps=4)
     assert [e.target_step for e in await admit_all(ledger)] == [0, 0, 1, 1]
@@ -53,26 +65,18 @@ async def test_reuse_lets_in_no_more_groups_than_later_steps_take_and_as_many_as
     first = await admit_all(ledger)
     # Four for step 0, two for step 1; the others need version 1 to be fresh in step 2.
     assert [(e.target_step, e.needed_version) for e in first] == 4 * [(0, -1)] + 2 * [(1, 0)]
-    worths = [SimpleNamespace(group_id=n, rewards=[0, n], oldest_version=0) for n in range(4)]
-    await ledger.take([0, 1, 2, 3], (), worths)
-    await ledger.publish(1)
-    ledger.finish_step(1)
+    await train(ledger, {n: [0, n] for n in range(4)}, 1)
     assert ledger.next_batch(4)[0] == 2
     assert [e.group_id for e in ledger.reuse.chosen] == [2, 3]
     assert [e.target_step for e in await admit_all(ledger)] == [2, 2]
     for number in (4, 5):
         await ledger.finish_generation(number, [1])
         await ledger.enter_buffer(number)
-    worths = [SimpleNamespace(group_id=n, rewards=[1, 1], oldest_version=0) for n in (4, 5)]
-    batch = await ledger.take([4, 5], (), worths)
-    assert [e.group_id for e in batch] == [4, 5, 2, 3]
-    await ledger.publish(2)
-    ledger.finish_step(2)
+    assert await train(ledger, {4: [1, 1], 5: [1, 1]}, 2) == [4, 5, 2, 3]
     # Nothing is left to reuse: the last step needs two more groups than were let in for it.
     assert ledger.next_batch(4)[0] == 4 and len(await admit_all(ledger)) == 2
     said = [event["reused"] for event in events if event["event"] == "sample"]
-    tokens = {"use": 2}
-    assert said == [[], [{"group": 2, **tokens}, {"group": 3, **tokens}]]
+    assert said == [[], [{"group": 2, "use": 2}, {"group": 3, "use": 2}]]
     assert ledger.trained_groups == 6 and ledger.issued == 10
 
 
@@ -83,10 +87,7 @@ async def test_a_step_waits_for_groups_that_too_few_new_ones_of_later_steps_woul
     assert [entry.group_id for entry in await admit_all(ledger)] == list(range(8))
     for entry in ledger.living():
         entry.start_version = 0
-    worths = [SimpleNamespace(group_id=n, rewards=[0, 1], oldest_version=0) for n in range(4)]
-    await ledger.take([0, 1, 2, 3], (), worths)
-    await ledger.publish(1)
-    ledger.finish_step(1)
+    await train(ledger, {n: [0, 1] for n in range(4)}, 1)
     for entry in await admit_all(ledger):
         entry.start_version = 1
         await ledger.enter_buffer(entry.group_id)
@@ -101,9 +102,7 @@ async def test_a_step_waits_for_its_batch_before_it_looks_for_groups_that_it_mak
     """Else one that starts meanwhile with old weights is overtaken by one with newer ones."""
     ledger = make(eta=1, groups_per_step=1, num_steps=3)
     await ledger.enter_buffer((await ledger.admit("test", 1)).group_id)
-    await ledger.take([0])
-    await ledger.publish(1)
-    ledger.finish_step(1)
+    await train(ledger, {0: [0, 1]}, 1)
     waiting = asyncio.create_task(ledger.until_none_is_doomed(1, 5))
     await asyncio.sleep(0)
     old, new = [await ledger.admit("test", 1) for _ in range(2)]

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_components.exchange.weight_deltas import DeltaEncoder, RebuiltWeights
 from grpo_components.exchange.weights import (
@@ -22,17 +23,11 @@ from grpo_components.exchange.weights import (
     pushed_layers,
 )
 
-HEADS, SIZE, WIDTH, HIDDEN, IDS, LAYERS = (8, 4), 8, 48, 120, 50, 3
-Q, KV = (heads * SIZE for heads in HEADS)
-SHAPES = {"model.embed_tokens.weight": (IDS, WIDTH), "model.norm.weight": (WIDTH,)}
-for layer in range(LAYERS):
-    of_layer = {"self_attn.q_proj.weight": (Q, WIDTH), "self_attn.k_proj.weight": (KV, WIDTH)}
-    of_layer |= {"self_attn.v_proj.weight": (KV, WIDTH), "self_attn.o_proj.weight": (WIDTH, Q)}
-    of_layer |= {"self_attn.q_proj.bias": (Q,), "self_attn.k_proj.bias": (KV,)}
-    of_layer |= {"self_attn.v_proj.bias": (KV,), "input_layernorm.weight": (WIDTH,)}
-    of_layer |= {f"mlp.{name}_proj.weight": (HIDDEN, WIDTH) for name in ("gate", "up")}
-    of_layer["mlp.down_proj.weight"] = (WIDTH, HIDDEN)
-    SHAPES |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+SIZES = {"vocab_size": 50, "hidden_size": 48, "intermediate_size": 120, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
+with torch.device("meta"):
+    MODEL = Qwen2ForCausalLM(Qwen2Config(**SIZES, **HEADS, tie_word_embeddings=True))
+SHAPES = {name: tuple(parameter.shape) for name, parameter in MODEL.named_parameters()}
 pytestmark = pytest.mark.usefixtures("one_thread")
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -59,7 +54,7 @@ def worker(weights, rank, workers):
             part = tensor.chunk(workers, 1)[rank]
         elif "norm" not in kind:
             if kind in ("embed_tokens", "lm_head"):
-                tensor = torch.cat([tensor, tensor.new_zeros(64 - len(tensor), WIDTH)])
+                tensor = torch.cat([tensor, tensor.new_zeros(64 - len(tensor), tensor.shape[1])])
             part = tensor.chunk(workers)[rank]
         fused = next((whole for whole, parts in FUSED.items() if kind in parts), kind)
         found.setdefault(name.replace(kind, fused), []).append(part)
