@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torchtune.training import OffloadActivations
@@ -24,15 +24,9 @@ from torchtune.training import OffloadActivations
 from grpo_components.exchange.weight_deltas import DeltaBucket
 from grpo_components.exchange.weights import Manifest
 from grpo_components.malloc import keep_freed
-from grpo_components.models.loading import load_sharded_model
 from grpo_components.models.logprobs import ResponseLogprobs, parts_of, token_batch
-from grpo_components.models.lora import (
-    adapted_model,
-    new_adapters,
-    trained_parameters,
-    without_dropout,
-)
-from grpo_components.models.meshes import Meshes, join_ranks
+from grpo_components.models.lora import trained_parameters, without_dropout
+from grpo_components.models.meshes import join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.models.shared_prompts import Part
 from grpo_components.objective.composition import has_entropy_gradient
@@ -51,6 +45,7 @@ from grpo_components.training.sample import (
     spread_advantages,
     token_columns,
 )
+from grpo_components.training.sharded_policy import load_policy
 from grpo_components.training.step_result import StepResult
 from grpo_components.training.supervised import SupervisedLoss
 from grpo_components.training.token_logprobs import (
@@ -343,24 +338,6 @@ class Trainer:
         if self._profiler is not None:
             self._profiler.stop()
         dist.destroy_process_group()
-
-
-def load_policy(options: TrainerOptions, meshes: Meshes) -> nn.Module:
-    """Load the policy, sharded over the ranks; only rank 0 reads the base model's files."""
-    build_model = options.build_model
-    if options.lora is not None:
-        build_model = partial(adapted_model, build_model, options.lora, options.dtype)
-    return load_sharded_model(
-        build_model,
-        options.build_checkpointer,
-        meshes,
-        options.sharding,
-        model_type=options.model_type,
-        dtype=options.dtype,
-        enable_activation_checkpointing=options.enable_activation_checkpointing,
-        compile_layers=options.compile,
-        new_weights=new_adapters,
-    )
 
 
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
