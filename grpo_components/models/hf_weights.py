@@ -43,20 +43,16 @@ def layer_groups(names: Iterable[str]) -> list[list[str]]:
 def file_converter(
     model: nn.Module, model_type: str | None, base_model_path: Path
 ) -> Callable[[StateDict], StateDict]:
-    """Build the function that converts a policy's weights to the form of Hugging Face's files."""
-    if is_transformers(model):
-        return to_file_names(model)
-    if model_type is None:
-        fail("checkpointer", "null given, and `model` is a torchtune decoder", "its checkpointer")
-    return hf_converter(model_type, base_model_path)
+    """Build the function that converts a policy's weights to the form of Hugging Face's files.
 
-
-def to_file_names(model: nn.Module) -> Callable[[StateDict], StateDict]:
-    """Build the function that renames a transformers model's weights as in Hugging Face's files.
-
-    Most models already use the names of the files. Fused weights, such as the experts of one layer,
-    are split again into one tensor per expert.
+    Most transformers models already use the names of the files. Fused weights, such as the experts
+    of one layer, are split again into one tensor per expert.
     """
+    if not is_transformers(model):
+        if model_type is None:
+            problem = "null given, and `model` is a torchtune decoder"
+            fail("checkpointer", problem, "its checkpointer")
+        return hf_converter(model_type, base_model_path)
     from transformers.core_model_loading import revert_weight_conversion
 
     def rename(weights: StateDict) -> StateDict:
