@@ -1,14 +1,12 @@
-"""PTX: a supervised loss added to the policy loss, on examples the policy must not forget."""
+"""Examples of PTX, a supervised loss beside the policy loss: what the policy must not forget."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-from torch import Tensor
 
 from grpo_components.training.sample import TrainSample
-from grpo_components.training.token_metrics import UpdateMetrics
 from grpo_components.trajectory import Trajectory
 
 
@@ -52,35 +50,3 @@ class SupervisedExamples:
             finish_reason="stop",
         )
         return TrainSample(trajectory, trajectory.response_mask)
-
-
-class SupervisedLoss:
-    """Minimizes coeff x mean negative log-likelihood of the examples' tokens, over all ranks.
-
-    This is the pretraining mix of InstructGPT, arXiv 2203.02155, eq. 2 (gamma is `coeff`).
-    """
-
-    def __init__(
-        self,
-        examples: SupervisedExamples,
-        forward: Callable[[list[TrainSample]], tuple[Tensor, Tensor]],
-        plan: Callable[[list[TrainSample]], Sequence[Sequence[int]]],
-        num_data_ranks: int,
-    ) -> None:
-        self._examples, self._forward, self._plan = examples, forward, plan
-        self._num_data_ranks = num_data_ranks
-
-    def backward(self, update: int, measured: UpdateMetrics, policy_tokens: int) -> None:
-        """Add the gradient of this loss to the parameters' gradients; collective."""
-        coeff = self._examples.coeff
-        if coeff == 0:
-            return
-        samples = self._examples.batch(update)
-        total = sum(sample.num_tokens for sample in samples)
-        for indices in self._plan(samples):
-            members = [samples[i] for i in indices]
-            logprobs = self._forward(members or samples[:1])[0]  # idle ranks join collectives
-            losses = -logprobs / total * (1.0 if members else 0.0)
-            (losses.sum() * (coeff * self._num_data_ranks)).backward()
-            shares = losses.detach() * policy_tokens
-            measured.add({"loss/ptx": shares, "loss/total": coeff * shares})

@@ -47,7 +47,6 @@ from grpo_components.training.sample import (
 )
 from grpo_components.training.sharded_policy import load_policy
 from grpo_components.training.step_result import StepResult
-from grpo_components.training.supervised import SupervisedLoss
 from grpo_components.training.token_logprobs import (
     add_reference_logprobs,
     gather_logprobs,
@@ -101,21 +100,16 @@ class Trainer:
             entropy_gradient=has_entropy_gradient(objective.loss, objective.penalties),
             compile_softmax=options.compile,
         )
-        parts = (self._forward, self._plan, self._num_data_ranks)
-        self._is_reference = options.lora is not None and objective.needs_reference
-        self._supervised = None if objective.ptx is None else SupervisedLoss(objective.ptx, *parts)
         self._optimizer = options.build_optimizer(trained_parameters(self._model))
         schedule = options.build_lr_scheduler
         self._lr_scheduler = schedule and schedule(self._optimizer)
         self._on_device = partial(
             state_on_device, self._optimizer, self._device, active=options.colocate
         )
-        self._learning_rate, self._step = options.learning_rate, 0
-        self._max_grad_norm = options.clip_grad_norm or math.inf
+        self._step, self._skipped_because = 0, ""
         terms = (objective.loss, objective.penalties, objective.off_policy)
         teacher, is_compiled = objective.teacher_coeff, options.compile
         self._policy_loss = PolicyLoss(*terms, teacher_coeff=teacher, compile_loss=is_compiled)
-        self._skipped_because = ""
         trained = (self._model, self._optimizer, self._lr_scheduler)
         place = (Path(options.base_model_path), rank, num_ranks, self._device, options.lora)
         self._state = TrainerState(*trained, *place)
@@ -140,9 +134,9 @@ class Trainer:
         """
         started, cpu_started = time.perf_counter(), time.process_time()
         self._step, self._skipped_because = step, ""
-        if self._learning_rate is not None:
+        if (rate := self._options.learning_rate) is not None:
             for group in self._optimizer.param_groups:
-                set_learning_rate(group, self._learning_rate(step))
+                set_learning_rate(group, rate(step))
         samples, use = self._samples(batch, advantages, step)
         with self._on_device() as moves:
             updates, start_known = self._updates(samples, step)
@@ -186,7 +180,8 @@ class Trainer:
         use = TokenUse(oldest, options.mask_overlong, corrects)
         samples = make_samples(batch, advantages, use.trained_tokens, options.logged_responses)
         trajectories = [sample.trajectory for sample in samples]
-        if self._is_reference and trajectories[0].reference_logprobs is None:
+        is_reference = options.lora is not None and self._objective.needs_reference
+        if is_reference and trajectories[0].reference_logprobs is None:
             parts = (self._logprobs, self._plan_parts, self._device)
             add_reference_logprobs(trajectories, self._model, *parts)
         spread_advantages(samples, self._objective.token_advantages, step)
@@ -252,12 +247,12 @@ class Trainer:
             measured.add({"loss/total": losses * num_tokens})
             # Undo FSDP's average over ranks, because the weights already count all ranks' tokens.
             (losses.sum() * self._num_data_ranks).backward()
-        if self._supervised is not None:
-            self._supervised.backward(index, measured, num_tokens)
+        self._add_supervised_loss(index, measured, num_tokens)
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # else the time of the update would include the backward pass
         began = time.perf_counter()
-        grad_norm = clip_grad_norm(self._model.parameters(), self._max_grad_norm)
+        max_norm = self._options.clip_grad_norm or math.inf
+        grad_norm = clip_grad_norm(self._model.parameters(), max_norm)
         metrics = measured.over_ranks(num_tokens, self._sharding.tensor)
         metrics["grad_norm"] = float(grad_norm)
         if is_usable(metrics):  # the same on every rank
@@ -270,6 +265,25 @@ class Trainer:
             self._skipped_because = ", ".join(f"{name} is {metrics[name]}" for name in bad)
         metrics["time/update"] = time.perf_counter() - began
         return {**metrics, "lr": float(self._optimizer.param_groups[0]["lr"])}
+
+    def _add_supervised_loss(self, update: int, measured: UpdateMetrics, num_tokens: int) -> None:
+        """Add coeff x mean negative log-likelihood of the supervised examples; collective.
+
+        This is the pretraining mix of InstructGPT, arXiv 2203.02155, eq. 2 (gamma is `coeff`). The
+        mean is over the tokens of all ranks, of which the policy loss has `num_tokens`.
+        """
+        ptx = self._objective.ptx
+        if ptx is None or ptx.coeff == 0:
+            return
+        samples = ptx.batch(update)
+        total = sum(sample.num_tokens for sample in samples)
+        for indices in self._plan(samples):
+            members = [samples[i] for i in indices]
+            logprobs = self._forward(members or samples[:1])[0]  # idle ranks join collectives
+            losses = -logprobs / total * (1.0 if members else 0.0)
+            (losses.sum() * (ptx.coeff * self._num_data_ranks)).backward()
+            shares = losses.detach() * num_tokens
+            measured.add({"loss/ptx": shares, "loss/total": ptx.coeff * shares})
 
     def _weighted_losses(
         self, members: list[TrainSample], measured: UpdateMetrics, first: bool
