@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torchtune import training
 
@@ -73,8 +73,7 @@ def _dtype_of(path: Path) -> torch.dtype:
     """Return the floating-point dtype of the tensors in a model's files; float32 if they differ."""
     kinds: set[str] = set()
     for file in path.glob("*.safetensors"):
-        with file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        kinds |= {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+        with safe_open(file, framework="pt") as opened:
+            kinds |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
     kinds &= _FILE_DTYPES.keys()
     return _FILE_DTYPES[kinds.pop()] if len(kinds) == 1 else torch.float32
