@@ -24,6 +24,7 @@ from torchtune.training import OffloadActivations
 from grpo_components.exchange.weight_deltas import DeltaBucket
 from grpo_components.exchange.weights import Manifest
 from grpo_components.malloc import keep_freed
+from grpo_components.models.flops import ResourceUse
 from grpo_components.models.logprobs import ResponseLogprobs, parts_of, token_batch
 from grpo_components.models.lora import trained_parameters, without_dropout
 from grpo_components.models.meshes import join_ranks
@@ -36,7 +37,6 @@ from grpo_components.rendezvous import Rendezvous
 from grpo_components.training.checkpoint import TrainerState, set_learning_rate
 from grpo_components.training.optimizer_offload import state_on_device
 from grpo_components.training.policy_loss import PolicyLoss
-from grpo_components.training.resource_use import ResourceUse
 from grpo_components.training.sample import (
     TrainSample,
     make_samples,
