@@ -21,7 +21,7 @@ Ended = Callable[[int, Results], dict[str, float]]
 Pull = Callable[[GeneratorHandle, str], Awaitable[None]]
 """Function of generator and purpose; loads the published weights into the generator."""
 PinWeights = Callable[[], AbstractContextManager[None]]
-"""Function that returns a context manager: within it, no wait times out (`Ledger.pin_weights`)."""
+"""Returns a context manager: while an evaluation keeps the weights, no wait times out."""
 
 
 class Evaluation:
