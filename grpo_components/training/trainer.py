@@ -190,7 +190,7 @@ class Trainer:
     def _updates(
         self, samples: list[TrainSample], step: int
     ) -> tuple[list[dict[str, float]], bool]:
-        """Make a step's updates; return metrics, and whether start logprobs took a first pass."""
+        """Make a step's updates; return metrics, and whether start logprobs took an extra pass."""
         epochs = self._options.ppo_epochs
         parts = split_responses(samples, self._options.updates_per_batch)
         needs_start = self._policy_loss.corrects or self._policy_loss.from_proximal
@@ -223,7 +223,7 @@ class Trainer:
     @torch.no_grad()
     def _fill_proximal_logprobs(self, samples: list[TrainSample]) -> None:
         """Store in each sample its logprobs at the step's start, which the step's updates need."""
-        for indices in self._plan(samples) if samples else []:
+        for indices in self._plan(samples):
             # A rank without a micro-batch of its own still has to join the others' collectives.
             members = [samples[i] for i in indices] or samples[:1]
             with without_dropout(self._model):
