@@ -46,7 +46,7 @@ from torchtune.models.qwen2_5 import qwen2_5_0_5b, qwen2_5_1_5b_base, qwen2_5_3b
 from torchtune.training import FullModelHFCheckpointer
 
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.models.loading import DTYPES, load_sharded_model
+from grpo_components.models.loading import DTYPES
 from grpo_components.models.logprobs import parts_of, token_batch
 from grpo_components.models.meshes import Meshes, Sharding, join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
@@ -57,6 +57,7 @@ from grpo_components.objective.objective import TrainedObjective
 from grpo_components.objective.off_policy import NoCorrection
 from grpo_components.quiet import without_prints
 from grpo_components.rendezvous import Rendezvous, local_rendezvous
+from grpo_components.training.sharded_policy import load_policy
 from grpo_components.training.trainer import Trainer
 from grpo_components.training.trainer_options import TrainerOptions
 from grpo_components.trajectory import Trajectory, pack
@@ -237,6 +238,20 @@ def checkpointer(base: Path) -> Callable[[], Any]:
 _build_optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)  # as in every config
 
 
+def trainer_options(base: Path, num_ranks: int = 1, **options: Any) -> TrainerOptions:
+    """Return the options of a trainer that refuses no token as stale, for a Qwen2 policy."""
+    return TrainerOptions(
+        num_ranks=num_ranks,
+        sharding=Sharding(),
+        collective_timeout_s=TIMEOUT_S,
+        build_checkpointer=checkpointer(base),
+        base_model_path=str(base),
+        model_type="QWEN2",
+        contract=NEVER_STALE,
+        **options,
+    )
+
+
 def build_trainer(
     base: Path,
     device: str,
@@ -251,16 +266,7 @@ def build_trainer(
         device=device,
         seed=0,
         rendezvous=rendezvous or local_rendezvous(),
-        options=TrainerOptions(
-            num_ranks=num_ranks,
-            sharding=Sharding(),
-            collective_timeout_s=TIMEOUT_S,
-            build_checkpointer=checkpointer(base),
-            base_model_path=str(base),
-            model_type="QWEN2",
-            contract=NEVER_STALE,
-            **options,
-        ),
+        options=trainer_options(base, num_ranks, **options),
         objective=TrainedObjective(
             loss=GRPOLoss(clip_low=CLIP, clip_high=CLIP),
             penalties=Penalties(kl_coeff=KL_COEFF),
@@ -270,6 +276,19 @@ def build_trainer(
     )
 
 
+def _options_of(setting: Setting) -> dict[str, Any]:
+    return {
+        "build_model": setting.build_model,
+        "dtype": setting.dtype,
+        "enable_activation_checkpointing": setting.activation_checkpointing,
+        "compile": setting.compile,
+        "logprob_chunk_tokens": setting.logprob_chunk_tokens,
+        "tokens_per_micro_batch": setting.tokens_per_micro_batch,
+        "log_peak_memory_stats": True,
+        "build_optimizer": _build_optimizer,
+    }
+
+
 def build_baseline(setting: Setting, folder: Path, num_micro_batches: int) -> PaddedBaseline:
     """Build the baseline with the model, precision and FSDP that our trainer has."""
     if torch.distributed.is_initialized():  # by our trainer in this process
@@ -277,16 +296,7 @@ def build_baseline(setting: Setting, folder: Path, num_micro_batches: int) -> Pa
         meshes = Meshes(mesh, mesh, mesh)
     else:
         meshes = join_ranks(0, 1, local_rendezvous(), setting.device, Sharding(), TIMEOUT_S)
-    model = load_sharded_model(
-        setting.build_model,
-        checkpointer(folder / "base"),
-        meshes,
-        Sharding(),
-        model_type="QWEN2",
-        dtype=setting.dtype,
-        enable_activation_checkpointing=setting.activation_checkpointing,
-        compile_layers=setting.compile,
-    )
+    model = load_policy(trainer_options(folder / "base", **_options_of(setting)), meshes)
     return PaddedBaseline(
         model,
         _build_optimizer(model.parameters()),
@@ -301,18 +311,7 @@ Step = Callable[[Batch], dict[str, Any]]
 
 
 def _our_step(setting: Setting, folder: Path) -> Step:
-    trainer = build_trainer(
-        folder / "base",
-        setting.device,
-        build_model=setting.build_model,
-        dtype=setting.dtype,
-        enable_activation_checkpointing=setting.activation_checkpointing,
-        compile=setting.compile,
-        logprob_chunk_tokens=setting.logprob_chunk_tokens,
-        tokens_per_micro_batch=setting.tokens_per_micro_batch,
-        log_peak_memory_stats=True,
-        build_optimizer=_build_optimizer,
-    )
+    trainer = build_trainer(folder / "base", setting.device, **_options_of(setting))
     return lambda batch: trainer.train_step(pack(batch[0]), batch[1], 0).metrics
 
 

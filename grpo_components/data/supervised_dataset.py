@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_components.data.rows import Row, read_rows
 from grpo_components.errors import ConfigError
-from grpo_components.training.supervised import SupervisedExamples
+from grpo_components.training.sample import SupervisedExamples
 
 
 def supervised_dataset(

@@ -21,7 +21,7 @@ Ended = Callable[[int, Results], dict[str, float]]
 Pull = Callable[[GeneratorHandle, str], Awaitable[None]]
 """Function of generator and purpose; loads the published weights into the generator."""
 PinWeights = Callable[[], AbstractContextManager[None]]
-"""Function that returns a context manager: within it, no wait times out (`Ledger.pin_weights`)."""
+"""Returns a context manager: while an evaluation keeps the weights, no wait times out."""
 
 
 class Evaluation:
@@ -94,32 +94,24 @@ class Evaluation:
             for generator in generators:  # nobody swaps the weights during an evaluation
                 if not generator.lost:
                     await held.enter_async_context(generator.swapping)
-            results, number = None, 1
+            results, tries = None, 0
             while results is None:
-                results = await self._try(step, number, generators, pull, pinned)
-                number += 1
+                tries += 1
+                # Unique for each try: a replay would wait in the first for a pull of the second.
+                cause = f"evaluation {step}" if tries == 1 else f"evaluation {step}, try {tries}"
+                living = [generator for generator in generators if not generator.lost]
+                pulled = await _none_lost(pull(generator, cause) for generator in living)
+                pinned.set()
+                if pulled is not None:
+                    results = await self._answers(step, living)
         for result in results:
             for name in _VERSIONS:
                 if result[name] is not None:
                     result[name] += self._first_version
         self._metrics = self._ended(step, results)
 
-    async def _try(
-        self,
-        step: int,
-        number: int,
-        generators: Sequence[GeneratorHandle],
-        pull: Pull,
-        pinned: asyncio.Event,
-    ) -> Results | None:
-        """Evaluate on all generators; return None if one was lost or restarted with new weights."""
-        # Unique for each try: a replay would wait in the first one for a pull of the second.
-        cause = f"evaluation {step}" if number == 1 else f"evaluation {step}, try {number}"
-        living = [generator for generator in generators if not generator.lost]
-        pulled = await _none_lost(pull(generator, cause) for generator in living)
-        pinned.set()
-        if pulled is None:
-            return None
+    async def _answers(self, step: int, living: Sequence[GeneratorHandle]) -> Results | None:
+        """Return all answers; None if a generator was lost or restarted with newer weights."""
         shares = await _none_lost(
             self._ask(generator, range(i, len(self._held_out), len(living)), step)
             for i, generator in enumerate(living)

@@ -13,22 +13,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torchtune.models import convert_weights
-from torchtune.training.checkpointing import ModelType
 
-from grpo_components.errors import ConfigError, fail
+from grpo_components.errors import fail
 from grpo_components.exchange.weights import StateDict
 from grpo_components.models.hugging_face_policy import is_transformers
 
 _LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
-
-_ROTARY_FAMILIES = (
-    ModelType.LLAMA2,
-    ModelType.LLAMA3,
-    ModelType.LLAMA3_2,
-    ModelType.MISTRAL,
-    ModelType.GEMMA,
-)
-"""Model families whose query and key rows torchtune stores in another order than Hugging Face."""
 
 
 def layer_groups(names: Iterable[str]) -> list[list[str]]:
@@ -43,20 +33,16 @@ def layer_groups(names: Iterable[str]) -> list[list[str]]:
 def file_converter(
     model: nn.Module, model_type: str | None, base_model_path: Path
 ) -> Callable[[StateDict], StateDict]:
-    """Build the function that converts a policy's weights to the form of Hugging Face's files."""
-    if is_transformers(model):
-        return to_file_names(model)
-    if model_type is None:
-        fail("checkpointer", "null given, and `model` is a torchtune decoder", "its checkpointer")
-    return hf_converter(model_type, base_model_path)
+    """Build the function that converts a policy's weights to the form of Hugging Face's files.
 
-
-def to_file_names(model: nn.Module) -> Callable[[StateDict], StateDict]:
-    """Build the function that renames a transformers model's weights as in Hugging Face's files.
-
-    Most models already use the names of the files. Fused weights, such as the experts of one layer,
-    are split again into one tensor per expert.
+    Most transformers models already use the names of the files. Fused weights, such as the experts
+    of one layer, are split again into one tensor per expert.
     """
+    if not is_transformers(model):
+        if model_type is None:
+            problem = "null given, and `model` is a torchtune decoder"
+            fail("checkpointer", problem, "its checkpointer")
+        return hf_converter(model_type, base_model_path)
     from transformers.core_model_loading import revert_weight_conversion
 
     def rename(weights: StateDict) -> StateDict:
@@ -73,26 +59,23 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 def hf_converter(model_type: str, base_model_path: Path) -> Callable[[StateDict], StateDict]:
-    """Build the function that converts torchtune's weights to the form of Hugging Face's files."""
-    kind = ModelType[model_type]
+    """Build the function that converts torchtune's weights to the form of Hugging Face's files.
+
+    `model_type` is one of `settings.ModelType`, the families whose conversion is exact.
+    """
     hf_config = json.loads((base_model_path / "config.json").read_text())
     heads = hf_config["num_attention_heads"]
     kv_heads = hf_config.get("num_key_value_heads", heads)
     sizes: Any = {"num_heads": heads, "num_kv_heads": kv_heads, "dim": hf_config["hidden_size"]}
-    if kind == ModelType.QWEN2:
+    if model_type == "QWEN2":
         from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 
         return partial(  # pyright: ignore[reportReturnType] -- torchtune says dict without types
             qwen2_tune_to_hf, **sizes, tie_word_embeddings=bool(hf_config["tie_word_embeddings"])
         )
-    if kind in (ModelType.PHI3_MINI, ModelType.PHI4):
+    if model_type in ("PHI3_MINI", "PHI4"):
         from torchtune.models.phi3._convert_weights import phi3_tune_to_hf
 
         return phi3_tune_to_hf
-    if kind in _ROTARY_FAMILIES:
-        return partial(convert_weights.tune_to_hf, **sizes, head_dim=hf_config.get("head_dim"))
-    raise ConfigError(
-        "checkpointer.model_type",
-        f"{model_type} cannot be converted to Hugging Face names exactly",
-        "LLAMA2, LLAMA3, LLAMA3_2, MISTRAL, GEMMA, PHI3_MINI, PHI4, QWEN2",
-    )
+    # All others store the rows of queries and keys in another order than Hugging Face.
+    return partial(convert_weights.tune_to_hf, **sizes, head_dim=hf_config.get("head_dim"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -60,7 +59,9 @@ def check_hugging_face(model: nn.Module, longest: int) -> None:
 def small_config(config: Any, *, narrow: bool = True) -> Any:
     """Return the config with few layers, at least one per kind; `narrow` also reduces widths."""
     small = copy.deepcopy(config)
-    depth, wanted = config.num_hidden_layers, list(_first_layers(config))
+    depth, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or ()
+    # The first two layers, and the first one of each further kind.
+    wanted = sorted({*range(min(2, depth)), *map(kinds.index, kinds)})
     given = config.to_dict()
     for key, value in given.items():
         if isinstance(value, list) and len(value) == depth:
@@ -85,17 +86,6 @@ def small_config(config: Any, *, narrow: bool = True) -> Any:
             for key, value in rope.items()
         }
     return small
-
-
-def _first_layers(config: Any) -> Iterator[int]:
-    """Yield the numbers of the first two layers, and of the first layer of each further kind."""
-    depth, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or ()
-    seen: set[Any] = set()
-    for number in range(depth):
-        kind = kinds[number] if number < len(kinds) else None
-        if number < 2 or kind not in seen:
-            yield number
-        seen.add(kind)
 
 
 def _small_model(config: Any, name: str) -> tuple[nn.Module, Tensor]:

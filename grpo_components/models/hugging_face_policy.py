@@ -130,7 +130,7 @@ class _BaseOutput:
 
 
 class _WithHidden:
-    """Acts as the model (`self`) in `forward`: its base model returns given hidden states."""
+    """Stands for a model as `self` in its `forward`, which then starts at given hidden states."""
 
     def __init__(self, model: Any, hidden: Tensor) -> None:
         self._model = model

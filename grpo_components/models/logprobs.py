@@ -154,15 +154,11 @@ class ResponseLogprobs:
             else logprobs_and_entropies
         )
         if is_transformers(model):
-            self._model.forward = types.MethodType(
-                lambda module, **column: self._from_base(module, **column), model
-            )
-            return
-        share_prompts(model)
-        fuse_norms(model)
-        self._model.unembed = types.MethodType(
-            lambda module, hidden: self._unembed(module, hidden), model
-        )
+            self._model.forward = types.MethodType(self._from_base, model)
+        else:
+            share_prompts(model)
+            fuse_norms(model)
+            self._model.unembed = types.MethodType(self._unembed, model)
 
     def __call__(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Return logprobs [M] of the targets and entropies [M] of their distributions, in nats."""

@@ -85,7 +85,8 @@ class TrainerState:
             if self._rank == 0:
                 weights |= {name: t.to("cpu", copy=copy) for name, t in tensors.items()}
         states = self._random_states()
-        tensors = self._tensors() | {f"random.{self._rank}.{k}": t for k, t in states.items()}
+        tensors = _named(*self._model_and_moments(bool(self._optimizer.state)))
+        tensors |= {f"random.{self._rank}.{kind}": t for kind, t in states.items()}
         if copy:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
         plain = {
@@ -135,15 +136,14 @@ class TrainerState:
         plain = read_state(folder / "state", "trainer")
         reader = FileSystemReader(folder / "state" / "trainer")
         saved = reader.read_metadata().state_dict_metadata
-        tensors = _named("model", get_model_state_dict(self._model, options=_TRAINED))
-        moments: dict[str, Any] = {}
-        if any(name.startswith("optimizer.") for name in saved):
-            moments = get_optimizer_state_dict(self._model, self._optimizer, options=_FLAT)
-            tensors |= _named("optimizer", moments)
+        has_moments = any(name.startswith("optimizer.") for name in saved)
+        weights, moments = self._model_and_moments(has_moments)
+        tensors = _named(weights, moments)
         owner = self._rank % plain["num_ranks"]
         states = {f"random.{owner}.{kind}": t for kind, t in self._random_states().items()}
         states = {name: torch.empty_like(t) for name, t in states.items() if name in saved}
         try:
+            # In place: `weights` and `moments` have the same tensors.
             load(tensors | states, storage_reader=reader, process_group=self._group)
         except CheckpointException as error:  # a BaseException, which names process ids
             why = str(next(iter(error.failures.values()))[0]).splitlines()[0]
@@ -157,9 +157,8 @@ class TrainerState:
                 problem = f"{folder}: {name} is not finite"
                 raise ConfigError("resume_from_checkpoint", problem, _ANOTHER)
         options = _WHOLE if self._lora is None else _TRAINED
-        set_model_state_dict(self._model, _unnamed("model", tensors), options=options)
+        set_model_state_dict(self._model, weights, options=options)
         if moments:
-            moments |= _unnamed("optimizer", tensors)
             set_optimizer_state_dict(self._model, self._optimizer, moments, options=_FLAT)
         for name, state in states.items():
             if name.endswith(".cpu"):
@@ -179,12 +178,11 @@ class TrainerState:
         if self._scheduler is not None:
             self._scheduler.load_state_dict(_scaled(plain["scheduler"], ratios))
 
-    def _tensors(self) -> dict[str, Tensor]:
-        tensors = _named("model", get_model_state_dict(self._model, options=_TRAINED))
-        if self._optimizer.state:  # DCP would run an optimizer step to fill an empty state
-            moments = get_optimizer_state_dict(self._model, self._optimizer, options=_FLAT)
-            tensors |= _named("optimizer", moments)
-        return tensors
+    def _model_and_moments(self, has_moments: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        weights = get_model_state_dict(self._model, options=_TRAINED)
+        if not has_moments:  # DCP would run an optimizer step to fill an empty state
+            return weights, {}
+        return weights, get_optimizer_state_dict(self._model, self._optimizer, options=_FLAT)
 
     def _random_states(self) -> dict[str, Tensor]:
         states = {"cpu": torch.get_rng_state()}
@@ -259,21 +257,14 @@ def _scaled(state: Any, ratios: list[float]) -> Any:
     }
 
 
-def _named(prefix: str, values: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors in a state, with prefixed names: DCP would pickle all other values.
+def _named(weights: dict[str, Any], moments: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of model and optimizer by prefixed names: DCP would pickle other values.
 
     A learning rate, which torchao keeps as a tensor, is left out: it comes from the config.
     """
     return {
         f"{prefix}.{name}": value
+        for prefix, values in (("model", weights), ("optimizer", moments))
         for name, value in values.items()
         if isinstance(value, Tensor) and not name.startswith("param_groups.")
-    }
-
-
-def _unnamed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    return {
-        name.removeprefix(f"{prefix}."): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(f"{prefix}.")
     }

@@ -84,18 +84,17 @@ def add_reference_logprobs(
     The reference is the frozen base model, which is the adapted policy without its adapters.
     """
     lengths = [len(t.response_ids) for t in trajectories]
-    ends = torch.tensor(lengths).cumsum(0).tolist()
     flat = torch.zeros(sum(lengths), device=device)
-    read = [number for number, length in enumerate(lengths) if length]
-    micro_batches = plan(parts_of([trajectories[number] for number in read])) if read else []
+    places = [place for place in flat.split(lengths) if len(place)]
+    read = [trajectory for trajectory in trajectories if len(trajectory.response_ids)]
     with disable_adapter(model):
-        for indices in micro_batches:
+        for indices in plan(parts_of(read)):
             # A rank without a micro-batch of its own still has to join the others' collectives.
-            numbers = [read[i] for i in indices] or read[:1]
-            batch = token_batch([trajectories[n] for n in numbers], device=device)
-            parts = logprobs(batch)[0].split([lengths[n] for n in numbers])
-            for number, part in zip(numbers if indices else (), parts, strict=bool(indices)):
-                flat[ends[number] - lengths[number] : ends[number]] = part
+            members = [read[i] for i in indices] or read[:1]
+            found = logprobs(token_batch(members, device=device))[0]
+            parts = found.split([len(member.response_ids) for member in members])
+            for index, part in zip(indices, parts, strict=bool(indices)):
+                places[index].copy_(part)
     dist.all_reduce(flat)  # each rank has computed the logprobs of other responses
     for trajectory, part in zip(trajectories, flat.cpu().split(lengths), strict=True):
         trajectory.reference_logprobs = part.numpy()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torchtune.training import OffloadActivations
@@ -24,15 +24,10 @@ from torchtune.training import OffloadActivations
 from grpo_components.exchange.weight_deltas import DeltaBucket
 from grpo_components.exchange.weights import Manifest
 from grpo_components.malloc import keep_freed
-from grpo_components.models.loading import load_sharded_model
+from grpo_components.models.flops import ResourceUse
 from grpo_components.models.logprobs import ResponseLogprobs, parts_of, token_batch
-from grpo_components.models.lora import (
-    adapted_model,
-    new_adapters,
-    trained_parameters,
-    without_dropout,
-)
-from grpo_components.models.meshes import Meshes, join_ranks
+from grpo_components.models.lora import trained_parameters, without_dropout
+from grpo_components.models.meshes import join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.models.shared_prompts import Part
 from grpo_components.objective.composition import has_entropy_gradient
@@ -42,7 +37,6 @@ from grpo_components.rendezvous import Rendezvous
 from grpo_components.training.checkpoint import TrainerState, set_learning_rate
 from grpo_components.training.optimizer_offload import state_on_device
 from grpo_components.training.policy_loss import PolicyLoss
-from grpo_components.training.resource_use import ResourceUse
 from grpo_components.training.sample import (
     TrainSample,
     make_samples,
@@ -51,8 +45,8 @@ from grpo_components.training.sample import (
     spread_advantages,
     token_columns,
 )
+from grpo_components.training.sharded_policy import load_policy
 from grpo_components.training.step_result import StepResult
-from grpo_components.training.supervised import SupervisedLoss
 from grpo_components.training.token_logprobs import (
     add_reference_logprobs,
     gather_logprobs,
@@ -106,21 +100,16 @@ class Trainer:
             entropy_gradient=has_entropy_gradient(objective.loss, objective.penalties),
             compile_softmax=options.compile,
         )
-        parts = (self._forward, self._plan, self._num_data_ranks)
-        self._is_reference = options.lora is not None and objective.needs_reference
-        self._supervised = None if objective.ptx is None else SupervisedLoss(objective.ptx, *parts)
         self._optimizer = options.build_optimizer(trained_parameters(self._model))
         schedule = options.build_lr_scheduler
         self._lr_scheduler = schedule and schedule(self._optimizer)
         self._on_device = partial(
             state_on_device, self._optimizer, self._device, active=options.colocate
         )
-        self._learning_rate, self._step = options.learning_rate, 0
-        self._max_grad_norm = options.clip_grad_norm or math.inf
+        self._step, self._skipped_because = 0, ""
         terms = (objective.loss, objective.penalties, objective.off_policy)
         teacher, is_compiled = objective.teacher_coeff, options.compile
         self._policy_loss = PolicyLoss(*terms, teacher_coeff=teacher, compile_loss=is_compiled)
-        self._skipped_because = ""
         trained = (self._model, self._optimizer, self._lr_scheduler)
         place = (Path(options.base_model_path), rank, num_ranks, self._device, options.lora)
         self._state = TrainerState(*trained, *place)
@@ -145,9 +134,9 @@ class Trainer:
         """
         started, cpu_started = time.perf_counter(), time.process_time()
         self._step, self._skipped_because = step, ""
-        if self._learning_rate is not None:
+        if (rate := self._options.learning_rate) is not None:
             for group in self._optimizer.param_groups:
-                set_learning_rate(group, self._learning_rate(step))
+                set_learning_rate(group, rate(step))
         samples, use = self._samples(batch, advantages, step)
         with self._on_device() as moves:
             updates, start_known = self._updates(samples, step)
@@ -191,7 +180,8 @@ class Trainer:
         use = TokenUse(oldest, options.mask_overlong, corrects)
         samples = make_samples(batch, advantages, use.trained_tokens, options.logged_responses)
         trajectories = [sample.trajectory for sample in samples]
-        if self._is_reference and trajectories[0].reference_logprobs is None:
+        is_reference = options.lora is not None and self._objective.needs_reference
+        if is_reference and trajectories[0].reference_logprobs is None:
             parts = (self._logprobs, self._plan_parts, self._device)
             add_reference_logprobs(trajectories, self._model, *parts)
         spread_advantages(samples, self._objective.token_advantages, step)
@@ -200,7 +190,7 @@ class Trainer:
     def _updates(
         self, samples: list[TrainSample], step: int
     ) -> tuple[list[dict[str, float]], bool]:
-        """Make a step's updates; return metrics, and whether start logprobs took a first pass."""
+        """Make a step's updates; return metrics, and whether start logprobs took an extra pass."""
         epochs = self._options.ppo_epochs
         parts = split_responses(samples, self._options.updates_per_batch)
         needs_start = self._policy_loss.corrects or self._policy_loss.from_proximal
@@ -233,7 +223,7 @@ class Trainer:
     @torch.no_grad()
     def _fill_proximal_logprobs(self, samples: list[TrainSample]) -> None:
         """Store in each sample its logprobs at the step's start, which the step's updates need."""
-        for indices in self._plan(samples) if samples else []:
+        for indices in self._plan(samples):
             # A rank without a micro-batch of its own still has to join the others' collectives.
             members = [samples[i] for i in indices] or samples[:1]
             with without_dropout(self._model):
@@ -257,12 +247,12 @@ class Trainer:
             measured.add({"loss/total": losses * num_tokens})
             # Undo FSDP's average over ranks, because the weights already count all ranks' tokens.
             (losses.sum() * self._num_data_ranks).backward()
-        if self._supervised is not None:
-            self._supervised.backward(index, measured, num_tokens)
+        self._add_supervised_loss(index, measured, num_tokens)
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # else the time of the update would include the backward pass
         began = time.perf_counter()
-        grad_norm = clip_grad_norm(self._model.parameters(), self._max_grad_norm)
+        max_norm = self._options.clip_grad_norm or math.inf
+        grad_norm = clip_grad_norm(self._model.parameters(), max_norm)
         metrics = measured.over_ranks(num_tokens, self._sharding.tensor)
         metrics["grad_norm"] = float(grad_norm)
         if is_usable(metrics):  # the same on every rank
@@ -275,6 +265,25 @@ class Trainer:
             self._skipped_because = ", ".join(f"{name} is {metrics[name]}" for name in bad)
         metrics["time/update"] = time.perf_counter() - began
         return {**metrics, "lr": float(self._optimizer.param_groups[0]["lr"])}
+
+    def _add_supervised_loss(self, update: int, measured: UpdateMetrics, num_tokens: int) -> None:
+        """Add coeff x mean negative log-likelihood of the supervised examples; collective.
+
+        This is the pretraining mix of InstructGPT, arXiv 2203.02155, eq. 2 (gamma is `coeff`). The
+        mean is over the tokens of all ranks, of which the policy loss has `num_tokens`.
+        """
+        ptx = self._objective.ptx
+        if ptx is None or ptx.coeff == 0:
+            return
+        samples = ptx.batch(update)
+        total = sum(sample.num_tokens for sample in samples)
+        for indices in self._plan(samples):
+            members = [samples[i] for i in indices]
+            logprobs = self._forward(members or samples[:1])[0]  # idle ranks join collectives
+            losses = -logprobs / total * (1.0 if members else 0.0)
+            (losses.sum() * (ptx.coeff * self._num_data_ranks)).backward()
+            shares = losses.detach() * num_tokens
+            measured.add({"loss/ptx": shares, "loss/total": ptx.coeff * shares})
 
     def _weighted_losses(
         self, members: list[TrainSample], measured: UpdateMetrics, first: bool
@@ -343,24 +352,6 @@ class Trainer:
         if self._profiler is not None:
             self._profiler.stop()
         dist.destroy_process_group()
-
-
-def load_policy(options: TrainerOptions, meshes: Meshes) -> nn.Module:
-    """Load the policy, sharded over the ranks; only rank 0 reads the base model's files."""
-    build_model = options.build_model
-    if options.lora is not None:
-        build_model = partial(adapted_model, build_model, options.lora, options.dtype)
-    return load_sharded_model(
-        build_model,
-        options.build_checkpointer,
-        meshes,
-        options.sharding,
-        model_type=options.model_type,
-        dtype=options.dtype,
-        enable_activation_checkpointing=options.enable_activation_checkpointing,
-        compile_layers=options.compile,
-        new_weights=new_adapters,
-    )
 
 
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torchtune import config, training
 
 from grpo_components.models.hugging_face_policy import base_of, decoder_layers, is_transformers
-from grpo_components.models.loading import DTYPES, shard_model
+from grpo_components.models.loading import DTYPES
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.models.lora import trained_parameters
 from grpo_components.models.meshes import Sharding, arrange_ranks
 from grpo_components.settings import Settings
+from grpo_components.training.sharded_policy import shard_model
 from grpo_components.trajectory import TokenSequence
 from grpo_tools.memory_plan.live_bytes import LiveBytes, imagined_ranks, imagining
 

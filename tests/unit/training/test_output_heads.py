@@ -21,7 +21,7 @@ from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.models.lora import pushed_shapes, trained_parameters
 from grpo_components.models.meshes import Sharding, arrange_ranks
 from grpo_components.settings import LoraSettings
-from grpo_components.training.trainer import load_policy
+from grpo_components.training.sharded_policy import load_policy
 from grpo_components.training.weight_export import weight_exports
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -1,4 +1,4 @@
-"""Trajectories of one session weigh as one response, whatever counts responses."""
+"""A session weighs as one response; an update's supervised examples depend on its number alone."""
 
 from dataclasses import replace
 
@@ -10,7 +10,12 @@ from lib.trajectories import trajectory as record
 
 from grpo_components.errors import ConfigError
 from grpo_components.objective.aggregation import ConstantLength, SequenceMean, TokenMean
-from grpo_components.training.sample import make_samples, set_loss_weights, split_responses
+from grpo_components.training.sample import (
+    SupervisedExamples,
+    make_samples,
+    set_loss_weights,
+    split_responses,
+)
 from grpo_components.trajectory import (
     SESSION_COUNTS,
     batch_hash,
@@ -87,3 +92,27 @@ def test_the_hash_tells_sessions_apart():
     assert batch_hash(pack(together)) not in (batch_hash(pack(apart)), batch_hash(plain))
     joined = concatenate([plain, pack(apart)])
     assert [t.session for t in unpack(joined)] == [None, None, {"sample": 0}, {"sample": 1}]
+
+
+def ptx(size, per_update, seed=3):
+    examples = [([number], [number, number]) for number in range(size)]
+    return SupervisedExamples(examples, coeff=0.1, examples_per_update=per_update, seed=seed)
+
+
+def rows(examples, update):
+    return [sample.trajectory.prompt_index for sample in examples.batch(update)]
+
+
+@given(size=st.integers(1, 9), per_update=st.integers(1, 20), epochs=st.integers(1, 3))
+def test_every_epoch_has_each_example_once(size, per_update, epochs):
+    examples = ptx(size, per_update)
+    updates = -(-size * epochs // per_update)
+    drawn = [row for update in range(updates) for row in rows(examples, update)]
+    for epoch in range(epochs):
+        assert sorted(drawn[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+def test_a_resumed_run_has_the_examples_that_it_would_have_had():
+    assert rows(ptx(7, 3), 5) == rows(ptx(7, 3), 5)
+    assert [rows(ptx(50, 50), epoch) for epoch in (0, 1)] != [rows(ptx(50, 50), 0)] * 2
+    assert rows(ptx(50, 50), 0) != rows(ptx(50, 50, seed=4), 0)

@@ -53,7 +53,7 @@ from grpo_components.objective.off_policy import (
     TokenTIS,
 )
 from grpo_components.objective.token_advantages import TokenNormalizedAdvantages
-from grpo_components.training.supervised import SupervisedExamples
+from grpo_components.training.sample import SupervisedExamples
 from grpo_components.trajectory import TokenSequence
 
 # ---- one update ---------------------------------------------------------------------------------
