@@ -5,11 +5,13 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from grpo_components.examples import tiny_policy_model
 from grpo_components.examples.tiny_policy import RECORD_FILE, build_tiny_policy, main
 from grpo_components.examples.word_problems import NAMES, THINGS, make_problems
 
+EMBEDDING = "model.embed_tokens.weight"
 STEPS = 2  # enough for tests that need no trained policy
 
 
@@ -77,6 +79,21 @@ def test_a_build_is_kept_unless_forced_or_different(tmp_path, monkeypatch):
     assert built == [(0, 5), (0, 5), (1, 5), (1, 6)]
     assert json.loads((folder / RECORD_FILE).read_text())["seed"] == 1
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_policy_that_answers_too_few_problems_is_trained_again(tmp_path, monkeypatch):
+    rates, weights = iter([0.4, 0.87, 0.3, 0.95]), []
+
+    def warm_start(policy, *_):
+        weights.append(policy.lm_head.weight.detach().clone())
+
+    monkeypatch.setattr(tiny_policy_model, "_warm_start", warm_start)
+    monkeypatch.setattr(tiny_policy_model, "success_rate", lambda *_: next(rates))
+    record = build_tiny_policy(tmp_path / "policy")
+    assert (record["held_out_success"], record["held_out_success_greedy"]) == (0.3, 0.95)
+    first, second = weights
+    assert not torch.equal(first, second)
+    assert torch.equal(load_file(tmp_path / "policy/model.safetensors")[EMBEDDING], second)
 
 
 def test_a_folder_with_other_files_is_refused_in_one_line(tmp_path, capsys):
