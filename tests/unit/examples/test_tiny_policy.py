@@ -63,7 +63,7 @@ def test_a_build_is_kept_unless_forced_or_different(tmp_path, monkeypatch):
     folder = tmp_path / "policy"
     built = []
 
-    def build_into(new, seed, steps, console):
+    def build_into(new, seed, steps, *_):
         built.append((seed, steps))
         new.mkdir()
         (new / "model.safetensors").touch()
