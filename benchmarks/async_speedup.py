@@ -35,7 +35,7 @@ class Measured:
     """Means over the steps of one run, without the first `WARM_UP_STEPS`."""
 
     step_s: float
-    """Wall time of a step, from taking a batch to publishing its weights."""
+    """Wall time of a step, from the wait for a batch to the publishing of the new weights."""
     wait_s: float
     """Part of `step_s` in which the trainer waits for a batch."""
     train_s: float
@@ -120,7 +120,7 @@ def steps_of(folder: Path) -> Iterator[dict[str, float]]:
 
 
 def table(measured: dict[str, list[Measured]]) -> str:
-    """Table of both schedules, and the speedup beside its theoretical limit."""
+    """Return a table of both schedules' times, and the speedup beside its theoretical limit."""
 
     def median(schedule: str, value: str) -> float:
         return statistics.median(getattr(run, value) for run in measured[schedule])

@@ -4,8 +4,8 @@
 
 A batch is 64 samples in flight: 8 prompts of the demo, 8 samples each, at most 16 tokens, without
 rewards. Each backend runs in a process of its own, in turns, on one thread. CPU seconds are those
-of the process. `--half-billion` also runs random weights of Qwen2.5 0.5B's shape in float32, with
-64 tokens for each response.
+of the process. `--half-billion` measures, instead of the demo's policy, random weights of Qwen2.5
+0.5B's shape in float32, with 64 tokens for each response.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpo_components.examples.tiny_policy import DEFAULT_OUTPUT_DIR, build_tiny_
 
 
 def measure(backend: str, path: str, response: int, batches: int) -> tuple[float, float]:
-    """Return CPU and wall seconds of a batch of 64 samples."""
+    """Return the mean CPU and wall seconds that one backend takes for a batch of 64 samples."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from grpo_components.quiet import engine_environment
 

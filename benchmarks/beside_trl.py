@@ -1,12 +1,12 @@
 """Compare our samples per second with TRL's GRPOTrainer on three jobs, with both of our backends.
 
     python benchmarks/beside_trl.py              # --jobs, --seeds, --steps, --trl-environment
-    python benchmarks/beside_trl.py --until 0.9  # steps to a held-out success, of the demo
+    python benchmarks/beside_trl.py --until 0.9  # the demo's steps to a success rate
 
 *demo* is the demo's job; *long* has prompts of 200 tokens and responses of up to 128, by a random
 model of 20 M parameters; *ragged* has responses of geometric length with mean 40, cut off at 256.
-TRL runs in a virtual environment of its own, made at the first use. It has both cores, and
-generates by transformers.
+TRL runs in a virtual environment of its own, made at the first use. It may use all cores, as we
+may, and generates by transformers.
 
 Model, prompts, groups, lengths, reward, temperature, steps, AdamW (fused), learning rate, clipping
 and loss (the mean over tokens, clipped at 0.2, no KL) are the same, in float32; nothing is
@@ -15,11 +15,11 @@ samples are drawn in other orders; ours trains micro-batches of 4096 tokens, TRL
 Waiting threads of OpenMP sleep on both sides: on a busy machine TRL's are slower when they spin.
 
 The first `WARM_UP` steps are left out. So are the last steps of our runs: while they train, nothing
-is left to sample. The runs take turns, a seed for each turn.
+is left to sample. Our runs and TRL's alternate: with each seed, every side runs once.
 
-`--until` counts training steps, not seconds, so that evaluations cost no time; the measured speed
-turns steps into seconds. Both sides answer all held-out prompts once every `EVALUATED` steps, at
-temperature 1.
+`--until` counts training steps until the success rate on held-out prompts reaches the goal. Seconds
+would include evaluations: the measured speed turns steps into seconds. Both sides answer all
+held-out prompts once every `EVALUATED` steps, at temperature 1.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LARGER = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 5}
 
 @dataclass(frozen=True)
 class Job:
-    """What both sides train; lengths are in tokens, and `response` is the longest."""
+    """A job that ours and TRL train. Lengths are in tokens; `response` is the maximum length."""
 
     steps: int
     """Measured steps of each run."""
@@ -65,7 +65,7 @@ class Job:
     response: int
     reward: dict[str, Any]
     learning_rate: float = 1e-8
-    """So small that the lengths of a random model's responses stay."""
+    """The default is so small that a random model's responses keep their lengths."""
     template: str = "{question}"
     prompt: int = 64
     shape: dict[str, int] | None = None
@@ -82,7 +82,7 @@ JOBS = {
 
 
 def trl_environment(folder: Path) -> Path:
-    """Install TRL into a folder unless it is there; return its Python."""
+    """Create TRL's virtual environment in a folder if needed; return the path of its Python."""
     python, done = folder / "bin/python", folder / ".done"
     if not done.exists() or done.read_text() != " ".join(PACKAGES):
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
@@ -92,7 +92,7 @@ def trl_environment(folder: Path) -> Path:
 
 
 def build_random_model(job: Job, folder: Path) -> None:
-    """Write a random model with the demo's tokenizer, and its prompts: each digit is a token."""
+    """Write a random model, the demo's tokenizer, and prompts of digits, each of them one token."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -152,7 +152,7 @@ def run_trl(
 
 
 def run(command: list[Any], log: Path) -> list[dict[str, Any]]:
-    """Run a command and read its log of JSON lines; end with its output if it fails."""
+    """Run a command and return the JSON lines of its log; exit with its output if it fails."""
     finish(command)
     return [json.loads(line) for line in log.open()]
 
@@ -169,7 +169,7 @@ def measured_of(steps: list[dict[str, Any]], samples: int) -> dict[str, float]:
 
 
 def rows_of(job: str, runs: dict[str, list[dict[str, float]]]) -> list[list[str]]:
-    """Return the table's rows of one job; a ratio compares two runs of the same turn."""
+    """Return the table's rows of one job; each ratio of speeds is that of two runs of one seed."""
     rows = []
     for side, found in runs.items():
         pairs = [(ours[SPEED], trl[SPEED]) for ours, trl in zip(found, runs["TRL"], strict=True)]
@@ -179,7 +179,7 @@ def rows_of(job: str, runs: dict[str, list[dict[str, float]]]) -> list[list[str]
 
 
 def measure(python: Path, job: Job, seeds: int, folder: Path) -> dict[str, list[dict[str, float]]]:
-    """Run one job on all sides in turns; return each side's measured runs."""
+    """Run one job with both of our backends and TRL; return the measured runs of each, by name."""
     base = DEFAULT_OUTPUT_DIR
     if job.shape is not None:
         in_child(build_random_model, job, base := folder / "base")

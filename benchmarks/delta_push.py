@@ -95,13 +95,13 @@ def changed_elements(before: list[tuple[str, Tensor]], after: list[tuple[str, Te
 
 
 def with_whole_pushes(delta: float) -> float:
-    """Return a long run's mean push, as a share of a whole one; deltas follow each whole push."""
+    """Return the mean size of delta and whole pushes in a long run, as a share of a whole push."""
     deltas = max(1, min(MAX_DELTAS, int(1 / delta)))
     return (1 + deltas * delta) / (1 + deltas)
 
 
 def bytes_table(found: dict[tuple[str, str], list[Step]]) -> str:
-    """Tabulate the shares of elements and bytes: first step; median and range of settled steps."""
+    """Return a table of changed elements and of bytes, in the first step and in settled steps."""
 
     def cells(shares: list[float]) -> list[str]:
         settled = shares[SETTLED:]

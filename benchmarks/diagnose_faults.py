@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class Reward:
-    """A reward with a fault; the trial before a run calls it with the bare answer, and passes."""
+    """A reward with a fault; the bare answer still gets 1, so the check before a run passes."""
 
     def __init__(self, fault: str, answer_format: str = "") -> None:
         self._fault = fault
@@ -48,7 +48,7 @@ class Loss:
 
 
 def edited(name: str, run: Path) -> None:
-    """Plant a fault that no short run on a CPU can have into the files of a clean run."""
+    """Edit the files of a clean run to show a fault that a short run on a CPU cannot have."""
     metrics, receipts, beats, config = (
         run / file
         for file in ("logs/metrics.jsonl", "receipts.jsonl", "logs/heartbeats.jsonl", "config.yaml")

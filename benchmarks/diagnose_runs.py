@@ -45,7 +45,8 @@ drift            | generator and trainer drift apart |
 leak             | memory will not last |
 disk             | the disk will not last |
 """
-"""Name, finding that must come first, overrides; with none, `edited` edits a clean run's files."""
+"""Runs with a fault, one per row: name | finding that must come first | overrides of the config.
+Without overrides, `edited` plants the fault in a copy of a clean run."""
 CLEAN = """
 default          | num_steps=60
 seed 1           | seed=1
@@ -97,14 +98,14 @@ def make(run: Path, overrides: list[str]) -> None:
 
 
 def look(run: Path) -> list[str]:
-    """Return the lines of a diagnosis."""
+    """Run `grpo diagnose` on a run's folder; return the lines of its output."""
     command = [sys.executable, "-m", "grpo_tools", "diagnose", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return (done.stdout + done.stderr).splitlines()
 
 
 def cases(folder: Path) -> dict[str, tuple[str, list[str]]]:
-    """Return name of a run's folder -> finding that must come first, and overrides of the run."""
+    """Map the name of each run's folder to the finding that must come first, and to overrides."""
     words = WORDS | {"other": str(folder / "other.jsonl")}
     clean = CLEAN.strip().replace("|", "| nothing looks wrong |").splitlines()
     found = {}

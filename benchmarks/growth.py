@@ -46,14 +46,14 @@ CONFIG = "max_staleness: {}\ngroups_per_step: {}\ngroup_size: {}\nnum_steps: {}\
 
 
 class Generator:
-    """Stand-in that answers at once, has room for two groups, and notes groups' versions."""
+    """Stand-in that samples at most two groups at once, and records their policy versions."""
 
     def __init__(self, versions: dict[int, int]) -> None:
         self.version, self._versions = 0, versions
         self._room = asyncio.Semaphore(2)
 
     async def reserve(self, patience_s: float) -> int:
-        """Wait for the room of one group."""
+        """Wait until another group may be sampled."""
         await self._room.acquire()
         return 1
 
@@ -81,7 +81,7 @@ class Generator:
         return pack([]), summary, {}
 
     async def load_weights(self, version: int, *buckets: Any) -> tuple[int, str, None]:
-        """Take the version of a push, which has no weights here."""
+        """Set this generator's policy version to that of a push, which has no weights here."""
         self.version = version
         return version, snapshot_checksum(() for _ in buckets), None
 
@@ -109,7 +109,7 @@ class Trainer:
 
 
 class Run:
-    """Stands in for the product's run: writes each step's outcome, and its metrics."""
+    """Stand-in for the product's `Run`: only records the outcome and the metrics of each step."""
 
     def __init__(self, folder: Path, ledger: Ledger, versions: dict[int, int]) -> None:
         self._ledger, self._versions, self._random = ledger, versions, random.Random(0)
@@ -151,7 +151,7 @@ class Run:
 
 
 def drive(folder: Path, generators: int, groups_per_step: int, steps: int) -> tuple[float, int]:
-    """Run the recipe's loops; return CPU seconds, and the number of events."""
+    """Run the recipe's loops with stand-ins; return CPU seconds, and the ledger's event count."""
     contract = StalenessContract(STALENESS, groups_per_step)
     prompts = (({"prompt_index": number}, 0) for number in itertools.count())
     ledger = Ledger(contract, steps, prompts)

@@ -26,7 +26,7 @@ def plain(known: str, given: str) -> float:
 
 
 def main() -> None:
-    """Print for each of the two: verdicts as wanted, wrong answers paid, right answers not paid."""
+    """Print how many verdicts of ours and of math-verify are right, too generous, or too strict."""
     reward = MathCorrectness("boxed")
     counts: dict[str, Counter[str]] = {"ours": Counter(), "math-verify": Counter()}
     for line in PAIRS.read_text(encoding="utf-8").splitlines()[1:]:

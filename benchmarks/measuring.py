@@ -39,7 +39,7 @@ def finish(command: Iterable[object]) -> None:
 
 
 def briefly_evaluated(num_steps: int) -> tuple[str, ...]:
-    """Overrides of the demo: its steps, and evaluations that take no time."""
+    """Return overrides of the demo that set `num_steps` and make evaluations take little time."""
     return f"num_steps={num_steps}", "eval_dataset.num_rows=8", f"eval_every_n_steps={num_steps}"
 
 

@@ -2,11 +2,12 @@
 
     python benchmarks/plan.py [--published]
 
-Each case trains two steps with the real `Trainer`, or asks the real `Reference`, and counts the
-bytes of live tensors: those of all storages that PyTorch's operations made. With one rank, the peak
-of PyTorch's own allocator stands beside it (torch.profiler; with two ranks it does not see what
-gloo's threads free). The pages of the process, which also hold libraries and freed buffers, are not
-counted. Batches of three kinds are tried, as the plan does; the largest peak counts.
+Each case trains with the real `Trainer`, or asks the real `Reference` for logprobs, and counts the
+bytes of live tensors: those of all storages that PyTorch's operations made. With one rank, the
+table also shows the peak of PyTorch's own allocator (by torch.profiler, which does not see what
+gloo's threads free if there are two ranks). The pages of the process, which also hold libraries and
+freed buffers, are not counted. A case has batches of three kinds of lengths, like the plan: after
+one step to warm up, it runs one step for each, and the largest peak counts.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: a model, a batch and trainer ranks, or a reference."""
+    """One measurement: a trainer with this model, batch and number of ranks, or a reference."""
 
     name: str
     width: int = 256
@@ -114,16 +115,16 @@ CASES = (
 
 @dataclass(frozen=True)
 class Peaks:
-    """Most bytes at once, of the rank that needs most."""
+    """Peak memory in bytes, of the trainer rank or reference that needs most."""
 
     live: int
-    """Of live tensors."""
+    """Peak bytes of live tensors."""
     allocated: int | None
-    """Of PyTorch's allocator; None with several ranks."""
+    """Peak bytes that PyTorch's allocator held; None with several ranks."""
 
 
 def predicted(case: Case) -> int:
-    """Return the planned bytes of a rank or of the reference."""
+    """Return the peak bytes that the plan predicts for a trainer rank, or for the reference."""
     if case.reference:
         return reference_memory(case.cfg, PROMPT_TOKENS, _CPU).total
     sizes = ModelSizes.of(case.build_model)
@@ -147,7 +148,7 @@ def measured(case: Case) -> Peaks:
 
 
 def peaks_of_rank(case: Case, folder: Path, rank: int, meeting: Rendezvous | None = None) -> Peaks:
-    """Train or ask the reference, and return the peaks of this process."""
+    """Train, or ask the reference for logprobs, and return the memory peaks of this process."""
     torch.set_num_threads(1)
     with (
         without_prints("ERROR"),

@@ -69,7 +69,7 @@ PROMPT_LENGTHS = (32, 64)
 SHORTEST_RESPONSE = 8
 CLIP, KL_COEFF, LEARNING_RATE = 0.2, 0.001, 1e-6
 NEVER_STALE = StalenessContract(10**6, 1)
-"""Bound that no token exceeds: every repeat trains the same tokens, while the version increases."""
+"""Staleness bound that no token exceeds: repeats train the same tokens at ever newer versions."""
 TIMEOUT_S = 600.0
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen2_5_0_5b": qwen2_5_0_5b,
@@ -91,8 +91,8 @@ class Setting:
     sequences: int = 16
     longest_response: int = 256
     shape: tuple[int, int] | None = None
-    """Mean tokens of a prompt, uniform within 20 %, and of a response, uniform within 50 %; None:
-    short prompts, and responses with a long tail."""
+    """Mean tokens of a prompt and of a response; lengths are uniform within 20 % and 50 % of these.
+    None: short prompts, and responses with a long tail of lengths."""
     tokens_per_micro_batch: int = 1024
     logprob_chunk_tokens: int = 1024
     compile: bool = False
@@ -332,7 +332,7 @@ class Comparison:
     """Seconds and first results of both trainers on one batch."""
 
     seconds: dict[str, list[float]]
-    """Of each repeat."""
+    """Seconds of each repeat, by trainer (`ours`, `baseline`)."""
     first: dict[str, dict[str, float]]
     """Loss and gradient norm of the first step, from the same weights."""
 

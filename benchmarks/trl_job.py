@@ -48,7 +48,7 @@ def rows_of(file: Path, template: str) -> list[dict[str, str]]:
 
 
 class HeldOut(TrainerCallback):
-    """Answers all held-out prompts once, every so many steps, and writes their mean reward."""
+    """Writes the mean reward of one response to each held-out prompt, every `evaluated` steps."""
 
     def __init__(self, job: dict[str, Any], tokenizer: Any, file: Path) -> None:
         self._rows = rows_of(Path(job["base"], "data/held_out.jsonl"), job["template"])

@@ -112,11 +112,11 @@ class TrainerSide:
         self._trainer.policy_version += 1
 
     def gather_weights(self) -> int:
-        """Gather with the trainer; returns the version."""
+        """Gather the trainer's weights; return their version."""
         return self._trainer.gather_weights()
 
     def export_weights(self, version: int) -> Any:
-        """Export with the trainer, timed."""
+        """Export the gathered weights; keep the time that this takes for `export_seconds`."""
         started = time.perf_counter()
         exported = self._trainer.export_weights(version)
         self._export_s = time.perf_counter() - started
@@ -247,7 +247,7 @@ class GeneratorSide:
         return tensors
 
     async def _while_generating(self, load: Callable[[], Awaitable[Any]]) -> dict[str, float]:
-        """Load weights while requests run; returns seconds of the pause and of the whole."""
+        """Load weights while requests run; return seconds of the engine's pause and of the load."""
         loaded = False
 
         async def requests(number: int) -> None:
@@ -376,7 +376,7 @@ class WeightsPath:
         return await self.generator.call("answers", timeout_s=TIMEOUT_S)
 
     async def measure(self, repeats: int) -> tuple[int, int]:
-        """Measure both paths in turns, after an untimed round; return the first push's memory."""
+        """Time both paths alternately; return `memory_growth` of an untimed first push."""
         await self.trainer.call("watch_memory", timeout_s=TIMEOUT_S)
         before = await self.push_and_pull()
         first_push = await self.trainer.call("memory_growth", timeout_s=TIMEOUT_S)
@@ -400,7 +400,7 @@ def same(left: list[Any], right: list[Any]) -> bool:
 
 
 def peak_alone(folder: Path, shape: dict[str, Any], file: str | None) -> int:
-    """Peak memory in bytes of a push, or of saving to a file, without Ray; in a fresh process."""
+    """Peak bytes of a push, or of saving to a file, without Ray; call it in a fresh process."""
     side = TrainerSide(folder=str(folder), shape=shape, device="cpu")
     try:
         return side.push_alone(file)
@@ -422,7 +422,7 @@ def _pull_again_and_again(bucket: tuple[Any, Any], begun: Any) -> None:
 def gathers_beside(
     folder: Path, shape: dict[str, Any], pulling: int, repeats: int
 ) -> list[tuple[float, float]]:
-    """Seconds of gathers and of plain copies while processes pull; in a fresh process."""
+    """Seconds of gathers and plain copies while processes pull; call it in a fresh process."""
     torch.set_num_threads(1)
     side = TrainerSide(folder=str(folder), shape=shape, device="cpu")
     bucket, _ = side.export_weights(side.gather_weights())

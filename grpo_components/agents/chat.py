@@ -15,7 +15,7 @@ PLAIN = "plain"
 """Name of the template that writes the contents of all messages one after the other."""
 _PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 _BEFORE = 8
-"""Number of earlier tokens to decode a text with: some tokenizers drop the first one's space."""
+"""Number of earlier tokens decoded along with a text: some tokenizers drop a leading space."""
 
 
 class Chat:
@@ -87,7 +87,7 @@ class Chat:
         return next((stop for stop in self._stops if turn.endswith(stop)), "")
 
     def turn_length(self, text: str, turn: str, least: int) -> int | None:
-        """If a text begins with `turn`, return how many characters that is; None otherwise.
+        """Return the length of `turn` at the start of a text; None if the text starts otherwise.
 
         A beginning that differs from `turn` only in the JSON formatting of tool calls counts, too,
         if it has at least `least` characters. The caller then keeps the policy's formatting.

@@ -17,7 +17,7 @@ class Choice:
     """One answer that the policy sampled."""
 
     token_ids: NDArray[np.int64]
-    """[R] sampled tokens, through the one that ends a stop string of the request, if one does."""
+    """[R] sampled tokens, up to and including the one that completes a stop string, if any."""
     logprobs: NDArray[np.float32]
     """[R] log-probability of each token, in nats."""
     versions: NDArray[np.int32]
@@ -88,7 +88,7 @@ class Conversation:
         self.calls: list[Call] = []
 
     def place(self, text: str) -> Call:
-        """Build a prompt's call; `parent` is the longest conversation that the prompt extends."""
+        """Build the call for a prompt; `parent` ends the longest conversation that it continues."""
         best, end, earlier = None, -1, set[int]()
         # The latest first, so that few tool calls are compared.
         for call, choice in sorted(self._answers(), key=_order, reverse=True):
@@ -120,7 +120,7 @@ class Conversation:
                 choice.drop_end()
 
     def _length_of(self, choice: Choice, text: str, least: int) -> int | None:
-        """If a text begins with an answer, or with its content, return that length; else None."""
+        """Return the length of an answer, or of its content, at the start of a text; else None."""
         length = self._chat.turn_length(text, choice.text, least)
         if length is None and choice.content_tokens and not choice.continued:
             return len(choice.content) if text.startswith(choice.content) else None

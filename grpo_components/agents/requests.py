@@ -69,7 +69,7 @@ class ChatRequest:
     max_tokens: int | None
     """Maximum tokens of an answer; None: as many as there is room for."""
     seed: int | None
-    """If a session repeats a request and its seed, the answer repeats. None: a new answer."""
+    """With a seed, equal requests of a session draw equal random numbers; with None, new ones."""
     stream: bool
     include_usage: bool
     """Whether a stream ends with the token counts."""

@@ -27,7 +27,7 @@ class AgentReward:
 
     Args:
         name: name of the reward to take, if the agent gives several.
-        max_reward: the largest reward, at which a session succeeds.
+        max_reward: the largest reward; a response that gets it counts as a success.
     """
 
     def __init__(self, name: str = "reward", max_reward: float = 1.0) -> None:

@@ -39,7 +39,7 @@ class AgentServer:
         self._socket = socket.create_server((_HOST, 0), backlog=4096)
         self.port: int = self._socket.getsockname()[1]
         self.loop = asyncio.new_event_loop()
-        """Event loop of the thread; sessions live in it."""
+        """Event loop of the server's thread, in which sessions are created and answer requests."""
         options: dict[str, Any] = {"log_level": "error", "access_log": False, "lifespan": "off"}
         options |= {"timeout_keep_alive": _KEEP_ALIVE_S, "timeout_graceful_shutdown": 1}
         self._server = uvicorn.Server(uvicorn.Config(self._application(), **options))

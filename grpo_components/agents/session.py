@@ -148,7 +148,7 @@ class Session:
         return self._conversation.parts()
 
     def facts(self) -> dict[str, int]:
-        """Return the session's counts of calls and tokens, for its first trajectory's record."""
+        """Return counts of the session's calls and tokens, to record with its first trajectory."""
         calls = self._conversation.calls
         answers = [(call, choice) for call in calls for choice in call.choices]
         return {
