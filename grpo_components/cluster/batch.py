@@ -16,10 +16,11 @@ from grpo_components.trajectory import GroupSummary
 
 @dataclass(frozen=True)
 class Batch:
-    """Summary of the groups that one step trains: new ones, then reused ones, each sorted by id."""
+    """Summary of a training step's groups: new groups, then reused ones, each sorted by id."""
 
     packed: Any
-    """Ray reference to the packed trajectories: one or several for each of the B * G responses."""
+    """Ray reference to the packed trajectories. Each of the B * G responses (B groups of G) has one
+    trajectory or several."""
     groups: Sequence[GroupSummary]
     entries: Sequence[LedgerEntry]
     batch_hash: str

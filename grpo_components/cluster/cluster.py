@@ -83,7 +83,8 @@ class Cluster:
         """Start the process of one role, without waiting for it; `ready` waits.
 
         Args:
-            min_living: the run may lose it while so many others of its kind live; None: never.
+            min_living: if this role fails for good, the run goes on while at least this many other
+                roles of its kind live; None: the run ends.
             counts_restarts: whether the role's class takes the argument `restart_count`.
             meets: whether the role's class takes `rendezvous`, the address where its ranks meet.
             beside: names of the roles whose GPUs this role shares.
@@ -121,7 +122,7 @@ class Cluster:
         return role
 
     def _can_spare(self, name: str, min_living: int | None) -> bool:
-        """Whether enough other roles of its kind live, so that the run can do without this one."""
+        """Whether the run can go on without this role: `min_living` others of its kind live."""
         family = [r for r in self.roles if family_of(r.name) == family_of(name) and r.name != name]
         return min_living is not None and sum(not role.lost for role in family) >= min_living
 
@@ -176,11 +177,12 @@ class Cluster:
         begin_again: Callable[[], Awaitable[None]],
         recover: Callable[[str], Awaitable[None]],
     ) -> None:
-        """Run the loops to their end, and restart roles that fail.
+        """Run the recipe's loops (training, rollouts) to their end, and restart roles that fail.
 
         A role with `restarts_alone` is restarted while the loops continue, and `recover` brings it
         up to date. If a trainer (a role without `restarts_alone`) fails, or data is lost with a
-        node, all trainers restart together; then `begin_again` runs, and the loops start again.
+        node, all trainers restart together; `begin_again` then takes the run back to its last
+        checkpoint, and the loops start again.
         """
         self._recover = recover
         while True:
@@ -196,7 +198,7 @@ class Cluster:
                 await begin_again()
 
     async def _run_watched(self, loops: Callable[[], Awaitable[None]]) -> None:
-        """Run the loops of one attempt; watch all roles and this process meanwhile."""
+        """Run the loops once; meanwhile, look for roles that die or hang, and record heartbeats."""
 
         def beat_of_driver() -> None:
             self._beat("driver", resource_use() | {"objects": _objects_in_scope()})
@@ -321,4 +323,5 @@ def _objects_in_scope() -> int:
 
 
 build_cluster = Cluster
-"""Name by which recipes build the cluster of a run; `start` then starts Ray."""
+"""What recipes call to make the cluster of a run, so that tests can replace it; `start` then starts
+Ray."""

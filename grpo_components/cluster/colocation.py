@@ -1,4 +1,4 @@
-"""Lets the trainers and generators of a colocated run take turns on the same GPUs."""
+"""Gives the GPUs of a colocated run to its trainers while they train, else to its generators."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Colocation:
     """Puts all generators to sleep while the trainers train or load a checkpoint.
 
     A sleeping generator has no weights; it wakes when it pulls weights for a group or evaluation.
-    No pull can come during a step: the step's groups are complete, and the staleness contract holds
-    later groups back until the step has made new weights. (After a skipped step, later groups start
-    with the same weights, which are pulled once more.)
+    No pull can come during a training step: all groups of the step are complete, and the staleness
+    contract lets no later group start before the step has made new weights. (After a skipped step,
+    later groups start with the same weights, which are pulled once more.)
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -26,7 +26,8 @@ class Colocation:
         self._asleep: set[str] = set()
         """Names of the generators whose process sleeps, or ended while it slept."""
         self._ended = asyncio.Event()
-        """Event that is set while the trainers have no turn."""
+        """Event that is cleared while the trainers have the GPUs (`trainers_turn`), and set
+        otherwise."""
         self._ended.set()
 
     @asynccontextmanager
@@ -35,8 +36,9 @@ class Colocation:
     ) -> AsyncIterator[dict[str, float]]:
         """Context manager: put all generators to sleep, and keep the GPUs for the trainers.
 
-        A running evaluation ends first. Yields two metrics in seconds: `time/wake` (the longest
-        load of weights that woke a generator before this turn) and `time/sleep` (until all slept).
+        A running evaluation ends first. Yields two metrics in seconds: `time/wake`, how long the
+        slowest generator took to load its weights when it last woke, and `time/sleep`, how long
+        the trainers waited until all generators slept.
         """
         async with AsyncExitStack() as held:
             began = time.perf_counter()

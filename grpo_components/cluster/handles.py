@@ -1,4 +1,4 @@
-"""Typed handles for the loops' calls to roles (processes), with a time limit for each call."""
+"""Typed handles for the driver's calls to roles (processes), with a time limit for each call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from grpo_components.training.step_result import StepResult
 from grpo_components.trajectory import GroupSummary
 
 MAX_DELTAS = 64
-"""Maximum deltas (pushes of changed bytes) after a whole push; a new generator must load all."""
+"""Maximum number of deltas (pushes of only the changed bytes) after a push of all bytes. A new
+generator must load that push and all its deltas."""
 CHECKPOINT_LANE = "checkpoint"
 """Name of the thread in which a role writes checkpoints while its main thread works."""
 
@@ -43,15 +44,17 @@ class GeneratorHandle:
     ) -> None:
         self.role, self.name = role, role.name
         self.version = 0
-        """Policy version of the generator's weights; -1 for none, or weights of another attempt."""
+        """Policy version of the generator's weights; -1 if it has none, or has weights from
+        before the run went back to a checkpoint."""
         self.held_version = -1
-        """Version of this attempt that the generator has, and can apply deltas to; -1 if none."""
+        """Version that the generator loaded last, and to which it can apply deltas; -1 if it loaded
+        none since it started or since the run went back to a checkpoint."""
         self.load_s = 0.0
         """Seconds that the last load of weights took; 0 if the generator has slept since."""
         self.rollouts_since_pull = 0
         self.swapping = nullcontext() if ledger.events.recording else asyncio.Lock()
-        """Lock held while the generator loads weights, or while they must not change; in a replay,
-        the recorded order takes the lock's place."""
+        """Lock held while the generator loads weights, or while its weights must not change. A
+        replay of a recorded run has no lock: it repeats the recorded order."""
         self.loads: list[asyncio.Event] = []
         """One event per pull in progress (several only in a replay), set when the pull ends. A
         restart of the generator begins a new list."""
@@ -103,7 +106,7 @@ class GeneratorHandle:
         return summary
 
     def _turn(self, event: str, **identity: Any) -> Callable[[], Any] | None:
-        """Return a function that waits for an event's turn in a replay; None in a live run."""
+        """In a replay of a recorded run, return a function that waits for an event; else None."""
         recording = self._ledger.events.recording
         return partial(recording.wait_turn, event, identity) if recording else None
 
@@ -125,7 +128,7 @@ class GeneratorHandle:
         return aborted
 
     async def begin_attempt(self) -> None:
-        """Prepare for an attempt from a checkpoint: cancel reservations, allow older weights."""
+        """Prepare to go on from a checkpoint: cancel reservations, accept its older weights."""
         self._reserved = 0
         await self.role.call("begin_attempt", timeout_s=self._timeouts.weights_s)
 
@@ -250,7 +253,7 @@ class ReplayBufferHandle:
         return await self.role.call("write_state", str(folder), *parts, **call)
 
     async def read_state(self, folder: Path) -> None:
-        """Load the groups of a checkpoint, and fill the buffer with those that were buffered."""
+        """Load the groups of a checkpoint, and put those not yet trained into the buffer."""
         stored = self._ledger.stored()
         group_ids = [entry.group_id for entry in stored]
         call = {"num_returns": 2 * len(stored) + 2, "timeout_s": self._timeouts.batch_s}
@@ -260,7 +263,7 @@ class ReplayBufferHandle:
         await self.refill(self._timeouts.batch_s)
 
     async def begin_again(self) -> None:
-        """Restart the buffer, empty, for the next attempt."""
+        """Restart the buffer, empty, before the run goes on from a checkpoint."""
         await self.role.begin_again()
 
     async def refill(self, timeout_s: float | None = None) -> None:
@@ -273,8 +276,8 @@ class ReplayBufferHandle:
 class TrainersHandle:
     """Calls all trainer ranks; each rank gets the same calls in the same order.
 
-    `turn` returns a context manager, held while the ranks need their whole GPUs. It yields metrics
-    of the wait for the GPUs: see `Colocation.trainers_turn`.
+    `turn` returns a context manager that keeps generators off the GPUs while the ranks train or
+    load a checkpoint. It yields metrics of the wait for the GPUs: see `Colocation.trainers_turn`.
     """
 
     def __init__(
@@ -342,7 +345,7 @@ class TrainersHandle:
 
 @dataclass
 class Push:
-    """One push of weights: what the parameter server gets, and its size."""
+    """One push of weights to the parameter server: Ray references to the bytes, and the size."""
 
     version: int
     buckets: list[Any]
@@ -365,12 +368,13 @@ class ParameterServerHandle:
         self.role, self._trainers, self._limit_s = role, trainers, timeouts.weights_s
         self._deltas = deltas
         self._pushes: list[Push] = []
-        """The last whole push in this attempt, and all deltas since."""
+        """The last push of all bytes, and all deltas since; empty when the run goes back to a
+        checkpoint."""
         self.nbytes = 0
         """Bytes of the last push that is packed; 0 before the first."""
 
     async def begin(self) -> Push:
-        """Gather the trainers' weights and start to pack them, once the last push is packed."""
+        """Begin a push: gather the trainers' weights, and start to pack them."""
         last = self._pushes[-1] if self._pushes else None
         if last is not None and last.nbytes is None:  # its size decides on the next push
             manifests = await self._trainers.manifests(last.manifests)
@@ -383,7 +387,7 @@ class ParameterServerHandle:
         return Push(version, *exported, base in (None, NO_BASE), nbytes)
 
     async def push(self, push: Push) -> None:
-        """Send a push to the parameter server; its packing may go on during the next step."""
+        """Send a push to the parameter server, even if the trainers still pack its bytes."""
         await self._send(push)
         self._pushes = [push] if push.whole else [*self._pushes, push]
 
@@ -413,14 +417,14 @@ class ParameterServerHandle:
         return await self.role.call("newest", held, timeout_s=self._limit_s)
 
     async def begin_again(self) -> None:
-        """Restart the server, without a snapshot, for the next attempt."""
+        """Restart the server, without a snapshot, before the run goes on from a checkpoint."""
         self._pushes = []
         await self.role.begin_again()
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The handles of all roles of a run; None for one that the run does not use."""
+    """The handles of all roles of a run; a field is None if the run does not use that role."""
 
     generators: Sequence[GeneratorHandle]
     buffer: ReplayBufferHandle

@@ -33,7 +33,8 @@ from grpo_components.errors import fail
 from grpo_components.settings import Settings
 
 _EARLY_WORKERS = 4
-"""Number of processes that every run needs: trainer, generator, buffer, parameter server."""
+"""Number of worker processes that Ray starts in advance: every run needs at least a trainer, a
+generator, a buffer and a parameter server."""
 _CONNECT_S, _NODE_S = 10.0, 120.0
 """Longest waits for a connection to a cluster's head, and for the answer of a node, in seconds."""
 _END_S = 5.0
@@ -58,8 +59,8 @@ class Need:
     together: int = 1
     """Number of consecutive processes that share a node."""
     guests: str = ""
-    """Kind of role that uses the same GPUs. Its process n shares the GPUs of the processes in set
-    n; a set has `together` processes."""
+    """Kind of role that shares the GPUs of this kind, as generators share those of trainers. Its
+    process n uses the GPUs of `together` processes of this kind, from number n * `together` on."""
 
 
 class RayCluster:
@@ -122,7 +123,7 @@ class RayCluster:
             self._processes = set(psutil.Process().children()) - before
 
     def reserve(self, needs: Mapping[str, Need], timeout_s: float) -> None:
-        """Reserve what these roles need in a joined cluster; others run on the driver's node."""
+        """Reserve these roles' needs in a joined cluster; other roles run on the driver's node."""
         if self._address is None:  # preflight has checked that the roles fit on this machine
             return
         self._needs = needs

@@ -64,7 +64,7 @@ class Role:
         self._nobody_waits.set()
 
     def submit(self, method: str, *args: Any, num_returns: int = 1, lane: str = "main") -> Any:
-        """Send a call to the present process; return Ray's reference to its result, or a list."""
+        """Send a call to the process; return a Ray reference, or a list with one per result."""
         return self.process.send(method, lane, args, num_returns)
 
     async def call(
@@ -78,8 +78,9 @@ class Role:
     ) -> Any:
         """Call a method and wait for its result; repeat the call after a restart of the role.
 
-        With several results, returns (references to all, value of the second). In a replay, `turn`
-        waits until the recorded order has come to this result.
+        `lane` names the thread that runs the method. With several results, returns (references to
+        all, value of the second). In a replay of a recorded run, `turn` waits until the recorded
+        order has come to this result.
         """
         last_error = ""
         while True:
@@ -181,15 +182,15 @@ class Role:
             beat(self.name, use)
 
     async def replay_restart(self, what: str) -> None:
-        """Restart the process in a replay, where the recorded run did, for the reason `what`."""
+        """In a replay, restart the process where the recorded run did; `what` is the reason."""
         failure = RoleFailedError(self.name, what, self._log_file, "died")
         await self._handle_failure(failure, self.process)
 
     async def begin_again(self) -> None:
-        """Replace the process by a new one, between two attempts of the run.
+        """Replace the process by a new one, while the run goes back to a checkpoint.
 
-        No role is watched then. So if the old process has died by itself, or the new one dies
-        before the role is built, this method counts a restart in the restart budget.
+        `watch` does not run meanwhile. So if the old process has died by itself, or the new one
+        dies before the role is built, this method counts a restart in the restart budget.
         """
         await self.wait_idle()
         process, dead = self.process, await self.process_failure(_ANSWER_S)
@@ -253,7 +254,7 @@ class Role:
     async def _handle_failure(
         self, failure: RoleFailedError, process: RoleProcess, *, repeated: bool = False
     ) -> None:
-        """Restart the role unless already done; raise a failure that a restart cannot repair."""
+        """Restart the role if no task has yet; raise a failure that a restart cannot repair."""
         # Another role failed, or a result that the call needed is lost.
         of_another = failure.role != self.name or failure.kind == "lost"
         if of_another or not self.restarts_alone or asyncio.current_task() is self._restarting:
@@ -330,7 +331,7 @@ class RestartBudget:
         self._restarts: deque[tuple[float, str]] = deque()
 
     def spend(self, failure: RoleFailedError, *, repeated: bool, no_room: str = "") -> float:
-        """Count a restart and return the pause before it, in seconds; or else raise the failure."""
+        """Count a restart and return the pause before it (s), or raise if no restart is allowed."""
         now, role = self._clock(), failure.role
         while self._restarts and now - self._restarts[0][0] > self._window_s:
             self._restarts.popleft()

@@ -71,7 +71,7 @@ class RoleProcess:
             on_node(self.node_id, _signal, self.pid, number)
 
     async def wait_turn(self, turn: Callable[[], Awaitable[Any]]) -> bool:
-        """Wait for `turn` in a replay; return False if the process is replaced before it."""
+        """In a replay, wait until `turn` returns; return False if the process is replaced first."""
         if self.ended.is_set():
             return False
         waiting = asyncio.ensure_future(turn())

@@ -39,7 +39,8 @@ _WITHOUT_TRACEBACK = (
 _ENDS = {signal.SIGTERM: ("terminated", 143), signal.SIGHUP: ("terminal closed", 129)}
 """Signal that ends a run as Ctrl-C does -> (reason that the run shows, exit code)."""
 _CONFIG_ERRORS = (ValueError, YAMLError, OmegaConfBaseException)
-"""Errors that mean a wrong config: only `setup` raises them directly, loops raise groups."""
+"""Errors that mean a wrong config. Only the recipe's `setup` raises them directly: errors of the
+running loops come in exception groups."""
 
 
 def dump_task_stacks(logs: Path, why: str) -> None:

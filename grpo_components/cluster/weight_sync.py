@@ -41,8 +41,8 @@ class WeightSync:
     ) -> dict[str, float]:
         """Push the weights every n steps, and whenever an evaluation or a generator needs them.
 
-        Returns metrics. A generator that has slept has no weights: it needs a push even if the
-        first step was skipped, because nothing is pushed yet.
+        Returns metrics. If a generator has slept, so that it has no weights, and nothing was pushed
+        yet, the weights are pushed even after a skipped step.
         """
         due = 1 if self._push_early(self._ledger.steps_done + 1) else self._push_every_n_steps
         if not self._ever_pushed and any(g.version < 0 for g in self._roles.living_generators()):
@@ -134,7 +134,7 @@ class WeightSync:
             return self._pushed[1:]
 
     async def restore(self) -> None:
-        """Publish the restored weights; load them into all generators, even over newer ones."""
+        """Publish a checkpoint's weights; load them into all generators, even over newer ones."""
         self._probe.forget()
         await self.push()
         living = self._roles.living_generators

@@ -21,7 +21,7 @@ from grpo_components.settings import Timeouts
 GRACE_S = 30.0
 """Extra seconds that the driver waits, so that a role's clearer time-out error comes first."""
 _LINKS = "links"
-"""Name of the thread in which the sender runs quick calls, also during a training step."""
+"""Name of the sender's thread that prepares and abandons transfers, also during a training step."""
 
 
 class WeightTransfer:

@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def check_early(words: Sequence[str]) -> Settings | None:
-    """Return checked settings of a `tune run` command; None if torchtune or a fork must read it."""
+    """Check the config of a `tune run`; None if only torchtune or an edited recipe can read it."""
     for option in (word.partition("=")[0] for word in words if word.startswith(_RANKS)):
         if is_run_of_ours(["tune", "run", *words]):
             allowed = "num_trainers=<number of ranks>, without options of torchrun"

@@ -46,11 +46,12 @@ _ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
 _OF_REWARDS = ("weight", "is_success")
 """Keys of a reward's section that the recipe reads; the component does not get them."""
 _SCORED_ELSEWHERE = ("completions", "prompts", "completion", "solution_str")
-"""Arguments of the reward functions of TRL and verl."""
+"""Arguments of the reward functions of TRL and verl. A config that names such a function itself,
+not a function or class that makes one, gets an error that says so."""
 _READ = ("grpo_components", "torch", "torchao", "torchtune")
 """Packages whose files are searched for a component before any import."""
 _SLOW = ("torchtune.", "grpo_components.data.")
-"""Prefixes of components that import torchtune."""
+"""Prefixes of components that import torchtune, which takes seconds: these are checked last."""
 
 # ---- building -----------------------------------------------------------------------------------
 

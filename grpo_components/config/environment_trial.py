@@ -1,4 +1,5 @@
-"""Tries a config's environment, with its world or agents, on a prompt before a run starts."""
+"""Tries a config's environment on a prompt before a run starts, with its agents or its world (which
+replies to the policy)."""
 
 from __future__ import annotations
 
@@ -123,7 +124,7 @@ def _roll_out(
 
 
 def _try_agents(cfg: Settings) -> None:
-    """Build the environment, render a message with its chat template, and import the agent."""
+    """Build an environment of agents; test its chat template, and whether the agent exists."""
     if cfg.reward_model.path is not None:  # it reads one text per response
         fail("reward_model.path", "given, and the environment runs agents", "null")
     if cfg.rollout_only:

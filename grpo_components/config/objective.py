@@ -55,9 +55,10 @@ def build_objective(
     *,
     advantages: Callable[..., Any] | None = None,
 ) -> Objective:
-    """Build the objective, and try each part once; `advantages` replaces the config's component.
+    """Build the objective, and call each of its components once, so that mistakes show early.
 
-    With `dry_run: true`, the run ends here, and reports what it would do.
+    `advantages` replaces the component that the config names. With `dry_run: true`, the run ends
+    here, and reports what it would do.
     """
     dynamic, shaping = cfg.dynamic_sampling, cfg.reward_shaping
     loss, penalties = build_loss(cfg, default_loss), build_penalties(cfg)

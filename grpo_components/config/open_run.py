@@ -77,7 +77,7 @@ def open_run(
 
 
 def build_reuse(cfg: Settings) -> GroupReuse:
-    """Build what picks trained groups to train again; it needs `replay_generation` to pick any."""
+    """Build what chooses trained groups to train on again: none if `replay_generation` is null."""
     contract = StalenessContract.of(cfg)
     rule = cfg.replay_generation
     return GroupReuse(contract, **rule.model_dump()) if rule else GroupReuse(contract)

@@ -76,9 +76,10 @@ def check_what_is_imported(settings: Settings) -> None:
 
 
 def check_gpus(settings: Settings, *, here: bool, is_compared: bool = False) -> None:
-    """Refuse GPU shares that roles cannot have; if `here`, also more GPUs than this machine has.
+    """Refuse `gpus_per_<role>` that cannot work; if `here`, also more GPUs than the machine has.
 
-    `is_compared`: whether the run needs a reference even if the config has no KL term.
+    `here`: whether all roles run on this machine. `is_compared`: whether the run needs a reference
+    even if the config has no KL term.
     """
     import torch
 

@@ -58,7 +58,7 @@ def read_config_file(name: str, overrides: Sequence[str]) -> DictConfig:
 def merge_overrides(given: dict[str, Any], overrides: Sequence[str]) -> DictConfig:
     """Merge a config with overrides as torchtune does, but also accept `=` in a value.
 
-    `loss=<path>` sets `loss._component_`, whether or not the config has one there.
+    `loss=<path>` sets `loss._component_`, even if the config's `loss` has no component.
     """
     merged: list[Any] = [given]
     for override in overrides:
@@ -99,7 +99,7 @@ def merge_overrides(given: dict[str, Any], overrides: Sequence[str]) -> DictConf
 
 
 def _remove(section: dict[str, Any], name: str, *rest: str) -> None:
-    """Remove a key, and sections that become empty; a component is refused, as in torchtune."""
+    """Remove a key and sections that become empty; like torchtune, refuse to remove a component."""
     if rest:
         _remove(section[name], *rest)
     if not (rest and section[name]):

@@ -167,7 +167,7 @@ def _component(node: DictConfig | None, **given: Any) -> Any:
 
 
 def _taken(record: type[Record], cfg: Settings, **derived: Any) -> Record:
-    """Build an options record: each field from `derived`, else from the config key of its name."""
+    """Build an options record: each field from `derived`, else from the config key of that name."""
     names = {field.name for field in fields(cast(Any, record))} - derived.keys()
     return record(**{name: getattr(cfg, name) for name in names if hasattr(cfg, name)}, **derived)
 
@@ -257,7 +257,7 @@ def _generator(
 def needs_of(
     cfg: Settings, arguments: Mapping[str, dict[str, Any]], counts: Mapping[str, int]
 ) -> dict[str, Need]:
-    """Return the cluster resources of each kind of role; a kind left out needs none of its own."""
+    """Return the cluster resources of each kind of role that needs resources of its own."""
     needs: dict[str, Need] = {}
     for family in (family for family, count in counts.items() if count):
         gpus = arguments[family].get("num_gpus", 0)

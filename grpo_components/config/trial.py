@@ -114,7 +114,7 @@ def _undisturbed() -> Generator[None]:
 
 
 def _own(component: Any) -> Any:
-    """Return a copy of a component for a trial call; the component itself if it has no copy."""
+    """Return a copy of a component for a trial call; the component itself if copying fails."""
     try:
         return copy.deepcopy(component)
     except Exception:  # a component's parts may raise anything
@@ -147,7 +147,7 @@ def _try_objective(cfg: Settings, objective: TrainedObjective) -> list[str]:
 
 
 def _doubts(cfg: Settings, ours: dict[str, Any]) -> list[str]:
-    """Return warnings on the loss; tokens of older policies are tried only if the run has any."""
+    """Return warnings about the loss; test stale tokens only if they come without a correction."""
     loss, penalties = ours["loss"], ours["penalties"]
     with named_failure("loss", name_of(loss), RAISES, "a LossInputs -> losses [N]"):
         inputs = _made_for(cfg, True, 0)
