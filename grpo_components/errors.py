@@ -44,7 +44,7 @@ def shown(value: Any) -> str:
 
 
 class DryRunEnd(Exception):
-    """Ends a run with `dry_run: true`; has the report, and what exceeds memory or GPUs."""
+    """Ends a run with `dry_run: true`; `str` is the report, `problems` say what does not fit."""
 
     def __init__(self, text: str, problems: Sequence[str] = ()) -> None:
         super().__init__(text)
@@ -64,7 +64,7 @@ class StarvedError(RuntimeError):
 
 
 class FailedSamplesError(RuntimeError):
-    """Too many samples (responses) failed; the message has an error and the file of all errors."""
+    """Too many samples (responses) failed; the message has the last error and the file of all."""
 
 
 class SkippedStepsError(RuntimeError):

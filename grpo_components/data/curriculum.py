@@ -1,4 +1,4 @@
-"""Draws prompts by their success rates; the same results and seed give the same draws."""
+"""Draws prompts for training; those too easy or too hard for the policy come less often."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_PROMPTS = 10**7
 _PRIOR_RESPONSES = 0.25
 """Weight, in responses, of the prior that a prompt's success rate is (low + high) / 2."""
 _STORED = ("draws", "successes", "responses")
-"""Columns of `_Rates` that its state consists of."""
+"""Arrays of `_Rates`, with one value per prompt, that its `state_dict` stores."""
 
 
 def weights_of(rule: CurriculumSettings, rates: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -45,9 +45,10 @@ class _Rates:
         self._weigh()
 
     def draw(self, share: float) -> tuple[int, int]:
-        """Draw a prompt not drawn since the last step, or any if all were; `share` is in [0, 1).
+        """Draw a prompt by weight, and none twice between two steps unless all were drawn.
 
-        Returns its place in the data set, and how often it was drawn before.
+        `share`, a random number in [0, 1), decides which prompt it is. Returns the prompt's place
+        in the data set, and how often it was drawn before.
         """
         if self._blocked.all():
             self._blocked[:] = False
@@ -92,10 +93,10 @@ class PromptCurriculum:
     """An endless iterator over (prompt, epoch) pairs, drawn by the prompts' success rates.
 
     `epoch` counts the earlier draws of the prompt, so no pair of prompt_index and epoch occurs
-    twice. The weights change only at the end of a training step, by the results of the groups
-    generated since the step before. So the draws depend only on the seed, and each step's results
-    and number of draws. Between two steps, no prompt is drawn twice before all prompts of its data
-    set were drawn.
+    twice. The sampling weights (see `weights_of`) change only at the end of a training step, by the
+    successes of the groups generated since the step before. So the draws depend only on the seed,
+    on each step's successes, and on its number of draws. Between two steps, no prompt is drawn
+    twice before all prompts of its data set were drawn.
     """
 
     def __init__(self, dataset: Any, rule: CurriculumSettings, seed: int) -> None:
@@ -107,7 +108,7 @@ class PromptCurriculum:
             for number, part in enumerate(self._turns.parts)
             for row, index in enumerate(_indices_of(part))
         }
-        """prompt_index -> number of the prompt's part, and its row there."""
+        """prompt_index -> number of the prompt's data set in the mix, and its row there."""
         self._results: dict[int, tuple[int, int]] = {}
         """prompt_index -> successes and responses since the last step."""
         self.metrics: dict[str, float] = {}
@@ -124,19 +125,19 @@ class PromptCurriculum:
         return converted(self._turns.parts[number].rows[row]), epoch
 
     def follow(self, event: Mapping[str, Any]) -> None:
-        """Update the success rates by a ledger event: a generated group, or a training step."""
+        """Update from one event of the run: a generated group's successes, or the end of a step."""
         if event["event"] == "finish":
             self.add_result(event["prompt"], event["successes"], event["scored"])
         elif event["event"] == "step":
             self.end_step()
 
     def add_result(self, prompt_index: int, successes: int, responses: int) -> None:
-        """Add the successes of a generated group; they change weights at the end of the step."""
+        """Count a generated group's successes; `end_step` changes the sampling weights by them."""
         before = self._results.get(prompt_index, (0, 0))
         self._results[prompt_index] = before[0] + successes, before[1] + responses
 
     def end_step(self) -> None:
-        """Update the weights by the results since the last step, and compute the metrics."""
+        """Update all sampling weights by the successes since the last step; compute `metrics`."""
         by_part: list[dict[int, tuple[int, int]]] = [{} for _ in self._rates]
         for index, result in self._results.items():
             number, row = self._places[index]
@@ -157,7 +158,7 @@ class PromptCurriculum:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return what decides draws besides results, for receipts.jsonl: seed, rule, prompts."""
+        """Return the settings that decide the draws, for receipts.jsonl: seed, rule and rows."""
         return {
             "seed": self.seed,
             "curriculum": self.rule.model_dump(),

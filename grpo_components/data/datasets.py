@@ -129,7 +129,7 @@ def prompt_dataset(
     num_read, asked = 0, set[str]()
 
     def questions() -> Iterator[tuple[Prompt, tuple[int, Question]]]:
-        """Yield a prompt's fields, without tokens and text, and its row's number and question."""
+        """Yield each selected row's prompt, without tokens or text, its number and its question."""
         nonlocal num_read
         for number, values in enumerate(_shown(rows, "reading", source, "rows"), start=1):
             num_read, place = number, f"{where}, row {number}"
@@ -215,7 +215,7 @@ def _in_processes(work: Callable[[Any], Any], items: list[Any], name: str) -> It
 
 
 def _shown(items: Iterable[Any], doing: str, name: str, unit: str, total: int | None = None) -> Any:
-    """Pass items on, and show progress after 5 s."""
+    """Yield the items unchanged; show a progress bar if this takes longer than 5 s."""
     return tqdm(items, f"{doing} {name}", total, unit=f" {unit}", delay=5, mininterval=1)
 
 
@@ -232,7 +232,7 @@ def _others(values: Any, columns: Mapping[str, str]) -> Prompt:
 
 
 def _unnamed_tools(where: str, prompt: Prompt, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return a note on the first tool that a prompt does not name; empty if it names all."""
+    """Return a warning about the first tool that a prompt does not name; empty if it names all."""
     names = [tool["function"]["name"] for tool in tools]
     missing = next((name for name in names if name not in prompt["prompt_text"]), "")
     note = f"{where}: its prompts do not name the tool {missing}; "

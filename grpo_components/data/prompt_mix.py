@@ -26,7 +26,7 @@ class MixedPart:
     prompts: Any
     weight: float
     rows: Any
-    """The prompts, with a prompt_index that continues from the earlier parts."""
+    """The same prompts, but with a prompt_index that is unique in the whole mix."""
 
 
 class PromptMix(Dataset[Prompt]):

@@ -18,7 +18,7 @@ _SEED_STRIDE = 1_000_003
 
 
 class PartTurns:
-    """Lets the k parts of a mix take turns by weight: each gets its share, to within k + 1."""
+    """Chooses which part (data set) of a mix supplies the next prompt, by the parts' weights."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         is_mix = isinstance(dataset, PromptMix)
@@ -26,12 +26,12 @@ class PartTurns:
         """The parts; a data set that is no mix is the only part."""
         self.num_rows = [len(part.rows) for part in self.parts]
         self.taken = [0] * len(self.parts)
-        """Number of turns that each part has had."""
+        """Number of times that `next` chose each part."""
         phases = random.Random(seed)
         self._phases = [phases.random() for _ in self.parts]
 
     def next(self) -> int:
-        """Return the number of the part whose turn it is, and count the turn."""
+        """Choose the part for the next prompt; return its index in `parts`, and count it."""
         # The k-th turn of a part is due at time (k + phase) / weight; take the earliest.
         turns = zip(self.taken, self._phases, self.parts, strict=True)
         due = [(taken + phase) / part.weight for taken, phase, part in turns]
@@ -40,7 +40,7 @@ class PartTurns:
         return number
 
     def restore(self, num_rows: list[int], taken: Sequence[int]) -> None:
-        """Continue after these turns; refuse those of other data, by their numbers of rows."""
+        """Continue from saved counts (`taken`); refuse them if the numbers of rows have changed."""
         if num_rows != self.num_rows:
             rows, before = (" + ".join(map(str, each)) for each in (self.num_rows, num_rows))
             allowed = f"the {before} rows of the checkpoint"
@@ -93,7 +93,7 @@ class PromptStream:
 
 
 def converted(row: Mapping[str, Any]) -> Prompt:
-    """Convert a row's arrays to tensors; skip token ids, since PyTorch would visit each one."""
+    """Convert a row's NumPy arrays to tensors; for speed, skip token ids that are a list."""
     is_plain = isinstance(row.get("prompt_ids"), list)
     return {
         name: value if is_plain and name == "prompt_ids" else default_convert(value)

@@ -47,7 +47,7 @@ class Row:
         self._values, self._where, self._columns = values, where, columns or {}
         self._is_renamed = columns is not None
         self.asked: set[str] = set()
-        """Names of all fields that were asked for."""
+        """Fields that `value` or `has` was called for, to find mistyped fields in `columns`."""
 
     def value(self, field: str) -> Any:
         """Return the value of a field as the source has it; a CSV file has only texts."""
@@ -71,7 +71,7 @@ class Row:
         return found
 
     def has(self, field: str) -> bool:
-        """Whether the row has a field under its own name, or `columns` renames it."""
+        """Whether the row has a column named like the field, or `columns` names one for it."""
         self.asked.add(field)
         is_there = isinstance(self._values, dict) and field in self._values
         return is_there or field in self._columns

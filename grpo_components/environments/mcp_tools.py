@@ -24,9 +24,9 @@ from grpo_components.rollout.tools import ToolUse, tool_schema
 from grpo_components.slow_calls import told_if_slow
 
 _START_S = 60.0
-"""Seconds for a server to start."""
+"""Maximum seconds to wait until a server has started, or lists its tools."""
 _END_S = 10.0
-"""Maximum seconds to wait for a server's end; before that, the package `mcp` kills the server."""
+"""Maximum seconds to wait for a server's end; the package `mcp` kills a slow server sooner."""
 _MAX_DEPTH = 100
 """Maximum nesting depth of a call's arguments; about twice as much breaks the connection."""
 _RUNNER = Path(__file__).with_name("mcp_process.py")
@@ -37,11 +37,12 @@ class MCPServerError(RuntimeError):
 
 
 class MCPTools:
-    """World that runs the policy's tool calls in a tool server, on this machine.
+    """World (it replies to the policy's turns) that runs tool calls in MCP servers on this machine.
 
     A generator starts servers as its conversations need them. Each server runs one call at a time.
-    If a server ends or misses a deadline, only the sample of that call fails, and a new server is
-    started. Servers must keep no state between calls: the next call may go to another server.
+    If a server ends or misses a deadline, only the response that made the call fails, and a new
+    server is started. Servers must keep no state between calls: the next call may go to another
+    server.
 
     Args:
         command: the server's program and arguments.

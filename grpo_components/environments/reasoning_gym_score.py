@@ -76,6 +76,6 @@ class ReasoningGymScore:
             return 0.0
 
     def perfect_response(self, *, reasoning_gym: Mapping[str, Any]) -> str | None:
-        """Return a response that contains the task's own answer; None if the task has no answer."""
+        """Return a response with the task's own answer, to test this reward; None without one."""
         answer = ast.literal_eval(reasoning_gym["entry"])["answer"]
         return None if answer is None else self._write.format(answer)

@@ -1,4 +1,4 @@
-"""Reward of a conversation: the number that the world gave as `answer` in its last reply."""
+"""Reward for environments that give rewards themselves, such as Gymnasium's."""
 
 from __future__ import annotations
 

@@ -17,11 +17,13 @@ from grpo_components.settings import Settings
 Results = list[dict[str, Any]]
 _VERSIONS = ("oldest_version", "newest_version")
 Ended = Callable[[int, Results], dict[str, float]]
-"""Function of step and all results, failed ones included; returns the evaluation's metrics."""
+"""Function that is called with the step and all results, failed ones too, after an evaluation; it
+returns the evaluation's metrics."""
 Pull = Callable[[GeneratorHandle, str], Awaitable[None]]
-"""Function of generator and purpose; loads the published weights into the generator."""
+"""Function that loads the published weights into a generator; the text is the reason to record."""
 PinWeights = Callable[[], AbstractContextManager[None]]
-"""Returns a context manager: while an evaluation keeps the weights, no wait times out."""
+"""Function that returns a context manager. An evaluation enters it while it needs the same weights,
+so that no task that waits for newer weights times out."""
 
 
 class Evaluation:

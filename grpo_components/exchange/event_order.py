@@ -6,31 +6,31 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 Event = dict[str, Any]
-"""Name (`event`), `attempt` and fields of one event; a line of receipts.jsonl adds more."""
+"""Name (`event`), `attempt` and fields of one event; receipts.jsonl adds a time and a hash."""
 Listener = Callable[[Event], None]
 FORMAT = 4
 """Version of the file format of receipts and recorded schedules."""
 
 
 class Recording(Protocol):
-    """Interface of the recorded order that a replay keeps (`grpo_tools/replay/recorded_run.py`)."""
+    """Interface of the events that a replay must repeat (`grpo_tools/replay/recorded_run.py`)."""
 
     async def wait_turn(self, event: str, fields: Mapping[str, Any]) -> bool:
-        """Wait until an event may happen; return whether the recording has it."""
+        """Wait for an event's recorded turn; return False if no such event is left to repeat."""
         ...
 
     def repeat(self, event: str, fields: Mapping[str, Any]) -> None:
         """Check that an event equals the next recorded one, and advance to the one after it."""
 
     def compare(self, event: Event) -> None:
-        """Compare a step's batch, or weights that a generator loaded, with the recorded ones."""
+        """Raise a ReplayError if a step's batch or loaded weights differ from the recorded ones."""
 
     def has(self, event: str, **identity: Any) -> bool:
-        """Return whether the recording has an event that is still to come."""
+        """Return whether the recording has an event that the replay has not repeated yet."""
         ...
 
     def next_batch(self) -> tuple[list[int], list[int]] | None:
-        """Return ids of the groups that leave the buffer next, (to train, stale); None if none."""
+        """Return ids of groups that leave the buffer next: (to train, stale); None if none will."""
 
     def why_restarted(self) -> str:
         """Return the reason of the next recorded restart."""
@@ -63,7 +63,7 @@ class EventOrder:
         self._listeners.append(listener)
 
     async def wait_turn(self, event: str, **identity: Any) -> bool:
-        """Wait until an event may happen; in a live run it always may."""
+        """Wait for an event's turn in a replay; return False if there is no such event any more."""
         return self.recording is None or await self.recording.wait_turn(event, identity)
 
     def record(

@@ -19,7 +19,7 @@ from grpo_components.settings import reused_per_step
 from grpo_components.trajectory import GroupSummary
 
 _LARGEST = 2.0**53
-"""Upper bound of a group's spread (see `spread`), because receipts have no larger number."""
+"""Upper bound of a group's spread (see `spread`), because receipts cannot store infinity."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class GroupReuse:
         return {"replay_generation": rule} if self.most else {}
 
     def choose(self, policy_version: int) -> None:
-        """Choose the groups that the step from `policy_version` trains again, by priority.
+        """Choose the groups that the step starting at `policy_version` trains again, by priority.
 
         Of groups with equal priority, it prefers those with lower ids. It forgets groups that are
         too old or were trained `max_uses` times.

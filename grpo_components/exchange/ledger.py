@@ -18,7 +18,7 @@ _COUNTERS = ("policy_version", "steps_done", "issued", "trained_groups")
 
 
 class Ledger:
-    """Follows every group until it is trained or dropped, and decides when groups are admitted.
+    """Tracks every group until it is trained or dropped, and decides when groups are admitted.
 
     Every change is recorded in `events`; in a replay, a change waits for its recorded turn. All
     changes and waits happen on one event loop. Every wait has a time-out, whose error says who
@@ -52,7 +52,7 @@ class Ledger:
         self._changed = asyncio.Event()
         """Event that is set at the next change; a new event then takes its place."""
         self._opened = asyncio.Event()
-        """Like `_changed`, but only for changes that may let a group start: hundreds may wait."""
+        """Like `_changed`, but only for changes that may let a group start; `admit` awaits it."""
         self._pins = 0
         """Counts starts and ends of `pin_weights`; it is odd while an evaluation pins weights."""
 
@@ -78,7 +78,7 @@ class Ledger:
 
     @contextmanager
     def pin_weights(self) -> Iterator[None]:
-        """Context manager: while an evaluation keeps the generators' weights, no wait times out."""
+        """Context manager: suspends time-outs while an evaluation needs unchanged weights."""
         self._pins += 1
         try:
             yield
@@ -176,7 +176,7 @@ class Ledger:
     async def finish_generation(
         self, group_id: int, response_tokens: Sequence[int], scored: Sequence[bool] | None = None
     ) -> None:
-        """Record that a group was generated: token counts and, with `scored`, its successes."""
+        """Record that a group was generated: its token counts and, from `scored`, its successes."""
         entry, result = self._living[group_id], {}
         if scored is not None:
             result = {"prompt": entry.prompt_index, "successes": sum(scored), "scored": len(scored)}
@@ -197,7 +197,7 @@ class Ledger:
         stale: Sequence[int] = (),
         summaries: Sequence[GroupSummary] = (),
     ) -> list[LedgerEntry]:
-        """Record which groups left the buffer; return the new ones to train, then the reused ones.
+        """Record which groups left the buffer; return the groups to train, new before reused ones.
 
         In a live run, no other task runs before the record is made.
         """

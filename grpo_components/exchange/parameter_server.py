@@ -28,7 +28,7 @@ class VLLMParameterServer:
         self._pushes, self._manifests = [*earlier, (version, buckets)], manifests
 
     def newest(self, held: int = -1) -> tuple[int, list[Any], list[Any]]:
-        """Return the newest version, the buckets to reach it from `held`, and its manifests."""
+        """Return the newest version; buckets that update version `held` to it; its manifests."""
         if not self._pushes:
             raise LookupError("parameter server: no weights were pushed yet")
         versions = [version for version, _ in self._pushes]

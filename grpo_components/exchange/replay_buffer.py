@@ -104,10 +104,11 @@ class ReplayBuffer:
         recorded: tuple[list[int], list[int]] | None = None,
         *again: Any,
     ) -> tuple[PackedTrajectories, BatchSummary]:
-        """Wait for a batch and return it, empty if stale groups were dropped and too few are left.
+        """Wait for a batch and return it.
 
-        `recorded`: ids of the groups to train and to drop, in a replay. `again`: the groups that
-        the step trains again, each followed by its summary.
+        If stale groups were dropped and too few are left, the batch is empty. `recorded`: ids of
+        the groups to train and to drop, in a replay. `again`: the groups that the step trains
+        again, each followed by its summary.
         """
         if recorded is not None:
             return self._batch(*await self._take_as_recorded(*recorded), again)
@@ -170,14 +171,14 @@ class ReplayBuffer:
         return batch, BatchSummary(groups, old, dropped, len(self._buffer), content)
 
     async def refill(self, *parts: Any) -> None:
-        """Replace all groups by `parts` (group, summary, group, ...); grow the buffer to fit."""
+        """After a restart, replace all groups by `parts` (group, summary, ...); grow if needed."""
         pairs = _pairs(parts)
         self._make_room(max(self._capacity, len(pairs)))
         for pair in pairs:
             self._buffer.add(pair)
 
     def write_state(self, folder: str, batch: PackedTrajectories, *parts: Any) -> str | None:
-        """Write groups to a checkpoint, also during other calls; return an error text or None."""
+        """Write batch and groups to a checkpoint while other calls run; return an error or None."""
         groups = [{"group": group, "summary": asdict(summary)} for group, summary in _pairs(parts)]
         try:
             write_state(Path(folder), "buffer", groups)
@@ -187,7 +188,7 @@ class ReplayBuffer:
         return None
 
     def read_state(self, folder: str, group_ids: Sequence[int]) -> list[Any]:
-        """Read groups of a checkpoint; return [group, summary, group, summary, ..., None, None]."""
+        """Read groups of a checkpoint; return [group, summary, ...], followed by None twice."""
         saved = {
             # Not the saved summary, which may be of a version with other fields.
             each["summary"]["group_id"]: (each["group"], summarize(each["group"]))

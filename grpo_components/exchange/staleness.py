@@ -58,7 +58,7 @@ class StalenessContract:
     def step_of(self, first_step: int, groups_ahead: int, reused: Reused = NONE_REUSED) -> int:
         """Return the last training step that may consume a group with `groups_ahead` before it.
 
-        Given a policy version in place of the next step's number, it returns a policy version.
+        `first_step` is the next step's number. If it is a policy version, the result is one, too.
 
         Without reuse, exactly that step consumes the group. With reuse, the next step consumes
         exactly `groups_per_step - reused.next` new groups, and each later one at least
@@ -79,11 +79,11 @@ class StalenessContract:
         return policy_version - versions
 
     def oldest_trainable(self, policy_version: int) -> int:
-        """Return the oldest version whose tokens the step from `policy_version` may train."""
+        """Return the oldest version whose tokens a step starting at `policy_version` may train."""
         return policy_version - self.max_staleness
 
     def may_train(self, oldest_version: int, policy_version: int) -> bool:
-        """Whether the step from `policy_version` may train a token sampled by `oldest_version`."""
+        """Whether a step starting at `policy_version` may train a token from `oldest_version`."""
         return oldest_version >= self.oldest_trainable(policy_version)
 
     def must_wait(

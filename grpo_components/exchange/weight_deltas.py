@@ -24,8 +24,9 @@ _BLOCK = 2**18
 def encode(new: Bytes, base: Bytes, itemsize: int) -> Bytes:
     """Compress which bits changed from `base` to `new`; `apply` makes the same change again.
 
-    In each block of elements, the first bytes of all elements come first, then the second ones: an
-    optimizer's small step changes the low bytes of many elements and the high bytes of few.
+    Each block of elements stores the first bytes of all elements, then the second ones. This
+    compresses better: an optimizer's small step changes the low bytes of many elements and the high
+    bytes of few.
     """
     sink = pa.BufferOutputStream()
     with pa.CompressedOutputStream(sink, "zstd") as packed:
@@ -60,7 +61,7 @@ class DeltaBucket:
     version: int
     """Policy version of the weights."""
     manifest: Manifest
-    """Describes each tensor as rebuilt; if an entry's `base` is set, its bytes are a delta."""
+    """Describes each rebuilt tensor; `packed` has a delta for it if its entry's `base` is set."""
     packed: Bytes
     """[nbytes] uint8: the tensors' bytes or compressed changes, one tensor after the other."""
 
@@ -111,7 +112,7 @@ class RebuiltWeights:
         """Checksum and bytes of each tensor."""
 
     def rebuild(self, version: int, pushes: Sequence[DeltaBucket]) -> list[Bucket]:
-        """Apply pushes to the kept bytes in place; return the result, which is no longer kept.
+        """Apply pushes to the kept bytes in place; return the new weights, and keep none of them.
 
         Deltas that were applied before are skipped. The caller must verify the checksums of the
         returned weights, and call `keep` once they are loaded.
@@ -139,7 +140,7 @@ class RebuiltWeights:
         ]
 
     def keep(self, buckets: list[Bucket]) -> None:
-        """Keep rebuilt weights for the next push, once nobody reads them."""
+        """Keep rebuilt weights as the base of the next deltas; call this once nobody reads them."""
         self._kept = {entry.name: (entry.checksum, raw) for (entry,), raw in buckets}
 
     def forget(self) -> None:

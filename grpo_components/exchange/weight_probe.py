@@ -44,9 +44,10 @@ LoadedWeights = tuple[int, str, ProbeReading | None]
 probe; None without an engine."""
 _VERSIONS_KEPT = 64
 _NEARER = 4.0
-"""Another version counts as loaded if its gap (mean square of the trainers' logprobs minus the
-engine's) is this many times smaller than the gap of the version that the generator names. If
-rounding is not small, the latter must also be this many times the median gap of earlier pulls."""
+"""Factor that decides whether a generator loaded another version than the one that it names. The
+gap of a version is the mean square of the trainers' logprobs minus the engine's. It is an error if
+the named version's gap is more than this many times the smallest gap. If rounding is not small,
+that gap must also be more than this many times the median gap of earlier pulls."""
 _ROUNDING = 1e-4
 """Root mean square gap of the probe's logprobs, in nats, that still counts as rounding."""
 _LAYERS_NAMED = 4
@@ -64,7 +65,7 @@ class WeightProbe:
         """Mean square gap between trainer's and generator's logprobs in each earlier pull."""
 
     def pushed(self, version: int, logprobs: Sequence[float]) -> None:
-        """Remember the trainers' logprobs of the probe for a pushed version, unless empty."""
+        """Remember the trainers' logprobs of the probe for a pushed version, if there are any."""
         self._pushed.pop(version, None)
         if len(logprobs):
             self._pushed[version] = np.array(logprobs)
@@ -134,7 +135,7 @@ class WeightProbe:
         )
 
     def _whose(self, found: Mapping[str, int], pushed: Mapping[str, int]) -> str:
-        """Say which engine layers are not the pushed ones, and of which version each one is."""
+        """Name the engine's layers that differ from the pushed ones, and each one's version."""
         by_version = defaultdict[int | None, list[str]](list)
         for name in sorted(found.keys() | pushed.keys(), key=lambda name: (len(name), name)):
             if (value := found.get(name)) != pushed.get(name):

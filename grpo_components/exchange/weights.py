@@ -212,7 +212,7 @@ def snapshot_checksum(manifests: Iterable[Manifest]) -> str:
 
 @contextlib.contextmanager
 def _open_checkpoint(model_path: Path) -> Iterator[dict[str, Any]]:
-    """Context manager: open a checkpoint's files; yields the file that holds each tensor."""
+    """Context manager: open a checkpoint; yields the open file of each tensor, by tensor name."""
     index = model_path / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.is_file():  # only these files: others may be copies in other formats
@@ -258,7 +258,7 @@ def keeps_values(
     loaded: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
 ) -> bool:
-    """Whether an engine holds exactly the tensors that it has just loaded, by their layer hashes.
+    """Check by layer hashes whether an engine stores its loaded tensors unchanged.
 
     If not, its weights can't be compared with pushed ones.
     """
