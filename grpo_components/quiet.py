@@ -1,4 +1,4 @@
-"""Keeps libraries quiet below the config's `log_level`, and lists vLLM's environment variables."""
+"""Keeps libraries quiet below the config's `log_level`; builds vLLM's environment variables."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def without_prints(log_level: str) -> Iterator[None]:
 
 
 def engine_environment(device: str, log_level: str) -> dict[str, str]:
-    """Return variables for a generator's environment; vLLM reads them when it is imported."""
+    """Return variables for vLLM (logging, one process, CPU memory); set them before its import."""
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": log_level,

@@ -14,7 +14,7 @@ class Rendezvous:
     """IP address of rank 0's node."""
     port: int
     listener: int | None = None
-    """File descriptor of rank 0's listening socket; None in a process that has none open."""
+    """File descriptor of rank 0's listening socket; None if this process did not open it."""
 
 
 def open_rendezvous(host: str) -> Rendezvous:
@@ -31,7 +31,7 @@ def open_rendezvous(host: str) -> Rendezvous:
 
 
 def local_rendezvous(host: str = "127.0.0.1") -> Rendezvous:
-    """Return a free port of this machine, on which rank 0 will listen later."""
+    """Find a free port for a rank 0 on this machine that opens it later itself, as vLLM does."""
     with socket.socket(_family(host)) as probe:
         probe.bind((host, 0))
         return Rendezvous(host, probe.getsockname()[1])

@@ -115,7 +115,7 @@ def point_latest(checkpoint: Path) -> None:
 
 
 def rate(checkpoint: Path, metrics: Mapping[str, float], cfg: Settings) -> None:
-    """Write `evaluation.json` in a checkpoint: the metrics, and a hash of the settings."""
+    """Write an evaluation's metrics to `evaluation.json` in a checkpoint, for `choose_best`."""
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
     rating = json.dumps({**finite, _KIND: _kind_of_evaluation(cfg)}, indent=1)
     write_whole(checkpoint / _EVALUATION, rating, durable=True)
@@ -123,7 +123,7 @@ def rate(checkpoint: Path, metrics: Mapping[str, float], cfg: Settings) -> None:
 
 
 def choose_best(checkpoints: Path, last_step: int, cfg: Settings) -> Path | None:
-    """Point `best` at the checkpoint with the highest `keep_best`; on a tie, at the earliest one.
+    """Point `best` at the checkpoint with the highest metric `keep_best`; of equals, the earliest.
 
     Only steps up to `last_step` count, and only evaluations of the same prompts, sampling and
     rewards as in `cfg`.
@@ -148,7 +148,7 @@ def choose_best(checkpoints: Path, last_step: int, cfg: Settings) -> Path | None
 
 
 def _kind_of_evaluation(cfg: Settings) -> str:
-    """Return a hash of the settings that an evaluation depends on; a resume may change them."""
+    """Return a hash of an evaluation's settings; with equal hashes, metrics can be compared."""
     given, generator, temperature = cfg.eval, cfg.generator, cfg.eval.temperature
     if temperature is None:
         temperature = generator.temperature

@@ -17,15 +17,18 @@ from grpo_components.settings import Settings
 from grpo_components.trajectory import GroupSummary
 
 _FEW_TOKENS = 16
-"""With fewer fresh tokens, `_FEW_TOKENS` / tokens multiplies the KL bound: rounding weighs more."""
+"""If a step has fewer fresh tokens (see `check_agreement`), rounding weighs more: the KL bound is
+multiplied by `_FEW_TOKENS` / tokens."""
 _MAX_ERROR_CHARS = 300
 """Maximum characters of an error's first line in a message; `failed_samples.jsonl` has it all."""
 _SEEDS_KEPT = 100_000
 """Number of sampling seeds kept, to find seeds that are used twice."""
 _ROUNDING = 1e-5
-"""Allowed difference of a loss from the sum of its parts, relative to max(1, losses, ratio)."""
+"""Allowed difference of a loss from the sum of its parts, as a multiple of the largest of these: 1,
+|loss|, |sum| and `ratio/max`."""
 _SOME_END = 0.1
-"""If a larger share of a step's responses was not cut off, the model is known to end responses."""
+"""If more than this share of a step's responses ended by themselves, a later step whose responses
+are all cut off may mean that the policy has collapsed."""
 _MIN_STEPS, _LARGE_KL, _JUMP = 3, 0.1, 20.0
 """When `mismatch/generator_kl` counts as a jump: after at least this many steps, above this many
 nats, and above this many times the median of the steps before."""
@@ -55,9 +58,10 @@ def check_agreement(max_generator_kl: float | None, step: int, metrics: Mapping[
 class FailedSamples:
     """Counts and records the failed samples of training and evaluation; ends a run with too many.
 
-    The run ends if failed samples reach the share `max_failed_samples` of all samples since the
-    last training step (counted as at least one step's samples). Every failed sample is written to
-    `failed_samples.jsonl`; the first after each step is also shown.
+    The run ends if, since the last training step, failed samples reach the share
+    `max_failed_samples` of all samples, or of one step's samples if these are more. It also ends if
+    every sample of an evaluation failed. Every failed sample is written to `failed_samples.jsonl`;
+    the first after each step is also shown.
     """
 
     def __init__(self, cfg: Settings, events: EventOrder, note: Callable[[str], None]) -> None:
@@ -128,9 +132,9 @@ class FailedSamples:
 class RunWatch:
     """Warns of mistakes that raise no error, once for each kind of mistake.
 
-    Kinds: a loss unlike its parts, a seed used twice, all responses cut off, a jump of the
-    generator KL. `grpo diagnose` reads them in `warnings.jsonl`. A resume deletes them: they may
-    be fixed.
+    The kinds: a loss that is not the sum of its parts, a seed used twice, all responses cut off, a
+    jump of the generator KL. Warnings also go to `warnings.jsonl`, for `grpo diagnose`. A resume
+    deletes this file, because the user may have fixed the mistakes.
     """
 
     def __init__(
@@ -158,7 +162,7 @@ class RunWatch:
             del self._seeds[next(iter(self._seeds))]
 
     def check_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Warn if a step's loss is unlike its parts, all responses are cut off, or the KL jumps."""
+        """Warn if the loss is not its parts' sum, all responses are cut off, or the KL jumps."""
         self._check_balance(step, metrics)
         cut_off = metrics.get("rollout/cut_off_fraction", math.nan)
         self._most_ended = max(self._most_ended, 1 - cut_off)
@@ -185,7 +189,7 @@ class RunWatch:
         self._mismatch.append(kl)
 
     def _check_balance(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Compare the loss with the mean of its parts; a loss with unknown parts is not checked."""
+        """Warn if a token-mean loss is not its parts' sum; skip a loss that has an unknown part."""
         names = ("loss/total", "loss/policy", "loss/penalty", "loss/ptx", "ratio/max")
         total, known, penalty, other, ratio = (float(metrics.get(n, math.nan)) for n in names)
         known += 0.0 if math.isnan(penalty) else penalty

@@ -1,4 +1,4 @@
-"""Keeps ledger, receipts and checkpoints of a run consistent, as steps are committed and saved."""
+"""Keeps the records of a run consistent: its ledger (groups), receipts (events) and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from grpo_components.state_files import FORMAT, write_state
 from grpo_components.training.step_result import StepResult
 
 _SESSIONS = ("count", "calls", "trajectories")
-"""Names of the counts of agents' sessions that go into a step's receipt."""
+"""Names of the counts, summed over the agent sessions of a step, that `commit` records."""
 
 
 class Journal:
-    """Records steps in ledger, receipts and checkpoints, which must agree; restores, rolls back.
+    """Keeps ledger, receipts and checkpoints of a run in agreement; restores or rolls back the run.
 
     The ledger tracks every group; receipts.jsonl records every event. All parts of a checkpoint are
     taken between the same two steps.
@@ -58,7 +58,7 @@ class Journal:
     async def commit(
         self, batch_hash: str, result: StepResult, sessions: Mapping[str, int] | None = None
     ) -> int:
-        """Record a trained step and return its number; a replay first waits for the step's turn."""
+        """Record a trained step, return its number; in a replay, first wait for earlier events."""
         step = self._ledger.steps_done + 1
         await self._ledger.events.wait_turn("step", step=step)
         # No await from here on: else an event or a pull could be in receipts.jsonl but not in the
@@ -76,7 +76,7 @@ class Journal:
         return step
 
     def hold(self) -> None:
-        """Keep the driver's state for `save`; raise the error if a background checkpoint failed."""
+        """Store the driver's state, which `save` writes; raise if a background save failed."""
         state = {"ledger": self._ledger.state_dict(), "prompts": self._prompts.state_dict()}
         # References to the groups: the buffer's process may die before it has written them.
         self.held = state, [part for entry in self._ledger.stored() for part in entry.parts]
@@ -84,7 +84,7 @@ class Journal:
             self._writing.result()
 
     async def save_if_due(self, step: int, roles: Roles, batch: Any) -> None:
-        """Save a checkpoint every n-th step and after the last; end a replay at `replay_until`."""
+        """Save a checkpoint each n-th step and after the last; end replays after `replay_until`."""
         stops = step == self._cfg.replay_until
         if stops or step % self._cfg.save_every_n_steps == 0 or self._ledger.finished:
             await self.save(step, roles, batch)

@@ -1,4 +1,4 @@
-"""Chains the records of receipts.jsonl: each has a hash of itself and of all records before it."""
+"""Chains the lines of receipts.jsonl by hashes, so that `grpo audit` finds lost or changed ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HASH = re.compile(rb', "chain": "([0-9a-f]{64})"\}$')
 
 @dataclass(frozen=True)
 class End:
-    """The end of a chain of records."""
+    """Where a chain of records ends: its length and its last hash."""
 
     records: int = 0
     """Number of records in the chain."""

@@ -1,4 +1,4 @@
-"""Starts a run from scratch or from a checkpoint; the run's folder records all its attempts."""
+"""Starts a run from scratch or from a checkpoint; each start or rollback begins a new attempt."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ FIXED = (
     *("lora.rank", "lora.alpha", "lora.target_modules", "dataset", "shuffle", "curriculum"),
     *("group_size", "optimizer._component_", "lr_scheduler._component_"),
 )
-"""Config keys that a resume must not change, because the state depends on them. All others may
-change: steps, roles, batch size, learning rate, asynchrony, loss, rewards, ..."""
+"""Config keys that a resume must not change, because the saved state depends on them. All others
+may change: steps, roles, batch size, learning rate, asynchrony, loss, rewards, ..."""
 
 
 class Stateful(Protocol):
@@ -63,7 +63,7 @@ class RunStart:
     """State of the driver at the start, including `ledger` and `prompts`."""
     identity: RunIdentity
     lock: TextIO
-    """File that locks `output_dir` until it is closed, after the last write to the folder."""
+    """Open file that keeps `output_dir` locked; close it after the last write to the folder."""
 
 
 def find_checkpoint(resume_from: bool | str, output_dir: Path) -> Path | None:
@@ -195,7 +195,7 @@ def _restore(driver: dict[str, Any], ledger: Stateful, prompts: Stateful) -> Non
 
 
 def roll_back(run_start: RunStart, ledger: Stateful, prompts: Stateful) -> RunStart:
-    """Set ledger and prompts back to the run's last checkpoint or, without one, to its start."""
+    """Begin a new attempt: restore ledger and prompts from the last checkpoint, else the start."""
     newest = run_start.output_dir / "checkpoints" / "latest"
     if newest.exists():
         state = read_state(newest / "state", "driver")

@@ -28,7 +28,7 @@ LOCK = "run.lock"
 CODE = "code"
 """Subfolder of a run's folder with a snapshot of the code for each attempt: `attempt_<n>`."""
 _CONFIG_HEAD = "# run: "
-"""First characters of every run's config.yaml."""
+"""First characters of every run's config.yaml; `is_used` recognizes a run's folder by them."""
 _NOBODYS = (LOCK, "lost+found", ".gitkeep", ".gitignore", ".DS_Store")
 _GIT_S = 10.0
 _log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def lock_folder(folder: Path) -> TextIO:
 
 
 def refuse_folder_in_use(folder: Path) -> None:
-    """Refuse a folder that another process has locked; `lock_folder` checks it again later."""
+    """Refuse a locked folder early, before it is read; `lock_folder` checks the lock again."""
     if (folder / LOCK).exists():
         lock_folder(folder).close()
 

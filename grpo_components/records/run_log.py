@@ -87,7 +87,7 @@ class RunLog:
             append_record(self._logs / "phases.jsonl", record)
 
     def step(self, step: int, metrics: dict[str, float], trained_tokens: int) -> None:
-        """Log a step's metrics, and the tokens per second of wall time, evaluations included."""
+        """Log a step's metrics, and tokens per second of wall time, which includes evaluations."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         generated, self._tokens_since_step = self._tokens_since_step, 0
@@ -103,7 +103,7 @@ class RunLog:
         self._live_report.start()
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log a step's metrics, the seconds of all attempts, and the restarts in this process."""
+        """Log a step's metrics, the total seconds of all attempts, and this process's restarts."""
         totals = {_WALL_CLOCK: time.perf_counter() - self._began, "restarts": self._restarts}
         values = as_json({"attempt": self._events.attempt, **metrics, **totals})
         append_record(self._logs / "metrics.jsonl", {"step": step, **values})
@@ -119,7 +119,7 @@ class RunLog:
         self._tokens_since_step += tokens
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show an evaluation's success rate; log the evaluation before the first step as step 0."""
+        """Show an evaluation's success rate; log step 0's metrics, which no training step logs."""
         if not self._evaluated:  # before the attempt's first step: throughput counts from here
             self._last = time.perf_counter()
             self._tokens_since_step = 0

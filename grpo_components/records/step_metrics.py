@@ -1,4 +1,4 @@
-"""Computes the metrics of one training step, named by the keys that every logger gets."""
+"""Computes the metrics of one training step, under the names by which every logger gets them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rollout_metrics(
 
 
 def session_counts(groups: Sequence[GroupSummary]) -> Counter[str]:
-    """Add up over groups what agents' sessions counted, e.g. model calls; empty without agents."""
+    """Sum the counts of agents' sessions, e.g. model calls, over groups; empty without agents."""
     return sum((Counter(group.sessions) for group in groups), Counter[str]())
 
 

@@ -146,7 +146,7 @@ class MathCorrectness:
         return any(self._is_same_value(*side) for side in dict.fromkeys(sides))
 
     def _is_same_value(self, known: str, given: str, is_final: bool = True) -> bool:
-        """Compare formulas; if `is_final` and `known` is a plain number, `given` must be one."""
+        """Compare formulas; if `is_final`, `3+4` is wrong for a `known` plain number such as 7."""
         ours, theirs = number(known), number(given)
         if ours is not None and theirs is not None:
             return abs(ours - theirs) <= ("." in known + given) * _TOLERANCE * abs(ours)

@@ -49,7 +49,7 @@ class RewardSpec:
 
 @dataclass(frozen=True)
 class Score:
-    """Score of a sample (response) from all rewards; or from one, as a reward process sends it."""
+    """Score of a sample (response) by all rewards; reward processes also use it for one reward."""
 
     reward: float
     """Weighted sum of the terms; NaN if a reward failed."""
@@ -79,7 +79,7 @@ def reward_specs(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardSpec
 
 
 class RewardPool:
-    """Scores the samples of many threads in a few worker processes (rules in docs/rewards.md)."""
+    """Scores samples in a few worker processes; many threads may call it (see docs/rewards.md)."""
 
     def __init__(
         self, rewards: dict[str, RewardSpec], *, num_workers: int, timeout_s: float

@@ -15,7 +15,7 @@ from grpo_components.rewards.pool import RewardInput, RewardSpec, Score, Worker
 
 _ALLOWED = "a class whose objects take prompt_text, response_text, answer and finish_reason by name"
 _SCORES = "one that can score a row of the data set"
-"""Said in place of `_ALLOWED` if a reward of this package raises: its signature cannot be wrong."""
+"""Used in place of `_ALLOWED` if a reward of this package raises: its signature cannot be wrong."""
 _ANSWERS = "a data set whose answers it accepts, or another answer_format"
 _NOISE = "nonsense " * 9999
 _CHECK_S = 20.0
@@ -84,7 +84,7 @@ class RewardTrial:
             raise self._error(name, hang, "one that answers in time") from None
 
     def _ask(self, name: str, sample: RewardInput, timeout_s: float, row: str = "") -> Score:
-        """Let a reward score a sample; with a `row` (named in errors), its `perfect_response`."""
+        """Let a reward score a sample; with `row` (for errors), score its `perfect_response`."""
         try:
             return self._worker.ask(name, sample, timeout_s, bool(row))
         except (EOFError, ConnectionError):
@@ -94,10 +94,11 @@ class RewardTrial:
     def check_rows(
         self, data: Mapping[str, Any], sample_of: Callable[[Any], RewardInput]
     ) -> list[str]:
-        """Let each reward that has a `perfect_response` score that of every row, within `_CHECK_S`.
+        """Find rows whose `perfect_response` is no success for the reward that gave it.
 
-        Call `finish` first. `data`: config key -> data set. Returns warnings of rows without
-        success and of unchecked rows. Raises if no checked row of a data set succeeds.
+        Call `finish` first. Checks the rows of `data` (config key -> data set), up to `_CHECK_S`.
+        Returns warnings: how many rows have this problem, and how many were not checked. Raises a
+        ConfigError if all checked rows of a data set have the problem.
         """
         rows = [(key, row) for key, dataset in data.items() for row in range(len(dataset))]
         random.Random(0).shuffle(rows)  # so that all data sets share the time

@@ -78,7 +78,7 @@ def arguments_for(
 
 
 def _counts_failures() -> str:
-    """Check that a reward that raises would fail its sample; return what is wrong, or ""."""
+    """Self-test before a reward is built: return "" if a reward that raises fails its sample."""
 
     def raises(**sample: Any) -> float:
         raise RuntimeError("raised on purpose, to see that it counts as a failure")
@@ -88,7 +88,7 @@ def _counts_failures() -> str:
 
 
 def _serve(connection: Connection) -> None:
-    """Run a reward process: build the rewards, then score samples until the owner exits."""
+    """Run a reward process: build the rewards, then score samples until the connection closes."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
     specs, max_cpu_s = connection.recv()

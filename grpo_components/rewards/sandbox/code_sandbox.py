@@ -39,7 +39,8 @@ class Limits:
     """Resources that one program may use: seconds, MiB, threads at a time.
 
     `cpu_s` is CPU time of all threads together, `memory_mib` is address space (Python itself needs
-    about 50), and `file_mib` is the size of /tmp, and the most of stdout, stderr or any one file.
+    about 50), and `file_mib` is the size of /tmp, and the maximum size of stdout, stderr and any
+    other file.
     """
 
     cpu_s: int = 2
@@ -216,7 +217,7 @@ class _Running:
             raise SandboxError(f"cannot sandbox a program: it was not ready within {_GRACE_S:g} s")
 
     def begin(self, once: bool) -> None:
-        """Start the program; if `once`, the sandbox ends with it, so that it cannot run again."""
+        """Start the program; if `once`, the sandbox ends when the program ends: no second run."""
         with contextlib.suppress(BrokenPipeError):  # `receive` says why
             self.orders.send(b"x")
         if once:

@@ -2,8 +2,9 @@
 
 Only plain data (numbers, text, lists, ...) and references to objects of the program cross between
 the two; expected results never do. So a program gains nothing by patching `==`, returning objects
-that equal everything, or exiting early. An object has its own operators only if the asserts made it
-by calling a class of the program; these operators never turn plain data into an answer.
+that equal everything, or exiting early. The asserts can use an object's own operators only if they
+made the object, by calling a class of the program. Arithmetic between an object and plain data may
+give another object, but no plain data.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _BINARY = [name for name in dir(operator) if hasattr(operator, f"__i{name[2:]}")
 _ARITHMETIC = [*_BINARY, *(f"__i{name[2:]}" for name in _BINARY)]
 _ARITHMETIC += ["__neg__", "__pos__", "__abs__", "__invert__"]
 _OF_MADE = ("__bool__", "__hash__", "__contains__")
-"""Further methods of a proxy, only if the asserts made its object (`_State.made_by`)."""
+"""Methods that a proxy (`Remote`), like its operators, has only if the asserts made its object."""
 _OPTIONAL = ("__call__", "__iter__", "__next__", "__len__", "__getitem__", "__setitem__")
 _OPTIONAL += ("__delitem__", "__reversed__", "send", "throw", "close", "__enter__", "__exit__")
 """A `Remote` has these only if the program's object has them, because `isinstance` checks them."""
@@ -76,7 +77,7 @@ _STATE = " state"
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """Convert a value to JSON data; what is no plain data becomes what `keep` returns for it."""
+    """Convert plain data to JSON data; `keep` returns a reference to send for any other object."""
     if type(value).__module__ == "numpy":
         value = value.tolist()
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -197,7 +197,7 @@ def _die_with_parent() -> None:
 
 
 def _enter_namespaces() -> int | None:
-    """Enter new namespaces; return the user id that the program must take; None keeps this one."""
+    """Enter new namespaces; return a user id for the program, or None to keep the current one."""
     kinds = _CLONE_NEWNS | _CLONE_NEWCGROUP | _CLONE_NEWUTS
     kinds |= _CLONE_NEWIPC | _CLONE_NEWPID | _CLONE_NEWNET
     uid, gid = os.geteuid(), os.getegid()
