@@ -53,7 +53,7 @@ Number = TypeVar("Number")
 
 @with_config(_SECTION)
 class ScheduleKeys(TypedDict, Generic[Number], total=False):
-    """A number that changes over training; `as_schedule` checks which keys its shape needs."""
+    """Config keys of a number that changes over training; `as_schedule` checks them further."""
 
     schedule: Required[Literal["constant", "linear", "cosine"]]
     start: Required[Number]
@@ -229,7 +229,7 @@ class LoraSettings(BaseModel):
 
 
 class CurriculumSettings(BaseModel):
-    """Weights of prompts by success rate: 1 from `low` to `high`, `floor` at 0 and 1."""
+    """Sampling weights of prompts by success rate: 1 from `low` to `high`, `floor` at 0 and 1."""
 
     model_config = _SECTION
     low: Annotated[float, Field(ge=0, le=1)] = 0.2
@@ -246,7 +246,7 @@ class CurriculumSettings(BaseModel):
 
 
 def reused_per_step(share: float, groups_per_step: int) -> int:
-    """Return how many of a batch's groups may be reused groups: its share, rounded down."""
+    """Return how many groups of a step may be reused groups: `share` of them, rounded down."""
     return int(share * groups_per_step + 1e-9)  # 0.29 * 100 is just below 29
 
 
@@ -551,7 +551,7 @@ class Settings(BaseModel):
 
     @property
     def publish_s(self) -> float:
-        """Longest time between two pushes, in seconds: steps with their batches and saves."""
+        """Longest time between two pushes of weights, in seconds: for batches, steps and saves."""
         limits = self.timeouts
         step_s = limits.batch_s + 2 * limits.train_step_s
         return self.push_every_n_steps * step_s + limits.weights_s
@@ -831,7 +831,7 @@ class Settings(BaseModel):
 
 
 def processes_of(settings: Settings, needs_reference: bool) -> dict[str, int]:
-    """Count the processes of each kind of role, including the stand-ins that partial runs use."""
+    """Count the processes of each role; one that only reads or writes a trajectory file counts."""
     has_groups = not settings.eval_only
     return {
         "trainer": settings.num_trainers,

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def described_as(what: str) -> WrapValidator:
-    """Make a type's errors say that `what` is allowed; in nested types, the innermost says it."""
+    """Return an annotation by which a type's errors say what is allowed; the innermost one wins."""
 
     def read(value: Any, check: Callable[[Any], Any]) -> Any:
         place, problem = (), ""

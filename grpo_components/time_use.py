@@ -10,7 +10,7 @@ STARTING, IDLE = "starting", "idle"
 
 
 class TimeUse:
-    """Adds up the seconds of each activity; one goes on at a time. Any thread may call this."""
+    """Adds up the seconds of each activity; a process has one activity at a time. Thread-safe."""
 
     def __init__(self, activity: str) -> None:
         self._lock = threading.RLock()

@@ -38,7 +38,7 @@ _NOTHING = Completion(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0
 
 @dataclass
 class _Slot:
-    """One slot of an environment: a sample and its response so far."""
+    """State of one slot (batch row) of an environment: a sample, and the response to it so far."""
 
     sample: Sample
     prompt_ids: NDArray[np.int64]
@@ -68,7 +68,7 @@ class _Slot:
 
 
 class GroupCollector(Collector):
-    """torchrl collector that steps all slots of an environment until all are done; pads nothing."""
+    """torchrl collector that rolls out one sample in each slot of an environment; pads nothing."""
 
     def __init__(self, env: EnvBase, engine: Engine, settings: GeneratorSettings) -> None:
         self._engine, self._settings = engine, settings

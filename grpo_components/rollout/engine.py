@@ -1,4 +1,4 @@
-"""The engine: samples answers to requests, and loads new model weights between two steps."""
+"""The engine: samples answers to requests, and loads new weights between two sampling steps."""
 
 from __future__ import annotations
 

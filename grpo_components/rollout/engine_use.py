@@ -39,7 +39,7 @@ class EngineUse:
 
     @contextlib.contextmanager
     def rollout(self) -> Iterator[None]:
-        """Context manager: count one more rollout as running. Any thread may call this."""
+        """Context manager for a rollout, in which idle time has cause `NO_REWARD`. Thread-safe."""
         self._count(1)
         try:
             yield
@@ -48,7 +48,7 @@ class EngineUse:
 
     @contextlib.contextmanager
     def step(self, prompts: int, prompt_tokens: int) -> Iterator[None]:
-        """Context manager of the engine's thread: measure the one step made inside."""
+        """Context manager: measure one engine step. Only the engine's thread may call this."""
         sequences = self._sequences
         began, cpu_began = time.perf_counter(), time.thread_time()
         yield

@@ -90,7 +90,7 @@ class EnvironmentThread:
             raise HungCallError(problem, stack) from None
 
     def leave(self, close: Callable[[], Any] = lambda: None) -> Future[Any]:
-        """Call `close` after the queued calls, then end the thread; return the call's future."""
+        """Run `close` after the queued calls, then end the thread; return the future of `close`."""
         closing = self.start(close)
         self._calls.put(None)
         return closing

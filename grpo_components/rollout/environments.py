@@ -48,7 +48,7 @@ class SingleTurnEnvironment(EnvBase):
     Args:
         num_slots: number of prompts at once; a group contains its prompt `group_size` times.
         decode: function that converts token ids to text.
-        score: function that scores a list of samples, in its order. A sample has prompt_text,
+        score: function that returns the scores of samples, in order. A sample has prompt_text,
             response_text, answer, finish_reason, and the columns of its row in the data set.
         encode: not used.
         max_response_tokens: not used.

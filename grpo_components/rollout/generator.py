@@ -103,7 +103,7 @@ class Generator:
         self._receiving: Future[Any] | None = None
 
     async def reserve(self, patience_s: float) -> int:
-        """Wait until a group fits; reserve room for all groups that fit, and return how many."""
+        """Reserve room for all groups that fit, at least one; return their number (0: timeout)."""
         return await self._budget.reserve(patience_s)
 
     async def generate_group(
@@ -246,7 +246,7 @@ class Generator:
     async def _swap(
         self, version: int, sleeps: int, weights: StateDict | IncomingWeights
     ) -> ProbeReading | None:
-        """Load weights; return the probe. ValueError if newer weights, or a sleep, came first."""
+        """Load weights; return test logprobs; ValueError if newer weights or `sleep` came first."""
         # No await between this check and the update of `_loading`: newer weights could arrive.
         self._refuse_late(version, sleeps)
         loading, self._loading = self._engine.load_weights(version, weights), version

@@ -1,4 +1,4 @@
-"""Options of a generator's engine and environment from outside its section of the config."""
+"""Options of a generator that come from outside the config's section `generator`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Literal
 from grpo_components.settings import LoraSettings
 
 EnvironmentKind = Literal["single_turn", "multi_turn", "agents", "torchrl"]
-"""How responses are made: in one turn, without building the environment; in turns with a `World`;
-by agents; or in a torchrl environment of the user."""
+"""How responses are made: in one turn, without building the environment; in turns with a `World`
+function (see multi_turn.py); by agents; or in a torchrl environment of the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Engine options from other config sections; fields without a description are keys there."""
+    """Engine options from outside section `generator`; fields without a text are config keys."""
 
     model_path: str
     """Folder of the Hugging Face checkpoint to load as version 0."""
@@ -37,7 +37,8 @@ class EnvironmentOptions:
     """Options of the environment in which the policy answers prompts."""
 
     build_environment: Callable[..., Any]
-    """Factory; for torchrl, it gets num_slots, decode, encode, score and max_response_tokens."""
+    """Function that builds an environment. For kind `torchrl`, it gets num_slots, decode, encode,
+    score and max_response_tokens."""
     timeout_s: float
     """Seconds for all environment calls of one rollout together, rewards included."""
     kind: EnvironmentKind = "torchrl"

@@ -26,7 +26,7 @@ class Reply:
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Rewards of this turn by name; added to the sample's reward without a weight."""
     answer: str | None = None
-    """Reference answer for the config's rewards, which score the last turn; None: the prompt's."""
+    """Reference answer for the config's rewards of the last turn; None: use the prompt's answer."""
 
 
 World = Callable[[Prompt, int], Callable[[str], Reply]]

@@ -1,4 +1,4 @@
-"""Tokenizes an environment's text; parts that come from outside never become control tokens."""
+"""Tokenizes an environment's text; untrusted parts of it never become control tokens."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Scored = tuple[list[Trajectory], Score, str | None]
 """A scored response: its trajectory (several if an agent's session forked), its score, and its text
 if it is a single turn."""
 Watch = Callable[[Sequence[int]], bool]
-"""Function that gets a request's tokens so far, and returns whether its sampling ends here."""
+"""Function that gets the tokens sampled so far for a request, and returns whether to stop here."""
 
 
 def sampling_seed(*identity: int) -> int:
@@ -32,7 +32,7 @@ def sampling_seed(*identity: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One response to sample: its prompt, its random seed, and what it belongs to."""
+    """One response to sample: its prompt, its random seed, and its epoch, group and attempt."""
 
     prompt: Prompt
     name: str
@@ -43,9 +43,11 @@ class Sample:
     group_id: int = 0
     attempt: int = 0
     ended: Callable[[], None] = lambda: None
-    """Function to call once the response is scored; further calls do nothing."""
+    """Function to call once the response is scored, to make room for another. Further calls do
+    nothing."""
     scoring: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
-    """Context manager to enter while a single turn is scored; evaluations limit scoring with it."""
+    """Context manager to enter while a single-turn response is scored. In an evaluation, it limits
+    how many responses are scored at once."""
     evaluates: bool = False
     """Whether the response is for an evaluation, not for training."""
 
@@ -126,7 +128,7 @@ class Completion:
 
 
 Result = Completion | ProbeReading
-"""An engine's answer to a request, or to the weight probe."""
+"""An engine's answer to a request, or to the weight probe (test tokens, see weight_probe.py)."""
 
 
 def failure(error: str) -> Score:

@@ -1,4 +1,4 @@
-"""Queues commands for an engine's thread, and records before which engine step each one entered."""
+"""Queues commands for an engine's thread; records before which step each ran, for a replay."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Tool use: a world that runs the tool calls of the policy and replies with the results.
+"""Tool use: a `World` (see multi_turn.py) that runs the policy's tool calls, and replies.
 
-The policy reads the error messages of its calls: if reworded, `grpo replay` of an older run would
-give other results.
+The policy reads the error messages of its calls. If you reword one, `grpo replay` of an older run
+gives other results.
 """
 
 from __future__ import annotations
@@ -123,10 +123,10 @@ def python_tool(run: Callable[[str], str]) -> Tool:
 
 
 _LEFT_S = ContextVar[list[float]]("left_s")
-"""[Seconds left for the programs of this turn], hidden from the policy, which sets all arguments.
-A list, so that a tool which runs programs in a copied context takes from the same time."""
+"""Seconds left for the programs of this turn: no argument of a tool, because the policy sets those.
+In a list, so that programs which a tool runs in a copied context use up the same time."""
 _sandbox = cache(CodeSandbox)
-"""Builds the sandbox, which runs a trial program, at the first call; a process has only one."""
+"""Returns the process's only sandbox. The first call builds it, and runs a trial program."""
 
 
 def run_in_sandbox(sandbox: Any, program: str) -> str:
@@ -325,7 +325,7 @@ def _hermes_calls(text: str) -> list[str]:
 
 
 def _hermes_frame(results: list[str]) -> str:
-    """Write tool results as all text between two policy turns, like Qwen2.5's chat template."""
+    """Format tool results like Qwen2.5's chat template: all the text between two policy turns."""
     responses = "".join(f"\n<tool_response>\n{result}\n</tool_response>" for result in results)
     return f"\n<|im_start|>user{responses}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -337,7 +337,7 @@ def _llama3_calls(text: str) -> list[str]:
 
 
 def _llama3_frame(results: list[str]) -> str:
-    """Write tool results as all text between two policy turns, like Llama 3.1's chat template."""
+    """Format tool results like Llama 3.1's chat template: all the text between two policy turns."""
     quotes = (json.dumps(result, ensure_ascii=False) for result in results)
     header = "<|start_header_id|>ipython<|end_header_id|>"
     responses = "".join(f"{header}\n\n{quote}<|eot_id|>" for quote in quotes)

@@ -209,7 +209,7 @@ class TransformersBackend:
         return hash_layers(hash_named(self._model.named_parameters()))
 
     def _begin(self, sequences: list[_Sequence]) -> Tensor:
-        """Compute sequences into their slots, equal ones once; return next-token logits [N, V]."""
+        """Compute the KV cache of sequences, equal ones once; return next-token logits [N, V]."""
         rows: dict[tuple[int, ...], int] = {}
         sources = self._tensor([rows.setdefault(tuple(s.ids), len(rows)) for s in sequences])
         slots = self._tensor([s.slot for s in sequences])
@@ -342,7 +342,7 @@ def _padded(size: int) -> int:
 
 
 def _parts(sequences: list[_Sequence]) -> Iterator[list[_Sequence]]:
-    """Split sequences, sorted by length, into parts that one pass may compute."""
+    """Sort sequences by length, and split them into parts, each for one forward pass."""
     part: list[_Sequence] = []
     for each in sorted(sequences, key=lambda each: len(each.ids)):
         if part and (len(part) + 1) * len(each.ids) > _PROMPT_TOKENS:

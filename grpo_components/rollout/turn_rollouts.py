@@ -1,4 +1,4 @@
-"""Rolls out single turns, and conversations with a `World`, in the event loop of the caller."""
+"""Samples and scores single turns, and conversations with a `World` (see multi_turn.py)."""
 
 from __future__ import annotations
 

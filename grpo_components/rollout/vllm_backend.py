@@ -100,7 +100,7 @@ class VLLMBackend:
         self.max_model_len: int = self._engine.model_config.max_model_len
         """Maximum tokens of a prompt and its response together."""
         self._watched: dict[str, tuple[Watch, list[int]]] = {}
-        """Each running request's watch (see `Request`), and the versions of its tokens so far."""
+        """By request id: function that can end the request, and versions of the tokens so far."""
         self._group: dict[str, Any] | None = None
         """vLLM's description of the communication group over which a trainer sends weights."""
 
@@ -208,7 +208,7 @@ class VLLMBackend:
             raise RuntimeError("vLLM did not reset its KV cache after new weights")
 
     def abort(self, request_ids: list[str]) -> None:
-        """Drop all running requests; `request_ids` are theirs."""
+        """Drop all running requests, whose ids are `request_ids`."""
         self._watched.clear()
         self._engine.abort_request(request_ids)
 

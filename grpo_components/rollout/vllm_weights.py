@@ -48,7 +48,7 @@ _TIMEOUT_S = 300.0
 
 
 def never_sample_from(worker: Any, num_ids: int | None) -> None:
-    """Never sample ids from `num_ids` on (None: ban none); vLLM lets a request ban only 1024."""
+    """Ban token ids >= `num_ids` (None: no ban) in a worker; vLLM lets a request ban only 1024."""
     model = worker.model_runner.get_model()
     logits_of = model.compute_logits
 
@@ -75,8 +75,8 @@ def receive_into_worker(
 ) -> None:
     """Replace the weights of a worker with weights that a trainer sends.
 
-    If a communication `group` is given, the worker first leaves its former one and joins this
-    one.
+    If a communication `group` is given, the worker first leaves its former group, and joins the
+    given one.
     """
     if group is not None:
         worker.shutdown_weight_transfer_engine()
@@ -152,7 +152,7 @@ def hash_parameters(worker: Any, of_adapter: bool) -> dict[str, int]:
 
 
 def _begin(worker: Any) -> set[str]:
-    """Prepare a worker for new weights, also where vLLM's reload omits it; return what to load."""
+    """Prepare all layers for new weights, also what vLLM's reload omits; return parameter names."""
     with _loading(worker) as model:
         parameters = {name for name, _ in model.named_parameters()}
         if worker.device.type == "cpu":
@@ -178,7 +178,7 @@ def _load_part(worker: Any, tensors: Mapping[str, torch.Tensor] | SharedTensors)
 
 
 def _finish(worker: Any) -> None:
-    """Put a worker's loaded weights into use, also where vLLM's reload omits it."""
+    """Put a worker's loaded weights into use, also in the layers that vLLM's reload omits."""
     with _loading(worker) as model:
         for module in _written_directly(model):
             _layerwise_process(module, get_layerwise_info(module))
@@ -264,7 +264,7 @@ def swap_adapter(
 def load_random_adapter(
     engine: LLMEngine, lora: LoraSettings, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Load random values, to test what arrives; yield each matrix as the engine should hold it."""
+    """Load a random adapter, to test if vLLM keeps its values; yield the matrices to expect."""
     random, dtype = torch.Generator().manual_seed(0), engine.model_config.dtype
     made = {name: torch.randn(shape, generator=random).to(dtype) for name, shape in shapes.items()}
     swap_adapter(engine, lora, made)

@@ -1,4 +1,4 @@
-"""Starts and watches an engine's worker processes, each of which has a share of every layer."""
+"""Configures vLLM's tensor-parallel worker processes, and kills all of them if one dies."""
 
 from __future__ import annotations
 

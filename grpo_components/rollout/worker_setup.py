@@ -1,4 +1,4 @@
-"""Makes a tensor-parallel worker of vLLM end when its engine's process ends, and log like it.
+"""Makes a tensor-parallel worker of vLLM end when its engine's process ends; sets its log level.
 
 vLLM imports this module before it builds a worker. By itself, a worker notices the end of the
 engine only after its start, and only between two calls. It would survive if it were loading a

@@ -258,7 +258,7 @@ def _scaled(state: Any, ratios: list[float]) -> Any:
 
 
 def _named(weights: dict[str, Any], moments: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of model and optimizer by prefixed names: DCP would pickle other values.
+    """Return only the tensors of model and optimizer, by prefixed name: DCP would pickle the rest.
 
     A learning rate, which torchao keeps as a tensor, is left out: it comes from the config.
     """
