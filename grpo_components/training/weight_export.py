@@ -83,7 +83,7 @@ class WeightExport:
     def bucket(
         self, version: int, base: int | None
     ) -> tuple[tuple[Manifest, NDArray[np.uint8]] | DeltaBucket, Manifest]:
-        """Return weights kept by `copy`, or a delta to `base`, and a manifest; safe in any thread."""
+        """Return weights kept by `copy`, or a delta to `base`, with a manifest; thread-safe."""
         copied, done = self._copied.pop(version)
         if done:
             done.synchronize()
