@@ -69,7 +69,7 @@ class Trajectory:
     epoch: int
     """Pass over the data set, from 0."""
     group_id: int
-    """Number of the group, from 0, in the order in which the ledger admitted the groups."""
+    """Number of the group, from 0, in the order in which the generation of groups began."""
     attempt: int
     """Attempt of the run: 0, plus 1 for each resume or rollback."""
     finish_reason: FinishReason
@@ -252,7 +252,7 @@ class GroupSummary:
     """[G] sampled tokens of each response, including a session's tokens that no trajectory has."""
     response_lengths: list[int]
     """[G] all tokens of each response, including the environment's; the length limit counts these.
-    For a session: the longest of its trajectories' R."""
+    For an agent session: those of the trajectory that has the longest response."""
     oldest_version: int
     """Oldest policy version of a sampled token; -1 if there is none, because all samples failed."""
     newest_version: int
@@ -268,7 +268,7 @@ class GroupSummary:
     reward_use: dict[str, float] = field(default_factory=dict)
     """Resources that the rewards used, such as a judge's tokens and cost; see `Score`."""
     seeds: list[int] = field(default_factory=list)
-    """[G] sampling seed of each response; empty for recorded groups."""
+    """[G] sampling seed of each response; empty if the group was read from a file, not sampled."""
 
     @property
     def scored_successes(self) -> list[bool]:

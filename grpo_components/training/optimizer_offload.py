@@ -18,11 +18,11 @@ _CPU = torch.device("cpu")
 def state_on_device(
     optimizer: Optimizer, device: torch.device, *, active: bool
 ) -> Iterator[dict[str, float]]:
-    """Context manager: keep the optimizer's state on the device inside, and on the CPU afterwards.
+    """Context manager: keep the optimizer's state on the device in the block, then on the CPU.
 
-    It also frees the gradients at the end. It yields a dict that then gets the metric
-    `time/offload`, the seconds of both moves. If the device is a CPU, the state is copied within
-    its memory, to run the same code. Unless `active`, nothing is done.
+    At the end it also frees the gradients, and adds the metric `time/offload` (seconds of both
+    moves) to the dict that it yielded. If the device is a CPU, it copies the state within CPU
+    memory, so that runs without a GPU use the same code. If `active` is False, it does nothing.
     """
     metrics: dict[str, float] = {}
     if not active:
@@ -41,7 +41,7 @@ def state_on_device(
 
 
 def _move(optimizer: Optimizer, trained_on: torch.device, target: torch.device) -> None:
-    """Move the state of the parameters on device `trained_on`; FSDP offloads all others itself."""
+    """Move all optimizer state to `target`, except for parameters that FSDP itself offloads."""
     for parameter, state in optimizer.state.items():
         if parameter.device.type != trained_on.type:
             continue

@@ -68,10 +68,11 @@ class PolicyLoss:
 
 
 def _compiled(loss: Loss) -> Loss:
-    """Compile a loss, which may have been pickled by value, as a recipe's own loss is.
+    """Compile a loss with torch.compile, also one pickled by value, as a recipe's own loss is.
 
-    torch.compile looks for a function's globals in the module that they name. A function pickled
-    by value names the recipe's `__main__`, another module here, so its globals get a new module.
+    torch.compile looks up a function's globals in the module that their `__name__` names. After
+    pickling by value, that is the recipe's `__main__`; but in this process, `__main__` is another
+    module. So this function puts the globals into a new module.
     """
     function = inspect.unwrap(loss)
     if not isinstance(function, FunctionType):

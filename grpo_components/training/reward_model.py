@@ -68,7 +68,7 @@ class RewardModel:
     def add_scores(
         self, group: PackedTrajectories, text: dict[str, Any]
     ) -> tuple[PackedTrajectories, GroupSummary, dict[str, Any]]:
-        """Score a group's responses; return the group, summary and text with the new rewards."""
+        """Score a group; return the group, its summary and `text` (to log) with new rewards."""
         columns: dict[str, list[Any]] = {name: list(group[name]) for name in _CHANGED_LISTS}
         columns |= {name: group[name].tolist() for name in _CHANGED_ARRAYS}
         scored = [i for i, reason in enumerate(columns["finish_reason"]) if reason != "error"]
@@ -90,7 +90,7 @@ class RewardModel:
     def _outcome(
         self, reward: float, terms: dict[str, float], score: float | str
     ) -> dict[str, Any]:
-        """Return the response's fields that a score changes; a str `score` says why it has none."""
+        """Return new values of a response's fields; a str `score` says why there is no score."""
         total = math.nan if isinstance(score, str) else reward + self._weight * score
         if math.isfinite(total):
             return {"reward": total, "reward_terms": {**terms, REWARD_TERM: score}}

@@ -1,4 +1,4 @@
-"""Prepares batches and supervised examples: which tokens are trained, with what loss weight."""
+"""Builds training samples (mask, loss weight, advantages) of batches and of supervised examples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TrainSample:
     proximal_logprobs: Tensor | None = None
     """[N] float32, logprobs of the N trained tokens under the policy at the step's start."""
     start_logprobs: Tensor | None = None
-    """[N] logprobs at the step's start, for the rollout log; set if `logged` and computed here."""
+    """[N] logprobs at the step's start, if the sample is `logged` and this rank computed them."""
     advantages: NDArray[np.float32] | None = None
     """[N] advantages of the N trained tokens."""
     updated: bool = False
@@ -79,7 +79,7 @@ def split_responses(samples: Sequence[TrainSample], num_parts: int) -> list[list
 
 
 def set_loss_weights(part: Sequence[TrainSample], aggregation: Any) -> None:
-    """Set each sample's loss weight in an update; an agent session counts as one response."""
+    """Set each sample's loss weight by `aggregation`; an agent session counts as one response."""
     _, index = np.unique([sample.response for sample in part], return_inverse=True)
     counts = np.bincount(index, [sample.num_tokens for sample in part]).astype(np.int64)
     weights = checked_aggregation(aggregation, counts)
@@ -90,7 +90,7 @@ def set_loss_weights(part: Sequence[TrainSample], aggregation: Any) -> None:
 def spread_advantages(
     samples: Sequence[TrainSample], token_advantages: TokenAdvantages | None, step: int
 ) -> None:
-    """Set each trained token's advantage: from `token_advantages`, or else its response's."""
+    """Set each trained token's advantage: by `token_advantages`, or else that of the response."""
     if token_advantages is None:
         for sample in samples:
             sample.advantages = np.full(sample.num_tokens, sample.trajectory.advantage, np.float32)

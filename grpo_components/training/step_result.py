@@ -23,6 +23,6 @@ class StepResult:
     metrics: dict[str, float]
     """Metrics by their names in `logs/metrics.jsonl`."""
     probe_logprobs: Sequence[float] = ()
-    """Logprobs, after the step, of a fixed token sequence; see `exchange/weight_probe.py`."""
+    """Logprobs of fixed tokens after the step, to check weights; see `exchange/weight_probe.py`."""
     group_tokens: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     """Group id -> cause (`trained`, or why not; see `TokenUse`) -> number of sampled tokens."""

@@ -1,4 +1,4 @@
-"""Computes reference logprobs and those of a fixed probe; gathers logprobs for the rollout log."""
+"""Computes reference logprobs, and logprobs of fixed probe tokens; gathers logprobs for the log."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def gather_logprobs(samples: Sequence[TrainSample]) -> dict[int, list[dict[str, 
 
 
 def recorded_logprobs(trajectory: Trajectory) -> dict[str, Logprobs | None]:
-    """Return a trajectory's logprobs as the log's fields; callers may fill `trainer_logprobs`."""
+    """Return a trajectory's logprobs by their names in the rollout log; the trainer's are None."""
     sampled, reference = trajectory.response_mask, trajectory.reference_logprobs
     recorded: dict[str, Logprobs | None] = {
         "generator_logprobs": _at(sampled, trajectory.generator_logprobs[sampled]),
@@ -65,7 +65,7 @@ def recorded_logprobs(trajectory: Trajectory) -> dict[str, Logprobs | None]:
 
 @torch.no_grad()
 def probe_logprobs(logprobs: ResponseLogprobs, device: torch.device) -> list[float]:
-    """Compute logprobs of the weight probe (fixed tokens) after its first token; collective."""
+    """Return logprobs of `PROBE_IDS` after the first id, to check engines' weights; collective."""
     ids = np.array(PROBE_IDS)
     batch = token_batch([TokenSequence(ids[:1], ids[1:], 1.0)], device=device)
     return logprobs(batch)[0].tolist()

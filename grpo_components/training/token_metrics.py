@@ -48,7 +48,7 @@ class UpdateMetrics:
             _add(self._totals, {key: values.max() if key.endswith("max") else values.sum()})
 
     def add_mismatch(self, log_ratios: Tensor, weights: Tensor | None, fresh: Tensor) -> None:
-        """Add a micro-batch's mismatch; `fresh` [N]: the trainer's version sampled the response."""
+        """Add the trainer-generator mismatch; `fresh` [N]: the newest version made the response."""
         weights = torch.ones_like(log_ratios) if weights is None else weights
         sums, ratio_max = mismatch_sums(log_ratios, weights, fresh)
         _add(self._totals, {"mismatch": sums, "mismatch/ratio_max": ratio_max})

@@ -20,11 +20,12 @@ from grpo_components.trajectory import Trajectory
 class TokenUse:
     """Counts each group's sampled tokens in a step by cause: trained, or the reason why not.
 
-    The causes: `failed` (of a failed sample), `overlong` (of a response that a length limit ended),
-    `stale` (too old for the staleness contract), `unanswered` (sampled for an agent, in none of its
-    trajectories), `skipped` (no update of it had a finite loss and gradient), `off_policy`
-    (every update gave it the weight 0), and `trained`. Each token counts once, for the first of
-    these causes that applies, whatever the number of epochs. No cause is computed as a remainder.
+    The causes: `failed` (in a failed sample), `overlong` (in a response that a length limit ended),
+    `stale` (sampled by a policy version that is too old), `unanswered` (sampled for an agent, but
+    in none of its trajectories), `skipped` (no update with the token had a finite loss and
+    gradient), `off_policy` (every update gave the token weight 0), and `trained`. Each token counts
+    once, for the first of these causes that applies, whatever the number of epochs. No cause is
+    computed as the total minus the others, so that their sum can be checked.
     """
 
     def __init__(self, oldest: int, mask_overlong: bool, corrects: bool) -> None:
@@ -39,7 +40,7 @@ class TokenUse:
     def count(
         self, samples: Sequence[TrainSample], device: torch.device, num_copies: int
     ) -> dict[int, dict[str, int]]:
-        """Return group id -> cause -> token count; collective with an off-policy correction."""
+        """Return group id -> cause -> token count; collective if off-policy weights are used."""
         weighted = _over_ranks(samples, device, num_copies) if self._corrects else None
         groups: dict[int, Counter[str]] = {}
         for number, sample in enumerate(samples):
@@ -71,7 +72,7 @@ def unanswered_tokens(trajectory: Trajectory) -> int:
 
 
 def keep_weighted(members: Sequence[TrainSample], weights: Tensor | None) -> None:
-    """Store which tokens have an off-policy weight above 0, without waiting for the device."""
+    """Mark tokens with an off-policy weight above 0, for `TokenUse.count`; needs no device sync."""
     if weights is None:
         return
     parts = (weights.detach() != 0).split([sample.num_tokens for sample in members])
@@ -82,7 +83,7 @@ def keep_weighted(members: Sequence[TrainSample], weights: Tensor | None) -> Non
 def _over_ranks(
     samples: Sequence[TrainSample], device: torch.device, num_copies: int
 ) -> NDArray[np.int64]:
-    """Return [2, S]: each sample's numbers of tokens with off-policy weight above 0, and with 0."""
+    """Count each sample's tokens with off-policy weight above 0, and with 0: [2, S]; collective."""
     numbers = partial(torch.zeros, dtype=torch.int64, device=device)
     none = numbers(2)
     rows: list[Any] = [

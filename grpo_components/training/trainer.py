@@ -190,7 +190,7 @@ class Trainer:
     def _updates(
         self, samples: list[TrainSample], step: int
     ) -> tuple[list[dict[str, float]], bool]:
-        """Make a step's updates; return metrics, and whether start logprobs took an extra pass."""
+        """Do a step's updates; return metrics, and whether proximal logprobs took an extra pass."""
         epochs = self._options.ppo_epochs
         parts = split_responses(samples, self._options.updates_per_batch)
         needs_start = self._policy_loss.corrects or self._policy_loss.from_proximal
@@ -267,10 +267,11 @@ class Trainer:
         return {**metrics, "lr": float(self._optimizer.param_groups[0]["lr"])}
 
     def _add_supervised_loss(self, update: int, measured: UpdateMetrics, num_tokens: int) -> None:
-        """Add coeff x mean negative log-likelihood of the supervised examples; collective.
+        """Add the gradient of coeff x mean negative log-likelihood of the examples; collective.
 
         This is the pretraining mix of InstructGPT, arXiv 2203.02155, eq. 2 (gamma is `coeff`). The
-        mean is over the tokens of all ranks, of which the policy loss has `num_tokens`.
+        mean is over the examples' tokens on all ranks. `num_tokens` is the number of tokens of the
+        policy loss, by which `measured` later divides its sums.
         """
         ptx = self._objective.ptx
         if ptx is None or ptx.coeff == 0:
@@ -330,7 +331,7 @@ class Trainer:
     def export_weights(
         self, version: int, base: int | None = None
     ) -> tuple[tuple[Manifest, NDArray[np.uint8]] | DeltaBucket, Manifest]:
-        """Return the rank's share of `version`, or a delta to `base`; may run during a step."""
+        """Return this rank's weights of `version`, or a delta to `base`; may run during a step."""
         return self._exports[0].bucket(version, base)
 
     def hold_state(self, copy: bool) -> None:

@@ -18,7 +18,7 @@ from grpo_components.settings import LoraSettings
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
-    """Options of a trainer rank, without the objective; fields without a text are config keys."""
+    """Options of a trainer rank, except the objective; most undescribed fields are config keys."""
 
     num_ranks: int
     sharding: Sharding
@@ -58,4 +58,4 @@ class TrainerOptions:
     build_profiler: Callable[[], tuple[Any, Any]] | None = None
     """Builds torchtune's profiler and its settings; None disables profiling."""
     logged_responses: int = 0
-    """Number of responses, the first ones of a batch, whose token logprobs a step returns."""
+    """The token logprobs of this many responses, the first of each batch, go to the rollout log."""

@@ -83,7 +83,7 @@ class WeightExport:
     def bucket(
         self, version: int, base: int | None
     ) -> tuple[tuple[Manifest, NDArray[np.uint8]] | DeltaBucket, Manifest]:
-        """Return a copied share, or its delta to `base`, and its manifest; safe in any thread."""
+        """Return weights kept by `copy`, or a delta to `base`, with a manifest; thread-safe."""
         copied, done = self._copied.pop(version)
         if done:
             done.synchronize()
@@ -111,7 +111,7 @@ class WeightExport:
 def weight_exports(
     policy: nn.Module, options: TrainerOptions, device: torch.device, rank: int
 ) -> list[WeightExport]:
-    """Build the policy's exports: a checkpoint saves all of them, a push sends the first."""
+    """Build the exports that a checkpoint saves (LoRA: adapter, merged); a push sends the first."""
     to_hf = file_converter(policy, options.model_type, Path(options.base_model_path))
 
     def export(convert: Callable[[StateDict], StateDict], **which: Any) -> WeightExport:

@@ -22,7 +22,7 @@ _DAMAGED = (*DAMAGED, OSError, YAMLError, BadZipFile)
 
 
 def audit(path: Path, unfinished: bool = False) -> tuple[Findings, str]:
-    """Check a run's receipts record by record, and compare them with the run's other files."""
+    """Check receipts.jsonl, the log of a run, and compare it with the other files of the run."""
     if not path.is_file() or not path.stat().st_size:
         raise FileNotFoundError(path)
     findings, run = Findings(), None

@@ -15,13 +15,13 @@ Prompt = tuple[int, int]
 
 @dataclass
 class Group:
-    """What the audit knows of a group."""
+    """State of a group of responses, computed from the receipts."""
 
     prompt: Prompt
     tokens: int | None = None
     """Number of tokens of its responses; None until the group is generated."""
     in_flight: bool = True
-    """False while a group, lost with its generator or by a resume, waits to be issued again."""
+    """False after a group was lost (with its generator or by a resume), until issued again."""
 
 
 Groups = Mapping[int, Group]
@@ -41,7 +41,7 @@ class Choices:
     """All trained groups, by group number, if the run reuses groups."""
 
     def begin(self, start: Record, before: Record, findings: Findings) -> None:
-        """Check an attempt's rules of curriculum and reuse; the curriculum must be unchanged."""
+        """Check an attempt's settings of reuse, and that its curriculum is valid and unchanged."""
         self.start, fields = start, curriculum.FIELDS
         described, known = ([record.get(key) for key in fields] for record in (start, before))
         if before and described != known:

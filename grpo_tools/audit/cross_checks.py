@@ -1,4 +1,4 @@
-"""Compares the receipts with the run's configs, metrics and checkpoints."""
+"""Compares receipts.jsonl (a run's events) with the run's configs, metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def read_metrics(folder: Path) -> dict[tuple[int, int], Record]:
 
 
 def check_metrics(known: dict[tuple[int, int], Record], record: Record, check: Check) -> None:
-    """Compare a step's receipt with the step's logged metrics, and remove those from `known`."""
+    """Compare a step's receipt with its logged metrics, and remove these metrics from `known`."""
     attempt, step = record["attempt"], record["step"]
     metrics = known.pop((attempt, step), None)
     if metrics is None:

@@ -25,7 +25,7 @@ class DataSet:
     """Positions of its prompts among the N prompts of all data sets."""
     weight: float
     phase: float
-    """From 0 to 1: the data set's k-th draw is due at (k + phase) / weight."""
+    """From 0 to 1. The data set with the least (turns + phase) / weight is drawn from next."""
     turns: int = 0
     """Number of its draws so far."""
 
@@ -42,13 +42,13 @@ class Draws:
     epochs: NDArray[np.int64]
     """How often each prompt was drawn [N]."""
     ready: NDArray[np.bool_]
-    """False for prompts drawn since the last step, until all of their data set were drawn [N]."""
+    """Whether a prompt may be drawn: once per step, or again if its data set is used up [N]."""
     counts: NDArray[np.float64]
     """Successes and responses of each prompt in earlier steps, decayed by age [2, N]."""
     weights: NDArray[np.float64]
     """Sampling weight of each prompt [N]."""
     places: dict[int, int] = field(default_factory=dict)
-    """prompt_index -> position among the N prompts, of all prompts that were drawn."""
+    """prompt_index of each prompt drawn so far -> its position among the N prompts."""
     results: list[tuple[int, int, int]] = field(default_factory=list)
     """(prompt_index, successes, responses) since the last step."""
 

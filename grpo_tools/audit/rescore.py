@@ -150,7 +150,7 @@ def score(model: Any, todo: Sequence[Segment]) -> Iterator[tuple[Segment, NDArra
 
 
 def _logprobs(logits: Tensor, segment: Segment) -> NDArray[np.float64]:
-    """Return the logprobs of a segment's tokens; the last row of `logits` predicts its last one."""
+    """Return logprobs of a segment's tokens; the last row of `logits` predicts the last token."""
     t = segment.response.trajectory
     rows = logits[segment.first - segment.end :].float() / t.temperature
     sampled = torch.from_numpy(t.response_ids[segment.first : segment.end].copy())
@@ -171,7 +171,7 @@ class Rescored:
     off: int = 0
     """Number of tokens that differ by more than is allowed."""
     worst: tuple[float, str] = (-1.0, "none")
-    """Largest difference, divided by what is allowed for its token, and the token's place."""
+    """Largest ratio of a token's difference to its allowed one, and the position of the token."""
     problems: list[str] = field(default_factory=list)
 
     def add(self, segment: Segment, values: NDArray[np.float64]) -> None:
@@ -217,7 +217,8 @@ def allowed(logprobs: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
     """Return the maximum difference between recorded and computed logprobs, in nats, per token.
 
     Rounded logits, or wrong weights, move the logprob of a token of probability p by a multiple of
-    1 - p. A constant bound would miss wrong weights at likely tokens; in fp32 it falls with 1 - p.
+    1 - p. A constant bound would miss wrong weights at likely tokens, so the bound for fp32 falls
+    with 1 - p.
     """
     most = TOLERANCE[dtype]
     if dtype != "fp32":
@@ -355,7 +356,7 @@ def _checksum(files: Iterable[Path]) -> str:
 
 
 def _check_sampling(config: Record) -> None:
-    """Refuse a run whose sampler changes the distribution, as top_p does: it is not repeated."""
+    """Raise an error if the run set top_p, a penalty or the like, because `score` ignores them."""
     for name, neutral in TRUNCATION.items():
         given = (config.get("generator") or {}).get(name, neutral)
         if given != neutral and not (name == "top_k" and given == -1):

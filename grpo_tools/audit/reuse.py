@@ -31,7 +31,7 @@ def most_reused(start: Record) -> int:
 
 
 def reusable(pool: Pool, start: Record, version: int) -> Pool:
-    """Return the groups that a step from policy `version`, or a later one, may train again."""
+    """Return the groups that may be trained again: not too old at `version`, and not used up."""
     uses, oldest = start["replay_generation"]["max_uses"], version - start["max_staleness"]
     kept = {n: each for n, each in pool.items() if each.oldest_version >= oldest}
     return {n: each for n, each in kept.items() if each.uses < uses}

@@ -1,4 +1,4 @@
-"""Checks a run's receipts event by event, over all attempts, by the audit's own state machine."""
+"""Checks receipts.jsonl, a run's log of events, by a state machine over all attempts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RunAudit:
         ]
         self._last_attempt = max(starts, default=(0, 0))[0]
         self._metrics = read_metrics(path.parent)
-        """Metrics of the steps that are still to come, by attempt and step."""
+        """Logged metrics of steps that the receipts have not reached yet, by attempt and step."""
         self._resume_points = [step for _, step in starts]
         self.books = Books(self._resume_points)
         self._snapshots, self._history = {0: History()}, History()
@@ -327,7 +327,8 @@ class RunAudit:
     def _check_weights(self, event: Record, newest: int) -> None:
         """Check that no generator is ahead of the trainer, and that trained versions were loaded.
 
-        `newest` is the newest possible version: weights may be loaded before their step's event.
+        `newest` is the newest version that the trainer can have: a generator may load weights
+        before the event of the step that made them.
         """
         h, check = self._history, self._check
         ahead = max(self._loaded.values(), default=0)

@@ -75,7 +75,7 @@ class Run:
         return default if node is None else node
 
     def has(self, advice: str) -> bool:
-        """Return whether the config has `key=value` or, for a bare `key`, any true value of it."""
+        """Return whether the config has `advice`: `key=value`, or a `key` with any true value."""
         key, _, value = advice.partition("=")
         found = self.setting(key)
         return found == yaml.safe_load(value) if value else bool(found)
@@ -108,7 +108,7 @@ class Run:
         return sum(values_of(steps, key)) / whole if whole else math.nan
 
     def share_of_time(self, roles: str, *activities: str) -> float:
-        """Return the share of time on activities, start-up aside; `roles`: how role names begin."""
+        """Return the share of time on activities, without start-up; `roles`: a prefix of names."""
         times = [each for role, each in self._seconds.items() if role.startswith(roles)]
         whole = sum(sum(each.values()) - each.get(STARTING, 0.0) for each in times)
         spent = sum(each.get(activity, 0.0) for each in times for activity in activities)

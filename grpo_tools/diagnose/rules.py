@@ -385,7 +385,7 @@ def _evaluation_small(run: Run) -> Finding | None:
 
 
 def _evaluated(run: Run, key: str) -> tuple[float, float, float]:
-    """Return a metric in the first and the last evaluation, and their difference's 95 % margin."""
+    """Return a metric in the first and last evaluation, and the 95 % margin of the difference."""
     found = run.evaluations if len(run.evaluations) > 1 else [{}]
     ends = found[0], found[-1]
     values = ([*values_of([e], key + end), math.nan] for end in ("", "_low", "_high") for e in ends)
