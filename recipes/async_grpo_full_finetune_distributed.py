@@ -15,7 +15,7 @@ The whole algorithm is in this file. Its loops run side by side and meet in the 
       filter     drop if failed or rewards all equal finish_step record, evaluate, log, save
       reference  logprobs, where a KL needs them
       teacher    logprobs, where the config names one
-      buffer     the group; wait while it is full    * some trained before: `replay_generation`
+      buffer     the group; wait while it is full    * `replay_generation` reuses trained groups
 
 The default loss is `grpo_loss`, below. EDIT ME marks the places that a fork usually edits.
 """

@@ -32,7 +32,7 @@ _DONE = "the config is right and its components were called; nothing was started
 
 
 def plan(cfg: Settings, dataset: Any, held_out: Any, objective: Objective) -> tuple[str, list[str]]:
-    """Return what the run would do, as lines under headings, and what exceeds memory or GPUs."""
+    """Return a text that says what the run would do, and the problems, e.g. too little memory."""
     held_out = held_out if cfg.evaluates else ()
     gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
     memory, problems = plan_run(
@@ -84,7 +84,7 @@ def _kind(cfg: Settings) -> str:
 
 
 def _roles(cfg: Settings, objective: Objective) -> Iterator[str]:
-    """Yield a line for each kind of role, as `start_roles` starts them."""
+    """Yield a line for each kind of role that the run would start: number, class and device."""
     trainer, generator = roles_of(cfg, TRAINER, GENERATOR)
     has_rewards = generator == GENERATOR
     more = f", each with room for {_counted(cfg.rollouts_in_flight, 'group')}"

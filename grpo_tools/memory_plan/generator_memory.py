@@ -24,9 +24,9 @@ def generator_memory(
 ) -> RoleMemory:
     """Predict the memory of one worker of a generator.
 
-    On a GPU, vLLM takes the share `gpu_memory_utilization`. The KV cache gets what model weights,
-    work and CUDA graphs leave, unless `kv_cache_gib` sets its size. While new weights are loaded,
-    one unit of them (a layer or another tensor) exists twice.
+    On a GPU, vLLM takes the share `gpu_memory_utilization` of the memory. The KV cache gets what
+    model weights, the tensors of a step and CUDA graphs leave, unless `kv_cache_gib` sets its size.
+    While new weights are loaded, a copy of one layer (or of another tensor) comes on top.
     """
     options, itemsize = cfg.generator, DTYPES[cfg.dtype].itemsize
     workers = options.tensor_parallel_size
@@ -69,10 +69,10 @@ def generator_memory(
 
 
 def transfer_bytes(cfg: Settings, sizes: ModelSizes) -> tuple[int, int]:
-    """Return GPU bytes of a weight transfer: on the first trainer rank, on a generator's worker.
+    """Return GPU bytes of a weight transfer: (on the first trainer rank, on a generator's worker).
 
-    As in vLLM's source, either end has two NCCL buffers with the tensors in them; the sender packs
-    a third. Both are 0 unless NCCL transfers the weights.
+    By vLLM's source, each end has two NCCL buffers, and the sender packs a third. A buffer exceeds
+    `BUFFER_BYTES` by at most one tensor. Both results are 0 unless NCCL transfers the weights.
     """
     largest = sizes.dim * max(sizes.vocabulary, sizes.intermediate) * DTYPES[cfg.dtype].itemsize
     if cfg.weights == "nccl":

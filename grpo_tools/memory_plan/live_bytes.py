@@ -95,7 +95,7 @@ def imagining() -> Iterator[LiveBytes]:
 
 @contextlib.contextmanager
 def imagined_ranks(num_ranks: int) -> Iterator[None]:
-    """Context manager: make this process rank 0 of a group whose other ranks do not exist."""
+    """Context manager: make this process rank 0 of a fake process group without other processes."""
     # PyTorch's own stand-in for a process group; importing it registers the backend.
     from torch.testing._internal.distributed import fake_pg
 

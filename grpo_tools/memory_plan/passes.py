@@ -1,4 +1,4 @@
-"""Runs the policy's own passes on fake tensors, and records the memory that they would take."""
+"""Runs a model's forward and backward passes on fake tensors, to learn what memory they take."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from grpo_components.trajectory import TokenSequence
 from grpo_tools.memory_plan.live_bytes import LiveBytes, imagined_ranks, imagining
 
 Bytes = dict[str, int]
-"""Name -> bytes; each number grows by the same amount with each layer of the model."""
+"""What the memory is for, or the name of a peak -> bytes. Each number grows by the same amount with
+each layer of the model."""
 
 _FEW, _MORE = 3, 4
-"""Layers of two shallow models, to extrapolate to a deep one: FSDP holds at most three layers."""
+"""Numbers of layers of two small models, from which the bytes of a deep model are extrapolated.
+Both are at least 3, because FSDP has up to three gathered layers in memory."""
 _CPU = torch.device("cpu")
 
 
@@ -35,7 +37,7 @@ def training_bytes(
     sequences: Sequence[TokenSequence],
     has_gradients: bool,
 ) -> Bytes:
-    """Return the bytes of a training step on rank 0: static parts, and the peak of each phase."""
+    """Return bytes on rank 0 in a training step: weights, gradients etc., and each phase's peak."""
     sharding = Sharding(
         replicate=cfg.data_parallel_replicate_dim,
         tensor=cfg.tensor_parallel_dim,
@@ -91,7 +93,7 @@ class _Steps:
             )
 
     def end(self, part: str) -> None:
-        """Record the peak bytes of `part`, a part of a pass that ends now."""
+        """Record the peak bytes since the last mark, for the part of a pass that has just ended."""
         name = f"peak of {part}"
         self._found[name] = max(self._found.get(name, 0), self._live.mark())
 
@@ -150,7 +152,7 @@ def _train(
 
 
 def _optimizer(cfg: Settings, shards: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Build the config's optimizer with a fixed learning rate; SGD with momentum for torchao's."""
+    """Build the config's optimizer with a fixed lr; replace one of torchao by SGD with momentum."""
     node = OmegaConf.create({**cfg.optimizer})
     if OmegaConf.is_dict(node.get("lr")):
         node.lr = 1.0

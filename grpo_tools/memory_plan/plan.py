@@ -43,7 +43,7 @@ _RAY_SHARE, _RAY_MAX_BYTES = 0.3, 200 * 10**9
 
 
 def object_store_bytes(cfg: Settings, sizes: ModelSizes) -> tuple[int, int]:
-    """Return the most snapshots of weights that a node with generators stores, and their bytes."""
+    """Return the maximum number of weight snapshots on a node with generators, and their bytes."""
     snapshots = _DELTA_SNAPSHOTS if cfg.push == "delta" else _SNAPSHOTS
     return snapshots, snapshots * sizes.snapshot_bytes(cfg.dtype)
 
@@ -155,8 +155,8 @@ def in_turns(
 ) -> RoleMemory:
     """Return the memory of a trainer and a generator that share GPUs and work in turns.
 
-    The peak is the total of one plus what the resting one keeps. `less_cache`: advice for a
-    generator that does not fit.
+    The peak is the total of the role that works, plus what the waiting role keeps on the GPU.
+    `less_cache`: advice for a generator that does not fit.
     """
     generating, training = generator.total + trainer.resting, trainer.total + generator.resting
     note = f"{gib(generating)} GiB while it generates, {gib(trainer.resting)} of them the trainer's"

@@ -14,7 +14,7 @@ class RoleMemory:
     role: str
     """trainer, reference, teacher, generator or reward_model."""
     count: int
-    """Number of processes, or of workers of all generators."""
+    """Number of processes; for generators, number of workers of all generators together."""
     share: float
     """Share of a GPU that a process asks for."""
     total: int = 0
@@ -26,7 +26,7 @@ class RoleMemory:
     notes: list[str] = field(default_factory=list)
     """One-line explanations."""
     resting: int = 0
-    """Bytes that it keeps on its GPU while the other role of a colocated run works."""
+    """If trainers and generators share GPUs: bytes that this role keeps while the other works."""
     smaller: str = ""
     """Advice on what to change if it does not fit: `key: problem; allowed: ...`."""
 

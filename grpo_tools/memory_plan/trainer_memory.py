@@ -1,4 +1,4 @@
-"""Predicts the memory of a trainer rank and of a frozen model, from their passes."""
+"""Predicts the memory of trainer ranks and of frozen models, by passes on fake tensors."""
 
 from __future__ import annotations
 
@@ -37,15 +37,18 @@ from grpo_tools.memory_plan.role_memory import (
 
 _STATIC = ("weights", "gradients", "optimizer")
 _OFFLOADED_LAYERS = 6
-"""Layers whose activations are on the GPU in torchtune's offloading: five leaving, one coming."""
+"""Layers whose activations are still on the GPU when torchtune offloads them: five are being copied
+to the CPU, one is being copied back."""
 _PUSHED_LAYERS = 3
-"""Copies of a unit during a push: the cast shard, the gathered tensor, the renamed tensor."""
+"""Copies of a layer (or another tensor) on a trainer's GPU during a push: the cast shard, the
+gathered tensor, the renamed tensor."""
 _PINNED = 2
 """Largest ratio of page-locked memory to a tensor's bytes: PyTorch rounds up to 2**n."""
 _BYTES_PER_TOKEN = 256
 """Bytes of losses, metrics and their inputs, per token of a micro-batch: 32 x 64 bits."""
 _KERNELS = 1.005
-"""Factor for kernel workspaces and all that counting the passes misses; 1.001 was measured."""
+"""Factor on the peak of a pass, for kernel workspaces and other memory that fake tensors do not
+show; 1.001 was measured."""
 
 
 def _policy(cfg: Settings) -> Callable[[], nn.Module]:
@@ -58,7 +61,8 @@ def _policy(cfg: Settings) -> Callable[[], nn.Module]:
 
 _META = torch.device("meta")  # masks of long sequences would take gigabytes
 _MAX_RANKS, _MAX_ROUNDS = 4, 3
-"""Maximum ranks and micro-batches per rank to plan; more give the same batch sizes."""
+"""Most ranks, and most micro-batches per rank, for which batches are planned. More ranks or batches
+would have the same sizes."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +82,12 @@ class MicroBatch:
 def longest_micro_batches(
     cfg: Settings, prompt: int, groups: int, ranks: int, flops: ModelFlops, wide: float
 ) -> list[MicroBatch]:
-    """Return one or two micro-batches, one of which takes the most memory of all.
+    """Return one or two micro-batches to measure: one of them takes the most memory of all.
 
-    It tries responses that are all as long as allowed, responses of evenly spread lengths, and
-    short responses, whose prompts are copied most often as keys. It keeps the largest batch that is
-    alone in its update, and the largest that follows another in its update. `wide`: memory of a
-    token, relative to that of a key.
+    It tries responses of the maximum length, of evenly spread lengths, and short ones, for which
+    attention copies the prompt's keys most often. It returns the largest micro-batch that is alone
+    in its update, and the largest of the others: they need memory for earlier gradients, too.
+    `wide`: memory of a token, relative to that of a key in attention.
     """
     longest, same = cfg.generator.max_response_tokens, np.full(cfg.group_size, 1)
     spread = np.linspace(max(longest // 8, 1), longest, cfg.group_size).astype(int)
@@ -115,7 +119,7 @@ def _largest(
 
 
 def _weight(sequences: Sequence[TokenSequence], wide: float) -> float:
-    """Return a batch's memory: a key counts 1, a token `wide`; attention masks are left out."""
+    """Return a micro-batch's relative memory: a key counts 1, a token `wide`, a mask nothing."""
     layout = arrange(parts_of(sequences), _META).layout
     keys = sum(block.keys.numel() for block in layout.padded.blocks)
     return wide * len(layout.positions) + keys
@@ -190,7 +194,7 @@ def _with_frozen_model(
 ) -> RoleMemory:
     """Fill in, and return, the memory of a role that computes logprobs with a frozen model.
 
-    `memory.smaller` is kept only if the weights alone do not fit.
+    If its weights fit, advice to lower `tokens_per_micro_batch` replaces `memory.smaller`.
     """
     with _META:
         flops = ModelFlops.of(build_model())
@@ -231,7 +235,7 @@ def _with_rest(peak: int, batch: MicroBatch) -> int:
 
 
 def _above(found: Bytes, part: str, base: int) -> int:
-    """Return by how many bytes a part's largest peak in a backward pass exceeds `base`."""
+    """Return how far above `base` the bytes rise in the backward pass of `part`, e.g. of logits."""
     peaks = [n for name, n in found.items() if f"{part}," in name and "backward" in name]
     return max(max(peaks, default=base) - base, 0)
 

@@ -31,7 +31,7 @@ _ALLOWED = "the output folder of a finished run, or its receipts.jsonl"
 
 
 def check_replay(settings: Settings, read: Callable[[dict[str, Any]], Settings]) -> None:
-    """Refuse a config whose `replay_events` names a run that it cannot replay."""
+    """Refuse a config if it cannot replay the run that its `replay_events` names."""
     until = settings.replay_until
     if settings.replay_events is None:
         if until is not None:
@@ -77,7 +77,7 @@ def _check_there(run: Path, *names: str) -> None:
 def _recorded_config(
     run: Path, settings: Settings, read: Callable[[dict[str, Any]], Settings]
 ) -> dict[str, Any]:
-    """Return a recorded run's config; take keys that a replay may change from `settings`."""
+    """Return a recorded run's config, but with the values of `settings` for keys in `FREE`."""
     given = settings.model_dump()
     saved: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
     moved = {saved[key]: given[key] for key in ("base_model_path", "output_dir")}

@@ -33,7 +33,7 @@ ORDERED: Mapping[str, tuple[str, ...]] = {
 }
 """Events that a replay keeps in the recorded order, each with the fields that identify it."""
 ENVELOPE = ("event", "number", "attempt", "time", "chain")
-"""Fields that every event read from a file has, in addition to those of its kind."""
+"""Fields that every event in a file has; its other fields depend on the event's name."""
 _MAX_SHOWN = 8
 
 
@@ -231,7 +231,7 @@ def read_schedule(
 
 
 class Replay:
-    """What a replay injects into a run: the order of its events, the schedules of its engines."""
+    """Reads from a finished run what a replay repeats: order of events, engine schedules."""
 
     def __init__(self, run: Path, rollout_s: float) -> None:
         # The limit is below the roles' time-outs, whose errors would not say what was awaited.

@@ -17,7 +17,7 @@ from grpo_tools.report.run_files import DAMAGED, History
 _T_QUANTILES = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """97.5 % quantile of Student's t for 1 to 10 degrees of freedom."""
 _EVALUATED = ("eval_dataset.", "eval.", "timeouts.reward_s")
-"""Prefixes of config keys that decide what is evaluated; `is_success` rewards add their own."""
+"""Prefixes of config keys that decide what is evaluated, as do the keys of `is_success` rewards."""
 _OF_A_SEED = ("seed", "output_dir", "metric_logger.", "checkpointer.", "resume_")
 """Prefixes of config keys that may differ between runs of one job with different seeds."""
 

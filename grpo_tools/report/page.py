@@ -51,7 +51,7 @@ class PageParts:
         return part("charts", cards)
 
     def add(self, name: str, make: Callable[[], str]) -> None:
-        """Add a section; if a file is damaged or foreign, the section only says so."""
+        """Add a section; if a file that it needs cannot be read, the section only says so."""
         try:
             self.sections[name] = make()
         except (*DAMAGED, OSError) as error:

@@ -89,13 +89,13 @@ def read_groups(
 
 
 def _spread(places: Sequence[Any], limit: int) -> list[Any]:
-    """Choose up to `limit` evenly spaced places, including both ends; if only one, the last."""
+    """Choose up to `limit` evenly spaced items, including both ends; if only one, the last."""
     at = np.linspace(len(places) - 1, 0, min(limit, len(places)))
     return [places[round(number)] for number in at[::-1]]
 
 
 def _spread_evaluations(places: Sequence[_Place], limit: int) -> list[_Place]:
-    """Choose evenly spaced whole evaluations, up to `limit` places; thin out one that has more."""
+    """Choose evenly spaced evaluations, all lines of each, up to `limit`; thin out a longer one."""
     by_step = [[*each] for _, each in groupby(places, lambda place: (place.attempt, place.step))]
     most = max(map(len, by_step), default=1)
     evaluations = _spread(by_step, max(1, limit // most))

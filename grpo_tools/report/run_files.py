@@ -13,7 +13,7 @@ import yaml
 from grpo_components.files import FAILURES, Record, records_of
 
 DAMAGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-"""Errors that a line of a damaged or foreign file can raise."""
+"""Errors from reading a line of a file that is damaged or that another program wrote."""
 _NUMBERS = ("attempt", "step", "steps_done", "num_steps")
 """Fields of events that are whole numbers."""
 
@@ -41,7 +41,7 @@ class Attempts:
 
 @dataclass
 class History:
-    """What a report or a diagnosis reads of a run's receipts, failures and metrics."""
+    """What a report or a diagnosis reads of a run: events (receipts.jsonl), failures, metrics."""
 
     folder: Path
     """Output folder of the run."""
@@ -63,7 +63,7 @@ class History:
     lengths: dict[int, tuple[float, int]] = field(default_factory=dict)
     """Generated group -> its mean tokens per response, and its number of responses."""
     step: int = 0
-    """Last step that the receipts have."""
+    """Number of the last training step in receipts.jsonl."""
 
 
 def read_history(folder: Path) -> History:
@@ -131,8 +131,8 @@ def _follow(history: History, prompts: dict[int, Record], event: Record) -> None
 def read_metrics(path: Path, attempts: Attempts) -> list[Record]:
     """Read the metrics of each step, in order, from the last attempt that trained the step.
 
-    Adds to `attempts` those that receipts lack. Skips records whose step or attempt is no
-    integer.
+    Adds to `attempts` the attempts that receipts.jsonl lacks. Skips records whose step or
+    attempt is no integer.
     """
     found = ({"attempt": 0, **record} for record in records_of(path, b'"step"'))
     records = [each for each in found if {type(each["step"]), type(each["attempt"])} == {int}]

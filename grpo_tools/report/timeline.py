@@ -14,7 +14,7 @@ from grpo_tools.report.curves import Chart, chart, curve
 from grpo_tools.report.safe_text import label
 
 _MARKS = {"restart": ("x", "#c2410c"), "rollback": ("diamond", "#7c3aed")}
-"""Kind of an event of a role -> symbol and color of its mark."""
+"""Name of an event of a role -> symbol and color that mark the event in a chart."""
 _ROLLBACK = {"color": "#7c3aed", "width": 1, "dash": "dot"}
 _ROLES: dict[str, Any] = {"autorange": "reversed", "automargin": True, "dtick": 1}
 _NO_BATCH, _BETWEEN_STEPS = f"{IDLE}: no batch", f"{IDLE}: between steps"
@@ -27,7 +27,8 @@ _KINDS = {
     **{"starting": (STARTING,), "no reward": (NO_REWARD,), "no group": (NO_GROUP,)},
     **{"idle": (IDLE, _BETWEEN_STEPS), "no batch": (_NO_BATCH,)},
 }
-"""Kind of time in a bar -> activities, in the order of the page's colors; `working`: all others."""
+"""Colored part of a bar -> activities whose time it shows, in the order of the page's colors; all
+activities that are not listed belong to `working`."""
 _KIND_OF = {activity: kind for kind, activities in _KINDS.items() for activity in activities}
 _Points = list[tuple[float, float]]
 """Times and values of a curve."""
@@ -69,7 +70,7 @@ def timeline(
 def seconds_by_role(
     heartbeats: Sequence[Record], waited_s: float = 0.0
 ) -> dict[str, dict[str, float]]:
-    """Return role -> activity -> seconds; `waited_s` of trainers' idle time is named `no batch`."""
+    """Return role -> activity -> seconds; `waited_s` of trainer idle time is named `no batch`."""
     total: dict[str, dict[str, float]] = {}
     for role, processes in _processes(heartbeats).items():
         seconds: Any = Counter()

@@ -69,9 +69,9 @@ def advise(
 ) -> dict[Split, Prediction]:
     """Find the split of GPUs over roles with the shortest step; return all tried, best first.
 
-    Each role has a GPU of its own. From an equal split, GPUs move from one kind of role to another,
-    first several at a time, for as long as that shortens the step. Splits that the other keys
-    refuse are left out.
+    Each process of a role has a GPU of its own. The search starts at an equal split. It moves GPUs
+    from one kind of role to another, at first several at a time, as long as that shortens the step.
+    It leaves out splits that other settings do not allow.
     """
     if max(setup.generator.tensor_parallel_size, setup.tensor_parallel_dim) > 1:
         fail("--gpus", f"{gpus} given for roles with tensor parallelism", "a run without it")

@@ -38,7 +38,7 @@ class Times:
     collect_s: float
     """A generator's work for each response outside the engine: environment, packing."""
     reward_s: float
-    """From a group's last token to its last reward, without the generator's own work."""
+    """From a group's last token to its last reward, without the work that `collect_s` counts."""
     load_s: float
     """Swap of an engine's weights."""
     prompt_tokens: float
@@ -46,7 +46,7 @@ class Times:
     gather_s: float
     """Gather of the weights for a push."""
     export_s: float
-    """Packing of the weights, during the next step."""
+    """Packing of the weights for a push, while the next training step runs."""
     reference_s_per_token: float
     """A reference's seconds for each token of prompts and responses."""
 
@@ -66,7 +66,7 @@ class Times:
 
 
 class Lengths:
-    """Draws a group's response lengths (tokens) from a recorded group's, cut at `longest`.
+    """Draws a group's response lengths (tokens) from a random recorded group, cut at `longest`.
 
     A group id gives the same lengths in every simulation, so that simulations can be compared.
     """
@@ -99,7 +99,7 @@ _NOT_SIMULATED = ("colocate", "teacher", "replay_generation", "train_from", "rol
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a simulation knows of a recorded run."""
+    """What a simulation needs of a recorded run: settings, fitted times, figures to compare."""
 
     setup: Settings
     times: Times

@@ -36,12 +36,12 @@ class VirtualEngine:
         self._waiting: deque[tuple[int, asyncio.Future[Counter[int]]]] = deque()
         self._loads: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._running: list[tuple[int, int, int, asyncio.Future[Counter[int]]]] = []
-        """Heap of (step after which it ends, number, first step, result)."""
+        """Heap of running sequences: (step after which it ends, its number, first step, future)."""
         self._arrived = asyncio.Event()
         self.busy = BusyTime()
 
     def sample(self, tokens: int) -> asyncio.Future[Counter[int]]:
-        """Queue a response; its future gives policy version -> number of tokens that it sampled."""
+        """Queue a response to sample; the future's result counts its tokens by policy version."""
         return self._queue(self._waiting, tokens)
 
     def load(self, version: int) -> asyncio.Future[None]:
@@ -72,7 +72,7 @@ class VirtualEngine:
                     await self._make_steps(prompts)
 
     def _enter(self) -> int:
-        """Let waiting sequences in while there is room, and return their number."""
+        """Start waiting sequences while fewer than `max_num_seqs` run; return their number."""
         entering = min(len(self._waiting), self._max_num_seqs - len(self._running))
         for _ in range(entering):
             tokens, future = self._waiting.popleft()
@@ -83,7 +83,7 @@ class VirtualEngine:
         return entering
 
     async def _make_steps(self, prompts: int) -> None:
-        """Make steps until a sequence ends, or to the end of that in which something arrives."""
+        """Make steps until a sequence ends, or to the end of a step in which something arrives."""
         sequences, began = len(self._running), now()
         first = self._times.engine_step(sequences, prompts)
         later = self._times.engine_step(sequences)
@@ -134,7 +134,7 @@ class VirtualGenerator:
         self._collecting = asyncio.Lock()
 
     async def reserve(self, patience_s: float) -> int:
-        """Wait for room; see `Generator.reserve`."""
+        """Wait for room for another group; see `Generator.reserve`."""
         return await self._budget.reserve(patience_s)
 
     async def generate_group(
@@ -171,7 +171,7 @@ class VirtualGenerator:
         return _NO_TOKENS, summary, {}
 
     async def _collect(self) -> None:
-        """Wait for half of a group's work outside the engine; groups take turns at it."""
+        """Wait as long as half of a group's work outside the engine takes; one group at a time."""
         async with self._collecting:
             await asyncio.sleep(self._times.collect_s * self._group_size / 2)
 

@@ -62,7 +62,7 @@ class Prediction:
     dropped: Counter[str]
     """Dropped groups by reason, of the whole run."""
     idle: dict[str, float]
-    """Share of the time in which a role does nothing; mean over the roles of each family."""
+    """Kind of role -> share of the time in which it does nothing, averaged over its processes."""
 
 
 @cache
@@ -80,7 +80,7 @@ def connected(
     push_every_n_steps: int,
     pull_every_m_rollouts: int,
 ) -> Any:
-    """Build the recipe on given roles (family -> roles), with `run` in place of its `Run`.
+    """Build the recipe on given roles (kind -> roles); `run` replaces `Run`, which logs and saves.
 
     Trainers get the response lengths in place of advantages: step times depend on lengths.
     """
@@ -134,7 +134,7 @@ class _Simulation:
         self._oldest = 0
         self._staleness: Counter[int] = Counter()
         self._marks: list[tuple[float, dict[str, float]]] = []
-        """Time and busy seconds of each family, at the end of the warm-up and of the run."""
+        """Time, and busy seconds of each kind of role, at the end of the warm-up and of the run."""
         generators = [
             VirtualGenerator(setup, times, lengths, self._versions)
             for _ in range(setup.num_generators)
