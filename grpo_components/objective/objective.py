@@ -53,7 +53,7 @@ class Objective:
     doubts: tuple[str, ...] = ()
     """Warnings for the user on the objective's parts, one line each; see `doubts.py`."""
     reward_scores: tuple[str, ...] = ()
-    """Lines for the user, one per reward: its scores of a few known answers and an empty response."""
+    """Lines for the user, one per reward: scores of a few known answers and an empty response."""
 
     def advantages_of(self, rewards: NDArray[Any]) -> NDArray[Any]:
         """Return the advantages [B, G] of shaped rewards [B, G]; see `contracts.advantages_of`."""
