@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 ANSWERS = "evaluation_answers.jsonl"
-"""File with one line for each logged prompt of each evaluation."""
+"""File with one line for each logged prompt of each evaluation: the prompt and its responses."""
 EVALUATIONS = "evaluations.jsonl"
 """File with one line for each evaluation: the success rate on each prompt."""
 FAILURES = "failures.jsonl"
-"""File with a line per attempt that ended early: `attempt`, `error` (null if a user stopped it)."""
+"""File with one line for each start or restart of the run that ended early: its number (`attempt`)
+and the `error` (null if a user stopped it)."""
 Record = dict[str, Any]
 _DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and infinity
 
@@ -37,9 +38,10 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def records_of(path: Path, word: bytes = b"{") -> Iterator[Record]:
-    """Yield the JSON object of each line that has `word` in it; no objects if the file is missing.
+    """Yield the JSON object of each line that contains `word`; lines without it are not parsed.
 
-    Lines without a JSON object are skipped: a run may be writing the file, or was killed.
+    A missing file has no objects. A line without a JSON object is skipped: a run may be writing
+    the file, or was killed.
     """
     if path.is_file():
         with path.open("rb") as lines:
@@ -58,9 +60,10 @@ def record_in(line: bytes) -> Record | None:
 
 
 def write_whole(target: Path, content: str | bytes, durable: bool = False) -> None:
-    """Replace a file atomically, synced to disk if `durable`; on failure the old file stays.
+    """Replace a file atomically: if this fails, the old file stays.
 
-    A link or pipe at the target's path is replaced, not written to.
+    If `durable`, the new content is on disk before the old file is replaced. A link or pipe at the
+    target's path is replaced, not written to.
     """
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
     try:

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations (FLOPs) of training, and measures the use of devices."""
+"""Counts floating-point operations (FLOPs) of training; measures utilization and peak memory."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFlops:
-        """Compute these FLOPs from the shapes of a policy's weights, which may be sharded.
+        """Count the FLOPs of a policy from the shapes of its weights, which may be sharded.
 
         If a layer has experts, only as many of them count as one token uses.
         """
@@ -141,7 +141,7 @@ class ResourceUse:
     ) -> dict[str, float]:
         """Return the metrics of a step that trained `passes` times on responses of sizes `parts`.
 
-        `start_known`: the step also made a forward pass, for the logprobs at its start.
+        `start_known`: an extra forward pass computed the logprobs at the start of the step.
         """
         metrics: dict[str, float] = {}
         if self._peak_flops:

@@ -22,7 +22,7 @@ _LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
 
 
 def layer_groups(names: Iterable[str]) -> list[list[str]]:
-    """Group parameter names by what can be converted alone: a layer, or a tensor outside layers."""
+    """Group parameter names for conversion: names of one layer together, all others one by one."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         match = _LAYER.match(name)

@@ -16,7 +16,8 @@ from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.trajectory import TokenSequence
 
 _TOLERANCE = 1e-4
-"""Largest accepted difference in nats; float32 sums in another order differ by less than 1e-5."""
+"""Largest accepted difference between two logprobs of a token, in nats; float32 sums in another
+order differ by less than 1e-5."""
 _HEADS, _HEAD_DIM, _VOCABULARY, _WINDOW, _EXPERTS = 4, 16, 64, 5, 4
 _SIZES = {
     **{"vocab_size": _VOCABULARY, "hidden_size": _HEADS * _HEAD_DIM, "head_dim": _HEAD_DIM},
@@ -57,7 +58,7 @@ def check_hugging_face(model: nn.Module, longest: int) -> None:
 
 
 def small_config(config: Any, *, narrow: bool = True) -> Any:
-    """Return the config with few layers, at least one per kind; `narrow` also reduces widths."""
+    """Copy a config for a small test model: few layers of all kinds; `narrow`: smaller widths."""
     small = copy.deepcopy(config)
     depth, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or ()
     # The first two layers, and the first one of each further kind.
@@ -89,7 +90,7 @@ def small_config(config: Any, *, narrow: bool = True) -> Any:
 
 
 def _small_model(config: Any, name: str) -> tuple[nn.Module, Tensor]:
-    """Return a small random model with our attention, and its logprobs with transformers' own."""
+    """Build a small random model with our attention; return also the logprobs it should give."""
     from transformers import AutoModelForCausalLM
 
     def build(attention: str, narrow: bool) -> Any:

@@ -117,7 +117,7 @@ class TiedHead(nn.Module):
 
 
 class _BaseOutput:
-    """Output of a base model that has only hidden states; all other fields are None."""
+    """Stands in for the output of a base model: has hidden states; all other fields are None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -130,7 +130,7 @@ class _BaseOutput:
 
 
 class _WithHidden:
-    """Stands for a model as `self` in its `forward`, which then starts at given hidden states."""
+    """Replaces a model in a call of its `forward`: the base model returns given hidden states."""
 
     def __init__(self, model: Any, hidden: Tensor) -> None:
         self._model = model

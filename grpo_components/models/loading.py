@@ -1,4 +1,4 @@
-"""Loads base models whole, and reads the weights of transformers models."""
+"""Loads models whole, not sharded over ranks, and reads the weights of transformers models."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def load_hugging_face(path: Path, dtype: torch.dtype | None = None) -> nn.Module
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Load a transformers model, and return its weights and its buffers, by their names in it.
+    """Load a transformers model; return its weights and its buffers, each by name in the model.
 
     Buffers, such as tables of rotary frequencies, are in no file, and a model on the meta device
     has no values for them. So they are taken from a loaded model.

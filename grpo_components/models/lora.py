@@ -112,7 +112,7 @@ def is_adapter(name: str) -> bool:
 
 
 def engine_scale(name: str, lora: LoraSettings) -> float:
-    """Return the factor by which vLLM multiplies a tensor when loading it; `name` is as in peft."""
+    """Return vLLM's factor on loading a tensor (peft's `name`), to know what values vLLM stores."""
     return lora.scale if name.endswith("lora_B.weight") else 1.0
 
 
@@ -123,7 +123,7 @@ def adapted_layers(model: nn.Module) -> set[str]:
 
 
 def pushed_shapes(base: Path, lora: LoraSettings | None) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that the trainer sends: with LoRA, of adapters alone."""
+    """Return the shapes of the tensors that generators get: with LoRA, only those of adapters."""
     whole = checkpoint_shapes(base)
     if lora is None:
         return whole
@@ -147,7 +147,8 @@ class AdapterNames:
     def __init__(self, to_hf: Callable[[StateDict], StateDict]) -> None:
         self._to_hf = to_hf
         self._orders: dict[tuple[str, int, int], Tensor | None] = {}
-        """(layer kind, rows, columns) -> order of rows in Hugging Face's weight; None: same."""
+        """(layer kind, rows, columns) -> torchtune's row for each row of Hugging Face's weight;
+        None: both have the same order."""
 
     def __call__(self, tensors: StateDict) -> StateDict:
         """Convert adapters; both matrices A and B of each must be given."""

@@ -5,7 +5,7 @@
         a a a | s
         a a a | t t                    attention, by blocks of rows:   queries   keys
         b b   | u u                        trunks (prompts), causal     a a a    a a a
-                                           (with an only response)      b b u u  b b u u
+                                           (with a single response)     b b u u  b b u u
                                            branches (responses): see    s r r    a a a s r r
                                            only prompt and themselves   t t      a a a t t
 
@@ -46,7 +46,8 @@ Tokens = NDArray[np.int64]
 Row = tuple[Tokens, Tokens]
 """Indices of queries, and of the keys that they may see."""
 Group = tuple[Tokens, list[Tokens]]
-"""A prompt and its responses. A single response is appended to the prompt; the list is empty."""
+"""A prompt and its responses. A single response is instead appended to the prompt; then the list is
+empty."""
 
 
 class Part(NamedTuple):
@@ -203,7 +204,7 @@ def _runs(responses: list[Tokens], prompt_tokens: int) -> Iterator[Tokens]:
 
 
 def _alike(rows: list[Row]) -> Iterator[list[Row]]:
-    """Group rows of similar size: in large groups, padding adds at most 25% to query-key pairs."""
+    """Group rows of similar size: padding adds at most 25% of pairs, or `_CHEAP_PAIRS` if more."""
     group: list[Row] = []
     pairs = longest = 0
     for row in sorted(rows, key=lambda row: (len(row[0]), len(row[1]))):
@@ -258,7 +259,7 @@ def _stacked(rows: list[Tokens]) -> Tokens:
 
 
 def share_prompts(model: nn.Module) -> None:
-    """Make a torchtune decoder share prompts: it calls `attend`, and takes a `Layout` as mask."""
+    """Make a torchtune decoder compute a prompt once: `attend` reads a `Layout` as its mask."""
     for layer in cast(Any, model).layers:
         attention = layer.attn
         if type(attention) is not MultiHeadAttention or not attention.is_causal:

@@ -54,7 +54,7 @@ def named_failure(
 
 
 def describe(error: BaseException, max_chars: int = MAX_ERROR_CHARS, where: str = "") -> str:
-    """Return type, place (or else `where`) and message of an error, in one line."""
+    """Return an error's type, its file and line (or else `where`) and its message, in one line."""
     text = " ".join(f"{error}".split())
     text = text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
     place = place_in(traceback.extract_tb(error.__traceback__)) or where
@@ -62,7 +62,7 @@ def describe(error: BaseException, max_chars: int = MAX_ERROR_CHARS, where: str 
 
 
 def failure_text(what: str, error: BaseException, where: str = "") -> str:
-    """Return the error of a failed sample: one line, then the traceback of the user's code."""
+    """Format an error of the component `what`: one line, then the traceback of the user's code."""
     trace = user_traceback(error, installed=True)
     return f"{what}: {describe(error, MAX_FAILURE_CHARS, where)}\n{trace}".strip()
 
@@ -86,7 +86,7 @@ def place_in(stack: traceback.StackSummary) -> str:
 
 
 def user_traceback(error: BaseException, *, installed: bool = False) -> str:
-    """Return an error's traceback from the first line of the user's code; "" without one."""
+    """Return a traceback from the user's code on (or, if `installed`, from a package's), or ""."""
     report = traceback.TracebackException.from_exception(error)
     if not (users_part(report.stack) if installed else place_in(report.stack)):
         return ""

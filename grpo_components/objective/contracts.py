@@ -43,7 +43,7 @@ def checked_losses(name: str, returned: Any, inputs: LossInputs) -> tuple[Tensor
 
 
 def check_entropy(name: str, losses: Tensor, inputs: LossInputs) -> None:
-    """Refuse losses whose gradient goes through the entropy, which has no gradient in the run."""
+    """Refuse losses that need a gradient through the entropy, which a run gives only on request."""
     assert inputs.entropy is not None
     found = torch.autograd.grad(losses.sum(), inputs.entropy, retain_graph=True, allow_unused=True)
     gradient = cast("Tensor | None", found[0])
@@ -80,7 +80,7 @@ def checked_weights(name: str, returned: Any, log_ratios: Tensor) -> Tensor:
 
 
 def check_first_weights(name: str, weights: Tensor, log_ratios: Tensor) -> None:
-    """Refuse a negative or non-finite off-policy weight, unless its log ratio is not finite."""
+    """Refuse negative or non-finite off-policy weights of tokens whose log ratio is finite."""
     wrong = weights[log_ratios.isfinite() & ~((weights >= 0) & weights.isfinite())]
     if len(wrong):
         allowed = "finite weights >= 0, one for each token"
@@ -106,7 +106,7 @@ def checked_aggregation(
 def advantages_of(
     advantages: Callable[[NDArray[np.float64]], Any], rewards: NDArray[np.float64]
 ) -> NDArray[np.floating]:
-    """Call the `advantages` component and check that it gives each response a number.
+    """Call the `advantages` component and check that it gives each response a finite number.
 
     If any sample has failed, advantages that are not finite are accepted.
     """
@@ -131,7 +131,7 @@ def advantages_of(
 
 
 def _is_column(values: Any, like: Tensor) -> bool:
-    """Whether values are a tensor with one number for each token."""
+    """Whether values are a tensor with one number for each token, on the device of `like`."""
     is_like = isinstance(values, Tensor) and values.shape == like.shape
     return is_like and values.device == like.device
 

@@ -90,7 +90,7 @@ def doubts_about_micro_batches(
 def doubts_about_advantages(
     advantages: Callable[[NDArray[np.float64]], Any], group_size: int
 ) -> Iterator[str]:
-    """Yield a warning if, within a group, more or equal reward gets a lower advantage."""
+    """Yield a warning if a group's advantages fall with more reward, or differ at equal reward."""
     if group_size < 2:
         return
     rewards = np.ones((4, group_size))
@@ -135,6 +135,6 @@ def _same(values: list[float]) -> bool:
 
 
 def _part(inputs: LossInputs, kept: Tensor) -> LossInputs:
-    """Return the tokens of one response, as a micro-batch of its own."""
+    """Select the tokens of one response by the mask `kept` [N], as a micro-batch of its own."""
     part = {name: each[kept] for name, each in vars(inputs).items() if isinstance(each, Tensor)}
     return replace(inputs, **part | {"sequence_ids": torch.zeros_like(part["sequence_ids"])})

@@ -37,7 +37,7 @@ class LossInputs:
     """[N] float32, logprobs under the distribution that the generator sampled from."""
     advantages: Tensor
     """[N] float32: the advantage of the token's response, or of the token itself if the config's
-    `advantages` are per token. With a teacher, a multiple of its KL is subtracted."""
+    `advantages` are per token. A multiple of the KL to the teacher (if any) is subtracted."""
     sequence_ids: Tensor
     """[N] int64, 0 to S - 1: the response of each token; tokens of a response are contiguous."""
     staleness: Tensor

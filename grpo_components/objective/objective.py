@@ -31,11 +31,11 @@ class TrainedObjective:
     token_advantages: TokenAdvantages | None = None
     """Computes the tokens' advantages; None gives each token the advantage of its response."""
     teacher_coeff: float = 0.0
-    """Coefficient of the teacher's KL in the advantages; 0 without a teacher."""
+    """Factor of the KL to the teacher, which is subtracted from advantages; 0 without a teacher."""
     needs_reference: bool = False
     """Whether a part of the objective uses a KL to the reference."""
     ptx: Any = None
-    """Examples for a supervised loss, added to the policy loss; None disables it."""
+    """Examples of a supervised loss that is added to the policy loss; None: no supervised loss."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Objective:
     doubts: tuple[str, ...] = ()
     """Warnings for the user on the objective's parts, one line each; see `doubts.py`."""
     reward_scores: tuple[str, ...] = ()
-    """Each reward's scores for the known answers of some data-set rows, one line per reward."""
+    """Lines for the user, one per reward: scores of a few known answers and an empty response."""
 
     def advantages_of(self, rewards: NDArray[Any]) -> NDArray[Any]:
         """Return the advantages [B, G] of shaped rewards [B, G]; see `contracts.advantages_of`."""

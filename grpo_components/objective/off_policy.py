@@ -1,7 +1,7 @@
 """Corrections for tokens whose sampling probabilities in the generator are not the trainer's.
 
-Every preset turns the log ratios d_t = log pi_proximal - log pi_generator of the sampled tokens
-(pi_proximal: the trainer's policy at the start of the training step) into one weight per token.
+Every class is a preset: it turns the log ratios d_t = log pi_proximal - log pi_generator of sampled
+tokens (pi_proximal: the trainer's policy at the start of the training step) into weights per token.
 Its arguments are `log_ratios` [N] of the trained tokens of whole responses, laid end to end, and
 `sequence_ids` [N] int64, 0 to S - 1; it returns weights [N] of the log ratios' dtype.
 The weight multiplies the token's policy loss and carries no gradient; weight 0 masks the token
@@ -176,7 +176,7 @@ class OffPolicySequenceMask:
 def correction_weights(
     correction: Callable[..., Tensor], inputs: LossInputs, start_logprobs: Tensor
 ) -> Tensor:
-    """Compute off-policy weights [N]; `start_logprobs` [N] are the policy's at the step's start."""
+    """Compute off-policy weights [N]; the policy at the step's start gave `start_logprobs` [N]."""
     follows = getattr(correction, "follows_updates", False)
     policy = inputs.trainer_logprobs.detach() if follows else start_logprobs
     more = (inputs.advantages,) if getattr(correction, "needs_advantages", False) else ()
@@ -184,7 +184,7 @@ def correction_weights(
 
 
 def mismatch_sums(log_ratios: Tensor, weights: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `mismatch_summary` needs of a micro-batch: sums [7 + bins], largest ratio."""
+    """Return a micro-batch's sums [7 + bins] and largest ratio, the input of `mismatch_summary`."""
     log_ratio = log_ratios.detach().double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio, k3 = log_ratio.exp(), log_ratio.expm1() - log_ratio
     masked, fresh_k3 = weights == 0, torch.where(fresh, k3, 0.0)

@@ -48,7 +48,7 @@ class TokenNormalizedAdvantages:
         self.eps = checked_eps(eps)
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Return the rewards, as the advantages that `per_token` starts from."""
+        """Return the rewards (0 where failed), which `per_token` later turns into advantages."""
         return np.where(np.isfinite(rewards), rewards, 0.0).astype(np.float32)
 
     def per_token(

@@ -1,4 +1,4 @@
-"""Writes trajectory files in place of a trainer; reads them in place of a generator."""
+"""Stand-ins for a trainer (writes a trajectory file) and for a generator (reads such a file)."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class TrajectoryWriter:
 
 
 def _written(trajectories: Iterable[Trajectory]) -> dict[int, dict[str, int]]:
-    """Return group id -> number of tokens `written`, and `unanswered` ones (not in the file)."""
+    """Count tokens by group id: `written`, or sampled for an agent but unwritten (`unanswered`)."""
     groups: dict[int, dict[str, int]] = {}
     for each in trajectories:
         counts = groups.setdefault(each.group_id, {"written": 0, "unanswered": 0})
@@ -157,8 +157,8 @@ class RecordedGroups:
     def load_weights(
         self, version: int, *buckets: tuple[Manifest, NDArray[np.uint8]] | DeltaBucket
     ) -> LoadedWeights:
-        """Return version and checksum of new weights, without loading them."""
+        """Acknowledge new weights without loading them: return their version and checksum."""
         return version, snapshot_checksum(newest_manifests(buckets)), None
 
     def begin_attempt(self) -> None:
-        """Do nothing: the groups do not depend on the attempt."""
+        """Do nothing when the run restarts from a checkpoint: the recorded groups stay the same."""
