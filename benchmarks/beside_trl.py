@@ -17,9 +17,9 @@ Waiting threads of OpenMP sleep on both sides: on a busy machine TRL's are slowe
 The first `WARM_UP` steps are left out. So are the last steps of our runs: while they train, nothing
 is left to sample. Our runs and TRL's alternate: with each seed, every side runs once.
 
-`--until` counts training steps until the success rate on held-out prompts reaches the goal. Seconds
-would include evaluations: the measured speed turns steps into seconds. Both sides answer all
-held-out prompts once every `EVALUATED` steps, at temperature 1.
+`--until` counts training steps until the success rate on held-out prompts reaches the goal. It does
+not count seconds, which would include evaluations; use the measured speed to turn steps into
+seconds. Both sides answer all held-out prompts once every `EVALUATED` steps, at temperature 1.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LARGER = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 5}
 
 @dataclass(frozen=True)
 class Job:
-    """A job that ours and TRL train. Lengths are in tokens; `response` is the maximum length."""
+    """A job for both trainers. Lengths are in tokens; `response` is the maximum of a response."""
 
     steps: int
     """Measured steps of each run."""
@@ -92,7 +92,7 @@ def trl_environment(folder: Path) -> Path:
 
 
 def build_random_model(job: Job, folder: Path) -> None:
-    """Write a random model, the demo's tokenizer, and prompts of digits, each of them one token."""
+    """Write a random model, the demo's tokenizer, and prompts of digits (one token each)."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)

@@ -101,7 +101,7 @@ def with_whole_pushes(delta: float) -> float:
 
 
 def bytes_table(found: dict[tuple[str, str], list[Step]]) -> str:
-    """Return a table of changed elements and of bytes, in the first step and in settled steps."""
+    """Return a table of changed elements and bytes: step 2; median and range of settled steps."""
 
     def cells(shares: list[float]) -> list[str]:
         settled = shares[SETTLED:]

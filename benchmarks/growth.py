@@ -46,7 +46,7 @@ CONFIG = "max_staleness: {}\ngroups_per_step: {}\ngroup_size: {}\nnum_steps: {}\
 
 
 class Generator:
-    """Stand-in that samples at most two groups at once, and records their policy versions."""
+    """Stand-in that answers without delay, has room for two groups, and records their versions."""
 
     def __init__(self, versions: dict[int, int]) -> None:
         self.version, self._versions = 0, versions

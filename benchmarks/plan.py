@@ -115,7 +115,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Peaks:
-    """Peak memory in bytes, of the trainer rank or reference that needs most."""
+    """Peak memory in bytes, of the trainer rank that needs most, or of the reference."""
 
     live: int
     """Peak bytes of live tensors."""

@@ -116,7 +116,7 @@ class TrainerSide:
         return self._trainer.gather_weights()
 
     def export_weights(self, version: int) -> Any:
-        """Export the gathered weights; keep the time that this takes for `export_seconds`."""
+        """Export the gathered weights; `export_seconds` then returns the time that this took."""
         started = time.perf_counter()
         exported = self._trainer.export_weights(version)
         self._export_s = time.perf_counter() - started
@@ -400,7 +400,7 @@ def same(left: list[Any], right: list[Any]) -> bool:
 
 
 def peak_alone(folder: Path, shape: dict[str, Any], file: str | None) -> int:
-    """Peak bytes of a push, or of saving to a file, without Ray; call it in a fresh process."""
+    """Peak memory (bytes) of a push or save to a file, without Ray; call it in a fresh process."""
     side = TrainerSide(folder=str(folder), shape=shape, device="cpu")
     try:
         return side.push_alone(file)

@@ -28,7 +28,7 @@ _SILENT_S = 4.0
 
 
 def main(check: Callable[[], None] | None = None) -> None:
-    """Run `tune`; before its slow imports, announce our recipe and call `check`, to fail early."""
+    """Announce a run of our recipe, call `check` to fail early, then import and run `tune`."""
     ended: list[int] = []
     atexit.register(_leave, ended)  # called after all functions that are registered later
     if is_run_of_ours(sys.argv):

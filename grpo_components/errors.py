@@ -64,7 +64,7 @@ class StarvedError(RuntimeError):
 
 
 class FailedSamplesError(RuntimeError):
-    """Too many samples (responses) failed; the message has the last error and the file of all."""
+    """Too many samples (responses) failed; the message has one error and the file of all errors."""
 
 
 class SkippedStepsError(RuntimeError):

@@ -15,8 +15,8 @@ ANSWERS = "evaluation_answers.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 """File with one line for each evaluation: the success rate on each prompt."""
 FAILURES = "failures.jsonl"
-"""File with one line for each start or restart of the run that ended early: its number (`attempt`)
-and the `error` (null if a user stopped it)."""
+"""File with one line for each time that an error or a user ended the run: the number of the start
+or restart (`attempt`), and the `error` (null if a user stopped it)."""
 Record = dict[str, Any]
 _DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and infinity
 
@@ -40,8 +40,8 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
 def records_of(path: Path, word: bytes = b"{") -> Iterator[Record]:
     """Yield the JSON object of each line that contains `word`; lines without it are not parsed.
 
-    A missing file has no objects. A line without a JSON object is skipped: a run may be writing
-    the file, or was killed.
+    If the file is missing, nothing is yielded. A line without a JSON object is skipped: a run may
+    be writing the file, or was killed.
     """
     if path.is_file():
         with path.open("rb") as lines:

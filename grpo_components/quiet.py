@@ -53,7 +53,7 @@ def without_prints(log_level: str) -> Iterator[None]:
 
 
 def engine_environment(device: str, log_level: str) -> dict[str, str]:
-    """Return variables for vLLM (logging, one process, CPU memory); set them before its import."""
+    """Return environment variables for a generator, to be set before vLLM is imported."""
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": log_level,

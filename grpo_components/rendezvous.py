@@ -31,7 +31,7 @@ def open_rendezvous(host: str) -> Rendezvous:
 
 
 def local_rendezvous(host: str = "127.0.0.1") -> Rendezvous:
-    """Find a free port for a rank 0 on this machine that opens it later itself, as vLLM does."""
+    """Find a free port of this machine for a rank 0 that opens the port later, as vLLM does."""
     with socket.socket(_family(host)) as probe:
         probe.bind((host, 0))
         return Rendezvous(host, probe.getsockname()[1])

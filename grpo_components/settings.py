@@ -831,7 +831,7 @@ class Settings(BaseModel):
 
 
 def processes_of(settings: Settings, needs_reference: bool) -> dict[str, int]:
-    """Count the processes of each role; one that only reads or writes a trajectory file counts."""
+    """Count the processes of each role, including stand-ins in partial runs (partial_runs.py)."""
     has_groups = not settings.eval_only
     return {
         "trainer": settings.num_trainers,

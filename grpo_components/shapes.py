@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def described_as(what: str) -> WrapValidator:
-    """Return an annotation by which a type's errors say what is allowed; the innermost one wins."""
+    """Return an annotation: a type's errors say that `what` is allowed; the innermost one wins."""
 
     def read(value: Any, check: Callable[[Any], Any]) -> Any:
         place, problem = (), ""

@@ -69,7 +69,7 @@ class Trajectory:
     epoch: int
     """Pass over the data set, from 0."""
     group_id: int
-    """Number of the group, from 0, in the order in which the generation of groups began."""
+    """Number of the group, from 0, in the order in which the driver first started the groups."""
     attempt: int
     """Attempt of the run: 0, plus 1 for each resume or rollback."""
     finish_reason: FinishReason
@@ -268,7 +268,7 @@ class GroupSummary:
     reward_use: dict[str, float] = field(default_factory=dict)
     """Resources that the rewards used, such as a judge's tokens and cost; see `Score`."""
     seeds: list[int] = field(default_factory=list)
-    """[G] sampling seed of each response; empty if the group was read from a file, not sampled."""
+    """[G] sampling seed of each response; empty unless a generator has made this summary."""
 
     @property
     def scored_successes(self) -> list[bool]:

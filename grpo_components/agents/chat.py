@@ -87,7 +87,7 @@ class Chat:
         return next((stop for stop in self._stops if turn.endswith(stop)), "")
 
     def turn_length(self, text: str, turn: str, least: int) -> int | None:
-        """Return the length of `turn` at the start of a text; None if the text starts otherwise.
+        """Return how many characters `turn` takes at the start of a text; None if it is not there.
 
         A beginning that differs from `turn` only in the JSON formatting of tool calls counts, too,
         if it has at least `least` characters. The caller then keeps the policy's formatting.

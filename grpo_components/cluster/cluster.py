@@ -122,7 +122,7 @@ class Cluster:
         return role
 
     def _can_spare(self, name: str, min_living: int | None) -> bool:
-        """Whether the run can go on without this role: `min_living` others of its kind live."""
+        """Whether the run can spare this role: at least `min_living` others of its kind live."""
         family = [r for r in self.roles if family_of(r.name) == family_of(name) and r.name != name]
         return min_living is not None and sum(not role.lost for role in family) >= min_living
 
@@ -182,7 +182,7 @@ class Cluster:
         A role with `restarts_alone` is restarted while the loops continue, and `recover` brings it
         up to date. If a trainer (a role without `restarts_alone`) fails, or data is lost with a
         node, all trainers restart together; `begin_again` then takes the run back to its last
-        checkpoint, and the loops start again.
+        checkpoint (without one, to its beginning), and the loops start again.
         """
         self._recover = recover
         while True:
@@ -323,5 +323,4 @@ def _objects_in_scope() -> int:
 
 
 build_cluster = Cluster
-"""What recipes call to make the cluster of a run, so that tests can replace it; `start` then starts
-Ray."""
+"""Name by which recipes make the cluster of a run; `start` then starts Ray."""

@@ -1,4 +1,4 @@
-"""Gives the GPUs of a colocated run to its trainers while they train, else to its generators."""
+"""Lets the trainers and generators of a colocated run take turns on the same GPUs."""
 
 from __future__ import annotations
 

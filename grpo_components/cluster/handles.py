@@ -45,10 +45,10 @@ class GeneratorHandle:
         self.role, self.name = role, role.name
         self.version = 0
         """Policy version of the generator's weights; -1 if it has none, or has weights from
-        before the run went back to a checkpoint."""
+        before the last `WeightSync.restore`."""
         self.held_version = -1
         """Version that the generator loaded last, and to which it can apply deltas; -1 if it loaded
-        none since it started or since the run went back to a checkpoint."""
+        none since it started or since the last `WeightSync.restore`."""
         self.load_s = 0.0
         """Seconds that the last load of weights took; 0 if the generator has slept since."""
         self.rollouts_since_pull = 0
@@ -368,13 +368,16 @@ class ParameterServerHandle:
         self.role, self._trainers, self._limit_s = role, trainers, timeouts.weights_s
         self._deltas = deltas
         self._pushes: list[Push] = []
-        """The last push of all bytes, and all deltas since; empty when the run goes back to a
+        """The last push of all bytes, and all deltas since; emptied before the run goes on from a
         checkpoint."""
         self.nbytes = 0
         """Bytes of the last push that is packed; 0 before the first."""
 
     async def begin(self) -> Push:
-        """Begin a push: gather the trainers' weights, and start to pack them."""
+        """Begin a push: gather the trainers' weights, and start to pack them.
+
+        Waits first until the last push is packed, if its size is still unknown.
+        """
         last = self._pushes[-1] if self._pushes else None
         if last is not None and last.nbytes is None:  # its size decides on the next push
             manifests = await self._trainers.manifests(last.manifests)

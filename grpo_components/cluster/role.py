@@ -78,9 +78,9 @@ class Role:
     ) -> Any:
         """Call a method and wait for its result; repeat the call after a restart of the role.
 
-        `lane` names the thread that runs the method. With several results, returns (references to
-        all, value of the second). In a replay of a recorded run, `turn` waits until the recorded
-        order has come to this result.
+        `lane` names the thread that runs the method, unless the method is async. With several
+        results, returns (references to all, value of the second). In a replay of a recorded run,
+        `turn` waits until the recorded order has come to this result.
         """
         last_error = ""
         while True:
@@ -331,7 +331,7 @@ class RestartBudget:
         self._restarts: deque[tuple[float, str]] = deque()
 
     def spend(self, failure: RoleFailedError, *, repeated: bool, no_room: str = "") -> float:
-        """Count a restart and return the pause before it (s), or raise if no restart is allowed."""
+        """Count a restart and return the pause before it (s); raise the failure if not allowed."""
         now, role = self._clock(), failure.role
         while self._restarts and now - self._restarts[0][0] > self._window_s:
             self._restarts.popleft()

@@ -144,7 +144,7 @@ class RoleHost:
 
     @contextlib.contextmanager
     def _timed(self, method: str, lane: str) -> Iterator[None]:
-        """Context manager: count time for this method, or for one that runs in thread `main`."""
+        """Context manager: count time for this method, unless thread `main` runs another."""
         call = object()
         self._running[call] = lane, method
         self._time_use.begin(self._activity())

@@ -134,7 +134,7 @@ class WeightSync:
             return self._pushed[1:]
 
     async def restore(self) -> None:
-        """Publish a checkpoint's weights; load them into all generators, even over newer ones."""
+        """Publish the restored weights; load them into all generators, even over newer ones."""
         self._probe.forget()
         await self.push()
         living = self._roles.living_generators

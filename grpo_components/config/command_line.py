@@ -36,7 +36,10 @@ def main() -> None:
 
 
 def check_early(words: Sequence[str]) -> Settings | None:
-    """Check the config of a `tune run`; None if only torchtune or an edited recipe can read it."""
+    """Return the checked settings of a `tune run`.
+
+    None if only torchtune or an edited recipe can read the config.
+    """
     for option in (word.partition("=")[0] for word in words if word.startswith(_RANKS)):
         if is_run_of_ours(["tune", "run", *words]):
             allowed = "num_trainers=<number of ranks>, without options of torchrun"

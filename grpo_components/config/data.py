@@ -84,7 +84,7 @@ def build_prompts(cfg: Settings, dataset: Any) -> PromptStream | PromptCurriculu
 
 
 def sampled_ids(cfg: Settings, tokenizer: Any) -> int | None:
-    """Return how many token ids the tokenizer knows, as only they may be sampled; None: any may."""
+    """Return n if only ids below n, which the tokenizer knows, may be sampled; None: any id."""
     stops = cfg.generator.stop_token_ids or getattr(tokenizer, "stop_tokens", ())
     if environment_kind(cfg.environment) == "agents":  # agents use the model's own tokenizer
         tokenizer = hugging_face_tokenizer(cfg.base_model_path)

@@ -1,5 +1,4 @@
-"""Tries a config's environment on a prompt before a run starts, with its agents or its world (which
-replies to the policy)."""
+"""Tries a config's environment before a run: on a prompt, or for agents without running them."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def _try_objective(cfg: Settings, objective: TrainedObjective) -> list[str]:
 
 
 def _doubts(cfg: Settings, ours: dict[str, Any]) -> list[str]:
-    """Return warnings about the loss; test stale tokens only if they come without a correction."""
+    """Return warnings about the loss; test stale tokens only if the run leaves some uncorrected."""
     loss, penalties = ours["loss"], ours["penalties"]
     with named_failure("loss", name_of(loss), RAISES, "a LossInputs -> losses [N]"):
         inputs = _made_for(cfg, True, 0)

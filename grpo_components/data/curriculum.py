@@ -94,9 +94,9 @@ class PromptCurriculum:
 
     `epoch` counts the earlier draws of the prompt, so no pair of prompt_index and epoch occurs
     twice. The sampling weights (see `weights_of`) change only at the end of a training step, by the
-    successes of the groups generated since the step before. So the draws depend only on the seed,
-    on each step's successes, and on its number of draws. Between two steps, no prompt is drawn
-    twice before all prompts of its data set were drawn.
+    results (successes and responses) of the groups generated since the step before. So the draws
+    depend only on the seed, and on each step's results and number of draws. Between two steps, no
+    prompt is drawn twice before all prompts of its data set were drawn.
     """
 
     def __init__(self, dataset: Any, rule: CurriculumSettings, seed: int) -> None:

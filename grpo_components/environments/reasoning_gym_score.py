@@ -76,6 +76,6 @@ class ReasoningGymScore:
             return 0.0
 
     def perfect_response(self, *, reasoning_gym: Mapping[str, Any]) -> str | None:
-        """Return a response with the task's own answer, to test this reward; None without one."""
+        """Return a response with the task's answer, to test the reward; None if it has none."""
         answer = ast.literal_eval(reasoning_gym["entry"])["answer"]
         return None if answer is None else self._write.format(answer)

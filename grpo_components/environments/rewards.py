@@ -1,4 +1,4 @@
-"""Reward for environments that give rewards themselves, such as Gymnasium's."""
+"""Reward for environments that give rewards themselves; the last reply's `answer` is their sum."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Pull = Callable[[GeneratorHandle, str], Awaitable[None]]
 """Function that loads the published weights into a generator; the text is the reason to record."""
 PinWeights = Callable[[], AbstractContextManager[None]]
 """Function that returns a context manager. An evaluation enters it while it needs the same weights,
-so that no task that waits for newer weights times out."""
+so that no wait in the `Ledger` times out meanwhile."""
 
 
 class Evaluation:

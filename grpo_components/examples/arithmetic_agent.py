@@ -1,7 +1,7 @@
 """An agent for the tiny policy: the policy writes a sum, a tool computes it, the policy answers.
 
-This module does not import the package. It calls the policy with OpenAI's client, which reads the
-server's address and key from environment variables. `run` returns the reward.
+This module does not import grpo_components. It calls the policy with OpenAI's client, which reads
+the server's address and key from environment variables. `run` returns the reward.
 """
 
 from __future__ import annotations

@@ -170,7 +170,8 @@ def build_into(
 ) -> dict[str, int | float]:
     """Train a policy, and write it, its tokenizer and its data to a new folder; return a record.
 
-    If the success rate of greedy answers is below `least_greedy`, it trains from other weights.
+    If the success rate of greedy answers is below `least_greedy`, it trains again from other first
+    weights, up to `MOST_BUILDS` times in all.
     """
     disable_progress_bar()
     started = time.perf_counter()

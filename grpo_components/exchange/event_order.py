@@ -26,7 +26,7 @@ class Recording(Protocol):
         """Raise a ReplayError if a step's batch or loaded weights differ from the recorded ones."""
 
     def has(self, event: str, **identity: Any) -> bool:
-        """Return whether the recording has an event that the replay has not repeated yet."""
+        """Return whether the recording has this event and the replay has not repeated it yet."""
         ...
 
     def next_batch(self) -> tuple[list[int], list[int]] | None:
@@ -63,7 +63,7 @@ class EventOrder:
         self._listeners.append(listener)
 
     async def wait_turn(self, event: str, **identity: Any) -> bool:
-        """Wait for an event's turn in a replay; return False if there is no such event any more."""
+        """In a replay, wait for an event's turn; return False if no such event is left."""
         return self.recording is None or await self.recording.wait_turn(event, identity)
 
     def record(

@@ -52,7 +52,7 @@ class Ledger:
         self._changed = asyncio.Event()
         """Event that is set at the next change; a new event then takes its place."""
         self._opened = asyncio.Event()
-        """Like `_changed`, but only for changes that may let a group start; `admit` awaits it."""
+        """Like `_changed`, but only for changes that may let a group start: hundreds await it."""
         self._pins = 0
         """Counts starts and ends of `pin_weights`; it is odd while an evaluation pins weights."""
 

@@ -171,7 +171,7 @@ class ReplayBuffer:
         return batch, BatchSummary(groups, old, dropped, len(self._buffer), content)
 
     async def refill(self, *parts: Any) -> None:
-        """After a restart, replace all groups by `parts` (group, summary, ...); grow if needed."""
+        """Replace all groups, as for a resume, by `parts` (group, summary, ...); grow if needed."""
         pairs = _pairs(parts)
         self._make_room(max(self._capacity, len(pairs)))
         for pair in pairs:

@@ -45,9 +45,9 @@ probe; None without an engine."""
 _VERSIONS_KEPT = 64
 _NEARER = 4.0
 """Factor that decides whether a generator loaded another version than the one that it names. The
-gap of a version is the mean square of the trainers' logprobs minus the engine's. It is an error if
-the named version's gap is more than this many times the smallest gap. If rounding is not small,
-that gap must also be more than this many times the median gap of earlier pulls."""
+gap of a version is the mean squared difference of the trainers' and the engine's logprobs. It is an
+error if the named version's gap exceeds rounding (`_ROUNDING`) and this many times the smallest
+gap; if rounding is not small, also this many times the median gap of earlier pulls."""
 _ROUNDING = 1e-4
 """Root mean square gap of the probe's logprobs, in nats, that still counts as rounding."""
 _LAYERS_NAMED = 4

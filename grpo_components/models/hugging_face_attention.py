@@ -84,7 +84,7 @@ def attention(
 
 
 def refuse_unsupported(module: nn.Module, mask: Tensor | None, others: dict[str, Any]) -> None:
-    """Raise a ValueError if a module needs an attention that `attention` cannot compute."""
+    """Raise a ValueError if attention has its own mask, a bias or dropout, or is not causal."""
     name = type(module).__name__
     for argument in _UNSUPPORTED:
         if others.get(argument) is not None:

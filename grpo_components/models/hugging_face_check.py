@@ -58,7 +58,7 @@ def check_hugging_face(model: nn.Module, longest: int) -> None:
 
 
 def small_config(config: Any, *, narrow: bool = True) -> Any:
-    """Copy a config for a small test model: few layers of all kinds; `narrow`: smaller widths."""
+    """Copy a config with few layers, one or more of each kind; `narrow` also reduces widths."""
     small = copy.deepcopy(config)
     depth, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or ()
     # The first two layers, and the first one of each further kind.
@@ -90,7 +90,7 @@ def small_config(config: Any, *, narrow: bool = True) -> Any:
 
 
 def _small_model(config: Any, name: str) -> tuple[nn.Module, Tensor]:
-    """Build a small random model with our attention; return also the logprobs it should give."""
+    """Return a small random model with our attention, and logprobs that transformers' own gives."""
     from transformers import AutoModelForCausalLM
 
     def build(attention: str, narrow: bool) -> Any:

@@ -112,7 +112,7 @@ def is_adapter(name: str) -> bool:
 
 
 def engine_scale(name: str, lora: LoraSettings) -> float:
-    """Return vLLM's factor on loading a tensor (peft's `name`), to know what values vLLM stores."""
+    """Return the factor by which vLLM multiplies a tensor when storing it; `name` is as in peft."""
     return lora.scale if name.endswith("lora_B.weight") else 1.0
 
 
@@ -123,7 +123,7 @@ def adapted_layers(model: nn.Module) -> set[str]:
 
 
 def pushed_shapes(base: Path, lora: LoraSettings | None) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that generators get: with LoRA, only those of adapters."""
+    """Return the shapes of the tensors sent to generators: with LoRA, only those of adapters."""
     whole = checkpoint_shapes(base)
     if lora is None:
         return whole

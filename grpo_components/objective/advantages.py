@@ -99,7 +99,7 @@ class BatchNormalizedAdvantages:
 
 
 def _centred(rewards: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Subtract each row's mean (0 where failed); return also each row's number of valid rewards."""
+    """Return rewards minus row means (0 where failed), and the number of valid rewards per row."""
     valid = np.isfinite(rewards)
     count = valid.sum(axis=1, keepdims=True)
     mean = np.where(valid, rewards, 0.0).sum(axis=1, keepdims=True) / np.maximum(count, 1)

@@ -54,7 +54,7 @@ def named_failure(
 
 
 def describe(error: BaseException, max_chars: int = MAX_ERROR_CHARS, where: str = "") -> str:
-    """Return an error's type, its file and line (or else `where`) and its message, in one line."""
+    """Return in one line an error's type, place in the user's code (or `where`) and message."""
     text = " ".join(f"{error}".split())
     text = text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
     place = place_in(traceback.extract_tb(error.__traceback__)) or where
@@ -86,7 +86,10 @@ def place_in(stack: traceback.StackSummary) -> str:
 
 
 def user_traceback(error: BaseException, *, installed: bool = False) -> str:
-    """Return a traceback from the user's code on (or, if `installed`, from a package's), or ""."""
+    """Return an error's traceback, starting at the first line of the user's code; "" without one.
+
+    If `installed`, a traceback without such a line starts after the last line in this package.
+    """
     report = traceback.TracebackException.from_exception(error)
     if not (users_part(report.stack) if installed else place_in(report.stack)):
         return ""

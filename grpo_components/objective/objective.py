@@ -35,7 +35,7 @@ class TrainedObjective:
     needs_reference: bool = False
     """Whether a part of the objective uses a KL to the reference."""
     ptx: Any = None
-    """Examples of a supervised loss that is added to the policy loss; None: no supervised loss."""
+    """Examples for a supervised loss that is added to the policy loss; None: no supervised loss."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Objective:
     doubts: tuple[str, ...] = ()
     """Warnings for the user on the objective's parts, one line each; see `doubts.py`."""
     reward_scores: tuple[str, ...] = ()
-    """Lines for the user, one per reward: scores of a few known answers and an empty response."""
+    """Lines for the user, one per reward: scores of known or perfect answers and an empty one."""
 
     def advantages_of(self, rewards: NDArray[Any]) -> NDArray[Any]:
         """Return the advantages [B, G] of shaped rewards [B, G]; see `contracts.advantages_of`."""

@@ -1,7 +1,7 @@
 """Corrections for tokens whose sampling probabilities in the generator are not the trainer's.
 
 Every class is a preset: it turns the log ratios d_t = log pi_proximal - log pi_generator of sampled
-tokens (pi_proximal: the trainer's policy at the start of the training step) into weights per token.
+tokens (pi_proximal: the trainer's policy at the training step's start) into one weight per token.
 Its arguments are `log_ratios` [N] of the trained tokens of whole responses, laid end to end, and
 `sequence_ids` [N] int64, 0 to S - 1; it returns weights [N] of the log ratios' dtype.
 The weight multiplies the token's policy loss and carries no gradient; weight 0 masks the token
@@ -184,7 +184,7 @@ def correction_weights(
 
 
 def mismatch_sums(log_ratios: Tensor, weights: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a micro-batch's sums [7 + bins] and largest ratio, the input of `mismatch_summary`."""
+    """Sum up a micro-batch for `mismatch_summary`: return sums [7 + bins] and the largest ratio."""
     log_ratio = log_ratios.detach().double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio, k3 = log_ratio.exp(), log_ratio.expm1() - log_ratio
     masked, fresh_k3 = weights == 0, torch.where(fresh, k3, 0.0)

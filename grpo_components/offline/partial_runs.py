@@ -45,7 +45,7 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
         return {"prompt_index": row, "prompt_ids": self._prompts[row], "prompt_text": text}
 
     def check(self, longest: int, limit: str) -> None:
-        """Refuse a prompt and response above `longest` tokens, the limit with the name `limit`."""
+        """Refuse a prompt and response of over `longest` tokens; `limit` is the limit's name."""
         for line, length in enumerate(self._lengths, start=1):
             if length > longest:
                 problem = f"{self._path}, line {line}, has a prompt and response of {length} tokens"

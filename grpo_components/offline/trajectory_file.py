@@ -1,4 +1,4 @@
-"""Stand-ins for a trainer (writes a trajectory file) and for a generator (reads such a file)."""
+"""Writes trajectory files as a stand-in for a trainer; reads them as one for a generator."""
 
 from __future__ import annotations
 
@@ -161,4 +161,4 @@ class RecordedGroups:
         return version, snapshot_checksum(newest_manifests(buckets)), None
 
     def begin_attempt(self) -> None:
-        """Do nothing when the run restarts from a checkpoint: the recorded groups stay the same."""
+        """Do nothing when the run restarts or resumes: the recorded groups stay the same."""

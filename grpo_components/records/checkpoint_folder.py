@@ -115,7 +115,7 @@ def point_latest(checkpoint: Path) -> None:
 
 
 def rate(checkpoint: Path, metrics: Mapping[str, float], cfg: Settings) -> None:
-    """Write an evaluation's metrics to `evaluation.json` in a checkpoint, for `choose_best`."""
+    """Write a checkpoint's `evaluation.json` for `choose_best`: metrics, and a hash of settings."""
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
     rating = json.dumps({**finite, _KIND: _kind_of_evaluation(cfg)}, indent=1)
     write_whole(checkpoint / _EVALUATION, rating, durable=True)

@@ -189,7 +189,7 @@ class RunWatch:
         self._mismatch.append(kl)
 
     def _check_balance(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Warn if a token-mean loss is not its parts' sum; skip a loss that has an unknown part."""
+        """Warn if a token-mean loss is not its parts' sum, unless a part is unknown or `ptx`."""
         names = ("loss/total", "loss/policy", "loss/penalty", "loss/ptx", "ratio/max")
         total, known, penalty, other, ratio = (float(metrics.get(n, math.nan)) for n in names)
         known += 0.0 if math.isnan(penalty) else penalty

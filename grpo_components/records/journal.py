@@ -58,7 +58,7 @@ class Journal:
     async def commit(
         self, batch_hash: str, result: StepResult, sessions: Mapping[str, int] | None = None
     ) -> int:
-        """Record a trained step, return its number; in a replay, first wait for earlier events."""
+        """Record a trained step and return its number; a replay first waits for the step's turn."""
         step = self._ledger.steps_done + 1
         await self._ledger.events.wait_turn("step", step=step)
         # No await from here on: else an event or a pull could be in receipts.jsonl but not in the
@@ -76,7 +76,7 @@ class Journal:
         return step
 
     def hold(self) -> None:
-        """Store the driver's state, which `save` writes; raise if a background save failed."""
+        """Keep the driver's state in memory for `save`; raise if a background save has failed."""
         state = {"ledger": self._ledger.state_dict(), "prompts": self._prompts.state_dict()}
         # References to the groups: the buffer's process may die before it has written them.
         self.held = state, [part for entry in self._ledger.stored() for part in entry.parts]

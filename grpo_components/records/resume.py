@@ -195,7 +195,7 @@ def _restore(driver: dict[str, Any], ledger: Stateful, prompts: Stateful) -> Non
 
 
 def roll_back(run_start: RunStart, ledger: Stateful, prompts: Stateful) -> RunStart:
-    """Begin a new attempt: restore ledger and prompts from the last checkpoint, else the start."""
+    """Begin a new attempt: set ledger and prompts back to the last checkpoint, or to the start."""
     newest = run_start.output_dir / "checkpoints" / "latest"
     if newest.exists():
         state = read_state(newest / "state", "driver")

@@ -43,8 +43,8 @@ class CodeTests:
     Args:
         cpu_s: CPU seconds for each run of the program.
         wall_s: seconds for all tests of one response, without the sandbox's start; must be below
-            `timeouts.reward_s`. If the time runs out during a test, the score is 0 if that test
-            had at least half of the time; otherwise the sample fails.
+            `timeouts.reward_s`. If the time runs out, the score is 0 if the test then running
+            began with at least half of it left; otherwise the sample fails.
         memory_mib: MiB of address space for each run.
         float_tolerance: largest error of a printed float, absolute or relative to the expected
             one, whichever allows more; 0 compares the text.

@@ -84,7 +84,7 @@ class RewardTrial:
             raise self._error(name, hang, "one that answers in time") from None
 
     def _ask(self, name: str, sample: RewardInput, timeout_s: float, row: str = "") -> Score:
-        """Let a reward score a sample; with `row` (for errors), score its `perfect_response`."""
+        """Let a reward score a sample; with a `row` (named in errors), its `perfect_response`."""
         try:
             return self._worker.ask(name, sample, timeout_s, bool(row))
         except (EOFError, ConnectionError):
@@ -96,9 +96,9 @@ class RewardTrial:
     ) -> list[str]:
         """Find rows whose `perfect_response` is no success for the reward that gave it.
 
-        Call `finish` first. Checks the rows of `data` (config key -> data set), up to `_CHECK_S`.
-        Returns warnings: how many rows have this problem, and how many were not checked. Raises a
-        ConfigError if all checked rows of a data set have the problem.
+        Call `finish` first. Checks rows of `data` (config key -> data set) for at most `_CHECK_S`.
+        Returns warnings about rows with this problem and about unchecked rows. Raises a ConfigError
+        if all checked rows of a data set have the problem.
         """
         rows = [(key, row) for key, dataset in data.items() for row in range(len(dataset))]
         random.Random(0).shuffle(rows)  # so that all data sets share the time

@@ -78,7 +78,7 @@ def arguments_for(
 
 
 def _counts_failures() -> str:
-    """Self-test before a reward is built: return "" if a reward that raises fails its sample."""
+    """Test that a sample fails if a reward raises an error; return what is wrong, or ""."""
 
     def raises(**sample: Any) -> float:
         raise RuntimeError("raised on purpose, to see that it counts as a failure")

@@ -103,7 +103,7 @@ class Generator:
         self._receiving: Future[Any] | None = None
 
     async def reserve(self, patience_s: float) -> int:
-        """Reserve room for all groups that fit, at least one; return their number (0: timeout)."""
+        """Wait until a group fits; reserve room for all that fit; return how many (0: timeout)."""
         return await self._budget.reserve(patience_s)
 
     async def generate_group(

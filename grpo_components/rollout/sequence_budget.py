@@ -21,7 +21,7 @@ class SequenceBudget:
         self._changed = asyncio.Event()
 
     async def reserve(self, patience_s: float) -> int:
-        """Reserve room for all groups that fit, at least one; return their number (0: timeout)."""
+        """Wait until a group fits; reserve room for all that fit; return how many (0: timeout)."""
         attempt = self._attempt
         try:
             async with asyncio.timeout(patience_s):

@@ -123,7 +123,7 @@ def python_tool(run: Callable[[str], str]) -> Tool:
 
 
 _LEFT_S = ContextVar[list[float]]("left_s")
-"""Seconds left for the programs of this turn: no argument of a tool, because the policy sets those.
+"""Seconds left for the programs of this turn; not a tool's argument, because the policy sets those.
 In a list, so that programs which a tool runs in a copied context use up the same time."""
 _sandbox = cache(CodeSandbox)
 """Returns the process's only sandbox. The first call builds it, and runs a trial program."""

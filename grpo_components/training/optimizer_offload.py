@@ -41,7 +41,7 @@ def state_on_device(
 
 
 def _move(optimizer: Optimizer, trained_on: torch.device, target: torch.device) -> None:
-    """Move all optimizer state to `target`, except for parameters that FSDP itself offloads."""
+    """Move the state of parameters on `trained_on` to `target`; FSDP itself offloads all others."""
     for parameter, state in optimizer.state.items():
         if parameter.device.type != trained_on.type:
             continue

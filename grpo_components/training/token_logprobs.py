@@ -1,4 +1,4 @@
-"""Computes reference logprobs, and logprobs of fixed probe tokens; gathers logprobs for the log."""
+"""Computes logprobs of the reference and of probe tokens; gathers logprobs for the rollout log."""
 
 from __future__ import annotations
 

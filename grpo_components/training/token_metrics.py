@@ -48,7 +48,10 @@ class UpdateMetrics:
             _add(self._totals, {key: values.max() if key.endswith("max") else values.sum()})
 
     def add_mismatch(self, log_ratios: Tensor, weights: Tensor | None, fresh: Tensor) -> None:
-        """Add the trainer-generator mismatch; `fresh` [N]: the newest version made the response."""
+        """Add a micro-batch's mismatch between trainer and generator, from log ratios [N].
+
+        `fresh` [N]: whether the trainer's version sampled the whole response.
+        """
         weights = torch.ones_like(log_ratios) if weights is None else weights
         sums, ratio_max = mismatch_sums(log_ratios, weights, fresh)
         _add(self._totals, {"mismatch": sums, "mismatch/ratio_max": ratio_max})

@@ -331,7 +331,7 @@ class Trainer:
     def export_weights(
         self, version: int, base: int | None = None
     ) -> tuple[tuple[Manifest, NDArray[np.uint8]] | DeltaBucket, Manifest]:
-        """Return this rank's weights of `version`, or a delta to `base`; may run during a step."""
+        """Return this rank's share of `version`, or a delta to `base`; may run during a step."""
         return self._exports[0].bucket(version, base)
 
     def hold_state(self, copy: bool) -> None:

@@ -83,7 +83,10 @@ class WeightExport:
     def bucket(
         self, version: int, base: int | None
     ) -> tuple[tuple[Manifest, NDArray[np.uint8]] | DeltaBucket, Manifest]:
-        """Return weights kept by `copy`, or a delta to `base`, with a manifest; thread-safe."""
+        """Return the share kept by `copy`, or a delta to `base`, and its manifest.
+
+        Any thread may call this.
+        """
         copied, done = self._copied.pop(version)
         if done:
             done.synchronize()
@@ -111,7 +114,10 @@ class WeightExport:
 def weight_exports(
     policy: nn.Module, options: TrainerOptions, device: torch.device, rank: int
 ) -> list[WeightExport]:
-    """Build the exports that a checkpoint saves (LoRA: adapter, merged); a push sends the first."""
+    """Build the exports that a checkpoint saves; a push sends the first.
+
+    For LoRA, they are the adapter and, with `save_merged`, the merged model.
+    """
     to_hf = file_converter(policy, options.model_type, Path(options.base_model_path))
 
     def export(convert: Callable[[StateDict], StateDict], **which: Any) -> WeightExport:

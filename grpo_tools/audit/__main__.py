@@ -22,7 +22,7 @@ _DAMAGED = (*DAMAGED, OSError, YAMLError, BadZipFile)
 
 
 def audit(path: Path, unfinished: bool = False) -> tuple[Findings, str]:
-    """Check receipts.jsonl, the log of a run, and compare it with the other files of the run."""
+    """Check receipts.jsonl, a run's log of events, and compare it with the run's other files."""
     if not path.is_file() or not path.stat().st_size:
         raise FileNotFoundError(path)
     findings, run = Findings(), None

@@ -171,7 +171,7 @@ class Rescored:
     off: int = 0
     """Number of tokens that differ by more than is allowed."""
     worst: tuple[float, str] = (-1.0, "none")
-    """Largest ratio of a token's difference to its allowed one, and the position of the token."""
+    """Largest ratio of a token's difference to the allowed one, and a text about that token."""
     problems: list[str] = field(default_factory=list)
 
     def add(self, segment: Segment, values: NDArray[np.float64]) -> None:

@@ -108,7 +108,7 @@ class Run:
         return sum(values_of(steps, key)) / whole if whole else math.nan
 
     def share_of_time(self, roles: str, *activities: str) -> float:
-        """Return the share of time on activities, without start-up; `roles`: a prefix of names."""
+        """Return activities' share of the time without start-up; `roles`: prefix of role names."""
         times = [each for role, each in self._seconds.items() if role.startswith(roles)]
         whole = sum(sum(each.values()) - each.get(STARTING, 0.0) for each in times)
         spent = sum(each.get(activity, 0.0) for each in times for activity in activities)

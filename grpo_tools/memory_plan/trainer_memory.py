@@ -61,8 +61,8 @@ def _policy(cfg: Settings) -> Callable[[], nn.Module]:
 
 _META = torch.device("meta")  # masks of long sequences would take gigabytes
 _MAX_RANKS, _MAX_ROUNDS = 4, 3
-"""Most ranks, and most micro-batches per rank, for which batches are planned. More ranks or batches
-would have the same sizes."""
+"""Maximum numbers of ranks, and of micro-batches per rank, for which batches are planned. With more
+of them, the batches would have the same sizes."""
 
 
 @dataclass(frozen=True)

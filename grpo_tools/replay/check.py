@@ -77,7 +77,7 @@ def _check_there(run: Path, *names: str) -> None:
 def _recorded_config(
     run: Path, settings: Settings, read: Callable[[dict[str, Any]], Settings]
 ) -> dict[str, Any]:
-    """Return a recorded run's config, but with the values of `settings` for keys in `FREE`."""
+    """Return a recorded run's config, with keys in `FREE` and moved paths as in `settings`."""
     given = settings.model_dump()
     saved: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
     moved = {saved[key]: given[key] for key in ("base_model_path", "output_dir")}

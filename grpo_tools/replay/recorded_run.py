@@ -33,7 +33,7 @@ ORDERED: Mapping[str, tuple[str, ...]] = {
 }
 """Events that a replay keeps in the recorded order, each with the fields that identify it."""
 ENVELOPE = ("event", "number", "attempt", "time", "chain")
-"""Fields that every event in a file has; its other fields depend on the event's name."""
+"""Fields that every event read from a file has; its other fields depend on its name."""
 _MAX_SHOWN = 8
 
 

@@ -95,7 +95,7 @@ def _spread(places: Sequence[Any], limit: int) -> list[Any]:
 
 
 def _spread_evaluations(places: Sequence[_Place], limit: int) -> list[_Place]:
-    """Choose evenly spaced evaluations, all lines of each, up to `limit`; thin out a longer one."""
+    """Choose evenly spaced whole evaluations, up to `limit` lines; thin out one that has more."""
     by_step = [[*each] for _, each in groupby(places, lambda place: (place.attempt, place.step))]
     most = max(map(len, by_step), default=1)
     evaluations = _spread(by_step, max(1, limit // most))

@@ -39,8 +39,8 @@ class Limits:
     """Resources that one program may use: seconds, MiB, threads at a time.
 
     `cpu_s` is CPU time of all threads together, `memory_mib` is address space (Python itself needs
-    about 50), and `file_mib` is the size of /tmp, and the maximum size of stdout, stderr and any
-    other file.
+    about 50), and `file_mib` is the size of /tmp, and the maximum size of each single file, also of
+    stdout and of stderr.
     """
 
     cpu_s: int = 2

@@ -3,8 +3,8 @@
 Only plain data (numbers, text, lists, ...) and references to objects of the program cross between
 the two; expected results never do. So a program gains nothing by patching `==`, returning objects
 that equal everything, or exiting early. The asserts can use an object's own operators only if they
-made the object, by calling a class of the program. Arithmetic between an object and plain data may
-give another object, but no plain data.
+made the object, by calling a class of the program or by arithmetic on such an object. Arithmetic
+between an object and plain data may give another object, but no plain data.
 """
 
 from __future__ import annotations
