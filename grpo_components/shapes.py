@@ -1,4 +1,4 @@
-"""Checks data against Python types; errors name the wrong place and what is allowed there."""
+"""Checks data against Python types; errors say where it is wrong and what is allowed there."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _adapter(shape: Any) -> TypeAdapter[Any]:
 
 
 def read_as(shape: TypeAdapter[T], value: Any, section: str) -> T:
-    """Parse a value as a type; raise a one-line ValueError that names the wrong place."""
+    """Parse a config section as a type; raise a one-line ValueError that says where it is wrong."""
     try:
         return shape.validate_python(value)
     except ValidationError as error:

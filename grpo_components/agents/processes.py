@@ -36,7 +36,7 @@ class Outcome:
 
 
 class AgentProcesses:
-    """Starts an agent for each response, by forking a process that has already imported it."""
+    """Starts an agent for each response: forks it from a host process that has imported it."""
 
     def __init__(self, agent: str | list[str]) -> None:
         self._agent = agent
@@ -109,7 +109,7 @@ class AgentProcesses:
         return Outcome(error=f"agent: {self._name} {how}" + (f"\n{said}" if before else ""))
 
     async def _start_watcher(self, connection: socket.socket) -> None:
-        """Let the host fork a watcher: a process that runs an agent and reports to `connection`."""
+        """Let the host (`_host`) fork a watcher, which starts an agent and reports its end."""
         async with self._starting:
             if self._control is None or self._host is None or self._host.poll() is not None:
                 self._control = await self._start_host()

@@ -78,7 +78,11 @@ class ChatRequest:
 def read_chat(
     body: Mapping[str, Any], temperature: float, *, any_temperature: bool, has_parser: bool
 ) -> ChatRequest:
-    """Read a chat request from its JSON object; raise a `RequestError` if it cannot be honoured."""
+    """Read a chat request from its JSON object; raise a `RequestError` if it cannot be honoured.
+
+    `any_temperature`: other temperatures than the policy's are allowed, as in evaluations.
+    `has_parser`: a parser finds tool calls in answers, so requests may offer tools.
+    """
     given = {name: value for name, value in body.items() if value is not None}
 
     def read(name: str, default: Any, allowed: str, fits: Callable[[Any], Any]) -> Any:

@@ -248,7 +248,7 @@ class ReplayBufferHandle:
             return None
 
     async def write_state(self, folder: Path, parts: Sequence[Any]) -> str | None:
-        """Write groups to a checkpoint while other calls run; return why it failed, or None."""
+        """Write batch and groups to a checkpoint, beside other calls; return an error or None."""
         call = {"lane": CHECKPOINT_LANE, "timeout_s": self._timeouts.batch_s}
         return await self.role.call("write_state", str(folder), *parts, **call)
 

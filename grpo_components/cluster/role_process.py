@@ -1,4 +1,4 @@
-"""One process of a role: its calls and signals, and messages that say how it ended."""
+"""One process of a role, as the driver sees it: sends calls and signals, says how it ended."""
 
 from __future__ import annotations
 

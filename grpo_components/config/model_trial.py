@@ -40,7 +40,7 @@ _MAX_SCHEDULER_STEPS = 10_000
 
 
 def split_learning_rate(node: DictConfig) -> tuple[DictConfig, Schedule | None]:
-    """Return the optimizer's section with the first rate as `lr`, and its schedule or None."""
+    """Replace an `lr` that is a schedule by its first rate; return section, schedule or None."""
     if OmegaConf.is_dict(node.get("lr")):
         schedule = as_schedule("optimizer.lr", node.lr)
         return OmegaConf.create({**node, "lr": schedule(0)}), schedule

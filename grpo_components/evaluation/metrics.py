@@ -47,8 +47,8 @@ def share_interval(shares: Sequence[float], num_responses: int) -> tuple[float, 
 
     Prompts count as drawn at random. This is Wilson's score interval for the effective number of
     responses: the number of responses divided by Kish's design effect, because responses to one
-    prompt are alike. With one response per prompt, it is the plain Wilson interval. A single prompt
-    counts as one response.
+    prompt are alike. With one response per prompt, it is the plain Wilson interval. A prompt counts
+    as one response if it is the only one, or if all responses are right or all are wrong.
     """
     mean, between = fmean(shares), pvariance(shares)
     n = float(len(shares))

@@ -86,7 +86,7 @@ class WeightProbe:
     ) -> None:
         """Check what a generator computed for the probe with the weights that it has loaded.
 
-        `layers` has the hash of each pushed layer; None if engines transform the weights.
+        `layers` has the hash of each pushed layer; None for float32 on a CPU, which engines repack.
         """
         if layers is not None:
             self._layers[version] = layers

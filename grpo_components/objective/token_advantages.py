@@ -89,9 +89,9 @@ def with_teacher(inputs: LossInputs, coeff: float) -> tuple[LossInputs, TokenMet
     As in "On-Policy Distillation", a token is graded for itself alone, not for later tokens.
 
     log pi is the trainer's at the update, without gradient; the article takes the generator's. On
-    fresh tokens both are the same. On older tokens, under the ratio to the generator, only the
-    trainer's gives the gradient of KL(pi || pi_teacher) at the current model weights; the
-    generator's also drives the policy away from the generator.
+    fresh tokens both are equal. On older tokens, with the ratio pi / generator, the trainer's give
+    the gradient of KL(pi || pi_teacher) at the current weights; the generator's give that of
+    KL(pi || pi_teacher) - KL(pi || generator), and so also push the policy off the generator.
     """
     teacher = inputs.teacher_logprobs
     if teacher is None:

@@ -85,7 +85,7 @@ def build_receipts(
     curriculum: PromptCurriculum | None,
     cpus: int,
 ) -> Receipts:
-    """Build a run's `Receipts`; each start record has config keys, ids, CPUs, library versions."""
+    """Build `Receipts`; each attempt's start has run ids, settings to audit, library versions."""
     contract = ("max_staleness", "groups_per_step", "group_size")
     settings = {
         **{key: getattr(cfg, key) for key in contract},

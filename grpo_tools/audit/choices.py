@@ -41,7 +41,10 @@ class Choices:
     """All trained groups, by group number, if the run reuses groups."""
 
     def begin(self, start: Record, before: Record, findings: Findings) -> None:
-        """Check an attempt's settings of reuse, and that its curriculum is valid and unchanged."""
+        """Begin an attempt: check its reuse rule, and that its curriculum is valid and as `before`.
+
+        `start`, `before`: start records of this attempt and of the one before; the first has none.
+        """
         self.start, fields = start, curriculum.FIELDS
         described, known = ([record.get(key) for key in fields] for record in (start, before))
         if before and described != known:

@@ -325,7 +325,7 @@ class RunAudit:
         h.unacknowledged.pop(version, None)
 
     def _check_weights(self, event: Record, newest: int) -> None:
-        """Check that no generator is ahead of the trainer, and that trained versions were loaded.
+        """Check that generators loaded each version that steps trained, and none from the future.
 
         `newest` is the newest version that the trainer can have: a generator may load weights
         before the event of the step that made them.

@@ -72,7 +72,7 @@ class VirtualEngine:
                     await self._make_steps(prompts)
 
     def _enter(self) -> int:
-        """Start waiting sequences while fewer than `max_num_seqs` run; return their number."""
+        """Move waiting sequences to the running ones, up to `max_num_seqs`; return how many."""
         entering = min(len(self._waiting), self._max_num_seqs - len(self._running))
         for _ in range(entering):
             tokens, future = self._waiting.popleft()

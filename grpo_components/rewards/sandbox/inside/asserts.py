@@ -162,7 +162,7 @@ def _compared(name: str) -> Callable[..., Any]:
 
 
 class Remote:
-    """Proxy for an object of the program, with the methods that every object has."""
+    """Template for proxies of the program's objects; `remote_type` adds each object's methods."""
 
     def __init__(self, ask: Callable[..., Any], number: int | str, made_by: str = "") -> None:
         vars(self)[_STATE] = _State(ask, number, made_by)
