@@ -241,7 +241,7 @@ async def long_ones_dropped(add: Any, self: Any, entry: Any) -> None:
     await add(self, entry)
 
 
-@_replaces("evaluation.evaluation", "Evaluation._try", "radixark/miles#p1740")
+@_replaces("evaluation.evaluation", "Evaluation._answers", "radixark/miles#p1740")
 async def moving_evaluation(ask: Any, self: Any, *args: Any) -> Any:
     """Weights change while an evaluation runs: it measures no policy."""
     results = await ask(self, *args)
