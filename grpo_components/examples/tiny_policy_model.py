@@ -179,6 +179,7 @@ def build_into(
     tokenizer = _make_tokenizer(train)
     end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
     ends: dict[str, Any] = {"eos_token_id": end, "pad_token_id": end}
+    tokenizer.save_pretrained(folder)  # now: `success_rate` switches padding on
     first_weights = seed
     while True:
         torch.manual_seed(first_weights)
@@ -192,7 +193,6 @@ def build_into(
             break
         console.print(f"greedy success {greedy:.2f}: training again from other first weights")
     policy.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json and merges.txt for torchtune
     (folder / "data").mkdir()
     for name, problems in (("train", train), ("held_out", held_out)):

@@ -77,5 +77,6 @@ def hf_converter(model_type: str, base_model_path: Path) -> Callable[[StateDict]
         from torchtune.models.phi3._convert_weights import phi3_tune_to_hf
 
         return phi3_tune_to_hf
-    # All others store the rows of queries and keys in another order than Hugging Face.
+    # These store the rows of queries and keys in another order than Hugging Face.
+    assert model_type in ("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "GEMMA"), model_type
     return partial(convert_weights.tune_to_hf, **sizes, head_dim=hf_config.get("head_dim"))

@@ -17,8 +17,13 @@ STEPS = 2  # enough for tests that need no trained policy
 
 def build(folder, seed):
     """Build without measuring the success rate, which takes most of a short build."""
+
+    def padded(policy, tokenizer, problems, samples):
+        tokenizer(["1", "1 1"], padding=True)
+        return 0.0
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_policy_model, "success_rate", lambda *_: 0.0)
+        patch.setattr(tiny_policy_model, "success_rate", padded)
         build_tiny_policy(folder, seed=seed, steps=STEPS)
 
 
@@ -27,6 +32,10 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny") / "policy"
     build(folder, seed=0)
     return folder
+
+
+def test_the_tokenizers_file_pads_no_text(folder):
+    assert json.loads((folder / "tokenizer.json").read_text())["padding"] is None
 
 
 def without_names_and_things(problem):
