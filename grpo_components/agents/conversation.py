@@ -91,7 +91,7 @@ class Conversation:
         """Build the call for a prompt; `parent` ends the longest conversation that it continues."""
         best, end, earlier = None, -1, set[int]()
         # The latest first, so that few tool calls are compared.
-        for call, choice in sorted(self._answers(), key=_order, reverse=True):
+        for call, choice in reversed([*self._answers()]):
             if id(choice) not in earlier and text.startswith(call.prompt_text):
                 begin = len(call.prompt_text)
                 length = self._length_of(choice, text[begin:], end - begin)
@@ -131,7 +131,8 @@ class Conversation:
         continued = {id(call.parent[1]) for call, _ in self._answers() if call.parent is not None}
         ends = [(call, choice) for call, choice in self._answers() if id(choice) not in continued]
         paths = [[*call.path, (call, choice)] for call, choice in ends]
-        paths.sort(key=lambda path: [*map(_order, path)])
+        order = {id(choice): number for number, (_, choice) in enumerate(self._answers())}
+        paths.sort(key=lambda path: [order[id(choice)] for _, choice in path])
         used: set[int] = set()
         parts: list[SessionPart] = []
         for path in paths:
@@ -141,15 +142,10 @@ class Conversation:
         return parts
 
     def _answers(self) -> Iterator[tuple[Call, Choice]]:
-        for call in self.calls:
+        """Yield delivered answers in an order that a replay repeats, however requests arrive."""
+        for call in sorted(self.calls, key=lambda call: call.key):
             if call.delivered:
                 yield from ((call, choice) for choice in call.choices)
-
-
-def _order(answer: tuple[Call, Choice]) -> tuple[tuple[int, str, int], int]:
-    """Return a key that sorts answers alike in a replay, in whatever order requests arrive."""
-    call, choice = answer
-    return call.key, call.choices.index(choice)
 
 
 def _joined(steps: list[tuple[Call, Choice]]) -> SessionPart:

@@ -7,11 +7,12 @@ import hashlib
 import json
 import secrets
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from grpo_components.agents.chat import Chat
@@ -216,6 +217,7 @@ class Session:
         """Build an answer from sampled tokens; cut it after the token that ends a stop string."""
         ids: list[int] = completion.token_ids.tolist()
 
+        @cache
         def decode(size: int) -> str:
             return self._chat.decode_after(call.prompt_ids, ids[:size])
 
@@ -225,13 +227,14 @@ class Session:
         content = text.removesuffix(self._chat.stop_text(text))
         if places := [text.find(stop) for stop in stops if stop in text]:
             content, reason = text[: min(places)], "stop"
-        fits = size
-        while len(shorter := decode(fits)) > len(content):
-            fits -= 1
+        fits = above = size  # a long stop string has many tokens: do not decode for each of them
+        while len(decode(fits)) > len(content):
+            fits, above = max(0, 2 * fits - size - 1), fits
+        fits += bisect_right(range(fits + 1, above), len(content), key=lambda n: len(decode(n)))
         return Choice(
             *(completion.token_ids[:size], completion.logprobs[:size]),
             *(completion.token_versions[:size], reason, text, len(ids), content),
-            content_tokens=fits if shorter == content else 0,
+            content_tokens=fits if decode(fits) == content else 0,
         )
 
     def _choice(self, call: Call, request: ChatRequest, index: int) -> dict[str, Any]:

@@ -157,6 +157,19 @@ async def test_a_stop_ends_the_record_where_it_ends_the_answer(make_chat, stop):
     assert session.facts()["sampled_tokens"] == len(before + stop) + 2  # none after the stop
 
 
+async def test_a_long_stop_is_cut_off_with_few_decodes(make_chat, monkeypatch):
+    chat, stop, decoded = make_chat(), "=+" * 50, []
+    _, session = opened(chat, f"ab{stop}", "c<|im_end|>")
+    decode = chat.decode_after
+    monkeypatch.setattr(
+        chat, "decode_after", lambda *tokens: decoded.append(tokens) or decode(*tokens)
+    )
+    assert (await ask(session, user("q"), stop=stop))["content"] == "ab"
+    assert len(decoded) < 25, "one for each token of the stop would be 100"
+    await ask(session, [*user("q"), {"role": "assistant", "content": "ab"}, *user("!")])
+    assert session.facts()["trajectories"] == 1  # it goes on from the tokens before the stop
+
+
 async def test_a_stop_inside_a_token_ends_the_answer_before_it(make_chat):
     chat = make_chat(PLAIN)
     merged = completion(chat.encode("añ€😀abab"), finish_reason="length")
