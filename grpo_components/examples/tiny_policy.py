@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-FORMAT_VERSION = 3  # increase it when the same seed and steps give a different model or data
+FORMAT_VERSION = 4  # increase it when the same seed and steps give a different model or data
 DEFAULT_OUTPUT_DIR = Path("/tmp/torchtune-async-grpo/tiny_policy")
 DEFAULT_STEPS = 360
 LEAST_GREEDY = 0.92  # CPUs round differently, and about one build in four answers fewer problems

@@ -210,21 +210,17 @@ def snapshot_checksum(manifests: Iterable[Manifest]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(tensors).encode())
 
 
-@contextlib.contextmanager
-def _open_checkpoint(model_path: Path) -> Iterator[dict[str, Any]]:
-    """Context manager: open a checkpoint; yields the open file of each tensor, by tensor name."""
+def checkpoint_files(model_path: Path) -> list[Path]:
+    """Return the files that hold a checkpoint's tensors."""
     index = model_path / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.is_file():  # only these files: others may be copies in other formats
         names = set(json.loads(index.read_text())["weight_map"].values())
-    files: dict[str, Any] = {}
-    with contextlib.ExitStack() as stack:
-        for path in sorted(model_path / name for name in names):
-            if not path.is_file():
-                raise ValueError(f"base_model_path: no file {path}")
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            files |= dict.fromkeys(file.keys(), file)
-        yield files
+    files = sorted(model_path / name for name in names)
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"base_model_path: no file {file}")
+    return files
 
 
 def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
@@ -232,12 +228,12 @@ def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
 
     An output head tied to the embedding is left out: a stored copy of it is never loaded.
     """
-    with _open_checkpoint(model_path) as files:
-        shapes = {
-            name: tuple(file.get_slice(name).get_shape())
-            for name, file in files.items()
-            if not name.endswith("rotary_emb.inv_freq")  # a constant, never loaded
-        }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in checkpoint_files(model_path):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 -- safe_open is not a mapping
+                if not name.endswith("rotary_emb.inv_freq"):  # a constant, never loaded
+                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
     config = model_path / "config.json"
     hf_config = json.loads(config.read_text()) if config.is_file() else {}
     if hf_config.get("tie_word_embeddings", hf_config.get("model_type") == "gemma"):
@@ -247,9 +243,11 @@ def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
 
 def checkpoint_tensors(model_path: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """Read the tensors of a checkpoint that have these names, one at a time."""
-    with _open_checkpoint(model_path) as files:
-        for name in files.keys() & set(names):
-            yield name, files[name].get_tensor(name)
+    wanted = set(names)
+    for file in checkpoint_files(model_path):
+        with safe_open(file, framework="pt") as tensors:
+            for name in wanted.intersection(tensors.keys()):
+                yield name, tensors.get_tensor(name)
 
 
 def keeps_values(
@@ -277,8 +275,11 @@ def check_output_head(model_path: Path) -> None:
     """Refuse a checkpoint whose output head contradicts config.json's `tie_word_embeddings`."""
     hf_config = json.loads((model_path / "config.json").read_text())
     tied = hf_config.get("tie_word_embeddings")
-    with _open_checkpoint(model_path) as files:
-        parts = {name: file.get_slice(name) for name, file in files.items()}
+    parts: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        for file in checkpoint_files(model_path):
+            tensors = stack.enter_context(safe_open(file, framework="pt"))
+            parts |= {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
         head = parts.get(_HEAD)
         embedding = next((p for name, p in parts.items() if name.endswith(_EMBEDDING)), None)
         if tied is False and head is None:

@@ -86,7 +86,8 @@ class EnvironmentThread:
             name = getattr(function, "__name__", "call")
             within = f"{limit.timeout_s:g} s, the limit for all calls of a rollout"
             problem = f"the environment did not end its {name} within {within}"
-            stack = extract_stack(sys._current_frames().get(self._thread.ident or 0))
+            frame = sys._current_frames().get(self._thread.ident or 0)
+            stack = extract_stack(frame) if frame else StackSummary()
             raise HungCallError(problem, stack) from None
 
     def leave(self, close: Callable[[], Any] = lambda: None) -> Future[Any]:

@@ -13,8 +13,12 @@ class Mix(PromptMix):
     """A mix of parts, each (values of prompt_index, weight), whose prompts keep these values."""
 
     def __init__(self, parts):
+        self.given = parts
         rows = [(Prompts({"prompt_index": i} for i in indices), w) for indices, w in parts]
         self.parts = {str(n): MixedPart(own, w, own) for n, (own, w) in enumerate(rows)}
+
+    def __repr__(self):
+        return f"Mix({self.given})"  # shown by hypothesis
 
 
 def next_index(prompts):

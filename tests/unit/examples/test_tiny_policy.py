@@ -90,19 +90,24 @@ def test_a_build_is_kept_unless_forced_or_different(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_a_policy_that_answers_too_few_problems_is_trained_again(tmp_path, monkeypatch):
-    rates, weights = iter([0.4, 0.87, 0.3, 0.95]), []
+@pytest.mark.parametrize(
+    ("steps", "greedy", "builds"),
+    [(360, [0.87, 0.95], 2), (360, [0.5, 0.6, 0.7], 3), (2, [0.0], 1)],
+)
+def test_a_policy_that_answers_too_few_problems_is_trained_again(
+    steps, greedy, builds, tmp_path, monkeypatch
+):
+    rates, weights = iter([rate for each in greedy for rate in (0.3, each)]), []
 
     def warm_start(policy, *_):
         weights.append(policy.lm_head.weight.detach().clone())
 
     monkeypatch.setattr(tiny_policy_model, "_warm_start", warm_start)
     monkeypatch.setattr(tiny_policy_model, "success_rate", lambda *_: next(rates))
-    record = build_tiny_policy(tmp_path / "policy")
-    assert (record["held_out_success"], record["held_out_success_greedy"]) == (0.3, 0.95)
-    first, second = weights
-    assert not torch.equal(first, second)
-    assert torch.equal(load_file(tmp_path / "policy/model.safetensors")[EMBEDDING], second)
+    record = build_tiny_policy(tmp_path / "policy", steps=steps)
+    assert (record["held_out_success"], record["held_out_success_greedy"]) == (0.3, greedy[-1])
+    assert len({each.sum().item() for each in weights}) == len(weights) == builds
+    assert torch.equal(load_file(tmp_path / "policy/model.safetensors")[EMBEDDING], weights[-1])
 
 
 def test_a_folder_with_other_files_is_refused_in_one_line(tmp_path, capsys):

@@ -39,6 +39,8 @@ def run(task):
         return 1.0
     if what == "tool":
         return tool(client, what)
+    if what == "cold":
+        return float(len(chat(client, what, temperature=0.0)))
     first = chat(client, what)
     if what == "goes on":
         chat(client, what, first, "more")
@@ -208,6 +210,17 @@ def test_a_plain_prompt_has_the_tokens_of_the_data_set_and_begins_once(run, has_
     assert first == prompt_encoder(data_tokenizer, "{question}", None, None)("goes on")[0]
     assert first == record.prompt_ids.tolist() and (beginning in first) == has_beginning
     assert second == [*first, *tokenizer("xmore", add_special_tokens=False)["input_ids"]]
+
+
+def test_tools_are_refused_without_a_parser(run):
+    ((record,),) = run("tool", engine=scripted_engine(None))
+    assert "environment.tool_parser" in record.error
+
+
+def test_another_temperature_is_refused_but_in_an_evaluation(run):
+    for evaluates in (False, True):
+        ((record,),) = run("cold", engine=scripted_engine(None), evaluates=evaluates)
+        assert (record.error is None) == evaluates
 
 
 def test_an_evaluation_takes_any_temperature(run):

@@ -12,12 +12,12 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
-import importlib
+import importlib.machinery
+import importlib.util
 import json
 import operator
 import os
 import sys
-import types
 from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
@@ -225,8 +225,12 @@ def _answer(value: Any) -> Any:
 
 def _load(name: str, **names: Any) -> Any:
     """Run a Python file as a module; in the asserts file, each assert's value goes to `_answer`."""
-    path, module = f"/{name}", types.ModuleType(name.removesuffix(".py"))
-    vars(module).update(names, __file__=path)
+    path, stem = f"/{name}", name.removesuffix(".py")
+    loader = importlib.machinery.SourceFileLoader(stem, path)
+    spec = importlib.util.spec_from_file_location(stem, path, loader=loader)
+    assert spec
+    module = importlib.util.module_from_spec(spec)
+    vars(module).update(names)
     sys.modules[module.__name__] = module
     with open(path, "rb") as file:
         tree = ast.parse(file.read())
