@@ -47,6 +47,8 @@ def root(x):
     return 1 / 0
 def bad(): return b'\\xff'.decode()
 def twice(x): return 2 * x
+import importlib
+def module(): return __spec__.name, importlib.util.find_spec('json').name, __package__, __file__
 if __name__ == '__main__': input()
 """
 
@@ -60,6 +62,7 @@ assert math.isinf(far())
 assert same(1, {2}, k=b'3') == ((1, {2}), {'k': b'3'})
 assert none() is None
 assert not none()
+assert module() == ('program', 'json', '', '/program.py')
 assert big() == 7 ** 10_000
 stack = Stack().push(1)
 stack.push((2, [3]))
