@@ -270,6 +270,10 @@ TRUNCATION: dict[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 TRUNCATION |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 """Sampler settings that change the sampling distribution, each with the value that turns it off."""
 
+_LARGE_BYTES = 2**28
+"""Size of a checkpoint above which vLLM samples on a CPU. The demo's policy (8 MB) takes as long in
+both backends, and one of 2 GB takes half the CPU seconds in vLLM."""
+
 
 class GeneratorSettings(BaseModel):
     """Settings of sampling and of the engine; sampler settings have vLLM's names."""
@@ -558,11 +562,17 @@ class Settings(BaseModel):
 
     @property
     def default_backend(self) -> Literal["vllm", "transformers"]:
-        """Default of `generator.backend`: vLLM on GPUs, or for settings that only vLLM supports."""
+        """Default of `generator.backend`: vLLM on GPUs, for large models, or if only it will do."""
         generator = self.generator
         alone = generator.tensor_parallel_size > 1 or self.lora is not None or generator.biasing
-        needs_vllm = self.device == "cuda" or alone or self.weights != "object_store"
-        return "vllm" if needs_vllm and find_spec("vllm") else "transformers"
+        is_large = self._checkpoint_bytes > _LARGE_BYTES
+        wants_vllm = self.device == "cuda" or is_large or alone or self.weights != "object_store"
+        return "vllm" if wants_vllm and find_spec("vllm") else "transformers"
+
+    @property
+    def _checkpoint_bytes(self) -> int:
+        files = Path(self.base_model_path).glob("*.safetensors")
+        return sum(file.stat().st_size for file in files)
 
     @property
     def kl_sections(self) -> dict[str, Mapping[Any, Any]]:
@@ -613,8 +623,7 @@ class Settings(BaseModel):
         longest = (self.dataset.get("max_prompt_tokens") or 0) + response
         ranks = max(self.num_trainers // self.tensor_parallel_dim, 1)
         trained = self.groups_per_step * self.group_size / ranks * longest * self.ppo_epochs
-        files = Path(self.base_model_path).glob("*.safetensors")
-        weights_s = sum(file.stat().st_size for file in files) * 1e-8  # a slow disk or network
+        weights_s = self._checkpoint_bytes * 1e-8  # a slow disk or network
         rollout_s = max(600.0, response * 0.15)  # a token of one response in a full batch
         limits = {
             "startup_s": max(600.0, 2 * weights_s),

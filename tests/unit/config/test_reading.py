@@ -169,6 +169,13 @@ def test_vllm_samples_on_gpus_and_where_only_it_will_do(settings_with, more, bac
     assert settings_with(**more).generator.backend == backend
 
 
+@pytest.mark.parametrize(("nbytes", "backend"), [(2**28, "transformers"), (2**28 + 1, "vllm")])
+def test_on_a_cpu_vllm_samples_from_large_models(settings_with, tmp_path, nbytes, backend):
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(nbytes)  # takes no room on the disk
+    assert settings_with(base_model_path=str(tmp_path)).generator.backend == backend
+
+
 def test_each_config_for_gpus_says_in_its_first_line_where_it_was_run():
     for path in CONFIGS:
         text = path.read_text()
