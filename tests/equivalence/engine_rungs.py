@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from equivalence.families import FAMILIES, random_checkpoint
+from equivalence.families import FAMILIES, HF_FAMILIES, random_checkpoint, save_random
 from equivalence.ladder import Bench, LogprobGap, rung, saved_weights
 from equivalence.roles import ENGINES, GENERATOR, TRAINER, change_options, tiny_arguments
 from grpo_components.exchange.weights import Manifest, pack_bucket
@@ -17,6 +17,7 @@ from grpo_components.rendezvous import local_rendezvous
 from grpo_components.settings import Settings
 from grpo_components.trajectory import concatenate
 
+_SHORT_PROMPTS = [[5, 6, 7, number + 1] for number in range(8)]
 _LONG_PREFIX = [7 + number % 200 for number in range(150)]
 """Prompt tokens, more than one block of the prefix cache (32 tokens on a CPU)."""
 _LONG_PROMPTS = [[*_LONG_PREFIX, number] for number in range(4)]
@@ -62,7 +63,7 @@ def generator_to_trainer(bench: Bench, cfg: Settings) -> float:
     0.0,
 )
 def pulled_engine_is_fresh_engine(bench: Bench) -> float:
-    prompts = [[5, 6, 7, number + 1] for number in range(6)] + _LONG_PROMPTS[1:3]
+    prompts = _SHORT_PROMPTS[:6] + _LONG_PROMPTS[1:3]
     worst = 0.0
     with closing(bench.process(ENGINES)) as engines:
         for base, new in _weights_before_and_after(bench):
@@ -112,6 +113,31 @@ def two_workers_are_one(bench: Bench) -> float:
         if not np.array_equal(a.token_versions, b.token_versions):
             return math.inf
     return max(difference_of_completions(one[n], two[n]) for n in (0, 1))
+
+
+@rung(
+    "transformers backend = vLLM backend",
+    "greedy tokens, their versions, and their logprobs in nats, float32, of a fresh engine and "
+    "after it pulled weights; Qwen2 with tied and untied embeddings, and gpt-oss (experts, "
+    "attention sinks, a sliding window of 8 tokens)",
+    1e-4,
+)
+def transformers_backend_is_vllm(bench: Bench) -> float:
+    config, worst = HF_FAMILIES["gpt-oss"](), 0.0
+    experts = save_random(config, bench.folder(), 0), save_random(config, bench.folder(), 1)
+    with closing(bench.process(ENGINES)) as engines:
+        for base, new in [*_weights_before_and_after(bench), experts]:
+            given = (str(base), _bucket(new), _SHORT_PROMPTS + _LONG_PROMPTS)
+            found = [
+                engines.call("sample_greedily", *given, backend)
+                for backend in ("vllm", "transformers")
+            ]
+            for completions in found:
+                for version, sampled in enumerate(completions):
+                    if any({*each.token_versions} != {version} for each in sampled):
+                        return math.inf
+            worst = max(worst, *map(difference_of_completions, *found))
+    return worst
 
 
 def _weights_before_and_after(bench: Bench) -> list[tuple[Path, Path]]:

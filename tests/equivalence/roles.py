@@ -91,7 +91,7 @@ def _field_names(record: Any) -> set[str]:
 
 
 class Engines:
-    """Samples from vLLM engines, a new one for every call."""
+    """Samples from engines, a new one for every call."""
 
     def __init__(self) -> None:
         # vLLM collects garbage several times around each engine. Leave out what is imported.
@@ -109,6 +109,20 @@ class Engines:
                 _results(_submit_all(engine, prompts))
                 engine.load_weights(1, unpack_buckets([bucket])).result()
             return _results(_submit_all(engine, prompts))
+
+    def sample_greedily(
+        self,
+        model_path: str,
+        bucket: tuple[Manifest, Any],
+        prompts: list[list[int]],
+        backend: str,
+    ) -> list[list[Any]]:
+        """Sample before and after a swap, by a backend that may sample 200 of the ids."""
+        with closing(self._engine(model_path, backend=backend, num_ids=200)) as engine:
+            before = _results(_submit_all(engine, prompts, max_tokens=40, temperature=0.0))
+            engine.load_weights(1, unpack_buckets([bucket])).result()
+            after = _results(_submit_all(engine, prompts, max_tokens=40, temperature=0.0))
+            return [before, after]
 
     def sample_under_load(
         self, model_path: str, bucket: tuple[Manifest, Any], prompts: list[list[int]], *more: Any
@@ -135,6 +149,8 @@ class Engines:
         schedule: Any = None,
         num_workers: int = 1,
         lora: LoraSettings | None = None,
+        backend: str = "vllm",
+        num_ids: int | None = None,
     ) -> Any:
         registry = imported("vllm.model_executor.models.ModelRegistry")
         for name in json.loads((Path(model_path) / "config.json").read_text())["architectures"]:
@@ -146,10 +162,10 @@ class Engines:
             "max_num_seqs": 64,
         }
         limits |= {"kv_cache_gib": 1 / 16}  # its zeros take longer than the sampling
-        limits |= {"temperature": 1.0, "tensor_parallel_size": num_workers, "backend": "vllm"}
+        limits |= {"temperature": 1.0, "tensor_parallel_size": num_workers, "backend": backend}
         settings = GeneratorSettings.model_validate(limits)
         given = {"model_path": model_path, "device": "cpu", "dtype": "fp32", "lora": lora}
-        options = EngineOptions(**given, recompute_kv_after_pull=False)
+        options = EngineOptions(**given, recompute_kv_after_pull=False, num_ids=num_ids)
         return imported(ENGINE)(settings, options, seed=0, schedule=schedule)
 
 
@@ -158,9 +174,13 @@ def _leave_frozen() -> None:
 
 
 def _submit_all(
-    engine: Any, prompts: list[list[int]], name: str = "prompt", max_tokens: int = 32
+    engine: Any,
+    prompts: list[list[int]],
+    name: str = "prompt",
+    max_tokens: int = 32,
+    temperature: float = 1.0,
 ) -> list[Any]:
-    options = {"max_tokens": max_tokens, "temperature": 1.0}
+    options = {"max_tokens": max_tokens, "temperature": temperature}
     options |= {"stop_token_ids": [0] if name != "running" else []}
     return [
         engine.submit(prompt, seed=number, name=f"{name} {number}", **options)

@@ -63,6 +63,20 @@ def test_the_table_is_judged_as_a_mathematician_would():
     assert differ == DEBATABLE.keys()
 
 
+def test_the_changed_verdicts_are_those_of_the_table():
+    verdicts = {(known, given): verdict for known, given, verdict in table("maths_pairs.tsv")}
+    rows = table("../../../docs/results/maths_changed_verdicts.tsv")
+    assert {(known, given): right for known, given, _, _, right in rows}.items() <= verdicts.items()
+    assert all(before != now for _, _, before, now, _ in rows)
+    worse = {(known, given) for known, given, _, now, right in rows if now != right}
+    assert worse == {(r"\pi", "3.1415927"), ("ACD", "CDA")} <= DEBATABLE.keys()
+
+
+def test_the_table_of_answers_has_150():
+    rows = table("maths_answers.tsv")
+    assert len({(known, given) for known, given, _ in rows}) == len(rows) >= 150
+
+
 # Of the formats, two depend on the answer's braces or have nothing around it.
 @pytest.mark.parametrize(
     ("answer_format", "start", "every"),
