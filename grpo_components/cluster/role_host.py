@@ -216,8 +216,9 @@ def resource_use() -> dict[str, Any]:
     process = psutil.Process()
     with process.oneshot():
         memory = process.memory_info()
+        shared = getattr(memory, "shared", 0)  # Ray's object store; macOS does not tell
         return {
-            "rss_mib": round((memory.rss - memory.shared) / 2**20, 1),  # less Ray's object store
+            "rss_mib": round((memory.rss - shared) / 2**20, 1),
             "cpu_s": round(time.process_time(), 3),
             "threads": process.num_threads(),
             "open_files": process.num_fds(),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_components.machine import usable_cpus
 from grpo_components.settings import Settings
 
 if TYPE_CHECKING:
@@ -42,4 +42,4 @@ def available_cpus(cfg: Settings) -> int:
     This number decides how many threads share a sum, and so the last bits of the sum.
     """
     replay = replay_of(cfg)
-    return replay.cpus if replay else len(os.sched_getaffinity(0))
+    return replay.cpus if replay else usable_cpus()

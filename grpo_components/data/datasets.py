@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import json
 import multiprocessing
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -25,6 +24,7 @@ from grpo_components.data.prompts import prompt_encoder
 from grpo_components.data.row_choice import Partition, RowFilters
 from grpo_components.data.rows import Question, Row, is_question, read_rows
 from grpo_components.errors import ConfigError
+from grpo_components.machine import usable_cpus
 from grpo_components.shapes import AnyText, described_as, fits, read_as
 from grpo_components.trajectory import Prompt
 
@@ -208,7 +208,7 @@ def _in_processes(work: Callable[[Any], Any], items: list[Any], name: str) -> It
         results = map(work, items)
         if len(items) > _ALONE:
             # Forked, and before Ray starts: spawned processes would have to get the tokenizer.
-            forked, count = multiprocessing.get_context("fork"), len(os.sched_getaffinity(0))
+            forked, count = multiprocessing.get_context("fork"), usable_cpus()
             pool = stack.enter_context(ProcessPoolExecutor(count, mp_context=forked))
             results = pool.map(_work_here, items, chunksize=_CHUNK)
         yield from _shown(results, "tokenizing", name, "prompts", len(items))

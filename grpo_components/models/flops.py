@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -156,4 +157,5 @@ def peak_memory_gib(device: torch.device) -> float:
     """Return this process's peak memory in GiB: on a GPU its tensors, on a CPU everything."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # macOS counts bytes, Linux KiB

@@ -89,7 +89,8 @@ def _counts_failures() -> str:
 
 def _serve(connection: Connection) -> None:
     """Run a reward process: build the rewards, then score samples until the connection closes."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Without prctl, as on macOS, it ends after the sample during which the connection closes.
+    getattr(ctypes.CDLL(None), "prctl", lambda *_: None)(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
     specs, max_cpu_s = connection.recv()
     rewards: dict[str, Any] = {}

@@ -46,9 +46,9 @@ demo_run = run_fixture(
     "demo",
     *("num_steps=100", "generator.backend=null"),
     new_interpreter=True,
-    env={"PYTHONPATH": str(Path(__file__).with_name("without_vllm"))},
+    env={"PYTHONPATH": str(Path(__file__).with_name("like_a_mac"))},
 )
-"""What `make demo` runs, for 100 steps, on a machine without vLLM."""
+"""What `make demo` runs, for 100 steps, without vLLM and without what only Linux has."""
 split_run = run_fixture("split", *SYNCHRONOUS)
 """A synchronous run whose generators and trainers have processes of their own."""
 colocated_run = run_fixture("colocated", *SYNCHRONOUS, "colocate=true")
