@@ -74,10 +74,10 @@ def names_in(thing):
     for each in getattr(thing, "__mro__", (thing,)):
         if getattr(each, "__module__", "").startswith("vllm."):
             names.update(getattr(each, "__annotations__", ()))
-            for node in ast.walk(ast.parse(inspect.getsource(each))):
-                is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-                if is_set and ast.unparse(node.value) in ("self", "layer"):
-                    names.add(node.attr)
+            nodes = ast.walk(ast.parse(inspect.getsource(each)))
+            targets = (node for node in nodes if isinstance(node, ast.Attribute))
+            of_it = (n for n in targets if ast.unparse(n.value) in ("self", "layer"))
+            names.update(n.attr for n in of_it if isinstance(n.ctx, ast.Store))
     return names
 
 
