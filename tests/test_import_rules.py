@@ -31,6 +31,9 @@ ONLY_IMPORTERS = {
         *core("training.weight_sender agents.tool_calls"),
     ),
 }
+VLLMS_INTERNALS = ("vllm.v1", "vllm.model_executor.model_loader.reload")
+"""They change without notice, as do vLLM's names with a leading underscore."""
+MAY_USE_VLLMS_INTERNALS = {*core("rollout.vllm_backend rollout.vllm_weights")}
 # Imported in a notebook within seconds: the record, the maths, and the rewards that users write.
 RECORD_AND_MATHS = core("errors plain_text schedules trajectory objective exchange.staleness")
 WITHOUT_TORCH = (
@@ -140,6 +143,17 @@ def test_one_component_only_imports(library: str):
     }
     assert importers
     assert not [name for name in importers if not inside(name, ONLY_IMPORTERS[library])]
+
+
+def test_two_modules_only_import_what_vllm_keeps_to_itself():
+    """By the names that tests/unit/rollout/test_vllm_private.py looks for."""
+
+    def is_internal(name: str) -> bool:
+        private = name.startswith("vllm.") and "._" in name
+        return private or inside(name, VLLMS_INTERNALS)
+
+    users = {name for name, tree in OWN_CODE.items() if any(map(is_internal, imports(tree)))}
+    assert users == MAY_USE_VLLMS_INTERNALS
 
 
 def test_roles_are_wired_by_the_recipe_alone_and_take_typed_arguments_and_no_config():

@@ -303,6 +303,11 @@ def empty_prefix_cache(scheduler: Any) -> None:
     enters the hash of a request's first block, and the hash of each block enters that of the next.
     A request that has computed nothing yet needs no salt, because all its KV will come from the new
     weights.
+
+    vLLM's public `cache_salt` is fixed when a request is added. So each load would need a new salt
+    (not the version, which can repeat), and would have to abort the requests without a token and
+    add them again. No public call tells which these are: with `FINAL_ONLY`, a request has no output
+    before its end. Outputs at every step would tell, for about 10 us per request and step.
     """
     manager = scheduler.kv_cache_manager
     pool = manager.block_pool

@@ -98,6 +98,7 @@ class WorkerProcesses:
             process.join(_EXIT_S)
 
     def _watch(self) -> None:
+        # Not vLLM's failure callback: it names no worker, and comes once all have ended, after 9 s.
         ended = wait([process.sentinel for process in self._processes])
         if self._closing:
             return

@@ -69,6 +69,17 @@ def fresh(build_engine, checkpoints):
     return answers
 
 
+def test_a_block_that_stays_cached_is_an_error(make_engine, checkpoints, monkeypatch):
+    """vLLM's `evict_blocks` does not report what it did."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    engine = make_engine(checkpoints / "tied_A")
+    ask(engine, SHORT).result(timeout=60)
+    monkeypatch.setattr(KVCacheManager, "evict_blocks", lambda self, block_ids: None)
+    with pytest.raises(RuntimeError, match="prefix cache still has 3 blocks of old weights"):
+        engine.load_weights(1, weights(checkpoints / "tied_B")).result(timeout=60)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_new_requests_read_no_kv_of_old_weights_that_running_ones_hold(
     scheduled, checkpoints, fresh, cached, recompute
