@@ -104,7 +104,7 @@ _SPELLINGS: _Rules = [
     (r"^\s*=|\bUS(?=\$)", ""),
     (r"\\(?:left|right|displaystyle|large|Large|quad|qquad|limits)(?![A-Za-z])", " "),
     (r"\\color\{\w+\}(?!\{)|\\approx(?![a-z])|\\[()\[\]]|(?<!\\)\$|\n", " "),
-    (r"(?<=\d)(?:,|\{,\})\\!\s*(?=\d{3}(?!\d))", ","),  # as MATH writes 70,000
+    (r"(?<=\d)(?:,|\{,\})\\!\s*(?=\d{3}(?!\d))", ","),  # 70,\!000 in MATH
     (r"(?<=\d)(?:\\[,! ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", ""),
     (
         # not in the point (3,121), but in (1,000)
